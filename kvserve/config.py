@@ -1,0 +1,320 @@
+"""Every setting, its default, its bounds and its meaning; the only file that reads the environment.
+
+Flags override the environment, which overrides `.env`. A value that cannot be used raises `SettingError` with key,
+value and what was expected. The rooms never see this file: `app.py` hands each the values it needs.
+"""
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic.config import JsonDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from kvserve.errors import SettingError
+
+_SIZE_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def _parse_size(value: object) -> object:
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)):
+        number, unit = match.groups()
+        if unit.lower() in _SIZE_UNITS:
+            return int(float(number) * _SIZE_UNITS[unit.lower()])
+    return value
+
+
+def _parse_auto_size(value: object) -> object:
+    return None if isinstance(value, str) and value.strip().lower() == "auto" else _parse_size(value)
+
+
+def _parse_bits(value: object) -> object:
+    return {"off": None, "4": 4, "8": 8}.get(str(value).strip().lower(), value)
+
+
+def _parse_int(value: object) -> object:
+    return int(value) if isinstance(value, str) and value.strip().isdigit() else value
+
+
+def _parse_list(value: object) -> object:
+    return tuple(item.strip() for item in value.split(",") if item.strip()) if isinstance(value, str) else value
+
+
+def _parse_path(value: object) -> object:
+    return Path(value).expanduser() if isinstance(value, str) else value
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Size = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
+AutoSize = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_parse_auto_size)]
+Folder = Annotated[Path, BeforeValidator(_parse_path)]
+NameList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_list)]
+
+_LATER: JsonDict = {"acts": "later"}
+
+
+class Settings(BaseSettings):
+    """All settings with their defaults; frozen. Field names are the environment's names in lower case."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="ignore", env_ignore_empty=True, env_file_encoding="utf-8", protected_namespaces=()
+    )
+
+    model_path: str = Field(
+        "lmstudio-community/GLM-4.7-Flash-MLX-4bit",
+        min_length=1,
+        description="Folder in Hugging Face format or hub name.",
+    )
+    model_family: Literal["auto", "qwen3", "glm4", "generic"] = Field(
+        "auto", description="Which tool-call and thinking form is tried first."
+    )
+    model_strict: bool = Field(False, description="Refuse a request whose `model` is not the one served.")
+    proxy_model_id: str = Field("openai/{MODEL_PATH}", min_length=1, description="The model name that port 4000 lists.")
+    mlx_host: str = Field("127.0.0.1", min_length=1, description="Address that kvserve listens on.")
+    mlx_port: Port = Field(8080, description="Port of kvserve itself; 0 takes a free one.")
+    proxy_port: Port = Field(4000, description="Port of the LiteLLM proxy.")
+    proxy_startup_wait_seconds: Seconds = Field(
+        2.0, description="How long the banner waits for the proxy; readiness itself is polled."
+    )
+    max_kv_size: Positive = Field(196608, description="Context limit in tokens, prompt and answer together.")
+    kv_group_size: Annotated[Literal[32, 64, 128], BeforeValidator(_parse_int)] = Field(
+        64, description="Group size of quantised KV.", json_schema_extra=_LATER
+    )
+    kv_bits: Annotated[Literal[4, 8] | None, BeforeValidator(_parse_bits)] = Field(
+        None, description="Bits of quantised KV: OFF, 4 or 8.", json_schema_extra=_LATER
+    )
+    kv_quant_scheme: Literal["uniform", "turboquant"] = Field(
+        "uniform", description="How KV is quantised.", json_schema_extra=_LATER
+    )
+    quantized_kv_start: Annotated[int, Field(ge=0)] = Field(
+        5000, description="Tokens kept in full precision before quantised KV starts.", json_schema_extra=_LATER
+    )
+    prompt_cache_max_entries_global: Positive = Field(
+        24, description="Sequence ends kept in RAM.", json_schema_extra=_LATER
+    )
+    prompt_cache_max_entries_per_session: Positive = Field(
+        2, description="Sequence ends kept in RAM for one branch of a session.", json_schema_extra=_LATER
+    )
+    prompt_cache_ttl_seconds: Seconds = Field(
+        1800, description="Idle time after which KV leaves RAM; 0 = never.", json_schema_extra=_LATER
+    )
+    prompt_cache_session_max_idle_seconds: Seconds = Field(
+        1800, description="Idle time after which a session's KV leaves RAM; 0 = never.", json_schema_extra=_LATER
+    )
+    prompt_cache_block_size: Positive = Field(16, description="Tokens per hashed block.", json_schema_extra=_LATER)
+    prompt_cache_max_bytes: AutoSize = Field(
+        None,
+        description="RAM for the prefix cache; AUTO takes a share of the machine's memory.",
+        json_schema_extra=_LATER,
+    )
+    cache_use_block_index: bool = Field(
+        True,
+        description="Look prefixes up by block hash; false scans, with the same results.",
+        json_schema_extra=_LATER,
+    )
+    cache_canonicalize_tool_context: bool = Field(
+        True,
+        description="Normalise volatile spans in the cache key; false uses the prompt as it is.",
+        json_schema_extra=_LATER,
+    )
+    cache_vlm_image_identity: bool = Field(
+        True,
+        description="Image markers in the canonical key; digests are verified all the same.",
+        json_schema_extra=_LATER,
+    )
+    cache_session_partitioning: bool = Field(
+        True, description="Separate turn records and per-session limits.", json_schema_extra=_LATER
+    )
+    cache_norm_safety_check: bool = Field(
+        False,
+        description="Fall back to the original prompt as key when the canonical one is over 10 % shorter.",
+        json_schema_extra=_LATER,
+    )
+    normalize_write_tool_content_for_prompt: bool = Field(
+        False,
+        description="Show the model a digest instead of the content of its past write calls.",
+        json_schema_extra=_LATER,
+    )
+    disk_cache_dir: Folder = Field(
+        Path("~/.cache/kvserve").expanduser(), description="Where KV is kept across restarts.", json_schema_extra=_LATER
+    )
+    disk_cache_max_bytes: AutoSize = Field(
+        None,
+        description="Cap over all models; AUTO = the smaller of 500 GB and 20 % of free space.",
+        json_schema_extra=_LATER,
+    )
+    disk_cache_ttl_hours: Annotated[float, Field(gt=0)] = Field(
+        24, description="Idle hours after which KV leaves the disk.", json_schema_extra=_LATER
+    )
+    default_temperature: Annotated[float, Field(ge=0, le=2)] = Field(0.1, description="Temperature; 0 is greedy.")
+    default_top_p: Annotated[float, Field(gt=0, le=1)] = Field(0.9, description="Nucleus sampling; 1 = off.")
+    default_top_k: Annotated[int, Field(ge=0)] = Field(40, description="Draw from the k likeliest tokens; 0 = off.")
+    default_min_p: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.05, description="Drop tokens below this share of the likeliest one's probability; 0 = off."
+    )
+    default_repetition_penalty: Annotated[float, Field(gt=0, le=10)] = Field(
+        1.08, description="Divides the logits of recent tokens; 1 = off."
+    )
+    default_repetition_context_size: Annotated[int, Field(ge=0)] = Field(
+        256, description="How many recent tokens the repetition penalty sees."
+    )
+    default_max_tokens: Positive = Field(2048, description="Answer length when a request gives none.")
+    default_thinking: bool = Field(True, description="Thinking on when a request says nothing.")
+    preserve_thinking: bool = Field(True, description="Ask the template to keep old thinking where it can.")
+    generation_watchdog_seconds: Seconds = Field(
+        600, description="Longest time a row may compute, from its first prefill chunk; 0 = no limit."
+    )
+    max_concurrent_requests: Positive = Field(8, description="Rows that prefill or decode at the same time.")
+    max_queued_requests: Annotated[int, Field(ge=0)] = Field(64, description="Requests that may wait; beyond it: 429.")
+    max_batch_bytes: AutoSize = Field(
+        None,
+        description="Memory for the KV of running rows, padding included; AUTO takes a share of the machine's memory.",
+    )
+    prefill_step_size: Annotated[int, Field(ge=16, le=8192)] = Field(
+        2048, description="Most tokens in one prefill chunk; measured time shortens it."
+    )
+    api_key: str | None = Field(None, description="Required as Bearer or x-api-key on both ports when set.")
+    allowed_origins: NameList = Field((), description="Further Origins that a browser may call from, by comma.")
+    allowed_hosts: NameList = Field(
+        (), description="Further Host names under which the server may be called, by comma."
+    )
+    max_request_body_bytes: Size = Field(64 * 2**20, description="Largest request body.")
+    max_connections: Positive = Field(256, description="Open connections; the oldest silent one makes room.")
+    max_header_bytes: Annotated[int, BeforeValidator(_parse_size), Field(ge=1024)] = Field(
+        65536, description="Largest header section of a request."
+    )
+    header_timeout_seconds: PositiveSeconds = Field(10, description="Time for a request's headers to arrive.")
+    body_timeout_seconds: PositiveSeconds = Field(60, description="Time for a request's body to arrive.")
+    idle_connection_seconds: PositiveSeconds = Field(120, description="How long an idle connection is kept.")
+    state_dir: Folder = Field(
+        Path("~/.cache/kvserve/run").expanduser(), description="Generated LiteLLM config, pid file and log; demo model."
+    )
+    enable_request_logging: bool = Field(True, description="Write a trace file per session under LOG_ROOT.")
+    log_root: Folder = Field(Path("logs"), description="Where trace files go.")
+    vlm_cache_debug: bool = Field(
+        False, description="Log the first 64 prompt ids and the image cuts.", json_schema_extra=_LATER
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then the environment, then `.env`; no secrets folder."""
+        return init_settings, env_settings, dotenv_settings
+
+    @property
+    def listed_model_id(self) -> str:
+        """PROXY_MODEL_ID with MODEL_PATH filled in."""
+        return self.proxy_model_id.replace("{MODEL_PATH}", self.model_path)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What `start_llm.py` was asked for: the settings, and the flags that are no settings."""
+
+    settings: Settings
+    is_demo: bool
+    with_proxy: bool
+    disk_cache: Literal["on", "ephemeral", "off"]
+    environment: Mapping[str, str]
+
+
+def setting_key(name: str) -> str:
+    """The name that users know: the field's name in upper case."""
+    return name.upper()
+
+
+def acts_later(field: FieldInfo) -> bool:
+    """True for a setting that is accepted and checked, but whose feature is not there yet."""
+    return isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("acts") == "later"
+
+
+def settings_acting_later(settings: Settings) -> tuple[str, ...]:
+    """Keys whose value was changed although nothing reads it yet: the start says so instead of ignoring them."""
+    return tuple(
+        setting_key(name)
+        for name, field in Settings.model_fields.items()
+        if acts_later(field) and getattr(settings, name) != field.default
+    )
+
+
+def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags of start_llm.py. Each that is a setting overrides the environment."""
+    parser = argparse.ArgumentParser(
+        prog="start_llm.py", description="Serve a local MLX model over HTTP, with LiteLLM in front.", allow_abbrev=False
+    )
+    parser.add_argument("--demo", action="store_true", help="serve a tiny model with random weights, built on the spot")
+    parser.add_argument("--model", dest="model_path", metavar="PATH", help="model folder or hub name (MODEL_PATH)")
+    parser.add_argument("--port", dest="mlx_port", metavar="N", help="kvserve's own port (MLX_PORT)")
+    parser.add_argument("--proxy-port", dest="proxy_port", metavar="N", help="LiteLLM's port (PROXY_PORT)")
+    parser.add_argument("--no-proxy", action="store_true", help="serve without LiteLLM")
+    disk = parser.add_mutually_exclusive_group()
+    disk.add_argument("--disk-cache", dest="disk_cache_dir", metavar="DIR", help="where KV is kept (DISK_CACHE_DIR)")
+    disk.add_argument(
+        "--ephemeral-cache", action="store_true", help="keep KV in one scratch file that vanishes at exit"
+    )
+    disk.add_argument("--no-disk-cache", action="store_true", help="keep KV in RAM only")
+    return parser.parse_args(argv)
+
+
+def load_launch(argv: Sequence[str], *, env_file: Path | None = Path(".env")) -> Launch:
+    """Read flags, environment and `.env`. Raises SettingError for the first value that cannot be used."""
+    flags = parse_flags(argv)
+    given = {
+        name: value
+        for name in ("model_path", "mlx_port", "proxy_port", "disk_cache_dir")
+        if (value := getattr(flags, name)) is not None
+    }
+    if flags.demo and "model_path" in given:
+        raise SettingError("--model", given["model_path"], "no model together with --demo, which builds its own")
+    try:
+        settings = Settings(_env_file=env_file, **given)  # type: ignore[call-arg]  # pydantic-settings reads it from kwargs
+    except ValidationError as error:
+        raise _as_setting_error(error) from None
+    disk_cache: Literal["on", "ephemeral", "off"] = (
+        "ephemeral" if flags.ephemeral_cache else "off" if flags.no_disk_cache else "on"
+    )
+    return Launch(settings, flags.demo, not flags.no_proxy, disk_cache, dict(os.environ))
+
+
+_EXPECTED = {
+    "kv_bits": "OFF, 4 or 8",
+    "kv_group_size": "32, 64 or 128",
+    "prompt_cache_max_bytes": "AUTO or a positive size such as 8GB",
+    "disk_cache_max_bytes": "AUTO or a positive size such as 200GB",
+    "max_batch_bytes": "AUTO or a positive size such as 4GB",
+    "max_request_body_bytes": "a positive size such as 64MiB",
+    "max_header_bytes": "a size of at least 1024 bytes",
+}
+
+
+def _as_setting_error(error: ValidationError) -> SettingError:
+    first = error.errors()[0]
+    name = str(first["loc"][0]).lower()
+    message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return SettingError(setting_key(name), first["input"], _EXPECTED.get(name, message))

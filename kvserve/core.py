@@ -1,0 +1,331 @@
+"""The nouns that cross rooms: frozen values without behaviour, wire formats or arrays.
+
+A conversation is a tuple of messages, a message a tuple of ordered blocks. Wire dicts stop in `protocols/`,
+arrays stop in `engine/`; whatever travels between rooms is one of the types below.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NewType
+
+type JsonObject = Mapping[str, object]
+
+RequestId = NewType("RequestId", str)
+TokenId = NewType("TokenId", int)
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+# --- conversations ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TextBlock:
+    """Plain text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBlock:
+    """Reasoning that an assistant wrote before its answer; `signature` is the client's echo of ours, if any."""
+
+    text: str
+    signature: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallBlock:
+    """One call of a tool. `arguments` is the JSON text exactly as it was received or as the model's call parsed to."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImageBlock:
+    """An image as the client referred to it: a data URL, an https URL or a path; decoded in `prompt/` only."""
+
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResultBlock:
+    """What a tool returned for the call `call_id`."""
+
+    call_id: str
+    blocks: tuple[TextBlock | ImageBlock, ...]
+    is_error: bool = False
+
+
+type Block = TextBlock | ThinkingBlock | ToolCallBlock | ToolResultBlock | ImageBlock
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message: who said it and its blocks in order. An empty tuple of blocks is an empty message."""
+
+    role: Role
+    blocks: tuple[Block, ...]
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """A function that the model may call; `parameters` is its JSON schema."""
+
+    name: str
+    description: str | None
+    parameters: JsonObject
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`auto`: the model decides; `none`: no call; `required`: at least one call; `function`: a call of `name`."""
+
+    mode: Literal["auto", "none", "required", "function"] = "auto"
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """The form of the content: free text, any JSON object, or JSON that obeys `schema`."""
+
+    kind: Literal["text", "json_object", "json_schema"] = "text"
+    schema: JsonObject | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn. `temperature` 0 is greedy; 0 for `top_k` or `min_p` and 1 for `top_p` mean off."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    repetition_context_size: int = 256
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingChoice:
+    """What a request says of thinking; None where it says nothing and the server's default decides."""
+
+    enabled: bool | None = None
+    effort: str | None = None
+    preserve: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHint:
+    """What a client said of its session: a hint for records and logs, never proof of a shared prefix."""
+
+    session_id: str | None = None
+    cache_mode: Literal["full", "prefix"] = "full"
+    ttl_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request for one answer, whichever protocol it came in.
+
+    Either `messages` (a conversation for the chat template) or `raw_prompt` (text or token ids that go to the model
+    as they are) is given. `max_tokens` None means up to the server's default.
+    """
+
+    request_id: RequestId
+    protocol: str
+    model: str | None
+    sampling: SamplingParams
+    messages: tuple[Message, ...] = ()
+    raw_prompt: str | tuple[int, ...] | None = None
+    tools: tuple[ToolSpec, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat = ResponseFormat()
+    max_tokens: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    thinking: ThinkingChoice = ThinkingChoice()
+    template_arguments: JsonObject = field(default_factory=dict)
+    session: SessionHint = SessionHint()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDefaults:
+    """What a request that says nothing gets: the operator's settings."""
+
+    sampling: SamplingParams
+    max_tokens: int
+    thinking: bool
+    preserve_thinking: bool | None
+
+
+# --- tokens and generation -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpan:
+    """The half-open run `[start, end)` of placeholder ids that stands for the image with this content digest."""
+
+    start: int
+    end: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """Model tokens: ids, and which runs of them stand for images. Two images of one size have equal ids."""
+
+    ids: tuple[int, ...]
+    images: tuple[ImageSpan, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A constraint on what the model may write, in llguidance's Lark dialect.
+
+    It holds from the first token on or, where `after` is given, from the end of the first occurrence of these token
+    ids (the end of thinking); `after` is forced once `max_free_tokens` tokens were written without it, so that a
+    promised form always fits.
+    """
+
+    lark: str
+    after: tuple[int, ...] = ()
+    max_free_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What the engine is asked for: continue `prompt` until a stop token, `max_tokens` or a cancellation."""
+
+    request_id: RequestId
+    prompt: TokenSequence
+    max_tokens: int
+    sampling: SamplingParams
+    stop_tokens: frozenset[int]
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """`num_done_tokens` of `num_prompt_tokens` are in the KV cache, `num_cached_tokens` of them without computing."""
+
+    num_done_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """The next generated token; a stop token is not delivered."""
+
+    token: int
+
+
+StopReason = Literal["stop", "length", "watchdog", "cancelled", "shutdown"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationTiming:
+    """Seconds: waiting in the queue, first prefill chunk to first token, first token to last."""
+
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDone:
+    """The row left the engine without an error. `num_generated_tokens` counts the stop token too, if there was one."""
+
+    reason: StopReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    timing: GenerationTiming
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationFailed:
+    """The row left the engine with an error; the others go on."""
+
+    error: Exception
+
+
+type GenerationEvent = PrefillProgress | TokenDelta | GenerationDone | GenerationFailed
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """A piece of the model's thinking."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """A piece of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """One whole call. Calls come whole because a cut or unparsable one must stay content."""
+
+    call: ToolCallBlock
+
+
+type OutputDelta = ReasoningDelta | ContentDelta | ToolCallDelta
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request; cached tokens are part of the prompt, reasoning tokens of the completion."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_completion_tokens: int
+    num_reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Nothing new yet: queued, or `num_done_tokens` of the prompt are in the KV cache."""
+
+    num_done_tokens: int
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The answer is complete. `stop_string` is the one that ended it, if one did."""
+
+    reason: FinishReason
+    usage: Usage
+    stop_string: str | None = None
+
+
+type AnswerEvent = Waiting | OutputDelta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer, for clients that do not stream: the same events, collected."""
+
+    reasoning: str
+    content: str
+    calls: tuple[ToolCallBlock, ...]
+    finished: Finished

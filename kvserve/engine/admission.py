@@ -1,0 +1,37 @@
+"""Who may enter: rows are admitted by number and by the bytes of KV that they will hold, padding included."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ANSWER_ALLOWANCE_TOKENS = 2048
+"""An answer's share in a row's bytes at admission. Agents ask for 32,000 tokens and use a few hundred of them, so
+reserving the whole `max_tokens` would leave most of the memory idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Bounds on the rows that compute at the same time."""
+
+    max_rows: int
+    max_bytes: float
+    kv_bytes_per_token: float
+    fixed_row_bytes: int
+
+    def reserved_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
+        """Tokens that a row is counted with."""
+        return num_prompt_tokens + min(max_tokens, ANSWER_ALLOWANCE_TOKENS)
+
+    def row_bytes(self, num_tokens: int) -> float:
+        """Bytes of one row of this length."""
+        return self.fixed_row_bytes + num_tokens * self.kv_bytes_per_token
+
+    def can_ever_hold(self, num_tokens: int) -> bool:
+        """False for a row that does not fit even alone."""
+        return self.row_bytes(num_tokens) <= self.max_bytes
+
+    def can_hold(self, num_tokens: int, reserved: Sequence[int], num_padding_tokens: int) -> bool:
+        """True if a row fits beside the rows with these reservations and the padding of their batches."""
+        if len(reserved) >= self.max_rows:
+            return False
+        held = sum(self.row_bytes(tokens) for tokens in reserved) + num_padding_tokens * self.kv_bytes_per_token
+        return held + self.row_bytes(num_tokens) <= self.max_bytes or not reserved

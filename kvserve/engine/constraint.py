@@ -1,0 +1,62 @@
+"""A row under a grammar: llguidance says which tokens may follow, here they are the only ones left in the logits.
+
+It knows llguidance's matcher and the logits' layout; where grammars come from is not its business.
+"""
+
+from typing import Any
+
+import llguidance
+import llguidance.numpy
+import mlx.core as mx
+import numpy as np
+
+from kvserve.core import Grammar
+from kvserve.errors import EngineFailure
+
+
+class GrammarProcessor:
+    """A logits processor (see mlx-lm) that keeps one row inside its grammar.
+
+    `tokens` (1-d) holds prompt and answer so far, `logits` is (1, vocabulary). The state advances by the last token of
+    each call, so one object serves one row, from its first answer token on. `tokenizer` is an llguidance.LLTokenizer
+    with at least as many tokens as the logits.
+    """
+
+    def __init__(self, grammar: Grammar, tokenizer: Any, num_prompt_tokens: int) -> None:
+        self._matcher = llguidance.LLMatcher(tokenizer, grammar.lark)
+        if error := self._matcher.get_error():
+            raise EngineFailure(f"The grammar of this request cannot be used: {error}")
+        self._bitmask = llguidance.numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
+        self._after = list(grammar.after)
+        self._max_free_tokens = grammar.max_free_tokens
+        self._num_known_tokens = num_prompt_tokens
+        self._free: list[int] = []
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        for token in tokens[self._num_known_tokens :].tolist():  # type: ignore[union-attr]
+            self._advance(int(token))  # type: ignore[arg-type]
+        self._num_known_tokens = len(tokens)
+        if self._after:
+            return self._free_logits(logits)
+        llguidance.numpy.fill_next_token_bitmask(self._matcher, self._bitmask)
+        bits = np.unpackbits(self._bitmask.view(np.uint8), bitorder="little")[: logits.shape[-1]]
+        return _keep_only(mx.array(bits.astype(bool)), logits)
+
+    def _advance(self, token: int) -> None:
+        if not self._after:
+            self._matcher.consume_token(token)
+            return
+        self._free.append(token)
+        if self._free[-len(self._after) :] == self._after:
+            self._after = []
+
+    def _free_logits(self, logits: mx.array) -> mx.array:
+        """Before the grammar starts anything goes, until the budget is spent: then the free part's end is forced."""
+        if self._max_free_tokens is None or len(self._free) < self._max_free_tokens:
+            return logits
+        written = max(n for n in range(len(self._after)) if self._free[len(self._free) - n :] == self._after[:n])
+        return _keep_only(mx.arange(logits.shape[-1]) == self._after[written], logits)
+
+
+def _keep_only(allowed: mx.array, logits: mx.array) -> mx.array:
+    return mx.where(allowed[None], logits, -mx.inf)

@@ -1,0 +1,209 @@
+"""Decoding: which rows share a batch, whose turn it is, and what happens when a batch breaks.
+
+A batch pads every row to its longest, so a row joins the running generator where it adds the least padding, and gets a
+generator of its own when that padding would cost more memory traffic per step than reading the weights once more.
+Generators take turns by the time they used per row (stride scheduling: Waldspurger and Weihl, 1995), so that one
+100k-token row cannot slow three short ones down. mlx-lm's `BatchGenerator` does the batching and sampling itself.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
+
+from kvserve.engine.model import LoadedModel
+from kvserve.engine.rows import Row
+from kvserve.engine.sampling import LogitsProcessor, Sampler
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """One generator and its rows by uid. `used_seconds` is its decoding time divided by the rows that shared it."""
+
+    generator: Any  # BatchGenerator, which is not typed
+    rows: dict[int, Row] = field(default_factory=dict)
+    used_seconds: float = 0.0
+
+    @property
+    def longest(self) -> int:
+        return max((row.num_tokens for row in self.rows.values()), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """How one row draws its tokens. Rows may share a sampler; one of a row's own (`is_private`) is seeded."""
+
+    sampler: Sampler
+    processors: Sequence[LogitsProcessor]
+    is_private: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one decode step brought: rows that are finished, failed, or must enter again from their tokens."""
+
+    finished: tuple[Row, ...] = ()
+    failed: tuple[Row, ...] = ()
+    evicted: tuple[Row, ...] = ()
+
+
+def extra_padding_tokens(lengths: Sequence[int], joining: int) -> int:
+    """Padding, in tokens, that a row of `joining` tokens adds to a batch of these lengths: its own or the others'."""
+    if not lengths:
+        return 0
+    longest = max(lengths)
+    return longest - joining if joining <= longest else (joining - longest) * len(lengths)
+
+
+class DecodePool:
+    """All decoding rows. Owned by the engine thread; every method but `num_rows` may run the model."""
+
+    def __init__(self, model: LoadedModel, max_batch_size: int) -> None:
+        self._model = model
+        self._max_batch_size = max_batch_size
+        self._groups: list[_Group] = []
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(group.rows) for group in self._groups)
+
+    def rows(self) -> list[Row]:
+        """The decoding rows, in no particular order."""
+        return [row for group in self._groups for row in group.rows.values()]
+
+    def padded_tokens(self) -> int:
+        """Tokens of KV that the batches hold, padding included."""
+        return sum(group.longest * len(group.rows) for group in self._groups)
+
+    def enter(self, row: Row, caches: list[Any], decoder: Decoder) -> None:
+        """Let a prefilled row decode. `caches` hold the KV of all its tokens but the last, and are consumed."""
+        tokens = row.tokens()
+        group = self._group_for(len(tokens))
+        stop_tokens = row.request.stop_tokens
+        [uid] = group.generator.insert(
+            [tokens[-1:]],
+            max_tokens=[row.request.max_tokens - len(row.generated)],
+            caches=[caches],
+            all_tokens=[tokens[:-1]],
+            samplers=[_guarded_sampler(row, decoder.sampler) if decoder.is_private else decoder.sampler],
+            logits_processors=[[_guarded_processor(row, processor) for processor in decoder.processors]],
+            stop_sequences=[StopSequences([[token] for token in stop_tokens])],
+        )
+        group.rows[uid] = row
+
+    def remove(self, rows: Iterable[Row]) -> None:
+        """Take rows out between two steps."""
+        leaving = set(map(id, rows))
+        for group in self._groups:
+            uids = [uid for uid, row in group.rows.items() if id(row) in leaving]
+            if uids:
+                group.generator.remove(uids)
+                for uid in uids:
+                    del group.rows[uid]
+
+    def step(self) -> Step:
+        """One token for every row of the generator whose turn it is; delivers the tokens to their rows."""
+        running = [group for group in self._groups if group.rows]
+        if not running:
+            return Step()
+        return self._step_group(min(running, key=lambda group: group.used_seconds))
+
+    def step_all(self) -> Step:
+        """One token for every row: what running streams get between two prefill chunks."""
+        steps = [self._step_group(group) for group in list(self._groups) if group.rows]
+        return Step(
+            tuple(row for step in steps for row in step.finished),
+            tuple(row for step in steps for row in step.failed),
+            tuple(row for step in steps for row in step.evicted),
+        )
+
+    def discard(self) -> list[Row]:
+        """Throw every generator away; returns their rows."""
+        rows = self.rows()
+        for group in self._groups:
+            group.generator.close()
+        self._groups = []
+        return rows
+
+    def _step_group(self, group: _Group) -> Step:
+        started = time.perf_counter()
+        num_rows = len(group.rows)
+        try:
+            _, responses = group.generator.next()
+        except Exception as error:  # noqa: BLE001 - whatever broke inside the generator, its state is unknown
+            return self._break_up(group, error)
+        finished = []
+        for response in responses:
+            row = group.rows[response.uid]
+            if response.finish_reason is not None:
+                finished.append(group.rows.pop(response.uid))
+            if response.finish_reason == "stop":
+                row.finish("stop", num_hidden_tokens=1)
+                continue
+            row.deliver(response.token)
+            if response.finish_reason == "length":
+                row.finish("length")
+        failed = [row for row in group.rows.values() if row.failure is not None]
+        self.remove(failed)
+        group.used_seconds += (time.perf_counter() - started) / num_rows
+        return Step(tuple(finished), tuple(failed))
+
+    def _break_up(self, group: _Group, error: Exception) -> Step:
+        """Discard a generator that raised: rows enter again from their tokens, a second failure is the row's own."""
+        self._groups.remove(group)
+        group.generator.close()
+        again: list[Row] = []
+        failed: list[Row] = []
+        for row in group.rows.values():
+            row.num_generator_failures += 1
+            if row.num_generator_failures > 1:
+                row.failure = error
+            (failed if row.failure is not None else again).append(row)
+        return Step(failed=tuple(failed), evicted=tuple(again))
+
+    def _group_for(self, num_tokens: int) -> _Group:
+        """The generator to join: the least padding, where that is cheaper than one more pass over the weights."""
+        candidates = []
+        for group in self._groups:
+            if 0 < len(group.rows) < self._max_batch_size:
+                padding = extra_padding_tokens([row.num_tokens for row in group.rows.values()], num_tokens)
+                if padding * self._model.kv_bytes_per_token <= self._model.active_weight_bytes:
+                    candidates.append((padding, id(group), group))
+        if candidates:
+            return min(candidates)[2]
+        return self._empty_group()
+
+    def _empty_group(self) -> _Group:
+        """A generator without rows, an idle one if there is one. It starts level with the others, without a lead."""
+        group = next((group for group in self._groups if not group.rows), None)
+        if group is None:
+            group = _Group(BatchGenerator(self._model.module, stream=generation_stream))
+            self._groups.append(group)
+        busy = [other.used_seconds for other in self._groups if other.rows]
+        group.used_seconds = min(busy, default=0.0)
+        return group
+
+
+def _guarded_sampler(row: Row, sampler: Sampler) -> Sampler:
+    return _guard(row, sampler, lambda logprobs: mx.argmax(logprobs, axis=-1))
+
+
+def _guarded_processor(row: Row, processor: LogitsProcessor) -> LogitsProcessor:
+    return _guard(row, processor, lambda _tokens, logits: logits)
+
+
+def _guard[**P](row: Row, call: Callable[P, mx.array], instead: Callable[P, mx.array]) -> Callable[P, mx.array]:
+    """Run a row's own code inside the shared step: an exception marks the row, the batch's step goes on."""
+
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> mx.array:
+        if row.failure is None:
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - a row's failure must stay its own
+                row.failure = error
+        return instead(*args, **kwargs)
+
+    return guarded

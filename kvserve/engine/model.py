@@ -1,0 +1,181 @@
+"""Loading a model and knowing its sizes: bytes of KV per token, bytes of weights a step reads, context limit.
+
+It runs on the engine thread, which owns what it returns. Tokenizer and template belong to `prompt/`.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
+from mlx_lm.utils import load_model
+
+from kvserve.errors import ModelLoadError
+
+_HUB_PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
+_PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory. `kv_bytes_per_token` grows with a row, `fixed_row_bytes` (windows, states) does not.
+
+    `active_weight_bytes` is what one decode step reads of the weights: a mixture of experts reads few of them.
+    """
+
+    module: Module
+    config: Mapping[str, Any]
+    vocab_size: int
+    context_limit: int
+    weight_bytes: int
+    active_weight_bytes: int
+    kv_bytes_per_token: float
+    fixed_row_bytes: int
+
+    def new_caches(self) -> list[Any]:
+        """Empty caches of one row, one per layer."""
+        return make_prompt_cache(self.module)
+
+    def row_bytes(self, num_tokens: int) -> float:
+        """Bytes of KV that a row of this length holds, without padding."""
+        return self.fixed_row_bytes + num_tokens * self.kv_bytes_per_token
+
+
+def resolve_model_folder(model_path: str, note: Callable[[str], None]) -> Path:
+    """The local folder of a model: the path itself or, for a hub name, its snapshot, downloaded when absent.
+
+    Raises ModelLoadError when there is no such folder and no such hub name, or the hub cannot be reached.
+    """
+    folder = Path(model_path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or model_path.startswith((".", "~")) or model_path.count("/") != 1:
+        raise ModelLoadError(
+            f"MODEL_PATH={model_path!r} is not a folder. Give a local folder in Hugging Face format (config.json, "
+            "tokenizer.json, *.safetensors) or a hub name such as mlx-community/Qwen3-4B-4bit."
+        )
+    try:
+        try:
+            return Path(snapshot_download(model_path, allow_patterns=_HUB_PATTERNS, local_files_only=True))
+        except LocalEntryNotFoundError:
+            note(f"{model_path} is not on this machine yet: downloading it from the hub.")
+            return Path(snapshot_download(model_path, allow_patterns=_HUB_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelLoadError(
+            f"MODEL_PATH={model_path!r} is neither a local folder nor a model that could be fetched from the hub "
+            f"({reason}). Check the name and the network, or give the path of a local folder."
+        ) from error
+
+
+def load(folder: Path, max_kv_size: int) -> LoadedModel:
+    """Load weights with mlx-lm and measure the model's sizes with one short forward pass.
+
+    Raises ModelLoadError for a folder without config or weights, broken files or an unknown architecture.
+    """
+    config = _read_config(folder)
+    try:
+        module, config = load_model(folder, lazy=False)
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{folder} holds no weights (model*.safetensors): {error}.") from error
+    except Exception as error:  # a broken file can raise anything from inside mlx-lm
+        raise _explained(folder, config, error) from error
+    vocab_size, kv_bytes_per_token, fixed_row_bytes = _measure(folder, config, module)
+    return LoadedModel(
+        module=module,
+        config=config,
+        vocab_size=vocab_size,
+        context_limit=min(max_kv_size, _own_context_limit(config) or max_kv_size),
+        weight_bytes=sum(array.nbytes for array in _arrays(module.parameters())),
+        active_weight_bytes=_active_weight_bytes(module, config),
+        kv_bytes_per_token=kv_bytes_per_token,
+        fixed_row_bytes=fixed_row_bytes,
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{folder} is not a model folder: it has no config.json.") from error
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelLoadError(f"{path} names no model_type: is this a model in Hugging Face format?")
+    return config
+
+
+def _explained(folder: Path, config: Mapping[str, Any], error: Exception) -> ModelLoadError:
+    if isinstance(error, ValueError) and "not supported" in str(error):
+        return ModelLoadError(
+            f"The architecture {config['model_type']!r} of {folder} is not known to mlx-lm. Choose a model of a family "
+            "that mlx-lm supports, or update mlx-lm if the family is new."
+        )
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ModelLoadError(
+        f"The model in {folder} could not be loaded: {first_line[:300]}. Its files may be incomplete or damaged; "
+        "download or convert it again."
+    )
+
+
+def _measure(folder: Path, config: Mapping[str, Any], module: Module) -> tuple[int, float, int]:
+    """Logits width, KV bytes per token and fixed bytes per row, from a forward pass that also compiles kernels."""
+    caches = make_prompt_cache(module)
+    try:
+        logits = module(mx.zeros((1, _PROBE_TOKENS), dtype=mx.int32), cache=caches)
+        mx.eval(logits, [cache.state for cache in caches])
+    except Exception as error:
+        raise _explained(folder, config, error) from error
+    per_token, fixed = 0.0, 0
+    for cache in _leaves(caches):
+        if isinstance(cache, ArraysCache):
+            fixed += cache.nbytes
+        elif isinstance(cache, RotatingKVCache):
+            fixed += int(_bytes_per_token(cache) * cache.max_size)
+        else:
+            per_token += _bytes_per_token(cache)
+    return logits.shape[-1], per_token, fixed
+
+
+def _leaves(caches: Iterable[Any]) -> list[Any]:
+    return [leaf for cache in caches for leaf in (_leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]
+
+
+def _bytes_per_token(cache: Any) -> float:
+    """Keys and values are (rows, heads, slots, width); slots are allocated ahead, so they are counted, not tokens."""
+    return sum(array.nbytes / array.shape[-2] for array in _arrays(cache.state))
+
+
+def _arrays(tree: Any) -> list[mx.array]:
+    return [leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array)]  # type: ignore[str-unpack]
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def _own_context_limit(config: Mapping[str, Any]) -> int | None:
+    limit = _text_config(config).get("max_position_embeddings")
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def _active_weight_bytes(module: Module, config: Mapping[str, Any]) -> int:
+    """Weights that one token passes through; expert weights (num_experts, ...) count by the share that is chosen."""
+    text = _text_config(config)
+    num_experts = next((text[k] for k in ("num_experts", "n_routed_experts", "num_local_experts") if text.get(k)), None)
+    per_token = next((text[k] for k in ("num_experts_per_tok", "num_experts_per_token") if text.get(k)), None)
+    share = per_token / num_experts if num_experts and per_token else 1.0
+    num_bytes = 0.0
+    for array in _arrays(module.parameters()):  # type: ignore[no-untyped-call]
+        is_expert_stack = array.ndim == 3 and array.shape[0] == num_experts
+        num_bytes += array.nbytes * (share if is_expert_stack else 1.0)
+    return int(num_bytes)

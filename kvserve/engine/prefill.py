@@ -1,0 +1,72 @@
+"""Prefill of one row: its prompt goes through the model in chunks, on plain caches, until one token is left.
+
+A prefill starts at any offset whose KV the caches already hold and can be left between two chunks for as long as
+something else is more urgent.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from kvserve.engine.rows import Row
+
+FIRST_CHUNK_TOKENS = 256
+"""Before anything was measured: small enough for a large model, large enough to measure."""
+
+ALIGNMENT_TOKENS = 16
+
+
+@dataclass(slots=True)
+class ChunkLength:
+    """How many tokens the next chunk has, so that it takes about the seconds it may take.
+
+    The rate is that of the last chunk: attention makes later tokens of a long prompt dearer, and the machine may be
+    busy with other things.
+    """
+
+    max_tokens: int
+    tokens_per_second: float | None = None
+
+    def within(self, seconds: float) -> int:
+        """Tokens that fit into `seconds`, a multiple of 16 between 16 and `max_tokens`."""
+        if self.tokens_per_second is None:
+            return min(FIRST_CHUNK_TOKENS, self.max_tokens)
+        fitting = int(self.tokens_per_second * seconds) // ALIGNMENT_TOKENS * ALIGNMENT_TOKENS
+        return max(ALIGNMENT_TOKENS, min(fitting, self.max_tokens))
+
+    def measured(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a chunk that was long enough to mean something."""
+        if num_tokens >= ALIGNMENT_TOKENS and seconds > 0:
+            self.tokens_per_second = num_tokens / seconds
+
+
+@dataclass(slots=True, eq=False)
+class Prefill:
+    """One row on its way through its prompt: `caches` hold the KV of `tokens[:num_done]`."""
+
+    row: Row
+    caches: list[Any]
+    num_done: int
+    tokens: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.row.tokens()
+
+    @property
+    def num_left(self) -> int:
+        """Tokens still to prefill; the last token is not one of them: computing it gives the first answer token."""
+        return len(self.tokens) - 1 - self.num_done
+
+    def step(self, model: Callable[..., Any], chunk_length: ChunkLength, max_seconds: float) -> None:
+        """Compute the next chunk and wait for it, so that its time is known and nothing stays lazy."""
+        num_tokens = min(self.num_left, chunk_length.within(max_seconds))
+        chunk = self.tokens[self.num_done : self.num_done + num_tokens]
+        started = time.perf_counter()
+        model(mx.array(chunk)[None], cache=self.caches)
+        mx.eval([cache.state for cache in self.caches])
+        chunk_length.measured(num_tokens, time.perf_counter() - started)
+        self.num_done += num_tokens
+        self.row.report_progress(self.num_done)

@@ -1,0 +1,133 @@
+"""A row: one request inside the engine, and the handle through which its client hears of it.
+
+`Generation` is shared between threads: the engine writes events, any thread may cancel. `Row` belongs to the engine
+thread alone.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvserve.core import (
+    GenerationDone,
+    GenerationEvent,
+    GenerationFailed,
+    GenerationRequest,
+    GenerationTiming,
+    PrefillProgress,
+    StopReason,
+    TokenDelta,
+)
+from kvserve.errors import EngineFailure, KvserveError
+
+
+class Generation:
+    """The client's end of a row: events come out, a cancellation goes in."""
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self._events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        """Ask the engine to drop the row before its next step. Idempotent, from any thread."""
+        self._cancelled.set()
+
+    def put(self, event: GenerationEvent) -> None:
+        """Deliver one event; called by the engine thread only."""
+        self._events.put(event)
+
+    def batches(self, poll_seconds: float) -> Iterator[list[GenerationEvent]]:
+        """Yield all events that have arrived since the last look, an empty list after `poll_seconds` without one.
+
+        Ends after the list that holds the row's last event. One consumer.
+        """
+        while True:
+            batch = self._take(poll_seconds)
+            yield batch
+            if batch and isinstance(batch[-1], GenerationDone | GenerationFailed):
+                return
+
+    def _take(self, poll_seconds: float) -> list[GenerationEvent]:
+        batch: list[GenerationEvent] = []
+        try:
+            batch.append(self._events.get(timeout=poll_seconds))
+            while True:
+                batch.append(self._events.get_nowait())
+        except queue.Empty:
+            return batch
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """What the engine knows of one request. Times are `time.monotonic()` seconds, None until they happen."""
+
+    generation: Generation
+    on_end: Callable[[], None]
+    submitted_at: float = field(default_factory=time.monotonic)
+    prefill_started_at: float | None = None
+    first_token_at: float | None = None
+    num_cached_tokens: int = 0
+    generated: list[int] = field(default_factory=list)
+    num_generator_failures: int = 0
+    failure: Exception | None = None
+
+    @property
+    def request(self) -> GenerationRequest:
+        return self.generation.request
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV the row holds when it decodes: prompt and generated."""
+        return len(self.request.prompt) + len(self.generated)
+
+    def tokens(self) -> list[int]:
+        """Prompt and generated ids: what a row re-enters from when its generator was discarded."""
+        return [*self.request.prompt.ids, *self.generated]
+
+    def is_overdue(self, watchdog_seconds: float, now: float) -> bool:
+        """True once the row has computed for longer than the watchdog allows; queueing does not count."""
+        return (
+            bool(watchdog_seconds)
+            and self.prefill_started_at is not None
+            and (now - self.prefill_started_at > watchdog_seconds)
+        )
+
+    def report_progress(self, num_done_tokens: int) -> None:
+        self.generation.put(PrefillProgress(num_done_tokens, len(self.request.prompt), self.num_cached_tokens))
+
+    def deliver(self, token: int) -> None:
+        """Pass a generated token on to the client."""
+        if self.first_token_at is None:
+            self.first_token_at = time.monotonic()
+        self.generated.append(token)
+        self.generation.put(TokenDelta(token))
+
+    def finish(self, reason: StopReason, *, num_hidden_tokens: int = 0) -> None:
+        """Tell the client that the row is over; `num_hidden_tokens` were generated but not delivered (a stop token)."""
+        now = time.monotonic()
+        started = self.prefill_started_at or now
+        first = self.first_token_at or now
+        self.generation.put(
+            GenerationDone(
+                reason=reason,
+                num_prompt_tokens=len(self.request.prompt),
+                num_cached_tokens=self.num_cached_tokens,
+                num_generated_tokens=len(self.generated) + num_hidden_tokens,
+                timing=GenerationTiming(started - self.submitted_at, first - started, now - first),
+            )
+        )
+        self.on_end()
+
+    def fail(self, error: Exception) -> None:
+        """Tell the client that the row failed; what is not ours already becomes an EngineFailure."""
+        if not isinstance(error, KvserveError):
+            error = EngineFailure(f"The model failed on this request: {type(error).__name__}: {error}")
+        self.generation.put(GenerationFailed(error))
+        self.on_end()

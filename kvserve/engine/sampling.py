@@ -1,0 +1,114 @@
+"""How a row draws its next token: mlx-lm's samplers and logits processors, chosen by a request's parameters.
+
+Rows without a seed share one sampler object per set of parameters, because mlx-lm samples a batch in one call only
+when every row holds the same object. A seeded row has a sampler of its own with its own random key.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import mlx.core as mx
+from mlx_lm.sample_utils import (
+    apply_min_p,
+    apply_top_k,
+    apply_top_p,
+    greedy_sampler,
+    make_frequency_penalty,
+    make_logits_processors,
+    make_presence_penalty,
+    make_repetition_penalty,
+    make_sampler,
+)
+
+from kvserve.core import SamplingParams
+from kvserve.errors import BadRequest
+
+type Sampler = Callable[[mx.array], mx.array]
+type LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+GREEDY_BELOW_TEMPERATURE = 1e-4
+"""Below it 1 / temperature leaves float range, and the draw is the likeliest token anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Truncation:
+    """The parameters that choose among the likeliest tokens, with the ones that do nothing removed."""
+
+    temperature: float
+    top_p: float
+    min_p: float
+    top_k: int
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Raise BadRequest for what would make a sampler raise inside a batch that other rows share."""
+    for token, _ in params.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise BadRequest(
+                f"logit_bias names token {token}, but the model has the tokens 0 to {vocab_size - 1}.",
+                param="logit_bias",
+            )
+
+
+def sampler_for(params: SamplingParams, vocab_size: int) -> Sampler:
+    """The sampler of a request: log-probabilities (rows, vocabulary) -> token ids (rows,), uint32."""
+    if params.temperature < GREEDY_BELOW_TEMPERATURE:
+        return greedy_sampler
+    truncation = _Truncation(
+        params.temperature,
+        params.top_p if params.top_p < 1 else 0.0,
+        params.min_p,
+        params.top_k if params.top_k < vocab_size else 0,
+    )
+    return _shared_sampler(truncation) if params.seed is None else _seeded_sampler(truncation, params.seed)
+
+
+@lru_cache(maxsize=256)
+def _shared_sampler(truncation: _Truncation) -> Sampler:
+    return make_sampler(
+        temp=truncation.temperature, top_p=truncation.top_p, min_p=truncation.min_p, top_k=truncation.top_k
+    )
+
+
+def _seeded_sampler(truncation: _Truncation, seed: int) -> Sampler:
+    key = mx.random.key(seed % 2**64)
+
+    def sample(logprobs: mx.array) -> mx.array:
+        nonlocal key
+        key, draw = mx.random.split(key)
+        if truncation.top_p:
+            logprobs = apply_top_p(logprobs, truncation.top_p)
+        if truncation.min_p:
+            logprobs = apply_min_p(logprobs, truncation.min_p)
+        if truncation.top_k:
+            logprobs = apply_top_k(logprobs, truncation.top_k)
+        return mx.random.categorical(logprobs * (1 / truncation.temperature), key=draw)
+
+    return sample
+
+
+def processors_for(params: SamplingParams, num_prompt_tokens: int) -> list[LogitsProcessor]:
+    """The logits processors of a request, in order; empty where nothing is to be done (then the batch stays fast).
+
+    The repetition penalty sees the last `repetition_context_size` tokens of prompt and answer; presence and frequency
+    penalties see the answer only, as OpenAI defines them.
+    """
+    processors: list[LogitsProcessor] = []
+    if params.logit_bias:
+        processors += make_logits_processors(logit_bias=dict(params.logit_bias))
+    if params.repetition_penalty != 1 and params.repetition_context_size:
+        processors.append(make_repetition_penalty(params.repetition_penalty, params.repetition_context_size))
+    whole_answer = 2**31
+    if params.presence_penalty:
+        processors.append(_on_answer(make_presence_penalty(params.presence_penalty, whole_answer), num_prompt_tokens))
+    if params.frequency_penalty:
+        processors.append(_on_answer(make_frequency_penalty(params.frequency_penalty, whole_answer), num_prompt_tokens))
+    return processors
+
+
+def _on_answer(processor: LogitsProcessor, num_prompt_tokens: int) -> LogitsProcessor:
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        return processor(tokens[num_prompt_tokens:], logits)
+
+    return process

@@ -1,0 +1,229 @@
+"""The engine thread: it loads and owns the model and keeps the scheduler going, whatever a request does to it.
+
+Web threads put requests in and take events out; they never touch an array.
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+
+from kvserve.core import GenerationRequest
+from kvserve.engine.admission import Budget
+from kvserve.engine.model import LoadedModel, load
+from kvserve.engine.rows import Generation, Row
+from kvserve.engine.sampling import check_sampling
+from kvserve.engine.scheduler import Scheduler
+from kvserve.errors import ContextOverflow, EngineFailure, MemoryExhausted, ModelLoadError, NotReady, QueueFull
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What the operator decides about the engine; `max_batch_bytes` None takes half of the memory that is left."""
+
+    max_kv_size: int
+    max_concurrent_requests: int
+    max_queued_requests: int
+    max_batch_bytes: int | None
+    prefill_step_size: int
+    watchdog_seconds: float
+
+
+type EngineState = Literal["loading", "ready", "failed", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot for `/health`: rows by stage, bytes of MLX memory in use."""
+
+    state: EngineState
+    num_waiting: int
+    num_prefilling: int
+    num_decoding: int
+    active_memory_bytes: int
+
+
+class Engine:
+    """One model on one thread. Every public method may be called from any thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: EngineSettings,
+        *,
+        grammar_tokenizer: Callable[[int], Any],
+        report: Callable[[str], None],
+    ) -> None:
+        """`grammar_tokenizer` makes an llguidance tokenizer for a logits width; `report` takes lines for a person."""
+        self._folder = folder
+        self._settings = settings
+        self._grammar_tokenizer = grammar_tokenizer
+        self._report = report
+        self._inbox: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._num_open = 0
+        self._lock = threading.Lock()
+        self._loaded = threading.Event()
+        self._stopping = threading.Event()
+        self._load_error: ModelLoadError | None = None
+        self._model: LoadedModel | None = None
+        self._scheduler: Scheduler | None = None
+        self._thread = threading.Thread(target=self._run, name="kvserve-engine", daemon=True)
+
+    # --- any thread ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start loading; `wait_until_ready` tells how it went."""
+        self._thread.start()
+
+    def wait_until_ready(self, timeout_seconds: float | None = None) -> LoadedModel:
+        """Wait for the model. Raises ModelLoadError if it cannot be loaded, NotReady after the timeout."""
+        self._loaded.wait(timeout_seconds)
+        if self._load_error is not None:
+            raise self._load_error
+        if self._stopping.is_set():
+            raise NotReady("The server is shutting down.", retry_after_seconds=10)
+        if self._model is None:
+            raise NotReady("The model is still loading.", retry_after_seconds=5)
+        return self._model
+
+    @property
+    def status(self) -> EngineStatus:
+        """Row counts are those of the moment; the engine thread may be changing them."""
+        scheduler = self._scheduler
+        num_prefilling = scheduler.num_prefilling if scheduler else 0
+        num_decoding = scheduler.num_decoding if scheduler else 0
+        return EngineStatus(
+            state=self._state(),
+            num_waiting=max(0, self._num_open - num_prefilling - num_decoding),
+            num_prefilling=num_prefilling,
+            num_decoding=num_decoding,
+            active_memory_bytes=mx.get_active_memory(),
+        )
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Queue a request; computes nothing.
+
+        Raises ContextOverflow, BadRequest (logit_bias), MemoryExhausted, QueueFull or NotReady.
+        """
+        self._check(request, self.wait_until_ready(0))
+        with self._lock:
+            if self._num_open >= self._settings.max_concurrent_requests + self._settings.max_queued_requests:
+                raise QueueFull(f"{self._num_open} requests are open already; try again later.", retry_after_seconds=5)
+            self._num_open += 1
+        generation = Generation(request)
+        self._inbox.put(Row(generation, self._row_ended))
+        return generation
+
+    def stop(self, timeout_seconds: float = 4.0) -> None:
+        """End every row with reason `shutdown`, free the model and join the thread. Idempotent."""
+        self._stopping.set()
+        self._inbox.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
+
+    def _state(self) -> EngineState:
+        if self._load_error is not None:
+            return "failed"
+        if self._stopping.is_set():
+            return "stopped"
+        return "ready" if self._loaded.is_set() else "loading"
+
+    def _check(self, request: GenerationRequest, model: LoadedModel) -> None:
+        num_prompt_tokens = len(request.prompt)
+        if num_prompt_tokens >= model.context_limit:
+            raise ContextOverflow(num_prompt_tokens, model.context_limit)
+        check_sampling(request.sampling, model.vocab_size)
+        budget = self._budget(model)
+        num_tokens = budget.reserved_tokens(num_prompt_tokens, request.max_tokens)
+        if not budget.can_ever_hold(num_tokens):
+            raise MemoryExhausted(
+                f"This request needs about {budget.row_bytes(num_tokens) / 2**30:.2f} GiB of KV memory; "
+                f"{budget.max_bytes / 2**30:.2f} GiB may be used (MAX_BATCH_BYTES).",
+                retry_after_seconds=60,
+            )
+
+    def _budget(self, model: LoadedModel) -> Budget:
+        return Budget(
+            max_rows=self._settings.max_concurrent_requests,
+            max_bytes=self._settings.max_batch_bytes or max(2**28, (_memory_bytes() - model.weight_bytes) / 2),
+            kv_bytes_per_token=model.kv_bytes_per_token,
+            fixed_row_bytes=model.fixed_row_bytes,
+        )
+
+    def _row_ended(self) -> None:
+        with self._lock:
+            self._num_open -= 1
+
+    # --- the engine thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with mx.stream(generation_stream):
+            try:
+                self._load()
+                while self._scheduler is not None and not self._stopping.is_set():
+                    self._serve(self._scheduler)
+            finally:
+                self._end_all_rows()
+                self._model = self._scheduler = None
+                self._loaded.set()
+                mx.synchronize()
+        mx.clear_streams()  # else the interpreter aborts at exit because MLX ran on another thread
+
+    def _load(self) -> None:
+        try:
+            model = load(self._folder, self._settings.max_kv_size)
+        except ModelLoadError as error:
+            self._load_error = error
+            return
+        self._scheduler = Scheduler(
+            model,
+            self._budget(model),
+            prefill_step_size=self._settings.prefill_step_size,
+            watchdog_seconds=self._settings.watchdog_seconds,
+            grammar_tokenizer=self._grammar_tokenizer,
+            report=self._report,
+        )
+        self._model = model
+        self._loaded.set()
+
+    def _serve(self, scheduler: Scheduler) -> None:
+        """The loop. A defect that no row can be blamed for ends all rows; the model stays loaded."""
+        try:
+            while not self._stopping.is_set():
+                self._take_submitted(scheduler)
+                scheduler.tick()
+        except Exception as error:  # noqa: BLE001 - the engine must outlive its own defects
+            self._report(f"The engine failed and starts again with the model loaded: {type(error).__name__}: {error}")
+            for row in scheduler.drain():
+                row.fail(EngineFailure(f"The engine failed on this request: {type(error).__name__}: {error}"))
+            mx.clear_cache()
+
+    def _take_submitted(self, scheduler: Scheduler) -> None:
+        """Move what was submitted into the scheduler; waits for something to do while there is nothing."""
+        try:
+            while (row := self._inbox.get(block=scheduler.is_idle and not self._stopping.is_set())) is not None:
+                scheduler.add(row)
+        except queue.Empty:
+            return
+
+    def _end_all_rows(self) -> None:
+        rows = self._scheduler.drain() if self._scheduler else []
+        try:
+            while True:
+                if (row := self._inbox.get_nowait()) is not None:
+                    rows.append(row)
+        except queue.Empty:
+            for row in rows:
+                row.finish("shutdown")
+
+
+def _memory_bytes() -> int:
+    """Memory that MLX may use: the GPU's recommended working set or, on a CPU, the machine's memory."""
+    working_set = mx.device_info().get("max_recommended_working_set_size")
+    return int(working_set) if working_set else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

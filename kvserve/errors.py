@@ -1,0 +1,152 @@
+"""Every error that kvserve raises on purpose, drawn as a tree; each request error knows its HTTP status.
+
+    KvserveError
+    |- StartupError           the server cannot start: one paragraph, exit code not 0
+    |  |- SettingError        a key, its value and what was expected
+    |  |- PortTaken           somebody else listens there
+    |  `- ModelLoadError      the folder, what is wrong with it and what to do
+    `- RequestError           answered in the protocol's own error form
+       |- BadRequest 400      |- ContextOverflow 400     |- Unauthorized 401      |- Forbidden 403
+       |- NotFound 404        |- MethodNotAllowed 405    |- RequestTimeout 408    |- LengthRequired 411
+       |- BodyTooLarge 413    |- HeadersTooLarge 431     |- QueueFull 429
+       `- NotReady 503        |- MemoryExhausted 503     `- EngineFailure 500
+
+Protocols turn a request error into their wire form; this file knows none of them.
+"""
+
+
+class KvserveError(Exception):
+    """The root: caught at the border of the process (start) or of a request, nowhere else."""
+
+
+class StartupError(KvserveError):
+    """The server cannot start; the message is one paragraph for the person who started it."""
+
+
+class SettingError(StartupError):
+    """A setting has a value that cannot be used."""
+
+    def __init__(self, key: str, value: object, expected: str) -> None:
+        super().__init__(f"{key}={value!r} cannot be used: expected {expected}.")
+        self.key = key
+        self.value = value
+        self.expected = expected
+
+
+class PortTaken(StartupError):
+    """A process that is not ours listens on the port; it was left alone."""
+
+
+class ModelLoadError(StartupError):
+    """The model folder is missing, broken or of an architecture that cannot be served."""
+
+
+class RequestError(KvserveError):
+    """A request that gets an error answer. `param` names the offending field where there is one."""
+
+    status: int = 500
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_seconds: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_seconds = retry_after_seconds
+
+
+class BadRequest(RequestError):
+    """The request is malformed, mistyped or contradictory."""
+
+    status = 400
+
+
+class ContextOverflow(BadRequest):
+    """Prompt and context limit do not fit together."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, num_prompt_tokens: int, context_limit: int) -> None:
+        super().__init__(
+            f"The prompt has {num_prompt_tokens} tokens, the context limit is {context_limit} tokens "
+            "(prompt and answer together). Shorten the conversation, or raise MAX_KV_SIZE if the model allows it.",
+            param="messages",
+        )
+        self.num_prompt_tokens = num_prompt_tokens
+        self.context_limit = context_limit
+
+
+class Unauthorized(RequestError):
+    """An API key is set and the request carries another one or none."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    """A foreign Origin or a non-local Host."""
+
+    status = 403
+
+
+class NotFound(RequestError):
+    """No such path, model or stored object."""
+
+    status = 404
+
+
+class MethodNotAllowed(RequestError):
+    """The path exists, the method does not."""
+
+    status = 405
+
+
+class RequestTimeout(RequestError):
+    """The request's headers or body did not arrive in time."""
+
+    status = 408
+
+
+class LengthRequired(RequestError):
+    """A body without a usable length."""
+
+    status = 411
+
+
+class BodyTooLarge(RequestError):
+    """The body is larger than the setting allows."""
+
+    status = 413
+
+
+class HeadersTooLarge(RequestError):
+    """Too many or too long header lines."""
+
+    status = 431
+
+
+class QueueFull(RequestError):
+    """As many requests wait as may wait."""
+
+    status = 429
+    code = "queue_full"
+
+
+class NotReady(RequestError):
+    """The model is still loading or the server is shutting down."""
+
+    status = 503
+    code = "not_ready"
+
+
+class MemoryExhausted(RequestError):
+    """The row does not fit into memory and nothing can be evicted."""
+
+    status = 503
+    code = "memory_exhausted"
+
+
+class EngineFailure(RequestError):
+    """The model failed on this request; its neighbours go on."""
+
+    status = 500
+    code = "engine_failure"

@@ -1,0 +1,89 @@
+"""Which rows share a batch, and whose turn it is."""
+
+import mlx.core as mx
+import pytest
+
+from kvserve.core import GenerationRequest
+from kvserve.engine.decode import DecodePool, Decoder, extra_padding_tokens
+from kvserve.engine.model import LoadedModel, load
+from kvserve.engine.rows import Generation, Row
+from kvserve.engine.sampling import sampler_for
+from tests.engine.engines import prompt_of, request
+from tests.models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load(tiny_model("qwen3"), 131072)
+
+
+def enter(pool: DecodePool, model: LoadedModel, each: GenerationRequest) -> Row:
+    """Prefill in one piece and let the row decode."""
+    row = Row(Generation(each), lambda: None)
+    caches = model.new_caches()
+    if len(each.prompt) > 1:
+        model.module(mx.array([each.prompt.ids[:-1]]), cache=caches)
+        mx.eval([cache.state for cache in caches])
+    pool.enter(row, caches, Decoder(sampler_for(each.sampling, model.vocab_size), [], False))
+    return row
+
+
+def test_padding_is_the_joining_rows_or_the_others() -> None:
+    """A short row is padded to the longest; a long one pads everybody else."""
+    assert extra_padding_tokens([], 5) == 0
+    assert extra_padding_tokens([10, 4], 7) == 3
+    assert extra_padding_tokens([10, 4], 10) == 0
+    assert extra_padding_tokens([10, 4], 13) == 6
+
+
+def test_a_long_row_gets_a_generator_of_its_own(model: LoadedModel) -> None:
+    """Rows of a length share a batch; one whose padding costs more than reading the weights does not join them."""
+    pool = DecodePool(model, 8)
+    for seed in range(3):
+        enter(pool, model, request(prompt_of(20 + seed, seed), 100))
+    assert pool.padded_tokens() == 3 * 22
+    too_long = 25 + model.active_weight_bytes // int(model.kv_bytes_per_token)
+    enter(pool, model, request(prompt_of(too_long), 100))
+    assert pool.padded_tokens() == 3 * 22 + too_long
+    enter(pool, model, request(prompt_of(21, 9), 100))
+    assert pool.padded_tokens() == 4 * 22 + too_long
+    pool.discard()
+
+
+def test_groups_take_turns_by_time_per_row(model: LoadedModel) -> None:
+    """Three short rows get about three quarters of the time beside one long row, not half of it."""
+    pool = DecodePool(model, 8)
+    short = [enter(pool, model, request(prompt_of(20, seed), 10_000)) for seed in range(3)]
+    long = enter(pool, model, request(prompt_of(4000), 10_000))
+    for _ in range(20):
+        pool.step_all()
+    for _ in range(300):
+        pool.step()
+    used = {len(group.rows): group.used_seconds for group in pool._groups}
+    assert used[3] == pytest.approx(used[1], rel=0.25), "time per row is what is levelled"
+    assert len(short[0].generated) > 1.5 * len(long.generated)
+    pool.discard()
+
+
+def test_every_row_gets_a_token_in_step_all(model: LoadedModel) -> None:
+    """Between two prefill chunks nobody is left out, whatever the groups have used so far."""
+    pool = DecodePool(model, 8)
+    rows = [enter(pool, model, request(prompt_of(length), 100)) for length in (20, 3000)]
+    for _ in range(3):
+        pool.step_all()
+    assert [len(row.generated) for row in rows] == [2, 2], "the first step only computes the last prompt token"
+    pool.discard()
+
+
+def test_a_late_group_does_not_catch_up_on_time_it_was_not_there(model: LoadedModel) -> None:
+    """A new group starts level with the busiest-served one, else it would stall the others until it caught up."""
+    pool = DecodePool(model, 8)
+    early = enter(pool, model, request(prompt_of(20), 10_000))
+    for _ in range(100):
+        pool.step()
+    enter(pool, model, request(prompt_of(4000), 10_000))
+    before = len(early.generated)
+    for _ in range(30):
+        pool.step()
+    assert len(early.generated) > before + 5
+    pool.discard()

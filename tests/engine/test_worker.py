@@ -1,0 +1,284 @@
+"""The engine on tiny real models: exact text, fair neighbours, rows that leave, limits, failures, shutdown."""
+
+import threading
+import time
+
+import mlx.core as mx
+import pytest
+from mlx_lm import load as mlx_load
+from mlx_lm.generate import generate_step
+
+from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, TokenDelta
+from kvserve.engine import scheduler as scheduler_module
+from kvserve.engine.rows import Generation
+from kvserve.engine.worker import Engine
+from kvserve.errors import ContextOverflow, EngineFailure, MemoryExhausted, ModelLoadError, NotReady, QueueFull
+from tests.engine.engines import (
+    FAMILIES,
+    collect,
+    engine_settings,
+    generate,
+    prompt_of,
+    request,
+    running_engine,
+)
+from tests.models import tiny_model
+
+
+def reference(family: str, prompt: list[int], num_tokens: int) -> tuple[int, ...]:
+    """Greedy tokens of mlx-lm's own single-row generator."""
+    model, _ = mlx_load(str(tiny_model(family)))
+    steps = generate_step(mx.array(prompt), model, max_tokens=num_tokens)
+    return tuple(int(token) for token, _ in steps)
+
+
+def wait_for(condition, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.005)
+
+
+def first_token(generation: Generation) -> None:
+    """Wait until a row streams."""
+    for batch in generation.batches(30):
+        if any(isinstance(event, TokenDelta) for event in batch):
+            return
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_mlx_lms_own_alone_and_in_a_batch(family: str) -> None:
+    """Each family writes what mlx-lm's single-row generator writes, alone and beside rows of other lengths."""
+    prompts = [prompt_of(length, seed) for seed, length in enumerate((40, 300, 150, 1))]
+    expected = [reference(family, prompt, 16) for prompt in prompts]
+    assert len(set(expected)) == len(expected), "the prompts must lead to different texts, else nothing is tested"
+    with running_engine(family) as engine:
+        alone = [generate(engine, request(prompt))[0].tokens for prompt in prompts]
+        together = [result.tokens for result in generate(engine, *(request(prompt) for prompt in prompts))]
+    assert alone == expected
+    assert together == expected
+
+
+def test_a_late_row_changes_nothing_for_the_running_one() -> None:
+    """A row that joins and one that leaves in the middle do not change a running row's tokens."""
+    with running_engine("qwen3_5") as engine:
+        [undisturbed] = generate(engine, request(prompt_of(60), 64))
+        running = engine.submit(request(prompt_of(60), 64))
+        leaver = engine.submit(request(prompt_of(90, 1), 64))
+        first_token(leaver)
+        leaver.cancel()
+        joiner = engine.submit(request(prompt_of(500, 2), 8))
+        assert collect(running).tokens == undisturbed.tokens
+        assert len(collect(joiner).tokens) == 8
+
+
+def test_stop_tokens_end_a_row_and_are_not_delivered() -> None:
+    """The row ends with `stop` before its stop token, which counts as generated."""
+    with running_engine() as engine:
+        [free] = generate(engine, request(prompt_of(40), 16))
+        stop = free.tokens[5]
+        [stopped] = generate(engine, request(prompt_of(40), 16, stop=[stop]))
+    assert stopped.tokens == free.tokens[: free.tokens.index(stop)]
+    assert isinstance(stopped.end, GenerationDone)
+    assert stopped.end.reason == "stop"
+    assert stopped.end.num_generated_tokens == len(stopped.tokens) + 1
+
+
+def test_a_cancelled_row_is_gone_in_prefill_and_in_decode() -> None:
+    """A client that leaves frees its row, whether it prefills or decodes; the engine is idle afterwards."""
+    with running_engine(prefill_step_size=64) as engine:
+        prefilling = engine.submit(request(prompt_of(20_000), 16))
+        wait_for(lambda: engine.status.num_prefilling == 1)
+        prefilling.cancel()
+        assert collect(prefilling).end.reason == "cancelled"  # type: ignore[union-attr]
+        decoding = engine.submit(request(prompt_of(40), 100_000))
+        first_token(decoding)
+        assert engine.status.num_decoding == 1
+        decoding.cancel()
+        wait_for(lambda: engine.status.num_decoding == 0)
+        assert (engine.status.num_waiting, engine.status.num_prefilling) == (0, 0)
+
+
+def test_a_row_that_waits_can_be_cancelled() -> None:
+    """A cancelled row leaves the queue without being computed."""
+    with running_engine(max_concurrent_requests=1) as engine:
+        running = engine.submit(request(prompt_of(40), 100_000))
+        first_token(running)
+        waiting = engine.submit(request(prompt_of(40), 16))
+        assert engine.status.num_waiting == 1
+        waiting.cancel()
+        result = collect(waiting)
+        assert (result.tokens, result.end.reason) == ((), "cancelled")  # type: ignore[union-attr]
+        running.cancel()
+
+
+def test_the_watchdog_counts_from_the_first_chunk() -> None:
+    """A row over its time ends with `watchdog`; time in the queue does not count."""
+    with running_engine(max_concurrent_requests=1, watchdog_seconds=0.7) as engine:
+        first = engine.submit(request(prompt_of(40), 100_000))
+        second = engine.submit(request(prompt_of(40, 1), 100_000))
+        ends = [collect(first).end, collect(second).end]
+    assert [end.reason for end in ends] == ["watchdog", "watchdog"]  # type: ignore[union-attr]
+    assert ends[1].timing.queue_seconds >= 0.6  # type: ignore[union-attr]
+
+
+def test_limits_refuse_before_any_work() -> None:
+    """Context, queue and memory limits raise at submission, with the numbers a client needs."""
+    with running_engine(max_kv_size=128, max_concurrent_requests=1, max_queued_requests=1) as engine:
+        with pytest.raises(ContextOverflow, match=r"128 tokens.* 128 tokens"):
+            engine.submit(request(prompt_of(128)))
+        running = [engine.submit(request(prompt_of(40), 1000)) for _ in range(2)]
+        with pytest.raises(QueueFull) as full:
+            engine.submit(request(prompt_of(40)))
+        assert full.value.retry_after_seconds
+        for generation in running:
+            generation.cancel()
+    with running_engine(max_batch_bytes=2**20) as engine, pytest.raises(MemoryExhausted, match="MAX_BATCH_BYTES"):
+        engine.submit(request(prompt_of(4000)))
+
+
+def test_rows_beyond_the_memory_budget_wait_for_their_turn() -> None:
+    """Two rows that do not fit together are computed one after the other, and both whole."""
+    with running_engine(max_batch_bytes=3 * 2**20) as engine:
+        results = generate(engine, *(request(prompt_of(100, seed), 24) for seed in range(3)))
+        alone = [generate(engine, request(prompt_of(100, seed), 24))[0].tokens for seed in range(3)]
+    assert [result.tokens for result in results] == alone
+
+
+def test_a_row_whose_sampler_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seeded row's broken sampler ends that row with an error; its neighbours' text is that of a quiet run."""
+    real = scheduler_module.sampler_for
+
+    def breaking(params, vocab_size):
+        sampler = real(params, vocab_size)
+        if params.seed != 13:
+            return sampler
+        calls = iter(range(100))
+        return lambda logprobs: mx.array("broken") if next(calls) == 4 else sampler(logprobs)
+
+    with running_engine() as engine:
+        quiet = generate(engine, request(prompt_of(40), 24), request(prompt_of(70, 1), 24))
+        monkeypatch.setattr(scheduler_module, "sampler_for", breaking)
+        rows = [
+            request(prompt_of(40), 24),
+            request(prompt_of(50, 2), 24, temperature=1.0, seed=13),
+            request(prompt_of(70, 1), 24),
+        ]
+        left, broken, right = generate(engine, *rows)
+    assert isinstance(broken.end, GenerationFailed)
+    assert isinstance(broken.end.error, EngineFailure)
+    assert len(broken.tokens) == 4
+    assert [left.tokens, right.tokens] == [result.tokens for result in quiet]
+
+
+def test_a_broken_generator_costs_no_row_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a whole batch raises once, its rows enter again and end with the text of an undisturbed run."""
+    reports: list[str] = []
+    with running_engine("qwen3_5", report=reports.append) as engine:
+        wanted = generate(engine, request(prompt_of(40), 24), request(prompt_of(70, 1), 24))
+        module = engine.wait_until_ready().module
+        calls = iter(range(10_000))
+        real_call = type(module).__call__
+
+        def break_once(self, inputs, *args, **kwargs):
+            if inputs.shape == (2, 1) and next(calls) == 5:
+                raise RuntimeError("planted")
+            return real_call(self, inputs, *args, **kwargs)
+
+        monkeypatch.setattr(type(module), "__call__", break_once)
+        results = generate(engine, request(prompt_of(40), 24), request(prompt_of(70, 1), 24))
+    assert [result.tokens for result in results] == [result.tokens for result in wanted]
+    assert len(reports) == 2
+
+
+def test_a_prompt_that_breaks_the_model_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in a prefill is that request's error; a running stream goes on."""
+    with running_engine() as engine:
+        [quiet] = generate(engine, request(prompt_of(40), 200))
+        module = engine.wait_until_ready().module
+        real_call = type(module).__call__
+
+        def break_long(self, inputs, *args, **kwargs):
+            if inputs.shape[1] > 100:
+                raise ValueError("planted")
+            return real_call(self, inputs, *args, **kwargs)
+
+        monkeypatch.setattr(type(module), "__call__", break_long)
+        running = engine.submit(request(prompt_of(40), 200))
+        [broken] = generate(engine, request(prompt_of(400), 8))
+        assert isinstance(broken.end, GenerationFailed)
+        assert "planted" in str(broken.end.error)
+        assert collect(running).tokens == quiet.tokens
+
+
+def test_an_engine_defect_fails_the_rows_and_serving_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no row can be blamed for ends all rows with an error, is reported, and the next request is served."""
+    reports: list[str] = []
+    with running_engine(report=reports.append) as engine:
+        running = engine.submit(request(prompt_of(40), 100_000))
+        first_token(running)
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler_module.Scheduler, "_admit", lambda _: 1 / 0)
+            assert isinstance(collect(running).end, GenerationFailed)
+        assert len(generate(engine, request(prompt_of(40), 8))[0].tokens) == 8
+        assert engine.status.num_waiting == 0
+    assert "ZeroDivisionError" in reports[0]
+
+
+def test_running_streams_get_a_step_between_prefill_chunks() -> None:
+    """While a long prompt prefills, a running stream receives a token at least once per reported chunk."""
+    with running_engine(prefill_step_size=256) as engine:
+        running = engine.submit(request(prompt_of(40), 100_000))
+        first_token(running)
+        long = engine.submit(request(prompt_of(6000), 4))
+        num_chunks = len(collect(long).progress)
+        running.cancel()
+        num_tokens = len(collect(running).tokens)
+    assert num_chunks >= 6000 // 256
+    assert num_tokens >= num_chunks
+
+
+def test_progress_reaches_the_whole_prompt_but_its_last_token() -> None:
+    """Progress grows to the prompt's length less the token that gives the first answer token."""
+    with running_engine(prefill_step_size=128) as engine:
+        [result] = generate(engine, request(prompt_of(1000), 2))
+    done = [event.num_done_tokens for event in result.progress]
+    assert done == sorted(done)
+    assert result.progress[-1] == PrefillProgress(999, 1000, 0)
+
+
+def test_seeded_rows_repeat_and_differ_by_seed() -> None:
+    """The same seed gives the same text, also beside other rows; another seed another text."""
+    with running_engine() as engine:
+
+        def draw(seed: int):
+            return request(prompt_of(40), 24, temperature=1.5, seed=seed)
+
+        [alone] = generate(engine, draw(1))
+        first, again, other = generate(engine, draw(1), draw(1), draw(2))
+    assert first.tokens == again.tokens == alone.tokens
+    assert other.tokens != first.tokens
+
+
+def test_shutdown_ends_streams_and_refuses_new_ones() -> None:
+    """`stop` ends a running and a waiting row with `shutdown`, joins the thread, and later submissions are refused."""
+    with running_engine(max_concurrent_requests=1) as engine:
+        running = engine.submit(request(prompt_of(40), 100_000))
+        first_token(running)
+        waiting = engine.submit(request(prompt_of(40), 100_000))
+        engine.stop()
+        assert [collect(row).end.reason for row in (running, waiting)] == ["shutdown"] * 2  # type: ignore[union-attr]
+        assert engine.status.state == "stopped"
+        assert "kvserve-engine" not in {thread.name for thread in threading.enumerate()}
+        with pytest.raises(NotReady):
+            engine.submit(request(prompt_of(40)))
+
+
+def test_a_folder_without_a_model_is_an_error_of_the_start(tmp_path) -> None:
+    """A load error reaches whoever waits for the model."""
+    engine = Engine(tmp_path, engine_settings(), grammar_tokenizer=lambda _: None, report=lambda _: None)
+    engine.start()
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        engine.wait_until_ready(20)
+    assert engine.status.state == "failed"
+    engine.stop()
