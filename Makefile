@@ -1,0 +1,29 @@
+# Everything runs in .venv, which is set up when it is missing or out of date (well under a second when it is not).
+PYTHON := .venv/bin/python
+SOURCES := kvserve tests scripts benchmarks install_and_run.py start_llm.py
+PRESENT := $(wildcard $(SOURCES))
+
+.PHONY: setup lint format test check e2e bench
+
+setup:
+	@python3 install_and_run.py --setup-only --dev
+
+lint: setup
+	$(PYTHON) -m ruff check $(PRESENT)
+	$(PYTHON) -m ruff format --check $(PRESENT)
+	$(PYTHON) -m mypy
+
+format: setup
+	$(PYTHON) -m ruff check --fix $(PRESENT)
+	$(PYTHON) -m ruff format $(PRESENT)
+
+test: setup
+	$(PYTHON) -m pytest
+
+check: lint test
+
+e2e: setup
+	$(PYTHON) -m pytest -m e2e
+
+bench: setup
+	$(PYTHON) -m benchmarks

@@ -1,0 +1,207 @@
+"""The doors between the rooms, kept by reading the package's syntax trees; it imports nothing of the package."""
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "kvserve"
+JOINERS = ("kvserve/pipeline.py", "kvserve/app.py", "kvserve/web/")
+OPEN_TO_ALL = ("kvserve.core", "kvserve.errors")
+
+PROCESS_CALLS = ("system", "popen", "fork", "forkpty", "posix_spawn", "posix_spawnp")
+PROCESS_CALL_PREFIXES = ("exec", "spawn")
+THREAD_MAKERS = frozenset(
+    {"Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor", "ThreadingMixIn", "ThreadingHTTPServer"}
+    | {"ThreadingTCPServer", "ThreadingUDPServer", "start_new_thread", "to_thread", "run_in_executor"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One dotted name that a file imports or reads, e.g. `os.environ`, and where."""
+
+    name: str
+    line: int
+    is_import: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A kind of use that only the files under `allowed` (prefixes of repository paths) may make."""
+
+    rule: str
+    matches: Callable[[Use], bool]
+    allowed: tuple[str, ...]
+
+
+def is_under(name: str, *packages: str) -> bool:
+    """Whether a dotted name is one of the packages or lies inside one."""
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def is_mlx(use: Use) -> bool:
+    return use.is_import and use.name.partition(".")[0].startswith("mlx")
+
+
+def reads_environment(use: Use) -> bool:
+    environment = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
+    return is_under(use.name, *environment) or is_under(use.name, "dotenv", "pydantic_settings")
+
+
+def starts_process(use: Use) -> bool:
+    module, _, name = use.name.rpartition(".")
+    from_os = module == "os" and (name in PROCESS_CALLS or name.startswith(PROCESS_CALL_PREFIXES))
+    return from_os or is_under(use.name, "subprocess", "multiprocessing", "pty", "asyncio.subprocess")
+
+
+def starts_thread(use: Use) -> bool:
+    return use.name.rpartition(".")[2] in THREAD_MAKERS
+
+
+DOORS = (
+    Door("only the engine and the demo model import mlx*", is_mlx, ("kvserve/engine/", "kvserve/demo/")),
+    Door("only config.py reads the environment", reads_environment, ("kvserve/config.py",)),
+    Door("only proxy/ starts processes", starts_process, ("kvserve/proxy/",)),
+    Door(
+        "only the engine worker, the disk writer, the web server and the proxy watcher start threads",
+        starts_thread,
+        ("kvserve/engine/worker.py", "kvserve/cache/disk_tier.py", "kvserve/web/", "kvserve/proxy/"),
+    ),
+)
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of an attribute chain that starts with a name, else ""."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := dotted(node.value)):
+        return f"{base}.{node.attr}"
+    return ""
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
+    """(local name, full dotted name, line) of every import, wherever it stands, importlib with a literal included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                local = alias.asname or alias.name.partition(".")[0]
+                yield local, alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield alias.asname or alias.name, f"{node.module or ''}.{alias.name}", node.lineno
+        elif isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] in ("import_module", "__import__"):
+            target = node.args[0] if node.args else None
+            if isinstance(target, ast.Constant) and isinstance(target.value, str):
+                yield "", target.value, node.lineno
+
+
+def uses(tree: ast.AST) -> Iterator[Use]:
+    """Every import, and every name or attribute chain with its imported alias resolved."""
+    aliases: dict[str, str] = {}
+    for local, full, line in imported_names(tree):
+        aliases[local] = full if local != full.partition(".")[0] else local
+        yield Use(full, line, is_import=True)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name) and (name := dotted(node)):
+            head, dot, rest = name.partition(".")
+            yield Use(aliases.get(head, head) + dot + rest, node.lineno, is_import=False)
+
+
+def room_of(path: str) -> str:
+    """The module prefix that a file belongs to: `kvserve.cache` for a room, `kvserve.config` for a top-level file."""
+    parts = Path(path).with_suffix("").parts
+    return ".".join(parts[:2])
+
+
+def joins_rooms(path: str, use: Use) -> bool:
+    """Whether the import leads from one room into another through no open door."""
+    if not (use.is_import and is_under(use.name, "kvserve")) or path.startswith(JOINERS):
+        return False
+    return not is_under(use.name, room_of(path), *OPEN_TO_ALL)
+
+
+def violations(path: str, source: str) -> list[str]:
+    """What one file of the package (path relative to the repository) does against the doors, as `path:line: rule`."""
+    tree = ast.parse(source)
+    found = {
+        (node.lineno, "imports are absolute")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level > 0
+    }
+    for use in uses(tree):
+        for door in DOORS:
+            if door.matches(use) and not path.startswith(door.allowed):
+                found.add((use.line, f"{door.rule} ({use.name})"))
+        if joins_rooms(path, use):
+            found.add((use.line, f"a room imports itself, core and errors ({use.name})"))
+    return [f"{path}:{line}: {rule}" for line, rule in sorted(found)]
+
+
+def test_the_package_keeps_its_doors() -> None:
+    """No file of the package reaches through a wall."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert files, "the package has no files"
+    found = [v for file in files for v in violations(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))]
+    assert not found, "\n".join(found)
+
+
+def test_scripts_speak_http_only() -> None:
+    """No file in scripts/ imports the package."""
+    found = [
+        f"{file.relative_to(ROOT)}:{use.line}: {use.name}"
+        for file in sorted((ROOT / "scripts").rglob("*.py"))
+        for use in uses(ast.parse(file.read_text("utf-8")))
+        if use.is_import and is_under(use.name, "kvserve")
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "rule"),
+    [
+        ("kvserve/cache/tree.py", "from kvserve.engine.worker import Worker", "a room imports itself"),
+        ("kvserve/cache/tree.py", "def f():\n    import kvserve.sessions.turns", "a room imports itself"),
+        ("kvserve/cache/tree.py", "from kvserve import sessions", "a room imports itself"),
+        ("kvserve/cache/tree.py", "import importlib\nimportlib.import_module('kvserve.web')", "a room imports itself"),
+        ("kvserve/core.py", "from kvserve.config import Settings", "a room imports itself"),
+        ("kvserve/cache/tree.py", "from .ram_tier import RamTier", "imports are absolute"),
+        ("kvserve/cache/tree.py", "import mlx.core as mx", "import mlx*"),
+        ("kvserve/output/tool_parsers.py", "from mlx_lm.tool_parsers import json_tools", "import mlx*"),
+        ("kvserve/pipeline.py", "import mlx_vlm", "import mlx*"),
+        ("kvserve/app.py", "import os\nos.environ['A']", "reads the environment"),
+        ("kvserve/app.py", "import os as o\no.getenv('A')", "reads the environment"),
+        ("kvserve/proxy/litellm.py", "from os import environ", "reads the environment"),
+        ("kvserve/app.py", "import subprocess", "starts processes"),
+        ("kvserve/app.py", "import os\nos.execv('a', ['a'])", "starts processes"),
+        ("kvserve/app.py", "from os import system as s", "starts processes"),
+        ("kvserve/engine/model.py", "import threading\nthreading.Thread(target=f)", "start threads"),
+        ("kvserve/engine/model.py", "from concurrent.futures import ThreadPoolExecutor as T", "start threads"),
+        ("kvserve/engine/model.py", "import threading\nclass A(threading.Thread): pass", "start threads"),
+    ],
+)
+def test_a_planted_violation_is_caught(path: str, source: str, rule: str) -> None:
+    """Each rule finds what it forbids, also behind an alias, inside a function or through importlib."""
+    assert any(rule in violation for violation in violations(path, source))
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("kvserve/cache/tree.py", "from kvserve.cache.block_hash import x\nfrom kvserve.core import y"),
+        ("kvserve/cache/tree.py", "import kvserve.errors\nfrom kvserve import core"),
+        ("kvserve/pipeline.py", "from kvserve.engine.worker import Worker\nfrom kvserve.cache.tree import Tree"),
+        ("kvserve/web/server.py", "from http.server import ThreadingHTTPServer\nfrom kvserve.protocols import p"),
+        ("kvserve/engine/worker.py", "import threading\nimport mlx.core\nthreading.Thread(target=f)"),
+        ("kvserve/sessions/turns.py", "import threading\nlock = threading.Lock()\nimport os\nos.replace('a', 'b')"),
+        ("kvserve/proxy/litellm.py", "import subprocess, threading\nthreading.Thread(target=subprocess.run)"),
+        ("kvserve/config.py", "import os\nos.environ['A']"),
+        ("kvserve/demo/weights.py", "import mlx.core as mx"),
+    ],
+)
+def test_what_is_allowed_passes(path: str, source: str) -> None:
+    """The rules forbid no more than they say."""
+    assert violations(path, source) == []

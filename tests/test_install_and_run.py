@@ -1,0 +1,544 @@
+"""The bootstrap, run for real on copies of it in temporary folders, with hand-made wheels and no network.
+
+One set-up is made per session and copied; only the tests about interruption make a `.venv` of their own.
+"""
+
+import ast
+import fcntl
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "install_and_run.py"
+SITE_PACKAGES = Path("lib/python3.12/site-packages")
+SERVER_EXIT_CODE = 7
+NUM_SLOW_MODULES = 1200
+SERVER = f"import json, sys\nprint('SERVER', json.dumps(sys.argv[1:]))\nsys.exit({SERVER_EXIT_CODE})\n"
+FAKE_PYTEST = "import json, os, sys\nprint('PYTEST', json.dumps([os.getcwd(), *sys.argv[1:]]))\nsys.exit(3)\n"
+MENDING = "rm -rf .venv && python3 install_and_run.py"
+
+
+def make_wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
+    """Write a py3-none-any wheel by hand, so that pip has something real to install without a network."""
+    info = f"{name}-{version}.dist-info"
+    # pip unpacks in this order; with the metadata first, a half-copied package looks installed to the next pip.
+    contents = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        **files,
+    }
+    record = "".join(f"{path},,\n" for path in [*contents, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        for path, text in {**contents, f"{info}/RECORD": record}.items():
+            wheel.writestr(path, text)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkout:
+    """A copy of the bootstrap with its own requirement files, wheels, and log of every pip call."""
+
+    root: Path
+
+    @property
+    def venv(self) -> Path:
+        return self.root / ".venv"
+
+    @property
+    def stamp(self) -> Path:
+        return self.venv / "kvserve-setup.json"
+
+    @property
+    def environ(self) -> dict[str, str]:
+        pip = {
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.root / "wheels"),
+            "PIP_LOG": str(self.root / "pip.log"),
+            "PIP_EXTRA_INDEX_URL": "",
+        }
+        return {**os.environ, **pip}
+
+    def start(self, *arguments: str, python: str = sys.executable) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [python, "install_and_run.py", *arguments],
+            cwd=self.root,
+            env=self.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, python=python)
+        out, err = process.communicate(timeout=100)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def require(self, *lines: str) -> None:
+        (self.root / "requirements.txt").write_text("".join(f"{line}\n" for line in lines))
+
+    def num_pip_calls(self) -> int:
+        log = self.root / "pip.log"
+        return log.read_text().count("Looking in links:") if log.exists() else 0
+
+
+def make_checkout(root: Path) -> Checkout:
+    """A checkout that has never been set up and needs `alpha`, which has a foreign-looking library of its own."""
+    wheels = root / "wheels"
+    wheels.mkdir(parents=True)
+    shutil.copy(SCRIPT, root)
+    (root / "start_llm.py").write_text(SERVER)
+    (root / "constraints.txt").write_text("")
+    (root / "requirements-dev.txt").write_text("pytest==0.0.1\n")
+    make_wheel(wheels, "alpha", "1.0", {"alpha/__init__.py": "", "alpha/_lib.cpython-39-x86_64-linux-gnu.so": "x"})
+    make_wheel(wheels, "alpha", "2.0", {"alpha/__init__.py": ""})
+    make_wheel(wheels, "pytest", "0.0.1", {"pytest/__init__.py": "", "pytest/__main__.py": FAKE_PYTEST})
+    checkout = Checkout(root)
+    checkout.require("alpha==1.0")
+    return checkout
+
+
+def bootstrap_of(checkout: Checkout) -> ModuleType:
+    """The checkout's copy of the bootstrap, imported."""
+    spec = importlib.util.spec_from_file_location("bootstrap_copy", checkout.root / "install_and_run.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def finished_once(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """A checkout that a real run has set up."""
+    checkout = make_checkout(tmp_path_factory.mktemp("finished") / "checkout")
+    result = checkout.run("--setup-only")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert checkout.num_pip_calls() == 1
+    (checkout.root / "pip.log").unlink()
+    return checkout
+
+
+@pytest.fixture
+def finished(finished_once: Checkout, tmp_path: Path) -> Checkout:
+    """A copy of the finished checkout that the test may spoil."""
+    shutil.copytree(finished_once.root, tmp_path / "copy", symlinks=True)
+    return Checkout(tmp_path / "copy")
+
+
+@pytest.fixture
+def untouched(tmp_path: Path) -> Checkout:
+    """A checkout that has never been set up."""
+    return make_checkout(tmp_path / "fresh")
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until the path exists while the process still runs."""
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline, f"{path} never appeared"
+        time.sleep(0.005)
+
+
+# --- starting the program ---
+
+
+def test_flags_and_exit_code_pass_through(finished: Checkout) -> None:
+    """Flags that are not the bootstrap's reach the server in order, and its exit status is the command's."""
+    result = finished.run("--demo", "--port", "9", "--no-proxy")
+    assert result.stdout == 'SERVER ["--demo", "--port", "9", "--no-proxy"]\n'
+    assert result.returncode == SERVER_EXIT_CODE
+
+
+def test_a_finished_set_up_is_recognised(finished: Checkout) -> None:
+    """The second run calls no pip, says nothing of a set-up and is quick."""
+    begun = time.monotonic()
+    result = finished.run()
+    assert time.monotonic() - begun < 1.0
+    assert result.stdout == "SERVER []\n"
+    assert finished.num_pip_calls() == 0
+
+
+def test_the_exec_keeps_the_process(finished: Checkout) -> None:
+    """The server replaces the bootstrap, so that a signal to the command reaches the server itself."""
+    (finished.root / "start_llm.py").write_text("import os\nprint(os.getpid())\n")
+    process = finished.start()
+    out, _ = process.communicate(timeout=60)
+    assert int(out) == process.pid
+
+
+def test_setup_only_does_not_start_the_server(finished: Checkout) -> None:
+    """--setup-only ends with status 0 and one line that says where the environment is."""
+    result = finished.run("--setup-only", "--demo")
+    assert (result.returncode, result.stdout) == (0, f"[kvserve] Ready: {finished.venv}\n")
+
+
+def test_test_flag_installs_dev_requirements_and_runs_pytest(finished: Checkout) -> None:
+    """--test adds the development requirements once and becomes pytest in the checkout's folder."""
+    first = finished.run("--test", "-k", "one")
+    assert first.stdout.splitlines()[-1] == "PYTEST " + json.dumps([str(finished.root), "-k", "one"])
+    assert first.returncode == 3
+    assert finished.num_pip_calls() == 1
+    assert finished.run("--test").stdout == "PYTEST " + json.dumps([str(finished.root)]) + "\n"
+    assert finished.run().stdout == "SERVER []\n"
+    assert finished.num_pip_calls() == 1
+
+
+def test_help_names_the_own_flags_then_asks_the_server(finished: Checkout) -> None:
+    """--help explains the bootstrap's flags and hands on to the server when it can be started."""
+    out = finished.run("--help").stdout
+    assert "--setup-only" in out
+    assert out.endswith('SERVER ["--help"]\n')
+
+
+def test_help_sets_nothing_up(untouched: Checkout) -> None:
+    """--help in a fresh checkout only prints."""
+    result = untouched.run("--help")
+    assert result.returncode == 0
+    assert not untouched.venv.exists()
+
+
+# --- what makes a set-up stale ---
+
+
+def test_changed_requirements_are_installed(finished: Checkout) -> None:
+    """Another pin is installed by the next start, into the same environment."""
+    finished.require("alpha==2.0")
+    result = finished.run()
+    assert result.stdout.splitlines()[-1] == "SERVER []"
+    assert (finished.venv / SITE_PACKAGES / "alpha-2.0.dist-info").is_dir()
+    assert finished.num_pip_calls() == 1
+
+
+def test_a_removed_package_comes_back(finished: Checkout) -> None:
+    """A distribution that was uninstalled by hand is installed again."""
+    shutil.rmtree(finished.venv / SITE_PACKAGES / "alpha")
+    shutil.rmtree(finished.venv / SITE_PACKAGES / "alpha-1.0.dist-info")
+    finished.run()
+    assert (finished.venv / SITE_PACKAGES / "alpha/__init__.py").exists()
+
+
+def test_a_venv_made_by_hand_is_adopted(finished: Checkout) -> None:
+    """A healthy 3.12 environment without a stamp is kept, completed and stamped."""
+    finished.stamp.unlink()
+    mine = finished.venv / "mine"
+    mine.touch()
+    assert finished.run().returncode == SERVER_EXIT_CODE
+    assert mine.exists()
+    assert json.loads(finished.stamp.read_text())["state"] == "finished"
+
+
+def test_a_dangling_interpreter_is_replaced(finished: Checkout) -> None:
+    """When the Python under the environment was uninstalled, the environment is made anew."""
+    python = finished.venv / "bin/python3.12"
+    for link in (finished.venv / "bin").glob("python*"):
+        link.unlink()
+    python.symlink_to(finished.root / "gone")
+    (finished.venv / "bin/python").symlink_to("python3.12")
+    result = finished.run()
+    assert result.returncode == SERVER_EXIT_CODE, result.stderr
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(untouched: Checkout) -> None:
+    """Somebody's files under the name .venv are not deleted: an error says what to do."""
+    untouched.venv.mkdir()
+    (untouched.venv / "thesis.txt").touch()
+    result = untouched.run()
+    assert result.returncode == 1
+    assert "not a virtual environment" in result.stderr and MENDING in result.stderr
+    assert (untouched.venv / "thesis.txt").exists()
+
+
+# --- contamination ---
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "lib/python3.11/site-packages/alpha/__init__.py",
+        "lib/python3.12/site-packages/alpha/deep/down/_core.cpython-311-darwin.so",
+        "lib/python3.12/site-packages/alpha/__pycache__/__init__.cpython-313.pyc",
+        "bin/python3.11",
+    ],
+)
+@pytest.mark.parametrize("is_stamped", [True, False])
+def test_a_contaminated_environment_is_refused(finished: Checkout, planted: str, is_stamped: bool) -> None:
+    """A trace of another minor version stops the start: the file is named, and the command that mends it."""
+    if not is_stamped:
+        finished.stamp.unlink()
+    path = finished.venv / planted
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    result = finished.run("--demo")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert f"\n  .venv/{planted}\n" in result.stderr
+    assert result.stderr.endswith(f"{MENDING}\n")
+    assert finished.num_pip_calls() == 0
+
+
+@pytest.mark.parametrize("line", ["version = 3.11.7", "version_info = 3.13.0.final.0"])
+def test_an_environment_of_another_version_is_refused(finished: Checkout, line: str) -> None:
+    """pyvenv.cfg of another minor version is named, in the spelling of venv and of uv."""
+    (finished.venv / "pyvenv.cfg").write_text(f"home = /nowhere\n{line}\n")
+    result = finished.run()
+    assert result.returncode == 1
+    assert "pyvenv.cfg (version 3.1" in result.stderr
+
+
+def test_many_offending_files_are_counted(finished: Checkout) -> None:
+    """The first few files are named and the rest is a number."""
+    folder = finished.venv / "lib/python3.11"
+    folder.mkdir()
+    for index in range(20):
+        (folder / f"module_{index:02}.py").touch()
+    result = finished.run()
+    assert "20 offending file(s)" in result.stderr
+    assert "module_07.py" in result.stderr and "module_08.py" not in result.stderr
+    assert "and 12 more" in result.stderr
+
+
+def test_a_foreign_name_inside_a_compatible_wheel_is_no_contamination(finished: Checkout) -> None:
+    """A py3 wheel may bring a library named for any Python; with the stamp or without, it is not refused."""
+    assert list(finished.venv.glob("lib/python3.12/site-packages/alpha/*.cpython-39-*.so"))
+    assert finished.run().returncode == SERVER_EXIT_CODE
+    finished.stamp.unlink()
+    assert finished.run().returncode == SERVER_EXIT_CODE
+
+
+# --- interruption, locking, failure ---
+
+
+def make_slow_wheel(checkout: Checkout) -> None:
+    """A wheel of so many modules that pip can be caught in the middle of installing it."""
+    files = {f"slow/module_{index:04}.py": f"value = {index}\n" for index in range(NUM_SLOW_MODULES)}
+    make_wheel(checkout.root / "wheels", "slow", "1.0", files)
+    checkout.require("alpha==1.0", "slow==1.0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("landmark", ["pyvenv.cfg", SITE_PACKAGES / "slow/module_0002.py"])
+def test_an_interrupted_set_up_is_mended(untouched: Checkout, landmark: Path) -> None:
+    """Killed while the environment is being made, or in the middle of pip's copying, the next run completes it."""
+    make_slow_wheel(untouched)
+    process = untouched.start("--setup-only")
+    wait_for(untouched.venv / landmark, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert json.loads(untouched.stamp.read_text())["state"] == "begun"
+    assert not (untouched.venv / SITE_PACKAGES / "slow-1.0.dist-info/RECORD").exists()
+
+    result = untouched.run()
+    assert result.returncode == SERVER_EXIT_CODE, result.stdout + result.stderr
+    assert len(list((untouched.venv / SITE_PACKAGES / "slow").glob("module_*.py"))) == NUM_SLOW_MODULES
+    assert (untouched.venv / SITE_PACKAGES / "slow-1.0.dist-info/RECORD").exists()
+
+
+def test_sigterm_ends_pip_too(finished: Checkout) -> None:
+    """A terminated bootstrap leaves no pip behind, and its status is that of the signal."""
+    make_slow_wheel(finished)
+    process = finished.start("--setup-only")
+    wait_for(finished.venv / SITE_PACKAGES / "slow/module_0002.py", process)
+    process.terminate()
+    process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+@pytest.mark.slow
+def test_an_orphaned_pip_is_waited_for(finished: Checkout) -> None:
+    """When only the bootstrap was killed, its pip holds the lock and the next run waits before it touches anything."""
+    make_slow_wheel(finished)
+    process = finished.start("--setup-only")
+    wait_for(finished.venv / SITE_PACKAGES / "slow/module_0002.py", process)
+    process.kill()
+    process.communicate()
+    with (finished.venv / "kvserve-setup.lock").open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    result = finished.run()
+    assert "waiting for it to finish" in result.stdout
+    assert result.returncode == SERVER_EXIT_CODE, result.stderr
+
+
+def test_the_second_of_two_waits_and_sets_nothing_up(finished: Checkout) -> None:
+    """While another bootstrap holds the lock the second says so; then it finds the work done."""
+    stamp = finished.stamp.read_text()
+    finished.stamp.write_text('{"state": "begun"}')
+    with (finished.venv / "kvserve-setup.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = finished.start()
+        assert process.stdout
+        assert "waiting for it to finish" in process.stdout.readline()
+        finished.stamp.write_text(stamp)
+    out, _ = process.communicate(timeout=60)
+    assert out == "SERVER []\n"
+    assert finished.num_pip_calls() == 0
+
+
+def test_pips_failure_is_shown_and_mended_in_place(finished: Checkout) -> None:
+    """What pip cannot get is an error with pip's last lines; with the cause gone the same environment is completed."""
+    mine = finished.venv / "mine"
+    mine.touch()
+    finished.require("alpha==1.0", "absent==9.9")
+    result = finished.run()
+    assert result.returncode == 1
+    assert "| ERROR: No matching distribution found for absent==9.9" in result.stderr
+    assert "offline" in result.stderr and "SERVER" not in result.stdout
+    finished.require("alpha==1.0")
+    assert finished.run().returncode == SERVER_EXIT_CODE
+    assert mine.exists()
+
+
+# --- finding an interpreter ---
+
+
+@pytest.fixture
+def bootstrap(untouched: Checkout, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The bootstrap on a machine that has nothing but what the test puts on PATH or into HOME."""
+    module = bootstrap_of(untouched)
+    monkeypatch.setattr(module, "PLACES", tuple(place for place in module.PLACES if place.startswith("{")))
+    monkeypatch.setattr(sys, "executable", "")
+    for name in ("PYENV_ROOT", "UV_PYTHON_INSTALL_DIR", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    (untouched.root / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(untouched.root / "bin"))
+    monkeypatch.setenv("HOME", str(untouched.root / "home"))
+    handler = signal.getsignal(signal.SIGTERM)
+    yield module
+    signal.signal(signal.SIGTERM, handler)
+    del sys.modules[module.__name__]
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+BASE_PYTHON = os.path.realpath(sys.executable)
+
+
+def test_without_a_312_one_sentence_says_what_to_do(bootstrap: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """No interpreter anywhere: exit status 1 and one sentence that names ways to get one."""
+    assert bootstrap.main(["--demo"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert "CPython 3.12" in captured.err and "uv python install 3.12" in captured.err
+
+
+def test_a_candidate_is_believed_only_after_running_it(bootstrap: ModuleType, untouched: Checkout) -> None:
+    """A shim that fails, a python3.12 that is no 3.12 and one that talks nonsense are passed over."""
+    bin_folder = untouched.root / "bin"
+    write_program(bin_folder / "python3.12", "echo 'python3.12: command not found' >&2; exit 127")
+    write_program(bin_folder / "python3", """echo '["CPython", "3.11", "arm64", "/x", true, true]'""")
+    write_program(bin_folder / "python", "echo hello")
+    with pytest.raises(bootstrap.SetupError):
+        bootstrap.find_python(os.environ)
+    write_program(bin_folder / "python", f'exec {BASE_PYTHON} "$@"')
+    assert os.path.realpath(bootstrap.find_python(os.environ)) == BASE_PYTHON
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ".pyenv/versions/3.12.1/bin/python3.12",
+        ".local/share/uv/python/cpython-3.12.9-linux-x86_64-gnu/bin/python3.12",
+        ".local/bin/python3.12",
+    ],
+)
+def test_interpreters_beside_path_are_found(bootstrap: ModuleType, untouched: Checkout, place: str) -> None:
+    """pyenv's, uv's and the user's own interpreters are found without being on PATH."""
+    write_program(untouched.root / "home" / place, f'exec {BASE_PYTHON} "$@"')
+    assert os.path.realpath(bootstrap.find_python(os.environ)) == BASE_PYTHON
+
+
+def test_moved_homes_of_pyenv_and_uv_are_respected(bootstrap: ModuleType, untouched: Checkout) -> None:
+    """PYENV_ROOT and UV_PYTHON_INSTALL_DIR replace the usual folders."""
+    write_program(untouched.root / "py/versions/3.12.4/bin/python3.12", f'exec {BASE_PYTHON} "$@"')
+    environ = {"PATH": "", "HOME": "/nowhere", "PYENV_ROOT": str(untouched.root / "py")}
+    assert os.path.realpath(bootstrap.find_python(environ)) == BASE_PYTHON
+
+
+def test_a_312_that_cannot_make_environments_is_named(bootstrap: ModuleType, untouched: Checkout) -> None:
+    """A 3.12 without ensurepip (Debian splits it off) is not used, and the sentence says which package is missing."""
+    answer = '["CPython", "3.12", "arm64", "/x", false, false]'
+    write_program(untouched.root / "bin/python3.12", f"echo '{answer}'")
+    with pytest.raises(bootstrap.SetupError, match=r"python3\.12-venv"):
+        bootstrap.find_python(os.environ)
+
+
+# --- which Python may start it, and what it installs ---
+
+
+def other_interpreters() -> list[str]:
+    """Interpreters of other versions on this machine, oldest allowed and newest known."""
+    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    return [str(path) for minor in ("3.9", "3.13") for path in sorted(root.glob(f"versions/{minor}.*/bin/python"))[:1]]
+
+
+@pytest.mark.skipif(not other_interpreters(), reason="needs another Python in pyenv")
+def test_other_versions_may_start_it(finished: Checkout) -> None:
+    """The bootstrap itself runs under the oldest and the newest Python; the server always under 3.12."""
+    (finished.root / "start_llm.py").write_text("import sys\nprint('%d.%d' % sys.version_info[:2])\n")
+    for python in other_interpreters():
+        finished.stamp.unlink()
+        result = finished.run(python=python)
+        assert result.stdout.splitlines()[-1] == "3.12", result.stderr
+        assert finished.run(python=python).stdout == "3.12\n"
+
+
+def test_it_is_written_for_python_39_and_the_standard_library() -> None:
+    """The source parses with the grammar of 3.9, imports only the standard library and names no address."""
+    source = SCRIPT.read_text()
+    tree = ast.parse(source, feature_version=(3, 9))
+    imports = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    imports |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in imports} <= sys.stdlib_module_names
+    assert "://" not in source
+
+
+def pins(name: str) -> dict[str, str]:
+    """The requirement lines of a file as normalised name -> version, extras and markers dropped."""
+    found = {}
+    for line in (ROOT / name).read_text().splitlines():
+        if line and not line.startswith("#"):
+            match = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[\w+\])?==([A-Za-z0-9.]+)(?:; sys_platform == \"\w+\")?", line)
+            assert match, f"{name}: not an exact pin: {line}"
+            found[re.sub(r"[-_.]+", "-", match[1]).lower()] = match[2]
+    return found
+
+
+def test_requirements_are_exact_and_agree() -> None:
+    """Every requirement is an exact pin of a plain name, the constraints repeat them, and torch is not among them."""
+    constraints = pins("constraints.txt")
+    for name, version in {**pins("requirements.txt"), **pins("requirements-dev.txt")}.items():
+        assert constraints.get(name) == version, name
+    assert not {"torch", "torchvision"} & constraints.keys()
+
+
+def test_what_is_tested_is_what_is_pinned() -> None:
+    """The packages in this environment have the pinned versions."""
+    installed = {}
+    for distribution in importlib.metadata.distributions():
+        installed[re.sub(r"[-_.]+", "-", distribution.name).lower()] = distribution.version
+    constraints = pins("constraints.txt")
+    assert {name: installed[name] for name in constraints if name in installed} == {
+        name: version for name, version in constraints.items() if name in installed
+    }
+    assert pins("requirements.txt").keys() <= installed.keys()
