@@ -1,0 +1,23 @@
+"""Tiny real models for the tests: `tiny_model(family)` builds each once per machine and hands out its folder.
+
+Folders lie below the system's temporary directory, named by a digest of the builder's sources and arguments, so an
+edit of the builder never meets an old model and parallel test processes share the work.
+"""
+
+import getpass
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from kvserve.demo.build import build_digest, build_model
+
+
+def tiny_model(family: str, *, answer_tokens: int | None = None, **arguments: Any) -> Path:
+    """The folder of a tiny model; keyword arguments as in `build_model`.
+
+    Unless `answer_tokens` is given the model never ends an answer by itself, so that tests decide on the length.
+    """
+    arguments["answer_tokens"] = answer_tokens
+    root = Path(tempfile.gettempdir()) / f"kvserve-test-models-{getpass.getuser()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    return build_model(family, root / f"{family}-{build_digest(family, **arguments)[:16]}", **arguments)
