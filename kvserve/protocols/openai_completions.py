@@ -1,0 +1,154 @@
+"""`/v1/completions`: a prompt that goes to the model as it is, and text back. Knows the wire form and nothing else.
+
+A completion is not split into channels: all that the model writes is content.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvserve.core import (
+    Answer,
+    AnswerEvent,
+    ContentDelta,
+    Finished,
+    FinishReason,
+    JsonObject,
+    RequestDefaults,
+    RequestId,
+    Turn,
+    Waiting,
+)
+from kvserve.errors import BadRequest, RequestError
+from kvserve.protocols.fields import MAX_TOKEN_COUNT, filled_text, integer, list_of, mistyped, text, with_extra_body
+from kvserve.protocols.openai_errors import encode_error
+from kvserve.protocols.openai_usage import encode_usage
+from kvserve.protocols.sampling import (
+    check_tolerated,
+    read_max_tokens,
+    read_sampling,
+    read_stop_strings,
+    read_stream,
+    refuse_unsupported,
+)
+from kvserve.protocols.session import read_session
+from kvserve.protocols.thinking import read_thinking
+
+PROTOCOL = "openai_completions"
+
+# logprobs 0 is not harmless here: it asks for those of the drawn tokens
+_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "logprobs": (False,),
+}
+
+_read_token_ids = list_of(integer(0, MAX_TOKEN_COUNT))
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionRequest:
+    """A parsed body: the turn, and how the answer travels."""
+
+    turn: Turn
+    stream: bool
+    include_usage: bool
+
+
+def parse_completion(
+    body: JsonObject, headers: Mapping[str, str], defaults: RequestDefaults, request_id: RequestId
+) -> CompletionRequest:
+    """The request that `body` and `headers` (lower-case names) make. Raises BadRequest naming the field."""
+    fields = with_extra_body(body)
+    refuse_unsupported(fields, _UNSUPPORTED)
+    check_tolerated(fields)
+    stream, include_usage = read_stream(fields)
+    turn = Turn(
+        request_id=request_id,
+        protocol=PROTOCOL,
+        model=fields.optional("model", text) or None,
+        sampling=read_sampling(fields, defaults.sampling),
+        raw_prompt=fields.required("prompt", read_prompt),
+        max_tokens=read_max_tokens(fields, "max_completion_tokens", "max_tokens"),
+        stop_strings=read_stop_strings(fields),
+        thinking=read_thinking(body),
+        session=read_session(body, headers),
+    )
+    return CompletionRequest(turn, stream, include_usage)
+
+
+def read_prompt(value: object, path: str) -> str | tuple[int, ...]:
+    """One prompt: a string, token ids, or an array of one of these. Raises BadRequest, also for several prompts."""
+    if isinstance(value, str):
+        return filled_text(value, path)
+    if not isinstance(value, list | tuple) or not value:
+        raise mistyped(path, "a string or an array of token ids that is not empty", value)
+    if not isinstance(value[0], str | list | tuple):
+        return tuple(_read_token_ids(value, path))
+    if len(value) > 1:
+        raise BadRequest(f"{path}: one request takes one prompt, got {len(value)}; send one request each.", param=path)
+    if isinstance(value[0], str):
+        return filled_text(value[0], f"{path}[0]")
+    if not value[0]:
+        raise mistyped(f"{path}[0]", "an array of token ids that is not empty", value[0])
+    return tuple(_read_token_ids(value[0], f"{path}[0]"))
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def completion_id(request_id: RequestId) -> str:
+    """The id that the body carries."""
+    return f"cmpl-{request_id}"
+
+
+class CompletionStreamEncoder:
+    """Turns the events of one completion into chunks, in order."""
+
+    def __init__(self, request_id: RequestId, model: str, created: int, include_usage: bool) -> None:
+        self._head = _head(request_id, model, created)
+        self._include_usage = include_usage
+
+    def keep_alive(self) -> dict[str, object]:
+        """A chunk that says nothing, for clients and proxies that give up on silence."""
+        return self._chunk("")
+
+    def error_chunk(self, error: RequestError) -> dict[str, JsonObject]:
+        """The last event of a stream that fails after it began: the error's body, which clients raise."""
+        return encode_error(error)
+
+    def encode(self, event: AnswerEvent) -> list[dict[str, object]]:
+        """The chunks that `event` makes. Raises TypeError for reasoning and calls: a completion is not split."""
+        match event:
+            case Waiting():
+                return []
+            case ContentDelta(text):
+                return [self._chunk(text)]
+            case Finished(reason, usage):
+                usage_chunk = {**self._head, "choices": [], "usage": encode_usage(usage)}
+                return [self._chunk("", reason), *([usage_chunk] if self._include_usage else [])]
+        raise TypeError(f"a completion has no {type(event).__name__}")
+
+    def _chunk(self, text: str, finish_reason: FinishReason | None = None) -> dict[str, object]:
+        body = {**self._head, "choices": [_encode_choice(text, finish_reason)]}
+        return {**body, "usage": None} if self._include_usage else body
+
+
+def encode_completion(answer: Answer, request_id: RequestId, model: str, created: int) -> dict[str, object]:
+    """The body of a completion that is not streamed. Raises TypeError where the answer was split."""
+    if answer.reasoning or answer.calls:
+        raise TypeError("a completion has neither reasoning nor calls")
+    choice = _encode_choice(answer.content, answer.finished.reason)
+    return {**_head(request_id, model, created), "choices": [choice], "usage": encode_usage(answer.finished.usage)}
+
+
+def _head(request_id: RequestId, model: str, created: int) -> dict[str, object]:
+    return {"id": completion_id(request_id), "object": "text_completion", "created": created, "model": model}
+
+
+def _encode_choice(text: str, finish_reason: FinishReason | None) -> dict[str, object]:
+    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}

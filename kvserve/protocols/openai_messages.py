@@ -1,0 +1,173 @@
+"""OpenAI chat messages -> `core.Message`. Knows the wire's roles and content parts, not what a template makes of them.
+
+Messages keep their order and number, whatever agents send: system messages in the middle, two user messages in a row,
+results without a call, empty content, an assistant message last. Empty text makes no block, so that "", null, [] and a
+missing `content` are the same message. The name of the reasoning field is forgotten, its text is kept.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+
+from kvserve.core import (
+    Block,
+    ImageBlock,
+    Message,
+    Role,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+    ToolResultBlock,
+)
+from kvserve.errors import BadRequest
+from kvserve.protocols.fields import Fields, Reader, filled_text, list_of, mapping, mistyped, text
+
+ROLES: Mapping[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+REASONING_FIELDS = ("reasoning_content", "reasoning", "reasoning_text")
+
+type PlainBlock = TextBlock | ImageBlock
+
+
+# --- content ---------------------------------------------------------------------------------------------------------
+
+
+def _read_text_part(part: Fields) -> TextBlock:
+    return TextBlock(part.required("text", text))
+
+
+def _read_refusal_part(part: Fields) -> TextBlock:
+    return TextBlock(part.required("refusal", text))
+
+
+def _read_image_part(part: Fields) -> ImageBlock:
+    """`image_url` is an address or {"url": address}; an image that was uploaded elsewhere has no address here."""
+
+    def read(value: object, path: str) -> str:
+        if isinstance(value, Mapping):
+            return mapping(value, path).required("url", filled_text)
+        return filled_text(value, path)
+
+    return ImageBlock(part.required("image_url", read))
+
+
+def _read_thinking_part(part: Fields) -> ThinkingBlock:
+    return ThinkingBlock(part.required("thinking", text), part.optional("signature", text))
+
+
+PLAIN_PARTS: Mapping[str, Callable[[Fields], PlainBlock]] = {
+    "text": _read_text_part,
+    "input_text": _read_text_part,
+    "output_text": _read_text_part,
+    "refusal": _read_refusal_part,
+    "image_url": _read_image_part,
+    "input_image": _read_image_part,
+}
+ASSISTANT_PARTS: Mapping[str, Callable[[Fields], PlainBlock | ThinkingBlock]] = {
+    **PLAIN_PARTS,
+    "thinking": _read_thinking_part,
+}
+
+
+def content_reader[T: PlainBlock | ThinkingBlock](
+    parts: Mapping[str, Callable[[Fields], T]],
+) -> Reader[list[T | TextBlock]]:
+    """A reader of `content`: a string, or an array of the `parts` that may stand there."""
+
+    def read_part(value: object, path: str) -> T:
+        part = mapping(value, path)
+        kind = part.required("type", text)
+        if kind not in parts:
+            raise mistyped(f"{path}.type", "one of " + ", ".join(f'"{known}"' for known in parts), kind)
+        return parts[kind](part)
+
+    def read(value: object, path: str) -> list[T | TextBlock]:
+        if isinstance(value, str):
+            return [TextBlock(value)] if value else []
+        if not isinstance(value, list | tuple):
+            raise mistyped(path, "a string or an array of parts", value)
+        blocks = list_of(read_part)(value, path)
+        return [block for block in blocks if isinstance(block, ImageBlock) or block.text]
+
+    return read
+
+
+_read_plain_content = content_reader(PLAIN_PARTS)
+_read_assistant_content = content_reader(ASSISTANT_PARTS)
+
+
+# --- tool calls ------------------------------------------------------------------------------------------------------
+
+
+def _read_arguments(value: object, path: str) -> str:
+    """The JSON text exactly as received; an object, which some clients send, becomes compact JSON."""
+    if isinstance(value, Mapping):
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text(value, path)
+
+
+def _read_function(fields: Fields, call_id: str | None) -> ToolCallBlock:
+    name = fields.required("name", filled_text)
+    arguments = fields.optional("arguments", _read_arguments)
+    # calls of the legacy form have no ids: the function's name stands for it, here and in the result
+    return ToolCallBlock(name if call_id is None else call_id, name, "{}" if arguments is None else arguments)
+
+
+def _read_call(value: object, path: str) -> ToolCallBlock:
+    call = mapping(value, path)
+    kind = call.optional("type", text) or "function"
+    if kind != "function":
+        raise mistyped(f"{path}.type", '"function"', kind)
+    return _read_function(call.required("function", mapping), call.optional("id", text) or "")
+
+
+def _read_calls(fields: Fields) -> list[ToolCallBlock]:
+    calls = fields.optional("tool_calls", list_of(_read_call)) or []
+    legacy = fields.optional("function_call", mapping)
+    if legacy is None:
+        return calls
+    if calls:
+        raise BadRequest(f"{legacy.path} and tool_calls are both given: give one of them.", param=legacy.path)
+    return [_read_function(legacy, None)]
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def read_message(value: object, path: str) -> Message:
+    """One message of the wire. Raises BadRequest naming the field."""
+    fields = mapping(value, path)
+    wire_role = fields.required("role", text)
+    if wire_role not in ROLES:
+        raise mistyped(f"{path}.role", "one of " + ", ".join(f'"{role}"' for role in ROLES), wire_role)
+    role = ROLES[wire_role]
+    name = fields.optional("name", text) or None
+    if role == "assistant":
+        return Message(role, tuple(_read_assistant_blocks(fields)), name)
+    content = tuple(fields.optional("content", _read_plain_content) or ())
+    if role == "tool":
+        call_id = fields.optional("tool_call_id", text) or (name if wire_role == "function" else None) or ""
+        return Message(role, (ToolResultBlock(call_id, content),), name)
+    return Message(role, content, name)
+
+
+def _read_assistant_blocks(fields: Fields) -> list[Block]:
+    reasoning = [fields.optional(key, text) for key in REASONING_FIELDS]
+    thinking = [ThinkingBlock(said) for said in reasoning if said][:1]
+    content = fields.optional("content", _read_assistant_content) or []
+    refusal = fields.optional("refusal", text)
+    refused = [TextBlock(refusal)] if refusal else []
+    return [*thinking, *content, *refused, *_read_calls(fields)]
+
+
+def read_messages(fields: Fields) -> tuple[Message, ...]:
+    """`messages`, at least one. Raises BadRequest."""
+    messages = fields.required("messages", list_of(read_message))
+    if not messages:
+        raise BadRequest("messages must not be empty.", param="messages")
+    return tuple(messages)

@@ -1,0 +1,95 @@
+"""Tools, which of them must be called, and the form of the content, as OpenAI chat spells it -> nouns.
+
+The legacy `functions` / `function_call` pair means the same as `tools` / `tool_choice`; answers use `tool_calls`.
+"""
+
+from kvserve.core import JsonObject, ResponseFormat, ToolChoice, ToolSpec
+from kvserve.errors import BadRequest
+from kvserve.protocols.fields import Fields, filled_text, flag, list_of, mapping, mistyped, text, word
+from kvserve.protocols.json_schema import read_schema
+
+_NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
+
+
+def read_tools(fields: Fields) -> tuple[ToolSpec, ...]:
+    """`tools` or the legacy `functions`, in the client's order. Raises BadRequest."""
+    tools = fields.optional("tools", list_of(_read_tool))
+    functions = fields.optional("functions", list_of(_read_function))
+    if tools and functions:
+        raise BadRequest("functions and tools are both given: give one of them.", param="functions")
+    return tuple(tools or functions or ())
+
+
+def _read_tool(value: object, path: str) -> ToolSpec:
+    tool = mapping(value, path)
+    kind = tool.optional("type", text) or "function"
+    if kind != "function":
+        raise mistyped(f"{path}.type", '"function" (no other kind of tool is supported)', kind)
+    return tool.required("function", _read_function)
+
+
+def _read_function(value: object, path: str) -> ToolSpec:
+    function = mapping(value, path)
+    parameters = function.optional("parameters", _read_parameters)
+    return ToolSpec(
+        name=function.required("name", filled_text),
+        description=function.optional("description", text),
+        parameters=_NO_PARAMETERS if parameters is None else parameters,
+        strict=function.optional("strict", flag) or False,
+    )
+
+
+def _read_parameters(value: object, path: str) -> JsonObject:
+    schema = read_schema(value, path)
+    kinds = schema.get("type")
+    if kinds is not None and kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        raise mistyped(f"{path}.type", '"object"', kinds)
+    return schema
+
+
+def read_tool_choice(fields: Fields, tools: tuple[ToolSpec, ...]) -> ToolChoice:
+    """`tool_choice` or the legacy `function_call`. Raises BadRequest, also for a choice that `tools` cannot meet."""
+    choice = fields.optional("tool_choice", _read_choice)
+    legacy = fields.optional("function_call", _read_legacy_choice)
+    if choice and legacy:
+        raise BadRequest("function_call and tool_choice are both given: give one of them.", param="function_call")
+    param = "function_call" if legacy else "tool_choice"
+    choice = choice or legacy or ToolChoice()
+    if choice.mode == "required" and not tools:
+        raise BadRequest(f'{param} is "required", but the request has no tools.', param=param)
+    if choice.mode == "function" and choice.name not in [tool.name for tool in tools]:
+        raise BadRequest(f"{param} names a function that is not among the request's tools.", param=param)
+    return choice
+
+
+def _read_choice(value: object, path: str) -> ToolChoice:
+    match value:
+        case "auto" | "none" | "required":
+            return ToolChoice(value)
+    choice = mapping(value, path) if not isinstance(value, str) else None
+    if choice is None:
+        raise mistyped(path, '"auto", "none", "required" or {"type": "function", ...}', value)
+    kind = choice.required("type", text)
+    if kind != "function":
+        raise mistyped(f"{path}.type", '"function" (no other kind of choice is supported)', kind)
+    return ToolChoice("function", choice.required("function", mapping).required("name", filled_text))
+
+
+def _read_legacy_choice(value: object, path: str) -> ToolChoice:
+    match value:
+        case "auto" | "none":
+            return ToolChoice(value)
+    return ToolChoice("function", mapping(value, path).required("name", filled_text))
+
+
+def read_response_format(fields: Fields) -> ResponseFormat:
+    """`response_format`: text, json_object or json_schema. Raises BadRequest."""
+    said = fields.optional("response_format", mapping)
+    if said is None:
+        return ResponseFormat()
+    match said.required("type", word("text", "json_object", "json_schema")):
+        case "json_schema":
+            return ResponseFormat("json_schema", said.required("json_schema", mapping).required("schema", read_schema))
+        case "json_object":
+            return ResponseFormat("json_object")
+    return ResponseFormat()

@@ -1,0 +1,14 @@
+"""`core.Usage` -> OpenAI's usage object, the same in streamed and whole answers of both generation endpoints."""
+
+from kvserve.core import Usage
+
+
+def encode_usage(usage: Usage) -> dict[str, object]:
+    """Cached tokens are part of the prompt tokens, reasoning tokens of the completion tokens."""
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_completion_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+    }

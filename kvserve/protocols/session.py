@@ -1,0 +1,68 @@
+"""What a client says of its session: an id, how the cache may be used, how long to keep it. Hints, never proof.
+
+Order: the body, `extra_body`, `metadata`, `extra_body.metadata`, then the headers; in each the names of the table in
+its order. The first one that speaks counts: several names at once are normal (a session and a thread of it).
+"""
+
+import re
+from collections.abc import Mapping
+
+from kvserve.core import JsonObject, SessionHint
+from kvserve.protocols.fields import Fields, Reader, mistyped, number, places, word
+
+ID_FIELDS = ("session_id", "conversation_id", "thread_id", "chat_id", "prompt_cache_key")
+ID_HEADERS = (
+    "x-session-id",
+    "session_id",
+    "session-id",
+    "x-session-affinity",
+    "thread-id",
+    "x-claude-code-session-id",
+)
+MAX_ID_CHARACTERS = 512
+MAX_TTL_SECONDS = 366 * 86_400.0
+
+_UNIT_SECONDS: Mapping[str, int] = {"": 1, "s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_DURATION = re.compile(r"([0-9]{1,9})([smhd]?)")
+
+
+def read_session(body: JsonObject, headers: Mapping[str, str]) -> SessionHint:
+    """The hint in `body` and `headers` (lower-case names). Raises BadRequest for mistyped fields."""
+    where = places(body, (), ("extra_body",), ("metadata",), ("extra_body", "metadata"))
+    session_id = _first(where, ID_FIELDS, _read_id) or _first((Fields(headers),), ID_HEADERS, _read_id)
+    cache_mode = _first(where, ("cache_mode",), word("full", "prefix"))
+    return SessionHint(
+        session_id=session_id,
+        cache_mode="prefix" if cache_mode == "prefix" else "full",
+        ttl_seconds=_first(where, ("ttl",), read_ttl),
+    )
+
+
+def read_ttl(value: object, path: str) -> float:
+    """Seconds from a number or a string such as "5m", "1h", "24h". Raises BadRequest."""
+    seconds = value
+    if isinstance(value, str):
+        match = _DURATION.fullmatch(value.strip())
+        if match is None:
+            raise mistyped(path, 'seconds or a string such as "5m" or "1h"', value)
+        seconds = int(match[1]) * _UNIT_SECONDS[match[2]]
+    return number(0, MAX_TTL_SECONDS)(seconds, path)
+
+
+def _read_id(value: object, path: str) -> str:
+    # chat ids of messengers are numbers, and JSON metadata carries them as such
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**40:
+        return str(value)
+    if not isinstance(value, str) or len(value) > MAX_ID_CHARACTERS:
+        raise mistyped(path, f"a string of at most {MAX_ID_CHARACTERS} characters", value)
+    return value.strip()
+
+
+def _first[T](where: tuple[Fields, ...], names: tuple[str, ...], reader: Reader[T]) -> T | None:
+    found: list[T] = []
+    for place in where:
+        for name in names:
+            value = place.optional(name, reader)
+            if value is not None and value != "":
+                found.append(value)
+    return found[0] if found else None

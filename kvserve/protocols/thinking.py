@@ -1,0 +1,128 @@
+"""Every way in which a request says whether and how hard to think, as one table. Knows field names, not templates.
+
+Precedence, tested row by row:
+
+1. Places, most specific first: the body, its `chat_template_kwargs`, `extra_body`, `extra_body.chat_template_kwargs`,
+   `metadata`, `extra_body.metadata`. For each of enabled, effort and preserve the first place that speaks counts.
+2. A switch (on, off, true, false, none, {"type": ...}) beats a level (low, high, ...) wherever the two stand: a level
+   says how much to think if at all. Without any switch a level switches thinking on.
+3. Two switches or two levels in the *same* place that disagree are a contradiction: 400 that names the second one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvserve.core import JsonObject, ThinkingChoice
+from kvserve.errors import BadRequest
+from kvserve.protocols.fields import Fields, mapping, mistyped, places
+
+LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
+SWITCHES: Mapping[str, bool] = {
+    **dict.fromkeys(("off", "none", "false", "disabled"), False),
+    **dict.fromkeys(("on", "true", "enabled", "adaptive", "auto"), True),
+}
+_EXPECTED = "true, false or one of " + ", ".join(f'"{word}"' for word in (*SWITCHES, *LEVELS))
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """What one field says, and where it stands."""
+
+    path: str
+    enabled: bool | None = None
+    effort: str | None = None
+    preserve: bool | None = None
+
+
+type _Reader = Callable[[object, str], list[_Statement]]
+
+
+def _read_word(value: object, path: str) -> list[_Statement]:
+    if isinstance(value, bool):
+        return [_Statement(path, enabled=value)]
+    name = value.lower() if isinstance(value, str) else ""
+    if name in SWITCHES:
+        return [_Statement(path, enabled=SWITCHES[name])]
+    if name in LEVELS:
+        return [_Statement(path, effort=name)]
+    raise mistyped(path, _EXPECTED, value)
+
+
+def _read_preserve(value: object, path: str) -> list[_Statement]:
+    return [_Statement(path, preserve=_read_switch(value, path))]
+
+
+def _read_clear(value: object, path: str) -> list[_Statement]:
+    return [_Statement(path, preserve=not _read_switch(value, path))]
+
+
+def _read_switch(value: object, path: str) -> bool:
+    for statement in _read_word(value, path):
+        if statement.enabled is not None:
+            return statement.enabled
+    raise mistyped(path, "true or false", value)
+
+
+def _read_word_or_object(value: object, path: str) -> list[_Statement]:
+    if not isinstance(value, Mapping):
+        return _read_word(value, path)
+    return _read_fields(mapping(value, path), _INNER)
+
+
+_INNER: Mapping[str, _Reader] = {
+    "enabled": _read_word,
+    "type": _read_word,
+    "effort": _read_word,
+    "level": _read_word,
+    "clear_thinking": _read_clear,
+}
+
+SWITCH_FIELDS: Mapping[str, _Reader] = {
+    "enable_thinking": _read_word,
+    "thinking": _read_word_or_object,
+    "reasoning": _read_word_or_object,
+    "reasoning_effort": _read_word,
+    "preserve_thinking": _read_preserve,
+    "clear_thinking": _read_clear,
+}
+
+
+PLACES = (
+    (),
+    ("chat_template_kwargs",),
+    ("extra_body",),
+    ("extra_body", "chat_template_kwargs"),
+    ("metadata",),
+    ("extra_body", "metadata"),
+)
+
+
+def read_thinking(body: JsonObject) -> ThinkingChoice:
+    """What the body says of thinking; all None where it says nothing. Raises BadRequest for unknown words."""
+    found = [_read_fields(place, SWITCH_FIELDS) for place in places(body, *PLACES)]
+    enabled = _first_agreed(found, lambda statement: statement.enabled)
+    effort = _first_agreed(found, lambda statement: statement.effort)
+    preserve = _first_agreed(found, lambda statement: statement.preserve)
+    if enabled is False:
+        return ThinkingChoice(enabled=False, preserve=preserve)
+    return ThinkingChoice(enabled=True if effort is not None else enabled, effort=effort, preserve=preserve)
+
+
+def _read_fields(place: Fields, table: Mapping[str, _Reader]) -> list[_Statement]:
+    statements: list[_Statement] = []
+    for name, reader in table.items():
+        statements += place.optional(name, reader) or []
+    return statements
+
+
+def _first_agreed[T](found: list[list[_Statement]], get: Callable[[_Statement], T | None]) -> T | None:
+    """What the first place that speaks says. Raises BadRequest where any place contradicts itself."""
+    first: T | None = None
+    for statements in found:
+        said = [(value, statement.path) for statement in statements if (value := get(statement)) is not None]
+        for value, path in said[1:]:
+            if value != said[0][0]:
+                raise BadRequest(f"{path} contradicts {said[0][1]}: give one of them.", param=path)
+        if said and first is None:
+            first = said[0][0]
+    return first

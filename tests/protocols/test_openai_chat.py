@@ -1,0 +1,240 @@
+"""Chat requests as a whole, and answers: golden wire files, the real SDK as reader, stream equals non-stream."""
+
+import json
+from collections.abc import Callable, Iterable
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai import OpenAI
+from openai.types.chat import ChatCompletion
+
+from kvserve.core import (
+    Answer,
+    AnswerEvent,
+    ContentDelta,
+    Finished,
+    JsonObject,
+    OutputDelta,
+    ReasoningDelta,
+    RequestDefaults,
+    RequestId,
+    SessionHint,
+    TextBlock,
+    ThinkingChoice,
+    ToolCallBlock,
+    ToolCallDelta,
+    Usage,
+    Waiting,
+)
+from kvserve.errors import BadRequest, EngineFailure
+from kvserve.protocols.openai_chat import ChatRequest, ChatStreamEncoder, encode_answer, parse_chat
+
+type Parse = Callable[..., ChatRequest]
+type Golden = Callable[[str, str], None]
+type AsSse = Callable[[Iterable[JsonObject]], str]
+
+ID, MODEL, CREATED = RequestId("req7"), "org/model", 1_700_000_000
+USAGE = Usage(num_prompt_tokens=120, num_cached_tokens=96, num_completion_tokens=9, num_reasoning_tokens=4)
+CALLS = [
+    ToolCallBlock("call0a", "bash", '{"command": "ls \\"é\\""}'),
+    ToolCallBlock("call0b", "read", '{"path":"日本.txt"}'),
+]
+SCENARIOS: dict[str, list[AnswerEvent]] = {
+    "plain_text": [ContentDelta("Hel"), ContentDelta("lo 😀"), Finished("stop", USAGE)],
+    "reasoning": [
+        Waiting(0, 120),
+        ReasoningDelta("I should "),
+        ReasoningDelta("greet.\n"),
+        ContentDelta("Hello"),
+        Finished("stop", USAGE, stop_string="END"),
+    ],
+    "two_tool_calls": [*(ToolCallDelta(call) for call in CALLS), Finished("tool_calls", USAGE)],
+    "length": [ContentDelta("Once upon a"), Finished("length", USAGE)],
+}
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_request_becomes_a_turn(defaults: RequestDefaults) -> None:
+    """Model, messages, thinking, session and template arguments arrive together."""
+    body = {
+        "model": "org/model",
+        "messages": [{"role": "user", "content": "hi"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_completion_tokens": 99,
+        "chat_template_kwargs": {"enable_thinking": False, "custom": [1]},
+        "extra_body": {"chat_template_kwargs": {"custom": 2, "other": True}, "session_id": "s1"},
+    }
+    request = parse_chat(body, {"x-session-id": "header"}, defaults, ID)
+    turn = request.turn
+    assert (request.stream, request.include_usage) == (True, True)
+    assert (turn.request_id, turn.protocol, turn.model, turn.max_tokens) == (ID, "openai_chat", "org/model", 99)
+    assert turn.messages[0].blocks == (TextBlock("hi"),)
+    assert turn.thinking == ThinkingChoice(enabled=False)
+    assert turn.session == SessionHint(session_id="s1")
+    assert turn.template_arguments == {"custom": [1], "other": True}
+    assert turn.raw_prompt is None
+
+
+def test_extra_body_may_carry_everything(parse: Parse) -> None:
+    """What stands at the top level counts, what is missing there is taken from `extra_body`."""
+    turn = parse(temperature=1, extra_body={"temperature": 0, "seed": 3, "model": "m", "stop": "x"}).turn
+    assert (turn.sampling.temperature, turn.sampling.seed, turn.model, turn.stop_strings) == (1.0, 3, "m", ("x",))
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "tokenize", "chat_template", "add_generation_prompt"])
+def test_a_request_cannot_set_what_the_renderer_sets(parse: Parse, name: str) -> None:
+    """Template arguments that would change what a render is are refused."""
+    with pytest.raises(BadRequest) as caught:
+        parse(chat_template_kwargs={name: 1})
+    assert caught.value.param == f"chat_template_kwargs.{name}"
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def stream(events: Iterable[AnswerEvent], include_usage: bool) -> list[dict[str, object]]:
+    """All chunks of an answer."""
+    encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage)
+    return [encoder.role_chunk(), *(chunk for event in events for chunk in encoder.encode(event))]
+
+
+def collected(events: Iterable[AnswerEvent]) -> Answer:
+    """The same events as one answer."""
+    reasoning, content, calls = "", "", []
+    for event in events:
+        match event:
+            case ReasoningDelta(text):
+                reasoning += text
+            case ContentDelta(text):
+                content += text
+            case ToolCallDelta(call):
+                calls.append(call)
+            case Finished():
+                return Answer(reasoning, content, tuple(calls), event)
+    raise AssertionError("the events have no end")
+
+
+def put_together(chunks: Iterable[JsonObject]) -> tuple[dict[str, object], object, object]:
+    """(message, finish_reason, usage) of a stream, joined as clients join deltas."""
+    message: dict[str, object] = {"refusal": None}
+    finish_reason = usage = None
+    for chunk in json.loads(json.dumps(list(chunks))):
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            finish_reason = choice["finish_reason"] or finish_reason
+            delta = choice["delta"]
+            message.update({key: delta[key] for key in ("role",) if key in delta})
+            for key in ("content", "reasoning_content"):
+                if key in delta:
+                    message[key] = str(message.get(key, "")) + delta[key]
+            for call in delta.get("tool_calls", []):
+                calls = message.setdefault("tool_calls", [])
+                assert isinstance(calls, list)
+                assert call.pop("index") == len(calls)
+                calls.append(call)
+    if message.get("tool_calls") and not message["content"]:
+        message["content"] = None  # the role chunk's "" is all the content there was
+    return message, finish_reason, usage
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("include_usage", [False, True], ids=["", "usage"])
+def test_streams_have_their_wire_form(name: str, include_usage: bool, golden: Golden, as_sse: AsSse) -> None:
+    """Byte for byte the golden stream, with and without the usage chunk."""
+    suffix = "_usage" if include_usage else ""
+    golden(f"chat_{name}{suffix}.sse", as_sse(stream(SCENARIOS[name], include_usage)))
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_answers_have_their_wire_form(name: str, golden: Golden) -> None:
+    """Byte for byte the golden body."""
+    body = encode_answer(collected(SCENARIOS[name]), ID, MODEL, CREATED)
+    golden(f"chat_{name}.json", json.dumps(body, indent=1, ensure_ascii=False) + "\n")
+
+
+def accumulated(client: OpenAI) -> ChatCompletion:
+    """The SDK's own sum of a stream; of a cut answer it raises the sum."""
+    options = {"model": "m", "messages": [], "stream_options": {"include_usage": True}}
+    with client.chat.completions.stream(**options) as reader:
+        try:
+            return reader.get_final_completion()
+        except openai.LengthFinishReasonError as cut:
+            return cut.completion
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_sdk_reads_stream_and_answer_alike(name: str, sdk_reading: Callable[..., OpenAI], as_sse: AsSse) -> None:
+    """The real SDK's accumulated stream is the message that it reads when nothing is streamed."""
+    body = json.dumps(encode_answer(collected(SCENARIOS[name]), ID, MODEL, CREATED))
+    whole = sdk_reading(body).chat.completions.create(model="m", messages=[])
+    wire = as_sse(stream(SCENARIOS[name], include_usage=True))
+    streamed = accumulated(sdk_reading(wire))
+    one, other = whole.choices[0], streamed.choices[0]
+    assert (one.finish_reason, one.message.content or None) == (other.finish_reason, other.message.content or None)
+    calls = [(call.id, call.function.name, call.function.arguments) for call in one.message.tool_calls or []]  # type: ignore[union-attr]
+    assert calls == [(call.id, call.function.name, call.function.arguments) for call in other.message.tool_calls or []]
+    assert whole.usage == streamed.usage
+    assert whole.id == streamed.id == "chatcmpl-req7"
+    assert one.message.to_dict().get("reasoning_content") == other.message.to_dict().get("reasoning_content")
+
+
+TEXT = st.text(max_size=12)
+DELTAS: st.SearchStrategy[OutputDelta] = st.one_of(
+    TEXT.map(ReasoningDelta),
+    TEXT.map(ContentDelta),
+    st.builds(ToolCallBlock, TEXT, TEXT, TEXT).map(ToolCallDelta),
+)
+EVENTS = st.builds(
+    lambda deltas, reason: [*deltas, Finished(reason, USAGE)],
+    st.lists(DELTAS | st.just(Waiting(3, 9)), max_size=12),
+    st.sampled_from(["stop", "length", "tool_calls"]),
+)
+
+
+@given(EVENTS, st.booleans())
+def test_a_stream_put_together_is_the_answer(events: list[AnswerEvent], include_usage: bool) -> None:
+    """For any events: joined chunks, keep-alives between them, equal the message that is not streamed."""
+    encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage)
+    chunks = [encoder.role_chunk()]
+    for event in events:
+        chunks += [encoder.keep_alive(), *encoder.encode(event)]
+    body = json.loads(json.dumps(encode_answer(collected(events), ID, MODEL, CREATED)))
+    message, finish_reason, usage = put_together(chunks)
+    message = {key: value for key, value in message.items() if key != "reasoning_content" or value}
+    assert message == body["choices"][0]["message"]
+    assert finish_reason == body["choices"][0]["finish_reason"]
+    assert usage == (body["usage"] if include_usage else None)
+
+
+def test_a_keep_alive_says_nothing(sdk_reading: Callable[..., OpenAI], as_sse: AsSse) -> None:
+    """An empty delta: the SDK accumulates the same answer with and without it."""
+    encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage=False)
+    alive = encoder.keep_alive()
+    assert alive["choices"] == [{"index": 0, "delta": {}, "finish_reason": None}]
+    chunks = stream(SCENARIOS["two_tool_calls"], include_usage=False)
+    padded = [item for chunk in chunks for item in (chunk, alive)]
+    answers = []
+    for wire in (as_sse(chunks), as_sse(padded)):
+        answers.append(accumulated(sdk_reading(wire)))
+    assert answers[0] == answers[1]
+
+
+def test_an_error_in_a_stream_is_raised_by_the_sdk(sdk_reading: Callable[..., OpenAI], as_sse: AsSse) -> None:
+    """What came before the error is delivered, then the SDK raises its message."""
+    encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage=False)
+    chunks = [
+        encoder.role_chunk(),
+        *encoder.encode(ContentDelta("He")),
+        encoder.error_chunk(EngineFailure("It broke.")),
+    ]
+    reader = sdk_reading(as_sse(chunks)).chat.completions.create(model="m", messages=[], stream=True)
+    seen = []
+    with pytest.raises(openai.APIError, match="It broke"):
+        for chunk in reader:
+            seen.append(chunk.choices[0].delta.content)
+    assert seen == ["", "He"]
