@@ -53,7 +53,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
 
 def sampler_for(params: SamplingParams, vocab_size: int) -> Sampler:
     """The sampler of a request: log-probabilities (rows, vocabulary) -> token ids (rows,), uint32."""
-    if params.temperature < GREEDY_BELOW_TEMPERATURE:
+    if params.temperature < GREEDY_BELOW_TEMPERATURE or params.top_p == 0:  # to mlx-lm a top_p of 0 is off
         return greedy_sampler
     truncation = _Truncation(
         params.temperature,

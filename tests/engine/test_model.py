@@ -56,7 +56,7 @@ def broken(tmp_path: Path, **changes: object) -> Path:
 
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     """The message names the architecture and says what to do."""
-    with pytest.raises(ModelLoadError, match="'no_such_model'.*mlx-lm"):
+    with pytest.raises(ModelLoadError, match=r"'no_such_model'.*mlx-lm"):
         load(broken(tmp_path, model_type="no_such_model"), 1000)
 
 

@@ -46,6 +46,11 @@ def test_truncation_limits_what_is_drawn(changes: dict[str, float], possible: se
     assert draws(SamplingParams(temperature=1.5, seed=seed, **changes)) == possible  # type: ignore[arg-type]
 
 
+def test_a_top_p_of_zero_is_the_likeliest_token() -> None:
+    """An empty nucleus still holds its first token."""
+    assert sampler_for(SamplingParams(temperature=1.0, top_p=0), 5) is greedy_sampler
+
+
 def test_negative_and_huge_seeds_are_seeds() -> None:
     """Any integer works as a seed."""
     for seed in (-1, 2**70):
