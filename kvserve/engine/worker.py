@@ -14,7 +14,7 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from kvserve.core import GenerationRequest
+from kvserve.core import GenerationFailed, GenerationRequest, RequestId, SamplingParams, TokenSequence
 from kvserve.engine.admission import Budget
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.rows import Generation, Row
@@ -33,6 +33,7 @@ class EngineSettings:
     max_batch_bytes: int | None
     prefill_step_size: int
     watchdog_seconds: float
+    default_sampling: SamplingParams
 
 
 type EngineState = Literal["loading", "ready", "failed", "stopped"]
@@ -178,18 +179,19 @@ class Engine:
     def _load(self) -> None:
         try:
             model = load(self._folder, self._settings.max_kv_size)
+            scheduler = Scheduler(
+                model,
+                self._budget(model),
+                prefill_step_size=self._settings.prefill_step_size,
+                watchdog_seconds=self._settings.watchdog_seconds,
+                grammar_tokenizer=self._grammar_tokenizer,
+                report=self._report,
+            )
+            _warm_up(scheduler, self._settings.default_sampling)
         except ModelLoadError as error:
             self._load_error = error
             return
-        self._scheduler = Scheduler(
-            model,
-            self._budget(model),
-            prefill_step_size=self._settings.prefill_step_size,
-            watchdog_seconds=self._settings.watchdog_seconds,
-            grammar_tokenizer=self._grammar_tokenizer,
-            report=self._report,
-        )
-        self._model = model
+        self._scheduler, self._model = scheduler, model
         self._loaded.set()
 
     def _serve(self, scheduler: Scheduler) -> None:
@@ -221,6 +223,21 @@ class Engine:
         except queue.Empty:
             for row in rows:
                 row.finish("shutdown")
+
+
+def _warm_up(scheduler: Scheduler, sampling: SamplingParams) -> None:
+    """Draw two tokens as a request would: kernels are compiled at their first use, which can take seconds.
+
+    Raises ModelLoadError for a model that loads but cannot generate, such as one whose caches cannot be batched.
+    """
+    request = GenerationRequest(RequestId("warm-up"), TokenSequence((0, 0)), 2, sampling, frozenset())
+    generation = Generation(request)
+    scheduler.add(Row(generation, lambda: None))
+    while not scheduler.is_idle:
+        scheduler.tick()
+    for batch in generation.batches(0):
+        if batch and isinstance(batch[-1], GenerationFailed):
+            raise ModelLoadError(f"The model was loaded, but it cannot generate: {batch[-1].error}")
 
 
 def _memory_bytes() -> int:

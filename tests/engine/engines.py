@@ -50,6 +50,7 @@ def engine_settings(**changes: Any) -> EngineSettings:
         "max_batch_bytes": None,
         "prefill_step_size": 2048,
         "watchdog_seconds": 0,
+        "default_sampling": SamplingParams(),
     }
     return EngineSettings(**(values | changes))
 

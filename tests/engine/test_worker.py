@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm import load as mlx_load
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache
 
 from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, TokenDelta
 from kvserve.engine import scheduler as scheduler_module
@@ -272,6 +273,16 @@ def test_shutdown_ends_streams_and_refuses_new_ones() -> None:
         assert "kvserve-engine" not in {thread.name for thread in threading.enumerate()}
         with pytest.raises(NotReady):
             engine.submit(request(prompt_of(40)))
+
+
+def test_a_model_that_cannot_generate_is_an_error_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches that mlx-lm cannot batch are found out at the start, not by the first request."""
+    monkeypatch.delattr(KVCache, "merge")
+    engine = Engine(tiny_model("qwen3"), engine_settings(), grammar_tokenizer=lambda _: None, report=lambda _: None)
+    engine.start()
+    with pytest.raises(ModelLoadError, match=r"cannot generate.*batching"):
+        engine.wait_until_ready(20)
+    engine.stop()
 
 
 def test_a_folder_without_a_model_is_an_error_of_the_start(tmp_path) -> None:

@@ -1,0 +1,145 @@
+"""Snapshots of live caches: exact after restoring, independent of the live row, no larger than they need to be."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from kvserve.engine.model import LoadedModel, load
+from kvserve.engine.snapshot import CacheLayout, merged
+from tests.engine.engines import FAMILIES, prompt_of
+from tests.models import tiny_model
+
+CUTTABLE = {"qwen3", "llama", "glm4_moe_lite"}
+CHECKPOINTS = (96, 200)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> LoadedModel:
+    return load(tiny_model(request.param), 131072)
+
+
+def extend(model: LoadedModel, caches: list[Any], tokens: list[int]) -> mx.array:
+    """Run tokens through the model in one chunk; the logits of the last one."""
+    logits = model.module(mx.array([tokens]), cache=caches)[0, -1]
+    mx.eval(logits, [cache.state for cache in caches])
+    return logits
+
+
+def greedy(model: LoadedModel, caches: list[Any], tokens: list[int], num_tokens: int) -> list[int]:
+    """Continue greedily, one token at a time."""
+    out = []
+    logits = extend(model, caches, tokens)
+    for _ in range(num_tokens):
+        out.append(int(mx.argmax(logits).item()))
+        logits = extend(model, caches, out[-1:])
+    return out
+
+
+def record(model: LoadedModel, layout: CacheLayout, tokens: list[int]):
+    """Prefill with stops at the checkpoints; the pieces and states there, and the live caches."""
+    caches, pieces, states, start = model.new_caches(), [], {}, 0
+    for end in (*CHECKPOINTS, len(tokens)):
+        extend(model, caches, tokens[start:end])
+        kv = layout.read_kv(caches, start, end)
+        pieces.append((kv, 0, kv.num_tokens))
+        states[end] = layout.read_state(caches)
+        start = end
+    return pieces, states, caches
+
+
+def test_which_families_can_be_cut(model: LoadedModel, request: pytest.FixtureRequest) -> None:
+    """Dense and latent caches can be cut anywhere; windows and recurrent states cannot."""
+    family = request.node.callspec.params["model"]
+    assert CacheLayout(model.new_caches).is_cuttable == (family in CUTTABLE)
+
+
+def test_a_restored_row_goes_on_bit_equal(model: LoadedModel) -> None:
+    """From each checkpoint the next chunk's logits equal those of the row that was never interrupted."""
+    layout = CacheLayout(model.new_caches)
+    tokens = prompt_of(300)
+    pieces, states, _ = record(model, layout, tokens)
+    for count, end in enumerate(CHECKPOINTS, start=1):
+        control = model.new_caches()
+        for start, stop in zip((0, *CHECKPOINTS)[:count], CHECKPOINTS[:count], strict=True):
+            extend(model, control, tokens[start:stop])
+        restored = layout.restore(pieces[:count], states[end], 300 - end)
+        assert mx.array_equal(extend(model, restored, tokens[end:]), extend(model, control, tokens[end:]))
+        assert greedy(model, restored, [7], 24) == greedy(model, control, [7], 24)
+
+
+def test_a_snapshot_does_not_move_with_the_live_row(model: LoadedModel) -> None:
+    """What the live row and two restored rows do later changes neither the record nor each other."""
+    layout = CacheLayout(model.new_caches)
+    tokens = prompt_of(300)
+    pieces, states, live = record(model, layout, tokens)
+    expected = greedy(model, layout.restore(pieces, states[300], 1), [5], 24)
+    greedy(model, live, prompt_of(90, 3), 24)
+    first, second = (layout.restore(pieces, states[300], 1) for _ in range(2))
+    assert greedy(model, first, prompt_of(90, 4), 4) != expected
+    assert greedy(model, second, [5], 24) == expected
+
+
+def test_cut_rows_of_a_piece_are_exact(model: LoadedModel) -> None:
+    """Where all layers can be cut, any rows of any pieces make a prefix; merged pieces are the same."""
+    layout = CacheLayout(model.new_caches)
+    if not layout.is_cuttable:
+        pytest.skip("this family has layers that cannot be cut")
+    tokens = prompt_of(300)
+    (first, second, third), _, _ = record(model, layout, tokens)
+    cut = [first, (second[0], 0, 50)]
+    control = model.new_caches()
+    extend(model, control, tokens[:96])
+    extend(model, control, tokens[96:146])
+    for pieces in (cut, [(merged(cut), 0, 146)], [(merged([first, second, third]), 0, 146)]):
+        restored = layout.restore(pieces, None, 0)
+        assert mx.allclose(
+            extend(model, restored, tokens[146:200]), extend(model, _copy(layout, control), tokens[146:200]), atol=1e-4
+        )
+
+
+def _copy(layout: CacheLayout, caches: list[Any]) -> list[Any]:
+    kv = layout.read_kv(caches, 0, caches[0].offset)
+    return layout.restore([(kv, 0, kv.num_tokens)], layout.read_state(caches), 0)
+
+
+def test_a_wrong_state_changes_the_text(model: LoadedModel) -> None:
+    """Negative control: a state of another offset, or another row's, is visible, so equality means something."""
+    layout = CacheLayout(model.new_caches)
+    tokens = prompt_of(300)
+    pieces, states, _ = record(model, layout, tokens)
+    if layout.is_cuttable:
+        other, _, _ = record(model, layout, prompt_of(300, 8))
+        wrong = layout.restore([other[0], *pieces[1:]], None, 0)
+    else:
+        wrong = layout.restore(pieces, states[200], 0)
+    right = layout.restore(pieces, states[300], 0)
+    assert not mx.allclose(extend(model, wrong, [5]), extend(model, right, [5]), atol=1e-3)
+
+
+def test_a_slice_does_not_keep_its_parent_alive() -> None:
+    """A slice of 100 tokens from a large buffer keeps its own bytes only, with one head too."""
+    for heads in (1, 2):
+        cache = KVCache()
+        cache.update_and_fetch(mx.ones((1, heads, 50_000, 64)), mx.ones((1, heads, 50_000, 64)))
+        mx.eval(cache.keys, cache.values)
+        before = mx.get_active_memory()
+        kept = CacheLayout(lambda: [KVCache()]).read_kv([cache], 100, 200)
+        assert kept.num_bytes == 2 * heads * 100 * 64 * 4
+        del cache
+        assert mx.get_active_memory() < before - 2 * heads * 49_000 * 64 * 4
+
+
+def test_a_window_keeps_its_size_and_true_offset() -> None:
+    """A window snapshot holds at most max_size rows, in temporal order, with the offset of the whole row."""
+    window = RotatingKVCache(8)
+    for start in (0, 5, 11):
+        rows = mx.arange(start, start + 6, dtype=mx.float32)[None, None, :, None]
+        window.update_and_fetch(rows, rows)
+    state = CacheLayout(lambda: [RotatingKVCache(8)]).read_state([window])
+    assert state is not None
+    [kept] = state.leaves
+    assert kept.offset == 18
+    assert kept.keys.flatten().tolist()[-6:] == [11, 12, 13, 14, 15, 16]
+    assert kept.keys.shape[2] == 8
