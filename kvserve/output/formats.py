@@ -1,0 +1,91 @@
+"""Which tags a model writes with: a table of thinking tags and tool forms, chosen from family, template, vocabulary."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from kvserve.output import harmony
+from kvserve.output.tool_parsers.foreign import ForeignToolForm
+from kvserve.output.tool_parsers.form import ToolForm
+from kvserve.output.tool_parsers.glm import GLM
+from kvserve.output.tool_parsers.hermes import HERMES
+from kvserve.output.tool_parsers.qwen_coder import QWEN_CODER, QWEN_CODER_BARE
+
+ModelFamily = Literal["auto", "qwen3", "glm4", "generic"]
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingTags:
+    """`opening` counts at the beginning of a line only, unless `anywhere`: then no prose can contain it by accident."""
+
+    opening: str
+    closing: str
+    anywhere: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """How a model marks its output. `tool_forms` are tried in order; the first one is the model's own.
+
+    `silent_tags` mark structure and carry no text. `channels` "harmony" means gpt-oss headers instead of thinking tags.
+    """
+
+    name: str
+    thinking: ThinkingTags | None
+    tool_forms: tuple[ToolForm, ...]
+    silent_tags: tuple[str, ...] = ()
+    channels: Literal["tags", "harmony"] = "tags"
+
+
+THINK = ThinkingTags("<think>", "</think>")
+
+_BY_VOCABULARY: tuple[tuple[tuple[str, ...], str, ThinkingTags, tuple[str, ...]], ...] = (
+    (("<|channel>", "<channel|>"), "gemma4", ThinkingTags("<|channel>thought", "<channel|>", anywhere=True), ()),
+    (("<longcat_think>", "</longcat_think>"), "longcat", ThinkingTags("<longcat_think>", "</longcat_think>"), ()),
+    (
+        ("<|think:start|>", "<|think:end|>"),
+        "think_tokens",
+        ThinkingTags("<|think:start|>", "<|think:end|>", anywhere=True),
+        (),
+    ),
+    (
+        ("<|open|>", "<|close|>", "<|sep|>"),
+        "xtml",
+        ThinkingTags("<|open|>think<|sep|>", "<|close|>think<|sep|>", anywhere=True),
+        ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
+)
+"""(tokens that must all be there, name, thinking tags, silent tags); the first row that fits counts."""
+
+_GLM_FIRST = (GLM, HERMES, QWEN_CODER, QWEN_CODER_BARE)
+_CODER_FIRST = (QWEN_CODER, QWEN_CODER_BARE, HERMES, GLM)
+_HERMES_FIRST = (HERMES, QWEN_CODER, QWEN_CODER_BARE, GLM)
+
+
+def select_format(
+    model_family: str, template_text: str, special_tokens: Collection[str], foreign: ForeignToolForm | None
+) -> OutputFormat:
+    """The format of a model. `special_tokens` are the tokenizer's added tokens, special or not.
+
+    `model_family` is the setting MODEL_FAMILY: it decides which form comes first, never which forms are read.
+    A foreign form that begins with a tag that is read here anyway is not used: the readers here are exact.
+    """
+    forms = _own_forms(model_family, template_text)
+    own_tags = {form.open_tag for form in forms}
+    if foreign is not None and foreign.open_tag not in own_tags:
+        forms = (foreign.form(), *forms)
+    if {harmony.CHANNEL, harmony.MESSAGE} <= set(special_tokens):
+        return OutputFormat("harmony", None, forms, channels="harmony")
+    if "<think>" not in special_tokens:
+        for tokens, name, thinking, silent_tags in _BY_VOCABULARY:
+            if set(tokens) <= set(special_tokens):
+                return OutputFormat(name, thinking, forms, silent_tags)
+    return OutputFormat(forms[0].name, THINK, forms)
+
+
+def _own_forms(model_family: str, template_text: str) -> tuple[ToolForm, ...]:
+    if model_family == "glm4" or (model_family == "auto" and "<arg_key>" in template_text):
+        return _GLM_FIRST
+    if model_family in ("auto", "qwen3") and "<function=" in template_text:
+        return _CODER_FIRST
+    return _HERMES_FIRST

@@ -1,0 +1,320 @@
+"""Splits a model's text into reasoning, content and tool calls as it comes; knows tags, not tokens or wire formats.
+
+The splitter goes character by character, so how the text was cut cannot matter. Nothing is lost: `pieces` is the whole
+text again, and what is neither in a channel nor in a call is one of
+
+- a tag of the format;
+- line ends right after an opening thinking tag and on either side of a closing one, where templates put them;
+- white space that fills the whole gap between two tags or calls, or between the last one and the end.
+
+What looks odd is decided like this:
+
+- An opening thinking tag counts where a line begins; in the middle of a line it is prose about the tag, so content.
+- A closing thinking tag that nothing opened is dropped as a tag while nothing but white space was said, else content:
+  what went out before it cannot be called back.
+- A call that is unfinished at the end, cannot be parsed, or stops being a call halfway is text, verbatim. Tags inside
+  it are not looked at again, so that a call quoted inside a broken call's argument is never run; reading goes on with
+  the tag that perhaps begins where it broke.
+- A call inside reasoning is meant if nothing but white space and calls follow up to a natural end of the turn (models
+  forget to close their thinking); otherwise the model only thought about it, and it is reasoning.
+"""
+
+import secrets
+from collections.abc import Callable
+
+from kvserve.core import OutputDelta, ToolCallBlock, ToolSpec
+from kvserve.output import harmony
+from kvserve.output.attempt import Attempt, Found
+from kvserve.output.formats import OutputFormat
+from kvserve.output.harmony import Channel, ChannelOpened
+from kvserve.output.record import Piece, Record
+from kvserve.output.tag_table import OnTag, TagTable
+from kvserve.output.tool_parsers.form import END, SPACE, NotACall, ParsedCall, ToolForm
+from kvserve.output.tool_parsers.json_text import write_json
+
+
+def random_call_id() -> str:
+    """A call id of letters and digits only: clients drop or replace anything else."""
+    return f"call{secrets.token_hex(12)}"
+
+
+class Splitter:
+    """One answer's splitter: `feed` its text in any pieces, then `finish` once."""
+
+    def __init__(
+        self,
+        output_format: OutputFormat,
+        *,
+        starts_in_reasoning: bool,
+        tools: tuple[ToolSpec, ...],
+        new_call_id: Callable[[], str] = random_call_id,
+        allow_calls: bool = True,
+    ) -> None:
+        """`starts_in_reasoning`: the prompt ended inside opened thinking. Without `allow_calls` calls are text."""
+        self._format = output_format
+        self._tools = tools
+        self._new_call_id = new_call_id
+        self._allow_calls = allow_calls
+        self._record = Record()
+        self._reasoning = starts_in_reasoning
+        self._held = ""
+        self._space: list[str] = []
+        self._segment_empty = True
+        self._line_blank = True
+        self._after_thinking = starts_in_reasoning and output_format.channels == "tags"
+        self._something_said = False
+        self._tag_seen = starts_in_reasoning
+        self._stray_close: str | None = None
+        self._attempt: Attempt | None = None
+        self._suspended: list[tuple[str, list[ParsedCall]]] = []
+        self._tables = self._make_tables()
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether text that comes now is reasoning, for counting reasoning tokens."""
+        return self._reasoning
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Where each character so far went; after `finish` all of them."""
+        return self._record.pieces
+
+    def feed(self, text: str) -> list[OutputDelta]:
+        """The deltas that are certain once `text` was written too."""
+        position = 0
+        while position < len(text):
+            if self._can_run():
+                run = self._table().plain.match(text, position)
+                if run is not None:
+                    self._write_run(run.group())
+                    position = run.end()
+                    continue
+            self._step(text[position])
+            position += 1
+        return self._record.take_deltas()
+
+    def finish(self, *, cut: bool) -> list[OutputDelta]:
+        """The remaining deltas. `cut`: the length limit ended the text, so what is open is not meant to end here."""
+        if self._attempt is not None:
+            self._finish_attempt(self._attempt, cut)
+        for char in self._held:
+            self._write(char)
+        self._held = ""
+        if self._suspended and not cut:
+            self._accept_suspended()
+        self._release_suspended()
+        drops = self._segment_empty and self._tag_seen
+        self._record.write("space" if drops else self._channel(), self._take_space())
+        return self._record.take_deltas()
+
+    # --- tags -----------------------------------------------------------------------------------------------------
+
+    def _make_tables(self) -> dict[bool, TagTable]:
+        calls: dict[str, OnTag] = {}
+        strays: dict[str, OnTag] = {}
+        if self._allow_calls:
+            calls = {form.open_tag: self._on_call for form in self._format.tool_forms}
+            strays = {form.stray_close: self._on_stray_close for form in self._format.tool_forms if form.stray_close}
+        if self._format.channels == "harmony":
+            headers: dict[str, OnTag] = dict.fromkeys((harmony.START, harmony.CHANNEL), self._on_header)
+            ends: dict[str, OnTag] = dict.fromkeys(harmony.ENDS, self._on_message_end)
+            content = {harmony.RECIPIENT: self._on_header, **headers, **ends, **strays, **calls}
+            return {True: TagTable.of(headers | ends), False: TagTable.of(content)}
+        reasoning = dict(calls)
+        content = strays | calls | dict.fromkeys(self._format.silent_tags, self._on_silent)
+        if self._format.thinking is not None:
+            content[self._format.thinking.opening] = self._on_think_open
+            content[self._format.thinking.closing] = self._on_think_close
+            reasoning[self._format.thinking.closing] = self._on_think_close
+        return {True: TagTable.of(reasoning), False: TagTable.of(content)}
+
+    def _table(self) -> TagTable:
+        return self._tables[self._reasoning]
+
+    def _on_think_open(self, tag: str) -> None:
+        thinking = self._format.thinking
+        if thinking is None or not (thinking.anywhere or self._line_blank):
+            self._write_all(tag)
+            return
+        self._boundary(tag)
+        self._reasoning = self._after_thinking = True
+
+    def _on_think_close(self, tag: str) -> None:
+        if self._reasoning:
+            self._release_suspended()
+            self._record.write("space", self._take_space())
+        elif self._something_said:
+            self._write_all(tag)
+            return
+        self._boundary(tag)
+        self._reasoning, self._after_thinking = False, True
+
+    def _on_silent(self, tag: str) -> None:
+        self._boundary(tag)
+
+    def _on_message_end(self, tag: str) -> None:
+        self._boundary(tag)
+        self._reasoning = False
+
+    def _on_stray_close(self, tag: str) -> None:
+        if self._stray_close == tag and self._segment_empty:
+            self._boundary(tag)
+        else:
+            self._write_all(tag)
+        self._stray_close = None
+
+    def _on_header(self, tag: str) -> None:
+        if tag == harmony.RECIPIENT and (self._tag_seen or self._something_said or self._space):
+            self._write_all(tag)
+            return
+        self._attempt = Attempt(tag, [harmony.scan_message(tag, self._allow_calls)], None)
+
+    def _on_call(self, tag: str) -> None:
+        forms: list[ToolForm] = [form for form in self._format.tool_forms if form.open_tag == tag]
+        self._attempt = Attempt(tag, [form.scan(self._tools) for form in forms], forms[0].stray_close)
+
+    def _boundary(self, tag: str) -> None:
+        """A tag stands here: white space that reaches from the last one to it is formatting."""
+        self._record.write("space", self._take_space())
+        self._record.write("tag", tag)
+        self._start_segment()
+
+    def _start_segment(self) -> None:
+        self._segment_empty = self._line_blank = self._tag_seen = True
+        self._after_thinking = False
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    def _step_attempt(self, attempt: Attempt, char: str) -> None:
+        closing = self._format.thinking.closing if self._reasoning and self._format.thinking else None
+        try:
+            found = attempt.feed(char)
+        except NotACall:
+            self._attempt = None
+            self._give_back(attempt.text())
+            return
+        if found is not None:
+            self._attempt = None
+            self._accept(attempt, found)
+        elif closing is not None and attempt.ends_with(closing):
+            self._attempt = None
+            self._write_all(attempt.text().removesuffix(closing))
+            self._on_think_close(closing)
+
+    def _accept(self, attempt: Attempt, found: Found) -> None:
+        if isinstance(found, ChannelOpened):
+            self._boundary(attempt.text())
+            self._reasoning = found.channel == "reasoning"
+        elif self._reasoning and self._format.channels == "tags":
+            self._suspended.append((attempt.text(), found))
+        else:
+            self._accept_call(attempt.text(), found)
+            self._reasoning = False
+            self._stray_close = attempt.stray_close
+
+    def _accept_call(self, source: str, calls: list[ParsedCall]) -> None:
+        self._record.write("space", self._take_space())
+        blocks = [ToolCallBlock(self._new_call_id(), call.name, write_json(dict(call.arguments))) for call in calls]
+        self._record.write_calls(source, blocks)
+        self._start_segment()
+        self._something_said = True
+
+    def _accept_suspended(self) -> None:
+        for source, calls in self._suspended:
+            if calls:
+                self._accept_call(source, calls)
+            else:
+                self._record.write("space", source)
+        self._suspended = []
+
+    def _release_suspended(self) -> None:
+        suspended, self._suspended = self._suspended, []
+        for source, _ in suspended:
+            self._write_all(source)
+
+    def _finish_attempt(self, attempt: Attempt, cut: bool) -> None:
+        self._attempt = None
+        try:
+            found = None if cut else attempt.feed(END)
+        except NotACall:
+            found = None
+        if found is None:
+            self._write_all(attempt.text())
+        else:
+            self._accept(attempt, found)
+
+    def _give_back(self, source: str) -> None:
+        """Writes a broken attempt as text, except for its end if a tag may begin there."""
+        table = self._table()
+        sizes = range(min(table.max_tag_chars, len(source) - 1), 0, -1)
+        size = next((size for size in sizes if source[-size:] in table.beginnings or source[-size:] in table.tags), 0)
+        self._write_all(source[: len(source) - size])
+        for char in source[len(source) - size :]:
+            self._step(char)
+
+    # --- text -----------------------------------------------------------------------------------------------------
+
+    def _step(self, char: str) -> None:
+        if self._attempt is not None:
+            self._step_attempt(self._attempt, char)
+            return
+        self._held += char
+        while self._held:
+            table = self._table()
+            handle = table.tags.get(self._held)
+            if handle is not None:
+                tag, self._held = self._held, ""
+                handle(tag)
+                return
+            if self._held in table.beginnings:
+                return
+            first, self._held = self._held[0], self._held[1:]
+            self._write(first)
+
+    def _can_run(self) -> bool:
+        """Whether text up to the next possible tag or line end can go out at once."""
+        return not (self._segment_empty or self._held or self._attempt is not None or self._suspended)
+
+    def _write_all(self, text: str) -> None:
+        for char in text:
+            self._write(char)
+
+    def _write(self, char: str) -> None:
+        if self._suspended:
+            if char in SPACE:
+                self._suspended.append((char, []))
+                return
+            self._release_suspended()
+        if self._is_open_space(char):
+            self._space.append(char)
+        else:
+            self._write_run(char)
+
+    def _is_open_space(self, char: str) -> bool:
+        """White space that is formatting if a tag follows: any before a segment's text, line ends in thinking."""
+        if self._reasoning and self._format.channels == "tags":
+            return char == "\n"
+        return self._segment_empty and char in SPACE
+
+    def _write_run(self, text: str) -> None:
+        space = self._take_space()
+        if self._segment_empty and self._after_thinking:
+            kept = space.lstrip("\n")
+            self._record.write("space", space[: len(space) - len(kept)])
+            space = kept
+        self._record.write(self._channel(), space)
+        self._record.write(self._channel(), text)
+        self._segment_empty = False
+        if text == "\n":
+            self._line_blank = True
+        elif not SPACE.issuperset(text):
+            self._line_blank = False
+        self._something_said |= not self._reasoning
+
+    def _take_space(self) -> str:
+        space = "".join(self._space)
+        self._space.clear()
+        return space
+
+    def _channel(self) -> Channel:
+        return "reasoning" if self._reasoning else "content"

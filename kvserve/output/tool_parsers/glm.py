@@ -1,0 +1,69 @@
+"""GLM's form: `<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value>...</tool_call>`.
+
+White space between the tags means nothing; a string value is exact. A value ends at the first `</arg_value>` that
+`<arg_key>` or `</tool_call>` follows (white space aside), so what cannot be told apart is a string value that contains
+that very sequence. Without arguments the name must be that of a given tool; another word between the tags is prose.
+"""
+
+from collections.abc import Sequence
+
+from kvserve.core import ToolSpec
+from kvserve.output.tool_parsers.arguments import typed_call, write_argument
+from kvserve.output.tool_parsers.form import (
+    NotACall,
+    ParsedCall,
+    Reader,
+    Scan,
+    ToolForm,
+    one_of,
+    parse_text,
+    skip_space,
+    text_until,
+    value_until,
+)
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+KEY_OPEN, KEY_CLOSE = "<arg_key>", "</arg_key>"
+VALUE_OPEN, VALUE_CLOSE = "<arg_value>", "</arg_value>"
+
+
+def scan(tools: Sequence[ToolSpec]) -> Scan:
+    """Reads what follows `<tool_call>`."""
+    name, char = yield from _name((yield from skip_space((yield))))
+    tag = yield from one_of((yield from skip_space(char)), (KEY_OPEN, CLOSE))
+    if tag == CLOSE and tools and name not in {tool.name for tool in tools}:
+        raise NotACall("a word, not a tool")
+    values: list[tuple[str, str]] = []
+    while tag == KEY_OPEN:
+        key = yield from text_until((yield), KEY_CLOSE)
+        yield from one_of((yield from skip_space((yield))), (VALUE_OPEN,))
+        value, tag = yield from value_until(VALUE_CLOSE, ((KEY_OPEN,), (CLOSE,)))
+        values.append((key, value))
+    return [typed_call(name, values, tools)]
+
+
+def _name(char: str) -> Reader[tuple[str, str]]:
+    name: list[str] = []
+    while char.isalnum() or (char and char in "_-.:/"):
+        name.append(char)
+        char = yield
+    if not name:
+        raise NotACall("no name")
+    return "".join(name), char
+
+
+GLM = ToolForm("glm", OPEN, scan)
+
+
+def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
+    """The call that `text` is. Raises NotACall."""
+    return parse_text(GLM, text, tools)
+
+
+def render(call: ParsedCall, tools: Sequence[ToolSpec]) -> str:
+    """The call as GLM's template writes it."""
+    pairs = (
+        f"{KEY_OPEN}{key}{KEY_CLOSE}{VALUE_OPEN}{write_argument(value)}{VALUE_CLOSE}"
+        for key, value in call.arguments.items()
+    )
+    return f"{OPEN}{call.name}{''.join(pairs)}{CLOSE}"

@@ -1,0 +1,70 @@
+"""The JSON form of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+The end is where the JSON value ends, so a closing tag inside a string is text and nothing is ambiguous. A list of such
+objects is several calls. An object with other keys is not a call: taking it for one would drop what they say.
+"""
+
+from collections.abc import Sequence
+
+from kvserve.core import ToolSpec
+from kvserve.output.tool_parsers.form import NotACall, ParsedCall, Scan, ToolForm, one_of, parse_text, skip_space
+from kvserve.output.tool_parsers.json_text import json_container, read_json, write_json
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+def scan(tools: Sequence[ToolSpec]) -> Scan:
+    """Reads what follows `<tool_call>`."""
+    text = yield from json_container((yield from skip_space((yield))))
+    yield from one_of((yield from skip_space((yield))), (CLOSE,))
+    return read_calls(text)
+
+
+def read_calls(text: str) -> list[ParsedCall]:
+    """The calls of a JSON object or of a list of them. Raises NotACall."""
+    try:
+        value = read_json(text)
+    except ValueError as error:
+        raise NotACall(str(error)) from error
+    items = value if isinstance(value, list) else [value]
+    if not items:
+        raise NotACall("an empty list")
+    return [_call(item) for item in items]
+
+
+def _call(item: object) -> ParsedCall:
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str) or not item["name"]:
+        raise NotACall("no name")
+    others = [key for key in item if key != "name"]
+    if len(others) > 1 or not set(others) <= set(ARGUMENT_KEYS):
+        raise NotACall("keys that no call has")
+    return ParsedCall(item["name"], read_arguments(item[others[0]]) if others else {})
+
+
+def read_arguments(value: object) -> dict[str, object]:
+    """The arguments' object, also where the model wrote it as JSON inside a string; null is none. Raises NotACall."""
+    if isinstance(value, str):
+        try:
+            value = read_json(value)
+        except ValueError as error:
+            raise NotACall(str(error)) from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise NotACall("the arguments are not an object")
+    return value
+
+
+HERMES = ToolForm("hermes", OPEN, scan)
+
+
+def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
+    """The calls that `text` is. Raises NotACall."""
+    return parse_text(HERMES, text, tools)
+
+
+def render(call: ParsedCall, tools: Sequence[ToolSpec]) -> str:
+    """The call as Qwen's template writes it."""
+    body = write_json({"name": call.name, "arguments": dict(call.arguments)})
+    return f"{OPEN}\n{body}\n{CLOSE}"

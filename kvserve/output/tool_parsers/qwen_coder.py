@@ -1,0 +1,71 @@
+"""Qwen-coder's form: `<tool_call>` `<function=name>` `<parameter=key>` value `</parameter>` ... and the closing tags.
+
+Each tag stands on its own line; one line end on either side of a value belongs to the form, the rest is exact. Models
+also leave the outer tags out. A value ends at the first `</parameter>` that the next `<parameter=` or the closing tags
+follow (white space aside), so what cannot be told apart is a string value that contains that very sequence.
+"""
+
+from collections.abc import Sequence
+
+from kvserve.core import ToolSpec
+from kvserve.output.tool_parsers.arguments import typed_call, write_argument
+from kvserve.output.tool_parsers.form import (
+    NotACall,
+    ParsedCall,
+    Scan,
+    ToolForm,
+    one_of,
+    parse_text,
+    skip_space,
+    text_until,
+    value_until,
+)
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION_OPEN, FUNCTION_CLOSE = "<function=", "</function>"
+PARAMETER_OPEN, PARAMETER_CLOSE = "<parameter=", "</parameter>"
+
+
+def scan(tools: Sequence[ToolSpec]) -> Scan:
+    """Reads what follows `<tool_call>`."""
+    yield from one_of((yield from skip_space((yield))), (FUNCTION_OPEN,))
+    return (yield from _function(tools, (FUNCTION_CLOSE, CLOSE)))
+
+
+def scan_bare(tools: Sequence[ToolSpec]) -> Scan:
+    """Reads what follows `<function=`."""
+    return (yield from _function(tools, (FUNCTION_CLOSE,)))
+
+
+def _function(tools: Sequence[ToolSpec], closing: tuple[str, ...]) -> Scan:
+    name = (yield from text_until((yield), ">")).strip()
+    if not name or any(char.isspace() for char in name):
+        raise NotACall("no name")
+    tag = yield from one_of((yield from skip_space((yield))), (PARAMETER_OPEN, FUNCTION_CLOSE))
+    if tag == FUNCTION_CLOSE:
+        for outer in closing[1:]:
+            yield from one_of((yield from skip_space((yield))), (outer,))
+    values: list[tuple[str, str]] = []
+    while tag == PARAMETER_OPEN:
+        key = yield from text_until((yield), ">")
+        value, tag = yield from value_until(PARAMETER_CLOSE, ((PARAMETER_OPEN,), closing))
+        values.append((key, value.removeprefix("\n").removesuffix("\n")))
+    return [typed_call(name, values, tools)]
+
+
+QWEN_CODER = ToolForm("qwen_coder", OPEN, scan)
+QWEN_CODER_BARE = ToolForm("qwen_coder_bare", FUNCTION_OPEN, scan_bare, stray_close=CLOSE)
+
+
+def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
+    """The call that `text` is, with or without the outer tags. Raises NotACall."""
+    bare = text.lstrip().startswith(FUNCTION_OPEN)
+    return parse_text(QWEN_CODER_BARE if bare else QWEN_CODER, text, tools)
+
+
+def render(call: ParsedCall, tools: Sequence[ToolSpec]) -> str:
+    """The call as the template of Qwen's coder models writes it."""
+    pairs = (
+        f"{PARAMETER_OPEN}{key}>\n{write_argument(value)}\n{PARAMETER_CLOSE}\n" for key, value in call.arguments.items()
+    )
+    return f"{OPEN}\n{FUNCTION_OPEN}{call.name}>\n{''.join(pairs)}{FUNCTION_CLOSE}\n{CLOSE}"

@@ -1,0 +1,58 @@
+"""Which format is chosen from the family's setting, the template and the vocabulary."""
+
+from collections.abc import Collection
+
+import pytest
+
+from kvserve.output.formats import select_format
+from kvserve.output.tool_parsers.foreign import ForeignToolForm
+
+ALL_FORMS = {"hermes", "qwen_coder", "qwen_coder_bare", "glm"}
+GLM_TEMPLATE, CODER_TEMPLATE = "... <arg_key> ...", "... <tool_call>\n<function= ..."
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "first"),
+    [
+        ("auto", "", "hermes"),
+        ("auto", GLM_TEMPLATE, "glm"),
+        ("auto", CODER_TEMPLATE, "qwen_coder"),
+        ("qwen3", "", "hermes"),
+        ("qwen3", CODER_TEMPLATE, "qwen_coder"),
+        ("glm4", "", "glm"),
+        ("generic", GLM_TEMPLATE, "hermes"),
+    ],
+)
+def test_the_family_comes_first_and_all_forms_are_read(family: str, template: str, first: str) -> None:
+    """The setting and the template decide the order only."""
+    forms = select_format(family, template, [], None).tool_forms
+    assert forms[0].name == first
+    assert {form.name for form in forms} == ALL_FORMS
+
+
+@pytest.mark.parametrize(
+    ("tokens", "name", "opening"),
+    [
+        (["<think>", "</think>"], "hermes", "<think>"),
+        ([], "hermes", "<think>"),
+        (["<|channel>", "<channel|>"], "gemma4", "<|channel>thought"),
+        (["<longcat_think>", "</longcat_think>"], "longcat", "<longcat_think>"),
+        (["<|think:start|>", "<|think:end|>"], "think_tokens", "<|think:start|>"),
+        (["<|open|>", "<|close|>", "<|sep|>"], "xtml", "<|open|>think<|sep|>"),
+        (["<|channel|>", "<|message|>", "<|end|>"], "harmony", None),
+    ],
+)
+def test_the_vocabulary_reveals_the_thinking_tags(tokens: Collection[str], name: str, opening: str | None) -> None:
+    """A family is known by the tokens that its tags are made of."""
+    chosen = select_format("auto", "", tokens, None)
+    assert chosen.name == name
+    assert (chosen.thinking.opening if chosen.thinking else None) == opening
+    assert chosen.channels == ("harmony" if name == "harmony" else "tags")
+
+
+def test_a_foreign_form_comes_first_unless_its_tag_is_read_here() -> None:
+    """A parser from outside is used for tags of its own only."""
+    foreign = ForeignToolForm("<|tool_call>", "<tool_call|>", lambda text, tools: {})
+    known = ForeignToolForm("<tool_call>", "</tool_call>", lambda text, tools: {})
+    assert select_format("auto", "", [], foreign).tool_forms[0].open_tag == "<|tool_call>"
+    assert {form.name for form in select_format("auto", "", [], known).tool_forms} == ALL_FORMS
