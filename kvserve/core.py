@@ -189,6 +189,14 @@ class TokenSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class MessageStart:
+    """A message begins at this offset of the model tokens; `is_user` marks a user's own words, not a tool's result."""
+
+    offset: int
+    is_user: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
     """A constraint on what the model may write, in llguidance's Lark dialect.
 
@@ -212,6 +220,7 @@ class GenerationRequest:
     sampling: SamplingParams
     stop_tokens: frozenset[int]
     grammar: Grammar | None = None
+    message_starts: tuple[MessageStart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,113 @@
+"""Settings: where they come from, and that a wrong one stops the start with key, value and what was expected."""
+
+from pathlib import Path
+
+import pytest
+
+from kvserve.config import Settings, acts_later, load_launch, setting_key, settings_acting_later
+from kvserve.errors import SettingError
+
+
+@pytest.fixture(autouse=True)
+def empty_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No setting of the machine, no `.env` of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for name in Settings.model_fields:
+        monkeypatch.delenv(setting_key(name), raising=False)
+
+
+def test_flags_override_the_environment_which_overrides_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same setting from three places: the flag wins, then the environment, then `.env`."""
+    (tmp_path / ".env").write_text("MLX_PORT=1001\nPROXY_PORT=2001\nMODEL_PATH=/from/file\nUNRELATED=1\n")
+    monkeypatch.setenv("MLX_PORT", "1002")
+    monkeypatch.setenv("PROXY_PORT", "2002")
+    settings = load_launch(["--port", "1003"]).settings
+    assert (settings.mlx_port, settings.proxy_port, settings.model_path) == (1003, 2002, "/from/file")
+
+
+def test_every_flag_is_accepted() -> None:
+    """All flags that users were promised parse, and the cache flags exclude each other."""
+    launch = load_launch(["--demo", "--port", "1", "--proxy-port", "2", "--no-proxy", "--ephemeral-cache"])
+    assert (launch.is_demo, launch.with_proxy, launch.disk_cache) == (True, False, "ephemeral")
+    assert load_launch(["--no-disk-cache"]).disk_cache == "off"
+    launch = load_launch(["--disk-cache", "/somewhere", "--model", "a/b"])
+    assert (launch.disk_cache, launch.settings.disk_cache_dir, launch.settings.model_path) == (
+        "on",
+        Path("/somewhere"),
+        "a/b",
+    )
+    with pytest.raises(SystemExit):
+        load_launch(["--no-disk-cache", "--ephemeral-cache"])
+
+
+def test_the_demo_takes_no_model() -> None:
+    """--demo and --model contradict each other."""
+    with pytest.raises(SettingError, match="--model"):
+        load_launch(["--demo", "--model", "x"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("KV_BITS", "3", "OFF, 4 or 8"),
+        ("KV_GROUP_SIZE", "48", "32, 64 or 128"),
+        ("MLX_PORT", "70000", "65535"),
+        ("MLX_PORT", "abc", "integer"),
+        ("MAX_KV_SIZE", "0", "greater than or equal to 1"),
+        ("PROMPT_CACHE_BLOCK_SIZE", "0", "greater than or equal to 1"),
+        ("PROMPT_CACHE_MAX_BYTES", "0", "positive size"),
+        ("PROMPT_CACHE_MAX_BYTES", "many", "positive size"),
+        ("DEFAULT_THINKING", "maybe", "boolean"),
+        ("DEFAULT_TEMPERATURE", "-1", "greater than or equal to 0"),
+        ("DEFAULT_TOP_P", "1.5", "less than or equal to 1"),
+        ("GENERATION_WATCHDOG_SECONDS", "nan", "finite"),
+        ("MODEL_FAMILY", "llama", "'auto', 'qwen3', 'glm4' or 'generic'"),
+        ("MAX_QUEUED_REQUESTS", "-1", "greater than or equal to 0"),
+    ],
+)
+def test_a_wrong_value_names_key_value_and_expectation(
+    monkeypatch: pytest.MonkeyPatch, key: str, value: str, expected: str
+) -> None:
+    """Whoever set it reads what to mend."""
+    monkeypatch.setenv(key, value)
+    with pytest.raises(SettingError) as raised:
+        load_launch([])
+    assert raised.value.key == key
+    assert key in str(raised.value)
+    assert value.lstrip("-") in str(raised.value)
+    assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [("1000", 1000), ("4GB", 4 * 10**9), ("1.5 GiB", 3 * 2**29), ("64mib", 64 * 2**20), ("AUTO", None)],
+)
+def test_sizes_have_units(monkeypatch: pytest.MonkeyPatch, written: str, size: int | None) -> None:
+    """Bytes, decimal and binary units, AUTO where the machine decides."""
+    monkeypatch.setenv("MAX_BATCH_BYTES", written)
+    assert load_launch([]).settings.max_batch_bytes == size
+
+
+def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`API_KEY=` in a file means no key, not an empty one."""
+    monkeypatch.setenv("API_KEY", "")
+    assert load_launch([]).settings.api_key is None
+
+
+def test_the_listed_model_follows_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PROXY_MODEL_ID is a pattern."""
+    monkeypatch.setenv("MODEL_PATH", "/models/mine")
+    assert load_launch([]).settings.listed_model_id == "openai//models/mine"
+    monkeypatch.setenv("PROXY_MODEL_ID", "openai/house")
+    assert load_launch([]).settings.listed_model_id == "openai/house"
+
+
+def test_settings_that_act_only_later_are_named_when_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting whose feature is not there yet is never ignored in silence."""
+    later = {name for name, field in Settings.model_fields.items() if acts_later(field)}
+    for name in sorted(later & {"kv_bits", "vlm_cache_debug"}):
+        monkeypatch.setenv(setting_key(name), {"kv_bits": "8", "vlm_cache_debug": "true"}[name])
+    changed = settings_acting_later(load_launch([]).settings)
+    assert set(changed) == {setting_key(name) for name in later & {"kv_bits", "vlm_cache_debug"}}
