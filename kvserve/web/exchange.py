@@ -1,0 +1,148 @@
+"""One request and its answer on the wire: status line, headers, one JSON body or one stream. It knows HTTP/1.1, no
+endpoint and no protocol's fields.
+"""
+
+import re
+import secrets
+import socket
+from collections.abc import Callable, Iterable
+from email.utils import formatdate
+from http import HTTPStatus
+
+from kvserve.core import JsonObject, RequestId
+from kvserve.errors import RequestError
+from kvserve.web.connections import ConnectionTable
+from kvserve.web.head import RequestHead
+from kvserve.web.reader import ClientGone, ConnectionReader
+from kvserve.web.settings import WebSettings
+from kvserve.web.sse import EventStream, encode_json
+
+type Header = tuple[str, str]
+type EncodeError = Callable[[RequestError], JsonObject]
+
+_CLIENT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_RETRY_AFTER_SECONDS = {429: 1, 503: 2}
+
+
+def new_request_id() -> RequestId:
+    """A fresh id: `req` and 24 hexadecimal digits."""
+    return RequestId("req" + secrets.token_hex(12))
+
+
+class Exchange:
+    """What a route gets: the request, and the one answer it may give. Used by the connection's own thread only.
+
+    `request_id` is always the server's own, so that no two answers share one; a client's `x-request-id` or
+    `x-client-request-id` of at most 64 letters, digits, `_` and `-` comes back as `x-client-request-id`.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        reader: ConnectionReader,
+        settings: WebSettings,
+        connections: ConnectionTable,
+        encode_error: EncodeError,
+    ) -> None:
+        self.request_id = new_request_id()
+        self.settings = settings
+        self.body = b""
+        self.path_rest = ""
+        self.sharing: tuple[Header, ...] = ()
+        self.encode_error = encode_error
+        self.may_keep_connection = False
+        self.has_answered = False
+        self._connection = connection
+        self._reader = reader
+        self._connections = connections
+        self._head: RequestHead | None = None
+        self._stream: EventStream | None = None
+
+    @property
+    def head(self) -> RequestHead:
+        """The request's head; only errors in the head itself are answered without one."""
+        if self._head is None:
+            raise RuntimeError("the request has no head yet")
+        return self._head
+
+    @head.setter
+    def head(self, head: RequestHead) -> None:
+        self._head = head
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the server shuts down, so that running answers are to be cut short."""
+        return self._connections.is_closing
+
+    def check_client(self) -> None:
+        """Raises ClientGone if nobody waits for the answer any more."""
+        if self._reader.peer_is_gone():
+            raise ClientGone
+
+    def send_json(self, status: int, payload: JsonObject, headers: Iterable[Header] = ()) -> None:
+        """Answer with one JSON object. Raises ClientGone."""
+        self.send_body(status, "application/json", encode_json(payload), headers)
+
+    def send_body(self, status: int, content_type: str, body: bytes, headers: Iterable[Header] = ()) -> None:
+        """Answer with these bytes, or with their headers alone to HEAD. Raises ClientGone."""
+        own = [("Content-Type", content_type), ("Content-Length", str(len(body)))]
+        is_head = self._head is not None and self._head.method == "HEAD"
+        self._send(self._answer_head(status, [*own, *headers]) + (b"" if is_head else body))
+
+    def send_nothing(self, status: int, headers: Iterable[Header] = ()) -> None:
+        """Answer without a body (204). Raises ClientGone."""
+        self._send(self._answer_head(status, headers))
+
+    def send_continue(self) -> None:
+        """Tell a client that asked first that its body is welcome. Raises ClientGone."""
+        self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def open_stream(self, error_chunk: Callable[[RequestError], JsonObject]) -> EventStream:
+        """Answer 200 and send events from now on; an error after this point is one more event. Raises ClientGone."""
+        is_chunked = self.head.version >= (1, 1)
+        headers = [("Content-Type", "text/event-stream; charset=utf-8"), ("Cache-Control", "no-cache")]
+        if is_chunked:
+            headers.append(("Transfer-Encoding", "chunked"))
+        else:
+            self.may_keep_connection = False  # HTTP/1.0: the end of the connection is the end of the answer
+        self._send(self._answer_head(200, headers))
+        self._stream = EventStream(self._send, error_chunk, is_chunked)
+        return self._stream
+
+    def fail(self, error: RequestError, headers: Iterable[Header] = ()) -> None:
+        """Answer with the error: as a status and JSON, or inside the stream if one is open. Raises ClientGone."""
+        if self._stream is not None:
+            self._stream.fail(error)
+        elif self.has_answered:
+            self.may_keep_connection = False
+        else:
+            seconds = error.retry_after_seconds
+            if seconds is None:
+                seconds = _RETRY_AFTER_SECONDS.get(error.status)
+            retry = [] if seconds is None else [("Retry-After", str(seconds))]
+            self.send_json(error.status, self.encode_error(error), [*retry, *headers])
+
+    def _answer_head(self, status: int, headers: Iterable[Header]) -> bytes:
+        self.has_answered = True
+        self.may_keep_connection = self.may_keep_connection and not self._connections.is_draining
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Date: {formatdate(usegmt=True)}"]
+        lines.append(f"x-request-id: {self.request_id}")
+        lines.extend(f"{name}: {value}" for name, value in (*self._client_id(), *self.sharing, *headers))
+        if not self.may_keep_connection:
+            lines.append("Connection: close")
+        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+    def _client_id(self) -> Iterable[Header]:
+        if self._head is None:
+            return ()
+        sent = self._head.get("x-client-request-id") or self._head.get("x-request-id") or ""
+        return (("x-client-request-id", sent),) if _CLIENT_ID.fullmatch(sent) else ()
+
+    def _send(self, data: bytes) -> None:
+        try:
+            # sendall holds the timeout for all of the data: a client that reads a byte now and then gains nothing.
+            self._connection.settimeout(self.settings.write_timeout_seconds)
+            self._connection.sendall(data)
+        except OSError as error:
+            self.may_keep_connection = False
+            raise ClientGone from error

@@ -1,0 +1,149 @@
+"""One connection from its first byte to its last: reads requests, guards them, hands them to routes, answers errors.
+
+The border of a request is here: nothing that a route raises leaves it. Built on the standard library's handler, whose
+parser is replaced: it has no deadline over a whole head and tolerates what invites request smuggling.
+"""
+
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from socketserver import BaseServer
+from typing import Any
+
+from kvserve.errors import LengthRequired, MethodNotAllowed, NotFound, RequestError
+from kvserve.web import guard
+from kvserve.web.connections import ConnectionTable, OpenConnection, Phase
+from kvserve.web.exchange import Exchange
+from kvserve.web.head import BodyFraming, body_framing, parse_head
+from kvserve.web.reader import ClientGone, ConnectionReader, check_body_size
+from kvserve.web.router import Match, Route, Router
+from kvserve.web.settings import WebSettings
+
+type Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What all connections share. `report` gets unexpected errors as text with their traceback, from any thread."""
+
+    settings: WebSettings
+    router: Router
+    connections: ConnectionTable
+    report: Report
+
+
+class ConnectionHandler(BaseHTTPRequestHandler):
+    """Serves the requests of one connection, one after the other, on its own thread."""
+
+    def __init__(
+        self, connection: socket.socket, client_address: Any, server: BaseServer, front: Front, entry: OpenConnection
+    ) -> None:
+        self._front = front
+        self._entry = entry
+        self._reader = ConnectionReader(connection)
+        self._is_first_request = True
+        self._owes_bytes = False
+        super().__init__(connection, client_address, server)
+
+    def setup(self) -> None:
+        """Prepare the socket; reading and writing need no file objects."""
+        self.connection = self.request
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+
+    def finish(self) -> None:
+        """Nothing is left to flush; the server closes the socket."""
+
+    def handle_one_request(self) -> None:
+        """Serve one request; `close_connection` tells whether another may follow."""
+        self.close_connection = True
+        settings = self._front.settings
+        timeout = settings.header_timeout_seconds if self._is_first_request else settings.idle_timeout_seconds
+        self._is_first_request = False
+        if not self._reader.wait_for_request(timeout):
+            return
+        exchange = self._new_exchange()
+        self._owes_bytes = True
+        try:
+            self._serve(exchange)
+        except ClientGone:
+            return
+        if exchange.may_keep_connection:
+            self.close_connection = not self._front.connections.enter_phase(self._entry, "silent")
+        elif self._owes_bytes:
+            self._reader.discard_rest(settings.linger_seconds)
+
+    def _new_exchange(self) -> Exchange:
+        front = self._front
+        return Exchange(self.connection, self._reader, front.settings, front.connections, front.router.encode_error)
+
+    def _serve(self, exchange: Exchange) -> None:
+        try:
+            self._answer(exchange)
+        except ClientGone:
+            raise
+        except RequestError as error:
+            exchange.fail(error)
+        except Exception:  # noqa: BLE001 - the border of a request: a defect answers 500 and the server serves on
+            self._front.report(f"request {exchange.request_id} failed unexpectedly\n{traceback.format_exc()}")
+            exchange.may_keep_connection = False
+            exchange.fail(RequestError(f"Internal error; the server's log has the reason under {exchange.request_id}."))
+
+    def _answer(self, exchange: Exchange) -> None:
+        settings = self._front.settings
+        raw = self._reader.read_head(settings.max_header_bytes, settings.header_timeout_seconds)
+        self._enter_phase("receiving")
+        exchange.head = head = parse_head(raw, settings.max_header_count)
+        framing = body_framing(head)
+        self._owes_bytes = framing.kind == "chunked" or framing.num_bytes > 0
+        keeps = head.version >= (1, 1) and "close" not in head.tokens("connection")
+        exchange.may_keep_connection = keeps and not self._owes_bytes
+        match = self._front.router.find(head.path)
+        route = self._admit(exchange, match)
+        if route is None:
+            return
+        exchange.path_rest = match.path_rest
+        exchange.body = self._read_body(exchange, framing, route)
+        exchange.may_keep_connection = keeps
+        self._enter_phase("serving")
+        route.handle(exchange, self._front.router.service)
+
+    def _enter_phase(self, phase: Phase) -> None:
+        if not self._front.connections.enter_phase(self._entry, phase):
+            raise ClientGone
+
+    def _admit(self, exchange: Exchange, match: Match) -> Route | None:
+        """The row to run, or None if the request is answered already (OPTIONS, 405). Raises 401, 403 and 404."""
+        head, settings = exchange.head, self._front.settings
+        route = match.row(head.method)
+        form = route or next(iter(match.rows.values()), None)
+        if form is not None and form.encode_error is not None:
+            exchange.encode_error = form.encode_error
+        guard.check_host(head, settings)
+        exchange.sharing = guard.sharing_headers(guard.check_origin(head, settings))
+        allow = ("Allow", ", ".join(match.methods))
+        if head.method == "OPTIONS" and (match.rows or head.path == "*"):
+            granted = guard.preflight_headers(head, match.methods) if guard.is_preflight(head) else ()
+            exchange.send_nothing(204, [allow, *granted])
+            return None
+        if route is None or route.needs_key:
+            guard.check_key(head, settings)
+        if not match.rows:
+            raise NotFound(f"Unknown path {head.path!r}.")
+        if route is None:
+            exchange.fail(MethodNotAllowed(f"{head.method} is not possible on {head.path!r}."), [allow])
+        return route
+
+    def _read_body(self, exchange: Exchange, framing: BodyFraming, route: Route) -> bytes:
+        settings = self._front.settings
+        if framing.kind == "none":
+            if route.needs_body:
+                raise LengthRequired("This endpoint needs a body: send Content-Length or Transfer-Encoding: chunked.")
+            return b""
+        check_body_size(framing.num_bytes, settings.max_body_bytes)
+        if self._owes_bytes and "100-continue" in exchange.head.tokens("expect") and exchange.head.version >= (1, 1):
+            exchange.send_continue()
+        body = self._reader.read_body(framing, settings.max_body_bytes, settings.body_timeout_seconds)
+        self._owes_bytes = False
+        return body

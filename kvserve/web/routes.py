@@ -1,0 +1,79 @@
+"""The endpoint table, and one function per row: wire body -> turn -> answer. It joins `protocols/` with the service."""
+
+import time
+
+from kvserve.errors import NotFound
+from kvserve.pipeline import collect
+from kvserve.protocols import openai_chat, openai_completions, openai_models
+from kvserve.protocols.fields import decode_body
+from kvserve.protocols.openai_errors import encode_error
+from kvserve.web.exchange import Exchange
+from kvserve.web.router import Route, Router
+from kvserve.web.service import WebService
+from kvserve.web.turns import stream_turn, whole_answer_events
+
+
+def post_chat(exchange: Exchange, service: WebService) -> None:
+    """POST /v1/chat/completions."""
+    body, headers = decode_body(exchange.body), exchange.head.as_mapping()
+    request = openai_chat.parse_chat(body, headers, service.defaults, exchange.request_id)
+    served = service.resolve_model(request.turn.model)
+    running = service.serve(request.turn, served)
+    created = int(time.time())
+    if request.stream:
+        encoder = openai_chat.ChatStreamEncoder(exchange.request_id, served.name, created, request.include_usage)
+        stream_turn(exchange, running, encoder, [encoder.role_chunk()])
+    else:
+        answer = collect(whole_answer_events(exchange, running))
+        exchange.send_json(200, openai_chat.encode_answer(answer, exchange.request_id, served.name, created))
+
+
+def post_completion(exchange: Exchange, service: WebService) -> None:
+    """POST /v1/completions."""
+    body, headers = decode_body(exchange.body), exchange.head.as_mapping()
+    request = openai_completions.parse_completion(body, headers, service.defaults, exchange.request_id)
+    served = service.resolve_model(request.turn.model)
+    running = service.serve(request.turn, served)
+    created = int(time.time())
+    if request.stream:
+        encoder = openai_completions.CompletionStreamEncoder(
+            exchange.request_id, served.name, created, request.include_usage
+        )
+        stream_turn(exchange, running, encoder, [])
+    else:
+        answer = collect(whole_answer_events(exchange, running))
+        exchange.send_json(200, openai_completions.encode_completion(answer, exchange.request_id, served.name, created))
+
+
+def get_models(exchange: Exchange, service: WebService) -> None:
+    """GET /v1/models."""
+    exchange.send_json(200, openai_models.encode_model_list(service.list_models()))
+
+
+def get_model(exchange: Exchange, service: WebService) -> None:
+    """GET /v1/models/{name}; names contain slashes."""
+    cards = {card.name: card for card in service.list_models()}
+    card = cards.get(exchange.path_rest)
+    if card is None:
+        raise NotFound(f"The model {exchange.path_rest!r} is not served here.", param="model")
+    exchange.send_json(200, openai_models.encode_model(card))
+
+
+def get_health(exchange: Exchange, service: WebService) -> None:
+    """GET /health."""
+    status, body = service.health()
+    exchange.send_json(status, body)
+
+
+ROUTES = (
+    Route("POST", "/v1/chat/completions", post_chat, needs_body=True),
+    Route("POST", "/v1/completions", post_completion, needs_body=True),
+    Route("GET", "/v1/models", get_models),
+    Route("GET", "/v1/models/*", get_model),
+    Route("GET", "/health", get_health, needs_key=False),
+)
+
+
+def make_router(service: WebService) -> Router:
+    """The table bound to a service; errors outside every row take OpenAI's form."""
+    return Router(ROUTES, service, encode_error)

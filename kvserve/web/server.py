@@ -1,0 +1,220 @@
+"""The HTTP server: binds the port, accepts connections up to the limit, one thread each, and shuts down in order.
+
+It knows sockets and threads, no endpoint.
+"""
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+import traceback
+from collections import deque
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any
+
+from kvserve.errors import NotReady, PortTaken, SettingError
+from kvserve.web.connections import ConnectionTable, OpenConnection
+from kvserve.web.exchange import Exchange
+from kvserve.web.handler import ConnectionHandler, Front, Report
+from kvserve.web.port_holder import describe_holder, somebody_listens
+from kvserve.web.reader import ClientGone, ConnectionReader
+from kvserve.web.router import Router
+from kvserve.web.settings import WebSettings
+
+__all__ = ["HttpServer", "WebSettings"]
+
+_ACCEPT_POLL_SECONDS = 0.1
+_MAX_REFUSED = 64
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_LAST_JOIN_SECONDS = 1.0
+
+
+class HttpServer:
+    """kvserve's own port. `bind` first, then `start`; at the end `close`. All methods belong to one thread.
+
+    `close` wants the engine alive: it cancels what runs and lets every stream send its last events.
+    """
+
+    def __init__(self, settings: WebSettings, routes: Router, report: Report) -> None:
+        self._connections = ConnectionTable(settings.max_connections)
+        self._front = Front(settings, routes, self._connections, report)
+        self._listener: _Listener | None = None
+        self._accept_thread: threading.Thread | None = None
+
+    @property
+    def port(self) -> int:
+        """The bound port, also where the setting says 0."""
+        if self._listener is None:
+            raise RuntimeError("the server is not bound")
+        return int(self._listener.server_port)
+
+    @property
+    def num_open_connections(self) -> int:
+        """Connections that were accepted and not closed yet."""
+        return len(self._connections)
+
+    @property
+    def num_evicted_connections(self) -> int:
+        """Silent connections that were closed to make room."""
+        return self._connections.num_evicted
+
+    @property
+    def num_live_threads(self) -> int:
+        """Threads of connections that run at this moment."""
+        return 0 if self._listener is None else self._listener.num_live_threads
+
+    def bind(self) -> None:
+        """Take the port. Raises PortTaken with what is known about its holder, SettingError for an unusable address.
+
+        Clients may connect from now on; they are answered after `start`.
+        """
+        settings = self._front.settings
+        # BSD systems let a second socket take the loopback half of a wildcard listener's port: ask before binding.
+        if settings.port and somebody_listens(settings.host, settings.port):
+            raise _port_taken(settings)
+        listener = _Listener(self._front)
+        try:
+            listener.server_bind()
+            listener.server_activate()
+        except OSError as error:
+            listener.server_close()
+            if error.errno == errno.EADDRINUSE:
+                raise _port_taken(settings) from None
+            key, value = ("MLX_PORT", settings.port) if error.errno == errno.EACCES else ("MLX_HOST", settings.host)
+            raise SettingError(key, value, f"an address that can be listened on ({error.strerror})") from None
+        self._listener = listener
+
+    def start(self) -> None:
+        """Accept connections on a thread of their own."""
+        if self._listener is None:
+            raise RuntimeError("the server is not bound")
+        self._accept_thread = threading.Thread(
+            target=self._listener.serve_forever, args=(_ACCEPT_POLL_SECONDS,), name="web-accept", daemon=True
+        )
+        self._accept_thread.start()
+
+    def stop_accepting(self) -> None:
+        """Free the port and shut silent connections; requests that run go on, each the last of its connection."""
+        if self._listener is None:
+            return
+        if self._accept_thread is not None:
+            self._listener.shutdown()
+            self._accept_thread.join()
+            self._accept_thread = None
+        self._listener.server_close()
+        self._connections.drain()
+
+    def close(self, timeout_seconds: float) -> bool:
+        """End everything: answers are cut short and end well-formed; what still runs after the timeout loses its
+        socket. Returns whether every connection's thread has ended."""
+        if self._listener is None:
+            return True
+        self.stop_accepting()
+        self._connections.begin_closing()
+        if not self._connections.wait_until_empty(timeout_seconds):
+            self._connections.shut_all()
+        return self._listener.join_threads(_LAST_JOIN_SECONDS)
+
+
+class _Listener(ThreadingHTTPServer):
+    """The standard library's server with admission, named threads and no reverse DNS lookups."""
+
+    allow_reuse_address = True  # a restart need not wait for TIME_WAIT; on Linux it never shares a listening port
+    allow_reuse_port = False
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, front: Front) -> None:
+        self.address_family = socket.AF_INET6 if ":" in front.settings.host else socket.AF_INET
+        self._front = front
+        self._threads_started: set[threading.Thread] = set()
+        self._refused: deque[tuple[float, socket.socket]] = deque()
+        super().__init__((front.settings.host, front.settings.port), BaseHTTPRequestHandler, bind_and_activate=False)
+
+    @property
+    def num_live_threads(self) -> int:
+        return sum(thread.is_alive() for thread in tuple(self._threads_started))
+
+    def server_bind(self) -> None:
+        """Bind without asking a name server for our own name."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept. Out of descriptors the connection stays in the backlog: wait a moment instead of spinning."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in _OUT_OF_RESOURCES:
+                time.sleep(_ACCEPT_POLL_SECONDS)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give the connection a thread if the limit leaves room, else a quick 503."""
+        entry = self._front.connections.admit(request)
+        if entry is None:
+            self._refuse(request)
+            return
+        thread = threading.Thread(
+            target=self._run, args=(request, client_address, entry), name=f"web-{request.fileno()}", daemon=True
+        )
+        self._threads_started.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # the system gives no more threads
+            self._front.connections.leave(entry)
+            self._refuse(request)
+
+    def service_actions(self) -> None:
+        """Forget ended threads, and close refused connections once their 503 had time to be read."""
+        self._threads_started = {thread for thread in self._threads_started if thread.is_alive()}
+        now = time.monotonic()
+        while self._refused and (self._refused[0][0] <= now or len(self._refused) > _MAX_REFUSED):
+            self._refused.popleft()[1].close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A defect outside the border of a request."""
+        self._front.report(f"a connection failed unexpectedly\n{traceback.format_exc()}")
+
+    def server_close(self) -> None:
+        """Close the listening socket and whatever was refused."""
+        super().server_close()
+        while self._refused:
+            self._refused.popleft()[1].close()
+
+    def join_threads(self, timeout_seconds: float) -> bool:
+        """Wait for the connections' threads. Returns whether all have ended."""
+        deadline = time.monotonic() + timeout_seconds
+        for thread in self._threads_started:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return self.num_live_threads == 0
+
+    def _run(self, connection: socket.socket, client_address: Any, entry: OpenConnection) -> None:
+        try:
+            ConnectionHandler(connection, client_address, self, self._front, entry)
+        except OSError:  # the peer reset the connection while it was being set up
+            pass
+        finally:
+            self.shutdown_request(connection)
+            self._front.connections.leave(entry)
+
+    def _refuse(self, connection: socket.socket) -> None:
+        front = self._front
+        exchange = Exchange(
+            connection, ConnectionReader(connection), front.settings, front.connections, front.router.encode_error
+        )
+        with contextlib.suppress(ClientGone, OSError):
+            exchange.fail(NotReady("The server has as many connections as it may have; try again soon."))
+            connection.shutdown(socket.SHUT_WR)
+        self._refused.append((time.monotonic() + front.settings.linger_seconds, connection))
+
+
+def _port_taken(settings: WebSettings) -> PortTaken:
+    holder = describe_holder(settings.port)
+    return PortTaken(
+        f"Port {settings.port} on {settings.host} is taken by {holder}. It was left alone: end it yourself, or choose "
+        "another port with MLX_PORT or --port."
+    )

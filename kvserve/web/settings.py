@@ -1,0 +1,30 @@
+"""What the operator may set about the web server, as one frozen value; it knows no environment and no sockets."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WebSettings:
+    """Where to listen and every limit.
+
+    `port` 0 takes a free one. `header_timeout_seconds` and `body_timeout_seconds` each hold for the whole section,
+    `write_timeout_seconds` for one event of a stream or one whole answer. `poll_seconds` is how often a waiting request
+    looks whether its client is still there; `keep_alive_seconds` is the longest silence of a stream.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_key: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    max_body_bytes: int = 64 * 2**20
+    max_header_bytes: int = 65536
+    max_header_count: int = 100
+    max_connections: int = 256
+    header_timeout_seconds: float = 10.0
+    body_timeout_seconds: float = 60.0
+    write_timeout_seconds: float = 30.0
+    idle_timeout_seconds: float = 120.0
+    linger_seconds: float = 1.0
+    keep_alive_seconds: float = 10.0
+    poll_seconds: float = 0.03

@@ -1,0 +1,39 @@
+"""The endpoint table's lookup."""
+
+from kvserve.protocols.openai_errors import encode_error
+from kvserve.web.exchange import Exchange
+from kvserve.web.router import Route, Router
+from kvserve.web.service import WebService
+from tests.web.fakes import FakeService
+
+
+def nothing(exchange: Exchange, service: WebService) -> None:
+    """A row's function."""
+
+
+ROUTER = Router(
+    (
+        Route("GET", "/a", nothing),
+        Route("DELETE", "/a", nothing),
+        Route("GET", "/a/*", nothing),
+        Route("POST", "/a/b/*", nothing),
+    ),
+    FakeService(),
+    encode_error,
+)
+
+
+def test_exact_paths_and_their_methods() -> None:
+    """GET rows answer HEAD; Allow names everything possible."""
+    match = ROUTER.find("/a")
+    assert match.methods == ("DELETE", "GET", "HEAD", "OPTIONS")
+    assert match.row("HEAD") is match.row("GET") is not None
+    assert match.row("POST") is None
+
+
+def test_the_longest_prefix_wins_and_leaves_the_rest() -> None:
+    """A rest may contain slashes; an empty rest is no match."""
+    assert (ROUTER.find("/a/x/y").path_rest, ROUTER.find("/a/x/y").methods) == ("x/y", ("GET", "HEAD", "OPTIONS"))
+    assert (ROUTER.find("/a/b/c").path_rest, ROUTER.find("/a/b/c").methods) == ("c", ("OPTIONS", "POST"))
+    assert ROUTER.find("/a/").rows == {}
+    assert ROUTER.find("/ab").rows == {}

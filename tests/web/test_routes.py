@@ -1,0 +1,77 @@
+"""The endpoints over HTTP: what each answers, streamed and not."""
+
+import json
+
+from kvserve.core import ContentDelta, ReasoningDelta, ToolCallBlock, ToolCallDelta
+from kvserve.errors import ContextOverflow
+from tests.web.fakes import CHAT, FINISHED, HELLO, FakeService, serving
+
+CALL = ToolCallDelta(ToolCallBlock("call1", "look", '{"at": "é\\u2028"}'))
+
+
+def test_a_chat_answer_and_its_stream_say_the_same() -> None:
+    """Content, reasoning, calls, finish reason and usage are equal either way."""
+    script = (ReasoningDelta("hm"), ContentDelta("He"), ContentDelta("llo\u2028"), CALL, FINISHED)
+    with serving(FakeService(script=script)) as served, served.connect() as client:
+        whole = client.request("POST", "/v1/chat/completions", CHAT).json
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last, done = client.request("POST", "/v1/chat/completions", {**CHAT, **options}).events
+    assert done == "[DONE]"
+    choice = whole["choices"][0]  # type: ignore[index]
+    streamed = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
+    assert choice["message"]["content"] == "".join(delta.get("content", "") for delta in streamed) == "Hello\u2028"
+    assert choice["message"]["reasoning_content"] == "hm"
+    assert choice["message"]["tool_calls"][0]["function"] == streamed[-2]["tool_calls"][0]["function"]
+    assert json.loads(last)["usage"] == whole["usage"]
+
+
+def test_the_turn_carries_what_was_sent() -> None:
+    """Request id, model, messages and session headers reach the service."""
+    with serving() as served, served.connect() as client:
+        headers = {"X-Session-Id": "session-1234"}
+        response = client.request("POST", "/v1/chat/completions", {**CHAT, "max_tokens": 7}, headers)
+        (turn,) = served.service.received
+    assert turn.request_id == response.headers["x-request-id"]
+    assert (turn.model, turn.max_tokens, turn.session.session_id) == ("tiny/model", 7, "session-1234")
+
+
+def test_completions_streamed_and_not() -> None:
+    """Text goes to the model as it is, and text comes back."""
+    with serving() as served, served.connect() as client:
+        whole = client.request("POST", "/v1/completions", {"prompt": "Once"}).json
+        events = client.request("POST", "/v1/completions", {"prompt": "Once", "stream": True}).events
+        assert [turn.raw_prompt for turn in served.service.received] == ["Once", "Once"]
+    assert whole["choices"][0]["text"] == "Hello"  # type: ignore[index]
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1]) == "Hello"
+
+
+def test_models_with_slashes_in_their_names() -> None:
+    """The list and the single entry agree, written plainly or encoded; another name is 404."""
+    with serving() as served, served.connect() as client:
+        (entry,) = client.request("GET", "/v1/models").json["data"]  # type: ignore[misc]
+        for path in ("/v1/models/tiny/model", "/v1/models/tiny%2Fmodel"):
+            assert client.request("GET", path).json == entry
+        response = client.request("GET", "/v1/models/tiny")
+        assert (response.status, response.error["param"]) == (404, "model")
+
+
+def test_health_says_ready_or_loading() -> None:
+    """The service's status is the answer's."""
+    with serving(FakeService(is_ready=False)) as served, served.connect() as client:
+        assert client.request("GET", "/health").status == 503
+        served.service.is_ready = True
+        assert client.request("GET", "/health").json == {"status": "ok"}
+
+
+def test_refusals_come_before_the_stream() -> None:
+    """An unknown model and a prompt over the context are plain errors, streamed or not."""
+    with serving(FakeService(refusal=ContextOverflow(500, 100))) as served, served.connect() as client:
+        for extra in ({}, {"stream": True}):
+            unknown = client.request("POST", "/v1/chat/completions", {**CHAT, **extra, "model": "refused"})
+            assert (unknown.status, unknown.error["param"]) == (404, "model")
+            overflow = client.request("POST", "/v1/chat/completions", {**CHAT, **extra})
+            assert (overflow.status, overflow.error["code"]) == (400, "context_length_exceeded")
+            assert "500" in str(overflow.error["message"]) and "100" in str(overflow.error["message"])
+        served.service.refusal = None
+        served.service.script = HELLO
+        assert client.request("POST", "/v1/chat/completions", CHAT).status == 200

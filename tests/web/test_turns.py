@@ -1,0 +1,166 @@
+"""Streams over real sockets: order of events, silence, clients that leave or do not read, and nothing left behind."""
+
+import gc
+import json
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from kvserve.core import ContentDelta
+from kvserve.errors import EngineFailure
+from tests.web.fakes import CHAT, FINISHED, HELLO, FakeService, RawClient, encode_request, eventually, serving
+
+STREAM = {**CHAT, "stream": True}
+STREAM_WIRE = encode_request("POST", "/v1/chat/completions", STREAM)
+WHOLE_WIRE = encode_request("POST", "/v1/chat/completions", CHAT)
+
+
+def deltas(events: list[str]) -> list[object]:
+    """The delta of every chunk before `[DONE]`."""
+    assert events[-1] == "[DONE]"
+    return [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
+
+
+def test_headers_and_role_go_out_before_anything_is_computed() -> None:
+    """A client that waits for prefill has its 200 and the role chunk already."""
+    with serving(FakeService(script=(None,))) as served, served.connect() as client:
+        client.send(STREAM_WIRE)
+        status, headers = client.read_head()
+        assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        assert b'"role":"assistant"' in client.read_chunk()
+
+
+def test_each_delta_is_a_write_of_its_own() -> None:
+    """What the model wrote arrives when it was written, not when the answer is complete."""
+    script = (ContentDelta("first"), 0.3, ContentDelta("second"), FINISHED)
+    with serving(FakeService(script=script)) as served, served.connect() as client:
+        client.send(STREAM_WIRE)
+        client.read_head()
+        client.read_chunk()
+        assert b"first" in client.read_chunk()
+        started = time.monotonic()
+        assert b"second" in client.read_chunk()
+        assert time.monotonic() - started > 0.15
+
+
+def test_silence_is_broken_by_empty_deltas() -> None:
+    """After the set time without output a chunk that says nothing is sent, again and again, and none in between."""
+    script = (0.55, ContentDelta("at last"), FINISHED)
+    with serving(FakeService(script=script), keep_alive_seconds=0.15) as served, served.connect() as client:
+        client.send(STREAM_WIRE)
+        got = deltas(client.read_response().events)
+        assert got[0] == {"role": "assistant", "content": ""}
+        assert got[1:] == [{}] * 3 + [{"content": "at last"}, {}]
+
+
+def test_an_error_in_the_middle_is_the_last_event() -> None:
+    """The stream ends well-formed after an error chunk; a whole answer becomes an error status."""
+    with serving(FakeService(script=(ContentDelta("a"), EngineFailure("row failed")))) as served:
+        with served.connect() as client:
+            events = client.request("POST", "/v1/chat/completions", STREAM).events
+            assert json.loads(events[-2])["error"]["message"] == "row failed" and events[-1] == "[DONE]"
+            response = client.request("POST", "/v1/chat/completions", CHAT)
+            assert (response.status, response.error["code"]) == (500, "engine_failure")
+        assert served.reports == []
+
+
+def test_events_that_stop_without_an_end_are_an_error() -> None:
+    """An answer never passes for complete by breaking off."""
+    with serving(FakeService(script=(ContentDelta("a"),))) as served, served.connect() as client:
+        assert '"engine_failure"' in client.request("POST", "/v1/chat/completions", STREAM).events[-2]
+        assert client.request("POST", "/v1/chat/completions", CHAT).status == 500
+
+
+@pytest.mark.parametrize("wire", [STREAM_WIRE, WHOLE_WIRE])
+@pytest.mark.parametrize("ends", ["close", "reset"])
+def test_a_client_that_leaves_is_noticed_within_a_poll(wire: bytes, ends: str) -> None:
+    """While nothing is generated the turn is cancelled as soon as the connection ends, streamed or not."""
+    with serving(FakeService(script=(None,))) as served:
+        client = served.connect()
+        client.send(wire)
+        turn = served.service.turns.get(timeout=5)
+        time.sleep(0.1)
+        assert not turn.cancelled.is_set()
+        if ends == "reset":
+            client.socket.setsockopt(1, 13, b"\x01\0\0\0\0\0\0\0")  # SOL_SOCKET, SO_LINGER: on, 0 s
+        left = time.monotonic()
+        client.close()
+        assert turn.cancelled.wait(5)
+        assert time.monotonic() - left < 0.2
+
+
+def test_a_client_that_leaves_behind_a_pipelined_request_is_noticed() -> None:
+    """Unread bytes do not hide the end of the connection."""
+    with serving(FakeService(script=(None,))) as served:
+        client = served.connect()
+        client.send(WHOLE_WIRE + WHOLE_WIRE)
+        turn = served.service.turns.get(timeout=5)
+        time.sleep(0.1)
+        assert not turn.cancelled.is_set()
+        client.close()
+        assert turn.cancelled.wait(1)
+        assert eventually(lambda: served.server.num_open_connections == 0)
+        assert served.service.turns.empty()
+
+
+def num_descriptors() -> int:
+    """Open file descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts descriptors in /proc")
+@pytest.mark.parametrize(
+    ("script", "num_chunks"), [((None,), 1), ((*[ContentDelta("x"), 0.02] * 500,), 3)], ids=["prefill", "decode"]
+)
+def test_two_hundred_disconnects_leave_nothing(script: tuple[object, ...], num_chunks: int) -> None:
+    """Every turn is cancelled and ended; no thread and no descriptor stays, with the server still serving."""
+    service = FakeService(script=script)
+    with serving(service, max_connections=256) as served:
+        with served.connect() as client:
+            client.request("GET", "/health")
+        assert eventually(lambda: served.server.num_live_threads == 0)
+        gc.collect()
+        num_threads, num_files = threading.active_count(), num_descriptors()
+        turns = []
+        for _ in range(200):
+            client = RawClient(served.server.port)
+            client.send(STREAM_WIRE)
+            client.read_head()
+            for _ in range(num_chunks):
+                client.read_chunk()
+            client.close()
+            turns.append(service.turns.get(timeout=5))
+        assert all(turn.ended.wait(2) and turn.cancelled.is_set() for turn in turns)
+        assert eventually(lambda: (threading.active_count(), num_descriptors()) == (num_threads, num_files))
+        assert (served.server.num_open_connections, served.server.num_live_threads) == (0, 0)
+        assert served.reports == []
+        service.script = HELLO
+        with served.connect() as client:
+            assert client.request("POST", "/v1/chat/completions", STREAM).events[-1] == "[DONE]"
+
+
+def test_a_client_that_never_reads_loses_its_turn() -> None:
+    """Once the buffers are full the write times out, the turn is cancelled and the thread is free again."""
+    script = (*[ContentDelta("x" * 100_000)] * 2000, FINISHED)
+    with serving(FakeService(script=script), write_timeout_seconds=0.3) as served, served.connect() as client:
+        client.send(STREAM_WIRE)
+        turn = served.service.turns.get(timeout=5)
+        assert turn.cancelled.wait(10)
+        assert eventually(lambda: served.server.num_live_threads == 0)
+
+
+def test_waiting_costs_no_cpu() -> None:
+    """Ten waiting streams sleep between their looks at the client."""
+    with serving(FakeService(script=(None,))) as served:
+        clients = [served.connect() for _ in range(10)]
+        for client in clients:
+            client.send(STREAM_WIRE)
+            client.read_head()
+        started = time.process_time()
+        time.sleep(1)
+        assert time.process_time() - started < 0.5
+        for client in clients:
+            client.close()
