@@ -1,0 +1,362 @@
+"""The process: builds the rooms from the settings, starts and stops them in order, and answers for them to `web/`.
+
+    bind 8080 -> start LiteLLM -> load tokenizer and model -> banner -> wait for a signal -> end streams -> stop all
+
+It joins rooms per process, as `pipeline.py` does per request.
+"""
+
+import hashlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import llguidance
+from rich.console import Console
+
+from kvserve import __version__
+from kvserve.config import Launch, Settings, load_launch, settings_acting_later
+from kvserve.core import JsonObject, RequestDefaults, SamplingParams, Turn
+from kvserve.demo.build import build_model
+from kvserve.engine.model import resolve_model_folder
+from kvserve.engine.tool_parser import library_tool_parser
+from kvserve.engine.worker import Engine, EngineSettings
+from kvserve.errors import KvserveError, NotFound, NotReady, RequestError, StartupError
+from kvserve.output.formats import OutputFormat, select_format
+from kvserve.output.tool_parsers.foreign import ForeignToolForm
+from kvserve.pipeline import Observer, RunningTurn, ServedModel, TurnRecord, serve_turn
+from kvserve.prompt.template import ChatTemplate
+from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
+from kvserve.protocols.openai_models import ModelCard
+from kvserve.proxy.litellm import LitellmProxy
+from kvserve.proxy.settings import ProxySettings
+from kvserve.telemetry.terminal import BannerFacts, RequestFacts, Terminal
+from kvserve.telemetry.trace import TraceLog
+from kvserve.web.routes import make_router
+from kvserve.web.server import HttpServer
+from kvserve.web.settings import WebSettings
+
+DEMO_MODEL_NAME = "kvserve-demo-qwen3"
+OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
+SESSION_HASH_TOKENS = 128
+STREAMS_END_SECONDS = 1.5
+ENGINE_STOP_SECONDS = 1.5
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until a signal. Returns the exit code: 0 after a signal, 1 when the server could not start."""
+    terminal = Terminal(Console(stderr=True))
+    stopping = threading.Event()
+    _on_signals(stopping)
+    try:
+        launch = load_launch(argv)
+        app = App(launch, terminal)
+    except StartupError as error:
+        terminal.error(str(error))
+        return 1
+    try:
+        app.start(stopping)
+        stopping.wait()
+    except KvserveError as error:
+        terminal.error(str(error))
+        return 1
+    finally:
+        app.stop()
+    return 0
+
+
+def _on_signals(stopping: threading.Event) -> None:
+    def stop(_signal_number: int, _frame: FrameType | None) -> None:
+        stopping.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+
+
+class App:
+    """One server process. Implements what `web/` needs (`Service`); `start` and `stop` belong to the main thread."""
+
+    def __init__(self, launch: Launch, terminal: Terminal) -> None:
+        self._launch = launch
+        self._settings = launch.settings
+        self._terminal = terminal
+        self._started_at = time.time()
+        self._served: ServedModel | None = None
+        self._engine: Engine | None = None
+        self._proxy: LitellmProxy | None = None
+        self._trace = TraceLog(
+            self._settings.log_root, self._settings.enable_request_logging, time.time, terminal.error
+        )
+        self._server = HttpServer(_web_settings(self._settings), make_router(self), terminal.error)
+        self._defaults = _request_defaults(self._settings)
+
+    # --- start and stop -----------------------------------------------------------------------------------------------
+
+    def start(self, stopping: threading.Event) -> None:
+        """Start everything; returns early once `stopping` is set. Raises StartupError."""
+        self._server.bind()
+        self._server.start()
+        self._start_proxy()
+        with self._terminal.loading(self._model_name):
+            served = self._load(stopping)
+        if served is None:
+            return
+        self._served = served
+        self._wait_for_proxy(stopping)
+        self._terminal.banner(self._banner(served))
+
+    def stop(self) -> None:
+        """End streams well-formed, then the proxy, the engine and what is left of the sockets."""
+        self._server.stop_accepting()
+        self._server.close(STREAMS_END_SECONDS)
+        if self._engine is not None:
+            self._engine.stop(0)
+        if self._proxy is not None:
+            self._proxy.stop()
+        if self._engine is not None:
+            self._engine.stop(ENGINE_STOP_SECONDS)
+
+    @property
+    def port(self) -> int:
+        """Where kvserve itself listens; known once `start` has bound it."""
+        return self._server.port
+
+    @property
+    def _model_name(self) -> str:
+        return DEMO_MODEL_NAME if self._launch.is_demo else self._settings.model_path
+
+    def _load(self, stopping: threading.Event) -> ServedModel | None:
+        """The served model, or None when the server is told to stop while it loads."""
+        folder = self._model_folder()
+        tokenizer = load_tokenizer(folder)
+        self._engine = Engine(
+            folder,
+            _engine_settings(self._settings),
+            grammar_tokenizer=_grammar_tokenizer(tokenizer),
+            report=self._terminal.error,
+        )
+        self._engine.start()
+        template = ChatTemplate(tokenizer)
+        added_tokens = frozenset(token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
+        output_format = _output_format(self._settings, folder, tokenizer, added_tokens)
+        while not stopping.is_set():
+            try:
+                model = self._engine.wait_until_ready(0.2)
+            except NotReady:
+                continue
+            return ServedModel(
+                name=self._model_name,
+                tokenizer=tokenizer,
+                template=template,
+                output_format=output_format,
+                added_tokens=added_tokens,
+                engine=self._engine,
+                defaults=self._defaults,
+                vocab_size=model.vocab_size,
+                context_limit=model.context_limit,
+                observe=Observer(self._terminal.prefill, self._remember),
+            )
+        return None
+
+    def _model_folder(self) -> Path:
+        if self._launch.is_demo:
+            return build_model("qwen3", self._settings.state_dir / DEMO_MODEL_NAME)
+        return resolve_model_folder(self._settings.model_path, self._terminal.note)
+
+    def _start_proxy(self) -> None:
+        if not self._launch.with_proxy:
+            return
+        settings = replace(_proxy_settings(self._settings, self._server.port), listed_model_id=self._listed_model_id)
+        self._proxy = LitellmProxy(settings, self._launch.environment, self._terminal.note)
+        self._proxy.start()
+
+    @property
+    def _listed_model_id(self) -> str:
+        return f"openai/{DEMO_MODEL_NAME}" if self._launch.is_demo else self._settings.listed_model_id
+
+    def _wait_for_proxy(self, stopping: threading.Event) -> None:
+        """Wait for readiness in short steps, so that a signal is not kept waiting."""
+        deadline = time.monotonic() + self._settings.proxy_startup_wait_seconds
+        while self._proxy is not None and not stopping.is_set():
+            if self._proxy.state.status == "ready" or time.monotonic() > deadline:
+                return
+            stopping.wait(0.1)
+
+    def _banner(self, served: ServedModel) -> BannerFacts:
+        warnings = [f"{key} is set, but what it controls is not there yet" for key in self._settings_without_effect()]
+        if self._proxy is not None and self._proxy.state.status != "ready":
+            warnings.append("LiteLLM is still starting (10 to 20 s); until then use the second URL.")
+        return BannerFacts(
+            version=__version__,
+            model_name=served.name,
+            context_limit=served.context_limit,
+            server_url=f"http://{self._settings.mlx_host}:{self._server.port}",
+            proxy_url=f"http://127.0.0.1:{self._settings.proxy_port}" if self._proxy is not None else None,
+            is_demo=self._launch.is_demo,
+            needs_api_key=self._settings.api_key is not None,
+            warnings=tuple(warnings),
+        )
+
+    def _settings_without_effect(self) -> tuple[str, ...]:
+        flag = {"on": (), "ephemeral": ("--ephemeral-cache",), "off": ("--no-disk-cache",)}[self._launch.disk_cache]
+        return (*settings_acting_later(self._settings), *flag)
+
+    # --- what web/ asks -----------------------------------------------------------------------------------------------
+
+    @property
+    def defaults(self) -> RequestDefaults:
+        return self._defaults
+
+    def resolve_model(self, name: str | None) -> ServedModel:
+        """The loaded model answers to every name, unless MODEL_STRICT is set."""
+        served = self._served
+        if served is None:
+            raise NotReady("The model is still loading.", retry_after_seconds=5)
+        if self._settings.model_strict and name not in (None, served.name, self._listed_model_id):
+            raise NotFound(f"The model {name!r} is not served here; {served.name!r} is.", param="model")
+        return served
+
+    def list_models(self) -> Sequence[ModelCard]:
+        served = self._served
+        return [ModelCard(served.name, int(self._started_at), served.context_limit)] if served else []
+
+    def health(self) -> tuple[int, JsonObject]:
+        status = self._engine.status if self._engine is not None else None
+        is_ready = self._served is not None and status is not None and status.state == "ready"
+        body: dict[str, object] = {
+            "status": "ok" if is_ready else status.state if status is not None else "loading",
+            "model": self._model_name,
+            "num_running": status.num_prefilling + status.num_decoding if status else 0,
+            "num_prefilling": status.num_prefilling if status else 0,
+            "num_decoding": status.num_decoding if status else 0,
+            "num_waiting": status.num_waiting if status else 0,
+            "active_memory_bytes": status.active_memory_bytes if status else 0,
+            "num_open_connections": self._server.num_open_connections,
+            "proxy": self._proxy.state.status if self._proxy is not None else "off",
+            "uptime_seconds": round(time.time() - self._started_at, 1),
+            "version": __version__,
+        }
+        return (200 if is_ready else 503), body
+
+    def serve(self, turn: Turn, served: ServedModel) -> RunningTurn:
+        """Submit a turn; one that is refused has its line in the terminal too."""
+        try:
+            return serve_turn(turn, served)
+        except RequestError as error:
+            self._terminal.request_line(
+                RequestFacts(turn.request_id, turn.protocol, served.name, error_status=error.status, cause=str(error))
+            )
+            raise
+
+    def _remember(self, record: TurnRecord) -> None:
+        """The request line, and the turn in its session's trace file."""
+        facts = record.facts
+        self._terminal.request_line(facts)
+        self._trace.write(
+            facts.session or _first_tokens_hash(record.prompt.tokens.ids),
+            "turn",
+            request_id=facts.request_id,
+            protocol=facts.protocol,
+            num_messages=len(record.turn.messages),
+            num_prompt_tokens=facts.num_prompt_tokens,
+            num_cached_tokens=facts.num_cached_tokens,
+            num_completion_tokens=facts.num_completion_tokens,
+            finish_reason=facts.finish_reason,
+            error_status=facts.error_status,
+            notes=list(facts.notes),
+            prompt=record.prompt.text,
+        )
+
+
+def _first_tokens_hash(ids: tuple[int, ...]) -> str:
+    """The session of a request that names none: conversations that begin alike share a file."""
+    return hashlib.sha256(repr(ids[:SESSION_HASH_TOKENS]).encode()).hexdigest()[:16]
+
+
+def _grammar_tokenizer(tokenizer: Tokenizer) -> Callable[[int], llguidance.LLTokenizer]:
+    """Makes llguidance's view of the tokenizer when the first request needs one, and keeps it: it takes a second."""
+    made: dict[int, llguidance.LLTokenizer] = {}
+
+    def make(vocab_size: int) -> llguidance.LLTokenizer:
+        if vocab_size not in made:
+            made[vocab_size] = llguidance.LLTokenizer(
+                tokenizer.backend.to_str(),
+                n_vocab=max(vocab_size, tokenizer.vocab_size),
+                eos_token=sorted(tokenizer.stop_token_ids),
+            )
+        return made[vocab_size]
+
+    return make
+
+
+def _output_format(
+    settings: Settings, folder: Path, tokenizer: Tokenizer, added_tokens: frozenset[str]
+) -> OutputFormat:
+    """How the model marks its output; mlx-lm is asked only where the forms read here do not occur in the template."""
+    template = tokenizer.chat_template or ""
+    foreign = None
+    if not any(tag in template for tag in OWN_TOOL_TAGS):
+        parser = library_tool_parser(folder)
+        foreign = ForeignToolForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
+    return select_format(settings.model_family, template, added_tokens, foreign)
+
+
+def _request_defaults(settings: Settings) -> RequestDefaults:
+    return RequestDefaults(
+        sampling=SamplingParams(
+            temperature=settings.default_temperature,
+            top_p=settings.default_top_p,
+            top_k=settings.default_top_k,
+            min_p=settings.default_min_p,
+            repetition_penalty=settings.default_repetition_penalty,
+            repetition_context_size=settings.default_repetition_context_size,
+        ),
+        max_tokens=settings.default_max_tokens,
+        thinking=settings.default_thinking,
+        preserve_thinking=settings.preserve_thinking,
+    )
+
+
+def _engine_settings(settings: Settings) -> EngineSettings:
+    return EngineSettings(
+        max_kv_size=settings.max_kv_size,
+        max_concurrent_requests=settings.max_concurrent_requests,
+        max_queued_requests=settings.max_queued_requests,
+        max_batch_bytes=settings.max_batch_bytes,
+        prefill_step_size=settings.prefill_step_size,
+        watchdog_seconds=settings.generation_watchdog_seconds,
+        default_sampling=_request_defaults(settings).sampling,
+    )
+
+
+def _web_settings(settings: Settings) -> WebSettings:
+    return WebSettings(
+        host=settings.mlx_host,
+        port=settings.mlx_port,
+        api_key=settings.api_key,
+        allowed_origins=settings.allowed_origins,
+        allowed_hosts=settings.allowed_hosts,
+        max_body_bytes=settings.max_request_body_bytes,
+        max_header_bytes=settings.max_header_bytes,
+        max_connections=settings.max_connections,
+        header_timeout_seconds=settings.header_timeout_seconds,
+        body_timeout_seconds=settings.body_timeout_seconds,
+        idle_timeout_seconds=settings.idle_connection_seconds,
+    )
+
+
+def _proxy_settings(settings: Settings, backend_port: int) -> ProxySettings:
+    backend_host = "127.0.0.1" if settings.mlx_host in ("0.0.0.0", "::") else settings.mlx_host
+    return ProxySettings(
+        port=settings.proxy_port,
+        backend_url=f"http://{backend_host}:{backend_port}",
+        listed_model_id=settings.listed_model_id,
+        state_dir=settings.state_dir,
+        api_key=settings.api_key,
+        allowed_origins=settings.allowed_origins,
+        allowed_hosts=settings.allowed_hosts,
+        max_body_bytes=settings.max_request_body_bytes,
+    )

@@ -1,0 +1,80 @@
+"""Where messages begin in model tokens, read off the ids: which special tokens open a message is learned once a model.
+
+It finds positions worth a checkpoint and decides nothing that must be exact: a user who types such a token makes one
+more position, a template without special tokens makes none.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from kvserve.core import Message, MessageStart, TextBlock
+from kvserve.prompt.template import ChatTemplate
+from kvserve.prompt.tokenizer import Tokenizer
+
+_PROBE = (
+    ("system", "Kiwi seven"),
+    ("user", "Amber lake"),
+    ("assistant", "Green stone"),
+    ("user", "Violet moon"),
+)
+
+_ROLE_TOKENS = ("<|system|>", "<|observation|>", "<|tool|>")
+
+
+@dataclass(frozen=True, slots=True)
+class MessageMarkers:
+    """`openers` are the tokens that begin a message; a user's message goes on with `user_header` and then text."""
+
+    openers: frozenset[int]
+    user_header: tuple[int, ...]
+    special: frozenset[int]
+
+    def message_starts(self, ids: Sequence[int]) -> tuple[MessageStart, ...]:
+        """The offset of every message in a rendered prompt, in order, the generation tail included."""
+        return tuple(
+            MessageStart(offset, self._is_user(ids, offset))
+            for offset, token in enumerate(ids)
+            if token in self.openers
+        )
+
+    def _is_user(self, ids: Sequence[int], offset: int) -> bool:
+        """A user's own words: templates that write tool results as user messages open them with a special token."""
+        end = offset + len(self.user_header)
+        return tuple(ids[offset:end]) == self.user_header and end < len(ids) and ids[end] not in self.special
+
+
+def learn_markers(tokenizer: Tokenizer, template: ChatTemplate) -> MessageMarkers:
+    """Render a short conversation and look which special tokens stand between its messages."""
+    messages = tuple(Message(role, (TextBlock(text),)) for role, text in _PROBE)  # type: ignore[arg-type]
+    prompt = template.render(messages, thinking=False)
+    encoded = tokenizer.backend.encode(prompt.text, add_special_tokens=False)
+    special = frozenset(tokenizer.backend.get_added_tokens_decoder())
+    gaps = _gaps(prompt.text, encoded.ids, encoded.offsets)
+    if len(gaps) < len(_PROBE) - 1:
+        return MessageMarkers(frozenset(), (), special)
+    to_assistant, to_user = gaps[-2], gaps[-1]
+    shared = [ids[0] for ids in takewhile(lambda pair: pair[0] == pair[1], zip(to_assistant, to_user, strict=False))]
+    opener = next((token for token in reversed(shared) if token in special), None)
+    if opener is not None:
+        return MessageMarkers(frozenset({opener}), _from(to_user, {opener}), special)
+    openers = {token for gap in gaps for token in gap[:1] if token in special}
+    if openers:  # the roles are tokens themselves: the probe met two of them, the others go by their usual names
+        openers |= {token for name in _ROLE_TOKENS if (token := tokenizer.token_id(name)) is not None}
+    return MessageMarkers(frozenset(openers), _from(to_user, openers), special)
+
+
+def _gaps(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """The ids between neighbouring probe texts, where all of them were rendered."""
+    places = [text.find(words) for _, words in _PROBE]
+    gaps = []
+    for (_, words), place, following in zip(_PROBE, places, places[1:], strict=False):
+        if place >= 0 and following >= 0:
+            start, end = place + len(words), following
+            gaps.append(tuple(token for token, (left, _) in zip(ids, offsets, strict=True) if start <= left < end))
+    return gaps
+
+
+def _from(gap: Sequence[int], openers: set[int]) -> tuple[int, ...]:
+    first = next((index for index, token in enumerate(gap) if token in openers), len(gap))
+    return tuple(gap[first:])

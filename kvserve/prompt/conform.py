@@ -1,0 +1,238 @@
+"""A conversation in the nearest form that one template accepts: in place, nothing hoisted, nothing dropped.
+
+It knows which neighbours a template takes (`Dialect`, found out by `probe.py`) and a remedy for each of the others.
+Every decision looks backwards only, so a longer conversation begins with the steps of the shorter one.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from kvserve.core import Message, ToolSpec
+from kvserve.prompt.steps import (
+    ROLES,
+    Kind,
+    Speaker,
+    Step,
+    WireForm,
+    hermes_call,
+    hermes_result,
+    hermes_tools,
+    speaker_after,
+    steps_of,
+)
+
+NO_RESULT = "(no result)"
+FILLERS: tuple[Kind, ...] = ("user", "assistant", "result")
+
+type Place = tuple[Speaker, Kind]
+"""Where a conversation stands: who spoke last in plain text, and the kind of its last step."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What one template takes. `order` holds which kind of step may follow at which place, the end included."""
+
+    form: WireForm = WireForm()
+    tools: bool = False
+    calls: bool = False
+    results: bool = False
+    parallel_calls: bool = False
+    text_with_calls: bool = False
+    reasoning_with_text_and_calls: bool = False
+    order: frozenset[tuple[Place, Kind]] = field(default_factory=frozenset)
+
+    @cached_property
+    def bridges(self) -> Mapping[tuple[Place, Kind], tuple[Kind, ...]]:
+        """For every refused step the shortest row of fillers that leads to a place where it may stand, if any does."""
+        places, kinds = {place for place, _ in self.order}, {kind for _, kind in self.order}
+        found = {(place, kind): self._bridge(place, kind) for place in places for kind in kinds}
+        return {refused: bridge for refused, bridge in found.items() if bridge}
+
+    def _bridge(self, start: Place, kind: Kind) -> tuple[Kind, ...]:
+        rows: deque[tuple[Place, tuple[Kind, ...]]] = deque([(start, ())])
+        seen = {start}
+        while rows:
+            place, row = rows.popleft()
+            if (place, kind) in self.order:
+                return row
+            for filler in FILLERS:
+                after = (speaker_after(place[0], filler), filler)
+                if (place, filler) in self.order and after not in seen:
+                    seen.add(after)
+                    rows.append((after, (*row, filler)))
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Conformed:
+    """The steps to render; `continues` where the last one, an assistant's, is to be continued. `notes` for the log."""
+
+    steps: tuple[Step, ...]
+    continues: bool
+    notes: tuple[str, ...]
+
+
+def conform(messages: Sequence[Message], tools: Sequence[ToolSpec], dialect: Dialect) -> Conformed:
+    """The messages as steps in the template's dialect; tools that it does not take are described in the system message.
+
+    Raises BadRequest for an image.
+    """
+    placing = _Placing(dialect)
+    steps = [step for index, message in enumerate(messages) for step in steps_of(message, index)]
+    if tools and not dialect.tools:
+        steps = list(_with_tools_described(steps, tools))
+        placing.note("tools described in the system message", 0)
+    while steps and _says_nothing(steps[-1], dialect):
+        steps.pop()
+    for step in steps:
+        for lowered in placing.lowered(step):
+            placing.place(lowered)
+    continues = bool(steps) and steps[-1].kind == "assistant" and placing.last_kind == "assistant"
+    if not continues:
+        placing.bridge("end", len(messages))
+    return Conformed(tuple(placing.steps), continues, tuple(placing.notes()))
+
+
+def _says_nothing(step: Step, dialect: Dialect) -> bool:
+    """Whether a last step gives the model nothing to continue: no text, and no thinking that the template takes."""
+    return step.kind == "assistant" and not step.text and not (step.reasoning and dialect.form.reasoning)
+
+
+def _with_tools_described(steps: Sequence[Step], tools: Sequence[ToolSpec]) -> Iterator[Step]:
+    """The steps with the tools at the end of the first system message, or in one of their own before everything."""
+    description = hermes_tools(tools)
+    if steps and steps[0].kind == "system":
+        text = f"{steps[0].text}\n\n{description}" if steps[0].text else description
+        yield replace(steps[0], text=text)
+        yield from steps[1:]
+    else:
+        yield Step("system", description)
+        yield from steps
+
+
+class _Placing:
+    """Steps placed one behind the other, each in the nearest form that may follow the one before."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self.steps: list[Step] = []
+        self._names: dict[str, str] = {}
+        self._numbers: dict[str, int] = {}
+        self._num_calls = 0
+        self._pending: list[str] = []
+        self._changes: dict[str, list[int]] = {}
+        self._speaker: Speaker = "nobody"
+
+    @property
+    def last_kind(self) -> Kind:
+        return self.steps[-1].kind if self.steps else "start"
+
+    def note(self, change: str, index: int) -> None:
+        self._changes.setdefault(change, []).append(index)
+
+    def notes(self) -> Iterator[str]:
+        for change, indices in self._changes.items():
+            where = ", ".join(str(index) for index in dict.fromkeys(indices[:8]))
+            yield f"{change} (message {where}{', ...' if len(indices) > 8 else ''})"
+
+    def lowered(self, step: Step) -> Iterator[Step]:
+        """One assistant's step as the steps that the template can write without losing a part."""
+        if step.kind != "calls":
+            yield step
+            return
+        if not self._dialect.calls:
+            self.note("tool calls written as text", step.index)
+            said = [step.text] if step.text else []
+            yield replace(step, kind="assistant", text="\n".join(said + [hermes_call(c) for c in step.calls]), calls=())
+            return
+        mixed = bool(step.reasoning and step.text) and not self._dialect.reasoning_with_text_and_calls
+        if step.text and (mixed or not self._dialect.text_with_calls):
+            self.note("text before tool calls put into a message of its own", step.index)
+            yield replace(step, kind="assistant", reasoning="", calls=())
+            # The reasoning stays with the calls: beside a plain text many templates drop it.
+            step = replace(step, text="")
+        if len(step.calls) > 1 and not self._dialect.parallel_calls:
+            self.note("parallel tool calls put into a message each", step.index)
+            yield replace(step, calls=step.calls[:1])
+            yield from (replace(step, text="", reasoning="", calls=(call,)) for call in step.calls[1:])
+            return
+        yield step
+
+    def place(self, step: Step) -> None:
+        """Append the step, or what stands for it."""
+        step = self._settled(step)
+        if self._takes(step.kind):
+            self._append(step)
+        elif step.kind == "system" or (step.kind == "later_system" and self.last_kind != "system"):
+            self.note("system message rendered as a user message", step.index)
+            self.place(replace(step, kind="user", text=f"[system]\n{step.text}", name=None))
+        elif step.kind in ("result", "orphan") and self._bridge_to(step.kind) != ("user",):
+            self.note("tool result rendered as a user message", step.index)
+            self.place(replace(step, kind="user", text=hermes_result(step.text)))
+        elif self._can_merge(step):
+            self.note(f"{ROLES[step.kind]} message merged into the one before", step.index)
+            self._merge(step)
+        else:
+            self.bridge(step.kind, step.index)
+            self._append(step)
+
+    def bridge(self, kind: Kind, index: int) -> None:
+        """Put fillers before a step of this kind, if the template wants some."""
+        if self._takes(kind):
+            return
+        for filler in self._bridge_to(kind):
+            self.note(f"empty {ROLES[filler]} message put before", index)
+            pending = self._pending[0] if self._pending else ""
+            text = NO_RESULT if filler == "result" else ""
+            self._append(self._settled(Step(filler, text, call_id=pending, index=index)))
+
+    def _bridge_to(self, kind: Kind) -> tuple[Kind, ...]:
+        return self._dialect.bridges.get(((self._speaker, self.last_kind), kind), ())
+
+    def _takes(self, kind: Kind) -> bool:
+        return ((self._speaker, self.last_kind), kind) in self._dialect.order
+
+    def _settled(self, step: Step) -> Step:
+        """The step with its kind as it depends on what stands before."""
+        if step.kind == "system" and self.steps:
+            return replace(step, kind="later_system")
+        if step.kind in ("result", "orphan"):
+            answers = step.call_id in self._pending and self.last_kind in ("calls", "result")
+            name, number = self._names.get(step.call_id, step.call_name), self._numbers.get(step.call_id, 0)
+            return replace(step, kind="result" if answers else "orphan", call_name=name, call_number=number)
+        return step
+
+    def _can_merge(self, step: Step) -> bool:
+        last = self.last_kind
+        if step.kind == "later_system":
+            return last == "system"
+        if step.kind == "calls":
+            joint = bool(self.steps and self.steps[-1].text) or bool(step.text)
+            return last == "assistant" and (self._dialect.text_with_calls or not joint)
+        return step.kind == last and step.kind in ("user", "assistant")
+
+    def _append(self, step: Step) -> None:
+        if step.kind == "calls":
+            if self.last_kind != "calls":
+                self._pending.clear()
+            self._pending += [call.call_id for call in step.calls]
+            self._names.update((call.call_id, call.name) for call in step.calls)
+            self._numbers.update((call.call_id, self._num_calls + i) for i, call in enumerate(step.calls))
+            step = replace(step, call_number=self._num_calls)
+            self._num_calls += len(step.calls)
+        self._speaker = speaker_after(self._speaker, step.kind)
+        self.steps.append(step)
+
+    def _merge(self, step: Step) -> None:
+        """Join the step to the last one; only what follows the last one's text changes."""
+        last = self.steps.pop()
+        joined = replace(
+            last,
+            kind=last.kind if last.kind == "system" else step.kind,
+            text="\n\n".join(text for text in (last.text, step.text) if text),
+            reasoning="\n\n".join(text for text in (last.reasoning, step.reasoning) if text),
+            calls=step.calls,
+        )
+        self._append(joined)

@@ -1,0 +1,279 @@
+"""What one chat template accepts, found out at load by rendering small conversations made of marker words.
+
+It knows how to ask a template; the answer is a `Dialect`. It never sees a request.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from kvserve.core import ToolCallBlock, ToolSpec
+from kvserve.prompt.compiled import CompiledTemplate, Refusal
+from kvserve.prompt.conform import Dialect, Place
+from kvserve.prompt.steps import (
+    INLINE,
+    ROLES,
+    THINK_CLOSE,
+    THINKING_PART,
+    CallIds,
+    Kind,
+    Step,
+    WireForm,
+    message_dict,
+    tool_dicts,
+)
+
+PROBE_TOOL = ToolSpec(
+    "kwtoolname",
+    "kwtooldescription",
+    {"type": "object", "properties": {"kwparameter": {"type": "string", "description": "kwparameterdescription"}}},
+)
+# How templates read an assistant's reasoning, the usual fields first, and what must stand in the template's source: one
+# that does not know a form may write it all the same, as the text of a list or as tags that nothing ever strips.
+REASONING_FORMS = (
+    ("reasoning_content", ("reasoning_content",)),
+    ("thinking", ("thinking",)),
+    ("reasoning", ("reasoning",)),
+    (THINKING_PART, ("'thinking'", '"thinking"')),
+    (INLINE, (THINK_CLOSE,)),
+)
+STAND_IN_FOR_EMPTY = "(empty)"
+
+# The shortest conversation that ends at each place.
+LEADS: Mapping[Place, tuple[Kind, ...]] = {
+    ("nobody", "start"): (),
+    ("nobody", "system"): ("system",),
+    ("nobody", "later_system"): ("system", "later_system"),
+    ("nobody", "calls"): ("calls",),
+    ("nobody", "result"): ("calls", "result"),
+    ("nobody", "orphan"): ("orphan",),
+    ("user", "user"): ("user",),
+    ("user", "calls"): ("user", "calls"),
+    ("user", "result"): ("user", "calls", "result"),
+    ("user", "later_system"): ("user", "later_system"),
+    ("user", "orphan"): ("user", "orphan"),
+    ("assistant", "assistant"): ("user", "assistant"),
+    ("assistant", "calls"): ("user", "assistant", "calls"),
+    ("assistant", "result"): ("user", "assistant", "calls", "result"),
+    ("assistant", "later_system"): ("user", "assistant", "later_system"),
+    ("assistant", "orphan"): ("user", "assistant", "orphan"),
+}
+NEXT_KINDS: tuple[Kind, ...] = ("system", "later_system", "user", "assistant", "calls", "result", "orphan")
+
+
+@dataclass(frozen=True, slots=True)
+class Prober:
+    """Asks one template. With `tools` every conversation is rendered with a tool, which changes what some accept.
+
+    `arguments` are those under which past reasoning is kept, where the template has such.
+    """
+
+    template: CompiledTemplate
+    tools: tuple[ToolSpec, ...] = ()
+    arguments: Mapping[str, object] | None = None
+
+    def render(self, steps: Sequence[Step], form: WireForm, *, tail: bool = True, keep: bool = False) -> str | Refusal:
+        """The steps as text; `tail`: with the generation tail, `keep`: with the arguments that keep reasoning."""
+        messages = [message_dict(step, form) for step in steps]
+        arguments = (self.arguments or {}) if keep else {}
+        return self.template.render(messages, tool_dicts(self.tools), add_generation_prompt=tail, arguments=arguments)
+
+    def shows(self, steps: Sequence[Step], form: WireForm, *, tail: bool = True) -> bool:
+        """Whether every text and call of the steps is written, in order (reasoning aside)."""
+        text = self.render(steps, form, tail=tail)
+        return isinstance(text, str) and in_order(text, _words(steps))
+
+    def shows_reasoning(self, steps: Sequence[Step], form: WireForm) -> bool:
+        """Whether the reasoning of the steps is written in some setting, and their texts behind it."""
+        words = [word for step in steps for word in (step.reasoning, step.text) if word]
+        settings = ((tail, keep) for tail in (False, True) for keep in (False, True))
+        texts = (self.render(steps, form, tail=tail, keep=keep) for tail, keep in settings)
+        # A list of parts that was dumped instead of read shows its keys.
+        return any(isinstance(text, str) and in_order(text, words) and "'thinking':" not in text for text in texts)
+
+
+def in_order(text: str, words: Iterable[str]) -> bool:
+    """Whether each word stands in the text behind the one before it."""
+    position = 0
+    for word in words:
+        found = text.find(word, position)
+        if found < 0:
+            return False
+        position = found + len(word)
+    return True
+
+
+def _words(steps: Iterable[Step]) -> Iterator[str]:
+    for step in steps:
+        if step.text:
+            yield step.text
+        for call in step.calls:
+            yield call.arguments.partition(":")[2].strip('"}') or call.arguments
+
+
+def talk(kinds: Iterable[Kind], *, text_with_calls: bool = False, calls_each: int = 1) -> list[Step]:
+    """Steps of these kinds with a marker word each; a result answers the first call that has none yet."""
+    steps: list[Step] = []
+    calls: list[ToolCallBlock] = []
+    num_results = 0
+    for number, kind in enumerate(kinds):
+        text = f"kwtext{number}end"
+        if kind == "calls":
+            made = tuple(_call(f"kwcall{number}of{i}") for i in range(calls_each))
+            steps.append(Step("calls", text if text_with_calls else "", calls=made, call_number=len(calls)))
+            calls += made
+        elif kind == "result" and num_results < len(calls):
+            answered = calls[num_results]
+            steps.append(Step(kind, text, call_id=answered.call_id, call_name=answered.name, call_number=num_results))
+            num_results += 1
+        else:
+            steps.append(Step(kind, text, call_id="kwnone" if kind == "orphan" else ""))
+    return steps
+
+
+def _call(call_id: str) -> ToolCallBlock:
+    return ToolCallBlock(call_id, PROBE_TOOL.name, f'{{"kwparameter":"{call_id}end"}}')
+
+
+def probe(prober: Prober) -> Dialect | None:
+    """The dialect of the prober's template, None where it cannot even render one user message."""
+    form = WireForm()
+    if not prober.shows(talk(["user"]), form):
+        form = replace(form, content_as_list=True)
+        if not prober.shows(talk(["user"]), form):
+            return None
+    form = replace(form, empty_text=dict(_empty_texts(prober, form)))
+    dialect = _probe_calls(prober, form)
+    form = _probe_reasoning(prober, dialect)
+    dialect = replace(dialect, form=form, tools=_shows_tools(prober, form))
+    if dialect.calls:
+        dialect = _probe_call_shapes(prober, dialect)
+    return replace(dialect, order=frozenset(_order(prober, dialect)))
+
+
+def _shows_tools(prober: Prober, form: WireForm) -> bool:
+    text = prober.render(talk(["user"]), form)
+    words = ("kwtoolname", "kwtooldescription", "kwparameter")
+    return isinstance(text, str) and bool(prober.tools) and all(word in text for word in words)
+
+
+def _empty_texts(prober: Prober, form: WireForm) -> Iterator[tuple[str, str]]:
+    """What stands for an empty text in each role: nothing, where the template takes that."""
+    places: tuple[tuple[str, tuple[Kind, ...], int], ...] = (
+        ("system", ("system", "user"), 0),
+        ("user", ("user", "assistant", "user"), 0),
+        ("assistant", ("user", "assistant", "user"), 1),
+        ("tool", ("user", "calls", "result"), 2),
+    )
+    for role, kinds, position in places:
+        steps = talk(kinds)
+        steps[position] = replace(steps[position], text="")
+        yield role, "" if prober.shows(steps, form) else STAND_IN_FOR_EMPTY
+
+
+def _probe_calls(prober: Prober, form: WireForm) -> Dialect:
+    """Whether calls and their results are written, and in which form."""
+    endings: tuple[Kind, ...] = ("result", "user")
+    ids: tuple[CallIds, ...] = ("given", "nine_characters", "numbered")
+    flags = (False, True)
+    for ending, as_text, omits, call_ids in product(endings, flags, flags, ids):
+        tried = replace(form, omits_empty_content=omits, call_ids=call_ids, arguments_as_text=as_text)
+        kinds: tuple[Kind, ...] = ("user", "calls", ending)
+        if prober.shows(talk(kinds), tried) and _names_calls(prober, tried, kinds):
+            tried = _probe_raw_arguments(prober, tried, kinds)
+            return Dialect(form=tried, calls=True, results=ending == "result")
+    return Dialect(form=form)
+
+
+def _names_calls(prober: Prober, form: WireForm, kinds: tuple[Kind, ...]) -> bool:
+    """Whether the name of a called tool is written, and the missing content is not written as None."""
+    steps = [replace(s, calls=tuple(replace(c, name="kwothername") for c in s.calls)) for s in talk(kinds)]
+    text, plain = prober.render(steps, form), prober.render(talk(["user"]), form)
+    assert isinstance(plain, str), "a user message alone was rendered before"
+    return isinstance(text, str) and "kwothername" in text and text.count("None") <= plain.count("None")
+
+
+def _probe_raw_arguments(prober: Prober, form: WireForm, kinds: tuple[Kind, ...]) -> WireForm:
+    """Some templates iterate the arguments: what is no JSON object must be wrapped into one for them."""
+    steps = [replace(s, calls=tuple(replace(c, arguments="kwraw") for c in s.calls)) for s in talk(kinds)]
+    return form if prober.shows(steps, form) else replace(form, wraps_raw_arguments=True)
+
+
+def _probe_reasoning(prober: Prober, dialect: Dialect) -> WireForm:
+    form = dialect.form
+    answer = [talk(["user"])[0], Step("assistant", "kwtext1end", "kwreasoning")]
+    places = [answer, [*answer, *talk(["user"])]]
+    if dialect.calls:
+        user, calls, result = talk(["user", "calls", "result" if dialect.results else "user"])
+        places.append([user, replace(calls, reasoning="kwreasoning"), result])
+    for name, hints in REASONING_FORMS:
+        tried = replace(form, reasoning=name)
+        is_known = any(hint in prober.template.source for hint in hints)
+        if is_known and any(prober.shows_reasoning(steps, tried) for steps in places):
+            return replace(tried, keeps_think_tags=_keeps_think_tags(prober, tried))
+    return form
+
+
+def _keeps_think_tags(prober: Prober, form: WireForm) -> bool:
+    """Whether a literal </think> in an answer costs the text before it, and an empty reasoning field saves it."""
+    steps = [*talk(["user"]), Step("assistant", "kwbefore</think>kwafter"), *talk(["user"])]
+    return not prober.shows(steps, form) and prober.shows(steps, replace(form, keeps_think_tags=True))
+
+
+def _probe_call_shapes(prober: Prober, dialect: Dialect) -> Dialect:
+    form = dialect.form
+    parallel = talk(["user", "calls", "result", "result"], calls_each=2)
+    running = talk(["user", "calls", "result"], text_with_calls=True)
+    past = talk(["user", "calls", "result", "assistant", "user"], text_with_calls=True)
+    thought = [replace(step, reasoning="kwreasoning") if step.calls else step for step in past]
+    return replace(
+        dialect,
+        parallel_calls=prober.shows(parallel, form),
+        text_with_calls=prober.shows(running, form) and prober.shows(past, form),
+        reasoning_with_text_and_calls=prober.shows(thought, form),
+    )
+
+
+def _order(prober: Prober, dialect: Dialect) -> Iterator[tuple[Place, Kind]]:
+    """Every kind of step at every place that the template writes whole and in order."""
+    for place, lead in LEADS.items():
+        if lead and _is_shown(prober, dialect, lead, tail=True):
+            yield place, "end"
+        for kind in NEXT_KINDS:
+            conversations = _conversations(lead, kind, dialect)
+            if conversations and all(_is_shown(prober, dialect, kinds) for kinds in conversations):
+                yield place, kind
+
+
+def _conversations(lead: tuple[Kind, ...], kind: Kind, dialect: Dialect) -> tuple[tuple[Kind, ...], ...]:
+    """Conversations with the step behind the lead that must all be written; none where it cannot occur."""
+    before: Kind = lead[-1] if lead else "start"
+    match before, kind:
+        case "start", "system":
+            # Some templates move the system text to the newest user message: the prompt's start changes each turn.
+            return (kind, "user"), (kind, "user", "assistant", "user")
+        case (_, "system") | ("start", "later_system"):
+            return ()
+        case _, "assistant":
+            return (*lead, kind), (*lead, kind, "user")
+        case "calls", "calls":
+            return ((*lead, kind, *(("result", "result") if dialect.results else ("user",))),)
+        case _, "calls":
+            return ((*lead, kind, "result" if dialect.results else "user"),)
+        case "result", "result":
+            calls: tuple[Kind, ...] = ("calls",) if dialect.parallel_calls else ("calls", "calls")
+            return ((*lead[:-2], *calls, "result", "result"),)
+        case ("calls", "result") | (_, "user" | "later_system" | "orphan"):
+            return ((*lead, kind),)
+        case _:
+            return ()
+
+
+def _is_shown(prober: Prober, dialect: Dialect, kinds: tuple[Kind, ...], *, tail: bool | None = None) -> bool:
+    if not kinds:
+        return True
+    if not dialect.calls and ("calls" in kinds or "result" in kinds):
+        return False
+    parallel = kinds.count("calls") == 1 and kinds[-2:] == ("result", "result")
+    tail = ROLES[kinds[-1]] != "assistant" if tail is None else tail
+    return prober.shows(talk(kinds, calls_each=2 if parallel else 1), dialect.form, tail=tail)

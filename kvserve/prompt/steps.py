@@ -1,0 +1,319 @@
+"""A conversation cut into steps: what a chat template knows as one message, with its parts in the order they are said.
+
+It knows the blocks of core.py and the dicts that Hugging Face templates read; not what one template accepts.
+"""
+
+import hashlib
+import json
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvserve.core import (
+    Block,
+    ImageBlock,
+    Message,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+    ToolResultBlock,
+    ToolSpec,
+)
+from kvserve.errors import BadRequest
+from kvserve.prompt.compiled import MessageDict, ToolDict
+
+# `start` and `end` stand for the borders of a conversation; `later_system` is a system message after anything else,
+# `calls` an assistant message with tool calls, `result` a tool result right behind its call, `orphan` any other one.
+Kind = Literal["start", "system", "later_system", "user", "assistant", "calls", "result", "orphan", "end"]
+
+# Who spoke last in plain text: templates that want roles to alternate count these and pass over calls and results.
+Speaker = Literal["nobody", "user", "assistant"]
+
+ROLES: Mapping[Kind, str] = {
+    "system": "system",
+    "later_system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "calls": "assistant",
+    "result": "tool",
+    "orphan": "tool",
+}
+
+THINK_CLOSE = "</think>"
+THINK_OPEN = "<think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One message as a template knows it; `index` is that of the message it came from.
+
+    A template writes `reasoning`, `text` and `calls` in this order. `call_id` and `call_name` belong to tool results;
+    `call_number` counts the calls of the conversation: that of the first of `calls`, or of the call that is answered.
+    """
+
+    kind: Kind
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCallBlock, ...] = ()
+    call_id: str = ""
+    call_name: str = ""
+    call_number: int = 0
+    name: str | None = None
+    index: int = 0
+
+
+def speaker_after(speaker: Speaker, kind: Kind) -> Speaker:
+    """Who spoke last once a step of this kind was said."""
+    if kind == "user":
+        return "user"
+    return "assistant" if kind == "assistant" else speaker
+
+
+CallIds = Literal["given", "nine_characters", "numbered"]
+
+# Ways to hand reasoning over that are no field of its own: inside the content's text, or as a part of a content list.
+INLINE = "inline"
+THINKING_PART = "thinking part"
+
+
+@dataclass(frozen=True, slots=True)
+class WireForm:
+    """How one template wants message dicts.
+
+    `reasoning` is the name of the field that it reads, `INLINE` or `THINKING_PART`; None: it takes no reasoning.
+    `keeps_think_tags`: an empty reasoning saves a literal </think> in the content. `wraps_raw_arguments`: arguments
+    that are no JSON object are put into one. `empty_text` says per role what stands for an empty text.
+    """
+
+    content_as_list: bool = False
+    reasoning: str | None = None
+    keeps_think_tags: bool = False
+    omits_empty_content: bool = False
+    call_ids: CallIds = "given"
+    arguments_as_text: bool = False
+    wraps_raw_arguments: bool = False
+    empty_text: Mapping[str, str] = field(default_factory=dict)
+
+
+def steps_of(message: Message, index: int) -> Iterator[Step]:
+    """The steps of one message, in the order of its blocks. Raises BadRequest for an image."""
+    steps = _assistant_steps(message, index) if message.role == "assistant" else _other_steps(message, index)
+    first = next(steps, None)
+    if first is None:
+        yield Step("orphan" if message.role == "tool" else message.role, name=message.name, index=index)
+        return
+    yield first
+    yield from steps
+
+
+def _assistant_steps(message: Message, index: int) -> Iterator[Step]:
+    """Cut wherever a block would be written before one that the assistant said earlier, e.g. text behind a call."""
+    thinking: list[str] = []
+    texts: list[str] = []
+    calls: list[ToolCallBlock] = []
+
+    def cut() -> Iterator[Step]:
+        if thinking or texts or calls:
+            kind: Kind = "calls" if calls else "assistant"
+            # An assistant's text in several blocks is one text in pieces (citations cut it so): nothing goes between.
+            yield Step(kind, "".join(texts), "\n\n".join(thinking), tuple(calls), name=message.name, index=index)
+        for parts in (thinking, texts, calls):
+            parts.clear()
+
+    for block in message.blocks:
+        match block:
+            case ThinkingBlock(text=text):
+                if texts or calls:
+                    yield from cut()
+                if text:
+                    thinking.append(text)
+            case TextBlock(text=text):
+                if calls and text.strip():
+                    yield from cut()
+                if text and not calls:
+                    texts.append(text)
+            case ToolCallBlock():
+                calls.append(block)
+            case ToolResultBlock():
+                yield from cut()
+                yield result_step(block, index)
+            case ImageBlock():
+                raise _no_images()
+    yield from cut()
+
+
+def _other_steps(message: Message, index: int) -> Iterator[Step]:
+    """Steps of a system, user or tool message: each tool result is one, the text between them one each."""
+    kind: Kind = "orphan" if message.role == "tool" else message.role
+    texts: list[str] = []
+    for block in message.blocks:
+        if isinstance(block, ToolResultBlock):
+            if texts:
+                yield Step(kind, "\n".join(texts), name=message.name, index=index)
+                texts = []
+            yield result_step(block, index)
+        else:
+            texts.append(_text_of(block))
+    if texts:
+        yield Step(kind, "\n".join(texts), name=message.name, index=index)
+
+
+def _text_of(block: Block) -> str:
+    """The text of a block in a message that is not the assistant's: blocks are parts of their own, a line each."""
+    match block:
+        case TextBlock(text=text) | ThinkingBlock(text=text):
+            return text
+        case ToolCallBlock():
+            return hermes_call(block)
+        case _:
+            raise _no_images()
+
+
+def result_step(block: ToolResultBlock, index: int) -> Step:
+    """The step of a tool result; an error is marked, since no template has a field for it."""
+    text = "\n".join(_text_of(part) for part in block.blocks)
+    return Step("result", f"[error]\n{text}" if block.is_error else text, call_id=block.call_id, index=index)
+
+
+def _no_images() -> BadRequest:
+    return BadRequest("The model takes no images.", param="messages")
+
+
+# --- dicts as templates read them ------------------------------------------------------------------------------------
+
+
+def message_dict(step: Step, form: WireForm) -> MessageDict:
+    """The dict for the template. No key has the value None: many templates write it out as "None"."""
+    role = ROLES[step.kind]
+    text = step.text or form.empty_text.get(role, "")
+    message: MessageDict = {"role": role}
+    has_field = form.reasoning is not None and form.reasoning not in (INLINE, THINKING_PART)
+    if step.reasoning and form.reasoning == INLINE:
+        text = f"{THINK_OPEN}\n{step.reasoning}\n{THINK_CLOSE}\n\n{text}"
+    elif has_field and role == "assistant" and (step.reasoning or _guards_tags(text, form)):
+        message[str(form.reasoning)] = step.reasoning
+    if step.reasoning and form.reasoning == THINKING_PART:
+        message["content"] = [{"type": "thinking", "thinking": step.reasoning}, {"type": "text", "text": text}]
+    elif text or not (step.calls and form.omits_empty_content):
+        message["content"] = [{"type": "text", "text": text}] if form.content_as_list else text
+    if step.name is not None:
+        message["name"] = step.name
+    if step.calls:
+        message["tool_calls"] = [_call_dict(call, step.call_number + i, form) for i, call in enumerate(step.calls)]
+    if role == "tool":
+        message["tool_call_id"] = wire_id(form.call_ids, step.call_id, step.call_name, step.call_number)
+        message["name"] = step.call_name
+    return message
+
+
+def _guards_tags(text: str, form: WireForm) -> bool:
+    """Whether an empty reasoning must be given, lest the template take text before a literal </think> for thinking.
+
+    Text that opens with <think> is a client's way to send thinking back and stays the template's business.
+    """
+    return form.keeps_think_tags and THINK_CLOSE in text and not text.lstrip().startswith(THINK_OPEN)
+
+
+def _call_dict(call: ToolCallBlock, number: int, form: WireForm) -> dict[str, object]:
+    arguments: object = call.arguments
+    if not form.arguments_as_text:
+        parsed = parsed_arguments(call.arguments)
+        if parsed is not None:
+            arguments = parsed
+        elif form.wraps_raw_arguments:
+            arguments = {"arguments": call.arguments}
+    call_id = wire_id(form.call_ids, call.call_id, call.name, number)
+    return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def parsed_arguments(text: str) -> dict[str, object] | None:
+    """The object that a call's arguments are as JSON, {} for none at all, None for anything else."""
+    if not text.strip():
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def wire_id(form: CallIds, call_id: str, name: str, number: int) -> str:
+    """A call's id as the template wants it.
+
+    Kimi's templates write the id and not the name, so the name must be in it. Mistral's insist on nine alphanumeric
+    characters; these are equal for equal ids.
+    """
+    if form == "given":
+        return call_id
+    if form == "numbered":
+        return f"functions.{name}:{number}"
+    alphabet = string.ascii_letters + string.digits
+    digest = hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).digest()
+    return "".join(alphabet[byte % len(alphabet)] for byte in digest[:9])
+
+
+def tool_dicts(tools: Sequence[ToolSpec]) -> list[ToolDict]:
+    """The tools as OpenAI-style schemas of plain dicts; a missing description or parameters become empty ones."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": plain_data(tool.parameters) or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in tools
+    ]
+
+
+def plain_data(value: object) -> object:
+    """The same JSON value out of plain dicts and lists, which is what templates can iterate and dump."""
+    if isinstance(value, Mapping):
+        return {str(key): plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item) for item in value]
+    return value
+
+
+# --- the nearest form in plain text ----------------------------------------------------------------------------------
+
+
+def hermes_call(call: ToolCallBlock) -> str:
+    """A call as text, in the JSON form that Hermes models introduced and the server's parsers read back."""
+    arguments = parsed_arguments(call.arguments)
+    value = call.arguments if arguments is None else arguments
+    body = json.dumps({"name": call.name, "arguments": value}, ensure_ascii=False)
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def hermes_result(text: str) -> str:
+    """A tool result as text."""
+    return f"<tool_response>\n{text}\n</tool_response>"
+
+
+def hermes_tools(tools: Sequence[ToolSpec]) -> str:
+    """The tools described in words, for templates that do not take any."""
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tool_dicts(tools))
+    return (
+        "# Tools\n\nThe functions below can be called. Each line between <tools> and </tools> describes one as JSON.\n"
+        f"<tools>\n{lines}\n</tools>\n\n"
+        "To call one, write a JSON object with its name and arguments between <tool_call> and </tool_call>:\n"
+        '<tool_call>\n{"name": <function-name>, "arguments": <arguments-object>}\n</tool_call>\n'
+        "Its result follows between <tool_response> and </tool_response>."
+    )
+
+
+def transcript(steps: Iterable[Step]) -> str:
+    """The steps as plain text, each part under a label: the form that needs nothing from a template."""
+    parts: list[str] = []
+    for step in steps:
+        said = [f"[thinking]\n{step.reasoning}"] if step.reasoning else []
+        if step.kind in ("result", "orphan"):
+            said.append(hermes_result(step.text))
+        elif step.text:
+            said.append(step.text)
+        said += [hermes_call(call) for call in step.calls]
+        parts.append("\n".join([f"[{ROLES[step.kind]}]", *said]))
+    return "\n\n".join(parts)

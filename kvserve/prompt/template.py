@@ -1,0 +1,165 @@
+"""A conversation to the model's prompt: the chat template with the thinking switches set, and its model tokens.
+
+It knows one model's template and tokenizer; nothing of protocols, caches or the engine. What a template refuses is put
+into the nearest form by `conform.py`, and if that is refused too, into plainer ones, never into an error of the server.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from kvserve.core import Message, TextBlock, TokenSequence, ToolSpec
+from kvserve.errors import BadRequest
+from kvserve.prompt.compiled import CompiledTemplate
+from kvserve.prompt.conform import Dialect, conform
+from kvserve.prompt.probe import PROBE_TOOL, Prober, probe
+from kvserve.prompt.steps import Step, hermes_tools, plain_data, steps_of, tool_dicts, transcript
+from kvserve.prompt.switches import Switches, find_switches, keep_arguments
+from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
+from kvserve.prompt.writing import Writer, Written
+
+ARGUMENTS_FIELD = "chat_template_kwargs"
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt as text and as model tokens.
+
+    `opens_reasoning`: it ends inside an opened think tag or channel, so the model's text starts as reasoning. `notes`
+    say what was put into another form than the client sent, for the log.
+    """
+
+    text: str
+    ids: TokenSequence
+    opens_reasoning: bool
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Voice:
+    """A template together with what it accepts: without tools, with tools (None: it writes none), and its switches."""
+
+    template: CompiledTemplate
+    dialect: Dialect
+    tool_dialect: Dialect | None
+    switches: Switches
+
+    @property
+    def in_words(self) -> Dialect:
+        """The dialect with everything about tools written as text."""
+        return replace(self.dialect, tools=False, calls=False, results=False)
+
+
+def _probed(template: CompiledTemplate) -> _Voice | None:
+    """What the template accepts, None where it cannot even render one user message."""
+    prober = Prober(template, arguments=keep_arguments(template))
+    dialect = probe(prober)
+    if dialect is None:
+        return None
+    tool_dialect = probe(replace(prober, tools=(PROBE_TOOL,)))
+    if tool_dialect is not None and not tool_dialect.tools:
+        tool_dialect = None
+    return _Voice(template, dialect, tool_dialect, find_switches(prober, dialect.form))
+
+
+class ChatTemplate:
+    """The chat template of one model, compiled and probed once. Immutable and thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises ModelLoadError where the template is broken. A model without one gets labelled plain text."""
+        self._tokenizer = tokenizer
+        source = tokenizer.chat_template
+        self._voice = _probed(CompiledTemplate(source, tokenizer.template_variables)) if source is not None else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether conversations become labelled plain text: there is no template, or it renders nothing."""
+        return self._voice is None
+
+    @property
+    def accepts_tools(self) -> bool:
+        """Whether the template writes tools itself; else they are described in the system message."""
+        return self._voice is not None and self._voice.tool_dialect is not None
+
+    @property
+    def accepts_thinking(self) -> bool:
+        """Whether the template can be asked to switch thinking on and off."""
+        return self._voice is not None and bool(self._voice.switches.thinking)
+
+    @property
+    def accepts_preserve_thinking(self) -> bool:
+        """Whether the template can be asked to keep the thinking of earlier turns."""
+        return self._voice is not None and bool(self._voice.switches.preserve)
+
+    @property
+    def efforts(self) -> tuple[str, ...]:
+        """The reasoning efforts that the template knows, lowest first."""
+        return self._voice.switches.efforts if self._voice is not None else ()
+
+    def render(
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[ToolSpec, ...] = (),
+        *,
+        thinking: bool,
+        preserve_thinking: bool | None = None,
+        effort: str | None = None,
+        template_arguments: Mapping[str, object] | None = None,
+    ) -> RenderedPrompt:
+        """The prompt for the next assistant message, or up to the end of the last one if that is the assistant's.
+
+        `preserve_thinking` and `effort` None leave the template its default. Of `template_arguments` those are ignored
+        that the rendering itself needs (`messages`, `bos_token`, ...) or that `thinking` and `effort` decide.
+        Raises BadRequest for an image, and for template arguments that the template fails with.
+        """
+        voice = self._voice
+        if voice is None:
+            return self._plain(messages, tools, ())
+        given = _free_arguments(voice, template_arguments or {})
+        arguments = voice.switches.arguments(given, thinking=thinking, preserve=preserve_thinking, effort=effort)
+        switched = voice.switches.arguments({}, thinking=thinking, preserve=preserve_thinking, effort=effort)
+        refusals: list[str] = []
+        for dialect, said in _attempts(voice, messages, tools):
+            conformed = conform(said, tools, dialect)
+            writer = Writer(voice.template, dialect.form, tool_dicts(tools) if dialect.tools else None, arguments)
+            written = writer.write(conformed)
+            if isinstance(written, Written):
+                return self._prompt(written, (*refusals, *conformed.notes))
+            if given and isinstance(replace(writer, arguments=switched).write(conformed), Written):
+                reason = f"The chat template fails with these arguments: {written.reason}"
+                raise BadRequest(reason, param=ARGUMENTS_FIELD)
+            refusals.append(f"the chat template refused ({written.reason}): a plainer form was tried")
+        return self._plain(messages, tools, tuple(refusals))
+
+    def _prompt(self, written: Written, notes: tuple[str, ...], *, add_special_tokens: bool = False) -> RenderedPrompt:
+        text = without_surrogates(written.text)
+        # A chat template writes every special token itself, BOS included; that is how they are all written.
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return RenderedPrompt(text, TokenSequence(ids), written.opens_reasoning, notes)
+
+    def _plain(
+        self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], notes: tuple[str, ...]
+    ) -> RenderedPrompt:
+        """The conversation as labelled text, without the model's template."""
+        steps = [Step("system", hermes_tools(tools))] if tools else []
+        steps += [step for index, message in enumerate(messages) for step in steps_of(message, index)]
+        continues = bool(steps) and steps[-1].kind == "assistant" and bool(steps[-1].text)
+        text = transcript(steps) + ("" if continues else "\n\n[assistant]\n")
+        notes = (*notes, "no chat template: rendered as labelled plain text")
+        return self._prompt(Written(text, opens_reasoning=False), notes, add_special_tokens=True)
+
+
+def _free_arguments(voice: _Voice, given: Mapping[str, object]) -> dict[str, object]:
+    """The request's arguments less the names that the rendering itself needs."""
+    return {name: plain_data(value) for name, value in given.items() if voice.template.is_free(name)}
+
+
+def _attempts(
+    voice: _Voice, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
+) -> Iterator[tuple[Dialect, tuple[Message, ...]]]:
+    """Ways to say it, nearest first: as probed; tools in words; everything in one user message."""
+    yield (voice.tool_dialect if tools and voice.tool_dialect is not None else voice.dialect), messages
+    yield voice.in_words, messages
+    is_answer = bool(messages) and messages[-1].role == "assistant"
+    told, answer = (messages[:-1], messages[-1:]) if is_answer else (messages, ())
+    steps = (step for index, message in enumerate(told) for step in steps_of(message, index))
+    yield voice.in_words, (Message("user", (TextBlock(transcript(steps)),)), *answer)

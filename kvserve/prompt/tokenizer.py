@@ -1,0 +1,171 @@
+"""The model's tokenizer: text to ids and back, stop tokens, and the chat template's source as the folder holds it.
+
+It knows the files of a model folder in Hugging Face format; it renders nothing and knows no messages.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import tokenizers
+from transformers import AutoTokenizer
+
+from kvserve.errors import ModelLoadError
+from kvserve.prompt.detokenizer import DecoderForm, Detokenizer, decoder_form, make_detokenizer
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+# Tokens that end an assistant's turn in some family. They count only where the model's own template writes them:
+# a folder's configuration often names just one of several.
+END_OF_TURN_TOKENS = (
+    "<|im_end|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|eot|>",
+    "<|end_of_turn|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|user|>",
+    "<|observation|>",
+    "<|return|>",
+    "<|call|>",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """Text <-> model tokens. Immutable; every method may be called from several threads at once.
+
+    `vocab_size` counts the tokens that have a text; the model's logits may have more rows. `template_variables` are the
+    special tokens under the names that chat templates read (`bos_token`, ...).
+    """
+
+    backend: tokenizers.Tokenizer
+    decoder: DecoderForm
+    vocab_size: int
+    stop_token_ids: frozenset[int]
+    special_tokens: frozenset[str]
+    chat_template: str | None
+    template_variables: Mapping[str, str]
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
+        """The ids of `text`; with special tokens, what the tokenizer itself puts around a text (BOS) is added.
+
+        Tokens written out in the text become those tokens. Lone surrogates, which no UTF-8 can say, become U+FFFD.
+        """
+        return tuple(self.backend.encode(without_surrogates(text), add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included. Ids without a token say nothing."""
+        text: str = self.backend.decode([i for i in ids if i >= 0], skip_special_tokens=False)
+        return text
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name, None if there is none."""
+        found: int | None = self.backend.token_to_id(token)
+        return found
+
+    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+        """An incremental decoder for ids that follow `after`; its pieces joined are `decode` of all of them."""
+        return make_detokenizer(self.backend, self.decoder, after)
+
+
+def without_surrogates(text: str) -> str:
+    """`text` with each lone surrogate replaced by U+FFFD; the length stays the same."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "".join("\ufffd" if "\ud800" <= character <= "\udfff" else character for character in text)
+    return text
+
+
+def load_tokenizer(model_dir: Path) -> Tokenizer:
+    """The tokenizer of a model folder; reads local files only and runs no code from the folder.
+
+    Raises ModelLoadError that names the file and says what to do.
+    """
+    if not model_dir.is_dir():
+        raise ModelLoadError(f"{model_dir} is not a folder. MODEL_PATH must be a model folder in Hugging Face format.")
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the Rust tokenizer raises bare Exception for a file that it cannot read
+        raise ModelLoadError(_diagnosis(model_dir, error)) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ModelLoadError(
+            f"{model_dir} has a {type(loaded).__name__}, which has no fast form. Add a tokenizer.json to the folder."
+        )
+    # The wrapper sets these on every call, which is a race between threads; the bare backend never changes.
+    backend.no_padding()
+    backend.no_truncation()
+    template = _chat_template(model_dir, loaded.chat_template)
+    return Tokenizer(
+        backend=backend,
+        decoder=decoder_form(backend),
+        vocab_size=backend.get_vocab_size(with_added_tokens=True),
+        stop_token_ids=frozenset(_stop_token_ids(model_dir, backend, loaded.eos_token_id, template)),
+        special_tokens=frozenset(t.content for t in backend.get_added_tokens_decoder().values() if t.special),
+        chat_template=template,
+        template_variables=MappingProxyType(
+            {name: str(token) for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
+        ),
+    )
+
+
+def _chat_template(model_dir: Path, template: object) -> str | None:
+    """The template's source. Of several named ones the default is taken."""
+    if template is None or isinstance(template, str):
+        return template
+    if isinstance(template, dict) and isinstance(default := template.get("default"), str):
+        return default
+    raise ModelLoadError(f"{model_dir} has several chat templates, none of them named default. Name one so.")
+
+
+def _stop_token_ids(
+    model_dir: Path, backend: tokenizers.Tokenizer, tokenizer_eos: object, template: str | None
+) -> Iterator[int]:
+    yield from _ids(tokenizer_eos)
+    for name in ("generation_config.json", "config.json"):
+        configuration = _json_object(model_dir / name)
+        yield from _ids(configuration.get("eos_token_id"))
+        if isinstance(text := configuration.get("text_config"), dict):
+            yield from _ids(text.get("eos_token_id"))
+    for token in END_OF_TURN_TOKENS:
+        if template is not None and token in template:
+            yield from _ids(backend.token_to_id(token))
+
+
+def _ids(value: object) -> Iterator[int]:
+    """The ids in a configuration's value, which is an id, a list of ids or null."""
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, int) and not isinstance(item, bool):
+            yield item
+
+
+def _json_object(path: Path) -> Mapping[str, object]:
+    """The object in a JSON file, {} where there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read ({error}). Download the model again.") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} is not a JSON object. Download the model again.")
+    return value
+
+
+def _diagnosis(model_dir: Path, error: Exception) -> str:
+    """One paragraph on why a tokenizer could not be loaded."""
+    for name in TOKENIZER_FILES:
+        try:
+            _json_object(model_dir / name)
+        except ModelLoadError as broken:
+            return str(broken)
+    if not any((model_dir / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return f"{model_dir} has no tokenizer.json. Download the model again; a tokenizer belongs to it."
+    reason = " ".join(str(error).split())[:300]
+    return f"The tokenizer in {model_dir} (tokenizer.json) cannot be loaded: {reason}. Download the model again."

@@ -1,0 +1,95 @@
+"""Steps to text through one template: with the generation tail, or cut off inside the last step to continue it.
+
+It knows reasoning tags and how to find the end of a message in rendered text; not which steps a template accepts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvserve.prompt.compiled import CompiledTemplate, Refusal, ToolDict
+from kvserve.prompt.conform import Conformed
+from kvserve.prompt.steps import Step, WireForm, message_dict
+
+# What opens the model's reasoning, and what closes it. A prompt that ends with the first starts inside reasoning.
+REASONING_TAGS = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|channel|>analysis<|message|>", "<|end|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("[THINK]", "[/THINK]"),
+)
+# Stands behind the last message's text while it is rendered; it and the template's own text behind it are cut off.
+CONTINUATION_MARK = "kvserve-continues-here-5f0c1e"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A prompt's text, and whether the model's own text starts inside reasoning."""
+
+    text: str
+    opens_reasoning: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """One template with everything that stays the same for a request."""
+
+    template: CompiledTemplate
+    form: WireForm
+    tools: Sequence[ToolDict] | None
+    arguments: Mapping[str, object]
+
+    def write(self, conversation: Conformed) -> Written | Refusal:
+        """The conversation up to where the model goes on."""
+        if conversation.continues:
+            return self._continued(conversation.steps[:-1], _with_open_reasoning(conversation.steps[-1], self.form))
+        text = self._render(conversation.steps, tail=True)
+        return text if isinstance(text, Refusal) else Written(text, open_tag(text) is not None)
+
+    def _render(self, steps: Sequence[Step], *, tail: bool) -> str | Refusal:
+        messages = [message_dict(step, self.form) for step in steps]
+        return self.template.render(messages, self.tools, add_generation_prompt=tail, arguments=self.arguments)
+
+    def _continued(self, steps: Sequence[Step], last: Step) -> Written | Refusal:
+        """The text up to the end of what the assistant has said so far, its white space included."""
+        thinks = bool(last.reasoning) and not last.text
+        marked = (
+            replace(last, reasoning=last.reasoning + CONTINUATION_MARK)
+            if thinks
+            else replace(last, text=last.text + CONTINUATION_MARK)
+        )
+        text = self._render((*steps, marked), tail=False)
+        if isinstance(text, str) and (end := text.rfind(CONTINUATION_MARK)) >= 0:
+            return Written(text[:end], opens_reasoning=thinks)
+        return self._behind_tail(steps, last, thinks=thinks)
+
+    def _behind_tail(self, steps: Sequence[Step], last: Step, *, thinks: bool) -> Written | Refusal:
+        """The same for templates that write no unfinished assistant message: what was said follows the tail."""
+        text = self._render(steps, tail=True)
+        if isinstance(text, Refusal):
+            return text
+        opened = open_tag(text)
+        if thinks:
+            return Written(text + last.reasoning if opened else text, opens_reasoning=opened is not None)
+        closing = f"{last.reasoning}\n{opened[1]}\n\n" if opened else ""
+        return Written(text + closing + last.text, opens_reasoning=False)
+
+
+def open_tag(text: str) -> tuple[str, str] | None:
+    """The reasoning tag, with its closing one, that stands open at the very end of a prompt."""
+    end = text.rstrip()
+    return next((tag for tag in REASONING_TAGS if end.endswith(tag[0])), None)
+
+
+def _with_open_reasoning(step: Step, form: WireForm) -> Step:
+    """A last message that opens a think tag and does not close it is unfinished reasoning, if the template has any."""
+    if form.reasoning is None or step.reasoning:
+        return step
+    said = step.text.lstrip()
+    for opening, closing in REASONING_TAGS:
+        if said.startswith(opening) and closing not in said:
+            return replace(step, reasoning=said[len(opening) :].removeprefix("\n"), text="")
+    return step

@@ -1,0 +1,114 @@
+"""Loading tokenizers from model folders, good and broken, and using one from several threads."""
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvserve.errors import ModelLoadError
+from kvserve.prompt.tokenizer import load_tokenizer, without_surrogates
+from tests.models import tiny_model
+from tests.prompt.samples import FAMILIES, byte_level_backend, family_tokenizer, tokenizer_of
+
+END_OF_TURN = {
+    "qwen3": {"<|im_end|>", "<|endoftext|>"},
+    "gemma3": {"<end_of_turn>"},
+    "gemma4": {"<turn|>"},
+    "gpt_oss": {"<|return|>", "<|call|>"},
+    "glm4_moe_lite": {"<|user|>", "<|observation|>"},
+    "llama": {"<|eot_id|>"},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of a tiny model's folder without its weights."""
+    for file in tiny_model("qwen3").iterdir():
+        if file.suffix in (".json", ".jinja"):
+            shutil.copy(file, tmp_path / file.name)
+    return tmp_path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_families_load(family: str) -> None:
+    """Each family's folder gives a tokenizer with a template, stop tokens and a lossless round trip."""
+    tokenizer = family_tokenizer(family)
+    text = "def f():\n    return '東京 🫠'  # größe\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.chat_template and tokenizer.stop_token_ids
+    stops = {tokenizer.decode([i]) for i in tokenizer.stop_token_ids}
+    assert END_OF_TURN.get(family, set()) <= stops
+
+
+def test_a_channel_end_of_gpt_oss_is_no_stop() -> None:
+    """<|end|> only closes a channel; stopping there would cut every answer after its reasoning."""
+    tokenizer = family_tokenizer("gpt_oss")
+    assert tokenizer.token_id("<|end|>") not in tokenizer.stop_token_ids
+
+
+def test_stop_tokens_come_from_every_file(folder: Path) -> None:
+    """The ids in config.json, also nested, and generation_config.json count beside the tokenizer's own."""
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 9, "text_config": {"eos_token_id": 10}}))
+    tokenizer = load_tokenizer(folder)
+    assert {7, 8, 9, 10, tokenizer.token_id("<|im_end|>")} <= tokenizer.stop_token_ids
+
+
+def test_padding_and_truncation_in_the_file_are_switched_off(folder: Path) -> None:
+    """A tokenizer.json that pads and truncates does neither: a prompt is never cut silently."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(folder).encode("one two three four five six") == family_tokenizer("qwen3").encode(
+        "one two three four five six"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", None, "no tokenizer.json"),
+        ("tokenizer.json", '{"version": "1.0", "trunc', "tokenizer.json cannot be read"),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "None such"}}', "tokenizer.json"),
+        ("tokenizer.json", "[]", "tokenizer.json is not a JSON object"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json cannot be read"),
+        ("generation_config.json", "nonsense", "generation_config.json cannot be read"),
+    ],
+)
+def test_a_broken_file_is_named(folder: Path, name: str, content: str | None, said: str) -> None:
+    """A missing or broken file stops the start with its name and what to do."""
+    (folder / name).unlink() if content is None else (folder / name).write_text(content)
+    with pytest.raises(ModelLoadError, match=said) as caught:
+        load_tokenizer(folder)
+    assert "ownload the model again" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    """A path that is no folder is an error that says what MODEL_PATH must be."""
+    with pytest.raises(ModelLoadError, match="is not a folder"):
+        load_tokenizer(tmp_path / "absent")
+
+
+def test_threads_share_one_tokenizer() -> None:
+    """Concurrent encoding and decoding gives what one thread gives."""
+    tokenizer = family_tokenizer("qwen3")
+    texts = [f"text {i} " * (i % 40) for i in range(200)]
+    alone = [tokenizer.encode(text) for text in texts]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(tokenizer.encode, texts)) == alone
+        assert list(pool.map(tokenizer.decode, alone)) == texts
+
+
+@given(text=st.text(max_size=40))
+def test_any_text_can_be_encoded(text: str) -> None:
+    """Whatever JSON can carry is encoded; lone surrogates become U+FFFD, one for one."""
+    tokenizer = tokenizer_of(byte_level_backend())
+    broken = text + "\ud800" + text
+    clean = without_surrogates(broken)
+    assert len(clean) == len(broken) and clean == text + "\ufffd" + text
+    assert tokenizer.decode(tokenizer.encode(broken)) == clean
