@@ -1,0 +1,147 @@
+"""What the documents say of settings, flags, endpoints and scripts is what the program has."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvserve.config import Settings, acts_later, parse_flags, setting_key
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = sorted(
+    path for pattern in ("*.md", ".context/**/*.md", ".claude/**/*.md") for path in ROOT.glob(pattern) if path.is_file()
+)
+KEYS = {setting_key(name) for name in Settings.model_fields}
+
+
+def section(title: str) -> str:
+    """The text of one section of the README, up to the next heading of the same level."""
+    match = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)
+    assert match, f"README.md has no section {title!r}"
+    return match[1]
+
+
+def rows(text: str) -> Iterator[list[str]]:
+    """The cells of each table row that starts with code, without the backticks around a cell."""
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            yield [cell.strip().removeprefix("`").removesuffix("`") for cell in line.strip("|").split(" | ")]
+
+
+def blocks(language: str) -> list[str]:
+    """The README's fenced blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def settings_from(pairs: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """The settings that these lines of a `.env` make, without what the test's own environment says."""
+    for key in KEYS:
+        monkeypatch.delenv(key, raising=False)
+        monkeypatch.delenv(key.lower(), raising=False)
+    file = folder / "settings.env"
+    file.write_text("".join(f"{key}={value}\n" for key, value in pairs.items()), encoding="utf-8")
+    return Settings(_env_file=file)  # type: ignore[call-arg]  # pydantic-settings reads it from kwargs
+
+
+def readme_settings() -> dict[str, list[str]]:
+    """Key -> [default, meaning, acts] of the README's settings tables."""
+    return {key: rest for key, *rest in rows(section("Settings"))}
+
+
+def example_settings() -> dict[str, str]:
+    """Key -> value of the lines of .env.example that are settings, commented out as they are."""
+    lines = (ROOT / ".env.example").read_text(encoding="utf-8").splitlines()
+    return {match[1]: match[2] for line in lines if (match := re.fullmatch(r"#([A-Z][A-Z0-9_]*)=(.*)", line))}
+
+
+def test_the_readme_has_every_setting_and_no_other() -> None:
+    """One row per setting of config.py."""
+    assert sorted(key for key, *_ in rows(section("Settings"))) == sorted(KEYS)
+
+
+def test_the_readme_has_the_defaults_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Default column, written into a .env, changes nothing."""
+    pairs = {key: "" if default == "(none)" else default for key, (default, *_) in readme_settings().items()}
+    assert settings_from(pairs, tmp_path, monkeypatch) == settings_from({}, tmp_path, monkeypatch)
+
+
+def test_the_readme_says_which_settings_act_only_later() -> None:
+    """The last column is `later` exactly where nothing reads the setting yet."""
+    said = {key for key, (*_, acts) in readme_settings().items() if acts == "later"}
+    assert {acts for *_, acts in readme_settings().values()} <= {"now", "later"}
+    assert said == {setting_key(name) for name, field in Settings.model_fields.items() if acts_later(field)}
+
+
+def test_the_example_has_every_setting_with_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """.env.example with every line put into force is the defaults."""
+    assert sorted(example_settings()) == sorted(KEYS)
+    assert settings_from(example_settings(), tmp_path, monkeypatch) == settings_from({}, tmp_path, monkeypatch)
+
+
+def test_the_example_changes_nothing_when_it_is_copied() -> None:
+    """Every line of .env.example is empty or a comment."""
+    lines = (ROOT / ".env.example").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line and not line.startswith("#")] == []
+
+
+def test_both_documents_show_the_same_defaults() -> None:
+    """A default is spelled in one way."""
+    said = {key: "" if default == "(none)" else default for key, (default, *_) in readme_settings().items()}
+    assert said == example_settings()
+
+
+def test_the_readme_has_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    """The flags of start_llm.py are the rows of the table, those of install_and_run.py stand in the section."""
+    with pytest.raises(SystemExit):
+        parse_flags(["--help"])
+    flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert {cells[0].split()[0] for cells in rows(section("Flags"))} == flags
+    own = set(re.findall(r'"(--[a-z][a-z-]+)"', _function_source("install_and_run.py", "parse")))
+    assert own and all(f"`{flag}`" in section("Flags") for flag in own)
+
+
+def _function_source(file: str, name: str) -> str:
+    text = (ROOT / file).read_text(encoding="utf-8")
+    match = re.search(rf"^def {name}\(.*?(?=^def |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert match, f"{file} has no function {name}"
+    return match[0]
+
+
+def test_the_readme_has_every_endpoint() -> None:
+    """One row per row of the web server's endpoint table; `{name}` stands for the rest of a path."""
+    from kvserve.web.routes import ROUTES  # here, so that a defect there fails this test and not the others
+
+    said = {re.sub(r"\{\w+\}", "*", cells[0]) for cells in rows(section("Endpoints"))}
+    assert said == {f"{route.method} {route.path}" for route in ROUTES}
+
+
+def test_the_readme_names_every_script() -> None:
+    """Programs that a user may start: scripts/ and the top level."""
+    scripts = [*sorted(ROOT.glob("scripts/*.py")), ROOT / "install_and_run.py", ROOT / "start_llm.py"]
+    assert [path.name for path in scripts if path.name not in README] == []
+
+
+def test_what_is_to_be_pasted_is_well_formed() -> None:
+    """JSON parses and points at port 4000, Python compiles."""
+    configs = [json.loads(block) for block in blocks("json")]
+    assert len(configs) == 2
+    assert all('"baseUrl": "http://127.0.0.1:4000/v1"' in block for block in blocks("json"))
+    for block in blocks("python"):
+        compile(block, "README.md", "exec")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path: Path) -> None:
+    """A relative link names a file of the repository."""
+    targets = re.findall(r"\]\(([^)#\s]+)", path.read_text(encoding="utf-8"))
+    missing = [target for target in targets if "://" not in target and not (path.parent / target).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", ["GOALS.md", "TASKS.md", "LESSONS.md"])
+def test_the_context_is_there(name: str) -> None:
+    """Direction, open items and lessons each have their page."""
+    assert (ROOT / ".context" / name).read_text(encoding="utf-8").startswith("# ")
