@@ -1,0 +1,129 @@
+"""The few ASGI and JSON moves that the guard makes: reading a body, answering, errors in OpenAI's form. It knows
+neither LiteLLM nor who may speak.
+"""
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from kvserve.errors import BadRequest, BodyTooLarge, RequestError, RequestTimeout
+from kvserve.proxy.access import Headers
+
+type Message = MutableMapping[str, Any]
+type Scope = MutableMapping[str, Any]
+type Receive = Callable[[], Awaitable[Message]]
+type Send = Callable[[Message], Awaitable[None]]
+type App = Callable[[Scope, Receive, Send], Awaitable[None]]
+type HeaderList = list[tuple[bytes, bytes]]
+
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_BODY_TIMEOUT_SECONDS = 60.0
+
+
+def read_headers(scope: Scope) -> dict[str, list[str]]:
+    """Lower-case name -> its values in order."""
+    headers: dict[str, list[str]] = {}
+    for name, value in scope["headers"]:
+        headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
+    return headers
+
+
+async def read_json_object(receive: Receive, max_bytes: int, headers: Headers) -> dict[str, object] | None:
+    """The request's body, None if the client left. Raises BodyTooLarge, RequestTimeout, BadRequest."""
+    too_large = BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
+    declared = "".join(headers.get("content-length", ("0",)))
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise too_large
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return None
+                raw += message.get("body", b"")
+                if len(raw) > max_bytes:
+                    raise too_large
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        raise RequestTimeout(f"The body did not arrive within {_BODY_TIMEOUT_SECONDS:.0f} seconds.") from None
+    return parse_json_object(bytes(raw))
+
+
+def parse_json_object(raw: bytes) -> dict[str, object]:
+    """The JSON object in `raw`. Raises BadRequest for anything else."""
+    try:
+        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite_float)
+    except UnicodeDecodeError:
+        raise BadRequest("The body is not UTF-8.") from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise BadRequest(f"The body is not valid JSON: {reason}.") from None
+    if not isinstance(value, dict):
+        raise BadRequest("The body must be a JSON object.")
+    return value
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives `body` first and then whatever the connection says (that the client left)."""
+    pending = [body]
+
+    async def replaying_receive() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return replaying_receive
+
+
+async def answer(send: Send, status: int, body: bytes, headers: HeaderList) -> None:
+    """Sends one whole answer."""
+    complete = [*headers, (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": complete})
+    await send({"type": "http.response.body", "body": body})
+
+
+def json_header() -> HeaderList:
+    """The content type of everything that is JSON here."""
+    return [(b"content-type", b"application/json")]
+
+
+def sharing_headers(origin: str | None) -> HeaderList:
+    """What lets the page of an accepted Origin read the answer."""
+    if origin is None:
+        return []
+    exposed = (b"access-control-expose-headers", b"x-request-id, retry-after")
+    return [(b"vary", b"Origin"), (b"access-control-allow-origin", origin.encode("latin-1")), exposed]
+
+
+def preflight_headers(origin: str, headers: Headers) -> HeaderList:
+    """The answer to a preflight of an accepted Origin: what it asks for is granted."""
+    asked = ", ".join(headers.get("access-control-request-headers", ())) or "authorization, content-type, x-api-key"
+    return [
+        *sharing_headers(origin),
+        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-headers", asked.encode("latin-1")),
+        (b"access-control-max-age", b"600"),
+    ]
+
+
+def error_body(error: RequestError) -> bytes:
+    """The error in OpenAI's form."""
+    default = "server_error" if error.status >= 500 else "invalid_request_error"
+    kind = _ERROR_TYPES.get(error.status, default)
+    value = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return json.dumps({"error": value}).encode("utf-8")

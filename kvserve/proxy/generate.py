@@ -1,0 +1,148 @@
+"""Turns the proxy's settings into what the child process is started with: LiteLLM's config, the guard's, the
+environment and the command line. It starts nothing and knows nothing of running processes.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvserve.proxy.guard import GuardRules
+from kvserve.proxy.settings import ProxyFiles, ProxySettings
+
+type Json = dict[str, object]
+
+# LiteLLM's dialect for an OpenAI-compatible server on this machine that it has no opinions about. Under `openai/` it
+# looks every name up in its catalogue: `gpt-5-codex` and `o1-pro` are then sent to /v1/responses or refused for their
+# temperature, and /v1/models lists OpenAI's models. `hosted_vllm/` loses text: it drops each streamed piece in which
+# `[DONE]` or a Unicode line separator occurs.
+_DIALECT = "llamafile"
+_BACKEND_KEY_IF_NONE = "none"
+
+# What a Python process needs to run. Everything else stays out: LiteLLM reads some hundred variables (databases, other
+# providers' keys, HTTP proxies), and each of them could send a prompt elsewhere.
+_PASSED_VARIABLES = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "TEMP", "TMP"),
+    *("VIRTUAL_ENV", "PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR"),
+)
+
+_FIXED_VARIABLES = {
+    # Each of these replaces a download at start by the copy inside the package.
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS": "True",
+    "LITELLM_LOCAL_POLICY_TEMPLATES": "True",
+    "LITELLM_LOCAL_BLOG_POSTS": "True",
+    "LITELLM_LOCAL_AUTOROUTER_PRESETS": "True",
+    "LITELLM_LOG": "ERROR",
+    # Otherwise LiteLLM loads the nearest .env file, which is ours and may hold keys of other providers.
+    "LITELLM_MODE": "PRODUCTION",
+    "DISABLE_ADMIN_UI": "True",
+    "NO_DOCS": "True",
+    # The drain has to end well before the server that is shutting down runs out of patience.
+    "GRACEFUL_SHUTDOWN_TIMEOUT": "1",
+    # Shorter than any backend keeps an idle connection, so that no request meets a closing one.
+    "AIOHTTP_KEEPALIVE_TIMEOUT": "30",
+    # LiteLLM ends a stream with an error when so many pieces in a row are equal: a table, a run of blank lines.
+    "REPEATED_STREAMING_CHUNK_LIMIT": "1000000000",
+    "NO_PROXY": "*",
+    "no_proxy": "*",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def deployment(public_name: str, backend_name: str, settings: ProxySettings) -> Json:
+    """One entry of LiteLLM's model list: requests for `public_name` go to the backend as `backend_name`."""
+    return {
+        "model_name": public_name,
+        "litellm_params": {
+            "model": f"{_DIALECT}/{backend_name}",
+            "api_base": f"{settings.backend_url.rstrip('/')}/v1",
+            "api_key": settings.api_key or _BACKEND_KEY_IF_NONE,
+            "max_retries": 0,
+        },
+    }
+
+
+def litellm_config(settings: ProxySettings) -> Json:
+    """LiteLLM's configuration: the listed model first, then every other name; no retries, no cool-downs.
+
+    A retry would prefill a second time, and a cool-down after an error would refuse the next client's request.
+    """
+    listed = settings.listed_model_id
+    general: Json = {
+        "dangerously_permit_weak_or_unset_master_key": True,
+        "forward_client_headers_to_llm_api": True,
+        "cancel_on_disconnect": True,
+        "disable_model_info_refresh": True,
+    }
+    if settings.api_key is not None:
+        general["master_key"] = settings.api_key
+    return {
+        "model_list": [
+            deployment(listed, listed.removeprefix("openai/"), settings),
+            deployment("*", "*", settings),
+        ],
+        "general_settings": general,
+        "litellm_settings": {
+            "callbacks": ["kvserve.proxy.hook.raw_body_hook"],
+            "num_retries": 0,
+            # It swallows comments and empty pieces from the backend, so it has to make its own.
+            "sse_keepalive_ping_interval_seconds": settings.keep_alive_seconds,
+            "disable_token_counter": True,  # the backend counts; LiteLLM's own count costs 100 ms on long prompts
+        },
+        "router_settings": {"num_retries": 0, "disable_cooldowns": True},
+    }
+
+
+def guard_rules(settings: ProxySettings) -> GuardRules:
+    """What the guard in the child process enforces."""
+    return GuardRules(
+        host=settings.host,
+        api_key=settings.api_key,
+        allowed_origins=settings.allowed_origins,
+        allowed_hosts=settings.allowed_hosts,
+        max_body_bytes=settings.max_body_bytes,
+        default_model=settings.listed_model_id,
+    )
+
+
+def child_environment(base: Mapping[str, str], files: ProxyFiles) -> dict[str, str]:
+    """The child's whole environment: the few variables of `base` that Python needs, and ours."""
+    environment = {name: base[name] for name in _PASSED_VARIABLES if name in base}
+    package_root = str(Path(__file__).resolve().parents[2])
+    inherited = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{package_root}{os.pathsep}{inherited}" if inherited else package_root
+    return environment | _FIXED_VARIABLES | {"CONFIG_FILE_PATH": str(files.config)}
+
+
+def child_command(settings: ProxySettings) -> list[str]:
+    """The command line. `-P` keeps the working folder off the import path."""
+    files = settings.files
+    return [
+        *(sys.executable, "-P", "-m", "kvserve.proxy.entry"),
+        *("--config", str(files.config), "--guard", str(files.guard)),
+        *("--host", settings.host, "--port", str(settings.port)),
+    ]
+
+
+def write_files(settings: ProxySettings) -> ProxyFiles:
+    """Writes both configurations, readable by this user only: they may hold the API key. Returns where they lie."""
+    files = settings.files
+    files.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files.folder.chmod(0o700)
+    # LiteLLM reads YAML, of which JSON is a part.
+    write_private(files.config, json.dumps(litellm_config(settings), indent=1))
+    write_private(files.guard, json.dumps(guard_rules(settings).as_json(), indent=1))
+    return files
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replaces the file in one step; it never has other readers, not even while it is written."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(temporary, path)

@@ -1,0 +1,272 @@
+"""The ASGI application around LiteLLM's: it decides who may speak and which paths exist, shows LiteLLM an envelope
+instead of the client's body, and answers errors as the backend gave them. It knows ASGI and no model.
+"""
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvserve.errors import EngineFailure, MethodNotAllowed, NotFound, RequestError
+from kvserve.proxy.access import AccessRules, Headers, check_access
+from kvserve.proxy.asgi import (
+    App,
+    HeaderList,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    answer,
+    error_body,
+    json_header,
+    preflight_headers,
+    read_headers,
+    read_json_object,
+    replay,
+    sharing_headers,
+)
+from kvserve.proxy.envelope import chat_envelope, completion_envelope
+from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange
+
+_WARM_UP_TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class GuardRules:
+    """What the guard enforces; it travels to the child process as JSON."""
+
+    host: str
+    default_model: str
+    api_key: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    max_body_bytes: int = 64 * 2**20
+
+    @property
+    def access(self) -> AccessRules:
+        """The part that says who may speak."""
+        return AccessRules(self.host, self.api_key, self.allowed_origins, self.allowed_hosts)
+
+    def as_json(self) -> dict[str, object]:
+        """The rules as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "GuardRules":
+        """The rules from what `as_json` gave."""
+        names = {name: tuple(value[name]) for name in ("allowed_origins", "allowed_hosts")}
+        return cls(**{**value, **names})
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A path that the proxy serves. With `envelope` the body is a JSON object of which LiteLLM sees only that."""
+
+    method: str
+    envelope: Callable[[Mapping[str, object], str], dict[str, object]] | None = None
+    needs_key: bool = True
+
+
+# LiteLLM has some hundred paths more. Some change its configuration, some send what they get to a cloud provider, and
+# its /health runs a generation per call.
+ROUTES: Mapping[str, Route] = {
+    "/v1/chat/completions": Route("POST", chat_envelope),
+    "/chat/completions": Route("POST", chat_envelope),
+    "/v1/completions": Route("POST", completion_envelope),
+    "/completions": Route("POST", completion_envelope),
+    "/v1/models": Route("GET"),
+    "/models": Route("GET"),
+    "/health/readiness": Route("GET", needs_key=False),
+    "/health/liveliness": Route("GET", needs_key=False),
+}
+
+# In order of preference; x-session-id is also what LiteLLM routes a session by.
+_SESSION_HEADERS = ("session_id", "session-id", "thread_id", "thread-id", "conversation_id", "conversation-id")
+# LiteLLM forwards x-* by itself; these mean something to the backend, too.
+_FORWARDED_HEADERS = frozenset({"user-agent", "traceparent", "tracestate", *_SESSION_HEADERS})
+# LiteLLM must not answer for the Origin, and the body has another length and form now.
+_WITHHELD_HEADERS = frozenset(
+    {b"origin", b"content-length", b"content-type", b"content-encoding", b"transfer-encoding"}
+)
+
+_WARM_UP_SCOPE: Scope = {
+    "type": "http",
+    "asgi": {"version": "3.0"},
+    "http_version": "1.1",
+    "method": "POST",
+    "scheme": "http",
+    "path": "/v1/chat/completions",
+    "raw_path": b"/v1/chat/completions",
+    "query_string": b"",
+    "root_path": "",
+    "client": ("127.0.0.1", 0),
+    "server": ("127.0.0.1", 80),
+}
+
+
+class Guard:
+    """The ASGI application that the child process serves."""
+
+    def __init__(self, app: App, rules: GuardRules) -> None:
+        self._app = app
+        self._rules = rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one connection scope."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, self._warm_before_ready(scope, send))
+        elif scope["type"] == "http":
+            await self._serve(scope, receive, send)
+        else:  # nothing behind the proxy speaks WebSocket
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = read_headers(scope)
+        origin: str | None = None
+        try:
+            origin = check_access(headers, self._rules.access, needs_key=False)
+            if origin is not None and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+                await answer(send, 204, b"", preflight_headers(origin, headers))
+                return
+            route = find_route(scope["method"], scope["path"])
+            check_access(headers, self._rules.access, needs_key=route.needs_key)
+            await self._pass_on(route, scope, receive, AnswerFilter(send, origin))
+        except RequestError as error:
+            await answer(send, error.status, error_body(error), [*json_header(), *sharing_headers(origin)])
+
+    async def _pass_on(self, route: Route, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
+        inner = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != b"origin"]}
+        if route.envelope is None:
+            await self._app(inner, receive, send)
+            return
+        body = await read_json_object(receive, self._rules.max_body_bytes, read_headers(scope))
+        if body is None:
+            return
+        envelope = json.dumps(route.envelope(body, self._rules.default_model)).encode("utf-8")
+        inner["headers"] = inner_headers(scope, len(envelope))
+        send.exchange = Exchange(body, forwarded_headers(read_headers(scope)))
+        CURRENT_EXCHANGE.set(send.exchange)
+        await self._app(inner, replay(envelope, receive), send)
+
+    def _warm_before_ready(self, scope: Scope, send: Send) -> Send:
+        """Holds back "started" until one request went through: the first one takes 600 ms longer than the others."""
+
+        async def warming_send(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                await asyncio.create_task(self._warm_up(dict(scope.get("state", {}))))
+            await send(message)
+
+        return warming_send
+
+    async def _warm_up(self, state: dict[str, object]) -> None:
+        """Sends one chat request through LiteLLM to a port that refuses; it is bound, so that nobody else takes it."""
+        body = {"model": self._rules.default_model, "messages": [{"role": "user", "content": "."}], "stream": True}
+        key = f"Bearer {self._rules.api_key or 'none'}".encode()
+        headers = [(b"host", b"localhost"), (b"authorization", key), *json_header()]
+        inner: Scope = {**_WARM_UP_SCOPE, "state": state, "headers": headers}
+        logging.disable(logging.CRITICAL)  # this failure is meant
+        # A proxy that answers its first request late is better than none.
+        with suppress(TimeoutError), socket.socket() as refusing:
+            refusing.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{refusing.getsockname()[1]}/v1"
+            CURRENT_EXCHANGE.set(Exchange(body, {}, instead_of_backend=url))
+            async with asyncio.timeout(_WARM_UP_TIMEOUT_SECONDS):
+                await self._app(inner, replay(json.dumps(body).encode("utf-8"), _say_nothing), _discard)
+        logging.disable(logging.NOTSET)
+
+
+async def _say_nothing() -> Message:
+    return await asyncio.Future()
+
+
+async def _discard(message: Message) -> None:
+    return None
+
+
+class AnswerFilter:
+    """The `send` that LiteLLM gets: it puts the backend's own error in the place of LiteLLM's version of it."""
+
+    def __init__(self, send: Send, origin: str | None) -> None:
+        self._send = send
+        self._origin = origin
+        self._is_replaced = False
+        self.exchange: Exchange | None = None
+
+    async def __call__(self, message: Message) -> None:
+        """Passes on, or replaces, one ASGI message of the answer."""
+        if message["type"] == "http.response.start":
+            replaced = self._replacement(message)
+            if replaced is None:
+                message["headers"] = [*outer_headers(message["headers"]), *sharing_headers(self._origin)]
+            else:
+                self._is_replaced = True
+                await answer(self._send, *replaced)
+        if not self._is_replaced:
+            await self._send(message)
+
+    def _replacement(self, start: Message) -> tuple[int, bytes, HeaderList] | None:
+        status = int(start["status"])
+        if status < 400:
+            return None
+        sent = {name.lower(): value for name, value in start["headers"]}
+        kept = [*outer_headers(request_id_of(sent)), *sharing_headers(self._origin)]
+        upstream = self.exchange.upstream_error if self.exchange is not None else None
+        if upstream is not None:
+            extra = [(b"content-type", upstream.content_type.encode("latin-1")), *kept]
+            if upstream.retry_after is not None:
+                extra.append((b"retry-after", upstream.retry_after.encode("latin-1")))
+            return upstream.status, upstream.body, extra
+        if b"json" in sent.get(b"content-type", b""):
+            return None
+        failure = EngineFailure("LiteLLM failed on this request; its log in the state folder says more.")
+        return status, error_body(failure), [*json_header(), *kept]
+
+
+def find_route(method: str, path: str) -> Route:
+    """The route of a path. Raises NotFound or MethodNotAllowed."""
+    route = ROUTES.get(path)
+    if route is None:
+        raise NotFound("The proxy serves no such path; the server's own port may.")
+    if method != route.method:
+        raise MethodNotAllowed(f"This path takes {route.method}.")
+    return route
+
+
+def inner_headers(scope: Scope, num_body_bytes: int) -> HeaderList:
+    """The request's headers as LiteLLM sees them, with a session header under the name that it forwards."""
+    headers = [pair for pair in scope["headers"] if pair[0].lower() not in _WITHHELD_HEADERS]
+    headers += [*json_header(), (b"content-length", str(num_body_bytes).encode())]
+    sent = read_headers(scope)
+    session = next((sent[name][0] for name in _SESSION_HEADERS if name in sent), None)
+    if session is not None and "x-session-id" not in sent:
+        headers.append((b"x-session-id", session.encode("latin-1")))
+    return headers
+
+
+def forwarded_headers(headers: Headers) -> dict[str, str]:
+    """What the backend gets although LiteLLM would not forward it."""
+    # Spelt as LiteLLM's HTTP client spells its own, so that it is replaced and not joined: `User-Agent`.
+    return {
+        name.title() if name == "user-agent" else name: values[0]
+        for name, values in headers.items()
+        if name in _FORWARDED_HEADERS
+    }
+
+
+def request_id_of(headers: Mapping[bytes, bytes]) -> HeaderList:
+    """The one header of LiteLLM's error answers that still holds: the backend's request id, if it gave one."""
+    name = b"llm_provider-x-request-id"
+    return [(name, headers[name])] if name in headers else []
+
+
+def outer_headers(headers: HeaderList) -> HeaderList:
+    """The answer's headers, with the backend's request id under its own name as well."""
+    for name, value in headers:
+        if name.lower() == b"llm_provider-x-request-id":
+            return [*(pair for pair in headers if pair[0].lower() != b"x-request-id"), (b"x-request-id", value)]
+    return list(headers)

@@ -1,0 +1,90 @@
+"""The callback that LiteLLM calls inside its process: it gives the backend the client's own body and headers, and keeps
+the backend's own error. It knows LiteLLM's call arguments and nothing of HTTP.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import httpx
+from litellm.integrations.custom_logger import CustomLogger
+
+from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange, UpstreamError
+
+# LiteLLM chooses the backend's name for the model.
+_LITELLM_DECIDES = frozenset({"model"})
+_MAX_CAUSES = 16
+
+
+class RawBodyHook(CustomLogger):
+    """Sends every field of the client's body to the backend as it was.
+
+    LiteLLM itself drops `user` and `metadata`, refuses `thinking` and `verbosity`, reads `timeout`, `cache` or
+    `fallbacks` as orders to itself, and rewrites messages for models that it knows. So the guard shows it a plain
+    envelope, and what it puts into `extra_body` replaces the envelope's fields when the request goes out.
+    """
+
+    async def async_pre_call_hook(
+        self, user_api_key_dict: object, cache: object, data: dict[str, object], call_type: str
+    ) -> dict[str, object]:
+        """Fills in what the envelope left out, just before LiteLLM chooses a backend."""
+        exchange = CURRENT_EXCHANGE.get()
+        if exchange is None:
+            return data
+        if exchange.instead_of_backend is not None:
+            data["api_base"] = exchange.instead_of_backend
+        data["extra_body"] = outgoing_fields(exchange, data)
+        sent = data.get("headers")
+        data["headers"] = {**(sent if isinstance(sent, dict) else {}), **exchange.headers}
+        return data
+
+    async def async_post_call_failure_hook(
+        self,
+        request_data: object,
+        original_exception: BaseException,
+        user_api_key_dict: object,
+        traceback_str: str | None = None,
+    ) -> None:
+        """Keeps the backend's answer for the guard: LiteLLM changes its text and sometimes its status."""
+        exchange = CURRENT_EXCHANGE.get()
+        if exchange is not None:
+            exchange.upstream_error = find_upstream_error(original_exception)
+
+
+def outgoing_fields(exchange: Exchange, data: Mapping[str, object]) -> dict[str, object]:
+    """The fields that overwrite LiteLLM's: the client's own, with one exception.
+
+    To count, LiteLLM asks the backend for the usage of every stream and takes it out of the answer again. Where it did,
+    its `stream_options` (the client's plus `include_usage`) stay; a malformed value is left for the backend to refuse.
+    """
+    fields = {name: value for name, value in exchange.body.items() if name not in _LITELLM_DECIDES}
+    asked = fields.get("stream_options")
+    if data.get("_litellm_strip_stream_usage") and (asked is None or isinstance(asked, dict)):
+        fields["stream_options"] = data.get("stream_options")
+    return fields
+
+
+def find_upstream_error(error: BaseException) -> UpstreamError | None:
+    """The HTTP answer at the root of LiteLLM's exceptions, None if the backend gave none.
+
+    LiteLLM puts empty answers of its own into the chain; the deepest one is the real one.
+    """
+    found: UpstreamError | None = None
+    for cause in _causes(error):
+        response = getattr(cause, "response", None)
+        if isinstance(response, httpx.Response) and response.is_closed and response.status_code >= 400:
+            content_type = response.headers.get("content-type", "application/json")
+            retry_after = response.headers.get("retry-after")
+            if response.content:
+                found = UpstreamError(response.status_code, response.content, content_type, retry_after)
+    return found
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    current: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if current is None:
+            return
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+raw_body_hook = RawBodyHook()

@@ -1,0 +1,248 @@
+"""LiteLLM as a child process: start, readiness, log, restart with backoff, stop. It knows processes and one URL, and
+nothing of the requests that pass through.
+"""
+
+import http.client
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from threading import Condition, Event, Thread
+from typing import Any, Literal
+
+from kvserve.errors import StartupError
+from kvserve.proxy.child_log import ChildLog
+from kvserve.proxy.generate import child_command, child_environment, write_files
+from kvserve.proxy.ownership import claim_port, is_port_free, record_child
+from kvserve.proxy.settings import ProxySettings
+
+type Status = Literal["starting", "ready", "restarting", "stopped"]
+
+_POLL_SECONDS = 0.2
+_PROBE_SECONDS = 1.0
+_DRAIN_SECONDS = 2.5
+_FIRST_DELAY_SECONDS = 1.0
+_LONGEST_DELAY_SECONDS = 30.0
+# A proxy that was ready for this long had a fresh start: the next death waits the short delay again.
+_SETTLED_SECONDS = 60.0
+_NUM_LAST_WORDS = 5
+_MAX_REASON_CHARS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyState:
+    """How the proxy is. `last_error` is why it died last, None if it never did."""
+
+    status: Status
+    pid: int | None = None
+    num_restarts: int = 0
+    last_error: str | None = None
+
+
+class LitellmProxy:
+    """Owns the child process from `start` to `stop`.
+
+    A thread reads the child's output, asks it whether it is ready, and starts it again when it dies. `report` gets one
+    sentence per event, from that thread.
+    """
+
+    def __init__(
+        self,
+        settings: ProxySettings,
+        base_environment: Mapping[str, str],
+        report: Callable[[str], None],
+        command: Sequence[str] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._environment = child_environment(base_environment, settings.files)
+        self._report = report
+        self._command = list(command) if command is not None else child_command(settings)
+        self._changed = Condition()
+        self._state = ProxyState("stopped")
+        self._stopping = Event()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._watcher: Thread | None = None
+
+    @property
+    def state(self) -> ProxyState:
+        """A snapshot; any thread may ask."""
+        with self._changed:
+            return self._state
+
+    def start(self) -> None:
+        """Launches the child and returns at once. A stale proxy of a former run is ended first.
+
+        Raises PortTaken if a process that is not ours listens on the port, StartupError if the child cannot be started.
+        """
+        replaced = claim_port(self._settings)
+        if replaced is not None:
+            self._report(f"Replaced the LiteLLM proxy of a former run (pid {replaced}).")
+        self._stopping.clear()
+        self._set_state(status="starting", num_restarts=0, last_error=None)
+        try:
+            write_files(self._settings)
+            self._child = self._launch()
+        except OSError as error:
+            raise StartupError(f"The LiteLLM proxy could not be started: {error}") from error
+        self._watcher = Thread(target=self._watch, name="litellm-watcher", daemon=True)
+        self._watcher.start()
+
+    def wait_until_ready(self, timeout_seconds: float | None = None) -> None:
+        """Returns once the proxy answers. Raises StartupError if it dies or `timeout_seconds` pass before."""
+        limit = self._settings.startup_timeout_seconds if timeout_seconds is None else timeout_seconds
+        with self._changed:
+            self._changed.wait_for(lambda: self._state.status != "starting", limit)
+            state = self._state
+        if state.status == "ready":
+            return
+        reason = state.last_error or f"it gave no answer within {limit:g} seconds"
+        raise StartupError(f"The LiteLLM proxy did not start: {reason} (log: {self._settings.files.log})")
+
+    def stop(self) -> None:
+        """Ends the child within three seconds: SIGTERM, time to drain, SIGKILL. Idempotent."""
+        self._stopping.set()
+        child, watcher = self._child, self._watcher
+        if child is not None:
+            _end(child)
+        if watcher is not None:
+            watcher.join()
+        # The watcher may have launched another one just before it saw that all is over.
+        if self._child is not None and self._child is not child:
+            _end(self._child)
+            _close_pipes(self._child)
+        if child is not None:
+            self._settings.files.pid.unlink(missing_ok=True)
+        self._child = self._watcher = None
+        self._set_state(status="stopped", pid=None)
+
+    def _set_state(self, **changes: Any) -> None:
+        with self._changed:
+            self._state = replace(self._state, **changes)
+            self._changed.notify_all()
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        """Starts the child in a session of its own, so that a terminal's Ctrl-C reaches only us.
+
+        Its standard input is a pipe whose other end only this process holds: when this process ends, however it ends,
+        the pipe does, and the child ends itself.
+        """
+        child = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            cwd=self._settings.files.folder,
+            start_new_session=True,
+        )
+        record_child(child.pid, self._settings.files)
+        self._set_state(pid=child.pid)
+        return child
+
+    def _watch(self) -> None:
+        """The watcher thread: one child after the other until `stop`."""
+        log = ChildLog(self._settings.files.log, self._settings.max_log_bytes)
+        delay_seconds = _FIRST_DELAY_SECONDS
+        child = self._child
+        while child is not None and not self._stopping.is_set():
+            log.forget()
+            ready_seconds = self._attend(child, log)
+            if self._stopping.is_set():
+                return
+            if ready_seconds > _SETTLED_SECONDS:
+                delay_seconds = _FIRST_DELAY_SECONDS
+            reason = _describe_death(child.returncode, log)
+            self._set_state(status="restarting", pid=None, last_error=reason)
+            self._report(f"The LiteLLM proxy died: {reason}. It is started again in {delay_seconds:g} s.")
+            child = self._relaunch(delay_seconds)
+            delay_seconds = min(2 * delay_seconds, _LONGEST_DELAY_SECONDS)
+
+    def _relaunch(self, delay_seconds: float) -> subprocess.Popen[bytes] | None:
+        """The next child after the delay, or None if `stop` came first. Tries until port and system allow it."""
+        while not self._stopping.wait(delay_seconds):
+            delay_seconds = _LONGEST_DELAY_SECONDS
+            if not is_port_free(self._settings.host, self._settings.port):
+                self._set_state(last_error=f"port {self._settings.port} is taken by another process")
+                continue
+            try:
+                self._child = self._launch()
+            except OSError as error:
+                self._set_state(last_error=f"it could not be started: {error}")
+                continue
+            self._set_state(num_restarts=self.state.num_restarts + 1)
+            return self._child
+        return None
+
+    def _attend(self, child: subprocess.Popen[bytes], log: ChildLog) -> float:
+        """Keeps the child's output until it ends and notes when it is ready; returns for how many seconds it was.
+
+        One that is not ready in time hangs and is killed.
+        """
+        assert child.stdout is not None
+        launched = time.monotonic()
+        ready_at: float | None = None
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.stdout, selectors.EVENT_READ)
+            while _keep_output(selector, child.stdout.fileno(), log):
+                if child.poll() is not None:
+                    if not selector.select(0):  # a process that it left behind holds the pipe
+                        break
+                elif ready_at is not None or self._stopping.is_set():
+                    continue
+                elif self._answers():
+                    ready_at = time.monotonic()
+                    self._set_state(status="ready")
+                elif time.monotonic() - launched > self._settings.startup_timeout_seconds:
+                    log.write(b"\nkvserve: not ready in time, killed\n")
+                    child.kill()
+        child.wait()
+        _close_pipes(child)
+        return time.monotonic() - ready_at if ready_at is not None else 0.0
+
+    def _answers(self) -> bool:
+        """Whether the readiness URL answers 200. (LiteLLM's /health would run a generation.)"""
+        connection = http.client.HTTPConnection(self._settings.host, self._settings.port, timeout=_PROBE_SECONDS)
+        try:
+            connection.request("GET", "/health/readiness")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+
+def _keep_output(selector: selectors.BaseSelector, descriptor: int, log: ChildLog) -> bool:
+    """Waits a moment for output and logs it; False at its end."""
+    if not selector.select(_POLL_SECONDS):
+        return True
+    chunk = os.read(descriptor, 65536)
+    if chunk:
+        log.write(chunk)
+    return bool(chunk)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """SIGTERM and time to drain, then SIGKILL; returns when the child is gone."""
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(_DRAIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _close_pipes(child: subprocess.Popen[bytes]) -> None:
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+def _describe_death(return_code: int, log: ChildLog) -> str:
+    """How it ended and its last words, on one line."""
+    how = f"signal {signal.Signals(-return_code).name}" if return_code < 0 else f"exit code {return_code}"
+    last_words = " | ".join(log.tail(_NUM_LAST_WORDS))[-_MAX_REASON_CHARS:]
+    return f"{how}: {last_words}" if last_words else how

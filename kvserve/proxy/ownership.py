@@ -1,0 +1,230 @@
+"""Whose process is it: what listens on a port, and the proof that a process is a proxy that we started. It reads the
+process tables (/proc on Linux, `ps` and `lsof` elsewhere); it ends a process only on that proof.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvserve.errors import PortTaken, StartupError
+from kvserve.proxy.generate import write_private
+from kvserve.proxy.settings import ProxyFiles, ProxySettings
+
+_POLL_SECONDS = 0.05
+_TERMINATE_SECONDS = 3.0
+_KILL_SECONDS = 2.0
+_RELEASE_SECONDS = 2.0
+_TOOL_SECONDS = 5.0
+_LISTEN_STATE = "0A"
+_MAX_COMMAND_CHARS = 200
+# One form of dates, whatever the user's language is: start times of two runs are compared.
+_TOOL_ENVIRONMENT = {"LC_ALL": "C", "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}
+_HAS_PROC = Path("/proc/self/stat").exists()
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A running process. `started` tells it from a later one with the same pid; `command` is its command line."""
+
+    pid: int
+    started: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True)
+class PidFile:
+    """What we wrote down when we started a proxy: it, and the server that it belongs to."""
+
+    proxy: ProcessIdentity
+    parent: ProcessIdentity
+
+    @classmethod
+    def read(cls, path: Path) -> "PidFile | None":
+        """The file's content, or None if there is none or it makes no sense (then it proves nothing)."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            proxy, parent = (
+                ProcessIdentity(int(value[key]["pid"]), str(value[key]["started"]), str(value[key]["command"]))
+                for key in ("proxy", "parent")
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return cls(proxy, parent)
+
+    def write(self, path: Path) -> None:
+        """Replaces the file."""
+        entries = {"proxy": self.proxy, "parent": self.parent}
+        value = {key: {"pid": e.pid, "started": e.started, "command": e.command} for key, e in entries.items()}
+        write_private(path, json.dumps(value, indent=1))
+
+
+def record_child(pid: int, files: ProxyFiles) -> None:
+    """Writes the pid file for a proxy that this process has just started."""
+    proxy, parent = identify(pid), identify(os.getpid())
+    if proxy is not None and parent is not None:
+        PidFile(proxy, parent).write(files.pid)
+
+
+def claim_port(settings: ProxySettings) -> int | None:
+    """Makes sure that the port is free; returns the pid of the stale proxy that was ended for it, if there was one.
+
+    Raises PortTaken for a process that is not a proxy of ours, and for a proxy whose server still runs: both are left
+    alone. Raises StartupError if a stale proxy of ours cannot be ended.
+    """
+    stale = find_stale_proxy(settings.files)
+    if stale is not None:
+        end_process(stale)
+    settings.files.pid.unlink(missing_ok=True)
+    # A process counts as ended a moment before its last thread closes the socket.
+    deadline = time.monotonic() + (_RELEASE_SECONDS if stale is not None else 0.0)
+    while not is_port_free(settings.host, settings.port):
+        if time.monotonic() >= deadline:
+            raise PortTaken(describe_holder(settings))
+        time.sleep(_POLL_SECONDS)
+    return stale.pid if stale is not None else None
+
+
+def find_stale_proxy(files: ProxyFiles) -> ProcessIdentity | None:
+    """The process that the pid file names, if it is alive, provably ours, and its server is gone.
+
+    Proof: same start time as written down, and our configuration file on its command line. Raises PortTaken if the
+    server that started it is alive.
+    """
+    written = PidFile.read(files.pid)
+    if written is None:
+        return None
+    running = identify(written.proxy.pid)
+    if running is None or running.started != written.proxy.started or str(files.config) not in running.command:
+        return None
+    parent = identify(written.parent.pid)
+    if parent is not None and parent.started == written.parent.started:
+        raise PortTaken(
+            f"Another kvserve (pid {parent.pid}) already runs a proxy with the same port and state folder. Stop it, or "
+            "choose other ports (MLX_PORT, PROXY_PORT)."
+        )
+    return running
+
+
+def end_process(identity: ProcessIdentity) -> None:
+    """SIGTERM, then SIGKILL, to exactly this process. Raises StartupError if it outlives both."""
+    for number, patience_seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
+        if identify(identity.pid) != identity:
+            return
+        try:
+            os.kill(identity.pid, number)
+        except ProcessLookupError:
+            return
+        deadline = time.monotonic() + patience_seconds
+        while time.monotonic() < deadline:
+            if identify(identity.pid) != identity:
+                return
+            time.sleep(_POLL_SECONDS)
+    raise StartupError(f"The proxy of a former run (pid {identity.pid}) cannot be ended.")
+
+
+def is_port_free(host: str, port: int) -> bool:
+    """Whether nobody listens there. Binding alone would not do: macOS binds beside a listener on all addresses."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        # A free port of the ephemeral range can, rarely, connect to itself.
+        return probe.connect_ex((host, port)) != 0 or probe.getsockname() == probe.getpeername()
+
+
+def describe_holder(settings: ProxySettings) -> str:
+    """One paragraph for the person at the terminal: who holds the port and what to do."""
+    pids = listening_pids(settings.port)
+    holders = [identity for pid in pids if (identity := identify(pid)) is not None]
+    who = (
+        "; ".join(f"pid {holder.pid}: {holder.command[:_MAX_COMMAND_CHARS]}" for holder in holders)
+        or "its owner could not be read"
+    )
+    return (
+        f"Port {settings.port} for the LiteLLM proxy is taken by a process that kvserve did not start ({who}). It was "
+        "left alone. Stop it, choose another PROXY_PORT, or start with --no-proxy."
+    )
+
+
+def identify(pid: int) -> ProcessIdentity | None:
+    """The running process with this pid; None if there is none, it has ended (a zombie), or it cannot be read."""
+    return _identify_by_proc(pid) if _HAS_PROC else _identify_by_ps(pid)
+
+
+def listening_pids(port: int) -> list[int]:
+    """Processes that listen on the TCP port, as far as this user may see them."""
+    return _listening_pids_by_proc(port) if _HAS_PROC else _listening_pids_by_lsof(port)
+
+
+def _identify_by_proc(pid: int) -> ProcessIdentity | None:
+    folder = Path("/proc") / str(pid)
+    try:
+        status = (folder / "stat").read_text(encoding="utf-8", errors="replace")
+        raw_command = (folder / "cmdline").read_bytes()
+    except OSError:
+        return None
+    # The second field is the program's name in parentheses and may itself contain spaces and parentheses.
+    fields = status.rpartition(")")[2].split()
+    if fields[0] in "ZX":
+        return None
+    command = raw_command.replace(b"\0", b" ").decode("utf-8", errors="replace").strip()
+    return ProcessIdentity(pid, fields[19], command)
+
+
+def _identify_by_ps(pid: int) -> ProcessIdentity | None:
+    line = _run("ps", "-ww", "-o", "stat=,lstart=,command=", "-p", str(pid)).strip()
+    match = re.match(r"(\S+)\s+(\S+\s+\S+\s+\S+\s+\S+\s+\S+)\s+(.*)", line, re.DOTALL)
+    if match is None or match[1].startswith("Z"):
+        return None
+    return ProcessIdentity(pid, " ".join(match[2].split()), match[3])
+
+
+def _listening_pids_by_proc(port: int) -> list[int]:
+    wanted = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening_inodes(table, port)}
+    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if wanted & _open_files(folder)]
+
+
+def _listening_inodes(table: str, port: int) -> list[str]:
+    try:
+        rows = Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]
+    except OSError:
+        return []
+    entries = [row.split() for row in rows]
+    return [e[9] for e in entries if e[3] == _LISTEN_STATE and int(e[1].rpartition(":")[2], 16) == port]
+
+
+def _open_files(process_folder: Path) -> set[str]:
+    targets = set()
+    try:
+        for link in (process_folder / "fd").iterdir():
+            targets.add(os.readlink(link))
+    except OSError:  # another user's process, or one that ends while we look
+        return targets
+    return targets
+
+
+def _listening_pids_by_lsof(port: int) -> list[int]:
+    lines = _run("lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-Fp").splitlines()
+    return [int(line[1:]) for line in lines if line.startswith("p") and line[1:].isdigit()]
+
+
+def _run(*command: str) -> str:
+    """The command's output, empty if it fails or is not there."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False, env=_TOOL_ENVIRONMENT
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

@@ -1,0 +1,21 @@
+"""Stands in for the server: starts a proxy whose child is the given command, says its pid, and waits to be killed.
+
+python fake_server.py STATE_DIR PORT [COMMAND ...]; without a command the child is the real LiteLLM.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from kvserve.proxy.litellm import LitellmProxy
+from kvserve.proxy.settings import ProxySettings
+
+folder, port, *command = sys.argv[1:]
+settings = ProxySettings(
+    port=int(port), backend_url="http://127.0.0.1:9", listed_model_id="openai/m", state_dir=Path(folder)
+)
+proxy = LitellmProxy(settings, dict(os.environ), lambda text: None, command or None)
+proxy.start()
+print(proxy.state.pid, flush=True)
+time.sleep(600)

@@ -1,0 +1,268 @@
+"""The guard around an application that is not LiteLLM: what passes, what is replaced, what never gets in."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvserve.errors import MethodNotAllowed, NotFound
+from kvserve.proxy.asgi import App, Message, Receive, Scope, Send
+from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange, UpstreamError
+from kvserve.proxy.guard import ROUTES, Guard, GuardRules, find_route
+
+RULES = GuardRules("127.0.0.1", "openai/m", max_body_bytes=1000)
+CHAT = "/v1/chat/completions"
+
+
+@dataclass
+class Inner:
+    """The application inside: notes what it sees and answers what it is told."""
+
+    status: int = 200
+    content_type: bytes = b"application/json"
+    body: bytes = b"{}"
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    on_exchange: Callable[[Exchange], None] | None = None
+    seen: list[tuple[Scope, bytes, Exchange | None]] = field(default_factory=list)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = await receive()
+        exchange = CURRENT_EXCHANGE.get()
+        self.seen.append((scope, message.get("body", b""), exchange))
+        if exchange is not None and self.on_exchange is not None:
+            self.on_exchange(exchange)
+        headers = [(b"content-type", self.content_type), *self.headers]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": self.body})
+
+
+def scope_of(method: str = "POST", path: str = CHAT, **headers: str) -> Scope:
+    lines = {"host": "localhost:4000"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    raw = [(name.encode(), value.encode()) for name, value in lines.items()]
+    return {"type": "http", "method": method, "path": path, "headers": raw}
+
+
+def call(app: App, scope: Scope, *messages: Message, rules: GuardRules = RULES) -> list[Message]:
+    """Everything the guard sent for one request."""
+    sent: list[Message] = []
+
+    async def run() -> None:
+        pending = list(messages)
+
+        async def receive() -> Message:
+            return pending.pop(0) if pending else {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await Guard(app, rules)(scope, receive, send)
+
+    asyncio.run(run())
+    return sent
+
+
+def piece(body: bytes, more: bool = False) -> Message:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def header(sent: list[Message], name: bytes) -> bytes | None:
+    return dict(sent[0]["headers"]).get(name)
+
+
+def test_litellm_sees_the_envelope_and_the_hook_the_body() -> None:
+    """Whatever pieces the body came in; the length is that of the envelope."""
+    inner = Inner()
+    raw = b'{"messages": [{"role": "user", "content": "hi", "x": 1}], "thinking": {"type": "enabled"}}'
+    call(inner, scope_of(content_length=str(len(raw)), user_agent="a"), piece(raw[:9], True), piece(raw[9:]))
+    scope, envelope, exchange = inner.seen[0]
+    assert json.loads(envelope) == {"model": "openai/m", "messages": [{"role": "user", "content": "hi"}]}
+    assert dict(scope["headers"])[b"content-length"] == str(len(envelope)).encode()
+    assert exchange is not None
+    assert (exchange.body, exchange.headers) == (json.loads(raw), {"User-Agent": "a"})
+
+
+def test_litellm_never_sees_an_origin() -> None:
+    """It would answer for it with a wildcard."""
+    inner = Inner()
+    call(inner, scope_of("GET", "/v1/models", origin="http://localhost:4000"), piece(b""))
+    call(inner, scope_of(origin="http://localhost:4000"), piece(b"{}"))
+    assert [b"origin" in dict(scope["headers"]) for scope, _, _ in inner.seen] == [False, False]
+
+
+def test_the_backends_error_replaces_litellms() -> None:
+    """Status, body, type and Retry-After; LiteLLM's own body is dropped."""
+
+    def fail(exchange: Exchange) -> None:
+        exchange.upstream_error = UpstreamError(529, b"own words", "text/weird", "7")
+
+    inner = Inner(500, body=b'{"error": "litellm says"}', on_exchange=fail)
+    sent = call(inner, scope_of(), piece(b"{}"))
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert (sent[0]["status"], sent[1]["body"]) == (529, b"own words")
+    assert (header(sent, b"content-type"), header(sent, b"retry-after")) == (b"text/weird", b"7")
+
+
+def test_an_error_that_litellm_overcame_is_not_shown() -> None:
+    """A fallback that answered 200 stays a 200."""
+
+    def fail(exchange: Exchange) -> None:
+        exchange.upstream_error = UpstreamError(500, b"first try", "text/plain", None)
+
+    sent = call(Inner(on_exchange=fail), scope_of(), piece(b"{}"))
+    assert (sent[0]["status"], sent[1]["body"]) == (200, b"{}")
+
+
+def test_an_error_in_plain_text_becomes_openais_form() -> None:
+    """LiteLLM's own crashes answer `Internal Server Error`; clients expect JSON."""
+    sent = call(Inner(500, b"text/plain; charset=utf-8", b"Internal Server Error"), scope_of(), piece(b"{}"))
+    assert sent[0]["status"] == 500
+    assert json.loads(sent[1]["body"])["error"]["type"] == "server_error"
+
+
+def test_litellms_own_json_errors_pass() -> None:
+    """What it says about its own business is kept."""
+    sent = call(Inner(400, body=b'{"error": {"message": "budget"}}'), scope_of(), piece(b"{}"))
+    assert (sent[0]["status"], sent[1]["body"]) == (400, b'{"error": {"message": "budget"}}')
+
+
+def test_the_request_id_is_the_backends() -> None:
+    """LiteLLM hides it under a name of its own."""
+    inner = Inner(headers=[(b"llm_provider-x-request-id", b"r1"), (b"x-request-id", b"other")])
+    assert header(call(inner, scope_of(), piece(b"{}")), b"x-request-id") == b"r1"
+
+
+@pytest.mark.parametrize(
+    ("scope", "messages", "status"),
+    [
+        (scope_of(host="evil.example"), [piece(b"{}")], 403),
+        (scope_of(origin="https://evil.example"), [piece(b"{}")], 403),
+        (scope_of("OPTIONS", origin="https://evil.example", access_control_request_method="POST"), [], 403),
+        (scope_of("OPTIONS"), [], 405),
+        (scope_of(path="/config/update"), [piece(b"{}")], 404),
+        (scope_of(path=CHAT + "/"), [piece(b"{}")], 404),
+        (scope_of("GET"), [], 405),
+        (scope_of(content_length="1001"), [], 413),
+        (scope_of(), [piece(b"x" * 600, True), piece(b"x" * 600)], 413),
+        (scope_of(), [piece(b"[]")], 400),
+        (scope_of(), [piece(b'{"model": 5}')], 400),
+    ],
+)
+def test_what_is_refused_never_gets_in(scope: Scope, messages: list[Message], status: int) -> None:
+    """The answer is JSON in OpenAI's form, and the application inside is not called."""
+    inner = Inner()
+    sent = call(inner, scope, *messages)
+    assert sent[0]["status"] == status
+    assert set(json.loads(sent[1]["body"])["error"]) == {"message", "type", "param", "code"}
+    assert inner.seen == []
+
+
+def test_a_client_that_leaves_while_sending_costs_nothing() -> None:
+    """Nothing is called and nothing is sent."""
+    inner = Inner()
+    assert call(inner, scope_of(), piece(b'{"mod', True)) == []
+    assert inner.seen == []
+
+
+def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-sent request is given up."""
+    monkeypatch.setattr("kvserve.proxy.asgi._BODY_TIMEOUT_SECONDS", 0.05)
+    sent: list[Message] = []
+
+    async def never() -> Message:
+        return await asyncio.Future()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    asyncio.run(Guard(Inner(), RULES)(scope_of(), never, send))
+    assert sent[0]["status"] == 408
+
+
+def test_websockets_are_closed() -> None:
+    """Nothing behind the proxy speaks them."""
+    inner = Inner()
+    sent = call(inner, {"type": "websocket", "path": "/v1/realtime", "headers": []}, {"type": "websocket.connect"})
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+    assert inner.seen == []
+
+
+def test_the_key_is_needed_but_for_health() -> None:
+    """Readiness stays open for whoever watches; all else wants the key."""
+    rules = GuardRules("127.0.0.1", "m", api_key="k")
+    for path, route in ROUTES.items():
+        sent = call(Inner(), scope_of(route.method, path), piece(b"{}"), rules=rules)
+        assert sent[0]["status"] == (401 if route.needs_key else 200), path
+        sent = call(Inner(), scope_of(route.method, path, x_api_key="k"), piece(b"{}"), rules=rules)
+        assert sent[0]["status"] == 200, path
+    assert [path for path, route in ROUTES.items() if not route.needs_key] == [
+        "/health/readiness",
+        "/health/liveliness",
+    ]
+
+
+def test_the_start_is_held_back_until_litellm_is_warm() -> None:
+    """One request goes through, past the backend and with the key, before the server learns that it may begin."""
+    order: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            scope["state"]["from"] = "lifespan"
+            await send({"type": "lifespan.startup.complete"})
+        else:
+            exchange = CURRENT_EXCHANGE.get()
+            assert exchange is not None
+            authorization = dict(scope["headers"])[b"authorization"]
+            order.append(
+                (
+                    exchange.instead_of_backend is not None,
+                    authorization,
+                    scope["state"],
+                    json.loads((await receive())["body"])["model"],
+                )
+            )
+
+    async def run() -> None:
+        async def receive() -> Message:
+            return {"type": "lifespan.startup"}
+
+        async def send(message: Message) -> None:
+            order.append(message["type"])
+
+        await Guard(app, GuardRules("127.0.0.1", "m", api_key="k"))({"type": "lifespan", "state": {}}, receive, send)
+
+    asyncio.run(run())
+    assert order == [(True, b"Bearer k", {"from": "lifespan"}, "m"), "lifespan.startup.complete"]
+
+
+def test_a_warm_up_that_hangs_does_not_keep_the_proxy_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its time the start goes on."""
+    monkeypatch.setattr("kvserve.proxy.guard._WARM_UP_TIMEOUT_SECONDS", 0.05)
+    sent: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await send({"type": "lifespan.startup.complete"})
+        else:
+            await asyncio.Future()
+
+    async def send(message: Message) -> None:
+        sent.append(message["type"])
+
+    async def receive() -> Message:
+        return {"type": "lifespan.startup"}
+
+    asyncio.run(Guard(app, RULES)({"type": "lifespan", "state": {}}, receive, send))
+    assert sent == ["lifespan.startup.complete"]
+
+
+def test_routes_are_exact() -> None:
+    """No prefix and no other method opens a path."""
+    assert find_route("POST", CHAT) is ROUTES[CHAT]
+    for path in ("/", "/v1", "//v1/models", "/v1/models/", "/openai/v1/models", "/V1/MODELS"):
+        with pytest.raises(NotFound):
+            find_route("GET", path)
+    with pytest.raises(MethodNotAllowed):
+        find_route("HEAD", "/v1/models")

@@ -1,0 +1,75 @@
+"""What the hook sends out and keeps, without a proxy around it."""
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange
+from kvserve.proxy.hook import find_upstream_error, outgoing_fields, raw_body_hook
+
+
+def in_exchange(exchange: Exchange | None, data: dict[str, Any]) -> dict[str, Any]:
+    """What the pre-call hook makes of `data`."""
+
+    async def run() -> dict[str, Any]:
+        CURRENT_EXCHANGE.set(exchange)
+        return await raw_body_hook.async_pre_call_hook(None, None, data, "acompletion")
+
+    return asyncio.run(run())
+
+
+def test_the_clients_body_and_headers_go_out() -> None:
+    """Every field but the model's name, beside what LiteLLM forwards already."""
+    exchange = Exchange({"model": "m", "messages": [1], "user": "u"}, {"user-agent": "a"})
+    data = in_exchange(exchange, {"model": "m", "messages": [], "headers": {"x-a": "1"}})
+    assert data["extra_body"] == {"messages": [1], "user": "u"}
+    assert data["headers"] == {"x-a": "1", "user-agent": "a"}
+
+
+def test_a_call_of_litellms_own_is_left_alone() -> None:
+    """Without a request of ours there is nothing to fill in."""
+    assert in_exchange(None, {"model": "m"}) == {"model": "m"}
+
+
+def test_a_warm_up_goes_elsewhere() -> None:
+    """The backend hears nothing of it."""
+    data = in_exchange(Exchange({"model": "m"}, {}, instead_of_backend="http://there/v1"), {"model": "m"})
+    assert data["api_base"] == "http://there/v1"
+    assert "api_base" not in in_exchange(Exchange({"model": "m"}, {}), {"model": "m"})
+
+
+def test_litellms_question_for_usage_stays_where_it_will_remove_the_answer() -> None:
+    """Only where it marked the stream, and only over a well-formed value."""
+    asked = {"_litellm_strip_stream_usage": True, "stream_options": {"include_usage": True, "x": 1}}
+    assert outgoing_fields(Exchange({"stream_options": {"x": 1}}, {}), asked) == {
+        "stream_options": {"include_usage": True, "x": 1}
+    }
+    assert outgoing_fields(Exchange({"stream_options": 5}, {}), asked) == {"stream_options": 5}
+    assert outgoing_fields(Exchange({"stream_options": None}, {}), {}) == {"stream_options": None}
+
+
+def failed(status: int, text: str, headers: dict[str, str] | None = None) -> httpx.HTTPStatusError:
+    """An exception as httpx raises it for an answer."""
+    request = httpx.Request("POST", "http://backend/v1")
+    response = httpx.Response(status, text=text, headers=headers, request=request)
+    return httpx.HTTPStatusError("no", request=request, response=response)
+
+
+def test_the_deepest_answer_with_a_body_is_the_backends() -> None:
+    """Empty answers that LiteLLM made up on the way are passed over."""
+    outer, middle, root = failed(500, ""), failed(400, ""), failed(429, "full", {"retry-after": "7"})
+    middle.__context__ = root
+    outer.__cause__ = middle
+    found = find_upstream_error(outer)
+    assert found is not None
+    assert (found.status, found.body, found.retry_after) == (429, b"full", "7")
+
+
+def test_without_an_answer_there_is_no_upstream_error() -> None:
+    """A refused connection, or a chain of causes that bites its own tail."""
+    first, second = ValueError("a"), OSError("b")
+    first.__context__ = second
+    second.__context__ = first
+    assert find_upstream_error(first) is None
+    assert find_upstream_error(failed(200, "fine")) is None
