@@ -201,12 +201,12 @@ class RunningTurn:
             model=self._served.name,
             num_prompt_tokens=len(self._prompt.tokens),
             num_cached_tokens=answer.num_cached_tokens,
-            num_completion_tokens=answer.num_tokens,
+            num_completion_tokens=answer.num_completion_tokens,
             session=self._turn.session.session_id,
             ttft_seconds=answer.first_token_at - self._submitted_at if answer.first_token_at else None,
             tokens_per_second=(answer.num_tokens - 1) / seconds if seconds and answer.num_tokens > 1 else None,
             finish_reason=reason or (None if error else "cancelled"),
-            cut_by=None if reason != "length" else "watchdog" if done and done.reason == "watchdog" else self._cut_by,
+            cut_by=_whose_limit(done, self._cut_by) if reason == "length" else None,
             error_status=error.status if error else None,
             notes=self._prompt.notes,
         )
@@ -220,6 +220,7 @@ class _AnswerReader:
     served: ServedModel
     prompt: Prompt
     num_tokens: int = 0
+    num_hidden_tokens: int = 0
     num_reasoning_tokens: int = 0
     num_cached_tokens: int = 0
     num_prefilled_tokens: int = 0
@@ -249,6 +250,11 @@ class _AnswerReader:
         """Nothing more belongs to the answer: a stop string came, or the one call that was allowed."""
         return self.stop_string is not None or (self.has_calls and not self.turn.parallel_tool_calls)
 
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens of the answer; a stop token that ended it is one of them, what came after a stop string is not."""
+        return self.num_tokens + self.num_hidden_tokens
+
     def feed(self, tokens: list[int]) -> list[OutputDelta]:
         """The deltas of these tokens; nothing after the answer's end."""
         deltas: list[OutputDelta] = []
@@ -266,13 +272,13 @@ class _AnswerReader:
         """The deltas that were held back, and the end."""
         self.done = done
         is_cut = done.reason != "stop" and not self.is_over
-        num_hidden_tokens = 1 if done.reason == "stop" and not self.is_over else 0
+        self.num_hidden_tokens = 1 if done.reason == "stop" and not self.is_over else 0
         deltas = self._rest(is_cut) if not self.is_over else []
         self.finish_reason = "length" if is_cut else "tool_calls" if self.has_calls else "stop"
         usage = Usage(
             num_prompt_tokens=done.num_prompt_tokens,
             num_cached_tokens=done.num_cached_tokens,
-            num_completion_tokens=self.num_tokens + num_hidden_tokens,
+            num_completion_tokens=self.num_completion_tokens,
             num_reasoning_tokens=self.num_reasoning_tokens,
         )
         return [*_joined(deltas), Finished(self.finish_reason, usage, self.stop_string)]
@@ -307,6 +313,13 @@ class _AnswerReader:
                 self.has_calls = self.has_calls or isinstance(delta, ToolCallDelta)
                 kept.append(delta)
         return kept
+
+
+def _whose_limit(done: GenerationDone | None, own_limit: LengthLimit) -> LengthLimit | None:
+    """Who cut an answer that ended with `length`; None where the server's end or the client did."""
+    if done is None or done.reason not in ("length", "watchdog"):
+        return None
+    return "watchdog" if done.reason == "watchdog" else own_limit
 
 
 def _joined(deltas: list[OutputDelta]) -> list[OutputDelta]:

@@ -135,8 +135,11 @@ class ChatStreamEncoder:
         return self._chunk({"role": "assistant", "content": ""})
 
     def keep_alive(self) -> dict[str, object]:
-        """A chunk that says nothing, for clients and proxies that give up on silence."""
-        return self._chunk({})
+        """A chunk that says nothing, for clients and proxies that give up on silence.
+
+        LiteLLM swallows comments and deltas without a field; an empty piece of thinking passes.
+        """
+        return self._chunk({"reasoning_content": ""})
 
     def error_chunk(self, error: RequestError) -> dict[str, JsonObject]:
         """The last event of a stream that fails after it began: the error's body, which clients raise."""

@@ -3,11 +3,14 @@
 The legacy `functions` / `function_call` pair means the same as `tools` / `tool_choice`; answers use `tool_calls`.
 """
 
+import re
+
 from kvserve.core import JsonObject, ResponseFormat, ToolChoice, ToolSpec
 from kvserve.errors import BadRequest
 from kvserve.protocols.fields import Fields, filled_text, flag, list_of, mapping, mistyped, text, word
 from kvserve.protocols.json_schema import read_schema
 
+_TOOL_NAME = re.compile(r"""[^\s<>{}"'`]{1,128}""")
 _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
 
 
@@ -32,11 +35,19 @@ def _read_function(value: object, path: str) -> ToolSpec:
     function = mapping(value, path)
     parameters = function.optional("parameters", _read_parameters)
     return ToolSpec(
-        name=function.required("name", filled_text),
+        name=function.required("name", _tool_name),
         description=function.optional("description", text),
         parameters=_NO_PARAMETERS if parameters is None else parameters,
         strict=function.optional("strict", flag) or False,
     )
+
+
+def _tool_name(value: object, path: str) -> str:
+    """A name that every form of calls can write: no white space, no quotes, nothing that looks like a tag."""
+    name = filled_text(value, path)
+    if not _TOOL_NAME.fullmatch(name):
+        raise mistyped(path, "a name of at most 128 characters without white space, quotes, braces, < and >", name)
+    return name
 
 
 def _read_parameters(value: object, path: str) -> JsonObject:

@@ -54,7 +54,6 @@ class RequestFacts:
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
     session: str | None = None
-    is_streamed: bool = True
     ttft_seconds: float | None = None
     tokens_per_second: float | None = None
     finish_reason: str | None = None
@@ -217,8 +216,6 @@ def request_text(facts: RequestFacts, usual_model: str | None = None) -> str:
         parts.append(f"{facts.finish_reason} ({facts.cut_by})" if facts.cut_by else facts.finish_reason)
     if facts.error_status is not None:
         parts.append(f"error {facts.error_status}")
-    if not facts.is_streamed:
-        parts.append("not streamed")
     parts += facts.notes
     if facts.cause is not None:
         parts.append(f"why: {facts.cause}")

@@ -212,15 +212,18 @@ def test_a_stream_put_together_is_the_answer(events: list[AnswerEvent], include_
 
 
 def test_a_keep_alive_says_nothing(sdk_reading: Callable[..., OpenAI], as_sse: AsSse) -> None:
-    """An empty delta: the SDK accumulates the same answer with and without it."""
+    """A delta with empty thinking: the SDK accumulates the same answer with and without it."""
     encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage=False)
     alive = encoder.keep_alive()
-    assert alive["choices"] == [{"index": 0, "delta": {}, "finish_reason": None}]
+    assert alive["choices"] == [{"index": 0, "delta": {"reasoning_content": ""}, "finish_reason": None}]
     chunks = stream(SCENARIOS["two_tool_calls"], include_usage=False)
     padded = [item for chunk in chunks for item in (chunk, alive)]
     answers = []
     for wire in (as_sse(chunks), as_sse(padded)):
-        answers.append(accumulated(sdk_reading(wire)))
+        [choice] = accumulated(sdk_reading(wire)).choices
+        message = choice.message.model_dump()
+        message["reasoning_content"] = message.get("reasoning_content") or None
+        answers.append((message, choice.finish_reason))
     assert answers[0] == answers[1]
 
 

@@ -127,3 +127,17 @@ def test_what_cannot_be_met_is_named(parse: Parse, body: dict[str, object], para
     with pytest.raises(BadRequest) as caught:
         parse(**body)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("name", ["a b", "a\nb", "<think>", 'quo"ted', "{x}", "n" * 129])
+def test_a_name_that_no_form_of_calls_can_write_is_refused(parse: Parse, name: str) -> None:
+    """A forced call of such a tool could not be read back; the request says so instead."""
+    with pytest.raises(BadRequest) as raised:
+        parse(tools=[{"type": "function", "function": {"name": name}}])
+    assert raised.value.param == "tools[0].function.name"
+
+
+@pytest.mark.parametrize("name", ["mcp__github__get-file", "fs.read", "web/search", "読む"])
+def test_names_that_clients_use_pass(parse: Parse, name: str) -> None:
+    """Dots, slashes, dashes and letters of any script are fine."""
+    assert parse(tools=[{"type": "function", "function": {"name": name}}]).turn.tools[0].name == name

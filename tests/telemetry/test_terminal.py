@@ -114,7 +114,6 @@ def test_a_request_is_one_line() -> None:
         ({"num_cached_tokens": 10432}, "(10,432 reused, 100 %)"),
         ({"finish_reason": "length", "cut_by": "max_tokens"}, "length (max_tokens)"),
         ({"ttft_seconds": 41.96}, "first token 42.0 s"),
-        ({"is_streamed": False}, "stop, not streamed"),
         ({"session": "0123456789abcdef"}, "chat [0123456789ab] 10,432"),
         ({"finish_reason": None, "error_status": 503, "notes": ("memory exhausted",)}, "error 503, memory exhausted"),
         ({"cause": "cch changed"}, "stop, why: cch changed"),

@@ -1,0 +1,302 @@
+"""A whole server in this process, on a tiny real model and a free port, and what its tests ask of it.
+
+`serving_app` starts `kvserve.app.App` as `main` does, without the proxy. Everything goes over sockets; what a test
+looks at besides (threads, forward passes, the terminal) is read from the running process.
+"""
+
+import contextlib
+import io
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from rich.console import Console
+
+import kvserve.app
+from kvserve.app import App
+from kvserve.config import Launch, Settings
+from kvserve.engine import scheduler as scheduler_module
+from kvserve.pipeline import ServedModel
+from kvserve.telemetry.terminal import Terminal
+from tests.models import tiny_model
+from tests.web.fakes import RawClient, Response, encode_request, eventually
+
+CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+SCRIPT_SEED = 4711
+"""The seed of a request whose row writes the script of `writing`."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """An answer put together from its chunks, or read from its one body: the same shape either way."""
+
+    reasoning: str
+    content: str
+    calls: tuple[tuple[str, str], ...]
+    finish_reason: str | None
+    usage: Mapping[str, Any] | None
+
+    @property
+    def num_completion_tokens(self) -> int:
+        assert self.usage is not None
+        return int(self.usage["completion_tokens"])
+
+
+@dataclass
+class AppUnderTest:
+    """A running server. `screen` is what a person would have seen, `num_forward_calls` counts the model's work."""
+
+    app: App
+    screen: io.StringIO
+    log_root: Path
+    num_forward_calls: int = 0
+
+    @property
+    def port(self) -> int:
+        return self.app.port
+
+    @property
+    def served(self) -> ServedModel:
+        return self.app.resolve_model(None)
+
+    @property
+    def model(self) -> Any:
+        """The MLX module."""
+        return self.served.engine.wait_until_ready(0).module
+
+    def connect(self) -> RawClient:
+        return RawClient(self.port)
+
+    def post(self, path: str, body: object, headers: Mapping[str, str] | None = None) -> Response:
+        """One request on a connection of its own."""
+        with self.connect() as client:
+            return client.request("POST", path, body, {"Connection": "close", **(headers or {})})
+
+    def get(self, path: str) -> Response:
+        with self.connect() as client:
+            return client.request("GET", path, None, {"Connection": "close"})
+
+    def chat(self, said: object = "Hello there.", *, headers: Mapping[str, str] | None = None, **fields: Any) -> Chat:
+        """Ask; `stream=True` puts the chunks together. Temperature 0 unless the fields say otherwise."""
+        response = self.post(CHAT_PATH, chat_body(said, **fields), headers)
+        assert response.status == 200, response.body
+        return joined(chunks_of(response)) if fields.get("stream") else whole(response.json)
+
+    def both(self, said: object = "Hello there.", **fields: Any) -> Chat:
+        """The answer, after showing that it is the same streamed and not."""
+        plain = self.chat(said, **fields)
+        streamed = self.chat(said, stream=True, stream_options={"include_usage": True}, **fields)
+        assert streamed == plain
+        return plain
+
+    def health(self) -> dict[str, Any]:
+        return dict(self.get("/health").json)
+
+    def is_idle(self) -> bool:
+        """Whether nothing computes or waits, asked without a socket."""
+        _, body = self.app.health()
+        return body["num_running"] == 0 and body["num_waiting"] == 0
+
+    def lines(self) -> list[str]:
+        return self.screen.getvalue().splitlines()
+
+    def line_of(self, response_id: str) -> str:
+        """The request line of an answer (waits for it: it is written after the last byte)."""
+        short = response_id.removeprefix("chatcmpl-").removeprefix("cmpl-")[:12]
+        found: list[str] = []
+
+        def look() -> bool:
+            found[:] = [line for line in self.lines() if f" {short} " in line]
+            return bool(found)
+
+        assert eventually(look), f"no line for {short} in {self.lines()}"
+        assert len(found) == 1, found
+        return found[0]
+
+
+@contextlib.contextmanager
+def serving_app(
+    folder: Path, family: str = "qwen3", *, web: Mapping[str, Any] | None = None, **settings: Any
+) -> Iterator[AppUnderTest]:
+    """A server on a tiny model; `web` changes WebSettings, `settings` the operator's (defaults, whatever the
+    environment says). `folder` takes its files. At the end it stops and must leave no thread."""
+    threads = set(threading.enumerate())
+    with unstarted_app(folder, family, web=web, **settings) as under_test:
+        under_test.app.start(threading.Event())
+        with _counted(under_test):
+            yield under_test
+    left = [thread for thread in threading.enumerate() if thread not in threads and thread.is_alive()]
+    assert not left, left
+
+
+@contextlib.contextmanager
+def unstarted_app(
+    folder: Path, family: str = "qwen3", *, web: Mapping[str, Any] | None = None, **settings: Any
+) -> Iterator[AppUnderTest]:
+    """The same, not started yet."""
+    values: dict[str, Any] = {name: field.default for name, field in Settings.model_fields.items()}
+    values |= {
+        "model_path": str(tiny_model(family)),
+        "mlx_port": 0,
+        "state_dir": folder / "state",
+        "log_root": folder / "logs",
+        "disk_cache_dir": folder / "kv",
+    }
+    launch = Launch(Settings(_env_file=None, **(values | settings)), False, False, "on", {})  # type: ignore[call-arg]
+    screen = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        real = kvserve.app._web_settings
+        changes = {"linger_seconds": 0.2, **(web or {})}
+        patch.setattr(kvserve.app, "_web_settings", lambda settings: replace(real(settings), **changes))
+        app = App(launch, Terminal(Console(file=screen, width=200)))
+    under_test = AppUnderTest(app, screen, folder / "logs")
+    try:
+        yield under_test
+    finally:
+        app.stop()
+
+
+@contextlib.contextmanager
+def _counted(under_test: AppUnderTest) -> Iterator[None]:
+    """Count the forward passes of the running model."""
+    kind = type(under_test.model)
+    real = kind.__call__
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        under_test.num_forward_calls += 1
+        return real(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "__call__", counting)
+        yield
+
+
+@contextlib.contextmanager
+def writing(under_test: AppUnderTest, text: str, *, ends: bool = True) -> Iterator[Mapping[str, Any]]:
+    """Make the model write `text` (and its stop token) in requests that carry the yielded fields.
+
+    Everything is real but the draw: a logits processor leaves one token at each step.
+    """
+    tokenizer = under_test.served.tokenizer
+    script = [*tokenizer.encode(text), *([min(tokenizer.stop_token_ids)] if ends else [])]
+    real = scheduler_module.processors_for
+
+    def processors_for(params: Any, num_prompt_tokens: int) -> list[Any]:
+        if params.seed != SCRIPT_SEED:
+            return real(params, num_prompt_tokens)
+
+        def follow(tokens: mx.array, logits: mx.array) -> mx.array:
+            position = len(tokens) - num_prompt_tokens
+            if position >= len(script):
+                return logits
+            return mx.where(mx.arange(logits.shape[-1]) == script[position], logits, -mx.inf)
+
+        return [follow]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler_module, "processors_for", processors_for)
+        yield {"seed": SCRIPT_SEED}
+
+
+def chat_body(said: object = "Hello there.", **fields: Any) -> dict[str, Any]:
+    """A greedy request of 16 tokens; `said` is the user's text or whole messages."""
+    messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    plain = {"temperature": 0, "repetition_penalty": 1, "max_tokens": 16}
+    return {"messages": messages, **plain, **fields}
+
+
+def plain_body(path: str, **fields: Any) -> dict[str, Any]:
+    """The shortest good body of an endpoint: greedy, one token."""
+    plain = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT_PATH else {"prompt": "x"}
+    return {**plain, "max_tokens": 1, "temperature": 0, **fields}
+
+
+def serves(app: AppUnderTest) -> None:
+    """A good request is answered: one step of prefill at most, one of decode."""
+    assert app.post(CHAT_PATH, plain_body(CHAT_PATH)).status == 200
+
+
+def is_error_form(response: Response) -> bool:
+    """Whether an answer is an error as OpenAI writes it, of the type that goes with its status (400s and 500s)."""
+    error = response.error
+    assert set(error) == {"message", "type", "param", "code"} and set(response.json) == {"error"}
+    assert isinstance(error["message"], str) and error["message"]
+    assert error["type"] == ("invalid_request_error" if response.status < 500 else "server_error")
+    return True
+
+
+def chunks_of(response: Response) -> list[dict[str, Any]]:
+    """The chunks of a stream that ended as it should."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = response.events
+    assert events[-1] == "[DONE]", events[-1]
+    return [json.loads(event) for event in events[:-1]]
+
+
+def joined(chunks: Sequence[dict[str, Any]]) -> Chat:
+    """What the chunks of a chat say together; checks their common form."""
+    reasoning = content = ""
+    calls: list[tuple[str, str]] = []
+    finish_reason = usage = None
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
+    for chunk in chunks:
+        usage = chunk.get("usage") or usage
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            assert finish_reason is None, "a chunk after the end"
+            reasoning += delta.get("reasoning_content", "")
+            content += delta.get("content", "")
+            for call in delta.get("tool_calls", []):
+                assert call["index"] == len(calls) and call["id"].isalnum() and call["type"] == "function"
+                calls.append((call["function"]["name"], call["function"]["arguments"]))
+            finish_reason = choice["finish_reason"]
+    return Chat(reasoning, content, tuple(calls), finish_reason, usage)
+
+
+def whole(body: Mapping[str, Any]) -> Chat:
+    """What a chat answer that was not streamed says."""
+    [choice] = body["choices"]
+    message = choice["message"]
+    assert message["role"] == "assistant"
+    return Chat(
+        message.get("reasoning_content") or "",
+        message["content"] or "",
+        tuple((call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])),
+        choice["finish_reason"],
+        body["usage"],
+    )
+
+
+def num_open_files() -> int:
+    """File descriptors of this process."""
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+__all__ = [
+    "CHAT_PATH",
+    "COMPLETION_PATH",
+    "AppUnderTest",
+    "Chat",
+    "RawClient",
+    "Response",
+    "chat_body",
+    "chunks_of",
+    "encode_request",
+    "eventually",
+    "is_error_form",
+    "joined",
+    "num_open_files",
+    "plain_body",
+    "serves",
+    "serving_app",
+    "unstarted_app",
+    "whole",
+    "writing",
+]
