@@ -22,12 +22,14 @@ from kvserve.config import Launch, Settings, load_launch, settings_acting_later
 from kvserve.core import JsonObject, RequestDefaults, SamplingParams, Turn
 from kvserve.demo.build import build_model
 from kvserve.engine.model import resolve_model_folder
+from kvserve.engine.prefix_cache import CacheSettings
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.engine.worker import Engine, EngineSettings
 from kvserve.errors import KvserveError, NotFound, NotReady, RequestError, StartupError
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from kvserve.pipeline import Observer, RunningTurn, ServedModel, TurnRecord, serve_turn
+from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
 from kvserve.protocols.openai_models import ModelCard
@@ -151,6 +153,7 @@ class App:
                 name=self._model_name,
                 tokenizer=tokenizer,
                 template=template,
+                markers=learn_markers(tokenizer, template),
                 output_format=output_format,
                 added_tokens=added_tokens,
                 engine=self._engine,
@@ -241,6 +244,35 @@ class App:
         }
         return (200 if is_ready else 503), body
 
+    def cache_report(self) -> JsonObject:
+        """The body of GET /v1/cache. Raises NotReady."""
+        report = self._loaded_engine.cache_report()
+        return {
+            "counters": {
+                "vlm_retreat": report.stats.num_image_retreats,
+                "hybrid_trim_miss": report.num_hybrid_trim_misses,
+            },
+            "num_prompt_tokens": report.totals.num_prompt_tokens,
+            "num_cached_tokens": report.totals.num_cached_tokens,
+            "num_prefill_tokens": report.totals.num_prefill_tokens,
+            "ram_bytes": report.stats.ram_bytes,
+            "live_bytes": report.stats.live_bytes,
+            "num_segments": report.stats.num_segments,
+            "num_checkpoints": report.stats.num_checkpoints,
+            "num_entries": report.stats.num_entries,
+            "num_evicted_tokens": report.stats.num_evicted_tokens,
+        }
+
+    def clear_cache(self) -> None:
+        """Forget everything that is kept. Raises NotReady."""
+        self._loaded_engine.clear_cache()
+
+    @property
+    def _loaded_engine(self) -> Engine:
+        if self._served is None:
+            raise NotReady("The model is still loading.", retry_after_seconds=5)
+        return self._served.engine
+
     def serve(self, turn: Turn, served: ServedModel) -> RunningTurn:
         """Submit a turn; one that is refused has its line in the terminal too."""
         try:
@@ -329,6 +361,15 @@ def _engine_settings(settings: Settings) -> EngineSettings:
         prefill_step_size=settings.prefill_step_size,
         watchdog_seconds=settings.generation_watchdog_seconds,
         default_sampling=_request_defaults(settings).sampling,
+        cache=CacheSettings(
+            max_bytes=settings.prompt_cache_max_bytes,
+            block_size=settings.prompt_cache_block_size,
+            use_index=settings.cache_use_block_index,
+            max_entries=settings.prompt_cache_max_entries_global,
+            max_entries_per_owner=settings.prompt_cache_max_entries_per_session,
+            ttl_seconds=settings.prompt_cache_ttl_seconds,
+            owner_idle_seconds=settings.prompt_cache_session_max_idle_seconds,
+        ),
     )
 
 

@@ -109,28 +109,20 @@ class Settings(BaseSettings):
     quantized_kv_start: Annotated[int, Field(ge=0)] = Field(
         5000, description="Tokens kept in full precision before quantised KV starts.", json_schema_extra=_LATER
     )
-    prompt_cache_max_entries_global: Positive = Field(
-        24, description="Sequence ends kept in RAM.", json_schema_extra=_LATER
-    )
+    prompt_cache_max_entries_global: Positive = Field(24, description="Sequence ends kept in RAM.")
     prompt_cache_max_entries_per_session: Positive = Field(
-        2, description="Sequence ends kept in RAM for one branch of a session.", json_schema_extra=_LATER
+        2, description="Sequence ends kept in RAM for one branch of a session."
     )
-    prompt_cache_ttl_seconds: Seconds = Field(
-        1800, description="Idle time after which KV leaves RAM; 0 = never.", json_schema_extra=_LATER
-    )
+    prompt_cache_ttl_seconds: Seconds = Field(1800, description="Idle time after which KV leaves RAM; 0 = never.")
     prompt_cache_session_max_idle_seconds: Seconds = Field(
-        1800, description="Idle time after which a session's KV leaves RAM; 0 = never.", json_schema_extra=_LATER
+        1800, description="Idle time after which a session's KV leaves RAM; 0 = never."
     )
-    prompt_cache_block_size: Positive = Field(16, description="Tokens per hashed block.", json_schema_extra=_LATER)
+    prompt_cache_block_size: Positive = Field(16, description="Tokens per hashed block.")
     prompt_cache_max_bytes: AutoSize = Field(
-        None,
-        description="RAM for the prefix cache; AUTO takes a share of the machine's memory.",
-        json_schema_extra=_LATER,
+        None, description="RAM for the prefix cache; AUTO takes a share of the machine's memory."
     )
     cache_use_block_index: bool = Field(
-        True,
-        description="Look prefixes up by block hash; false scans, with the same results.",
-        json_schema_extra=_LATER,
+        True, description="Look prefixes up by block hash; false scans, with the same results."
     )
     cache_canonicalize_tool_context: bool = Field(
         True,

@@ -212,7 +212,10 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What the engine is asked for: continue `prompt` until a stop token, `max_tokens` or a cancellation."""
+    """What the engine is asked for: continue `prompt` until a stop token, `max_tokens` or a cancellation.
+
+    `message_starts` and `session` steer what the prefix cache keeps and for how long, never what it reuses.
+    """
 
     request_id: RequestId
     prompt: TokenSequence
@@ -221,6 +224,7 @@ class GenerationRequest:
     stop_tokens: frozenset[int]
     grammar: Grammar | None = None
     message_starts: tuple[MessageStart, ...] = ()
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

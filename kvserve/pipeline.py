@@ -44,6 +44,7 @@ from kvserve.output.formats import OutputFormat
 from kvserve.output.grammar import ThinkingAhead, build_grammar
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
+from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.detokenizer import Detokenizer
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer
@@ -57,6 +58,7 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     template: ChatTemplate
+    markers: MessageMarkers
     output_format: OutputFormat
     added_tokens: frozenset[str]
     engine: Engine
@@ -108,6 +110,8 @@ def serve_turn(turn: Turn, served: ServedModel) -> "RunningTurn":
         sampling=turn.sampling,
         stop_tokens=served.tokenizer.stop_token_ids,
         grammar=grammar,
+        message_starts=served.markers.message_starts(prompt.tokens.ids),
+        session=turn.session.session_id,
     )
     return RunningTurn(turn, served, prompt, served.engine.submit(request), cut_by)
 

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,17 @@ SCRIPT_SEED = 4711
 
 @dataclass(frozen=True)
 class Chat:
-    """An answer put together from its chunks, or read from its one body: the same shape either way."""
+    """An answer put together from its chunks, or read from its one body: the same shape either way.
+
+    `usage` is without the cached tokens, which depend on what was asked before and do not count in comparisons.
+    """
 
     reasoning: str
     content: str
     calls: tuple[tuple[str, str], ...]
     finish_reason: str | None
     usage: Mapping[str, Any] | None
+    num_cached_tokens: int | None = field(default=None, compare=False)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -257,7 +261,7 @@ def joined(chunks: Sequence[dict[str, Any]]) -> Chat:
                 assert call["index"] == len(calls) and call["id"].isalnum() and call["type"] == "function"
                 calls.append((call["function"]["name"], call["function"]["arguments"]))
             finish_reason = choice["finish_reason"]
-    return Chat(reasoning, content, tuple(calls), finish_reason, usage)
+    return Chat(reasoning, content, tuple(calls), finish_reason, *split_usage(usage))
 
 
 def whole(body: Mapping[str, Any]) -> Chat:
@@ -270,8 +274,16 @@ def whole(body: Mapping[str, Any]) -> Chat:
         message["content"] or "",
         tuple((call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])),
         choice["finish_reason"],
-        body["usage"],
+        *split_usage(body["usage"]),
     )
+
+
+def split_usage(usage: Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, int | None]:
+    """Usage without its cached tokens, and these."""
+    if usage is None:
+        return None, None
+    rest = {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
+    return rest, int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
 def num_open_files() -> int:

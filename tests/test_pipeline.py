@@ -20,6 +20,7 @@ from tests.serving import (
     chat_body,
     chunks_of,
     serving_app,
+    split_usage,
     writing,
 )
 
@@ -240,7 +241,6 @@ def test_a_form_that_does_not_fit_is_cut_with_length(app: AppUnderTest) -> None:
     assert answer.finish_reason == "length" and answer.num_completion_tokens == 4
 
 
-@pytest.mark.xfail(reason="a matcher that breaks down ends the answer with `stop`", strict=False)
 @pytest.mark.parametrize("schema", [{"const": "<think>"}, {"$ref": "#"}], ids=["tag", "endless"])
 def test_a_form_that_the_grammar_cannot_keep_is_never_passed_off_as_kept(
     app: AppUnderTest, schema: Mapping[str, Any]
@@ -268,7 +268,7 @@ def test_counts_add_up(app: AppUnderTest, thinking: str) -> None:
     assert answer.usage["prompt_tokens"] == len(prompt.ids)
     assert answer.num_completion_tokens == 17 and answer.finish_reason == "length"
     assert answer.usage["total_tokens"] == len(prompt.ids) + 17
-    assert answer.usage["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert answer.num_cached_tokens is not None and 0 <= answer.num_cached_tokens < len(prompt.ids)
 
 
 def test_the_request_line_counts_as_the_usage_does(app: AppUnderTest, family: str) -> None:
@@ -277,7 +277,8 @@ def test_the_request_line_counts_as_the_usage_does(app: AppUnderTest, family: st
         body = app.post(CHAT_PATH, chat_body(thinking="off", **fields)).json
     usage: Any = body["usage"]
     line = app.line_of(str(body["id"]))
-    assert f" {usage['prompt_tokens']} in, {usage['completion_tokens']} out, " in line
+    assert f" {usage['prompt_tokens']} in" in line
+    assert f" {usage['completion_tokens']} out, " in line
     assert line.endswith("stop")
 
 
@@ -306,7 +307,7 @@ def test_a_completion_is_all_text(app: AppUnderTest, prompt: object) -> None:
             pieces = [choice["text"] for chunk in chunks for choice in chunk["choices"]]
             assert answer["choices"][0]["text"] == "".join(pieces) == wanted
             assert answer["choices"][0]["finish_reason"] == "stop"
-            assert chunks[-1]["usage"] == answer["usage"]
+            assert split_usage(chunks[-1]["usage"])[0] == split_usage(answer["usage"])[0]
     encode = app.served.tokenizer.encode
     num_tokens = len(encode(prompt, add_special_tokens=True)) if isinstance(prompt, str) else 4
     assert answer["usage"]["prompt_tokens"] == num_tokens

@@ -23,13 +23,22 @@ class GrammarProcessor:
     """
 
     def __init__(self, grammar: Grammar, tokenizer: Any, num_prompt_tokens: int) -> None:
+        """Takes up to half a second for a large grammar and touches no array: not for the engine thread.
+
+        Raises EngineFailure for a grammar that llguidance cannot use.
+        """
+        self._grammar = grammar
+        self._num_prompt_tokens = num_prompt_tokens
         self._matcher = llguidance.LLMatcher(tokenizer, grammar.lark)
-        if error := self._matcher.get_error():
-            raise EngineFailure(f"The grammar of this request cannot be used: {error}")
         self._bitmask = llguidance.numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
-        self._after = list(grammar.after)
-        self._max_free_tokens = grammar.max_free_tokens
-        self._num_known_tokens = num_prompt_tokens
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to the end of the prompt: a row that enters its batch again tells its answer from the start."""
+        self._matcher.reset()
+        self._check_matcher()
+        self._after = list(self._grammar.after)
+        self._num_known_tokens = self._num_prompt_tokens
         self._free: list[int] = []
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
@@ -39,8 +48,15 @@ class GrammarProcessor:
         if self._after:
             return self._free_logits(logits)
         llguidance.numpy.fill_next_token_bitmask(self._matcher, self._bitmask)
+        self._check_matcher()
         bits = np.unpackbits(self._bitmask.view(np.uint8), bitorder="little")[: logits.shape[-1]]
         return _keep_only(mx.array(bits.astype(bool)), logits)
+
+    def _check_matcher(self) -> None:
+        """A matcher that broke down allows only the end of the text: without this the answer would pass for whole."""
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().splitlines()[0]
+            raise EngineFailure(f"The promised form cannot be kept: {reason}")
 
     def _advance(self, token: int) -> None:
         if not self._after:
@@ -52,7 +68,8 @@ class GrammarProcessor:
 
     def _free_logits(self, logits: mx.array) -> mx.array:
         """Before the grammar starts anything goes, until the budget is spent: then the free part's end is forced."""
-        if self._max_free_tokens is None or len(self._free) < self._max_free_tokens:
+        budget = self._grammar.max_free_tokens
+        if budget is None or len(self._free) < budget:
             return logits
         written = max(n for n in range(len(self._after)) if self._free[len(self._free) - n :] == self._after[:n])
         return _keep_only(mx.arange(logits.shape[-1]) == self._after[written], logits)

@@ -7,7 +7,7 @@ Generators take turns by the time they used per row (stride scheduling: Waldspur
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,10 +42,19 @@ class Decoder:
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """A row that left its batch whole: plain caches that hold the KV of exactly `tokens`, prompt included."""
+
+    row: Row
+    caches: list[Any]
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """What one decode step brought: rows that are finished, failed, or must enter again from their tokens."""
 
-    finished: tuple[Row, ...] = ()
+    finished: tuple[Left, ...] = ()
     failed: tuple[Row, ...] = ()
     evicted: tuple[Row, ...] = ()
 
@@ -94,15 +103,15 @@ class DecodePool:
         )
         group.rows[uid] = row
 
-    def remove(self, rows: Iterable[Row]) -> None:
-        """Take rows out between two steps."""
-        leaving = set(map(id, rows))
+    def remove(self, row: Row) -> Left | None:
+        """Take a row out between two steps, with the KV of all its tokens; None if it does not decode."""
         for group in self._groups:
-            uids = [uid for uid, row in group.rows.items() if id(row) in leaving]
-            if uids:
-                group.generator.remove(uids)
-                for uid in uids:
+            for uid, each in group.rows.items():
+                if each is row:
                     del group.rows[uid]
+                    caches, tokens = group.generator.remove([uid], return_prompt_caches=True)[uid]
+                    return Left(row, caches, tokens)
+        return None
 
     def step(self) -> Step:
         """One token for every row of the generator whose turn it is; delivers the tokens to their rows."""
@@ -115,7 +124,7 @@ class DecodePool:
         """One token for every row: what running streams get between two prefill chunks."""
         steps = [self._step_group(group) for group in list(self._groups) if group.rows]
         return Step(
-            tuple(row for step in steps for row in step.finished),
+            tuple(left for step in steps for left in step.finished),
             tuple(row for step in steps for row in step.failed),
             tuple(row for step in steps for row in step.evicted),
         )
@@ -139,7 +148,8 @@ class DecodePool:
         for response in responses:
             row = group.rows[response.uid]
             if response.finish_reason is not None:
-                finished.append(group.rows.pop(response.uid))
+                del group.rows[response.uid]
+                finished.append(Left(row, response.prompt_cache, response.all_tokens))
             if response.finish_reason == "stop":
                 row.finish("stop", num_hidden_tokens=1)
                 continue
@@ -147,7 +157,8 @@ class DecodePool:
             if response.finish_reason == "length":
                 row.finish("length")
         failed = [row for row in group.rows.values() if row.failure is not None]
-        self.remove(failed)
+        for row in failed:
+            self.remove(row)
         group.used_seconds += (time.perf_counter() - started) / num_rows
         return Step(tuple(finished), tuple(failed))
 

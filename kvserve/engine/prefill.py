@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvserve.engine.prefix_cache import Tenancy
 from kvserve.engine.rows import Row
 
 FIRST_CHUNK_TOKENS = 256
@@ -48,6 +49,7 @@ class Prefill:
     """One row on its way through its prompt: `caches` hold the KV of `tokens[:num_done]`."""
 
     row: Row
+    tenancy: Tenancy
     caches: list[Any]
     num_done: int
     tokens: list[int] = field(init=False)
@@ -60,9 +62,14 @@ class Prefill:
         """Tokens still to prefill; the last token is not one of them: computing it gives the first answer token."""
         return len(self.tokens) - 1 - self.num_done
 
-    def step(self, model: Callable[..., Any], chunk_length: ChunkLength, max_seconds: float) -> None:
-        """Compute the next chunk and wait for it, so that its time is known and nothing stays lazy."""
+    def step(self, model: Callable[..., Any], chunk_length: ChunkLength, max_seconds: float) -> int:
+        """Compute the next chunk, wait for it, so that its time is known and nothing stays lazy, and say its length.
+
+        It ends at the next planned stop at the latest, because a state can only be kept where a chunk ends.
+        """
         num_tokens = min(self.num_left, chunk_length.within(max_seconds))
+        if (stop := self.tenancy.next_stop(self.num_done)) is not None:
+            num_tokens = min(num_tokens, stop - self.num_done)
         chunk = self.tokens[self.num_done : self.num_done + num_tokens]
         started = time.perf_counter()
         model(mx.array(chunk)[None], cache=self.caches)
@@ -70,3 +77,4 @@ class Prefill:
         chunk_length.measured(num_tokens, time.perf_counter() - started)
         self.num_done += num_tokens
         self.row.report_progress(self.num_done)
+        return num_tokens

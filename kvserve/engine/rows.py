@@ -20,6 +20,7 @@ from kvserve.core import (
     StopReason,
     TokenDelta,
 )
+from kvserve.engine.constraint import GrammarProcessor
 from kvserve.errors import EngineFailure, KvserveError
 
 
@@ -70,6 +71,7 @@ class Row:
 
     generation: Generation
     on_end: Callable[[], None]
+    constraint: GrammarProcessor | None = None
     submitted_at: float = field(default_factory=time.monotonic)
     prefill_started_at: float | None = None
     first_token_at: float | None = None

@@ -1,24 +1,24 @@
 """Which row computes next: waiting rows are admitted, prefilled one chunk at a time, and decoded together.
 
-    waiting -> admitted: lookup -> prefill from an offset -> decode -> finished: insert
-               (lookup and insert are the prefix cache's two seams)
+    waiting -> admitted: lookup -> restore, prefill the rest -> decode -> finished: insert
 
-Between two prefill chunks every decoding row gets its step. Everything here belongs to the engine thread.
+A row whose prompt another one is just prefilling waits for that one's KV. Between two prefill chunks every decoding
+row gets its step. Everything here belongs to the engine thread.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from kvserve.core import StopReason
 from kvserve.engine.admission import Budget
-from kvserve.engine.constraint import GrammarProcessor
-from kvserve.engine.decode import DecodePool, Decoder, Step
+from kvserve.engine.decode import DecodePool, Decoder, Left, Step
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
+from kvserve.engine.prefix_cache import PrefixCache, Tenancy
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import processors_for, sampler_for
 from kvserve.errors import EngineFailure
@@ -29,6 +29,15 @@ LONG_ROW_TOKENS = 4096
 """A row this long leaves buffers behind that MLX would keep for ever: its cache is emptied when the row goes."""
 
 
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """An admitted row that has not begun; `awaited` is the row in flight that will have stored its first tokens."""
+
+    row: Row
+    awaited: Tenancy | None = None
+    awaited_tokens: int = 0
+
+
 class Scheduler:
     """All rows of one model. `tick` does one unit of work; nothing here blocks or raises for a single row's fault."""
 
@@ -36,26 +45,28 @@ class Scheduler:
         self,
         model: LoadedModel,
         budget: Budget,
+        cache: PrefixCache,
         *,
         prefill_step_size: int,
         watchdog_seconds: float,
-        grammar_tokenizer: Callable[[int], Any],
         report: Callable[[str], None],
     ) -> None:
+        self.cache = cache
         self._model = model
         self._budget = budget
         self._watchdog_seconds = watchdog_seconds
-        self._grammar_tokenizer = grammar_tokenizer
         self._report = report
         self._waiting: deque[Row] = deque()
+        self._arrivals: list[Arrival] = []
         self._prefilling: list[Prefill] = []
         self._pool = DecodePool(model, budget.max_rows)
+        self._tenancies: dict[Row, Tenancy] = {}
         self._chunk_length = ChunkLength(prefill_step_size)
         self._num_chunks = 0
 
     @property
     def num_prefilling(self) -> int:
-        return len(self._prefilling)
+        return len(self._arrivals) + len(self._prefilling)
 
     @property
     def num_decoding(self) -> int:
@@ -63,7 +74,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._waiting or self._prefilling or self._pool.num_rows)
+        return not (self._waiting or self._arrivals or self._prefilling or self._pool.num_rows)
 
     def add(self, row: Row) -> None:
         """Queue a row behind those that wait."""
@@ -73,18 +84,31 @@ class Scheduler:
         """Free rows that must go, admit rows that fit, then one prefill chunk and one token for every stream."""
         self._drop_leavers()
         self._admit()
+        self._begin_arrivals()
         if self._prefilling:
             self._prefill_chunk(self._next_prefill())
             self._settle(self._pool.step_all())
         else:
             self._settle(self._pool.step())
 
+    def do_idle_work(self) -> bool:
+        """One small piece of work that no request waits for. Returns whether there was any."""
+        return self.cache.coalesce()
+
     def drain(self) -> list[Row]:
-        """Take every row out, whatever its stage; generators and caches are thrown away."""
-        rows = [*self._waiting, *(prefill.row for prefill in self._prefilling), *self._pool.discard()]
+        """Take every row out, whatever its stage; generators, caches and what was kept of prompts are thrown away."""
+        rows = [*self._waiting, *self._admitted_rows()]
+        self._pool.discard()
         self._waiting.clear()
+        self._arrivals.clear()
         self._prefilling.clear()
+        self._tenancies.clear()
+        self.cache.clear()
         return rows
+
+    def _admitted_rows(self) -> list[Row]:
+        arrived = [arrival.row for arrival in self._arrivals]
+        return [*arrived, *(prefill.row for prefill in self._prefilling), *self._pool.rows()]
 
     # --- leaving and entering -----------------------------------------------------------------------------------------
 
@@ -93,36 +117,71 @@ class Scheduler:
         for row, reason in list(self._leavers()):
             if row in self._waiting:
                 self._waiting.remove(row)
+            self._arrivals = [arrival for arrival in self._arrivals if arrival.row is not row]
             self._prefilling = [prefill for prefill in self._prefilling if prefill.row is not row]
-            self._pool.remove([row])
+            left = self._pool.remove(row)
             row.finish(reason)
-            self._release(row)
+            # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
+            self._release(row, left if reason == "cancelled" else None)
 
     def _leavers(self) -> Iterator[tuple[Row, StopReason]]:
         now = time.monotonic()
-        for row in [*self._waiting, *(prefill.row for prefill in self._prefilling), *self._pool.rows()]:
+        for row in [*self._waiting, *self._admitted_rows()]:
             if row.generation.is_cancelled:
                 yield row, "cancelled"
             elif row.is_overdue(self._watchdog_seconds, now):
                 yield row, "watchdog"
 
     def _admit(self) -> None:
-        """Let waiting rows in, first come first served, as long as they fit."""
+        """Let waiting rows in, first come first served, as long as they fit; what is kept makes room for them."""
         while self._waiting:
             decoding = self._pool.rows()
-            reserved = [self._reserved(row) for row in [*decoding, *(prefill.row for prefill in self._prefilling)]]
+            reserved = [self._reserved(row) for row in self._admitted_rows()]
             padding = self._pool.padded_tokens() - sum(row.num_tokens for row in decoding)
-            if not self._budget.can_hold(self._reserved(self._waiting[0]), reserved, padding):
+            needed = self._reserved(self._waiting[0])
+            if not self._budget.can_hold(needed, reserved, padding):
                 return
-            self._begin_prefill(self._waiting.popleft())
+            self.cache.make_room(self._live_bytes(), self._budget.row_bytes(needed))
+            self._arrivals.append(Arrival(self._waiting.popleft()))
 
     def _reserved(self, row: Row) -> int:
         return self._budget.reserved_tokens(len(row.request.prompt), row.request.max_tokens)
 
-    def _begin_prefill(self, row: Row) -> None:
-        """Here the prefix cache will look up how much of the prompt is known and restore it."""
+    def _live_bytes(self) -> float:
+        num_tokens = self._pool.padded_tokens() + sum(prefill.num_done for prefill in self._prefilling)
+        num_rows = self._pool.num_rows + len(self._prefilling)
+        return num_tokens * self._model.kv_bytes_per_token + num_rows * self._model.fixed_row_bytes
+
+    def _begin_arrivals(self) -> None:
+        """Start the rows that nothing keeps waiting: restore what is known of their tokens and prefill the rest."""
+        for arrival in list(self._arrivals):
+            if not self._must_wait(arrival):
+                self._arrivals.remove(arrival)
+                self._begin(arrival.row)
+
+    def _begin(self, row: Row) -> None:
         row.prefill_started_at = row.prefill_started_at or time.monotonic()
-        self._prefilling.append(Prefill(row, self._model.new_caches(), num_done=0))
+        try:
+            tenancy, caches, num_done = self.cache.enter(row)
+        except Exception as error:  # noqa: BLE001 - what cannot be restored is this row's trouble alone
+            row.fail(error)
+            return
+        if not row.generated:
+            row.num_cached_tokens = num_done
+            self.cache.count(num_prompt_tokens=len(row.request.prompt), num_cached_tokens=num_done)
+        self._tenancies[row] = tenancy
+        self._prefilling.append(Prefill(row, tenancy, caches, num_done))
+        row.report_progress(num_done)
+
+    def _must_wait(self, arrival: Arrival) -> bool:
+        """Whether a row in flight will have what this one needs. Asked anew once the awaited row is there, or gone."""
+        in_flight = [(prefill.tenancy, prefill.num_done) for prefill in self._prefilling]
+        is_there = any(tenancy is arrival.awaited for tenancy, _ in in_flight)
+        if is_there and arrival.awaited is not None and arrival.awaited.lease.num_tokens < arrival.awaited_tokens:
+            return True
+        wait = self.cache.wait_for(arrival.row, in_flight)
+        arrival.awaited, arrival.awaited_tokens = wait or (None, 0)
+        return wait is not None
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
@@ -137,34 +196,45 @@ class Scheduler:
         seconds = CHUNK_SECONDS_BESIDE_STREAMS if self._pool.num_rows else CHUNK_SECONDS_ALONE
         try:
             if prefill.num_left:
-                prefill.step(self._model.module, self._chunk_length, seconds)
+                num_tokens = prefill.step(self._model.module, self._chunk_length, seconds)
+                self.cache.count(num_prefill_tokens=num_tokens)
+                self.cache.keep(prefill.tenancy, prefill.caches, prefill.num_done)
             if not prefill.num_left:
                 self._pool.enter(prefill.row, prefill.caches, self._decoder(prefill.row))
                 self._prefilling.remove(prefill)
+                self.cache.count(num_prefill_tokens=1)  # the last token, which the first decode step computes
         except Exception as error:  # noqa: BLE001 - a prefill touches no other row, so its failure stays its own
             self._prefilling.remove(prefill)
             prefill.row.fail(error)
-            self._release(prefill.row)
+            self._release(prefill.row, None)
 
     def _decoder(self, row: Row) -> Decoder:
         sampling, num_prompt_tokens = row.request.sampling, len(row.request.prompt)
         processors = processors_for(sampling, num_prompt_tokens)
-        if row.request.grammar is not None:
-            tokenizer = self._grammar_tokenizer(self._model.vocab_size)
-            processors.append(GrammarProcessor(row.request.grammar, tokenizer, num_prompt_tokens))
+        if row.constraint is not None:
+            row.constraint.reset()
+            processors.append(row.constraint)
         return Decoder(sampler_for(sampling, self._model.vocab_size), processors, sampling.seed is not None)
 
     def _settle(self, step: Step) -> None:
-        """What a decode step left to do. Here the prefix cache will take in the KV of finished rows."""
-        for row in step.finished:
-            self._release(row)
+        """What a decode step left to do."""
+        for left in step.finished:
+            self._release(left.row, left)
         for row in step.failed:
             row.fail(row.failure or EngineFailure("The row failed for an unknown reason."))
-            self._release(row)
+            self._release(row, None)
         for row in step.evicted:
             self._report(f"A decode batch failed; request {row.request.request_id} is computed again from its tokens.")
-            self._begin_prefill(row)
+            self._release(row, None)
+            self._arrivals.append(Arrival(row))
 
-    def _release(self, row: Row) -> None:
+    def _release(self, row: Row, left: Left | None) -> None:
+        """A row is gone; with `left` its KV is taken in up to the last whole token."""
+        tenancy = self._tenancies.pop(row, None)
+        if tenancy is not None and left is not None:
+            self.cache.finish(tenancy, left.caches, left.tokens)
+        elif tenancy is not None:
+            self.cache.leave(tenancy)
+        self.cache.make_room(self._live_bytes())
         if row.num_tokens >= LONG_ROW_TOKENS:
             mx.clear_cache()

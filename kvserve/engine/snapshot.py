@@ -87,6 +87,8 @@ class CacheLayout:
         There is room for `num_next_tokens` more before a buffer has to grow.
         """
         caches = self._new_caches()
+        if not pieces and state is None:
+            return caches
         room = num_next_tokens + ROOM_TOKENS
         kept = iter(state.leaves if state is not None else ())
         cut_index = 0

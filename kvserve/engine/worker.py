@@ -7,6 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +17,16 @@ from mlx_lm.generate import generation_stream
 
 from kvserve.core import GenerationFailed, GenerationRequest, RequestId, SamplingParams, TokenSequence
 from kvserve.engine.admission import Budget
+from kvserve.engine.constraint import GrammarProcessor
+from kvserve.engine.fingerprint import model_fingerprint
 from kvserve.engine.model import LoadedModel, load
+from kvserve.engine.prefix_cache import CacheReport, CacheSettings, PrefixCache
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.sampling import check_sampling
 from kvserve.engine.scheduler import Scheduler
 from kvserve.errors import ContextOverflow, EngineFailure, MemoryExhausted, ModelLoadError, NotReady, QueueFull
+
+ERRAND_TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,11 @@ class EngineSettings:
     prefill_step_size: int
     watchdog_seconds: float
     default_sampling: SamplingParams
+    cache: CacheSettings
 
+
+type Errand = Callable[[Scheduler], None]
+"""Something that another thread wants done on the engine thread."""
 
 type EngineState = Literal["loading", "ready", "failed", "stopped"]
 
@@ -66,7 +76,7 @@ class Engine:
         self._settings = settings
         self._grammar_tokenizer = grammar_tokenizer
         self._report = report
-        self._inbox: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Row | Errand | None] = queue.SimpleQueue()
         self._num_open = 0
         self._lock = threading.Lock()
         self._loaded = threading.Event()
@@ -110,16 +120,48 @@ class Engine:
     def submit(self, request: GenerationRequest) -> Generation:
         """Queue a request; computes nothing.
 
-        Raises ContextOverflow, BadRequest (logit_bias), MemoryExhausted, QueueFull or NotReady.
+        Raises ContextOverflow, BadRequest (logit_bias), MemoryExhausted, QueueFull, NotReady, or EngineFailure for a
+        grammar that cannot be used.
         """
-        self._check(request, self.wait_until_ready(0))
+        model = self.wait_until_ready(0)
+        self._check(request, model)
+        constraint = None
+        if request.grammar is not None:
+            tokenizer = self._grammar_tokenizer(model.vocab_size)
+            constraint = GrammarProcessor(request.grammar, tokenizer, len(request.prompt))
         with self._lock:
             if self._num_open >= self._settings.max_concurrent_requests + self._settings.max_queued_requests:
                 raise QueueFull(f"{self._num_open} requests are open already; try again later.", retry_after_seconds=5)
             self._num_open += 1
         generation = Generation(request)
-        self._inbox.put(Row(generation, self._row_ended))
+        self._inbox.put(Row(generation, self._row_ended, constraint))
         return generation
+
+    def cache_report(self) -> CacheReport:
+        """What the prefix cache holds and has done. Raises NotReady."""
+        return self._ask(lambda scheduler: scheduler.cache.report())
+
+    def clear_cache(self) -> None:
+        """Forget everything that is kept; running rows go on. Raises NotReady."""
+        self._ask(lambda scheduler: scheduler.cache.clear())
+
+    def _ask[T](self, question: Callable[[Scheduler], T]) -> T:
+        """Have something done between two steps of the engine, and wait for it."""
+        self.wait_until_ready(0)
+        answer: Future[T] = Future()
+
+        def errand(scheduler: Scheduler) -> None:
+            try:
+                answer.set_result(question(scheduler))
+            except BaseException as error:
+                answer.set_exception(error)
+                raise
+
+        self._inbox.put(errand)
+        try:
+            return answer.result(ERRAND_TIMEOUT_SECONDS)
+        except TimeoutError as error:
+            raise NotReady("The engine is busy.", retry_after_seconds=5) from error
 
     def stop(self, timeout_seconds: float = 4.0) -> None:
         """End every row with reason `shutdown`, free the model and join the thread. Idempotent."""
@@ -179,15 +221,17 @@ class Engine:
     def _load(self) -> None:
         try:
             model = load(self._folder, self._settings.max_kv_size)
+            cache_bytes = self._settings.cache.max_bytes or int(self._budget(model).max_bytes)
             scheduler = Scheduler(
                 model,
                 self._budget(model),
+                PrefixCache(model, self._settings.cache, cache_bytes, model_fingerprint(self._folder)),
                 prefill_step_size=self._settings.prefill_step_size,
                 watchdog_seconds=self._settings.watchdog_seconds,
-                grammar_tokenizer=self._grammar_tokenizer,
                 report=self._report,
             )
             _warm_up(scheduler, self._settings.default_sampling)
+            scheduler.cache.clear()
         except ModelLoadError as error:
             self._load_error = error
             return
@@ -209,8 +253,13 @@ class Engine:
     def _take_submitted(self, scheduler: Scheduler) -> None:
         """Move what was submitted into the scheduler; waits for something to do while there is nothing."""
         try:
-            while (row := self._inbox.get(block=scheduler.is_idle and not self._stopping.is_set())) is not None:
-                scheduler.add(row)
+            while scheduler.is_idle and self._inbox.empty() and scheduler.do_idle_work():
+                pass
+            while (item := self._inbox.get(block=scheduler.is_idle and not self._stopping.is_set())) is not None:
+                if isinstance(item, Row):
+                    scheduler.add(item)
+                else:
+                    item(scheduler)
         except queue.Empty:
             return
 
@@ -218,8 +267,8 @@ class Engine:
         rows = self._scheduler.drain() if self._scheduler else []
         try:
             while True:
-                if (row := self._inbox.get_nowait()) is not None:
-                    rows.append(row)
+                if isinstance(item := self._inbox.get_nowait(), Row):
+                    rows.append(item)
         except queue.Empty:
             for row in rows:
                 row.finish("shutdown")

@@ -65,11 +65,24 @@ def get_health(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(status, body)
 
 
+def get_cache(exchange: Exchange, service: WebService) -> None:
+    """GET /v1/cache."""
+    exchange.send_json(200, service.cache_report())
+
+
+def delete_cache(exchange: Exchange, service: WebService) -> None:
+    """DELETE /v1/cache."""
+    service.clear_cache()
+    exchange.send_json(200, {"status": "ok"})
+
+
 ROUTES = (
     Route("POST", "/v1/chat/completions", post_chat, needs_body=True),
     Route("POST", "/v1/completions", post_completion, needs_body=True),
     Route("GET", "/v1/models", get_models),
     Route("GET", "/v1/models/*", get_model),
+    Route("GET", "/v1/cache", get_cache),
+    Route("DELETE", "/v1/cache", delete_cache),
     Route("GET", "/health", get_health, needs_key=False),
 )
 

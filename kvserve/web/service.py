@@ -48,6 +48,12 @@ class Service[Model: NamedModel](Protocol):
     def health(self) -> tuple[int, JsonObject]:
         """Status (200, or 503 while loading) and body of GET /health."""
 
+    def cache_report(self) -> JsonObject:
+        """The body of GET /v1/cache. Raises NotReady while loading."""
+
+    def clear_cache(self) -> None:
+        """Forget everything that the prefix cache keeps. Raises NotReady while loading."""
+
     def serve(self, turn: Turn, served: Model) -> RunningTurn:
         """Submit a turn. Raises RequestError (400, 429, 503) before anything is computed."""
 

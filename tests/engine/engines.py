@@ -16,9 +16,20 @@ from kvserve.core import (
     TokenDelta,
     TokenSequence,
 )
+from kvserve.engine.prefix_cache import CacheSettings
 from kvserve.engine.rows import Generation
 from kvserve.engine.worker import Engine, EngineSettings
 from tests.models import tiny_model
+
+CACHE = CacheSettings(
+    max_bytes=2**30,
+    block_size=16,
+    use_index=True,
+    max_entries=1000,
+    max_entries_per_owner=1000,
+    ttl_seconds=0,
+    owner_idle_seconds=0,
+)
 
 FAMILIES = (
     "qwen3",
@@ -51,6 +62,7 @@ def engine_settings(**changes: Any) -> EngineSettings:
         "prefill_step_size": 2048,
         "watchdog_seconds": 0,
         "default_sampling": SamplingParams(),
+        "cache": CACHE,
     }
     return EngineSettings(**(values | changes))
 

@@ -53,7 +53,7 @@ def test_silence_is_broken_by_empty_deltas() -> None:
         client.send(STREAM_WIRE)
         got = deltas(client.read_response().events)
         assert got[0] == {"role": "assistant", "content": ""}
-        assert got[1:] == [{}] * 3 + [{"content": "at last"}, {}]
+        assert got[1:] == [{"reasoning_content": ""}] * 3 + [{"content": "at last"}, {}]
 
 
 def test_an_error_in_the_middle_is_the_last_event() -> None:

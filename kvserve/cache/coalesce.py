@@ -1,0 +1,92 @@
+"""Which small records should become one, and how their nodes join afterwards. It moves no payload."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvserve.cache.records import Piece
+from kvserve.cache.store import Store
+from kvserve.cache.trie import Node, Trie
+
+MIN_PIECES = 8
+"""So many records are joined even if they stay short together: what costs at a restore is their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoalesceRun:
+    """Consecutive nodes of an unbranched chain; `pieces[i]` are the rows of `nodes[i]`."""
+
+    nodes: tuple[Node, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.pieces[-1].end - self.pieces[0].start
+
+
+def plan_run(trie: Trie, store: Store, max_tokens: int) -> CoalesceRun | None:
+    """The first run of records that are worth joining, or None."""
+    for chain in _chains(trie):
+        for nodes in _groups(chain, max_tokens):
+            pieces = tuple(store.piece_of(node, node.end) for node in nodes)
+            if all(piece.payload is not None for piece in pieces):
+                return CoalesceRun(tuple(nodes), pieces)
+    return None
+
+
+def merge_nodes(trie: Trie, nodes: tuple[Node, ...]) -> None:
+    """Join neighbours that hold one record and between which nothing ends and no state is kept."""
+    upper = nodes[0]
+    for node in nodes[1:]:
+        has_meaning = upper.checkpoint or upper.kind == "system" or upper.sequence_end
+        if upper.segment is node.segment and len(upper.children) == 1 and not has_meaning:
+            trie.merge(upper)
+        else:
+            upper = node
+
+
+def _chains(trie: Trie) -> Iterator[list[Node]]:
+    """Maximal runs of nodes of which each but the last has one child."""
+    for node in trie.nodes():
+        if node.parent is None or (node.parent.parent is not None and len(node.parent.children) == 1):
+            continue
+        chain = [node]
+        while len(node.children) == 1:
+            (node,) = node.children.values()
+            chain.append(node)
+        yield chain
+
+
+def _groups(chain: list[Node], max_tokens: int) -> Iterator[list[Node]]:
+    """Neighbours that hold several small records and fit into `max_tokens` together."""
+    group: list[Node] = []
+    for unit in _units(chain):
+        size = unit[-1].end - unit[0].start
+        if group and group[-1].end - group[0].start + size > max_tokens:
+            if _is_worth_it(group, max_tokens):
+                yield group
+            group = []
+        if 2 * size >= max_tokens:
+            if _is_worth_it(group, max_tokens):
+                yield group
+            group = []
+        else:
+            group = [*group, *unit]
+    if _is_worth_it(group, max_tokens):
+        yield group
+
+
+def _units(chain: list[Node]) -> Iterator[list[Node]]:
+    """Neighbours that hold one record already."""
+    unit: list[Node] = []
+    for node in chain:
+        if unit and unit[-1].segment is not node.segment:
+            yield unit
+            unit = []
+        unit.append(node)
+    yield unit
+
+
+def _is_worth_it(group: list[Node], max_tokens: int) -> bool:
+    num_records = len({node.segment for node in group})
+    is_long = bool(group) and 2 * (group[-1].end - group[0].start) >= max_tokens
+    return num_records >= MIN_PIECES or (num_records > 1 and is_long)

@@ -1,0 +1,82 @@
+"""How much each thing that could leave is worth: score functions as a table. It knows figures, not the tree.
+
+Reuse of prompt tokens on 56 recorded agent conversations, six at a time (benchmarks/results/eviction.md has it all):
+
+TABLE
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+ATTENTION_TOKENS = 32768
+"""Depth at which attention costs as much as the rest of the model: a token there takes twice the time of the first."""
+
+RECENT_SECONDS = 60.0
+"""Within this time of its last use nothing is yet less likely to be used again: an agent's tool runs that long."""
+
+AGEING_POWER = 4
+"""How steeply the chance of reuse falls beyond RECENT_SECONDS. Below 2 big old conversations push out running ones."""
+
+REWIND_CHANCE = 0.1
+"""How often an agent comes back to a given place inside a branch, relative to going on at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Something that could leave: the tokens `[start, end)` would be prefilled again, `num_bytes` would be free.
+
+    `is_end`: nothing that is stored goes on from `end`.
+    """
+
+    start: int
+    end: int
+    num_bytes: int
+    num_uses: int
+    age_seconds: float
+    is_end: bool = True
+
+
+type Score = Callable[[Candidate], float]
+"""How much a candidate is worth keeping; the lowest leaves first."""
+
+
+def prefill_cost(start: int, end: int) -> float:
+    """Prefill work of `[start, end)` in units of one token at the beginning of a sequence."""
+    return (end - start) + (end * end - start * start) / (2 * ATTENTION_TOKENS)
+
+
+def value_score(candidate: Candidate) -> float:
+    """Prefill saved x chance of reuse / bytes.
+
+    The chance falls with the time since the last use. How often something was used before does not help: the busiest
+    places of a conversation that is over would stay.
+    """
+    chance = (1 + candidate.age_seconds / RECENT_SECONDS) ** -AGEING_POWER
+    if not candidate.is_end:
+        chance *= REWIND_CHANCE
+    return prefill_cost(candidate.start, candidate.end) * chance / max(candidate.num_bytes, 1)
+
+
+def age_length_frequency_score(candidate: Candidate) -> float:
+    """The reciprocal idea of age / (sqrt(length) * log(frequency)), negated because there the highest leaves."""
+    length = max(candidate.end - candidate.start, 1)
+    return -candidate.age_seconds / (math.sqrt(length) * math.log(2 + candidate.num_uses))
+
+
+def recency_score(candidate: Candidate) -> float:
+    """Least recently used first."""
+    return -candidate.age_seconds
+
+
+def frequency_score(candidate: Candidate) -> float:
+    """Least frequently used first, without ageing: keeps what was popular once. A negative control, not for use."""
+    return float(candidate.num_uses)
+
+
+SCORES: Mapping[str, Score] = {
+    "value": value_score,
+    "age_length_frequency": age_length_frequency_score,
+    "lru": recency_score,
+    "lfu": frequency_score,
+}

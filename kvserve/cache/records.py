@@ -1,0 +1,146 @@
+"""What the prefix cache keeps and what it answers: immutable records, matches and limits, without behaviour.
+
+A payload is whatever the engine stores: opaque here but for its size. Payloads live in a tier, records carry their
+key and their tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NewType, Protocol
+
+from kvserve.cache.token_run import TokenRun
+
+RecordId = NewType("RecordId", int)
+
+
+class Payload(Protocol):
+    """Arrays of the engine. `num_bytes` never changes."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+BoundaryKind = Literal["system", "user", "message", "tail", "image", "divergence", "answer", "stride"]
+"""Why a prefill stops at an offset: end of system and tools, of a user message, of another message, of the newest
+message before the generation tail, before an image, where a stored branch leaves, end of an answer, else distance."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """KV of the tokens `[tokens.start, tokens.end)` of every layer that can be cut; row i belongs to `start + i`.
+
+    `num_bytes` is 0 where the model has no such layer; there is no payload then.
+    """
+
+    record_id: RecordId
+    tokens: TokenRun
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """The whole state, after `offset` tokens, of every layer that cannot be cut."""
+
+    record_id: RecordId
+    offset: int
+    num_bytes: int
+    kind: BoundaryKind
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows `[first_row, end_row)` of a segment's payload; their tokens begin at `start`."""
+
+    segment: Segment
+    payload: Payload | None
+    first_row: int
+    end_row: int
+
+    @property
+    def start(self) -> int:
+        return self.segment.tokens.start + self.first_row
+
+    @property
+    def end(self) -> int:
+        return self.segment.tokens.start + self.end_row
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A checkpoint with its payload."""
+
+    checkpoint: Checkpoint
+    payload: Payload
+
+
+MatchCause = Literal["nothing", "whole", "ended", "diverged", "no_checkpoint", "inside_image"]
+"""Why no more was usable: nothing is stored, all but the last token is reused, what is stored ends here, what is
+stored goes on differently, it matches further but only a checkpoint could serve it, the cut would divide an image."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What an `extend` did with `[start, end)`: `[start, first_new)` was there already, `[first_new, end)` is new."""
+
+    start: int
+    first_new: int
+    end: int
+    has_new_checkpoint: bool
+
+    @property
+    def num_new_tokens(self) -> int:
+        return self.end - self.first_new
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What left the tree: rows, and states. `is_within_limits` is False if live rows need too much."""
+
+    segments: tuple[Piece, ...]
+    checkpoints: tuple[State, ...]
+    num_freed_bytes: int
+    is_within_limits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the RAM tier. `max_bytes` counts live rows too; 0 seconds mean no limit.
+
+    Raises ValueError for a bound that leaves no room at all.
+    """
+
+    max_bytes: int
+    max_checkpoint_bytes: int
+    max_entries: int
+    max_entries_per_owner: int
+    ttl_seconds: float = 0.0
+    owner_idle_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_checkpoint_bytes", "max_entries", "max_entries_per_owner"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """What the cache holds and has done so far; a snapshot for other threads."""
+
+    num_nodes: int
+    num_segments: int
+    num_checkpoints: int
+    num_entries: int
+    num_stored_tokens: int
+    ram_bytes: int
+    checkpoint_bytes: int
+    live_bytes: int
+    num_leases: int
+    num_lookups: int
+    num_hits: int
+    num_matched_tokens: int
+    num_usable_tokens: int
+    num_image_retreats: int
+    num_hash_collisions: int
+    num_culled_prefixes: int
+    num_evicted_tokens: int
+    num_evicted_checkpoints: int

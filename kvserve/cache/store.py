@@ -1,0 +1,168 @@
+"""The tree's records: every change of what is kept goes through here, so that bytes and references always add up.
+
+It knows nodes, records and tiers; not when something is added or which record should leave.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvserve.cache.ram_tier import RamTier
+from kvserve.cache.records import (
+    BoundaryKind,
+    Checkpoint,
+    Payload,
+    Piece,
+    RecordId,
+    Segment,
+    State,
+)
+from kvserve.cache.token_run import TokenRun, join
+from kvserve.cache.trie import Node, Trie
+
+type CutPayload = Callable[[Payload, int, int], Payload]
+"""(payload, first row, end row) -> a real copy of these rows that keeps nothing else alive."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Running totals."""
+
+    num_lookups: int = 0
+    num_hits: int = 0
+    num_matched_tokens: int = 0
+    num_usable_tokens: int = 0
+    num_image_retreats: int = 0
+    num_culled_prefixes: int = 0
+    num_evicted_tokens: int = 0
+    num_evicted_checkpoints: int = 0
+
+
+@dataclass(slots=True)
+class Departures:
+    """What left since somebody began to collect."""
+
+    segments: list[Piece] = field(default_factory=list)
+    checkpoints: list[State] = field(default_factory=list)
+
+
+class Store:
+    """Nodes with their records. One owner per payload: the tier; one count per byte: the tier's."""
+
+    def __init__(self, trie: Trie, ram: RamTier, cut_payload: CutPayload) -> None:
+        self.trie = trie
+        self.ram = ram
+        self.counters = Counters()
+        self.departures = Departures()
+        self._cut_payload = cut_payload
+        self._next_id = 0
+        self.checkpoint_bytes = 0
+        self.num_checkpoints = 0
+
+    def add_segment(self, parent: Node, tokens: TokenRun, hashes: tuple[bytes, ...], payload: Payload | None) -> Node:
+        """A new leaf below `parent`. What ended at `parent` is a mere prefix from now on."""
+        if parent.sequence_end is not None:
+            parent.sequence_end = None
+            self.counters.num_culled_prefixes += 1
+        return self.trie.attach(parent, self._new_segment(tokens, payload), hashes)
+
+    def add_checkpoint(self, node: Node, payload: Payload, kind: BoundaryKind, now: float) -> None:
+        """The state at a node's end, which has none yet."""
+        if node.checkpoint is not None:
+            raise ValueError(f"There is a checkpoint at {node.end} already.")
+        record_id = self._new_id()
+        self.ram.put(record_id, payload)
+        node.checkpoint = Checkpoint(record_id, node.end, payload.num_bytes, kind, now)
+        node.restored_at = now
+        self.checkpoint_bytes += payload.num_bytes
+        self.num_checkpoints += 1
+
+    def drop_checkpoint(self, node: Node) -> None:
+        """Let a node's checkpoint leave, if it has one."""
+        state = self.state_of(node)
+        if state is None:
+            return
+        node.checkpoint = None
+        self.ram.drop(state.checkpoint.record_id)
+        self.checkpoint_bytes -= state.checkpoint.num_bytes
+        self.num_checkpoints -= 1
+        self.counters.num_evicted_checkpoints += 1
+        self.departures.checkpoints.append(state)
+
+    def remove_leaves(self, nodes: Sequence[Node]) -> None:
+        """Let a leaf leave, then its ancestors in this order, each with its checkpoint; cut what remains to size."""
+        records: dict[RecordId, Segment] = {}
+        for node in nodes:
+            piece = self.piece_of(node, node.end)
+            self.drop_checkpoint(node)
+            self.trie.detach(node)
+            self.departures.segments.append(piece)
+            self.counters.num_evicted_tokens += node.end - node.start
+            records[piece.segment.record_id] = piece.segment
+        for segment in records.values():
+            self._fit(segment)
+
+    def replace_rows(self, nodes: Sequence[Node], payload: Payload) -> None:
+        """Let consecutive nodes of one chain share a new record; their old ones shrink or leave."""
+        old = {node.segment.record_id: node.segment for node in nodes if node.segment is not None}
+        segment = self._new_segment(join([node.tokens.part(node.start, node.end) for node in nodes]), payload)
+        for node in nodes:
+            self.trie.rehold(node, segment)
+        for record in old.values():
+            self._fit(record)
+
+    def take_departures(self) -> Departures:
+        """What left since the last call."""
+        departures, self.departures = self.departures, Departures()
+        return departures
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for node in list(self.trie.nodes()):
+            self.drop_checkpoint(node)
+        for record_id in list(self.trie.holders):
+            self.ram.drop(record_id)
+        self.trie.clear()
+        self.departures = Departures()
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def piece_of(self, node: Node, end: int) -> Piece:
+        """A node's rows up to `end`."""
+        if node.segment is None:
+            raise ValueError("The root has no rows.")
+        first = node.segment.tokens.start
+        payload = self.ram.get(node.segment.record_id)
+        return Piece(node.segment, payload, node.start - first, min(node.end, end) - first)
+
+    def state_of(self, node: Node) -> State | None:
+        """The checkpoint at a node's end with its payload."""
+        if node.checkpoint is None or (payload := self.ram.get(node.checkpoint.record_id)) is None:
+            return None
+        return State(node.checkpoint, payload)
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
+    def _new_id(self) -> RecordId:
+        self._next_id += 1
+        return RecordId(self._next_id)
+
+    def _new_segment(self, tokens: TokenRun, payload: Payload | None) -> Segment:
+        segment = Segment(self._new_id(), tokens, payload.num_bytes if payload is not None else 0)
+        if payload is not None:
+            self.ram.put(segment.record_id, payload)
+        return segment
+
+    def _fit(self, segment: Segment) -> None:
+        """Drop a record that no node holds; cut one of which a node holds only a part."""
+        holders = list(self.trie.holders.get(segment.record_id, ()))
+        payload = self.ram.get(segment.record_id)
+        if holders:
+            tokens = segment.tokens
+            start, end = min(node.start for node in holders), max(node.end for node in holders)
+            if (start, end) == (tokens.start, tokens.end):
+                return
+            rows = None if payload is None else self._cut_payload(payload, start - tokens.start, end - tokens.start)
+            fitting = self._new_segment(tokens.part(start, end), rows)
+            for node in holders:
+                self.trie.rehold(node, fitting)
+        self.ram.drop(segment.record_id)

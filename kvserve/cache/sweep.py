@@ -1,0 +1,275 @@
+"""What leaves, in which order, until the limits hold. It decides; `store.py` carries out.
+
+    expired -> entries over their limits -> checkpoints over their budget -> bytes over the budget
+
+Leaves go first, so what others share stays; nodes that a live row stands on never go.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from kvserve.cache.eviction import Candidate, Score
+from kvserve.cache.records import Limits
+from kvserve.cache.store import Store
+from kvserve.cache.trie import Node
+
+PLAIN, BRANCH_POINT, NEWEST = 0, 1, 2
+"""Levels of a checkpoint; a lower one leaves first whatever it is worth. NEWEST: the newest two of a branch, its last
+user message, and the end of system and tools."""
+
+NUM_NEWEST_KEPT = 2
+
+
+@dataclass(order=True, slots=True)
+class _Ranked:
+    """A place in the queue of what may leave."""
+
+    rank: tuple[int, float, int]
+    node: Node = field(compare=False)
+    is_leaf: bool = field(compare=False)
+
+
+class Sweep:
+    """Brings a store within its limits."""
+
+    def __init__(self, store: Store, limits: Limits, score: Score, *, needs_checkpoints: bool) -> None:
+        self._store = store
+        self._limits = limits
+        self._score = score
+        self._needs_checkpoints = needs_checkpoints
+        self._now = 0.0
+        self._order = count()
+
+    def run(self, now: float, reserved_bytes: int, owners_seen_at: dict[str, float]) -> None:
+        """Let leave what must. `reserved_bytes` are held by others; owners without entries are forgotten."""
+        self._now = now
+        self._expire(owners_seen_at)
+        self._limit_entries()
+        self._forget_owners(owners_seen_at)
+        self._thin_checkpoints()
+        self._make_room(reserved_bytes)
+
+    # --- time and number ----------------------------------------------------------------------------------------------
+
+    def _expire(self, owners_seen_at: dict[str, float]) -> None:
+        """Leaves that nobody used for too long, and all entries of an owner who was not seen for too long."""
+        for leaf in self._free_leaves():
+            owner = leaf.sequence_end.owner if leaf.sequence_end else None
+            idle_seconds = self._now - owners_seen_at.get(owner, self._now) if owner is not None else 0.0
+            if 0 < self._limits.owner_idle_seconds < idle_seconds:
+                self._store.remove_leaves(exclusive_tail(leaf))
+                continue
+            node = leaf
+            while node.parent is not None and not (node.children or node.leases) and self._is_expired(node):
+                parent = node.parent
+                self._store.remove_leaves([node])
+                node = parent
+
+    def _is_expired(self, node: Node) -> bool:
+        own = node.sequence_end.ttl_seconds if node.sequence_end else None
+        ttl_seconds = self._limits.ttl_seconds if own is None else own
+        return 0 < ttl_seconds < self._now - node.last_used_at
+
+    def _limit_entries(self) -> None:
+        """Per owner the least recently used entry leaves, over all owners the least valuable one."""
+        by_owner: dict[str, list[Node]] = {}
+        for node in self._entries():
+            if node.sequence_end is not None and node.sequence_end.owner is not None:
+                by_owner.setdefault(node.sequence_end.owner, []).append(node)
+        for entries in by_owner.values():
+            free = sorted((node for node in entries if not node.leases), key=lambda node: node.last_used_at)
+            for node in free[: max(len(entries) - self._limits.max_entries_per_owner, 0)]:
+                self._store.remove_leaves(exclusive_tail(node))
+        entries = list(self._entries())
+        for _ in range(len(entries) - self._limits.max_entries):
+            free = [node for node in entries if not node.leases]
+            if not free:
+                return
+            worst = min(free, key=lambda node: self._score(self._entry_candidate(node)))
+            entries.remove(worst)
+            self._store.remove_leaves(exclusive_tail(worst))
+
+    def _entry_candidate(self, leaf: Node) -> Candidate:
+        tail = exclusive_tail(leaf)
+        num_bytes = sum(self._node_bytes(node) for node in tail)
+        return Candidate(tail[-1].start, leaf.end, num_bytes, leaf.num_uses, self._now - leaf.last_used_at)
+
+    def _forget_owners(self, owners_seen_at: dict[str, float]) -> None:
+        """Only owners with entries or live rows are remembered."""
+        known = {node.sequence_end.owner for node in self._entries() if node.sequence_end is not None}
+        known |= {lease.owner for root in self._store.trie.roots() for lease in root.leases}
+        known |= {lease.owner for node in self._store.trie.nodes() for lease in node.leases}
+        for owner in owners_seen_at.keys() - known:
+            del owners_seen_at[owner]
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _thin_checkpoints(self) -> None:
+        """Drop checkpoints by level and value until they fit their own budget."""
+        if self._store.checkpoint_bytes <= self._limits.max_checkpoint_bytes:
+            return
+        levels = self._levels()
+        queue = [self._ranked(node, is_leaf=False, level=level) for node, level in levels.items() if not node.leases]
+        for node in self._worst_first(queue, levels):
+            if self._store.checkpoint_bytes <= self._limits.max_checkpoint_bytes:
+                return
+            self._store.drop_checkpoint(node)
+            self._cull_dead_tail(node)
+
+    def _levels(self) -> dict[Node, int]:
+        """Every node with a checkpoint and how well that is protected."""
+        levels: dict[Node, int] = {}
+        for node in self._store.trie.nodes():
+            if node.checkpoint is not None:
+                is_system = node.checkpoint.kind == "system" or node.kind == "system"
+                levels[node] = NEWEST if is_system else BRANCH_POINT if len(node.children) > 1 else PLAIN
+        for leaf in self._store.trie.nodes():
+            if not leaf.children:
+                levels.update(dict.fromkeys(_newest(leaf), NEWEST))
+        return levels
+
+    def _cull_dead_tail(self, node: Node) -> None:
+        """Where layers cannot be cut, rows behind the last checkpoint of a branch serve nobody."""
+        while (
+            self._needs_checkpoints
+            and node.parent is not None
+            and not (node.children or node.leases)
+            and node.checkpoint is None
+        ):
+            parent = node.parent
+            self._store.remove_leaves([node])
+            node = parent
+
+    # --- bytes --------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, reserved_bytes: int) -> None:
+        """Leaves and plain checkpoints leave by score; then, where only live rows' paths are left, all checkpoints."""
+        budget = self._limits.max_bytes - reserved_bytes
+        if self._store.ram.num_bytes <= budget:
+            return
+        levels = self._levels()
+        queue = [self._ranked(leaf, is_leaf=True) for leaf in self._free_leaves()]
+        queue += [
+            self._ranked(node, is_leaf=False)
+            for node, level in levels.items()
+            if level == PLAIN and node.children and not node.leases
+        ]
+        heapq.heapify(queue)
+        while queue and self._store.ram.num_bytes > budget:
+            self._leave(heapq.heappop(queue), queue)
+        if self._store.ram.num_bytes > budget:
+            rest = [
+                self._ranked(node, is_leaf=False, level=level)
+                for node, level in self._levels().items()
+                if not node.leases
+            ]
+            for node in self._worst_first(rest, self._levels()):
+                if self._store.ram.num_bytes <= budget:
+                    return
+                self._store.drop_checkpoint(node)
+
+    def _leave(self, ranked: _Ranked, queue: list[_Ranked]) -> None:
+        """Let a leaf or an inner checkpoint go, or put it back where its worth has grown meanwhile."""
+        node, parent = ranked.node, ranked.node.parent
+        if parent is None or not self._store.trie.is_held(node) or (not ranked.is_leaf and node.checkpoint is None):
+            return
+        fresh = self._ranked(node, is_leaf=not node.children)
+        if fresh.rank[:2] > ranked.rank[:2] and queue and fresh > queue[0]:
+            heapq.heappush(queue, fresh)
+        elif node.children:
+            self._store.drop_checkpoint(node)
+        else:
+            self._store.remove_leaves([node])
+            self._cull_dead_tail(parent)
+            while parent is not None and parent.parent is not None and not self._store.trie.is_held(parent):
+                parent = parent.parent
+            if parent is not None and parent.parent is not None and not (parent.children or parent.leases):
+                heapq.heappush(queue, self._ranked(parent, is_leaf=True))
+
+    # --- what things are worth ----------------------------------------------------------------------------------------
+
+    def _worst_first(self, queue: list[_Ranked], levels: dict[Node, int]) -> Iterator[Node]:
+        """Nodes whose checkpoint may go. Dropping one makes the next one on its branch worth more."""
+        heapq.heapify(queue)
+        while queue:
+            ranked = heapq.heappop(queue)
+            if ranked.node.checkpoint is None:
+                continue
+            fresh = self._ranked(ranked.node, is_leaf=False, level=levels[ranked.node])
+            if fresh.rank[:2] > ranked.rank[:2] and queue and fresh > queue[0]:
+                heapq.heappush(queue, fresh)
+            else:
+                yield ranked.node
+
+    def _ranked(self, node: Node, *, is_leaf: bool, level: int = PLAIN) -> _Ranked:
+        candidate = self._leaf_candidate(node) if is_leaf else self._checkpoint_candidate(node)
+        return _Ranked((level, self._score(candidate), next(self._order)), node, is_leaf)
+
+    def _leaf_candidate(self, node: Node) -> Candidate:
+        start, end = node.start, node.end
+        if self._needs_checkpoints:
+            start = _previous_checkpoint(node) if node.checkpoint is not None else end
+        return Candidate(start, end, self._node_bytes(node), node.num_uses, self._now - node.last_used_at)
+
+    def _checkpoint_candidate(self, node: Node) -> Candidate:
+        num_bytes = node.checkpoint.num_bytes if node.checkpoint is not None else 0
+        return Candidate(
+            start=_previous_checkpoint(node),
+            end=node.end,
+            num_bytes=num_bytes,
+            num_uses=node.num_restores,
+            age_seconds=self._now - node.restored_at,
+            is_end=not node.children,
+        )
+
+    def _node_bytes(self, node: Node) -> int:
+        num_bytes = node.checkpoint.num_bytes if node.checkpoint is not None else 0
+        if node.segment is not None:
+            num_bytes += node.segment.num_bytes * (node.end - node.start) // len(node.segment.tokens)
+        return num_bytes
+
+    def _free_leaves(self) -> list[Node]:
+        return [node for node in self._store.trie.nodes() if not (node.children or node.leases)]
+
+    def _entries(self) -> Iterable[Node]:
+        return (node for node in self._store.trie.nodes() if node.sequence_end is not None)
+
+
+def exclusive_tail(leaf: Node) -> list[Node]:
+    """A leaf and the ancestors that serve only it, upwards to a branch, a live row or the end of system and tools."""
+    tail = [leaf]
+    node = leaf.parent
+    while (
+        node is not None
+        and node.parent is not None
+        and len(node.children) == 1
+        and not node.leases
+        and node.kind != "system"
+    ):
+        tail.append(node)
+        node = node.parent
+    return tail
+
+
+def _previous_checkpoint(node: Node) -> int:
+    """The offset of the last checkpoint above a node."""
+    above = node.parent
+    while above is not None and above.checkpoint is None:
+        above = above.parent
+    return above.end if above is not None else 0
+
+
+def _newest(leaf: Node) -> Iterator[Node]:
+    """On the path to a leaf: its deepest two checkpoints and the deepest one behind a user message."""
+    num_found, has_user = 0, False
+    node: Node | None = leaf
+    while node is not None and not (num_found >= NUM_NEWEST_KEPT and has_user):
+        if node.checkpoint is not None:
+            is_user = node.checkpoint.kind == "user" and not has_user
+            if num_found < NUM_NEWEST_KEPT or is_user:
+                yield node
+            num_found += 1
+            has_user = has_user or is_user
+        node = node.parent

@@ -1,0 +1,326 @@
+"""The prefix tree: what of a prompt is known, who stands on it, and how a row's KV is added to it.
+
+It knows tokens, records and limits; payloads are opaque, arrays are the engine's business. Everything here belongs to
+the engine thread; what `stats()` returned may be read anywhere.
+
+    match = tree.lookup(prompt)                    how much is known, and from what it is restored; changes counters
+    lease = tree.acquire(match, owner=session)     the row stands on [0, match.num_usable_tokens) and keeps it
+    tree.extend(lease, tokens, end, take_rows, take_state, kind)     adds what is new of [lease.num_tokens, end)
+    tree.mark_end(lease)                           the row ended here: an entry of its owner
+    tree.release(lease)                            the row left; what it stood on may be evicted
+    tree.account_live(num_bytes); tree.evict()     back within the limits
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvserve.cache.block_hash import BlockHasher, HashChain
+from kvserve.cache.coalesce import CoalesceRun, merge_nodes, plan_run
+from kvserve.cache.eviction import SCORES, Score
+from kvserve.cache.integrity import check_shape, check_totals
+from kvserve.cache.ram_tier import RamTier
+from kvserve.cache.records import (
+    BoundaryKind,
+    CacheStats,
+    Eviction,
+    Extension,
+    Limits,
+    MatchCause,
+    Payload,
+    Piece,
+    State,
+)
+from kvserve.cache.store import CutPayload, Store
+from kvserve.cache.sweep import Sweep
+from kvserve.cache.token_run import TokenRun, image_around, pack
+from kvserve.cache.trie import Lease, Node, Position, SequenceEnd, Trie
+from kvserve.core import TokenSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the tree knows of a prompt; to be acquired before the tree changes.
+
+    `[0, num_matched_tokens)` is stored, token by token the same. `[0, num_usable_tokens)` can be restored: from
+    `pieces`, which cover it in order, and `state`, the checkpoint at exactly that offset (None where everything can be
+    cut, or nothing is usable). At most all but the last token is usable: computing that one gives the first answer
+    token.
+    """
+
+    num_prompt_tokens: int
+    num_matched_tokens: int
+    num_usable_tokens: int
+    pieces: tuple[Piece, ...]
+    state: State | None
+    cause: MatchCause
+    node: Node = field(repr=False)
+    chain: HashChain = field(repr=False)
+    version: int = field(repr=False)
+
+    @property
+    def num_trim_missed_tokens(self) -> int:
+        """Tokens that match but are computed again, because no checkpoint is there (`hybrid_trim_miss`)."""
+        return min(self.num_matched_tokens, max(self.num_prompt_tokens - 1, 0)) - self.num_usable_tokens
+
+
+class PrefixTree:
+    """All KV of one model, by prefix. `needs_checkpoints`: the model has layers that cannot be cut."""
+
+    def __init__(
+        self,
+        hasher: BlockHasher,
+        limits: Limits,
+        *,
+        needs_checkpoints: bool,
+        cut_payload: CutPayload,
+        use_index: bool = True,
+        score: Score = SCORES["value"],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hasher = hasher
+        self._limits = limits
+        self._needs_checkpoints = needs_checkpoints
+        self._clock = clock
+        self._trie = Trie(use_index=use_index)
+        self._ram = RamTier()
+        self._store = Store(self._trie, self._ram, cut_payload)
+        self._sweep = Sweep(self._store, limits, score, needs_checkpoints=needs_checkpoints)
+        self._leases: set[Lease] = set()
+        self._owners_seen_at: dict[str, float] = {}
+        self._live_bytes = 0
+
+    # --- finding ------------------------------------------------------------------------------------------------------
+
+    def lookup(self, tokens: TokenSequence, *, partition: str = "", chain: HashChain | None = None) -> Match:
+        """How much of a prompt is known and from what it can be restored.
+
+        `chain` saves hashing: names of leading blocks of these very tokens, from an earlier match of a prefix.
+        """
+        run = pack(tokens)
+        chain = (chain if chain is not None else self._hasher.start(partition)).extended(run)
+        position = self._trie.find(self._trie.root(partition), run, chain)
+        usable, cause = self._usable(position, tokens)
+        state = self._store.state_of(usable.node) if self._needs_checkpoints else None
+        match = Match(
+            num_prompt_tokens=len(tokens),
+            num_matched_tokens=position.depth,
+            num_usable_tokens=usable.depth,
+            pieces=tuple(self._store.piece_of(node, usable.depth) for node in usable.node.path()),
+            state=state,
+            cause=cause,
+            node=usable.node,
+            chain=chain,
+            version=self._trie.version,
+        )
+        counters = self._store.counters
+        counters.num_lookups += 1
+        counters.num_hits += usable.depth > 0
+        counters.num_matched_tokens += position.depth
+        counters.num_usable_tokens += usable.depth
+        counters.num_image_retreats += cause == "inside_image"
+        return match
+
+    def _usable(self, position: Position, tokens: TokenSequence) -> tuple[Position, MatchCause]:
+        """The deepest place at or before `position` that a row can start from, and what kept it from starting later."""
+        # The last token is always computed again: its logits, which nothing stores, give the first answer token.
+        limit = min(position.depth, max(len(tokens) - 1, 0))
+        cause: MatchCause = "whole"
+        if position.depth == 0:
+            cause = "nothing"
+        elif position.depth <= limit:
+            is_end = position.depth == position.node.end and not position.node.children
+            cause = "ended" if is_end else "diverged"
+        if (image := image_around(tokens.images, limit)) is not None:
+            limit, cause = image.start, "inside_image"
+        node = position.node
+        while node.parent is not None and (node.start >= limit or not self._can_start(node, limit, tokens)):
+            node = node.parent
+        depth = min(limit, node.end)
+        return Position(node, depth), "no_checkpoint" if depth < limit else cause
+
+    def _can_start(self, node: Node, limit: int, tokens: TokenSequence) -> bool:
+        if not self._needs_checkpoints:
+            return True
+        is_there = node.checkpoint is not None and node.end <= limit
+        return is_there and image_around(tokens.images, node.end) is None
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def acquire(self, match: Match, *, owner: str | None = None, ttl_seconds: float | None = None) -> Lease:
+        """Stand on what a match can use; marks the path as used.
+
+        `owner` is whose entry the row will be (a session's branch), `ttl_seconds` the owner's own time limit. Raises
+        ValueError if the tree has changed since the lookup.
+        """
+        if match.version != self._trie.version:
+            raise ValueError("The tree has changed since this lookup: look up again.")
+        now = self._clock()
+        is_parting = match.num_matched_tokens < min(match.num_prompt_tokens, match.node.end)
+        if is_parting and match.num_usable_tokens > match.node.start:
+            # The row leaves what is stored inside this node: what lies behind was of no use to it.
+            self._trie.split(match.node, match.num_usable_tokens, self._hasher.block_size)
+        self._touch(match.node, now)
+        match.node.restored_at = now
+        match.node.num_restores += 1
+        chain = match.chain.truncated(match.num_usable_tokens)
+        lease = Lease(match.node, match.num_usable_tokens, chain, owner, ttl_seconds)
+        match.node.leases.add(lease)
+        self._leases.add(lease)
+        if owner is not None:
+            self._owners_seen_at[owner] = now
+        return lease
+
+    def extend(
+        self,
+        lease: Lease,
+        tokens: TokenSequence,
+        end: int,
+        take_rows: Callable[[int, int], Payload | None],
+        take_state: Callable[[], Payload] | None = None,
+        kind: BoundaryKind = "stride",
+    ) -> Extension:
+        """Add the row's KV up to `end` and, with `take_state`, its state there; the lease moves to `end`.
+
+        `tokens` are all tokens of the row, at least up to `end`; the first `lease.num_tokens` are those it stands on.
+        `take_rows(start, end)` is called at most once, with the part that is not stored yet (offsets in `tokens`);
+        `take_state()` only if there is no checkpoint at `end` yet. A detached lease adds nothing. Raises ValueError for
+        an `end` before the lease or behind the tokens.
+        """
+        start = lease.num_tokens
+        if not start <= end <= len(tokens):
+            raise ValueError(f"A row of {len(tokens)} tokens that stands at {start} cannot be extended to {end}.")
+        if lease.is_detached:
+            return Extension(start, end, end, False)
+        run = pack(tokens, lease.chain.num_tokens, end)
+        self._trie.move(lease, self._trie.walk(Position(lease.node, start), run, end))
+        lease.chain = lease.chain.extended(run)
+        first_new = lease.num_tokens
+        if first_new < end:
+            self._grow(lease, run, take_rows(first_new, end))
+        has_new_checkpoint = self._finish_at(lease, take_state, kind)
+        self._touch(lease.node, self._clock(), num_uses=0)
+        return Extension(start, first_new, end, has_new_checkpoint)
+
+    def _grow(self, lease: Lease, run: TokenRun, payload: Payload | None) -> None:
+        """Add the tokens behind the lease as a new leaf, which the lease then stands on."""
+        start, end, block_size = lease.num_tokens, run.end, self._hasher.block_size
+        if start < lease.node.end:
+            self._trie.split(lease.node, start, block_size)
+        hashes = lease.chain.hashes[start // block_size : end // block_size]
+        leaf = self._store.add_segment(lease.node, run.part(start, end), hashes, payload)
+        self._trie.move(lease, Position(leaf, end))
+
+    def _finish_at(self, lease: Lease, take_state: Callable[[], Payload] | None, kind: BoundaryKind) -> bool:
+        """Note at the lease's place why the row stopped there, with its state if that is wanted and new."""
+        node = lease.node
+        wants_state = take_state is not None and self._needs_checkpoints
+        if node.parent is None or (lease.num_tokens < node.end and not wants_state and kind != "system"):
+            return False
+        if lease.num_tokens < node.end:
+            self._trie.split(node, lease.num_tokens, self._hasher.block_size)
+        if node.kind != "system":
+            node.kind = kind
+        if take_state is None or not wants_state or node.checkpoint is not None:
+            return False
+        self._store.add_checkpoint(node, take_state(), kind, self._clock())
+        return True
+
+    def mark_end(self, lease: Lease) -> None:
+        """The row's tokens end here: one entry of its owner. A place that others continue is no entry."""
+        node, now = lease.node, self._clock()
+        if lease.owner is not None:
+            self._owners_seen_at[lease.owner] = now
+        if lease.is_detached or node.parent is None or node.children or lease.num_tokens < node.end:
+            return
+        node.sequence_end = SequenceEnd(lease.owner, lease.ttl_seconds)
+
+    def release(self, lease: Lease) -> None:
+        """The row left. Idempotent."""
+        self._leases.discard(lease)
+        lease.node.leases.discard(lease)
+        lease.is_detached = True
+
+    def _touch(self, node: Node, now: float, num_uses: int = 1) -> None:
+        while node.parent is not None:
+            node.last_used_at = now
+            node.num_uses += num_uses
+            node = node.parent
+
+    # --- limits -------------------------------------------------------------------------------------------------------
+
+    def account_live(self, num_bytes: int) -> None:
+        """Say how many bytes the live rows' own caches hold: they count in the limit."""
+        self._live_bytes = num_bytes
+
+    def evict(self, num_needed_bytes: int = 0) -> Eviction:
+        """Bring the RAM tier within its limits, with room for `num_needed_bytes` more.
+
+        What live rows stand on stays. The caller drops the result before it empties the device's buffer cache.
+        """
+        held = self._ram.num_bytes
+        reserved = self._live_bytes + num_needed_bytes
+        self._sweep.run(self._clock(), reserved, self._owners_seen_at)
+        left = self._store.take_departures()
+        return Eviction(
+            segments=tuple(left.segments),
+            checkpoints=tuple(left.checkpoints),
+            num_freed_bytes=held - self._ram.num_bytes,
+            is_within_limits=self._ram.num_bytes + reserved <= self._limits.max_bytes,
+        )
+
+    def clear(self) -> None:
+        """Forget everything; live rows go on, but what they compute is not kept."""
+        for lease in list(self._leases):
+            self.release(lease)
+        self._store.clear()
+        self._owners_seen_at.clear()
+
+    # --- idle work ----------------------------------------------------------------------------------------------------
+
+    def plan_coalesce(self, max_tokens: int = 2048) -> CoalesceRun | None:
+        """An unbranched run of small records that is worth one record of at most `max_tokens`; changes nothing."""
+        return plan_run(self._trie, self._store, max_tokens)
+
+    def replace(self, run: CoalesceRun, payload: Payload) -> None:
+        """Put `payload`, the rows of `run.pieces` joined, in their place. Raises ValueError for a plan that is old."""
+        if any(node.segment is not piece.segment for node, piece in zip(run.nodes, run.pieces, strict=True)):
+            raise ValueError("The tree has changed since this plan: plan again.")
+        self._store.replace_rows(run.nodes, payload)
+        merge_nodes(self._trie, run.nodes)
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """A snapshot of what is held and was done."""
+        counters = self._store.counters
+        nodes = list(self._trie.nodes())
+        return CacheStats(
+            num_nodes=self._trie.num_nodes,
+            num_segments=len(self._trie.holders),
+            num_checkpoints=self._store.num_checkpoints,
+            num_entries=sum(node.sequence_end is not None for node in nodes),
+            num_stored_tokens=sum(node.end - node.start for node in nodes),
+            ram_bytes=self._ram.num_bytes,
+            checkpoint_bytes=self._store.checkpoint_bytes,
+            live_bytes=self._live_bytes,
+            num_leases=len(self._leases),
+            num_lookups=counters.num_lookups,
+            num_hits=counters.num_hits,
+            num_matched_tokens=counters.num_matched_tokens,
+            num_usable_tokens=counters.num_usable_tokens,
+            num_image_retreats=counters.num_image_retreats,
+            num_hash_collisions=self._trie.num_collisions,
+            num_culled_prefixes=counters.num_culled_prefixes,
+            num_evicted_tokens=counters.num_evicted_tokens,
+            num_evicted_checkpoints=counters.num_evicted_checkpoints,
+        )
+
+    def sequences(self) -> list[Sequence[Node]]:
+        """Every path from below a root to a leaf: for tests and dumps."""
+        return [node.path() for node in self._trie.nodes() if not node.children]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError, naming what is wrong, if an invariant does not hold. Linear in what is stored."""
+        check_shape(self._trie, self._leases, self._hasher.block_size)
+        check_totals(self._store)

@@ -1,0 +1,288 @@
+"""The shape of the tree: nodes, splits, merges and the index over block hashes. It knows no bytes and no policy.
+
+root -- [0, 40) -- [40, 64) -- [64, 90)        a node is the tokens [start, end) that follow its parent's;
+             `---- [40, 55)                    its rows are a range of a record, so a split copies nothing
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvserve.cache.block_hash import HashChain
+from kvserve.cache.records import BoundaryKind, Checkpoint, RecordId, Segment
+from kvserve.cache.token_run import TokenKey, TokenRun, common_end
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEnd:
+    """A row ended here: one entry of its owner's. `ttl_seconds` None means the general limit."""
+
+    owner: str | None
+    ttl_seconds: float | None
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """The tokens `[start, end)` behind `parent`; `checkpoint`, `kind` and `sequence_end` belong to its end.
+
+    A use is a row that went through here, a restore one that began at its end (or ended there, and may go on).
+    `hashes` name the blocks that end in `(start, end]`. Children differ in their first token.
+    """
+
+    parent: "Node | None"
+    start: int
+    end: int
+    segment: Segment | None
+    hashes: tuple[bytes, ...] = ()
+    children: dict[TokenKey, "Node"] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
+    kind: BoundaryKind | None = None
+    sequence_end: SequenceEnd | None = None
+    leases: set["Lease"] = field(default_factory=set)
+    last_used_at: float = 0.0
+    num_uses: int = 0
+    restored_at: float = 0.0
+    num_restores: int = 0
+
+    @property
+    def tokens(self) -> TokenRun:
+        """A run that covers this node's tokens (and maybe its record's others)."""
+        if self.segment is None:
+            raise ValueError("The root has no tokens.")
+        return self.segment.tokens
+
+    def path(self) -> list["Node"]:
+        """The nodes from below the root down to this one."""
+        nodes: list[Node] = []
+        node = self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def root(self) -> "Node":
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A live row's hold on the path of its first `num_tokens` tokens, which end in `node`. Changed by the tree only.
+
+    `chain` names the row's whole blocks so far. A lease is detached once its path is gone: released, or all cleared.
+    """
+
+    node: Node
+    num_tokens: int
+    chain: HashChain
+    owner: str | None
+    ttl_seconds: float | None
+    is_detached: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place on the tree: `depth` tokens from the root, `node.start <= depth <= node.end`."""
+
+    node: Node
+    depth: int
+
+
+class Trie:
+    """All nodes, the holders of each record and the block index. `version` counts the changes of shape."""
+
+    def __init__(
+        self,
+        *,
+        use_index: bool,
+        verify: Callable[[TokenRun, TokenRun, int, int], int] = common_end,
+    ) -> None:
+        self._use_index = use_index
+        self._verify = verify
+        self._index: dict[bytes, Node] = {}
+        self._roots: dict[str, Node] = {}
+        self.holders: dict[RecordId, list[Node]] = {}
+        self.version = 0
+        self.num_nodes = 0
+        self.num_collisions = 0
+
+    @property
+    def index(self) -> dict[bytes, Node]:
+        """Block hash -> the node in whose range the block ends; to be read only."""
+        return self._index
+
+    def root(self, partition: str) -> Node:
+        """The root of a partition's sequences."""
+        if partition not in self._roots:
+            self._roots[partition] = Node(None, 0, 0, None)
+        return self._roots[partition]
+
+    def roots(self) -> list[Node]:
+        """One root per partition that was ever asked for."""
+        return list(self._roots.values())
+
+    def is_held(self, node: Node) -> bool:
+        """Whether a node is still part of the tree."""
+        return node.segment is not None and node in self.holders.get(node.segment.record_id, ())
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the roots, parents before children."""
+        todo = list(self._roots.values())
+        while todo:
+            node = todo.pop()
+            todo.extend(node.children.values())
+            if node.parent is not None:
+                yield node
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._index.clear()
+        self._roots.clear()
+        self.holders.clear()
+        self.num_nodes = 0
+        self.version += 1
+
+    # --- finding ------------------------------------------------------------------------------------------------------
+
+    def find(self, root: Node, run: TokenRun, chain: HashChain) -> Position:
+        """The deepest place whose tokens are the first ones of `run`, every token compared."""
+        start = self._by_hash(root, run, chain) if self._use_index else None
+        return self.walk(start or Position(root, 0), run, run.end)
+
+    def walk(self, position: Position, run: TokenRun, limit: int) -> Position:
+        """Go down from `position` as long as the tokens of `run` agree, at most to `limit`."""
+        node, depth = position.node, position.depth
+        while True:
+            stop = min(node.end, limit)
+            if depth < stop:
+                depth = common_end(node.tokens, run, depth, stop)
+            if depth < node.end or depth == limit:
+                return Position(node, depth)
+            child = self._child(node, run, depth)
+            if child is None:
+                return Position(node, depth)
+            node = child
+
+    def _child(self, node: Node, run: TokenRun, depth: int) -> Node | None:
+        if self._use_index:
+            return node.children.get(run.key_at(depth))
+        return next((c for c in node.children.values() if common_end(c.tokens, run, depth, depth + 1) > depth), None)
+
+    def _by_hash(self, root: Node, run: TokenRun, chain: HashChain) -> Position | None:
+        """Jump to the deepest indexed block; None where nothing is indexed or a hash lied.
+
+        The ancestors of an indexed block are indexed too, hence the bisection.
+        """
+        low, high = 0, len(chain.hashes)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if chain.hashes[middle - 1] in self._index:
+                low = middle
+            else:
+                high = middle - 1
+        if not low:
+            return None
+        node, depth = self._index[chain.hashes[low - 1]], low * chain.block_size
+        if node.start < depth <= node.end and self._is_prefix(root, node, run, depth):
+            return Position(node, depth)
+        self.num_collisions += 1
+        return None
+
+    def _is_prefix(self, root: Node, node: Node, run: TokenRun, depth: int) -> bool:
+        if node.root() is not root:
+            return False
+        stops = ((step, min(step.end, depth)) for step in node.path())
+        return all(self._verify(step.tokens, run, step.start, stop) == stop for step, stop in stops)
+
+    # --- changing the shape -------------------------------------------------------------------------------------------
+
+    def attach(self, parent: Node, segment: Segment, hashes: tuple[bytes, ...]) -> Node:
+        """A new leaf for a whole segment, whose tokens begin where `parent` ends."""
+        tokens = segment.tokens
+        node = Node(parent, tokens.start, tokens.end, segment, hashes)
+        parent.children[tokens.key_at(tokens.start)] = node
+        self.holders.setdefault(segment.record_id, []).append(node)
+        self._point(hashes, node)
+        self.num_collisions += len(hashes) - len(set(hashes))
+        self._changed(+1)
+        return node
+
+    def split(self, node: Node, at: int, block_size: int) -> None:
+        """Cut a node in two: it keeps `[start, at)`, a new child gets the rest and all that belongs to the end."""
+        num_hashes = at // block_size - node.start // block_size
+        lower = Node(node, at, node.end, node.segment, node.hashes[num_hashes:], node.children)
+        lower.checkpoint, lower.kind, lower.sequence_end = node.checkpoint, node.kind, node.sequence_end
+        lower.last_used_at, lower.num_uses = node.last_used_at, node.num_uses
+        lower.restored_at, lower.num_restores = node.restored_at, node.num_restores
+        for child in lower.children.values():
+            child.parent = lower
+        for lease in [lease for lease in node.leases if lease.num_tokens > at]:
+            self.move(lease, Position(lower, lease.num_tokens))
+        node.end, node.hashes, node.children = at, node.hashes[:num_hashes], {node.tokens.key_at(at): lower}
+        node.checkpoint = node.kind = node.sequence_end = None
+        node.num_restores = 0
+        if node.segment is not None:
+            self.holders[node.segment.record_id].append(lower)
+        self._point(lower.hashes, lower, instead_of=node)
+        self._changed(+1)
+
+    def merge(self, node: Node) -> None:
+        """Join a node with its only child, which holds the following rows of the same record."""
+        (lower,) = node.children.values()
+        node.end, node.children = lower.end, lower.children
+        for child in node.children.values():
+            child.parent = node
+        node.checkpoint, node.kind, node.sequence_end = lower.checkpoint, lower.kind, lower.sequence_end
+        node.restored_at, node.num_restores = lower.restored_at, lower.num_restores
+        lower.parent = None
+        for lease in list(lower.leases):
+            self.move(lease, Position(node, lease.num_tokens))
+        self._point(lower.hashes, node, instead_of=lower)
+        node.hashes += lower.hashes
+        if node.segment is not None:
+            self.holders[node.segment.record_id].remove(lower)
+        self._changed(-1)
+
+    def detach(self, leaf: Node) -> None:
+        """Take a leaf without leases out."""
+        if leaf.parent is None or leaf.children or leaf.leases or leaf.segment is None:
+            raise ValueError("Only a leaf that nobody stands on can leave.")
+        del leaf.parent.children[leaf.tokens.key_at(leaf.start)]
+        for name in leaf.hashes:
+            if self._index.get(name) is leaf:
+                del self._index[name]
+        self._let_go(leaf, leaf.segment)
+        self._changed(-1)
+
+    def rehold(self, node: Node, segment: Segment) -> None:
+        """Give a node another record that has its tokens."""
+        if node.segment is not None:
+            self._let_go(node, node.segment)
+        node.segment = segment
+        self.holders.setdefault(segment.record_id, []).append(node)
+        self.version += 1
+
+    def move(self, lease: Lease, position: Position) -> None:
+        """Let a lease stand elsewhere."""
+        lease.node.leases.discard(lease)
+        lease.node, lease.num_tokens = position.node, position.depth
+        position.node.leases.add(lease)
+
+    def _let_go(self, node: Node, segment: Segment) -> None:
+        holders = self.holders[segment.record_id]
+        holders.remove(node)
+        if not holders:
+            del self.holders[segment.record_id]
+
+    def _point(self, hashes: tuple[bytes, ...], node: Node, instead_of: Node | None = None) -> None:
+        for name in hashes:
+            holder = self._index.setdefault(name, node)
+            if holder is instead_of:
+                self._index[name] = node
+            elif holder is not node:
+                self.num_collisions += 1
+
+    def _changed(self, num_nodes: int) -> None:
+        self.num_nodes += num_nodes
+        self.version += 1

@@ -1,0 +1,256 @@
+"""The prefix cache as the engine uses it: the tree of `cache/` with arrays in it, one lease per row.
+
+    enter   look the prompt up, restore what is known, plan where the prefill will stop
+    keep    at a stop: the KV since the last one and, where layers cannot be cut, their state
+    finish  the answer's KV, up to the last whole token
+    leave   the row is gone; what it stood on may be evicted
+
+Everything here belongs to the engine thread. An array is copied on its way in and on its way out.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+
+from kvserve.cache.block_hash import BlockHasher
+from kvserve.cache.checkpoints import MessageEnd, PromptOutline, Stop, plan_stops
+from kvserve.cache.in_flight import InFlight, Wait, plan_wait
+from kvserve.cache.records import BoundaryKind, CacheStats, Limits
+from kvserve.cache.token_run import TokenRun, pack
+from kvserve.cache.tree import Match, PrefixTree
+from kvserve.cache.trie import Lease
+from kvserve.core import MessageStart, TokenSequence
+from kvserve.engine.model import LoadedModel
+from kvserve.engine.rows import Row
+from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
+
+CLEAR_AFTER_BYTES = 64 * 2**20
+"""MLX keeps freed buffers for reuse; after an eviction of this size they are given back."""
+
+TRIM_MISS_TOLERANCE_TOKENS = 64
+"""A retreat of this many tokens or fewer is not counted as a missed checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """What the operator decides about the prefix cache; `max_bytes` None leaves it to the engine."""
+
+    max_bytes: int | None
+    block_size: int
+    use_index: bool
+    max_entries: int
+    max_entries_per_owner: int
+    ttl_seconds: float
+    owner_idle_seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class Tenancy:
+    """A row in the cache: what it stands on, where its prefill stops, and its prompt for rows that come after it."""
+
+    row: Row
+    lease: Lease
+    prompt: TokenRun
+    stops: list[Stop] = field(default_factory=list)
+
+    def next_stop(self, num_done: int) -> int | None:
+        """The first planned offset behind `num_done`."""
+        return next((stop.offset for stop in self.stops if stop.offset > num_done), None)
+
+    def stop_at(self, offset: int) -> Stop | None:
+        return next((stop for stop in self.stops if stop.offset == offset), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Prompt tokens of all requests that began: those found in the cache, and those computed so far."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_prefill_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What `/v1/cache` tells: the tree's own figures and the engine's counters."""
+
+    stats: CacheStats
+    totals: Totals
+    num_hybrid_trim_misses: int
+
+
+class PrefixCache:
+    """Owns the tree and every array in it."""
+
+    def __init__(self, model: LoadedModel, settings: CacheSettings, max_bytes: int, fingerprint: str) -> None:
+        self._layout = CacheLayout(model.new_caches)
+        self._model = model
+        self._needs_checkpoints = not self._layout.is_cuttable
+        self._tree = PrefixTree(
+            BlockHasher(settings.block_size, fingerprint),
+            Limits(
+                max_bytes=max_bytes,
+                max_checkpoint_bytes=max(1, max_bytes // 2),
+                max_entries=settings.max_entries,
+                max_entries_per_owner=settings.max_entries_per_owner,
+                ttl_seconds=settings.ttl_seconds,
+                owner_idle_seconds=settings.owner_idle_seconds,
+            ),
+            needs_checkpoints=self._needs_checkpoints,
+            cut_payload=lambda payload, start, end: merged([(payload, start, end)]),  # type: ignore[list-item]
+            use_index=settings.use_index,
+        )
+        self._num_hybrid_trim_misses = 0
+        self._totals = Totals()
+
+    # --- a row's life -------------------------------------------------------------------------------------------------
+
+    def wait_for(self, row: Row, prefilling: Sequence[tuple[Tenancy, int]]) -> tuple[Tenancy, int] | None:
+        """The row in flight that this one should wait for, and up to which offset; it is made to stop there.
+
+        `prefilling` are the rows that compute now, with the number of prompt tokens each has done.
+        """
+        if not prefilling:
+            return None
+        tokens = _tokens(row)
+        flights = [
+            InFlight(tenancy.prompt, num_done, tenancy.lease.num_tokens, tuple(stop.offset for stop in tenancy.stops))
+            for tenancy, num_done in prefilling
+        ]
+        usable = self._tree.lookup(tokens).num_usable_tokens
+        wait = plan_wait(tokens, usable, flights, needs_checkpoints=self._needs_checkpoints)
+        if wait is None:
+            return None
+        awaited = prefilling[wait.row][0]
+        self._add_stop(awaited, wait)
+        return awaited, wait.offset
+
+    def enter(self, row: Row) -> tuple[Tenancy, list[Any], int]:
+        """Restore what is known of a row's tokens: its tenancy, live caches, and how many tokens they hold."""
+        tokens = _tokens(row)
+        match = self._tree.lookup(tokens)
+        self._count_misses(row, match)
+        lease = self._tree.acquire(match, owner=_owner(row))
+        num_next = len(tokens) - match.num_usable_tokens
+        pieces = [
+            (piece.payload, piece.first_row, piece.end_row) for piece in match.pieces if piece.payload is not None
+        ]
+        state = match.state.payload if match.state is not None else None
+        caches = self._layout.restore(pieces, state, num_next)  # type: ignore[arg-type]
+        stops = plan_stops(
+            _outline(tokens, row.request.message_starts),
+            num_usable_tokens=match.num_usable_tokens,
+            num_matched_tokens=match.num_matched_tokens,
+            needs_checkpoints=self._needs_checkpoints,
+        )
+        if not self._needs_checkpoints:  # rows alone serve others: the whole prompt is kept before the answer begins
+            stops = (*stops, Stop(len(tokens) - 1, "stride"))
+        return Tenancy(row, lease, pack(tokens), list(stops)), caches, match.num_usable_tokens
+
+    def keep(self, tenancy: Tenancy, caches: Sequence[Any], num_done: int) -> None:
+        """Take in what a prefill has computed up to the planned stop `num_done`; nothing where it does not stop."""
+        stop = tenancy.stop_at(num_done)
+        if stop is not None:
+            self._extend(tenancy, _tokens(tenancy.row), caches, num_done, stop.kind)
+
+    def finish(self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int]) -> None:
+        """Take in the KV of `tokens`, all that a row's caches hold when it has left its batch, and end its tenancy."""
+        sequence = TokenSequence(tuple(tokens), tenancy.row.request.prompt.images)
+        self._extend(tenancy, sequence, caches, len(sequence), "answer")
+        self._tree.mark_end(tenancy.lease)
+        self.leave(tenancy)
+
+    def leave(self, tenancy: Tenancy) -> None:
+        """The row is gone; segments that were complete stay."""
+        self._tree.release(tenancy.lease)
+
+    def count(self, *, num_prompt_tokens: int = 0, num_cached_tokens: int = 0, num_prefill_tokens: int = 0) -> None:
+        """Add to the totals."""
+        self._totals = Totals(
+            self._totals.num_prompt_tokens + num_prompt_tokens,
+            self._totals.num_cached_tokens + num_cached_tokens,
+            self._totals.num_prefill_tokens + num_prefill_tokens,
+        )
+
+    def _extend(
+        self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any], end: int, kind: BoundaryKind
+    ) -> None:
+        self._tree.extend(
+            tenancy.lease,
+            tokens,
+            end,
+            take_rows=lambda start, stop: self._layout.read_kv(caches, start, stop),
+            take_state=(lambda: self._layout.read_state(caches)) if self._needs_checkpoints else None,  # type: ignore[arg-type, return-value]
+            kind=kind,
+        )
+
+    def _add_stop(self, tenancy: Tenancy, wait: Wait) -> None:
+        if wait.is_new_stop:
+            tenancy.stops = sorted([*tenancy.stops, Stop(wait.offset, "divergence")], key=lambda stop: stop.offset)
+
+    def _count_misses(self, row: Row, match: Match) -> None:
+        tail = len(row.request.prompt) - row.request.message_starts[-1].offset if row.request.message_starts else 0
+        if match.num_trim_missed_tokens > TRIM_MISS_TOLERANCE_TOKENS + tail:
+            self._num_hybrid_trim_misses += 1
+
+    # --- limits, idle work, reports -----------------------------------------------------------------------------------
+
+    def make_room(self, num_live_bytes: float, num_needed_bytes: float = 0) -> None:
+        """Evict until live rows, the tier and `num_needed_bytes` fit into the budget together."""
+        self._tree.account_live(int(num_live_bytes))
+        num_freed_bytes = self._tree.evict(int(num_needed_bytes)).num_freed_bytes
+        if num_freed_bytes >= CLEAR_AFTER_BYTES:
+            mx.clear_cache()
+
+    def coalesce(self) -> bool:
+        """Idle work: join one run of small segments. Returns whether there was one."""
+        run = self._tree.plan_coalesce()
+        if run is None:
+            return False
+        pieces: list[tuple[KvSlice, int, int]] = [
+            (piece.payload, piece.first_row, piece.end_row)  # type: ignore[misc]
+            for piece in run.pieces
+        ]
+        self._tree.replace(run, merged(pieces))
+        return True
+
+    def clear(self) -> None:
+        """Forget everything that is kept; live rows go on."""
+        self._tree.clear()
+        mx.clear_cache()
+
+    def report(self) -> CacheReport:
+        return CacheReport(self._tree.stats(), self._totals, self._num_hybrid_trim_misses)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if an invariant of the tree does not hold."""
+        self._tree.check_integrity()
+
+
+def _owner(row: Row) -> str:
+    """Whose entry a row becomes: a branch of a session begins with its own system prompt and first user message."""
+    ids, starts = row.request.prompt.ids, row.request.message_starts
+    ends = (following.offset for start, following in pairwise(starts) if start.is_user)
+    beginning = hashlib.sha256(repr(ids[: next(ends, len(ids))]).encode()).hexdigest()
+    return f"{row.request.session or ''}/{beginning[:16]}"
+
+
+def _tokens(row: Row) -> TokenSequence:
+    """All tokens of a row: a row that enters a second time has generated some already."""
+    prompt = row.request.prompt
+    return TokenSequence((*prompt.ids, *row.generated), prompt.images) if row.generated else prompt
+
+
+def _outline(tokens: TokenSequence, starts: Sequence[MessageStart]) -> PromptOutline:
+    """What the plan needs to know of a prompt. A message ends where the next one begins."""
+    ends = tuple(
+        MessageEnd(following.offset, "user" if start.is_user else "assistant", start.is_user)
+        for start, following in pairwise(starts)
+    )
+    first_user = next((start.offset for start in starts if start.is_user), 0)
+    is_led = bool(starts) and first_user > starts[0].offset
+    return PromptOutline(len(tokens), ends, first_user if is_led else None, tokens.images)

@@ -1,0 +1,121 @@
+"""Joining small records: fewer pieces, the same rows, and every anchor still a place to start from."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from kvserve.cache.coalesce import CoalesceRun
+from kvserve.cache.tree import PrefixTree
+from kvserve.core import TokenSequence
+from tests.cache.payloads import ROW_BYTES, Key, Rows, assert_exact, make_tree, store
+
+
+def tokens(*ids: int) -> TokenSequence:
+    return TokenSequence(ids)
+
+
+def joined(run: CoalesceRun) -> Rows:
+    keys: list[Key] = []
+    for piece in run.pieces:
+        assert isinstance(piece.payload, Rows)
+        keys += piece.payload.keys[piece.first_row : piece.end_row]
+    return Rows(tuple(keys))
+
+
+def coalesce(tree: PrefixTree, max_tokens: int) -> Iterator[CoalesceRun]:
+    while (run := tree.plan_coalesce(max_tokens)) is not None:
+        tree.replace(run, joined(run))
+        tree.check_integrity()
+        yield run
+
+
+@pytest.mark.parametrize("needs_checkpoints", [False, True])
+def test_many_short_turns_become_few_records(needs_checkpoints: bool) -> None:
+    """500 turns restore from a few pieces of at most the size asked for; no row changes."""
+    tree = make_tree(needs_checkpoints=needs_checkpoints)
+    row = tokens(*range(5000))
+    store(tree, row, range(10, 5001, 10))
+    before = tree.stats()
+    runs = list(coalesce(tree, 512))
+    stats = tree.stats()
+    assert all(run.num_tokens <= 512 for run in runs)
+    assert before.num_segments == 500 and stats.num_segments <= 20
+    assert (stats.ram_bytes, stats.num_checkpoints) == (before.ram_bytes, before.num_checkpoints)
+    assert stats.num_nodes == (500 if needs_checkpoints else stats.num_segments)
+    for length in (7, 256, 1234, 5000):
+        prompt = tokens(*range(length), 9999)
+        match = tree.lookup(prompt)
+        assert match.num_usable_tokens == (length // 10 * 10 if needs_checkpoints else length)
+        assert_exact(match, prompt)
+
+
+def test_a_growing_conversation_is_copied_a_few_times_only() -> None:
+    """Coalescing after every turn stays linear in what is stored."""
+    tree = make_tree()
+    num_copied = 0
+    for length in range(10, 3001, 10):
+        store(tree, tokens(*range(length)))
+        num_copied += sum(run.num_tokens for run in coalesce(tree, 256))
+    assert num_copied <= 3 * 3000
+    assert tree.stats().num_segments <= 3000 // 128 + 8
+
+
+def test_branch_points_are_left_alone() -> None:
+    """A record never spans a branch, so that a branch can leave without copying the trunk."""
+    tree = make_tree()
+    trunk = tuple(range(40))
+    store(tree, tokens(*trunk), range(2, 41, 2))
+    store(tree, tokens(*trunk[:20], *range(100, 140)), range(22, 61, 2))
+    list(coalesce(tree, 40))
+    for path in tree.sequences():
+        for upper, lower in pairwise(path):
+            assert len(upper.children) == 1 or upper.segment is not lower.segment
+    assert tree.stats().ram_bytes == ROW_BYTES * 80
+    assert tree.stats().num_segments == 3
+
+
+def test_a_record_that_lost_its_first_rows_is_cut_to_the_rest() -> None:
+    """The upper half of a split record joins its parents; the lower half keeps its own rows, not the first ones."""
+    tree = make_tree()
+    trunk = tuple(range(40))
+    store(tree, tokens(*trunk), (10, 40))
+    other = tokens(*trunk[:20], *range(100, 105))
+    store(tree, other)
+    runs = list(coalesce(tree, 32))
+    assert any(run.pieces[0].start == 0 and run.pieces[-1].end == 20 for run in runs)
+    assert tree.stats().ram_bytes == ROW_BYTES * 45
+    for prompt in (tokens(*trunk, 99), tokens(*other.ids, 99)):
+        assert tree.lookup(prompt).num_usable_tokens == len(prompt) - 1
+        assert_exact(tree.lookup(prompt), prompt)
+
+
+def test_live_rows_keep_their_places() -> None:
+    """A row that stands in the middle of what is joined still extends from there."""
+    tree = make_tree()
+    row = tokens(*range(100))
+    store(tree, row, range(10, 101, 10))
+    branch = tokens(*range(50), 700, 701)
+    lease = tree.acquire(tree.lookup(branch))
+    list(coalesce(tree, 128))
+    tree.extend(lease, branch, 52, lambda start, end: Rows(branch.ids[start:end]))
+    tree.check_integrity()
+    assert_exact(tree.lookup(tokens(*branch.ids, 1)), tokens(*branch.ids, 1))
+
+
+def test_an_old_plan_is_refused() -> None:
+    """What was planned before something left must not be put back."""
+    tree = make_tree()
+    store(tree, tokens(*range(100)), range(10, 101, 10))
+    run = tree.plan_coalesce(128)
+    assert run is not None
+    tree.replace(run, joined(run))
+    with pytest.raises(ValueError, match="plan again"):
+        tree.replace(run, joined(run))
+
+
+def test_a_tidy_tree_has_nothing_to_join() -> None:
+    """No plan for whole records, however many there are."""
+    tree = make_tree()
+    store(tree, tokens(*range(100)), (50, 100))
+    assert tree.plan_coalesce(64) is None

@@ -1,0 +1,222 @@
+"""What leaves and what stays, limit by limit."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+from kvserve.cache.tree import PrefixTree
+from kvserve.core import TokenSequence
+from tests.cache.payloads import ROOMY, ROW_BYTES, STATE_BYTES, Clock, Rows, WholeState, assert_exact, make_tree, store
+
+
+def tokens(*ids: int) -> TokenSequence:
+    return TokenSequence(ids)
+
+
+def conversation(number: int, length: int = 10) -> TokenSequence:
+    return tokens(*range(5), *range(100 * number + 100, 100 * number + 100 + length))
+
+
+def depth(tree: PrefixTree, prompt: TokenSequence) -> int:
+    return tree.lookup(TokenSequence((*prompt.ids, 7777))).num_usable_tokens
+
+
+def test_nothing_leaves_within_the_limits() -> None:
+    """No limit reached: an eviction is a look around."""
+    tree = make_tree()
+    store(tree, conversation(1))
+    eviction = tree.evict()
+    assert (eviction.segments, eviction.num_freed_bytes, eviction.is_within_limits) == ((), 0, True)
+
+
+def test_bytes_leave_from_the_leaves_and_report_their_rows() -> None:
+    """The least recently used branch leaves down to the shared prefix, which stays; what left is handed out."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, max_bytes=ROW_BYTES * 30), clock=clock)
+    for number in range(3):
+        store(tree, conversation(number))
+        clock.now += 100
+    eviction = tree.evict()
+    assert eviction.num_freed_bytes == ROW_BYTES * 10
+    assert [(piece.start, piece.end) for piece in eviction.segments] == [(5, 15)]
+    assert [depth(tree, conversation(number)) for number in range(3)] == [5, 15, 15]
+    tree.check_integrity()
+
+
+def test_live_rows_count_in_the_budget() -> None:
+    """What running rows hold is not there for the cache; needed room is made."""
+    tree = make_tree(replace(ROOMY, max_bytes=ROW_BYTES * 30))
+    store(tree, conversation(0))
+    tree.account_live(ROW_BYTES * 14)
+    assert tree.evict().num_freed_bytes == 0
+    assert tree.evict(num_needed_bytes=ROW_BYTES * 2).num_freed_bytes > 0
+    tree.account_live(ROW_BYTES * 31)
+    eviction = tree.evict()
+    assert tree.stats().ram_bytes == 0 and not eviction.is_within_limits
+
+
+def test_nothing_leaves_that_a_live_row_stands_on() -> None:
+    """A path under a lease stays whatever the budget; it leaves when the row has left."""
+    tree = make_tree(replace(ROOMY, max_bytes=1))
+    lease = store(tree, conversation(0), keep=True)
+    assert not tree.evict().is_within_limits
+    assert depth(tree, conversation(0)) == 15
+    tree.release(lease)
+    assert tree.evict().is_within_limits
+    assert tree.stats().num_nodes == 0
+
+
+def test_what_remains_of_a_record_is_cut_to_size() -> None:
+    """A split record whose lower half left does not keep its bytes alive."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, max_bytes=ROW_BYTES * 26), clock=clock)
+    store(tree, tokens(*range(20)))
+    clock.now += 500
+    store(tree, tokens(*range(12), *range(50, 60)))
+    assert tree.stats().ram_bytes == ROW_BYTES * 30
+    tree.evict()
+    assert tree.stats().ram_bytes == ROW_BYTES * 22
+    assert_exact(tree.lookup(tokens(*range(12), 99)), tokens(*range(12), 99))
+    tree.check_integrity()
+
+
+# --- entries ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_owner_keeps_its_newest_entries() -> None:
+    """Per owner the oldest sequence end leaves with what only it needs; others' entries and shared tokens stay."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, max_entries_per_owner=2), clock=clock)
+    store(tree, conversation(9), owner="other")
+    for number in range(3):
+        clock.now += 1
+        store(tree, conversation(number), owner="mine")
+    tree.evict()
+    assert [depth(tree, conversation(number)) for number in (9, 0, 1, 2)] == [15, 5, 15, 15]
+
+
+def test_a_conversation_that_goes_on_is_one_entry() -> None:
+    """An end that is continued is a mere prefix: a hundred turns do not push anything out."""
+    tree = make_tree(replace(ROOMY, max_entries_per_owner=1, max_entries=2))
+    store(tree, tokens(900, 901), owner="other")
+    for length in range(10, 110, 10):
+        store(tree, tokens(*range(length)), owner="mine")
+        tree.evict()
+    assert tree.stats().num_entries == 2
+    assert tree.stats().num_culled_prefixes == 9
+    assert depth(tree, tokens(*range(100))) == 100
+
+
+def test_over_all_owners_the_least_valuable_entry_leaves() -> None:
+    """The global limit counts sequence ends, not tokens."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, max_entries=2), clock=clock)
+    for number in range(4):
+        clock.now += 100
+        store(tree, conversation(number))
+    tree.evict()
+    assert tree.stats().num_entries == 2
+    assert [depth(tree, conversation(number)) for number in range(4)] == [5, 5, 15, 15]
+
+
+def test_the_system_prompt_outlives_its_only_entry() -> None:
+    """An entry leaves down to the end of system and tools, so that the next conversation starts there."""
+    tree = make_tree(replace(ROOMY, max_entries=1), needs_checkpoints=True)
+    store(tree, conversation(0), (5, 15), kinds={5: "system"})
+    store(tree, tokens(*range(900, 930)))
+    tree.evict()
+    assert depth(tree, conversation(0)) == 5
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_nobody_used_for_too_long_leaves() -> None:
+    """The limit counts from the last use; a request's own limit wins over the general one; 0 means none."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, ttl_seconds=60), clock=clock)
+    store(tree, conversation(0))
+    own = tree.acquire(tree.lookup(conversation(1)), ttl_seconds=0)
+    tree.extend(own, conversation(1), 15, lambda start, end: Rows(conversation(1).ids[start:end]))
+    tree.mark_end(own)
+    tree.release(own)
+    clock.now += 50
+    tree.acquire(tree.lookup(conversation(0)))
+    clock.now += 50
+    tree.evict()
+    assert depth(tree, conversation(0)) == 15
+    tree.release(next(iter(tree._leases)))
+    clock.now += 50
+    tree.evict()
+    assert [depth(tree, conversation(number)) for number in (0, 1)] == [5, 15]
+
+
+def test_an_owner_that_went_away_leaves_whole() -> None:
+    """All entries of an owner that was not seen for its idle limit leave, used by others' lookups or not."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, owner_idle_seconds=60), clock=clock)
+    store(tree, conversation(0), owner="gone")
+    store(tree, conversation(1), owner="here")
+    clock.now += 61
+    store(tree, conversation(2), owner="here")
+    tree.evict()
+    assert [depth(tree, conversation(number)) for number in range(3)] == [5, 15, 15]
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_thinned_and_anchors_stay() -> None:
+    """Under their budget the newest two, the last user message and the system prompt stay; rows stay all."""
+    tree = make_tree(replace(ROOMY, max_checkpoint_bytes=STATE_BYTES * 5), needs_checkpoints=True)
+    row = tokens(*range(100))
+    store(tree, row, range(10, 101, 10), kinds={10: "system", 20: "user", 30: "user"})
+    eviction = tree.evict()
+    kept = {node.end for path in tree.sequences() for node in path if node.checkpoint}
+    assert {10, 30, 90, 100} <= kept and len(kept) == 5
+    assert len(eviction.checkpoints) == 5
+    assert tree.stats().num_stored_tokens == 100
+    assert tree.evict().checkpoints == ()
+    tree.check_integrity()
+
+
+def test_even_anchors_leave_rather_than_break_the_budget() -> None:
+    """A budget below what should stay is kept all the same."""
+    tree = make_tree(replace(ROOMY, max_checkpoint_bytes=STATE_BYTES), needs_checkpoints=True)
+    store(tree, tokens(*range(40)), (10, 20, 30, 40), kinds={10: "system"})
+    tree.evict()
+    assert tree.stats().checkpoint_bytes == STATE_BYTES
+
+
+def test_thinning_spreads_what_it_keeps() -> None:
+    """Dropping a checkpoint makes its neighbour dearer: what remains covers the whole length."""
+    tree = make_tree(replace(ROOMY, max_checkpoint_bytes=STATE_BYTES * 7), needs_checkpoints=True)
+    store(tree, tokens(*range(1000)), range(10, 1001, 10))
+    tree.evict()
+    kept = [0, *sorted(node.end for path in tree.sequences() for node in path if node.checkpoint)]
+    assert max(end - start for start, end in pairwise(kept)) <= 400
+
+
+def test_rows_behind_the_last_checkpoint_are_dead() -> None:
+    """Where layers cannot be cut, rows that no checkpoint covers serve nobody and are the first to leave."""
+    tree = make_tree(replace(ROOMY, max_bytes=ROW_BYTES * 20 + STATE_BYTES), needs_checkpoints=True)
+    row = tokens(*range(20))
+    lease = tree.acquire(tree.lookup(row))
+    tree.extend(lease, row, 10, lambda s, e: Rows(row.ids[s:e]), lambda: WholeState(row.ids[:10]))
+    tree.extend(lease, row, 20, lambda s, e: Rows(row.ids[s:e]))
+    tree.release(lease)
+    tree.evict(num_needed_bytes=1)
+    assert tree.stats().num_stored_tokens == 10
+    assert depth(tree, row) == 10
+
+
+def test_where_a_conversation_goes_on_outlives_where_it_was() -> None:
+    """Under pressure old places inside a branch leave before its end."""
+    clock = Clock()
+    budget = ROW_BYTES * 100 + STATE_BYTES * 6
+    tree = make_tree(replace(ROOMY, max_bytes=budget), needs_checkpoints=True, clock=clock)
+    for length in range(10, 101, 10):
+        store(tree, tokens(*range(length)), (length,))
+        clock.now += 5
+        tree.evict()
+    assert depth(tree, tokens(*range(100))) == 100
+    assert tree.stats().ram_bytes <= budget

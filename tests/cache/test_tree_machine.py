@@ -1,0 +1,251 @@
+"""The tree against a plain set of prefixes: whatever happens, both know the same and nothing is lost or mixed up."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from kvserve.cache.records import Limits
+from kvserve.cache.tree import Match, PrefixTree
+from kvserve.cache.trie import Lease
+from kvserve.core import TokenSequence
+from tests.cache.payloads import (
+    Atom,
+    Clock,
+    Key,
+    Rows,
+    WholeState,
+    assert_exact,
+    flatten,
+    keys_of,
+    make_tree,
+    short_digest,
+)
+
+atom = st.one_of(st.integers(0, 1), st.integers(0, 2), st.sampled_from(["cat", "dog"]))
+atoms = st.lists(atom, min_size=1, max_size=12)
+owners = st.sampled_from([None, "a", "b"])
+limits = st.builds(
+    Limits,
+    max_bytes=st.sampled_from([60, 300, 10**6]),
+    max_checkpoint_bytes=st.sampled_from([50, 130, 10**6]),
+    max_entries=st.sampled_from([1, 3, 100]),
+    max_entries_per_owner=st.sampled_from([1, 2, 100]),
+    ttl_seconds=st.sampled_from([0.0, 50.0]),
+    owner_idle_seconds=st.sampled_from([0.0, 80.0]),
+)
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Three trees (index, no index, a hash that collides) do the same; the model is a set of prefixes."""
+
+    needs_checkpoints = False
+
+    @initialize(limits=limits, first=st.lists(atom, min_size=8, max_size=16))
+    def begin(self, limits: Limits, first: list[Atom]) -> None:
+        self.clock = Clock()
+        self.limits = limits
+        options: dict[str, Any] = {"needs_checkpoints": self.needs_checkpoints, "clock": self.clock}
+        self.trees = [
+            make_tree(limits, **options),
+            make_tree(limits, use_index=False, **options),
+            make_tree(limits, digest=short_digest, **options),
+        ]
+        self.conversations: list[list[Atom]] = [first, [*first, *first], []]
+        self.rows: list[tuple[TokenSequence, list[Lease]]] = []
+        self.stored: set[tuple[Key, ...]] = set()
+        self.states: set[tuple[Key, ...]] = set()
+
+    # --- conversations ------------------------------------------------------------------------------------------------
+
+    @rule(data=st.data(), more=atoms)
+    def branch_or_edit(self, data: st.DataObject, more: list[Atom]) -> None:
+        """A conversation that goes on, differently, from any place of another one."""
+        base = data.draw(st.sampled_from(self.conversations))
+        keep = data.draw(st.integers(0, len(base)))
+        self.conversations.append([*base[:keep], *more])
+
+    @rule(data=st.data(), owner=owners, ttl=st.sampled_from([None, 20.0]))
+    def begin_row(self, data: st.DataObject, owner: str | None, ttl: float | None) -> None:
+        """A request: what is found must be what the model says, and its rows must be the right ones."""
+        tokens = flatten(data.draw(st.sampled_from(self.conversations)))
+        leases = []
+        for tree in self.trees:
+            match = tree.lookup(tokens)
+            self.check_match(match, tokens)
+            leases.append(tree.acquire(match, owner=owner, ttl_seconds=ttl))
+        self.rows.append((tokens, leases))
+
+    def check_match(self, match: Match, tokens: TokenSequence) -> None:
+        keys = keys_of(tokens)
+        matched = max((n for n in range(len(keys) + 1) if keys[:n] in self.stored), default=0)
+        inside = {n for span in tokens.images for n in range(span.start + 1, span.end)}
+        usable = [
+            n
+            for n in range(min(matched, max(len(keys) - 1, 0)) + 1)
+            if n == 0 or (n not in inside and (not self.needs_checkpoints or keys[:n] in self.states))
+        ]
+        assert (match.num_matched_tokens, match.num_usable_tokens) == (matched, max(usable))
+        assert_exact(match, tokens)
+        assert (match.state is not None) == (self.needs_checkpoints and match.num_usable_tokens > 0)
+
+    @rule(data=st.data(), with_state=st.booleans())
+    def extend_row(self, data: st.DataObject, with_state: bool) -> None:
+        """A live row computes on; only what was not there is asked of it."""
+        if self.rows:
+            tokens, leases = data.draw(st.sampled_from(self.rows))
+            end = data.draw(st.integers(leases[0].num_tokens, len(tokens)))
+            self.extend(tokens, leases, end, with_state)
+
+    @rule(data=st.data(), owner=owners, num_stops=st.integers(1, 3), stays=st.booleans())
+    def whole_row(self, data: st.DataObject, owner: str | None, num_stops: int, stays: bool) -> None:
+        """A request from its lookup to its end, with a state wherever it stops."""
+        self.begin_row(data, owner, None)
+        tokens, leases = self.rows[-1]
+        for stop in range(1, num_stops + 1):
+            self.extend(tokens, leases, max(leases[0].num_tokens, len(tokens) * stop // num_stops), True)
+        if not stays:
+            self.leave(len(self.rows) - 1, is_end=True)
+
+    def extend(self, tokens: TokenSequence, leases: list[Lease], end: int, with_state: bool) -> None:
+        if leases[0].is_detached:
+            return
+        keys, start = keys_of(tokens), leases[0].num_tokens
+        first_new = max(n for n in range(start, end + 1) if keys[:n] in self.stored or n == start)
+        for tree, lease in zip(self.trees, leases, strict=True):
+            taken: list[tuple[int, int]] = []
+
+            def take_rows(first: int, last: int, taken: list[tuple[int, int]] = taken) -> Rows:
+                taken.append((first, last))
+                return Rows(keys[first:last])
+
+            take_state = (lambda: WholeState(keys[:end])) if with_state else None
+            extension = tree.extend(lease, tokens, end, take_rows, take_state)
+            assert taken == ([(first_new, end)] if first_new < end else [])
+            assert (extension.start, extension.first_new, extension.end) == (start, first_new, end)
+            is_new = with_state and self.needs_checkpoints and end > 0 and keys[:end] not in self.states
+            assert extension.has_new_checkpoint == is_new
+        self.stored |= {keys[:n] for n in range(start, end + 1)}
+        if with_state and end > 0:
+            self.states.add(keys[:end])
+
+    @rule(data=st.data(), is_end=st.booleans())
+    def end_row(self, data: st.DataObject, is_end: bool) -> None:
+        """A row finishes or is cancelled."""
+        if self.rows:
+            self.leave(data.draw(st.integers(0, len(self.rows) - 1)), is_end)
+
+    def leave(self, number: int, is_end: bool) -> None:
+        row = self.rows.pop(number)
+        for tree, lease in zip(self.trees, row[1], strict=True):
+            if is_end:
+                tree.mark_end(lease)
+            tree.release(lease)
+
+    # --- housekeeping -------------------------------------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, 100.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule(live_bytes=st.sampled_from([0, 40]), needed=st.sampled_from([0, 100]))
+    def evict(self, live_bytes: int, needed: int) -> None:
+        """Limits hold afterwards unless live rows are in the way; what is left was there before."""
+        for tree in self.trees:
+            before = tree.stats().ram_bytes
+            tree.account_live(live_bytes)
+            eviction = tree.evict(needed)
+            stats = tree.stats()
+            assert eviction.num_freed_bytes == before - stats.ram_bytes
+            fits = stats.ram_bytes + live_bytes + needed <= self.limits.max_bytes
+            assert eviction.is_within_limits == fits
+            leaves = [nodes[-1] for nodes in tree.sequences()]
+            if not fits:
+                assert all(leaf.leases for leaf in leaves)
+            entries = [leaf for leaf in leaves if leaf.sequence_end is not None and not leaf.leases]
+            assert len(entries) <= self.limits.max_entries
+            if stats.checkpoint_bytes > self.limits.max_checkpoint_bytes:
+                assert all(node.leases for nodes in tree.sequences() for node in nodes if node.checkpoint)
+        self.forget_what_left()
+
+    def forget_what_left(self) -> None:
+        left = [contents(tree) for tree in self.trees]
+        assert left[0] == left[1] == left[2]
+        stored, states = left[0]
+        assert stored <= self.stored and states <= self.states
+        for tokens, leases in self.rows:
+            if not leases[0].is_detached:
+                assert leases[0].num_tokens == 0 or keys_of(tokens)[: leases[0].num_tokens] in stored
+        self.stored, self.states = stored, states
+
+    @rule()
+    def coalesce(self) -> None:
+        """Idle work: nothing changes but the number of records."""
+        for tree in self.trees:
+            while (run := tree.plan_coalesce(max_tokens=16)) is not None:
+                before = tree.stats()
+                keys: list[Key] = []
+                for piece in run.pieces:
+                    assert isinstance(piece.payload, Rows)
+                    keys += piece.payload.keys[piece.first_row : piece.end_row]
+                tree.replace(run, Rows(tuple(keys)))
+                assert (tree.stats().num_stored_tokens, tree.stats().ram_bytes) == (
+                    before.num_stored_tokens,
+                    before.ram_bytes,
+                )
+
+    @rule(sure=st.sampled_from([*[False] * 15, True]))
+    def clear(self, sure: bool) -> None:
+        """Everything goes; live rows compute on for themselves."""
+        if sure:
+            for tree in self.trees:
+                tree.clear()
+                assert tree.stats().ram_bytes == 0
+            self.stored, self.states = set(), set()
+
+    @invariant()
+    def all_is_well(self) -> None:
+        for tree in getattr(self, "trees", []):
+            tree.check_integrity()
+            stored, states = contents(tree)
+            assert stored == self.stored - {()}
+            assert states == (self.states if self.needs_checkpoints else set())
+
+
+class CheckpointTreeMachine(TreeMachine):
+    """The same for a model with layers that cannot be cut."""
+
+    needs_checkpoints = True
+
+
+def contents(tree: PrefixTree) -> tuple[set[tuple[Key, ...]], set[tuple[Key, ...]]]:
+    """All prefixes that are stored and all that have a checkpoint, read from the payloads."""
+    stored: set[tuple[Key, ...]] = set()
+    states: set[tuple[Key, ...]] = set()
+    for nodes in tree.sequences():
+        keys: tuple[Key, ...] = ()
+        for node in nodes:
+            piece = tree._store.piece_of(node, node.end)
+            assert isinstance(piece.payload, Rows)
+            for key in piece.payload.keys[piece.first_row : piece.end_row]:
+                keys = (*keys, key)
+                stored.add(keys)
+            if node.checkpoint is not None:
+                states.add(keys)
+    return stored, states
+
+
+@pytest.mark.parametrize("machine", [TreeMachine, CheckpointTreeMachine])
+def test_the_tree_knows_what_a_set_of_prefixes_knows(machine: type[TreeMachine]) -> None:
+    """Any order of requests, branches, evictions and merges: same depth, right rows, bytes that add up."""
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=120,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+        ),
+    )

@@ -1,0 +1,298 @@
+"""The prefix cache on every family: what is reused, and that a warm row writes exactly what a cold one writes."""
+
+import copy
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from kvserve.core import GenerationDone, GenerationRequest, MessageStart, TokenDelta
+from kvserve.engine import prefix_cache as prefix_cache_module
+from kvserve.engine.snapshot import CacheLayout, KvSlice, StateSnapshot
+from kvserve.engine.worker import Engine
+from tests.engine.engines import CACHE, FAMILIES, Result, collect, generate, prompt_of, request, running_engine
+
+CUTTABLE = {"qwen3", "llama", "glm4_moe_lite"}
+MESSAGE_TOKENS = 48
+NUM_ANSWER_TOKENS = 48
+TAIL_TOKENS = 4
+
+
+def turn(tokens: Sequence[int], max_tokens: int = NUM_ANSWER_TOKENS) -> GenerationRequest:
+    """A greedy request whose messages are 48 tokens long, user and assistant in turns, before a tail of 4 tokens."""
+    offsets = [*range(0, len(tokens) - TAIL_TOKENS, MESSAGE_TOKENS), len(tokens) - TAIL_TOKENS]
+    starts = tuple(MessageStart(offset, is_user=index % 2 == 1) for index, offset in enumerate(offsets))
+    return replace(request(tokens, max_tokens), message_starts=starts)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(family: str) -> Iterator[Engine]:
+    with running_engine(family) as engine:
+        yield engine
+
+
+@pytest.fixture
+def engine(shared_engine: Engine) -> Iterator[Engine]:
+    """An engine that has forgotten everything; its tree is whole afterwards."""
+    shared_engine.clear_cache()
+    yield shared_engine
+    shared_engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+    assert shared_engine.cache_report().stats.num_leases == 0
+
+
+def cold(engine: Engine, tokens: Sequence[int], max_tokens: int = NUM_ANSWER_TOKENS) -> tuple[int, ...]:
+    """The greedy answer of a server that has never seen anything."""
+    engine.clear_cache()
+    answer = generate(engine, turn(tokens, max_tokens))[0]
+    assert isinstance(answer.end, GenerationDone)
+    assert answer.end.num_cached_tokens == 0
+    engine.clear_cache()
+    return answer.tokens
+
+
+def cached(result: Result) -> int:
+    assert isinstance(result.end, GenerationDone)
+    return result.end.num_cached_tokens
+
+
+BASE = prompt_of(288)
+
+
+def known_of_base(family: str) -> int:
+    """How much of BASE another prompt can start from: all of it or, with states, up to its generation tail."""
+    return len(BASE) if family in CUTTABLE else len(BASE) - TAIL_TOKENS
+
+
+def test_the_next_turn_reuses_prompt_and_answer(engine: Engine) -> None:
+    """A prompt that goes on where the answer ended reuses all of both and is answered as by a cold server."""
+    [first] = generate(engine, turn(BASE))
+    longer = [*BASE, *first.tokens, *prompt_of(60, 1)]
+    [warm] = generate(engine, turn(longer))
+    assert cached(warm) == len(BASE) + NUM_ANSWER_TOKENS
+    assert warm.tokens == cold(engine, longer)
+
+
+def test_a_repeated_prompt_computes_its_tail_only(engine: Engine, family: str) -> None:
+    """The same prompt again: all but the last token where layers can be cut, else its generation tail."""
+    [first] = generate(engine, turn(BASE))
+    [again] = generate(engine, turn(BASE))
+    assert again.tokens == first.tokens
+    assert cached(again) == min(len(BASE) - 1, known_of_base(family))
+
+
+def test_a_branch_reuses_up_to_where_it_leaves(engine: Engine) -> None:
+    """Two conversations that part at a message's end share everything before it."""
+    generate(engine, turn([*BASE, *prompt_of(50, 1)]))
+    other = [*BASE, *prompt_of(50, 2)]
+    [warm] = generate(engine, turn(other))
+    assert cached(warm) == len(BASE), "a message ends there in the first prompt"
+    assert warm.tokens == cold(engine, other)
+
+
+def test_a_rewind_goes_back_to_an_earlier_message(engine: Engine) -> None:
+    """After a longer conversation an earlier message is answered anew, from its own checkpoint."""
+    [first] = generate(engine, turn(BASE))
+    longer = [*BASE, *first.tokens, *prompt_of(96, 1)]
+    generate(engine, turn(longer))
+    rewound = [*BASE[:192], *prompt_of(70, 3)]
+    [warm] = generate(engine, turn(rewound))
+    assert cached(warm) == 192
+    assert warm.tokens == cold(engine, rewound)
+
+
+def test_a_divergence_in_the_middle_of_a_message_is_exact(engine: Engine, family: str) -> None:
+    """A prompt that leaves the known one inside a message reuses up to there, or from the last checkpoint before."""
+    generate(engine, turn(BASE))
+    edited = [*BASE[:215], *prompt_of(80, 4)]
+    [warm] = generate(engine, turn(edited))
+    assert cached(warm) == (215 if family in CUTTABLE else 192)
+    assert warm.tokens == cold(engine, edited)
+
+
+def test_a_divergence_once_found_is_reused_the_next_time(engine: Engine) -> None:
+    """The prefill that discovers where two prompts part leaves a checkpoint right there for the third."""
+    generate(engine, turn(BASE))
+    generate(engine, turn([*BASE[:215], *prompt_of(80, 4)]))
+    third = [*BASE[:215], *prompt_of(80, 5)]
+    [warm] = generate(engine, turn(third))
+    assert cached(warm) == 215
+    assert warm.tokens == cold(engine, third)
+
+
+def test_warm_and_cold_rows_share_a_batch(engine: Engine, family: str) -> None:
+    """Two warm rows, from different depths, beside two cold ones: each writes what it writes alone."""
+    prompts = [[*BASE, *prompt_of(50, 1)], [*BASE[:96], *prompt_of(30, 2)], prompt_of(200, 7), prompt_of(33, 8)]
+    alone = [cold(engine, prompt) for prompt in prompts]
+    generate(engine, turn(BASE))
+    together = generate(engine, *(turn(prompt) for prompt in prompts))
+    assert [cached(result) for result in together] == [known_of_base(family), 96, 0, 0]
+    assert [result.tokens for result in together] == alone
+
+
+def test_joining_late_and_leaving_early_disturbs_nobody(engine: Engine, family: str) -> None:
+    """A warm row that joins a running batch and one that leaves it: the rows that stay write what they write alone."""
+    stays, joins = prompt_of(100, 5), [*BASE, *prompt_of(20, 6)]
+    alone = [cold(engine, stays), cold(engine, joins)]
+    generate(engine, turn(BASE))
+    running = engine.submit(turn(stays))
+    leaver = engine.submit(turn(prompt_of(64, 9), 10_000))
+    for batch in leaver.batches(30):
+        if sum(isinstance(event, TokenDelta) for event in batch):
+            break
+    joined = engine.submit(turn(joins))
+    leaver.cancel()
+    assert collect(running).tokens == alone[0]
+    result = collect(joined)
+    assert (result.tokens, cached(result)) == (alone[1], known_of_base(family))
+
+
+def test_what_a_cancelled_row_computed_is_kept(engine: Engine) -> None:
+    """A client that leaves after some tokens finds prompt and answer up to there when it comes back."""
+    running = engine.submit(turn(BASE, 10_000))
+    tokens: list[int] = []
+    for batch in running.batches(30):
+        tokens += [event.token for event in batch if isinstance(event, TokenDelta)]
+        if len(tokens) >= 10:
+            running.cancel()
+    longer = [*BASE, *tokens, *prompt_of(20, 1)]
+    [warm] = generate(engine, turn(longer))
+    assert cached(warm) == len(BASE) + len(tokens)
+    assert warm.tokens == cold(engine, longer)
+
+
+def test_rows_that_share_a_prefix_in_flight_compute_it_once(engine: Engine) -> None:
+    """Agents that start together prefill their common prompt once and answer as alone."""
+    common = prompt_of(700)
+    prompts = [[*common, *prompt_of(40, seed)] for seed in range(1, 5)]
+    alone = [cold(engine, prompt, 16) for prompt in prompts]
+    together = generate(engine, *(turn(prompt, 16) for prompt in prompts))
+    assert [result.tokens for result in together] == alone
+    assert sorted(cached(result) for result in together) == [0, 700, 700, 700]
+
+
+def test_a_parent_that_was_evicted_is_computed_again(family: str) -> None:
+    """Under a small budget old branches leave; a prompt that finds less than before is answered as exactly."""
+    probe = 2**18
+    with running_engine(family, cache=replace(CACHE, max_bytes=probe * 12)) as engine:
+        expected = cold(engine, [*BASE, *prompt_of(20, 1)])
+        generate(engine, turn(BASE))
+        for seed in range(10, 30):
+            generate(engine, turn(prompt_of(400, seed), 4))
+        [warm] = generate(engine, turn([*BASE, *prompt_of(20, 1)]))
+        report = engine.cache_report().stats
+        assert report.num_evicted_tokens > 0
+        assert report.ram_bytes <= probe * 12
+        assert warm.tokens == expected
+        engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+
+
+def test_the_watchdog_leaves_no_answer_but_whole_prompt_segments(engine: Engine) -> None:
+    """A row that was ended keeps nothing of its answer; a retry of its prompt starts from what was complete."""
+    engine._ask(lambda scheduler: setattr(scheduler, "_watchdog_seconds", 1.0))
+    try:
+        [ended] = generate(engine, turn(BASE, 100_000))
+    finally:
+        engine._ask(lambda scheduler: setattr(scheduler, "_watchdog_seconds", 0))
+    assert isinstance(ended.end, GenerationDone)
+    assert ended.end.reason == "watchdog"
+    [retry] = generate(engine, turn([*BASE, *ended.tokens[:40], *prompt_of(20, 1)], 4))
+    assert 240 <= cached(retry) <= len(BASE)
+
+
+def test_coalescing_changes_nothing(engine: Engine) -> None:
+    """A conversation of many small segments is one of few after idle work, with the same text."""
+    tokens = list(prompt_of(60))
+    for seed in range(12):
+        [answer] = generate(engine, turn(tokens, 4))
+        tokens = [*tokens, *answer.tokens, *prompt_of(10, seed)]
+    before = engine.cache_report().stats.num_segments
+    while engine._ask(lambda scheduler: scheduler.do_idle_work()):
+        pass
+    assert engine.cache_report().stats.num_segments < max(before, 8)
+    [warm] = generate(engine, turn(tokens))
+    assert cached(warm) >= len(tokens) - 16
+    assert warm.tokens == cold(engine, tokens)
+
+
+# --- negative controls: each must make the exactness above fail -----------------------------------------------------
+
+
+def _first_row_wrong(kv: KvSlice, state: StateSnapshot | None) -> tuple[KvSlice, StateSnapshot | None]:
+    def spoil(array: mx.array) -> mx.array:
+        return mx.concatenate([array[..., 1:2, :], array[..., 1:, :]], axis=-2)
+
+    return replace(kv, leaves=tuple(tuple(spoil(array) for array in leaf) for leaf in kv.leaves)), state
+
+
+def _state_dropped(kv: KvSlice, state: StateSnapshot | None) -> tuple[KvSlice, StateSnapshot | None]:
+    if state is None:
+        return kv, None
+    leaves = tuple(_changed(leaf, mx.zeros_like) for leaf in state.leaves)
+    return kv, replace(state, leaves=leaves)
+
+
+def _window_two_rows_short(kv: KvSlice, state: StateSnapshot | None) -> tuple[KvSlice, StateSnapshot | None]:
+    if state is None:
+        return kv, None
+    leaves = tuple(_changed(leaf, _without_newest_row, names=("keys", "values")) for leaf in state.leaves)
+    return kv, replace(state, leaves=leaves)
+
+
+def _without_newest_row(array: mx.array) -> mx.array:
+    return mx.concatenate([array[..., :1, :], array[..., :-1, :]], axis=-2)
+
+
+def _changed(leaf, change, names: tuple[str, ...] | None = None):
+    twin = copy.copy(leaf)
+    for name, value in vars(leaf).items():
+        if names is not None and name not in names:
+            continue
+        if isinstance(value, mx.array):
+            setattr(twin, name, change(value))
+        elif isinstance(value, list):
+            setattr(twin, name, [change(each) if isinstance(each, mx.array) else each for each in value])
+    return twin
+
+
+@pytest.mark.parametrize("fault", [_first_row_wrong, _state_dropped, _window_two_rows_short])
+def test_a_planted_fault_changes_the_text(engine: Engine, family: str, fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: with a wrong row or state in what is kept, the warm answer is not the cold one."""
+    is_hybrid = family in {"qwen3_5", "qwen3_5_moe", "qwen3_next"}
+    has_window = family in {"gemma3", "gemma4", "gpt_oss"}
+    if (fault is _state_dropped and not (is_hybrid or has_window)) or (
+        fault is _window_two_rows_short and not has_window
+    ):
+        pytest.skip("this family has no such state")
+    longer = [*BASE, *prompt_of(60, 1)]
+    expected = cold(engine, longer)
+    real = CacheLayout.restore
+
+    def spoiled(self, pieces, state, num_next_tokens):
+        if not pieces:
+            return real(self, pieces, state, num_next_tokens)
+        first, new_state = fault(pieces[0][0], state)
+        return real(self, [(first, *pieces[0][1:]), *pieces[1:]], new_state, num_next_tokens)
+
+    generate(engine, turn(BASE))
+    monkeypatch.setattr(prefix_cache_module.CacheLayout, "restore", spoiled)
+    [warm] = generate(engine, turn(longer))
+    assert cached(warm) == known_of_base(family)
+    assert warm.tokens != expected
+
+
+def test_memory_of_a_cleared_cache_is_given_back(engine: Engine) -> None:
+    """DELETE means that the arrays are gone."""
+    generate(engine, turn(prompt_of(3000), 2))
+    held = engine.cache_report().stats.ram_bytes
+    before = mx.get_active_memory()
+    engine.clear_cache()
+    gc.collect()
+    assert engine.cache_report().stats.ram_bytes == 0
+    assert mx.get_active_memory() <= before - held // 2
