@@ -86,6 +86,11 @@ class AppUnderTest:
         with self.connect() as client:
             return client.request("GET", path, None, {"Connection": "close"})
 
+    def clear_cache(self) -> None:
+        """DELETE /v1/cache."""
+        with self.connect() as client:
+            assert client.request("DELETE", "/v1/cache", None, {"Connection": "close"}).status == 200
+
     def chat(self, said: object = "Hello there.", *, headers: Mapping[str, str] | None = None, **fields: Any) -> Chat:
         """Ask; `stream=True` puts the chunks together. Temperature 0 unless the fields say otherwise."""
         response = self.post(CHAT_PATH, chat_body(said, **fields), headers)
