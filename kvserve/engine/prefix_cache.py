@@ -179,6 +179,8 @@ class PrefixCache:
     def _extend(
         self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any], end: int, kind: BoundaryKind
     ) -> None:
+        # Room is made first: the tier is never above its budget, not even for a moment.
+        self._evict(self._model.row_bytes(end - tenancy.lease.num_tokens))
         self._tree.extend(
             tenancy.lease,
             tokens,
@@ -202,6 +204,9 @@ class PrefixCache:
     def make_room(self, num_live_bytes: float, num_needed_bytes: float = 0) -> None:
         """Evict until live rows, the tier and `num_needed_bytes` fit into the budget together."""
         self._tree.account_live(int(num_live_bytes))
+        self._evict(num_needed_bytes)
+
+    def _evict(self, num_needed_bytes: float) -> None:
         num_freed_bytes = self._tree.evict(int(num_needed_bytes)).num_freed_bytes
         if num_freed_bytes >= CLEAR_AFTER_BYTES:
             mx.clear_cache()
