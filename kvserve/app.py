@@ -19,12 +19,11 @@ from rich.console import Console
 
 from kvserve import __version__
 from kvserve.config import Launch, Settings, load_launch, settings_acting_later
-from kvserve.core import JsonObject, RequestDefaults, SamplingParams, Turn
+from kvserve.core import JsonObject, RequestDefaults, Turn
 from kvserve.demo.build import build_model
 from kvserve.engine.model import resolve_model_folder
-from kvserve.engine.prefix_cache import CacheSettings
 from kvserve.engine.tool_parser import library_tool_parser
-from kvserve.engine.worker import Engine, EngineSettings
+from kvserve.engine.worker import Engine
 from kvserve.errors import KvserveError, NotFound, NotReady, RequestError, StartupError
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
@@ -34,12 +33,11 @@ from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
 from kvserve.protocols.openai_models import ModelCard
 from kvserve.proxy.litellm import LitellmProxy
-from kvserve.proxy.settings import ProxySettings
 from kvserve.telemetry.terminal import BannerFacts, RequestFacts, Terminal
 from kvserve.telemetry.trace import TraceLog
 from kvserve.web.routes import make_router
 from kvserve.web.server import HttpServer
-from kvserve.web.settings import WebSettings
+from kvserve.wiring import engine_settings, proxy_settings, request_defaults, web_settings
 
 DEMO_MODEL_NAME = "kvserve-demo-qwen3"
 OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
@@ -92,8 +90,8 @@ class App:
         self._trace = TraceLog(
             self._settings.log_root, self._settings.enable_request_logging, time.time, terminal.error
         )
-        self._server = HttpServer(_web_settings(self._settings), make_router(self), terminal.error)
-        self._defaults = _request_defaults(self._settings)
+        self._server = HttpServer(web_settings(self._settings), make_router(self), terminal.error)
+        self._defaults = request_defaults(self._settings)
 
     # --- start and stop -----------------------------------------------------------------------------------------------
 
@@ -136,7 +134,7 @@ class App:
         tokenizer = load_tokenizer(folder)
         self._engine = Engine(
             folder,
-            _engine_settings(self._settings),
+            engine_settings(self._settings),
             grammar_tokenizer=_grammar_tokenizer(tokenizer),
             report=self._terminal.error,
         )
@@ -172,7 +170,7 @@ class App:
     def _start_proxy(self) -> None:
         if not self._launch.with_proxy:
             return
-        settings = replace(_proxy_settings(self._settings, self._server.port), listed_model_id=self._listed_model_id)
+        settings = replace(proxy_settings(self._settings, self._server.port), listed_model_id=self._listed_model_id)
         self._proxy = LitellmProxy(settings, self._launch.environment, self._terminal.note)
         self._proxy.start()
 
@@ -334,70 +332,3 @@ def _output_format(
         parser = library_tool_parser(folder)
         foreign = ForeignToolForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
     return select_format(settings.model_family, template, added_tokens, foreign)
-
-
-def _request_defaults(settings: Settings) -> RequestDefaults:
-    return RequestDefaults(
-        sampling=SamplingParams(
-            temperature=settings.default_temperature,
-            top_p=settings.default_top_p,
-            top_k=settings.default_top_k,
-            min_p=settings.default_min_p,
-            repetition_penalty=settings.default_repetition_penalty,
-            repetition_context_size=settings.default_repetition_context_size,
-        ),
-        max_tokens=settings.default_max_tokens,
-        thinking=settings.default_thinking,
-        preserve_thinking=settings.preserve_thinking,
-    )
-
-
-def _engine_settings(settings: Settings) -> EngineSettings:
-    return EngineSettings(
-        max_kv_size=settings.max_kv_size,
-        max_concurrent_requests=settings.max_concurrent_requests,
-        max_queued_requests=settings.max_queued_requests,
-        max_batch_bytes=settings.max_batch_bytes,
-        prefill_step_size=settings.prefill_step_size,
-        watchdog_seconds=settings.generation_watchdog_seconds,
-        default_sampling=_request_defaults(settings).sampling,
-        cache=CacheSettings(
-            max_bytes=settings.prompt_cache_max_bytes,
-            block_size=settings.prompt_cache_block_size,
-            use_index=settings.cache_use_block_index,
-            max_entries=settings.prompt_cache_max_entries_global,
-            max_entries_per_owner=settings.prompt_cache_max_entries_per_session,
-            ttl_seconds=settings.prompt_cache_ttl_seconds,
-            owner_idle_seconds=settings.prompt_cache_session_max_idle_seconds,
-        ),
-    )
-
-
-def _web_settings(settings: Settings) -> WebSettings:
-    return WebSettings(
-        host=settings.mlx_host,
-        port=settings.mlx_port,
-        api_key=settings.api_key,
-        allowed_origins=settings.allowed_origins,
-        allowed_hosts=settings.allowed_hosts,
-        max_body_bytes=settings.max_request_body_bytes,
-        max_header_bytes=settings.max_header_bytes,
-        max_connections=settings.max_connections,
-        header_timeout_seconds=settings.header_timeout_seconds,
-        body_timeout_seconds=settings.body_timeout_seconds,
-        idle_timeout_seconds=settings.idle_connection_seconds,
-    )
-
-
-def _proxy_settings(settings: Settings, backend_port: int) -> ProxySettings:
-    backend_host = "127.0.0.1" if settings.mlx_host in ("0.0.0.0", "::") else settings.mlx_host
-    return ProxySettings(
-        port=settings.proxy_port,
-        backend_url=f"http://{backend_host}:{backend_port}",
-        listed_model_id=settings.listed_model_id,
-        state_dir=settings.state_dir,
-        api_key=settings.api_key,
-        allowed_origins=settings.allowed_origins,
-        allowed_hosts=settings.allowed_hosts,
-        max_body_bytes=settings.max_request_body_bytes,
-    )

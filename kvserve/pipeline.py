@@ -12,20 +12,18 @@ This file joins rooms and knows no wire format. It runs on web threads and never
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvserve.core import (
     Answer,
     AnswerEvent,
     ContentDelta,
     Finished,
-    FinishReason,
     GenerationDone,
     GenerationEvent,
     GenerationFailed,
     GenerationRequest,
     Grammar,
-    OutputDelta,
     PrefillProgress,
     ReasoningDelta,
     RequestDefaults,
@@ -34,18 +32,17 @@ from kvserve.core import (
     TokenSequence,
     ToolCallDelta,
     Turn,
-    Usage,
     Waiting,
 )
 from kvserve.engine.rows import Generation
 from kvserve.engine.worker import Engine
 from kvserve.errors import BadRequest, ContextOverflow, EngineFailure, RequestError
+from kvserve.output.answer import AnswerReader
 from kvserve.output.formats import OutputFormat
 from kvserve.output.grammar import ThinkingAhead, build_grammar
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
 from kvserve.prompt.boundaries import MessageMarkers
-from kvserve.prompt.detokenizer import Detokenizer
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.telemetry.terminal import LengthLimit, RequestFacts
@@ -147,7 +144,9 @@ class RunningTurn:
         self._prompt = prompt
         self._generation = generation
         self._cut_by = cut_by
-        self._answer = _AnswerReader(turn, served, prompt)
+        self._answer = _answer_reader(turn, served, prompt)
+        self._num_cached_tokens = 0
+        self._num_prefilled_tokens = 0
         self._submitted_at = time.monotonic()
 
     @property
@@ -181,8 +180,8 @@ class RunningTurn:
             self._generation.cancel()
         for event in batch:
             if isinstance(event, PrefillProgress):
-                self._answer.num_cached_tokens = event.num_cached_tokens
-                self._answer.num_prefilled_tokens = event.num_done_tokens
+                self._num_cached_tokens = event.num_cached_tokens
+                self._num_prefilled_tokens = event.num_done_tokens
                 self._served.observe.prefill(self.request_id, event.num_done_tokens, event.num_prompt_tokens)
         last = batch[-1] if batch else None
         if isinstance(last, GenerationFailed):
@@ -193,7 +192,7 @@ class RunningTurn:
         elif deltas:
             yield from deltas
         else:
-            yield Waiting(self._answer.num_prefilled_tokens, len(self._prompt.tokens))
+            yield Waiting(self._num_prefilled_tokens, len(self._prompt.tokens))
 
     def _facts(self, error: RequestError | None) -> RequestFacts:
         answer, done = self._answer, self._answer.done
@@ -204,7 +203,7 @@ class RunningTurn:
             protocol=self._turn.protocol,
             model=self._served.name,
             num_prompt_tokens=len(self._prompt.tokens),
-            num_cached_tokens=answer.num_cached_tokens,
+            num_cached_tokens=self._num_cached_tokens,
             num_completion_tokens=answer.num_completion_tokens,
             session=self._turn.session.session_id,
             ttft_seconds=answer.first_token_at - self._submitted_at if answer.first_token_at else None,
@@ -216,109 +215,6 @@ class RunningTurn:
         )
 
 
-@dataclass(slots=True, eq=False)
-class _AnswerReader:
-    """Tokens in, deltas out: the state of one answer, from its first token to its finish reason."""
-
-    turn: Turn
-    served: ServedModel
-    prompt: Prompt
-    num_tokens: int = 0
-    num_hidden_tokens: int = 0
-    num_reasoning_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_prefilled_tokens: int = 0
-    first_token_at: float | None = None
-    done: GenerationDone | None = None
-    finish_reason: FinishReason | None = None
-    has_calls: bool = False
-    stop_string: str | None = None
-    detokenizer: Detokenizer = field(init=False)
-    splitter: Splitter | None = field(init=False)
-    scanner: StopScanner = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.detokenizer = self.served.tokenizer.detokenizer(self.prompt.tokens.ids)
-        self.scanner = StopScanner(self.turn.stop_strings)
-        self.splitter = None
-        if self.turn.raw_prompt is None:
-            self.splitter = Splitter(
-                self.served.output_format,
-                starts_in_reasoning=self.prompt.opens_reasoning,
-                tools=self.turn.tools,
-                allow_calls=bool(self.turn.tools) and self.turn.tool_choice.mode != "none",
-            )
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing more belongs to the answer: a stop string came, or the one call that was allowed."""
-        return self.stop_string is not None or (self.has_calls and not self.turn.parallel_tool_calls)
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """Tokens of the answer; a stop token that ended it is one of them, what came after a stop string is not."""
-        return self.num_tokens + self.num_hidden_tokens
-
-    def feed(self, tokens: list[int]) -> list[OutputDelta]:
-        """The deltas of these tokens; nothing after the answer's end."""
-        deltas: list[OutputDelta] = []
-        for token in tokens:
-            if self.is_over:
-                break
-            self.first_token_at = self.first_token_at or time.monotonic()
-            self.num_tokens += 1
-            deltas += self._split(self.detokenizer.add(token))
-            if self.splitter is not None and self.splitter.in_reasoning:
-                self.num_reasoning_tokens += 1
-        return _joined(deltas)
-
-    def finish(self, done: GenerationDone) -> list[AnswerEvent]:
-        """The deltas that were held back, and the end."""
-        self.done = done
-        is_cut = done.reason != "stop" and not self.is_over
-        self.num_hidden_tokens = 1 if done.reason == "stop" and not self.is_over else 0
-        deltas = self._rest(is_cut) if not self.is_over else []
-        self.finish_reason = "length" if is_cut else "tool_calls" if self.has_calls else "stop"
-        usage = Usage(
-            num_prompt_tokens=done.num_prompt_tokens,
-            num_cached_tokens=done.num_cached_tokens,
-            num_completion_tokens=self.num_completion_tokens,
-            num_reasoning_tokens=self.num_reasoning_tokens,
-        )
-        return [*_joined(deltas), Finished(self.finish_reason, usage, self.stop_string)]
-
-    def _rest(self, is_cut: bool) -> list[OutputDelta]:
-        """What detokenizer, splitter and stop strings held back."""
-        deltas = self._split(self.detokenizer.finish())
-        if self.splitter is not None and not self.is_over:
-            deltas += self._scan(self.splitter.finish(cut=is_cut))
-        if self.stop_string is None and (held := self.scanner.finish().text):
-            deltas.append(ContentDelta(held))
-        return deltas
-
-    def _split(self, text: str) -> list[OutputDelta]:
-        if not text:
-            return []
-        return self._scan(self.splitter.feed(text) if self.splitter is not None else [ContentDelta(text)])
-
-    def _scan(self, deltas: Iterable[OutputDelta]) -> list[OutputDelta]:
-        """Content passes the stop strings; reasoning and calls do not."""
-        kept: list[OutputDelta] = []
-        for delta in deltas:
-            if self.is_over:
-                break
-            if isinstance(delta, ContentDelta):
-                scanned = self.scanner.feed(delta.text)
-                self.stop_string = scanned.stop_string
-                kept += [ContentDelta(scanned.text)] if scanned.text else []
-            else:
-                held = self.scanner.finish().text
-                kept += [ContentDelta(held)] if held else []
-                self.has_calls = self.has_calls or isinstance(delta, ToolCallDelta)
-                kept.append(delta)
-        return kept
-
-
 def _whose_limit(done: GenerationDone | None, own_limit: LengthLimit) -> LengthLimit | None:
     """Who cut an answer that ended with `length`; None where the server's end or the client did."""
     if done is None or done.reason not in ("length", "watchdog"):
@@ -326,18 +222,21 @@ def _whose_limit(done: GenerationDone | None, own_limit: LengthLimit) -> LengthL
     return "watchdog" if done.reason == "watchdog" else own_limit
 
 
-def _joined(deltas: list[OutputDelta]) -> list[OutputDelta]:
-    """Neighbouring pieces of one channel as one: what arrived together goes out together."""
-    joined: list[OutputDelta] = []
-    for delta in deltas:
-        last = joined[-1] if joined else None
-        if isinstance(delta, ContentDelta) and isinstance(last, ContentDelta):
-            joined[-1] = ContentDelta(last.text + delta.text)
-        elif isinstance(delta, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            joined[-1] = ReasoningDelta(last.text + delta.text)
-        else:
-            joined.append(delta)
-    return joined
+def _answer_reader(turn: Turn, served: ServedModel, prompt: Prompt) -> AnswerReader:
+    splitter = None
+    if turn.raw_prompt is None:
+        splitter = Splitter(
+            served.output_format,
+            starts_in_reasoning=prompt.opens_reasoning,
+            tools=turn.tools,
+            allow_calls=bool(turn.tools) and turn.tool_choice.mode != "none",
+        )
+    return AnswerReader(
+        detokenizer=served.tokenizer.detokenizer(prompt.tokens.ids),
+        scanner=StopScanner(turn.stop_strings),
+        splitter=splitter,
+        allows_many_calls=turn.parallel_tool_calls,
+    )
 
 
 def _is_thinking(turn: Turn, served: ServedModel) -> bool:

@@ -160,9 +160,9 @@ def unstarted_app(
     launch = Launch(Settings(_env_file=None, **(values | settings)), False, False, "on", {})  # type: ignore[call-arg]
     screen = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        real = kvserve.app._web_settings
+        real = kvserve.app.web_settings
         changes = {"linger_seconds": 0.2, **(web or {})}
-        patch.setattr(kvserve.app, "_web_settings", lambda settings: replace(real(settings), **changes))
+        patch.setattr(kvserve.app, "web_settings", lambda settings: replace(real(settings), **changes))
         app = App(launch, Terminal(Console(file=screen, width=200)))
     under_test = AppUnderTest(app, screen, folder / "logs")
     try:

@@ -1,0 +1,136 @@
+"""One answer as it comes: tokens in, deltas out, up to its finish reason. It knows text, not what is done with it.
+
+token -> detokenizer -> splitter (reasoning | content | call) -> stop strings, for content only
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvserve.core import (
+    AnswerEvent,
+    ContentDelta,
+    Finished,
+    FinishReason,
+    GenerationDone,
+    OutputDelta,
+    ReasoningDelta,
+    ToolCallDelta,
+    Usage,
+)
+from kvserve.output.splitter import Splitter
+from kvserve.output.stop import StopScanner
+
+
+class Detokenizer(Protocol):
+    """Turns one answer's tokens into text."""
+
+    def add(self, token: int) -> str:
+        """The text that a token completes."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class AnswerReader:
+    """The state of one answer. Without a splitter all of its text is content (a raw prompt has no channels)."""
+
+    detokenizer: Detokenizer
+    scanner: StopScanner
+    splitter: Splitter | None
+    allows_many_calls: bool = True
+    num_tokens: int = 0
+    num_hidden_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    first_token_at: float | None = None
+    done: GenerationDone | None = None
+    finish_reason: FinishReason | None = None
+    has_calls: bool = False
+    stop_string: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more belongs to the answer: a stop string came, or the one call that was allowed."""
+        return self.stop_string is not None or (self.has_calls and not self.allows_many_calls)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens of the answer; a stop token that ended it is one of them, what came after a stop string is not."""
+        return self.num_tokens + self.num_hidden_tokens
+
+    def feed(self, tokens: list[int]) -> list[OutputDelta]:
+        """The deltas of these tokens; nothing after the answer's end."""
+        deltas: list[OutputDelta] = []
+        for token in tokens:
+            if self.is_over:
+                break
+            self.first_token_at = self.first_token_at or time.monotonic()
+            self.num_tokens += 1
+            deltas += self._split(self.detokenizer.add(token))
+            if self.splitter is not None and self.splitter.in_reasoning:
+                self.num_reasoning_tokens += 1
+        return _joined(deltas)
+
+    def finish(self, done: GenerationDone) -> list[AnswerEvent]:
+        """The deltas that were held back, and the end."""
+        self.done = done
+        is_cut = done.reason != "stop" and not self.is_over
+        self.num_hidden_tokens = 1 if done.reason == "stop" and not self.is_over else 0
+        deltas = self._rest(is_cut) if not self.is_over else []
+        self.finish_reason = "length" if is_cut else "tool_calls" if self.has_calls else "stop"
+        usage = Usage(
+            num_prompt_tokens=done.num_prompt_tokens,
+            num_cached_tokens=done.num_cached_tokens,
+            num_completion_tokens=self.num_completion_tokens,
+            num_reasoning_tokens=self.num_reasoning_tokens,
+        )
+        return [*_joined(deltas), Finished(self.finish_reason, usage, self.stop_string)]
+
+    def _rest(self, is_cut: bool) -> list[OutputDelta]:
+        """What detokenizer, splitter and stop strings held back."""
+        deltas = self._split(self.detokenizer.finish())
+        if self.splitter is not None and not self.is_over:
+            deltas += self._scan(self.splitter.finish(cut=is_cut))
+        if self.stop_string is None and (held := self.scanner.finish().text):
+            deltas.append(ContentDelta(held))
+        return deltas
+
+    def _split(self, text: str) -> list[OutputDelta]:
+        if not text:
+            return []
+        return self._scan(self.splitter.feed(text) if self.splitter is not None else [ContentDelta(text)])
+
+    def _scan(self, deltas: Iterable[OutputDelta]) -> list[OutputDelta]:
+        """Content passes the stop strings; reasoning and calls do not."""
+        kept: list[OutputDelta] = []
+        for delta in deltas:
+            if self.is_over:
+                break
+            if isinstance(delta, ContentDelta):
+                scanned = self.scanner.feed(delta.text)
+                self.stop_string = scanned.stop_string
+                kept += [ContentDelta(scanned.text)] if scanned.text else []
+            else:
+                held = self.scanner.finish().text
+                kept += [ContentDelta(held)] if held else []
+                self.has_calls = self.has_calls or isinstance(delta, ToolCallDelta)
+                kept.append(delta)
+        return kept
+
+
+def _joined(deltas: list[OutputDelta]) -> list[OutputDelta]:
+    """Neighbouring pieces of one channel as one: what arrived together goes out together."""
+    joined: list[OutputDelta] = []
+    for delta in deltas:
+        last = joined[-1] if joined else None
+        if isinstance(delta, ContentDelta) and isinstance(last, ContentDelta):
+            joined[-1] = ContentDelta(last.text + delta.text)
+        elif isinstance(delta, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            joined[-1] = ReasoningDelta(last.text + delta.text)
+        else:
+            joined.append(delta)
+    return joined

@@ -1,0 +1,75 @@
+"""The settings of each room, from the settings of the process. It joins rooms and decides nothing."""
+
+from kvserve.config import Settings
+from kvserve.core import RequestDefaults, SamplingParams
+from kvserve.engine.prefix_cache import CacheSettings
+from kvserve.engine.worker import EngineSettings
+from kvserve.proxy.settings import ProxySettings
+from kvserve.web.settings import WebSettings
+
+
+def request_defaults(settings: Settings) -> RequestDefaults:
+    return RequestDefaults(
+        sampling=SamplingParams(
+            temperature=settings.default_temperature,
+            top_p=settings.default_top_p,
+            top_k=settings.default_top_k,
+            min_p=settings.default_min_p,
+            repetition_penalty=settings.default_repetition_penalty,
+            repetition_context_size=settings.default_repetition_context_size,
+        ),
+        max_tokens=settings.default_max_tokens,
+        thinking=settings.default_thinking,
+        preserve_thinking=settings.preserve_thinking,
+    )
+
+
+def engine_settings(settings: Settings) -> EngineSettings:
+    return EngineSettings(
+        max_kv_size=settings.max_kv_size,
+        max_concurrent_requests=settings.max_concurrent_requests,
+        max_queued_requests=settings.max_queued_requests,
+        max_batch_bytes=settings.max_batch_bytes,
+        prefill_step_size=settings.prefill_step_size,
+        watchdog_seconds=settings.generation_watchdog_seconds,
+        default_sampling=request_defaults(settings).sampling,
+        cache=CacheSettings(
+            max_bytes=settings.prompt_cache_max_bytes,
+            block_size=settings.prompt_cache_block_size,
+            use_index=settings.cache_use_block_index,
+            max_entries=settings.prompt_cache_max_entries_global,
+            max_entries_per_owner=settings.prompt_cache_max_entries_per_session,
+            ttl_seconds=settings.prompt_cache_ttl_seconds,
+            owner_idle_seconds=settings.prompt_cache_session_max_idle_seconds,
+        ),
+    )
+
+
+def web_settings(settings: Settings) -> WebSettings:
+    return WebSettings(
+        host=settings.mlx_host,
+        port=settings.mlx_port,
+        api_key=settings.api_key,
+        allowed_origins=settings.allowed_origins,
+        allowed_hosts=settings.allowed_hosts,
+        max_body_bytes=settings.max_request_body_bytes,
+        max_header_bytes=settings.max_header_bytes,
+        max_connections=settings.max_connections,
+        header_timeout_seconds=settings.header_timeout_seconds,
+        body_timeout_seconds=settings.body_timeout_seconds,
+        idle_timeout_seconds=settings.idle_connection_seconds,
+    )
+
+
+def proxy_settings(settings: Settings, backend_port: int) -> ProxySettings:
+    backend_host = "127.0.0.1" if settings.mlx_host in ("0.0.0.0", "::") else settings.mlx_host
+    return ProxySettings(
+        port=settings.proxy_port,
+        backend_url=f"http://{backend_host}:{backend_port}",
+        listed_model_id=settings.listed_model_id,
+        state_dir=settings.state_dir,
+        api_key=settings.api_key,
+        allowed_origins=settings.allowed_origins,
+        allowed_hosts=settings.allowed_hosts,
+        max_body_bytes=settings.max_request_body_bytes,
+    )
