@@ -21,7 +21,7 @@ from kvserve import __version__
 from kvserve.config import Launch, Settings, load_launch, settings_acting_later
 from kvserve.core import JsonObject, RequestDefaults, Turn
 from kvserve.demo.build import build_model
-from kvserve.engine.model import resolve_model_folder
+from kvserve.engine.model import check_folder, resolve_model_folder
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.engine.worker import Engine
 from kvserve.errors import KvserveError, NotFound, NotReady, RequestError, StartupError
@@ -37,7 +37,7 @@ from kvserve.telemetry.terminal import BannerFacts, RequestFacts, Terminal
 from kvserve.telemetry.trace import TraceLog
 from kvserve.web.routes import make_router
 from kvserve.web.server import HttpServer
-from kvserve.wiring import engine_settings, proxy_settings, request_defaults, web_settings
+from kvserve.wiring import engine_settings, proxy_settings, request_defaults, url_host, web_settings
 
 DEMO_MODEL_NAME = "kvserve-demo-qwen3"
 OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
@@ -50,16 +50,17 @@ def main(argv: Sequence[str]) -> int:
     """Serve until a signal. Returns the exit code: 0 after a signal, 1 when the server could not start."""
     terminal = Terminal(Console(stderr=True))
     stopping = threading.Event()
-    _on_signals(stopping)
     try:
-        launch = load_launch(argv)
-        app = App(launch, terminal)
+        app = App(load_launch(argv), terminal)
     except StartupError as error:
         terminal.error(str(error))
         return 1
+    _on_signals(stopping, app)
     try:
         app.start(stopping)
         stopping.wait()
+    except KeyboardInterrupt:
+        terminal.note("Interrupted while the model was fetched.")
     except KvserveError as error:
         terminal.error(str(error))
         return 1
@@ -68,9 +69,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _on_signals(stopping: threading.Event) -> None:
+def _on_signals(stopping: threading.Event, app: "App") -> None:
+    """A signal sets the event; a download, which looks at no event, is interrupted."""
+
     def stop(_signal_number: int, _frame: FrameType | None) -> None:
         stopping.set()
+        if app.is_fetching:
+            raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
@@ -84,6 +89,7 @@ class App:
         self._settings = launch.settings
         self._terminal = terminal
         self._started_at = time.time()
+        self.is_fetching = False
         self._served: ServedModel | None = None
         self._engine: Engine | None = None
         self._proxy: LitellmProxy | None = None
@@ -131,6 +137,7 @@ class App:
     def _load(self, stopping: threading.Event) -> ServedModel | None:
         """The served model, or None when the server is told to stop while it loads."""
         folder = self._model_folder()
+        check_folder(folder)
         tokenizer = load_tokenizer(folder)
         self._engine = Engine(
             folder,
@@ -165,7 +172,11 @@ class App:
     def _model_folder(self) -> Path:
         if self._launch.is_demo:
             return build_model("qwen3", self._settings.state_dir / DEMO_MODEL_NAME)
-        return resolve_model_folder(self._settings.model_path, self._terminal.note)
+        self.is_fetching = True
+        try:
+            return resolve_model_folder(self._settings.model_path, self._terminal.note)
+        finally:
+            self.is_fetching = False
 
     def _start_proxy(self) -> None:
         if not self._launch.with_proxy:
@@ -194,7 +205,7 @@ class App:
             version=__version__,
             model_name=served.name,
             context_limit=served.context_limit,
-            server_url=f"http://{self._settings.mlx_host}:{self._server.port}",
+            server_url=f"http://{url_host(self._settings.mlx_host)}:{self._server.port}",
             proxy_url=f"http://127.0.0.1:{self._settings.proxy_port}" if self._proxy is not None else None,
             is_demo=self._launch.is_demo,
             needs_api_key=self._settings.api_key is not None,

@@ -62,6 +62,7 @@ def _parse_path(value: object) -> object:
 
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+FixedPort = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -92,7 +93,7 @@ class Settings(BaseSettings):
     proxy_model_id: str = Field("openai/{MODEL_PATH}", min_length=1, description="The model name that port 4000 lists.")
     mlx_host: str = Field("127.0.0.1", min_length=1, description="Address that kvserve listens on.")
     mlx_port: Port = Field(8080, description="Port of kvserve itself; 0 takes a free one.")
-    proxy_port: Port = Field(4000, description="Port of the LiteLLM proxy.")
+    proxy_port: FixedPort = Field(4000, description="Port of the LiteLLM proxy.")
     proxy_startup_wait_seconds: Seconds = Field(
         2.0, description="How long the banner waits for the proxy; readiness itself is polled."
     )
@@ -288,6 +289,8 @@ def load_launch(argv: Sequence[str], *, env_file: Path | None = Path(".env")) ->
         settings = Settings(_env_file=env_file, **given)  # type: ignore[call-arg]  # pydantic-settings reads it from kwargs
     except ValidationError as error:
         raise _as_setting_error(error) from None
+    if not flags.no_proxy and settings.proxy_port == settings.mlx_port:
+        raise SettingError("PROXY_PORT", settings.proxy_port, "another port than MLX_PORT")
     disk_cache: Literal["on", "ephemeral", "off"] = (
         "ephemeral" if flags.ephemeral_cache else "off" if flags.no_disk_cache else "on"
     )

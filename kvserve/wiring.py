@@ -62,7 +62,7 @@ def web_settings(settings: Settings) -> WebSettings:
 
 
 def proxy_settings(settings: Settings, backend_port: int) -> ProxySettings:
-    backend_host = "127.0.0.1" if settings.mlx_host in ("0.0.0.0", "::") else settings.mlx_host
+    backend_host = "127.0.0.1" if settings.mlx_host in ("0.0.0.0", "::") else url_host(settings.mlx_host)
     return ProxySettings(
         port=settings.proxy_port,
         backend_url=f"http://{backend_host}:{backend_port}",
@@ -73,3 +73,8 @@ def proxy_settings(settings: Settings, backend_port: int) -> ProxySettings:
         allowed_hosts=settings.allowed_hosts,
         max_body_bytes=settings.max_request_body_bytes,
     )
+
+
+def url_host(host: str) -> str:
+    """A host as it stands in a URL: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host

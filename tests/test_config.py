@@ -27,6 +27,13 @@ def test_flags_override_the_environment_which_overrides_the_file(
     assert (settings.mlx_port, settings.proxy_port, settings.model_path) == (1003, 2002, "/from/file")
 
 
+def test_both_servers_cannot_have_one_port() -> None:
+    """The clash is named before anything is started; without the proxy there is none."""
+    with pytest.raises(SettingError, match="another port than MLX_PORT"):
+        load_launch(["--port", "5000", "--proxy-port", "5000"])
+    load_launch(["--port", "5000", "--proxy-port", "5000", "--no-proxy"])
+
+
 def test_every_flag_is_accepted() -> None:
     """All flags that users were promised parse, and the cache flags exclude each other."""
     launch = load_launch(["--demo", "--port", "1", "--proxy-port", "2", "--no-proxy", "--ephemeral-cache"])

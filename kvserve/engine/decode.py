@@ -106,10 +106,10 @@ class DecodePool:
     def remove(self, row: Row) -> Left | None:
         """Take a row out between two steps, with the KV of all its tokens; None if it does not decode."""
         for group in self._groups:
-            for uid, each in group.rows.items():
+            for uid, each in list(group.rows.items()):
                 if each is row:
-                    del group.rows[uid]
                     caches, tokens = group.generator.remove([uid], return_prompt_caches=True)[uid]
+                    del group.rows[uid]
                     return Left(row, caches, tokens)
         return None
 
@@ -191,7 +191,10 @@ class DecodePool:
         """A generator without rows, an idle one if there is one. It starts level with the others, without a lead."""
         group = next((group for group in self._groups if not group.rows), None)
         if group is None:
-            group = _Group(BatchGenerator(self._model.module, stream=generation_stream))
+            batch_size = self._max_batch_size
+            group = _Group(
+                BatchGenerator(self._model.module, completion_batch_size=batch_size, stream=generation_stream)
+            )
             self._groups.append(group)
         busy = [other.used_seconds for other in self._groups if other.rows]
         group.used_seconds = min(busy, default=0.0)

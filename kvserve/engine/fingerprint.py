@@ -21,7 +21,7 @@ def model_fingerprint(folder: Path) -> str:
     small = {path for pattern in _SMALL_FILES for path in folder.glob(pattern)}
     for path in sorted(small):
         _add(digest, path.name.encode(), path.read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob("model*.safetensors")):
         for part in _weight_parts(path):
             _add(digest, path.name.encode(), part)
     return digest.hexdigest()

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
-from mlx_lm.utils import load_model
+from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.errors import ModelLoadError
 
@@ -73,6 +73,15 @@ def resolve_model_folder(model_path: str, note: Callable[[str], None]) -> Path:
             f"MODEL_PATH={model_path!r} is neither a local folder nor a model that could be fetched from the hub "
             f"({reason}). Check the name and the network, or give the path of a local folder."
         ) from error
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ModelLoadError for a folder without a usable config, or of an architecture that mlx-lm does not know."""
+    config = _read_config(folder)
+    try:
+        _get_classes(config)
+    except ValueError as error:
+        raise _explained(folder, config, error) from error
 
 
 def load(folder: Path, max_kv_size: int) -> LoadedModel:

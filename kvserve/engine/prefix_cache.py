@@ -114,6 +114,7 @@ class PrefixCache:
 
         `prefilling` are the rows that compute now, with the number of prompt tokens each has done.
         """
+        prefilling = [(tenancy, num_done) for tenancy, num_done in prefilling if not tenancy.lease.is_detached]
         if not prefilling:
             return None
         tokens = _tokens(row)
@@ -135,6 +136,13 @@ class PrefixCache:
         match = self._tree.lookup(tokens)
         self._count_misses(row, match)
         lease = self._tree.acquire(match, owner=_owner(row))
+        try:
+            return self._restored(row, tokens, match, lease)
+        except Exception:
+            self._tree.release(lease)
+            raise
+
+    def _restored(self, row: Row, tokens: TokenSequence, match: Match, lease: Lease) -> tuple[Tenancy, list[Any], int]:
         num_next = len(tokens) - match.num_usable_tokens
         pieces = [
             (piece.payload, piece.first_row, piece.end_row) for piece in match.pieces if piece.payload is not None
@@ -151,6 +159,14 @@ class PrefixCache:
             stops = (*stops, Stop(len(tokens) - 1, "stride"))
         return Tenancy(row, lease, pack(tokens), list(stops)), caches, match.num_usable_tokens
 
+    def hold(self, row: Row) -> Lease:
+        """Keep what a row will start from until it enters: room is made for it before it does."""
+        return self._tree.acquire(self._tree.lookup(_tokens(row)))
+
+    def let_go(self, lease: Lease) -> None:
+        """End a hold."""
+        self._tree.release(lease)
+
     def keep(self, tenancy: Tenancy, caches: Sequence[Any], num_done: int) -> None:
         """Take in what a prefill has computed up to the planned stop `num_done`; nothing where it does not stop."""
         stop = tenancy.stop_at(num_done)
@@ -158,11 +174,10 @@ class PrefixCache:
             self._extend(tenancy, _tokens(tenancy.row), caches, num_done, stop.kind)
 
     def finish(self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int]) -> None:
-        """Take in the KV of `tokens`, all that a row's caches hold when it has left its batch, and end its tenancy."""
+        """Take in the KV of `tokens`, all that a row's caches hold when it has left its batch, and mark its end."""
         sequence = TokenSequence(tuple(tokens), tenancy.row.request.prompt.images)
         self._extend(tenancy, sequence, caches, len(sequence), "answer")
         self._tree.mark_end(tenancy.lease)
-        self.leave(tenancy)
 
     def leave(self, tenancy: Tenancy) -> None:
         """The row is gone; segments that were complete stay."""
@@ -180,7 +195,7 @@ class PrefixCache:
         self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any], end: int, kind: BoundaryKind
     ) -> None:
         # Room is made first: the tier is never above its budget, not even for a moment.
-        self._evict(self._model.row_bytes(end - tenancy.lease.num_tokens))
+        self.make_room(self._model.row_bytes(end - tenancy.lease.num_tokens))
         self._tree.extend(
             tenancy.lease,
             tokens,
@@ -201,12 +216,12 @@ class PrefixCache:
 
     # --- limits, idle work, reports -----------------------------------------------------------------------------------
 
-    def make_room(self, num_live_bytes: float, num_needed_bytes: float = 0) -> None:
-        """Evict until live rows, the tier and `num_needed_bytes` fit into the budget together."""
-        self._tree.account_live(int(num_live_bytes))
-        self._evict(num_needed_bytes)
+    def account_live(self, num_bytes: float) -> None:
+        """Say what the live rows' own caches hold: they count in the budget."""
+        self._tree.account_live(int(num_bytes))
 
-    def _evict(self, num_needed_bytes: float) -> None:
+    def make_room(self, num_needed_bytes: float = 0) -> None:
+        """Evict until live rows, the tier and `num_needed_bytes` fit into the budget together."""
         num_freed_bytes = self._tree.evict(int(num_needed_bytes)).num_freed_bytes
         if num_freed_bytes >= CLEAR_AFTER_BYTES:
             mx.clear_cache()
@@ -227,6 +242,12 @@ class PrefixCache:
         """Forget everything that is kept; live rows go on."""
         self._tree.clear()
         mx.clear_cache()
+
+    def forget(self) -> None:
+        """Begin anew: nothing kept, nothing counted."""
+        self.clear()
+        self._totals = Totals()
+        self._num_hybrid_trim_misses = 0
 
     def report(self) -> CacheReport:
         return CacheReport(self._tree.stats(), self._totals, self._num_hybrid_trim_misses)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from kvserve.cache.trie import Lease
 from kvserve.core import StopReason
 from kvserve.engine.admission import Budget
 from kvserve.engine.decode import DecodePool, Decoder, Left, Step
@@ -31,9 +32,13 @@ LONG_ROW_TOKENS = 4096
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """An admitted row that has not begun; `awaited` is the row in flight that will have stored its first tokens."""
+    """An admitted row that has not begun; `awaited` is the row in flight that will have stored its first tokens.
+
+    `hold` keeps what is known of its prompt from leaving while room is made for it.
+    """
 
     row: Row
+    hold: Lease
     awaited: Tenancy | None = None
     awaited_tokens: int = 0
 
@@ -83,6 +88,7 @@ class Scheduler:
     def tick(self) -> None:
         """Free rows that must go, admit rows that fit, then one prefill chunk and one token for every stream."""
         self._drop_leavers()
+        self.cache.account_live(self._live_bytes())
         self._admit()
         self._begin_arrivals()
         if self._prefilling:
@@ -90,6 +96,11 @@ class Scheduler:
             self._settle(self._pool.step_all())
         else:
             self._settle(self._pool.step())
+
+    def sweep(self) -> None:
+        """Let leave what has outlived its time, also when nobody asks for anything."""
+        self.cache.account_live(self._live_bytes())
+        self.cache.make_room()
 
     def do_idle_work(self) -> bool:
         """One small piece of work that no request waits for. Returns whether there was any."""
@@ -117,12 +128,17 @@ class Scheduler:
         for row, reason in list(self._leavers()):
             if row in self._waiting:
                 self._waiting.remove(row)
-            self._arrivals = [arrival for arrival in self._arrivals if arrival.row is not row]
+            self._drop_arrival(row)
             self._prefilling = [prefill for prefill in self._prefilling if prefill.row is not row]
             left = self._pool.remove(row)
             row.finish(reason)
             # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
             self._release(row, left if reason == "cancelled" else None)
+
+    def _drop_arrival(self, row: Row) -> None:
+        for arrival in [arrival for arrival in self._arrivals if arrival.row is row]:
+            self._arrivals.remove(arrival)
+            self.cache.let_go(arrival.hold)
 
     def _leavers(self) -> Iterator[tuple[Row, StopReason]]:
         now = time.monotonic()
@@ -141,26 +157,31 @@ class Scheduler:
             needed = self._reserved(self._waiting[0])
             if not self._budget.can_hold(needed, reserved, padding):
                 return
-            self.cache.make_room(self._live_bytes(), self._budget.row_bytes(needed))
-            self._arrivals.append(Arrival(self._waiting.popleft()))
+            self._arrive(self._waiting.popleft())
+            self.cache.make_room(self._budget.row_bytes(needed - len(self._arrivals[-1].row.request.prompt)))
+
+    def _arrive(self, row: Row) -> None:
+        self._arrivals.append(Arrival(row, self.cache.hold(row)))
+        self.cache.account_live(self._live_bytes())
 
     def _reserved(self, row: Row) -> int:
         return self._budget.reserved_tokens(len(row.request.prompt), row.request.max_tokens)
 
     def _live_bytes(self) -> float:
-        num_tokens = self._pool.padded_tokens() + sum(prefill.num_done for prefill in self._prefilling)
-        num_rows = self._pool.num_rows + len(self._prefilling)
+        """What live rows hold; one that has not begun to decode counts with its whole prompt."""
+        beginning = [*(arrival.row for arrival in self._arrivals), *(prefill.row for prefill in self._prefilling)]
+        num_tokens = self._pool.padded_tokens() + sum(row.num_tokens for row in beginning)
+        num_rows = self._pool.num_rows + len(beginning)
         return num_tokens * self._model.kv_bytes_per_token + num_rows * self._model.fixed_row_bytes
 
     def _begin_arrivals(self) -> None:
         """Start the rows that nothing keeps waiting: restore what is known of their tokens and prefill the rest."""
         for arrival in list(self._arrivals):
             if not self._must_wait(arrival):
-                self._arrivals.remove(arrival)
                 self._begin(arrival.row)
+                self._drop_arrival(arrival.row)
 
     def _begin(self, row: Row) -> None:
-        row.prefill_started_at = row.prefill_started_at or time.monotonic()
         try:
             tenancy, caches, num_done = self.cache.enter(row)
         except Exception as error:  # noqa: BLE001 - what cannot be restored is this row's trouble alone
@@ -176,7 +197,7 @@ class Scheduler:
     def _must_wait(self, arrival: Arrival) -> bool:
         """Whether a row in flight will have what this one needs. Asked anew once the awaited row is there, or gone."""
         in_flight = [(prefill.tenancy, prefill.num_done) for prefill in self._prefilling]
-        is_there = any(tenancy is arrival.awaited for tenancy, _ in in_flight)
+        is_there = any(tenancy is arrival.awaited and not tenancy.lease.is_detached for tenancy, _ in in_flight)
         if is_there and arrival.awaited is not None and arrival.awaited.lease.num_tokens < arrival.awaited_tokens:
             return True
         wait = self.cache.wait_for(arrival.row, in_flight)
@@ -194,11 +215,12 @@ class Scheduler:
 
     def _prefill_chunk(self, prefill: Prefill) -> None:
         seconds = CHUNK_SECONDS_BESIDE_STREAMS if self._pool.num_rows else CHUNK_SECONDS_ALONE
+        prefill.row.prefill_started_at = prefill.row.prefill_started_at or time.monotonic()
         try:
             if prefill.num_left:
                 num_tokens = prefill.step(self._model.module, self._chunk_length, seconds)
                 self.cache.count(num_prefill_tokens=num_tokens)
-                self.cache.keep(prefill.tenancy, prefill.caches, prefill.num_done)
+                self._keep(prefill)
             if not prefill.num_left:
                 self._pool.enter(prefill.row, prefill.caches, self._decoder(prefill.row))
                 self._prefilling.remove(prefill)
@@ -207,6 +229,13 @@ class Scheduler:
             self._prefilling.remove(prefill)
             prefill.row.fail(error)
             self._release(prefill.row, None)
+
+    def _keep(self, prefill: Prefill) -> None:
+        """Store what a stop gives. What cannot be stored is computed again another time; the request goes on."""
+        try:
+            self.cache.keep(prefill.tenancy, prefill.caches, prefill.num_done)
+        except Exception as error:  # noqa: BLE001 - the cache must never cost a healthy request
+            self._report(f"KV could not be kept and will be computed again: {type(error).__name__}: {error}")
 
     def _decoder(self, row: Row) -> Decoder:
         sampling, num_prompt_tokens = row.request.sampling, len(row.request.prompt)
@@ -217,24 +246,32 @@ class Scheduler:
         return Decoder(sampler_for(sampling, self._model.vocab_size), processors, sampling.seed is not None)
 
     def _settle(self, step: Step) -> None:
-        """What a decode step left to do."""
-        for left in step.finished:
-            self._release(left.row, left)
+        """What a decode step left to do; rows that must hear something hear it first."""
         for row in step.failed:
             row.fail(row.failure or EngineFailure("The row failed for an unknown reason."))
             self._release(row, None)
         for row in step.evicted:
             self._report(f"A decode batch failed; request {row.request.request_id} is computed again from its tokens.")
             self._release(row, None)
-            self._arrivals.append(Arrival(row))
+            self._arrive(row)
+        for left in step.finished:
+            self._release(left.row, left)
 
     def _release(self, row: Row, left: Left | None) -> None:
         """A row is gone; with `left` its KV is taken in up to the last whole token."""
         tenancy = self._tenancies.pop(row, None)
-        if tenancy is not None and left is not None:
-            self.cache.finish(tenancy, left.caches, left.tokens)
-        elif tenancy is not None:
-            self.cache.leave(tenancy)
-        self.cache.make_room(self._live_bytes())
+        self.cache.account_live(self._live_bytes())
+        if tenancy is not None:
+            self._end_tenancy(tenancy, left)
+        self.cache.make_room()
         if row.num_tokens >= LONG_ROW_TOKENS:
             mx.clear_cache()
+
+    def _end_tenancy(self, tenancy: Tenancy, left: Left | None) -> None:
+        try:
+            if left is not None:
+                self.cache.finish(tenancy, left.caches, left.tokens)
+        except Exception as error:  # noqa: BLE001 - the answer is out; what cannot be kept is computed again
+            self._report(f"KV could not be kept and will be computed again: {type(error).__name__}: {error}")
+        finally:
+            self.cache.leave(tenancy)

@@ -118,8 +118,8 @@ def merged(slices: Sequence[tuple[KvSlice, int, int]]) -> KvSlice:
     """One slice of consecutive pieces (slice, first row, end row): what coalescing small segments makes."""
     num_leaves = len(slices[0][0].leaves)
     leaves = tuple(
-        tuple(
-            mx.concatenate(list(parts), axis=TOKEN_AXIS)
+        tuple(  # contiguous: of a single piece the concatenation is a view that keeps its whole buffer alive
+            mx.contiguous(mx.concatenate(list(parts), axis=TOKEN_AXIS))
             for parts in zip(*(_rows(piece, i) for piece in slices), strict=True)
         )
         for i in range(num_leaves)

@@ -27,6 +27,7 @@ from kvserve.engine.scheduler import Scheduler
 from kvserve.errors import ContextOverflow, EngineFailure, MemoryExhausted, ModelLoadError, NotReady, QueueFull
 
 ERRAND_TIMEOUT_SECONDS = 30.0
+IDLE_SWEEP_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ class EngineSettings:
     cache: CacheSettings
 
 
-type Errand = Callable[[Scheduler], None]
-"""Something that another thread wants done on the engine thread."""
+type Errand = Callable[[Scheduler | None], None]
+"""Something that another thread wants done on the engine thread; None means that it will not be done any more."""
 
 type EngineState = Literal["loading", "ready", "failed", "stopped"]
 
@@ -81,6 +82,7 @@ class Engine:
         self._lock = threading.Lock()
         self._loaded = threading.Event()
         self._stopping = threading.Event()
+        self._is_closed = False
         self._load_error: ModelLoadError | None = None
         self._model: LoadedModel | None = None
         self._scheduler: Scheduler | None = None
@@ -134,7 +136,11 @@ class Engine:
                 raise QueueFull(f"{self._num_open} requests are open already; try again later.", retry_after_seconds=5)
             self._num_open += 1
         generation = Generation(request)
-        self._inbox.put(Row(generation, self._row_ended, constraint))
+        try:
+            self._put(Row(generation, self._row_ended, constraint))
+        except NotReady:
+            self._row_ended()
+            raise
         return generation
 
     def cache_report(self) -> CacheReport:
@@ -150,18 +156,27 @@ class Engine:
         self.wait_until_ready(0)
         answer: Future[T] = Future()
 
-        def errand(scheduler: Scheduler) -> None:
+        def errand(scheduler: Scheduler | None) -> None:
+            if scheduler is None:
+                answer.set_exception(NotReady("The server is shutting down.", retry_after_seconds=10))
+                return
             try:
                 answer.set_result(question(scheduler))
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever asked, not to the rows
                 answer.set_exception(error)
-                raise
 
-        self._inbox.put(errand)
+        self._put(errand)
         try:
             return answer.result(ERRAND_TIMEOUT_SECONDS)
         except TimeoutError as error:
             raise NotReady("The engine is busy.", retry_after_seconds=5) from error
+
+    def _put(self, item: "Row | Errand") -> None:
+        """Into the inbox, unless the engine thread has emptied it for the last time."""
+        with self._lock:
+            if self._is_closed:
+                raise NotReady("The server is shutting down.", retry_after_seconds=10)
+            self._inbox.put(item)
 
     def stop(self, timeout_seconds: float = 4.0) -> None:
         """End every row with reason `shutdown`, free the model and join the thread. Idempotent."""
@@ -175,7 +190,7 @@ class Engine:
             return "failed"
         if self._stopping.is_set():
             return "stopped"
-        return "ready" if self._loaded.is_set() else "loading"
+        return "ready" if self._model is not None else "loading"
 
     def _check(self, request: GenerationRequest, model: LoadedModel) -> None:
         num_prompt_tokens = len(request.prompt)
@@ -194,7 +209,7 @@ class Engine:
     def _budget(self, model: LoadedModel) -> Budget:
         return Budget(
             max_rows=self._settings.max_concurrent_requests,
-            max_bytes=self._settings.max_batch_bytes or max(2**28, (_memory_bytes() - model.weight_bytes) / 2),
+            max_bytes=self._settings.max_batch_bytes or _half_of_the_rest(model),
             kv_bytes_per_token=model.kv_bytes_per_token,
             fixed_row_bytes=model.fixed_row_bytes,
         )
@@ -206,37 +221,44 @@ class Engine:
     # --- the engine thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with mx.stream(generation_stream):
-            try:
+        try:
+            with mx.stream(generation_stream):
                 self._load()
                 while self._scheduler is not None and not self._stopping.is_set():
                     self._serve(self._scheduler)
-            finally:
                 self._end_all_rows()
                 self._model = self._scheduler = None
-                self._loaded.set()
                 mx.synchronize()
-        mx.clear_streams()  # else the interpreter aborts at exit because MLX ran on another thread
+        finally:
+            self._loaded.set()
+            mx.clear_streams()  # else the interpreter aborts at exit because MLX ran on another thread
 
     def _load(self) -> None:
         try:
             model = load(self._folder, self._settings.max_kv_size)
-            cache_bytes = self._settings.cache.max_bytes or int(self._budget(model).max_bytes)
-            scheduler = Scheduler(
-                model,
-                self._budget(model),
-                PrefixCache(model, self._settings.cache, cache_bytes, model_fingerprint(self._folder)),
-                prefill_step_size=self._settings.prefill_step_size,
-                watchdog_seconds=self._settings.watchdog_seconds,
-                report=self._report,
-            )
+            scheduler = self._new_scheduler(model)
             _warm_up(scheduler, self._settings.default_sampling)
-            scheduler.cache.clear()
+            scheduler.cache.forget()
         except ModelLoadError as error:
             self._load_error = error
             return
+        except Exception as error:  # noqa: BLE001 - whoever waits for the model must hear of it, whatever it was
+            reason = f"{type(error).__name__}: {error}"
+            self._load_error = ModelLoadError(f"The model in {self._folder} could not be loaded: {reason}")
+            return
         self._scheduler, self._model = scheduler, model
         self._loaded.set()
+
+    def _new_scheduler(self, model: LoadedModel) -> Scheduler:
+        cache_bytes = self._settings.cache.max_bytes or int(_half_of_the_rest(model))
+        return Scheduler(
+            model,
+            self._budget(model),
+            PrefixCache(model, self._settings.cache, cache_bytes, model_fingerprint(self._folder)),
+            prefill_step_size=self._settings.prefill_step_size,
+            watchdog_seconds=self._settings.watchdog_seconds,
+            report=self._report,
+        )
 
     def _serve(self, scheduler: Scheduler) -> None:
         """The loop. A defect that no row can be blamed for ends all rows; the model stays loaded."""
@@ -252,10 +274,10 @@ class Engine:
 
     def _take_submitted(self, scheduler: Scheduler) -> None:
         """Move what was submitted into the scheduler; waits for something to do while there is nothing."""
+        while scheduler.is_idle and self._inbox.empty() and scheduler.do_idle_work():
+            pass
         try:
-            while scheduler.is_idle and self._inbox.empty() and scheduler.do_idle_work():
-                pass
-            while (item := self._inbox.get(block=scheduler.is_idle and not self._stopping.is_set())) is not None:
+            while (item := self._next_item(scheduler)) is not None:
                 if isinstance(item, Row):
                     scheduler.add(item)
                 else:
@@ -263,12 +285,27 @@ class Engine:
         except queue.Empty:
             return
 
+    def _next_item(self, scheduler: Scheduler) -> "Row | Errand | None":
+        """The next of the inbox. An idle engine waits, and looks now and then for what has outlived its time."""
+        if not scheduler.is_idle or self._stopping.is_set():
+            return self._inbox.get_nowait()
+        try:
+            return self._inbox.get(timeout=IDLE_SWEEP_SECONDS)
+        except queue.Empty:
+            scheduler.sweep()
+            raise
+
     def _end_all_rows(self) -> None:
         rows = self._scheduler.drain() if self._scheduler else []
+        with self._lock:
+            self._is_closed = True
         try:
             while True:
-                if isinstance(item := self._inbox.get_nowait(), Row):
+                item = self._inbox.get_nowait()
+                if isinstance(item, Row):
                     rows.append(item)
+                elif item is not None:
+                    item(None)
         except queue.Empty:
             for row in rows:
                 row.finish("shutdown")
@@ -287,6 +324,11 @@ def _warm_up(scheduler: Scheduler, sampling: SamplingParams) -> None:
     for batch in generation.batches(0):
         if batch and isinstance(batch[-1], GenerationFailed):
             raise ModelLoadError(f"The model was loaded, but it cannot generate: {batch[-1].error}")
+
+
+def _half_of_the_rest(model: LoadedModel) -> float:
+    """Half of the memory that the weights leave; the other half is for activations and everybody else."""
+    return max(2**28, (_memory_bytes() - model.weight_bytes) / 2)
 
 
 def _memory_bytes() -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from kvserve.errors import ModelLoadError
 from kvserve.prompt.detokenizer import DecoderForm, Detokenizer, decoder_form, make_detokenizer
@@ -90,7 +90,10 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     if not model_dir.is_dir():
         raise ModelLoadError(f"{model_dir} is not a folder. MODEL_PATH must be a model folder in Hugging Face format.")
     try:
-        loaded = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True, trust_remote_code=False)
+        # With a config handed in transformers does not look the architecture up: it knows fewer of them than mlx-lm.
+        loaded = AutoTokenizer.from_pretrained(
+            str(model_dir), config=PreTrainedConfig(), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # the Rust tokenizer raises bare Exception for a file that it cannot read
         raise ModelLoadError(_diagnosis(model_dir, error)) from error
     backend = getattr(loaded, "backend_tokenizer", None)

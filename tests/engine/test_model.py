@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from kvserve.engine.model import load, resolve_model_folder
+from kvserve.engine.model import check_folder, load, resolve_model_folder
 from kvserve.errors import ModelLoadError
 from tests.engine.engines import FAMILIES
 from tests.models import tiny_model
@@ -58,6 +58,13 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     """The message names the architecture and says what to do."""
     with pytest.raises(ModelLoadError, match=r"'no_such_model'.*mlx-lm"):
         load(broken(tmp_path, model_type="no_such_model"), 1000)
+
+
+def test_the_architecture_is_checked_before_anything_is_loaded(tmp_path: Path) -> None:
+    """A folder's config alone tells whether mlx-lm knows the architecture; a good one passes."""
+    with pytest.raises(ModelLoadError, match="'imaginary9'"):
+        check_folder(broken(tmp_path, model_type="imaginary9"))
+    check_folder(tiny_model("llama"))
 
 
 def test_broken_files_are_one_paragraph(tmp_path: Path) -> None:

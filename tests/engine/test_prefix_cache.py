@@ -221,6 +221,29 @@ def test_coalescing_changes_nothing(engine: Engine) -> None:
     assert warm.tokens == cold(engine, tokens)
 
 
+def test_a_budget_of_little_more_than_one_conversation_still_reuses_it(family: str) -> None:
+    """Room for a row is not made by evicting what that very row starts from."""
+    with running_engine(family) as engine:
+        row_bytes = engine.wait_until_ready().row_bytes(1500)
+    with running_engine(family, cache=replace(CACHE, max_bytes=int(row_bytes * 1.6))) as engine:
+        [first] = generate(engine, turn(prompt_of(1500), 2))
+        [again] = generate(engine, turn(prompt_of(1500), 2))
+        assert cached(again) >= 1490
+        assert again.tokens == first.tokens
+
+
+def test_a_row_does_not_wait_for_one_that_stores_nothing(engine: Engine) -> None:
+    """After a clear, rows in flight keep nothing; another with the same prompt starts at once and is exact."""
+    prompt = prompt_of(3000)
+    first = engine.submit(turn(prompt, 4))
+    for batch in first.batches(30):
+        if batch:
+            break
+    engine.clear_cache()
+    [second] = generate(engine, turn(prompt, 4))
+    assert second.tokens == collect(first).tokens
+
+
 # --- negative controls: each must make the exactness above fail -----------------------------------------------------
 
 

@@ -131,6 +131,23 @@ def test_a_slice_does_not_keep_its_parent_alive() -> None:
         assert mx.get_active_memory() < before - 2 * heads * 49_000 * 64 * 4
 
 
+def test_a_part_that_is_cut_from_a_slice_frees_the_rest() -> None:
+    """Rows cut out of a stored slice are a copy of their own."""
+    whole = CacheLayout(lambda: [KVCache()]).read_kv([_filled(50_000)], 0, 50_000)
+    before = mx.get_active_memory()
+    part = merged([(whole, 100, 200)])
+    assert part.num_bytes == 2 * 100 * 64 * 4
+    del whole
+    assert mx.get_active_memory() < before - 2 * 49_000 * 64 * 4
+
+
+def _filled(num_tokens: int) -> KVCache:
+    cache = KVCache()
+    cache.update_and_fetch(mx.ones((1, 1, num_tokens, 64)), mx.ones((1, 1, num_tokens, 64)))
+    mx.eval(cache.keys, cache.values)
+    return cache
+
+
 def test_a_window_keeps_its_size_and_true_offset() -> None:
     """A window snapshot holds at most max_size rows, in temporal order, with the offset of the whole row."""
     window = RotatingKVCache(8)

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import KVCache
 
 from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, TokenDelta
 from kvserve.engine import scheduler as scheduler_module
+from kvserve.engine import worker as worker_module
 from kvserve.engine.rows import Generation
 from kvserve.engine.worker import Engine
 from kvserve.errors import ContextOverflow, EngineFailure, MemoryExhausted, ModelLoadError, NotReady, QueueFull
@@ -136,6 +137,21 @@ def test_limits_refuse_before_any_work() -> None:
             generation.cancel()
     with running_engine(max_batch_bytes=2**20) as engine, pytest.raises(MemoryExhausted, match="MAX_BATCH_BYTES"):
         engine.submit(request(prompt_of(4000)))
+
+
+def test_more_rows_than_a_generators_default_all_decode() -> None:
+    """Every admitted row gets tokens, also beyond the 32 rows that the library's batch holds by default."""
+    with running_engine(max_concurrent_requests=40) as engine:
+        results = generate(engine, *(request(prompt_of(20, seed), 4) for seed in range(40)))
+    assert {len(result.tokens) for result in results} == {4}
+
+
+def test_a_rows_clock_starts_with_its_own_first_chunk() -> None:
+    """Rows that are admitted together compute one after the other; what they wait for each other is queueing."""
+    with running_engine(prefill_step_size=64) as engine:
+        rows = [engine.submit(request(prompt_of(3000, seed), 1)) for seed in range(4)]
+        queued = [collect(row).end.timing.queue_seconds for row in rows]  # type: ignore[union-attr]
+    assert queued[0] < 0.1 < max(queued)
 
 
 def test_rows_beyond_the_memory_budget_wait_for_their_turn() -> None:
@@ -282,6 +298,17 @@ def test_a_model_that_cannot_generate_is_an_error_of_the_start(monkeypatch: pyte
     engine.start()
     with pytest.raises(ModelLoadError, match=r"cannot generate.*batching"):
         engine.wait_until_ready(20)
+    engine.stop()
+
+
+def test_whatever_goes_wrong_while_loading_reaches_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that nobody foresaw ends the start with a message, not with a server that loads for ever."""
+    monkeypatch.setattr(worker_module, "model_fingerprint", lambda _: 1 / 0)
+    engine = Engine(tiny_model("qwen3"), engine_settings(), grammar_tokenizer=lambda _: None, report=lambda _: None)
+    engine.start()
+    with pytest.raises(ModelLoadError, match="ZeroDivisionError"):
+        engine.wait_until_ready(20)
+    assert engine.status.state == "failed"
     engine.stop()
 
 

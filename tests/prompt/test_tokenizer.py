@@ -112,3 +112,13 @@ def test_any_text_can_be_encoded(text: str) -> None:
     clean = without_surrogates(broken)
     assert len(clean) == len(broken) and clean == text + "\ufffd" + text
     assert tokenizer.decode(tokenizer.encode(broken)) == clean
+
+
+@pytest.mark.parametrize("model_type", ["mimo", "nanbeige", "imaginary9"])
+def test_an_architecture_that_transformers_does_not_know_has_a_tokenizer(tmp_path: Path, model_type: str) -> None:
+    """mlx-lm knows more architectures than transformers; the tokenizer does not depend on that."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    assert load_tokenizer(folder).encode("hello") == load_tokenizer(tiny_model("llama")).encode("hello")

@@ -1,0 +1,243 @@
+"""`start_llm.py` as a process: what it says and returns when it cannot start, readiness, and its end by a signal.
+
+Here without LiteLLM, which takes 10 to 20 s; `tests/e2e/test_signals.py` ends whole servers.
+"""
+
+import http.client
+import json
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.servers import ChatStream, ServerProcess, serving, spawn, wait_until
+from tests.models import tiny_model
+from tests.proxy.stubs import free_port
+
+START_SECONDS = 60.0
+"""Far more than the three seconds that a failing start takes: the machine may be busy."""
+
+END_SECONDS = 5.0
+
+
+# --- starts that fail -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A start that cannot succeed: what is wrong with it, and what its one paragraph has to name."""
+
+    name: str
+    named: tuple[str, ...]
+    flags: tuple[str, ...] = ("--demo",)
+    settings: dict[str, object] = field(default_factory=dict)
+    env_file: str | None = None
+    damage: Callable[[Path], object] | None = None
+
+
+def damaged(name: str, damage: Callable[[Path], object], *named: str) -> Refused:
+    """A start with a copy of a tiny model of which something was taken away or changed."""
+    return Refused(name, named, flags=(), damage=damage)
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+CASES = [
+    Refused("a wrong setting", ("KV_BITS", "'5'", "OFF, 4 or 8"), settings={"KV_BITS": "5"}),
+    Refused("a wrong flag", ("MLX_PORT", "'eighty'", "integer"), flags=("--demo", "--port=eighty")),
+    Refused("a wrong line in .env", ("MODEL_FAMILY", "'gpt9'", "qwen3"), env_file="MODEL_FAMILY=gpt9\n"),
+    Refused("a host that is not ours", ("MLX_HOST", "'192.0.2.1'"), settings={"MLX_HOST": "192.0.2.1"}),
+    Refused("no such folder", ("MODEL_PATH", "./absent", "config.json"), flags=("--model=./absent",)),
+    damaged("no config", lambda folder: (folder / "config.json").unlink(), "config.json"),
+    damaged("cut weights", lambda folder: truncate(folder / "model.safetensors"), "could not be loaded"),
+    damaged("a cut tokenizer", lambda folder: truncate(folder / "tokenizer.json"), "tokenizer.json"),
+    damaged("an unknown architecture", lambda folder: edit_config(folder, model_type="imaginary9"), "'imaginary9'"),
+]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a start ended."""
+
+    return_code: int
+    screen: str
+
+
+def error_paragraph(ending: Ending) -> str:
+    """The error, after showing that it is one line, the last one, and that nothing else went to pieces."""
+    assert ending.return_code not in (0, None)
+    lines = ending.screen.splitlines()
+    assert [line for line in lines if "error: " in line] == lines[-1:], ending.screen
+    assert "Traceback" not in ending.screen
+    return lines[-1].partition("error: ")[2]
+
+
+def start(case: Refused, folder: Path) -> "subprocess.Popen[bytes]":
+    folder.mkdir()
+    flags = list(case.flags)
+    if case.env_file is not None:
+        (folder / ".env").write_text(case.env_file, "utf-8")
+    if case.damage is not None:
+        shutil.copytree(tiny_model("qwen3"), folder / "model")
+        case.damage(folder / "model")
+        flags.append(f"--model={folder / 'model'}")
+    if not any(flag.startswith("--port") for flag in flags):
+        flags.append("--port=0")
+    return spawn(folder, "--no-proxy", *flags, **case.settings)
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Ending]]:
+    """All starts that fail, side by side: most of a start's time is imports."""
+    root = tmp_path_factory.mktemp("refused")
+    started = {case.name: start(case, root / case.name.replace(" ", "-")) for case in CASES}
+
+    def ending(name: str) -> Ending:
+        return_code = started[name].wait(START_SECONDS)
+        return Ending(return_code, (root / name.replace(" ", "-") / "screen.txt").read_text("utf-8"))
+
+    yield ending
+    for process in started.values():
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_cannot_start_says_why(endings: Callable[[str], Ending], case: Refused) -> None:
+    """One paragraph that names what is wrong, and an exit code that is not 0."""
+    ending = endings(case.name)
+    paragraph = error_paragraph(ending)
+    assert ending.return_code == 1
+    assert all(word in paragraph for word in case.named), paragraph
+    assert paragraph.endswith(".")
+    assert len(paragraph) < 600
+
+
+# --- ports ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def foreign_port() -> Iterator[tuple[int, socket.socket]]:
+    """A port on which this process listens, and its listener."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(5.0)
+        yield int(listener.getsockname()[1]), listener
+
+
+def still_listens(port: int, listener: socket.socket) -> bool:
+    """Whether the listener accepts a new connection (those of the server's probes come first)."""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+        while True:
+            connection, peer = listener.accept()
+            connection.close()
+            if peer == client.getsockname():
+                return True
+
+
+def refused_start(folder: Path, *flags: str) -> Ending:
+    process = spawn(folder, "--demo", *flags)
+    try:
+        return Ending(process.wait(START_SECONDS), (folder / "screen.txt").read_text("utf-8"))
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("flag", ["--port", "--proxy-port"])
+def test_a_taken_port_is_named_and_left_alone(
+    tmp_path: Path, foreign_port: tuple[int, socket.socket], flag: str
+) -> None:
+    """The holder, its port and the setting are named; the holder goes on; kvserve ends with 1."""
+    port, listener = foreign_port
+    other = "--proxy-port" if flag == "--port" else "--port"
+    ending = refused_start(tmp_path, f"{flag}={port}", f"{other}={free_port()}")
+    paragraph = error_paragraph(ending)
+    assert ending.return_code == 1
+    assert str(port) in paragraph
+    assert {"--port": "MLX_PORT", "--proxy-port": "PROXY_PORT"}[flag] in paragraph
+    if Path("/proc/net/tcp").exists():
+        assert str(_own_pid()) in paragraph
+    assert still_listens(port, listener)
+
+
+def _own_pid() -> int:
+    return int(Path("/proc/self").resolve().name)
+
+
+def test_one_port_for_both_is_refused(tmp_path: Path) -> None:
+    """LiteLLM cannot listen where kvserve does: the start says so instead of serving half."""
+    port = free_port()
+    ending = refused_start(tmp_path, f"--port={port}", f"--proxy-port={port}")
+    assert str(port) in error_paragraph(ending)
+    assert ending.return_code == 1
+
+
+# --- readiness and end ------------------------------------------------------------------------------------------------
+
+
+def post_chat(port: int, **fields: Any) -> tuple[int, dict[str, str], dict[str, Any]]:
+    """Status, headers and body of a chat request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        body = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], **fields}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, headers, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def test_health_is_503_while_the_model_loads(tmp_path: Path) -> None:
+    """The port answers before the model does: 503 with the reason, also for a chat; then 200."""
+    with serving(tmp_path, "--demo", with_proxy=False) as server:
+        status, body = wait_until(server.health, START_SECONDS, lambda: server.screen)
+        assert (status, body["status"]) == (503, "loading")
+        refused, headers, error = post_chat(server.port)
+        assert (refused, error["error"]["code"]) == (503, "not_ready")
+        assert int(headers["retry-after"]) > 0
+        server.wait_until_healthy()
+        health = server.health()
+        assert health is not None
+        assert (health[0], health[1]["status"], health[1]["proxy"]) == (200, "ok", "off")
+        assert post_chat(server.port, max_tokens=2)[0] == 200
+
+
+def check_end(server: ServerProcess, number: signal.Signals) -> None:
+    seconds = server.end(number)
+    assert server.process.returncode == 0, server.screen
+    assert seconds < END_SECONDS
+    assert "Traceback" not in server.screen
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_during_a_stream_ends_it_well(tmp_path: Path, number: signal.Signals) -> None:
+    """The stream gets its finish reason and [DONE], the exit code is 0, within five seconds."""
+    with serving(tmp_path, f"--model={tiny_model('qwen3')}", with_proxy=False) as server:
+        server.wait_until_healthy()
+        stream = ChatStream(server.port, max_tokens=100_000)
+        stream.wait_for_output()
+        check_end(server, number)
+        assert len(stream.finish(1.0).finish_reasons) == 1
+
+
+def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
+    """Nothing has to be ready for an orderly end."""
+    with serving(tmp_path, "--demo", with_proxy=False) as server:
+        wait_until(server.health, START_SECONDS, lambda: server.screen)
+        check_end(server, signal.SIGTERM)
