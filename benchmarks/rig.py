@@ -1,0 +1,133 @@
+"""What a benchmark measures on: one demo model, served by a process of its own and loaded bare in this one.
+
+Server and bare model take turns, never both at once, so that noise of the machine falls on both alike.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bare import BareModel
+from benchmarks.client import BenchmarkError, Client
+from benchmarks.prompts import Prompt, Prompts
+from kvserve.config import Settings, setting_key
+from kvserve.demo.build import ModelScale, build_model
+
+START_SECONDS = 120
+START_SCRIPT = Path(__file__).resolve().parent.parent / "start_llm.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """A served model beside the same model bare."""
+
+    port: int
+    bare: BareModel
+    prompts: Prompts
+
+    def health(self) -> dict[str, Any]:
+        """The body of `/health`."""
+        return _health(self.port)[1]
+
+    def settle(self) -> None:
+        """Wait until the server computes nothing and what it had computed ahead is through."""
+        while (health := self.health())["num_running"] or health["num_waiting"]:
+            time.sleep(0.02)
+        time.sleep(0.1)
+
+    def answer_seconds(self, prompts: list[Prompt], num_tokens: int) -> float:
+        """All answers over HTTP at once, from the first request to the last token.
+
+        Raises BenchmarkError unless every prompt and every answer had the tokens that bare mlx-lm is given.
+        """
+        with Client(self.port) as client:
+            streams = [client.chat(prompt.text, num_tokens) for prompt in prompts]
+            client.run_until(lambda: all(stream.ended_at is not None for stream in streams))
+        for prompt, stream in zip(prompts, streams, strict=True):
+            usage = stream.usage()
+            found = (usage["prompt_tokens"], usage["completion_tokens"])
+            if found != (len(prompt.ids), num_tokens):
+                raise BenchmarkError(f"tokens of prompt and answer are {found}, not {(len(prompt.ids), num_tokens)}")
+        return max(stream.ended_at or 0.0 for stream in streams) - streams[0].sent_at
+
+
+def pairs(num_rounds: int, http: Callable[[], float], bare: Callable[[], float]) -> list[tuple[float, float]]:
+    """Alternate the two, the order turned each round; returns (HTTP, bare) per round."""
+    found = []
+    for number in range(num_rounds):
+        if number % 2:
+            found.append((http(), bare()))
+        else:
+            second = bare()
+            found.append((http(), second))
+    return found
+
+
+@contextlib.contextmanager
+def open_rig(scale: ModelScale) -> Iterator[Rig]:
+    """Build a qwen3 model of this scale that never ends an answer by itself, load it, and serve it with defaults."""
+    with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
+        folder = build_model("qwen3", Path(scratch) / "model", scale=scale, answer_tokens=None)
+        with _server(folder, Path(scratch)) as port:
+            yield Rig(port, BareModel(folder), Prompts(folder))
+
+
+@contextlib.contextmanager
+def _server(folder: Path, scratch: Path) -> Iterator[int]:
+    """The real server on a free port, without LiteLLM and without settings from the environment."""
+    port = _free_port()
+    command = [sys.executable, str(START_SCRIPT), "--model", str(folder), "--port", str(port), "--no-proxy"]
+    own = {setting_key(name) for name in Settings.model_fields}
+    environment = {key: value for key, value in os.environ.items() if key.upper() not in own}
+    environment |= {"STATE_DIR": str(scratch / "run"), "LOG_ROOT": str(scratch / "logs"), "HF_HUB_OFFLINE": "1"}
+    environment |= {"DISK_CACHE_DIR": str(scratch / "disk")}
+    log = scratch / "server.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=scratch, env=environment, stdout=output, stderr=output)
+    try:
+        _wait_until_ready(process, port, log)
+        yield port
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if _health(port)[0] == 200:
+                return
+        time.sleep(0.1)
+    raise BenchmarkError(f"the server did not start:\n{log.read_text('utf-8')[-2000:]}")
+
+
+def _health(port: int) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
