@@ -31,12 +31,17 @@ class ChunkLength:
     max_tokens: int
     tokens_per_second: float | None = None
 
-    def within(self, seconds: float) -> int:
-        """Tokens that fit into `seconds`, a multiple of 16 between 16 and `max_tokens`."""
+    def within(self, seconds: float, num_last_tokens: int) -> int:
+        """Tokens that fit into `seconds`, a multiple of 16 between 16 and `max_tokens`.
+
+        At most twice as many as the same prompt's last chunk had (0: there was none): the rate may be that of another
+        prompt, at another depth, and a stream must not pay for the difference.
+        """
+        cap = min(2 * num_last_tokens or FIRST_CHUNK_TOKENS, self.max_tokens)
         if self.tokens_per_second is None:
-            return min(FIRST_CHUNK_TOKENS, self.max_tokens)
+            return cap
         fitting = int(self.tokens_per_second * seconds) // ALIGNMENT_TOKENS * ALIGNMENT_TOKENS
-        return max(ALIGNMENT_TOKENS, min(fitting, self.max_tokens))
+        return max(ALIGNMENT_TOKENS, min(fitting, cap))
 
     def measured(self, num_tokens: int, seconds: float) -> None:
         """Learn from a chunk that was long enough to mean something."""
@@ -52,6 +57,7 @@ class Prefill:
     tenancy: Tenancy
     caches: list[Any]
     num_done: int
+    num_last_tokens: int = 0
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +73,7 @@ class Prefill:
 
         It ends at the next planned stop at the latest, because a state can only be kept where a chunk ends.
         """
-        num_tokens = min(self.num_left, chunk_length.within(max_seconds))
+        num_tokens = min(self.num_left, chunk_length.within(max_seconds, self.num_last_tokens))
         if (stop := self.tenancy.next_stop(self.num_done)) is not None:
             num_tokens = min(num_tokens, stop - self.num_done)
         chunk = self.tokens[self.num_done : self.num_done + num_tokens]
@@ -76,5 +82,6 @@ class Prefill:
         mx.eval([cache.state for cache in self.caches])
         chunk_length.measured(num_tokens, time.perf_counter() - started)
         self.num_done += num_tokens
+        self.num_last_tokens = max(num_tokens, ALIGNMENT_TOKENS)
         self.row.report_progress(self.num_done)
         return num_tokens
