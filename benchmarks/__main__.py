@@ -16,58 +16,65 @@ from benchmarks import first_token, mixed_lengths, own_time, stall, throughput
 from benchmarks.client import BenchmarkError
 from benchmarks.figure import Figure, markdown_table
 
-BENCHMARKS: Mapping[str, Callable[[int], list[Figure]]] = {
-    "throughput": throughput.run,
-    "own_time": own_time.run,
-    "first_token": first_token.run,
-    "stall": stall.run,
-    "mixed_lengths": mixed_lengths.run,
+BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
+    "throughput": (throughput.run, 5),
+    "own_time": (own_time.run, 5),
+    "first_token": (first_token.run, 5),
+    "stall": (stall.run, 3),
+    "mixed_lengths": (mixed_lengths.run, 5),
 }
+"""Every benchmark with its usual number of rounds."""
+
 RESULTS = Path(__file__).parent / "results"
+BUSY_LOAD_PER_CORE = 0.25
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 1 when a bound was missed or a measurement failed."""
     arguments = _parse(argv)
+    load_before = os.getloadavg()
     figures: list[Figure] = []
-    machine = [_machine(), f"load average before: {_load()}"]
-    try:
-        for name in arguments.only or BENCHMARKS:
-            started = time.monotonic()
-            figures += BENCHMARKS[name](arguments.rounds)
-            print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    except BenchmarkError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 1
-    machine.append(f"after: {_load()}")
-    text = f"{'; '.join(machine)}\n\n{markdown_table(figures)}"
+    failed: list[str] = []
+    for name in arguments.only or BENCHMARKS:
+        run, usual_rounds = BENCHMARKS[name]
+        started = time.monotonic()
+        try:
+            figures += run(arguments.rounds or usual_rounds)
+        except BenchmarkError as error:
+            failed.append(f"{name}: {error}")
+        print(f"{name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    text = f"{_machine(load_before)}\n\n{markdown_table(figures)}"
     print(text)
     if arguments.save:
         _save(text)
+    for line in failed:
+        print(f"\nfailed: {line}")
     missed = [f"{figure.benchmark}: {figure.name}" for figure in figures if figure.is_missed]
     if missed:
         print(f"\n{len(missed)} of {len(figures)} missed: {'; '.join(missed)}")
-    return 1 if missed else 0
+    return 1 if missed or failed else 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks", description="How much of bare MLX's speed arrives over HTTP.")
     parser.add_argument("--only", action="append", choices=BENCHMARKS, metavar="NAME", help=", ".join(BENCHMARKS))
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="rounds of each figure (5); medians count")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of each figure; their median counts")
     parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results, under today's date")
     arguments = parser.parse_args(argv)
-    if arguments.rounds < 1:
+    if arguments.rounds is not None and arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
     return arguments
 
 
-def _machine() -> str:
+def _machine(load_before: tuple[float, float, float]) -> str:
+    """What was measured on, and whether others were at work on it: then a ratio says little."""
+    num_cores = os.cpu_count() or 1
     versions = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
-    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {versions}"
-
-
-def _load() -> str:
-    return " ".join(f"{load:.2f}" for load in os.getloadavg())
+    line = f"{platform.system()} {platform.machine()}, {num_cores} cores, {versions}; "
+    line += f"load average {load_before[0]:.2f} before, {os.getloadavg()[0]:.2f} after."
+    if load_before[0] > BUSY_LOAD_PER_CORE * num_cores:
+        line += " The machine was busy before the first benchmark: measure again when it is not."
+    return line
 
 
 def _save(text: str) -> None:

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 PREFILL_CHUNK_TOKENS = 2048
+"""The length of chunk that mlx-lm prefills with unless told otherwise."""
 
 
 class BareModel:
@@ -33,13 +34,13 @@ class BareModel:
         generator.close()
         return seconds
 
-    def first_token_seconds(self, prompt: Sequence[int]) -> float:
-        """Prefill of the prompt on plain caches in chunks of 2048, and the first token."""
+    def first_token_seconds(self, prompt: Sequence[int], chunk_tokens: int) -> float:
+        """Prefill of the prompt on plain caches in chunks of so many tokens, and the first token."""
         caches = make_prompt_cache(self._module)
         started = time.perf_counter()
         with mx.stream(generation_stream):
-            for start in range(0, len(prompt) - 1, PREFILL_CHUNK_TOKENS):
-                chunk = list(prompt[start : min(start + PREFILL_CHUNK_TOKENS, len(prompt) - 1)])
+            for start in range(0, len(prompt) - 1, chunk_tokens):
+                chunk = list(prompt[start : min(start + chunk_tokens, len(prompt) - 1)])
                 self._module(mx.array(chunk)[None], cache=caches)
                 mx.eval([cache.state for cache in caches])
             logits = self._module(mx.array([prompt[-1]])[None], cache=caches)

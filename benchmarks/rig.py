@@ -62,16 +62,37 @@ class Rig:
         return max(stream.ended_at or 0.0 for stream in streams) - streams[0].sent_at
 
 
-def pairs(num_rounds: int, http: Callable[[], float], bare: Callable[[], float]) -> list[tuple[float, float]]:
-    """Alternate the two, the order turned each round; returns (HTTP, bare) per round."""
-    found = []
-    for number in range(num_rounds):
-        if number % 2:
-            found.append((http(), bare()))
-        else:
-            second = bare()
-            found.append((http(), second))
+def rounds(num_rounds: int, *measure: Callable[[], float]) -> list[list[float]]:
+    """Let measurements take turns, the order turned each round; returns the values of each, one per round.
+
+    A round before the first is thrown away: kernels are compiled at their first use.
+    """
+    found: list[list[float]] = [[] for _ in measure]
+    for number in range(-1, num_rounds):
+        turns = list(zip(found, measure, strict=True))
+        for values, call in turns[:: -1 if number % 2 else 1]:
+            value = call()
+            if number >= 0:
+                values.append(value)
     return found
+
+
+def answer_pair(
+    rig: Rig, num_streams: int, prompt_tokens: int, answer_tokens: int, num_rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of `num_streams` answers at once, over HTTP and bare, per round."""
+
+    def over_http() -> float:
+        seconds = rig.answer_seconds([rig.prompts.make(prompt_tokens) for _ in range(num_streams)], answer_tokens)
+        rig.settle()
+        return seconds
+
+    def bare() -> float:
+        prompts = [rig.prompts.make(prompt_tokens).ids for _ in range(num_streams)]
+        return rig.bare.generation_seconds(prompts, answer_tokens)
+
+    http_seconds, bare_seconds = rounds(num_rounds, over_http, bare)
+    return http_seconds, bare_seconds
 
 
 @contextlib.contextmanager
