@@ -43,6 +43,10 @@ class ChunkLength:
         fitting = int(self.tokens_per_second * seconds) // ALIGNMENT_TOKENS * ALIGNMENT_TOKENS
         return max(ALIGNMENT_TOKENS, min(fitting, cap))
 
+    def fits(self, num_tokens: int, seconds: float) -> bool:
+        """Whether so many tokens are likely to take no longer than `seconds`."""
+        return self.tokens_per_second is not None and num_tokens <= self.tokens_per_second * seconds
+
     def measured(self, num_tokens: int, seconds: float) -> None:
         """Learn from a chunk that was long enough to mean something."""
         if num_tokens >= ALIGNMENT_TOKENS and seconds > 0:

@@ -24,7 +24,7 @@ from kvserve.engine.rows import Row
 from kvserve.engine.sampling import processors_for, sampler_for
 from kvserve.errors import EngineFailure
 
-CHUNK_SECONDS_BESIDE_STREAMS = 0.2
+CHUNK_SECONDS_BESIDE_STREAMS = 0.25
 CHUNK_SECONDS_ALONE = 1.0
 LONG_ROW_TOKENS = 4096
 """A row this long leaves buffers behind that MLX would keep for ever: its cache is emptied when the row goes."""
@@ -86,13 +86,13 @@ class Scheduler:
         self._waiting.append(row)
 
     def tick(self) -> None:
-        """Free rows that must go, admit rows that fit, then one prefill chunk and one token for every stream."""
+        """Free rows that must go, admit rows that fit, then a stretch of prefill and one token for every stream."""
         self._drop_leavers()
         self.cache.account_live(self._live_bytes())
         self._admit()
         self._begin_arrivals()
         if self._prefilling:
-            self._prefill_chunk(self._next_prefill())
+            self._prefill()
             self._settle(self._pool.step_all())
         else:
             self._settle(self._pool.step())
@@ -213,8 +213,22 @@ class Scheduler:
             return self._prefilling[0]
         return min(self._prefilling, key=lambda prefill: prefill.num_left)
 
-    def _prefill_chunk(self, prefill: Prefill) -> None:
+    def _prefill(self) -> None:
+        """One chunk, and what is left of its time for prompts that end within it: short prompts that came together
+        then decode together from the start, instead of one entering per step."""
         seconds = CHUNK_SECONDS_BESIDE_STREAMS if self._pool.num_rows else CHUNK_SECONDS_ALONE
+        started = time.monotonic()
+        prefill: Prefill | None = self._next_prefill()
+        while prefill is not None:
+            self._prefill_chunk(prefill, seconds - (time.monotonic() - started))
+            prefill = self._short_prefill(seconds - (time.monotonic() - started))
+
+    def _short_prefill(self, seconds: float) -> Prefill | None:
+        """A prefill that ends within so many seconds, None if there is none."""
+        shortest = min(self._prefilling, key=lambda prefill: prefill.num_left, default=None)
+        return shortest if shortest and self._chunk_length.fits(shortest.num_left, seconds) else None
+
+    def _prefill_chunk(self, prefill: Prefill, seconds: float) -> None:
         prefill.row.prefill_started_at = prefill.row.prefill_started_at or time.monotonic()
         try:
             if prefill.num_left:

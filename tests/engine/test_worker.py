@@ -12,6 +12,7 @@ from mlx_lm.models.cache import KVCache
 from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, TokenDelta
 from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine import worker as worker_module
+from kvserve.engine.decode import DecodePool, Step
 from kvserve.engine.rows import Generation
 from kvserve.engine.worker import Engine
 from kvserve.errors import ContextOverflow, EngineFailure, MemoryExhausted, ModelLoadError, NotReady, QueueFull
@@ -253,6 +254,29 @@ def test_running_streams_get_a_step_between_prefill_chunks() -> None:
         num_tokens = len(collect(running).tokens)
     assert num_chunks >= 6000 // 256
     assert num_tokens >= num_chunks
+
+
+def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four short prompts are prefilled within one chunk's time: the first step that any of them gets has all four."""
+    monkeypatch.setattr(scheduler_module, "CHUNK_SECONDS_BESIDE_STREAMS", 30.0)
+    monkeypatch.setattr(scheduler_module, "CHUNK_SECONDS_ALONE", 30.0)
+    num_rows_per_step: list[int] = []
+    step_all = DecodePool.step_all
+
+    def counted(pool: DecodePool) -> Step:
+        num_rows_per_step.append(pool.num_rows)
+        return step_all(pool)
+
+    monkeypatch.setattr(DecodePool, "step_all", counted)
+    with running_engine() as engine:
+        num_rows_per_step.clear()
+        arrived = threading.Event()
+        engine._put(lambda _: bool(arrived.wait(10)))
+        rows = [engine.submit(request(prompt_of(40, seed), 8)) for seed in range(4)]
+        arrived.set()
+        for row in rows:
+            collect(row)
+    assert num_rows_per_step == [4]
 
 
 def test_progress_reaches_the_whole_prompt_but_its_last_token() -> None:
