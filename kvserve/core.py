@@ -197,6 +197,21 @@ class MessageStart:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """An assistant's turn that the model wrote here, so that its exact tokens can be said again.
+
+    `message` is what the answer was parsed to, `prefix_ids` the end of the prompt from its last message's opener on
+    (the generation tail), `ids` what the model emitted after it, without the stop token. `opens_reasoning`: the tail
+    ended inside an opened thinking block.
+    """
+
+    message: Message
+    prefix_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    opens_reasoning: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
     """A constraint on what the model may write, in llguidance's Lark dialect.
 
