@@ -12,7 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks import first_token, mixed_lengths, own_time, stall, throughput
+from benchmarks import (
+    checkpoint_budget,
+    eviction_simulator,
+    first_token,
+    known_prefix,
+    memory,
+    mixed_lengths,
+    own_time,
+    restore,
+    reuse,
+    sharing,
+    stall,
+    throughput,
+    warm_turn,
+)
 from benchmarks.client import BenchmarkError
 from benchmarks.figure import Figure, markdown_table
 
@@ -22,6 +36,14 @@ BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
     "first_token": (first_token.run, 5),
     "stall": (stall.run, 3),
     "mixed_lengths": (mixed_lengths.run, 5),
+    "warm_turn": (warm_turn.run, 7),
+    "known_prefix": (known_prefix.run, 9),
+    "restore": (restore.run, 25),
+    "sharing": (sharing.run, 3),
+    "memory": (memory.run, 1),
+    "reuse": (reuse.run, 1),
+    "checkpoint_budget": (checkpoint_budget.run, 1),
+    "eviction": (eviction_simulator.run, 1),
 }
 """Every benchmark with its usual number of rounds."""
 

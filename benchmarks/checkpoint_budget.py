@@ -1,12 +1,13 @@
 """What a long tool loop on a hybrid model holds: the real tree and plan, payloads that are mere sizes, no model.
 
-python -m benchmarks.checkpoint_budget
+python -m benchmarks.checkpoint_budget     the whole table
 """
 
 from collections import Counter
 from dataclasses import dataclass
 from itertools import count
 
+from benchmarks.figure import Bound, Figure
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline, plan_stops
 from kvserve.cache.records import CacheStats, Limits
@@ -122,6 +123,17 @@ class LoopReport:
     again_from_user: Match
     new_conversation: Match
 
+    @property
+    def num_lost_tokens(self) -> int:
+        """Tokens that had been computed and were, or would be by those next requests, computed again."""
+        return (
+            self.num_computed_tokens
+            - self.num_new_prompt_tokens
+            + self.next_turn.num_trim_missed_tokens
+            + (self.last_user_end - self.again_from_user.num_usable_tokens)
+            + (self.system_end - self.new_conversation.num_usable_tokens)
+        )
+
 
 def run_tool_loop(
     sizes: ModelSizes = QWEN_27B,
@@ -157,6 +169,42 @@ def run_tool_loop(
         next_turn=tree.lookup(TokenSequence((*loop.ids, *fresh))),
         again_from_user=tree.lookup(TokenSequence((*loop.ids[: loop.last_user_end], *fresh))),
         new_conversation=tree.lookup(TokenSequence((*loop.ids[: loop.system_end], *fresh))),
+    )
+
+
+BUDGETS_GIB = ((6, 2), (8, 3), (12, 4))
+"""RAM in all, and for checkpoints."""
+
+
+def run(_num_rounds: int) -> list[Figure]:
+    """For small budgets: the peak, and what must be computed although it was computed before. Nothing is timed."""
+    reports = {
+        budget: run_tool_loop(max_bytes=budget * GIB, max_checkpoint_bytes=share * GIB) for budget, share in BUDGETS_GIB
+    }
+    return [figure for budget, report in reports.items() for figure in _figures(budget, report)]
+
+
+def _figures(budget: int, report: LoopReport) -> tuple[Figure, Figure]:
+    name = f"100-turn tool loop on a 27B hybrid, {budget} GiB"
+    held = f"{report.peak_bytes / GIB:.2f} GiB, {report.stats.num_checkpoints} states at the end"
+    lost = report.num_lost_tokens
+    return (
+        Figure(
+            "checkpoint_budget",
+            f"{name}: peak : budget",
+            "",
+            (report.peak_bytes / (budget * GIB),),
+            Bound("at most", 1),
+            held,
+        ),
+        Figure(
+            "checkpoint_budget",
+            f"{name}: tokens computed twice",
+            "",
+            (float(lost),),
+            Bound("at most", 0),
+            f"of {report.num_tokens:,}; in the loop, at the next turn, from the user message, from the system prompt",
+        ),
     )
 
 

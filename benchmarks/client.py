@@ -7,12 +7,15 @@ import json
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 SILENCE_SECONDS = 120.0
+
+type Message = dict[str, str]
+"""Role and content, as they go over the wire."""
 
 
 class BenchmarkError(Exception):
@@ -86,10 +89,13 @@ class Client:
         self.close([key.data for key in list(self._selector.get_map().values())])
         self._selector.close()
 
-    def chat(self, text: str, max_tokens: int) -> Stream:
-        """Ask greedily, without penalty and thinking; returns as soon as the request is sent."""
+    def chat(self, said: str | Sequence[Message], max_tokens: int) -> Stream:
+        """Ask greedily, without penalty and thinking; returns as soon as the request is sent.
+
+        `said` is a whole conversation, or what the user says in a new one.
+        """
         body = {
-            "messages": [{"role": "user", "content": text}],
+            "messages": [{"role": "user", "content": said}] if isinstance(said, str) else list(said),
             "max_tokens": max_tokens,
             "temperature": 0,
             "repetition_penalty": 1.0,

@@ -35,10 +35,27 @@ class Rig:
     port: int
     bare: BareModel
     prompts: Prompts
+    server_pid: int
 
     def health(self) -> dict[str, Any]:
         """The body of `/health`."""
-        return _health(self.port)[1]
+        return _ask(self.port, "GET", "/health")[1]
+
+    def cache(self) -> dict[str, Any]:
+        """The body of `GET /v1/cache`."""
+        return _ask(self.port, "GET", "/v1/cache")[1]
+
+    def clear_cache(self) -> None:
+        """Let the server forget all KV."""
+        _ask(self.port, "DELETE", "/v1/cache")
+
+    def server_rss_bytes(self) -> int:
+        """Physical memory of the server's process."""
+        command = ["ps", "-o", "rss=", "-p", str(self.server_pid)]
+        shown = subprocess.run(command, check=False, capture_output=True, text=True)
+        if shown.returncode:
+            raise BenchmarkError("the server is gone")
+        return int(shown.stdout) * 1024
 
     def settle(self) -> None:
         """Wait until the server computes nothing and what it had computed ahead is through."""
@@ -62,12 +79,12 @@ class Rig:
         return max(stream.ended_at or 0.0 for stream in streams) - streams[0].sent_at
 
 
-def rounds(num_rounds: int, *measure: Callable[[], float]) -> list[list[float]]:
+def rounds(num_rounds: int, *measure: Callable[[], Any]) -> list[list[Any]]:
     """Let measurements take turns, the order turned each round; returns the values of each, one per round.
 
     A round before the first is thrown away: kernels are compiled at their first use.
     """
-    found: list[list[float]] = [[] for _ in measure]
+    found: list[list[Any]] = [[] for _ in measure]
     for number in range(-1, num_rounds):
         turns = list(zip(found, measure, strict=True))
         for values, call in turns[:: -1 if number % 2 else 1]:
@@ -96,29 +113,33 @@ def answer_pair(
 
 
 @contextlib.contextmanager
-def open_rig(scale: ModelScale) -> Iterator[Rig]:
-    """Build a qwen3 model of this scale that never ends an answer by itself, load it, and serve it with defaults."""
+def open_rig(scale: ModelScale, family: str = "qwen3", **settings: object) -> Iterator[Rig]:
+    """Build a model of this scale that never ends an answer by itself, load it, and serve it.
+
+    `settings` are named as in `Settings`; the others have their defaults.
+    """
     with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
-        folder = build_model("qwen3", Path(scratch) / "model", scale=scale, answer_tokens=None)
-        with _server(folder, Path(scratch)) as port:
-            yield Rig(port, BareModel(folder), Prompts(folder))
+        folder = build_model(family, Path(scratch) / "model", scale=scale, answer_tokens=None)
+        given = {setting_key(name): str(value) for name, value in settings.items()}
+        with _server(folder, Path(scratch), given) as (port, pid):
+            yield Rig(port, BareModel(folder), Prompts(folder), pid)
 
 
 @contextlib.contextmanager
-def _server(folder: Path, scratch: Path) -> Iterator[int]:
-    """The real server on a free port, without LiteLLM and without settings from the environment."""
+def _server(folder: Path, scratch: Path, given: dict[str, str]) -> Iterator[tuple[int, int]]:
+    """The real server on a free port, without LiteLLM and with no settings but these: its port and process id."""
     port = _free_port()
     command = [sys.executable, str(START_SCRIPT), "--model", str(folder), "--port", str(port), "--no-proxy"]
     own = {setting_key(name) for name in Settings.model_fields}
     environment = {key: value for key, value in os.environ.items() if key.upper() not in own}
     environment |= {"STATE_DIR": str(scratch / "run"), "LOG_ROOT": str(scratch / "logs"), "HF_HUB_OFFLINE": "1"}
-    environment |= {"DISK_CACHE_DIR": str(scratch / "disk")}
+    environment |= {"DISK_CACHE_DIR": str(scratch / "disk"), **given}
     log = scratch / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=scratch, env=environment, stdout=output, stderr=output)
     try:
         _wait_until_ready(process, port, log)
-        yield port
+        yield port, process.pid
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -132,16 +153,16 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) ->
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            if _health(port)[0] == 200:
+            if _ask(port, "GET", "/health")[0] == 200:
                 return
         time.sleep(0.1)
     raise BenchmarkError(f"the server did not start:\n{log.read_text('utf-8')[-2000:]}")
 
 
-def _health(port: int) -> tuple[int, dict[str, Any]]:
+def _ask(port: int, method: str, path: str) -> tuple[int, dict[str, Any]]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
-        connection.request("GET", "/health")
+        connection.request(method, path)
         response = connection.getresponse()
         return response.status, json.loads(response.read())
     finally:

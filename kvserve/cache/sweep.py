@@ -6,6 +6,7 @@ Leaves go first, so what others share stays; nodes that a live row stands on nev
 """
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -20,6 +21,9 @@ PLAIN, BRANCH_POINT, NEWEST = 0, 1, 2
 user message, and the end of system and tools."""
 
 NUM_NEWEST_KEPT = 2
+
+CHECK_SECONDS = 1.0
+"""Looking at every node for what is too old or too many: when rows have ended, else at most this often."""
 
 
 @dataclass(order=True, slots=True)
@@ -40,14 +44,21 @@ class Sweep:
         self._score = score
         self._needs_checkpoints = needs_checkpoints
         self._now = 0.0
+        self._check_at = -math.inf
         self._order = count()
+
+    def expect_change(self) -> None:
+        """Something may be too many, or may leave, that could not before: the next run looks at every node."""
+        self._check_at = -math.inf
 
     def run(self, now: float, reserved_bytes: int, owners_seen_at: dict[str, float]) -> None:
         """Let leave what must. `reserved_bytes` are held by others; owners without entries are forgotten."""
         self._now = now
-        self._expire(owners_seen_at)
-        self._limit_entries()
-        self._forget_owners(owners_seen_at)
+        if now >= self._check_at:
+            self._check_at = now + CHECK_SECONDS
+            self._expire(owners_seen_at)
+            self._limit_entries()
+            self._forget_owners(owners_seen_at)
         self._thin_checkpoints()
         self._make_room(reserved_bytes)
 

@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
-from kvserve.cache.coalesce import CoalesceRun, merge_nodes, plan_run
+from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, merge_nodes, plan_run
 from kvserve.cache.eviction import SCORES, Score
 from kvserve.cache.integrity import check_shape, check_totals
 from kvserve.cache.ram_tier import RamTier
+from kvserve.cache.recent_names import RecentNames
 from kvserve.cache.records import (
     BoundaryKind,
     CacheStats,
@@ -45,7 +46,7 @@ class Match:
     `[0, num_matched_tokens)` is stored, token by token the same. `[0, num_usable_tokens)` can be restored: from
     `pieces`, which cover it in order, and `state`, the checkpoint at exactly that offset (None where everything can be
     cut, or nothing is usable). At most all but the last token is usable: computing that one gives the first answer
-    token.
+    token. `run` is the whole prompt, packed.
     """
 
     num_prompt_tokens: int
@@ -54,6 +55,7 @@ class Match:
     pieces: tuple[Piece, ...]
     state: State | None
     cause: MatchCause
+    run: TokenRun = field(repr=False)
     node: Node = field(repr=False)
     chain: HashChain = field(repr=False)
     version: int = field(repr=False)
@@ -82,6 +84,7 @@ class PrefixTree:
         self._limits = limits
         self._needs_checkpoints = needs_checkpoints
         self._clock = clock
+        self._names = RecentNames(hasher)
         self._trie = Trie(use_index=use_index)
         self._ram = RamTier()
         self._store = Store(self._trie, self._ram, cut_payload)
@@ -92,14 +95,10 @@ class PrefixTree:
 
     # --- finding ------------------------------------------------------------------------------------------------------
 
-    def lookup(self, tokens: TokenSequence, *, partition: str = "", chain: HashChain | None = None) -> Match:
-        """How much of a prompt is known and from what it can be restored.
-
-        `chain` saves hashing: names of leading blocks of these very tokens, from an earlier match of a prefix.
-        """
-        run = pack(tokens)
-        chain = (chain if chain is not None else self._hasher.start(partition)).extended(run)
-        position = self._trie.find(self._trie.root(partition), run, chain)
+    def lookup(self, tokens: TokenSequence, *, partition: str = "") -> Match:
+        """How much of a prompt is known and from what it can be restored."""
+        named = self._names.name(tokens, partition)
+        position = self._trie.find(self._trie.root(partition), named.run, named.chain)
         usable, cause = self._usable(position, tokens)
         state = self._store.state_of(usable.node) if self._needs_checkpoints else None
         match = Match(
@@ -110,7 +109,8 @@ class PrefixTree:
             state=state,
             cause=cause,
             node=usable.node,
-            chain=chain,
+            run=named.run,
+            chain=named.chain,
             version=self._trie.version,
         )
         counters = self._store.counters
@@ -234,12 +234,14 @@ class PrefixTree:
         if lease.is_detached or node.parent is None or node.children or lease.num_tokens < node.end:
             return
         node.sequence_end = SequenceEnd(lease.owner, lease.ttl_seconds)
+        self._sweep.expect_change()
 
     def release(self, lease: Lease) -> None:
         """The row left. Idempotent."""
         self._leases.discard(lease)
         lease.node.leases.discard(lease)
         lease.is_detached = True
+        self._sweep.expect_change()
 
     def _touch(self, node: Node, now: float, num_uses: int = 1) -> None:
         while node.parent is not None:
@@ -274,11 +276,12 @@ class PrefixTree:
         for lease in list(self._leases):
             self.release(lease)
         self._store.clear()
+        self._names.clear()
         self._owners_seen_at.clear()
 
     # --- idle work ----------------------------------------------------------------------------------------------------
 
-    def plan_coalesce(self, max_tokens: int = 2048) -> CoalesceRun | None:
+    def plan_coalesce(self, max_tokens: int = MAX_RECORD_TOKENS) -> CoalesceRun | None:
         """An unbranched run of small records that is worth one record of at most `max_tokens`; changes nothing."""
         return plan_run(self._trie, self._store, max_tokens)
 

@@ -3,7 +3,10 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
+
 from kvserve.cache.tree import PrefixTree
+from kvserve.cache.trie import Trie
 from kvserve.core import TokenSequence
 from tests.cache.payloads import ROOMY, ROW_BYTES, STATE_BYTES, Clock, Rows, WholeState, assert_exact, make_tree, store
 
@@ -116,6 +119,36 @@ def test_over_all_owners_the_least_valuable_entry_leaves() -> None:
     tree.evict()
     assert tree.stats().num_entries == 2
     assert [depth(tree, conversation(number)) for number in range(4)] == [5, 5, 15, 15]
+
+
+def test_an_entry_that_a_live_row_keeps_leaves_with_the_row() -> None:
+    """What could not leave at one eviction leaves at the next one after the row ended, at the same moment."""
+    tree = make_tree(replace(ROOMY, max_entries=1))
+    store(tree, conversation(0))
+    store(tree, conversation(1))
+    leases = [tree.acquire(tree.lookup(conversation(number))) for number in (0, 1)]
+    tree.evict()
+    assert tree.stats().num_entries == 2
+    tree.release(leases[0])
+    tree.evict()
+    assert tree.stats().num_entries == 1
+
+
+def test_time_alone_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eviction is asked for many times a request: while no row ends and all fits, it looks at no node."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, ttl_seconds=100), clock=clock)
+    store(tree, conversation(0))
+    tree.evict()
+    looks: list[None] = []
+    nodes = Trie.nodes
+    monkeypatch.setattr(Trie, "nodes", lambda trie: looks.append(None) or nodes(trie))
+    for _ in range(10):
+        tree.evict()
+    assert not looks
+    clock.now += 101
+    tree.evict()
+    assert looks and tree.stats().num_nodes == 0
 
 
 def test_the_system_prompt_outlives_its_only_entry() -> None:
