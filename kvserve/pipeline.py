@@ -1,51 +1,53 @@
-"""The story of a request: `serve_turn` takes a turn, `RunningTurn.events` tells its answer as it comes.
+"""The story of a request: `serve_turn` takes a turn and queues it; `running.py` tells its answer as it comes.
 
-    1 render      prompt/   messages -> model tokens (what the template refuses is said in the nearest form)
-    2 constrain   output/   tool choice and response format -> a grammar
-    3 submit      engine/   bounded queue -> the one engine thread: prefill, decode
-    4 detokenise  prompt/   tokens -> text
-    5 split       output/   text -> reasoning | content | tool call, ended by a stop string
-    6 remember    telemetry the request line and the session's trace
+    1 recognise   identity  which conversation it continues; messages as the model saw them before
+    2 render      prompt/   messages -> text (what the template refuses is said in the nearest form)
+    3 stitch      prompt/   text -> model tokens: only new text is tokenised, what the model wrote keeps its own tokens
+    4 constrain   output/   tool choice and response format -> a grammar
+    5 submit      engine/   bounded queue -> the one engine thread: prefill, decode
 
 This file joins rooms and knows no wire format. It runs on web threads and never touches an array.
 """
 
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from kvserve.core import (
     Answer,
     AnswerEvent,
     ContentDelta,
     Finished,
-    GenerationDone,
-    GenerationEvent,
-    GenerationFailed,
     GenerationRequest,
     Grammar,
-    PrefillProgress,
+    Message,
+    MessageStart,
     ReasoningDelta,
     RequestDefaults,
-    RequestId,
-    TokenDelta,
+    TextBlock,
     TokenSequence,
     ToolCallDelta,
     Turn,
     Waiting,
 )
-from kvserve.engine.rows import Generation
 from kvserve.engine.worker import Engine
-from kvserve.errors import BadRequest, ContextOverflow, EngineFailure, RequestError
+from kvserve.errors import BadRequest, ContextOverflow, EngineFailure
+from kvserve.identity import Conversations, Reading
 from kvserve.output.answer import AnswerReader
 from kvserve.output.formats import OutputFormat
 from kvserve.output.grammar import ThinkingAhead, build_grammar
+from kvserve.output.said import Says
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
 from kvserve.prompt.boundaries import MessageMarkers
-from kvserve.prompt.template import ChatTemplate
+from kvserve.prompt.stitch import Stitched, Stitcher
+from kvserve.prompt.template import ChatTemplate, PromptText
 from kvserve.prompt.tokenizer import Tokenizer
-from kvserve.telemetry.terminal import LengthLimit, RequestFacts
+from kvserve.running import Observer, Prompt, RunningTurn, Submitted
+from kvserve.sessions.seen import common_length
+from kvserve.telemetry.terminal import LengthLimit
+
+_NOBODY_SAYS = "\u2058"
+"""Another user's words, to see where the system's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,61 +58,38 @@ class ServedModel:
     tokenizer: Tokenizer
     template: ChatTemplate
     markers: MessageMarkers
+    stitcher: Stitcher
+    conversations: Conversations
     output_format: OutputFormat
     added_tokens: frozenset[str]
     engine: Engine
     defaults: RequestDefaults
     vocab_size: int
     context_limit: int
-    observe: "Observer"
+    observe: Observer
 
 
-@dataclass(frozen=True, slots=True)
-class Observer:
-    """Who hears of a request besides its client; called from web threads."""
-
-    prefill: Callable[[RequestId, int, int], None]
-    finished: Callable[["TurnRecord"], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What the model will see of a turn. `opens_reasoning`: the model's text begins inside its thinking."""
-
-    text: str
-    tokens: TokenSequence
-    opens_reasoning: bool
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRecord:
-    """A turn that is over, for logs: what was asked, what the model saw, and the facts of the request line."""
-
-    turn: Turn
-    prompt: Prompt
-    facts: RequestFacts
-
-
-def serve_turn(turn: Turn, served: ServedModel) -> "RunningTurn":
-    """Render a turn and queue it.
+def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
+    """Recognise and render a turn, and queue it.
 
     Raises RequestError for what cannot be served (400, 429, 503), before anything is computed.
     """
-    prompt = _render(turn, served)
+    reading = served.conversations.read(turn) if turn.raw_prompt is None else None
+    prompt = _render(turn, reading, served) if reading is not None else _raw_prompt(turn, served)
     max_tokens, cut_by = _max_tokens(turn, served, len(prompt.tokens))
-    grammar = _grammar(turn, served, prompt, max_tokens)
     request = GenerationRequest(
         request_id=turn.request_id,
         prompt=prompt.tokens,
         max_tokens=max_tokens,
         sampling=turn.sampling,
         stop_tokens=served.tokenizer.stop_token_ids,
-        grammar=grammar,
-        message_starts=served.markers.message_starts(prompt.tokens.ids),
-        session=turn.session.session_id,
+        grammar=_grammar(turn, served, prompt, max_tokens),
+        message_starts=prompt.message_starts,
+        session=served.conversations.partition(turn.session),
     )
-    return RunningTurn(turn, served, prompt, served.engine.submit(request), cut_by)
+    generation = served.engine.submit(request)
+    submitted = Submitted(turn, served.name, reading, prompt, generation, cut_by)
+    return RunningTurn(submitted, _answer_reader(turn, served, prompt), served.conversations, served.observe)
 
 
 def collect(events: Iterable[AnswerEvent]) -> Answer:
@@ -133,93 +112,70 @@ def collect(events: Iterable[AnswerEvent]) -> Answer:
     raise EngineFailure("The answer broke off before its end.")
 
 
-class RunningTurn:
-    """A turn in the engine. One consumer iterates `events`; `cancel` may come from any thread."""
-
-    def __init__(
-        self, turn: Turn, served: ServedModel, prompt: Prompt, generation: Generation, cut_by: LengthLimit
-    ) -> None:
-        self._turn = turn
-        self._served = served
-        self._prompt = prompt
-        self._generation = generation
-        self._cut_by = cut_by
-        self._answer = _answer_reader(turn, served, prompt)
-        self._num_cached_tokens = 0
-        self._num_prefilled_tokens = 0
-        self._submitted_at = time.monotonic()
-
-    @property
-    def request_id(self) -> RequestId:
-        return self._turn.request_id
-
-    def cancel(self) -> None:
-        """Nobody wants the rest: the engine frees the row before its next step."""
-        self._generation.cancel()
-
-    def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
-        """The answer as it comes, `Waiting` at least every `poll_seconds` while nothing does; the last is `Finished`.
-
-        Raises RequestError if generation failed.
-        """
-        error: RequestError | None = None
-        try:
-            for batch in self._generation.batches(poll_seconds):
-                yield from self._read(batch)
-        except RequestError as raised:
-            error = raised
-            raise
-        finally:
-            self._generation.cancel()
-            self._served.observe.finished(TurnRecord(self._turn, self._prompt, self._facts(error)))
-
-    def _read(self, batch: list[GenerationEvent]) -> Iterator[AnswerEvent]:
-        tokens = [event.token for event in batch if isinstance(event, TokenDelta)]
-        deltas = self._answer.feed(tokens)
-        if self._answer.is_over:
-            self._generation.cancel()
-        for event in batch:
-            if isinstance(event, PrefillProgress):
-                self._num_cached_tokens = event.num_cached_tokens
-                self._num_prefilled_tokens = event.num_done_tokens
-                self._served.observe.prefill(self.request_id, event.num_done_tokens, event.num_prompt_tokens)
-        last = batch[-1] if batch else None
-        if isinstance(last, GenerationFailed):
-            raise last.error
-        if isinstance(last, GenerationDone):
-            yield from deltas
-            yield from self._answer.finish(last)
-        elif deltas:
-            yield from deltas
-        else:
-            yield Waiting(self._num_prefilled_tokens, len(self._prompt.tokens))
-
-    def _facts(self, error: RequestError | None) -> RequestFacts:
-        answer, done = self._answer, self._answer.done
-        seconds = done.timing.decode_seconds if done else 0.0
-        reason = answer.finish_reason
-        return RequestFacts(
-            request_id=self.request_id,
-            protocol=self._turn.protocol,
-            model=self._served.name,
-            num_prompt_tokens=len(self._prompt.tokens),
-            num_cached_tokens=self._num_cached_tokens,
-            num_completion_tokens=answer.num_completion_tokens,
-            session=self._turn.session.session_id,
-            ttft_seconds=answer.first_token_at - self._submitted_at if answer.first_token_at else None,
-            tokens_per_second=(answer.num_tokens - 1) / seconds if seconds and answer.num_tokens > 1 else None,
-            finish_reason=reason or (None if error else "cancelled"),
-            cut_by=_whose_limit(done, self._cut_by) if reason == "length" else None,
-            error_status=error.status if error else None,
-            notes=self._prompt.notes,
-        )
+def _render(turn: Turn, reading: Reading, served: ServedModel) -> Prompt:
+    """The turn as model tokens, its history as the model saw and wrote it."""
+    text, stitched = _stitch(turn, reading, served)
+    return Prompt(
+        text=text.text,
+        tokens=TokenSequence(stitched.ids),
+        opens_reasoning=text.opens_reasoning,
+        continues=text.continues,
+        message_starts=_message_starts(turn, reading, served, stitched),
+        tail_ids=stitched.tail_ids,
+        num_replayed_turns=stitched.num_replayed_turns,
+        notes=(*reading.notes, *text.notes),
+    )
 
 
-def _whose_limit(done: GenerationDone | None, own_limit: LengthLimit) -> LengthLimit | None:
-    """Who cut an answer that ended with `length`; None where the server's end or the client did."""
-    if done is None or done.reason not in ("length", "watchdog"):
-        return None
-    return "watchdog" if done.reason == "watchdog" else own_limit
+def _message_starts(turn: Turn, reading: Reading, served: ServedModel, stitched: Stitched) -> tuple[MessageStart, ...]:
+    """Where messages begin, also those that the template writes into another one: there other prompts part from this
+    one, and the beginning that they share is wanted."""
+    starts = stitched.message_starts
+
+    def parting(messages: tuple[Message, ...]) -> int:
+        other = _stitch(turn, replace(reading, messages=messages), served)[1]
+        return common_length(stitched.ids, other.ids)
+
+    lasting = reading.lasting_messages
+    if len(lasting) < len(reading.messages):
+        starts = (*starts, MessageStart(parting(lasting), is_user=False))
+    first = reading.messages[0]
+    if first.role == "system" and len(reading.messages) > 1 and starts and starts[0].is_user:
+        end_of_system = parting((first, Message("user", (TextBlock(_NOBODY_SAYS),))))
+        starts = (replace(starts[0], is_user=False), MessageStart(end_of_system, is_user=True), *starts[1:])
+    return tuple(sorted(set(starts), key=lambda start: start.offset))
+
+
+def _stitch(turn: Turn, reading: Reading, served: ServedModel) -> tuple[PromptText, Stitched]:
+    """The text of a turn and its ids."""
+    preserve = turn.thinking.preserve
+    text = served.template.write(
+        reading.messages,
+        reading.tools if turn.tool_choice.mode != "none" else (),
+        thinking=_is_thinking(turn, served),
+        preserve_thinking=served.defaults.preserve_thinking if preserve is None else preserve,
+        effort=turn.thinking.effort,
+        template_arguments=turn.template_arguments,
+    )
+    return text, served.stitcher.tokens(text, reading.writings, Says.under(served.output_format, reading.tools))
+
+
+def _raw_prompt(turn: Turn, served: ServedModel) -> Prompt:
+    """Text or token ids that go to the model as they are."""
+    raw = turn.raw_prompt or ()
+    if isinstance(raw, str):
+        ids = served.tokenizer.encode(raw, add_special_tokens=True)
+    else:
+        ids = raw
+        if unknown := [token for token in ids if not 0 <= token < served.vocab_size]:
+            raise BadRequest(f"The prompt holds token {unknown[0]}, which the model does not have.", param="prompt")
+    if not ids:
+        raise BadRequest("The prompt is empty.", param="prompt")
+    return Prompt(
+        text=raw if isinstance(raw, str) else served.tokenizer.decode(ids),
+        tokens=TokenSequence(ids),
+        message_starts=served.markers.message_starts(ids),
+    )
 
 
 def _answer_reader(turn: Turn, served: ServedModel, prompt: Prompt) -> AnswerReader:
@@ -241,33 +197,6 @@ def _answer_reader(turn: Turn, served: ServedModel, prompt: Prompt) -> AnswerRea
 
 def _is_thinking(turn: Turn, served: ServedModel) -> bool:
     return served.defaults.thinking if turn.thinking.enabled is None else turn.thinking.enabled
-
-
-def _render(turn: Turn, served: ServedModel) -> Prompt:
-    if turn.raw_prompt is not None:
-        return _raw_prompt(turn.raw_prompt, served)
-    preserve = turn.thinking.preserve
-    rendered = served.template.render(
-        turn.messages,
-        turn.tools if turn.tool_choice.mode != "none" else (),
-        thinking=_is_thinking(turn, served),
-        preserve_thinking=served.defaults.preserve_thinking if preserve is None else preserve,
-        effort=turn.thinking.effort,
-        template_arguments=turn.template_arguments,
-    )
-    return Prompt(rendered.text, rendered.ids, rendered.opens_reasoning, rendered.notes)
-
-
-def _raw_prompt(raw: str | tuple[int, ...], served: ServedModel) -> Prompt:
-    if isinstance(raw, str):
-        ids = served.tokenizer.encode(raw, add_special_tokens=True)
-    else:
-        ids = raw
-        if unknown := [token for token in ids if not 0 <= token < served.vocab_size]:
-            raise BadRequest(f"The prompt holds token {unknown[0]}, which the model does not have.", param="prompt")
-    if not ids:
-        raise BadRequest("The prompt is empty.", param="prompt")
-    return Prompt(raw if isinstance(raw, str) else served.tokenizer.decode(ids), TokenSequence(ids), False)
 
 
 def _max_tokens(turn: Turn, served: ServedModel, num_prompt_tokens: int) -> tuple[int, LengthLimit]:

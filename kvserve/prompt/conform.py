@@ -91,7 +91,7 @@ def conform(messages: Sequence[Message], tools: Sequence[ToolSpec], dialect: Dia
             placing.place(lowered)
     continues = bool(steps) and steps[-1].kind == "assistant" and placing.last_kind == "assistant"
     if not continues:
-        placing.bridge("end", len(messages))
+        placing.bridge_to_answer(len(messages))
     return Conformed(tuple(placing.steps), continues, tuple(placing.notes()))
 
 
@@ -187,6 +187,11 @@ class _Placing:
             pending = self._pending[0] if self._pending else ""
             text = NO_RESULT if filler == "result" else ""
             self._append(self._settled(Step(filler, text, call_id=pending, index=index)))
+
+    def bridge_to_answer(self, index: int) -> None:
+        """Put the fillers before the generation tail that the answer will have before it once it is history."""
+        can_wait = self._takes("assistant") or not self._bridge_to("assistant")
+        self.bridge("end" if can_wait else "assistant", index)
 
     def _bridge_to(self, kind: Kind) -> tuple[Kind, ...]:
         return self._dialect.bridges.get(((self._speaker, self.last_kind), kind), ())

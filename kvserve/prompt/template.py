@@ -21,6 +21,22 @@ ARGUMENTS_FIELD = "chat_template_kwargs"
 
 
 @dataclass(frozen=True, slots=True)
+class PromptText:
+    """A prompt as text, not yet as model tokens.
+
+    `opens_reasoning`: it ends inside an opened think tag or channel, so the model's text starts as reasoning.
+    `continues`: it ends inside the last message, an assistant's, instead of in a generation tail. `notes` say what was
+    put into another form than the client sent. `adds_special_tokens`: the tokenizer's own ones (BOS) are still missing.
+    """
+
+    text: str
+    opens_reasoning: bool
+    notes: tuple[str, ...] = ()
+    continues: bool = False
+    adds_special_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RenderedPrompt:
     """A prompt as text and as model tokens.
 
@@ -95,6 +111,44 @@ class ChatTemplate:
         """The reasoning efforts that the template knows, lowest first."""
         return self._voice.switches.efforts if self._voice is not None else ()
 
+    def write(
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[ToolSpec, ...] = (),
+        *,
+        thinking: bool,
+        preserve_thinking: bool | None = None,
+        effort: str | None = None,
+        template_arguments: Mapping[str, object] | None = None,
+    ) -> PromptText:
+        """The text for the next assistant message, or up to the end of the last one if that is the assistant's.
+
+        `preserve_thinking` and `effort` None leave the template its default. Of `template_arguments` those are ignored
+        that the rendering itself needs (`messages`, `bos_token`, ...) or that `thinking` and `effort` decide.
+        Raises BadRequest for an image, and for template arguments that the template fails with.
+        """
+        voice = self._voice
+        if voice is None:
+            return _plain(messages, tools, ())
+        given = _free_arguments(voice, template_arguments or {})
+        arguments = voice.switches.arguments(given, thinking=thinking, preserve=preserve_thinking, effort=effort)
+        switched = voice.switches.arguments({}, thinking=thinking, preserve=preserve_thinking, effort=effort)
+        refusals: list[str] = []
+        for dialect, said in _attempts(voice, messages, tools):
+            conformed = conform(said, tools, dialect)
+            writer = Writer(voice.template, dialect.form, tool_dicts(tools) if dialect.tools else None, arguments)
+            written = writer.write(conformed)
+            if isinstance(written, Written):
+                notes = (*refusals, *conformed.notes)
+                # A chat template writes every special token itself, BOS included; that is how they are all written.
+                text = without_surrogates(written.text)
+                return PromptText(text, written.opens_reasoning, notes, continues=conformed.continues)
+            if given and isinstance(replace(writer, arguments=switched).write(conformed), Written):
+                reason = f"The chat template fails with these arguments: {written.reason}"
+                raise BadRequest(reason, param=ARGUMENTS_FIELD)
+            refusals.append(f"the chat template refused ({written.reason}): a plainer form was tried")
+        return _plain(messages, tools, tuple(refusals))
+
     def render(
         self,
         messages: tuple[Message, ...],
@@ -105,47 +159,27 @@ class ChatTemplate:
         effort: str | None = None,
         template_arguments: Mapping[str, object] | None = None,
     ) -> RenderedPrompt:
-        """The prompt for the next assistant message, or up to the end of the last one if that is the assistant's.
+        """`write`, and its model tokens. Raises what `write` raises."""
+        prompt = self.write(
+            messages,
+            tools,
+            thinking=thinking,
+            preserve_thinking=preserve_thinking,
+            effort=effort,
+            template_arguments=template_arguments,
+        )
+        ids = self._tokenizer.encode(prompt.text, add_special_tokens=prompt.adds_special_tokens)
+        return RenderedPrompt(prompt.text, TokenSequence(ids), prompt.opens_reasoning, prompt.notes)
 
-        `preserve_thinking` and `effort` None leave the template its default. Of `template_arguments` those are ignored
-        that the rendering itself needs (`messages`, `bos_token`, ...) or that `thinking` and `effort` decide.
-        Raises BadRequest for an image, and for template arguments that the template fails with.
-        """
-        voice = self._voice
-        if voice is None:
-            return self._plain(messages, tools, ())
-        given = _free_arguments(voice, template_arguments or {})
-        arguments = voice.switches.arguments(given, thinking=thinking, preserve=preserve_thinking, effort=effort)
-        switched = voice.switches.arguments({}, thinking=thinking, preserve=preserve_thinking, effort=effort)
-        refusals: list[str] = []
-        for dialect, said in _attempts(voice, messages, tools):
-            conformed = conform(said, tools, dialect)
-            writer = Writer(voice.template, dialect.form, tool_dicts(tools) if dialect.tools else None, arguments)
-            written = writer.write(conformed)
-            if isinstance(written, Written):
-                return self._prompt(written, (*refusals, *conformed.notes))
-            if given and isinstance(replace(writer, arguments=switched).write(conformed), Written):
-                reason = f"The chat template fails with these arguments: {written.reason}"
-                raise BadRequest(reason, param=ARGUMENTS_FIELD)
-            refusals.append(f"the chat template refused ({written.reason}): a plainer form was tried")
-        return self._plain(messages, tools, tuple(refusals))
 
-    def _prompt(self, written: Written, notes: tuple[str, ...], *, add_special_tokens: bool = False) -> RenderedPrompt:
-        text = without_surrogates(written.text)
-        # A chat template writes every special token itself, BOS included; that is how they are all written.
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return RenderedPrompt(text, TokenSequence(ids), written.opens_reasoning, notes)
-
-    def _plain(
-        self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], notes: tuple[str, ...]
-    ) -> RenderedPrompt:
-        """The conversation as labelled text, without the model's template."""
-        steps = [Step("system", hermes_tools(tools))] if tools else []
-        steps += [step for index, message in enumerate(messages) for step in steps_of(message, index)]
-        continues = bool(steps) and steps[-1].kind == "assistant" and bool(steps[-1].text)
-        text = transcript(steps) + ("" if continues else "\n\n[assistant]\n")
-        notes = (*notes, "no chat template: rendered as labelled plain text")
-        return self._prompt(Written(text, opens_reasoning=False), notes, add_special_tokens=True)
+def _plain(messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], notes: tuple[str, ...]) -> PromptText:
+    """The conversation as labelled text, without the model's template."""
+    steps = [Step("system", hermes_tools(tools))] if tools else []
+    steps += [step for index, message in enumerate(messages) for step in steps_of(message, index)]
+    continues = bool(steps) and steps[-1].kind == "assistant" and bool(steps[-1].text)
+    text = without_surrogates(transcript(steps) + ("" if continues else "\n\n[assistant]\n"))
+    notes = (*notes, "no chat template: rendered as labelled plain text")
+    return PromptText(text, opens_reasoning=False, notes=notes, continues=continues, adds_special_tokens=True)
 
 
 def _free_arguments(voice: _Voice, given: Mapping[str, object]) -> dict[str, object]:

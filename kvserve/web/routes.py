@@ -70,6 +70,11 @@ def get_cache(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(200, service.cache_report())
 
 
+def get_explanation(exchange: Exchange, service: WebService) -> None:
+    """GET /v1/cache/explain/{request_id}: also the `id` of an answer, which contains it."""
+    exchange.send_json(200, service.explain(exchange.path_rest))
+
+
 def delete_cache(exchange: Exchange, service: WebService) -> None:
     """DELETE /v1/cache."""
     service.clear_cache()
@@ -82,6 +87,7 @@ ROUTES = (
     Route("GET", "/v1/models", get_models),
     Route("GET", "/v1/models/*", get_model),
     Route("GET", "/v1/cache", get_cache),
+    Route("GET", "/v1/cache/explain/*", get_explanation),
     Route("DELETE", "/v1/cache", delete_cache),
     Route("GET", "/health", get_health, needs_key=False),
 )

@@ -51,8 +51,11 @@ class Service[Model: NamedModel](Protocol):
     def cache_report(self) -> JsonObject:
         """The body of GET /v1/cache. Raises NotReady while loading."""
 
+    def explain(self, request_id: str) -> JsonObject:
+        """The body of GET /v1/cache/explain/{request_id}: what was reused, and why not more. Raises NotFound."""
+
     def clear_cache(self) -> None:
-        """Forget everything that the prefix cache keeps. Raises NotReady while loading."""
+        """Forget everything that the caches and records keep. Raises NotReady while loading."""
 
     def serve(self, turn: Turn, served: Model) -> RunningTurn:
         """Submit a turn. Raises RequestError (400, 429, 503) before anything is computed."""

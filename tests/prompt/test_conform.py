@@ -24,6 +24,13 @@ from tests.prompt.samples import (
 )
 
 NAMES = (*FAMILIES, *HOSTILE)
+HEADERS = (
+    "<|im_start|>assistant\n",
+    "<start_of_turn>model\n",
+    "<|start|>assistant",
+    "<|assistant|>",
+    "<|start_header_id|>assistant",
+)
 
 
 @cache
@@ -107,6 +114,16 @@ def test_a_template_that_hoists_system_messages_is_not_allowed_to() -> None:
     """Hoisting breaks the prefix, so the later system message is rendered in place."""
     prompt = template_of("hoists_system").render((user("hi"), answer("yes"), system("new"), user("go")), thinking=True)
     assert prompt.text == "<user>hi</s><assistant>yes</s><user>[system]\nnew</s><user>go</s><assistant>"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_prompt_for_an_answer_has_before_it_what_history_will_have(name: str) -> None:
+    """Fillers that the answer will need before it once it is history stand there already when it is asked for."""
+    talk = (user("hi"), answer("", ToolCallBlock("c1", "look", "{}")), result("c1", "found"))
+    asked = template_of(name).write(talk, TOOLS, thinking=False).text
+    told = template_of(name).write((*talk, answer("ANSWER")), TOOLS, thinking=False).text
+    header = next((header for header in HEADERS if header in asked.rpartition("found")[2]), "")
+    assert told.startswith(asked[: asked.rindex(header) + len(header)])
 
 
 def test_neighbours_are_merged_only_where_the_template_insists() -> None:

@@ -1,0 +1,167 @@
+"""The identity of a message: its canonical form and digest. Pure; nothing here decides what the model reads."""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvserve.canonical.layout import Layout, canonical_blocks, is_dropped, lay_out
+from kvserve.canonical.rule import RuleSet
+from kvserve.canonical.rules import DEFAULT_RULES
+from kvserve.canonical.spans import meaning_text
+from kvserve.core import (
+    Block,
+    ImageBlock,
+    Message,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+    ToolResultBlock,
+    ToolSpec,
+)
+
+_FORMAT = b"kvserve canonical 1"
+"""Part of every digest: digests that are kept across a change of their form must not match."""
+
+_MAX_SHORTENING = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Canonical:
+    """What a message is known by.
+
+    `message` is None for one that has no part in identity: it leaves the chain as it is. `digest` is that of the
+    canonical form. `meaning` differs from it only where a rule took out a whole span: it also tells apart what the
+    client may leave out, such as who the sender was. `fired`: the rules that changed something.
+    """
+
+    message: Message | None
+    digest: bytes
+    meaning: bytes
+    fired: frozenset[str]
+
+
+def canonicalise(message: Message, rules: RuleSet = DEFAULT_RULES) -> Canonical:
+    """The identity of `message`, which stays as it is. 32-byte digests; b"" for a message without identity."""
+    layout = lay_out(message, rules)
+    blocks = canonical_blocks(layout)
+    canonical = message if blocks == message.blocks else Message(message.role, blocks, message.name)
+    fired = frozenset([name for part in layout for name in part.fired])
+    # what is left when the spans are gone may have no identity either
+    if (rule := is_dropped(message, rules) or is_dropped(canonical, rules)) is not None:
+        return Canonical(None, b"", b"", fired | {rule})
+    digest = meaning = _digest(canonical)
+    if any(span.canonical != span.meaning for part in layout for span in part.spans):
+        meaning = _digest(Message(message.role, _meaning_blocks(layout), message.name))
+    return Canonical(canonical, digest, meaning, fired)
+
+
+def chain(root: bytes, messages: Iterable[Canonical]) -> tuple[bytes, ...]:
+    """SHA-256 of the chain so far and the digest, per message; a message without identity repeats the last value.
+
+    Equal values mean equal canonical histories under an equal `root`.
+    """
+    links: list[bytes] = []
+    last = hashlib.sha256(_FORMAT + root).digest()
+    for canonical in messages:
+        if canonical.message is not None:
+            last = hashlib.sha256(last + canonical.digest).digest()
+        links.append(last)
+    return tuple(links)
+
+
+def canonical_tools(tools: Sequence[ToolSpec], rules: RuleSet = DEFAULT_RULES) -> bytes:
+    """The digest of a set of tools, whatever their order; of the list as it is where that rule is switched off."""
+    digests = [_digest_of([tool.name, tool.description, tool.parameters, tool.strict]) for tool in tools]
+    ordered = sorted(digests) if "tools_order" in rules else digests
+    return hashlib.sha256(_FORMAT + b"".join(ordered)).digest()
+
+
+# --- the optional check ----------------------------------------------------------------------------------------------
+
+
+def num_chars(message: Message | None) -> int:
+    """Characters of text, calls and results. Thinking does not count: that templates drop it is no normalisation."""
+    if message is None:
+        return 0
+    return sum(_num_block_chars(block) for block in message.blocks)
+
+
+def is_shortened_too_much(original_chars: int, canonical_chars: int) -> bool:
+    """Whether the key lost more than 10 % of the prompt: a rule then takes out what it was not made for."""
+    return canonical_chars < original_chars * (1 - _MAX_SHORTENING)
+
+
+def _num_block_chars(block: Block) -> int:
+    match block:
+        case TextBlock(text):
+            return len(text)
+        case ToolCallBlock(_, name, arguments):
+            return len(name) + len(arguments)
+        case ToolResultBlock(_, blocks):
+            return sum(_num_block_chars(inner) for inner in blocks)
+        case _:
+            return 0
+
+
+# --- digests ---------------------------------------------------------------------------------------------------------
+
+
+def _meaning_blocks(layout: Layout) -> tuple[Block, ...]:
+    blocks: list[Block] = []
+    for part in layout:
+        if part.spans and isinstance(part.block, TextBlock):
+            blocks.append(TextBlock(meaning_text(part.block.text, part.spans)))
+        elif part.canonical is not None:
+            blocks.append(part.canonical)
+    return tuple(blocks)
+
+
+def _digest(message: Message) -> bytes:
+    fields: list[str] = [message.role, "-" if message.name is None else f"+{message.name}"]
+    for block in message.blocks:
+        _add_fields(block, fields)
+    return hashlib.sha256(_joined(fields)).digest()
+
+
+def _joined(fields: list[str]) -> bytes:
+    """The fields with their lengths before them, so that no two lists of fields are the same bytes."""
+    lengths = ",".join(map(str, map(len, fields)))
+    # halves of surrogate pairs come from clients that cut text; they must not stop a request
+    return _FORMAT + f"[{lengths}]{''.join(fields)}".encode("utf-8", "surrogatepass")
+
+
+def _add_fields(block: Block, fields: list[str]) -> None:
+    match block:
+        case TextBlock(text):
+            fields += ("text", text)
+        case ThinkingBlock(text):
+            fields += ("thinking", text)
+        case ToolCallBlock(call_id, name, arguments):
+            fields += ("call", call_id, name, arguments)
+        case ImageBlock(source):
+            fields += ("image", source)
+        case ToolResultBlock(call_id, blocks, is_error):
+            fields += ("result", call_id, str(is_error), str(len(blocks)))
+            for inner in blocks:
+                _add_fields(inner, fields)
+
+
+def _digest_of(value: object) -> bytes:
+    fields: list[str] = []
+    _add_value(value, fields)
+    return hashlib.sha256(_joined(fields)).digest()
+
+
+def _add_value(value: object, fields: list[str]) -> None:
+    """JSON values, types told apart (1, 1.0 and true differ); the order of an object's keys is kept: it is rendered."""
+    if isinstance(value, Mapping):
+        fields.append(f"object {len(value)}")
+        for key, inner in value.items():
+            fields.append(str(key))
+            _add_value(inner, fields)
+    elif isinstance(value, list | tuple):
+        fields.append(f"array {len(value)}")
+        for inner in value:
+            _add_value(inner, fields)
+    else:
+        fields.append(f"{type(value).__name__} {value!r}" if not isinstance(value, str) else f"str {value}")

@@ -1,0 +1,141 @@
+"""One message taken apart: each block with its canonical form and its spans. Both identity and replay read this."""
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NoReturn
+
+from kvserve.canonical.rule import RuleSet
+from kvserve.canonical.spans import Span, canonical_text, find_spans
+from kvserve.core import (
+    Block,
+    Message,
+    Role,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+    ToolResultBlock,
+)
+
+_MAX_EXACT_INTEGER = 2**53
+"""Below it a double holds every integer exactly: a client whose numbers are doubles cannot tell 1.0 from 1."""
+
+
+_MAX_MEMOISED_CHARS = 2_000
+"""Calls that write whole files are not worth their memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A block, what stands for it in identity (None: nothing), the rules that made the difference, and the spans in it
+    if it is text."""
+
+    block: Block
+    canonical: Block | None
+    fired: tuple[str, ...] = ()
+    spans: tuple[Span, ...] = ()
+
+
+type Layout = tuple[Part, ...]
+
+
+def lay_out(message: Message, rules: RuleSet) -> Layout:
+    """The blocks of `message` in order. Changes nothing."""
+    names = rules.names(message.role)
+    return tuple([_part(block, message.role, names, rules) for block in message.blocks])
+
+
+def canonical_blocks(layout: Layout) -> tuple[Block, ...]:
+    """What stands for the message in identity."""
+    return tuple([part.canonical for part in layout if part.canonical is not None])
+
+
+def is_dropped(message: Message, rules: RuleSet) -> str | None:
+    """The name of the rule that takes the whole message out of identity, if one does."""
+    if len(message.blocks) != 1 or not isinstance(block := message.blocks[0], TextBlock):
+        return None
+    for rule in rules.dropping_rules(message.role):
+        form = rule.form
+        if form is not None and block.text.startswith(form.opener) and form.pattern.fullmatch(block.text):
+            return rule.name
+    return None
+
+
+def _part(block: Block, role: Role, names: frozenset[str], rules: RuleSet) -> Part:
+    if isinstance(block, TextBlock):
+        return _text_part(block, role, names, rules)
+    if isinstance(block, ThinkingBlock):
+        if "thinking" in names:
+            return Part(block, None, ("thinking",))
+        return Part(block, ThinkingBlock(block.text))  # the signature is the client's echo of ours, never content
+    if isinstance(block, ToolCallBlock):
+        return _call_part(block, names)
+    if isinstance(block, ToolResultBlock) and block.call_id and "call_ids" in names:
+        return Part(block, ToolResultBlock("", block.blocks, block.is_error), ("call_ids",))
+    return Part(block, block)
+
+
+def _text_part(block: TextBlock, role: Role, names: frozenset[str], rules: RuleSet) -> Part:
+    spans = find_spans(block.text, role, rules)
+    if spans:
+        canonical = canonical_text(block.text, spans)
+        return Part(block, TextBlock(canonical) if canonical else None, _fired(spans), spans)
+    if not block.text and "empty_content" in names:
+        return Part(block, None, ("empty_content",))
+    return Part(block, block)
+
+
+def _fired(spans: tuple[Span, ...]) -> tuple[str, ...]:
+    whole = [span.rule.name for span in spans if span.canonical != span.text]
+    return (*whole, *(name for span in spans for name, moved in span.volatile if moved))
+
+
+def _call_part(block: ToolCallBlock, names: frozenset[str]) -> Part:
+    call_id = "" if "call_ids" in names else block.call_id
+    arguments = canonical_arguments(block.arguments) if "call_arguments" in names else block.arguments
+    fired = (
+        *(("call_ids",) if call_id != block.call_id else ()),
+        *(("call_arguments",) if arguments != block.arguments else ()),
+    )
+    return Part(block, ToolCallBlock(call_id, block.name, arguments), fired)
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def canonical_arguments(arguments: str) -> str:
+    """The JSON text of a call's arguments without what a client's serialiser decides: spacing, escapes, the order of
+    keys, 1.0 for 1. Text that is not a JSON object, or that names a key twice, is its own canonical form."""
+    return _memoised(arguments) if len(arguments) <= _MAX_MEMOISED_CHARS else _canonical_json(arguments)
+
+
+def _canonical_json(arguments: str) -> str:
+    try:
+        value = _DECODER.decode(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return _ENCODER.encode(value) if isinstance(value, dict) else arguments
+
+
+_memoised = lru_cache(maxsize=2_048)(_canonical_json)
+"""Every request brings all calls of its history again."""
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    named = dict(pairs)
+    if len(named) != len(pairs):
+        raise ValueError("a key is named twice")
+    return named
+
+
+def _number(text: str) -> float | int:
+    value = float(text)
+    return int(value) if abs(value) < _MAX_EXACT_INTEGER and value.is_integer() else value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_number, parse_constant=_refuse_constant)
+_ENCODER = json.JSONEncoder(ensure_ascii=True, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,297 @@
+"""What the model reads for a message that it has read before in another wording: as it read it, or as it is sent now.
+
+The law: the model is never blinded. Only the text of a rule's own span ever comes from the past, only as the rule's
+policy allows, and only if the client left the span out or changed nothing but its volatile parts. Whatever is unsure
+is rendered as the client sent it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvserve.canonical.layout import Layout, Part, canonical_blocks, lay_out
+from kvserve.canonical.rule import RuleSet
+from kvserve.canonical.rules import DEFAULT_RULES
+from kvserve.canonical.spans import Span
+from kvserve.core import Block, Message, TextBlock, ThinkingBlock, ToolCallBlock
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """The message to render. `fired`: rules through which it says what the model read before instead of what was
+    sent; `as_sent`: rules whose spans differ from what the model read and were rendered as sent."""
+
+    message: Message
+    fired: frozenset[str] = frozenset()
+    as_sent: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What happened, by rule; filled while one message is put together."""
+
+    fired: set[str] = field(default_factory=set)
+    as_sent: set[str] = field(default_factory=set)
+
+    def result(self, message: Message) -> Replayed:
+        return Replayed(message, frozenset(self.fired), frozenset(self.as_sent))
+
+
+def replay(
+    fresh: Message,
+    seen: Message,
+    *,
+    in_history: bool,
+    rules: RuleSet = DEFAULT_RULES,
+    may_put_back: bool = True,
+) -> Replayed:
+    """`fresh`, with what the rules allow as in `seen`. Both stay as they are.
+
+    `in_history`: the model has already answered to what follows this message. `may_put_back`: False where messages of
+    this identity are known that mean something else (`Canonical.meaning`): then nobody knows which of them left a span
+    out, and none comes back. Messages of different identity are no pair: then it is `fresh`.
+    """
+    if fresh == seen or fresh.role != seen.role or fresh.name != seen.name:
+        return Replayed(fresh)
+    fresh_layout, seen_layout = lay_out(fresh, rules), lay_out(seen, rules)
+    if canonical_blocks(fresh_layout) != canonical_blocks(seen_layout):
+        return Replayed(fresh)
+    if fresh.role == "assistant":
+        return _replay_assistant(fresh, seen, rules, in_history)
+    return _SpanReplay(fresh, fresh_layout, seen_layout, rules, in_history, may_put_back).result()
+
+
+# --- assistants: thinking and calls ----------------------------------------------------------------------------------
+
+
+def _replay_assistant(fresh: Message, seen: Message, rules: RuleSet, in_history: bool) -> Replayed:
+    """Equal but for thinking, call ids and the JSON text of arguments."""
+    notes = _Notes()
+    spoken = iter(
+        [
+            _replay_call(mine, theirs, rules, in_history, notes)
+            for mine, theirs in zip(_spoken(fresh), _spoken(seen), strict=True)
+        ]
+    )
+    thinking, seen_thinking = _thinking(fresh), _thinking(seen)
+    restores = not thinking and bool(seen_thinking) and rules.replays("thinking", in_history=in_history)
+    if thinking != seen_thinking:
+        (notes.fired if restores else notes.as_sent).add("thinking")
+    if restores:
+        order = [block for block in seen.blocks if isinstance(block, ThinkingBlock) or not _is_unspoken(block)]
+    else:
+        order = list(fresh.blocks)
+    blocks = tuple(block if _is_unspoken(block) else next(spoken) for block in order)
+    return notes.result(Message(fresh.role, blocks, fresh.name))
+
+
+def _is_unspoken(block: Block) -> bool:
+    """Whether nothing stands for this block of an assistant's message in identity."""
+    return isinstance(block, ThinkingBlock) or (isinstance(block, TextBlock) and not block.text)
+
+
+def _spoken(message: Message) -> list[Block]:
+    return [block for block in message.blocks if not _is_unspoken(block)]
+
+
+def _thinking(message: Message) -> list[str]:
+    return [block.text for block in message.blocks if isinstance(block, ThinkingBlock)]
+
+
+def _replay_call(fresh: Block, seen: Block, rules: RuleSet, in_history: bool, notes: _Notes) -> Block:
+    if not isinstance(fresh, ToolCallBlock) or not isinstance(seen, ToolCallBlock):
+        return fresh
+    if fresh.call_id != seen.call_id:
+        notes.as_sent.add("call_ids")
+    if fresh.arguments == seen.arguments:
+        return fresh
+    if not rules.replays("call_arguments", in_history=in_history):
+        notes.as_sent.add("call_arguments")
+        return fresh
+    notes.fired.add("call_arguments")
+    return ToolCallBlock(fresh.call_id, fresh.name, seen.arguments)
+
+
+# --- everybody else: spans -------------------------------------------------------------------------------------------
+
+type _Key = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """What can be replayed or put back in one piece at one place: a span, or a block that is nothing but spans (an
+    empty block has none)."""
+
+    spans: tuple[Span, ...]
+    text: str
+
+    @property
+    def key(self) -> _Key:
+        return tuple(span.key for span in self.spans)
+
+
+@dataclass(slots=True)
+class _Place:
+    """The items at one place of the canonical message, with the partner of each of `fresh` in `seen`."""
+
+    fresh: list[_Item] = field(default_factory=list)
+    seen: list[_Item] = field(default_factory=list)
+    partners: list[int | None] = field(default_factory=list)
+
+    def pair(self) -> None:
+        """Items that mean the same, in order; the others have no partner."""
+        following = 0
+        for item in self.fresh:
+            found = next((i for i in range(following, len(self.seen)) if self.seen[i].key == item.key), None)
+            self.partners.append(found)
+            following = following if found is None else found + 1
+
+
+_GAP = -1
+
+
+class _SpanReplay:
+    """One message of system, user or tool: places are (number of the canonical block, offset in its canonical text),
+    or the gap before a block, where blocks stand that have no canonical form."""
+
+    def __init__(
+        self,
+        fresh: Message,
+        fresh_layout: Layout,
+        seen_layout: Layout,
+        rules: RuleSet,
+        in_history: bool,
+        may_put_back: bool,
+    ) -> None:
+        self._fresh = fresh
+        self._layout = fresh_layout
+        self._rules = rules
+        self._in_history = in_history
+        self._puts_back = may_put_back
+        self._notes = _Notes()
+        self._places: dict[tuple[int, int], _Place] = {}
+        for position, item in _items(fresh_layout):
+            self._places.setdefault(position, _Place()).fresh.append(item)
+        for position, item in _items(seen_layout):
+            self._places.setdefault(position, _Place()).seen.append(item)
+        for place in self._places.values():
+            place.pair()
+        self._edited = {
+            span.rule.name
+            for place in self._places.values()
+            for item, partner in zip(place.fresh, place.partners, strict=True)
+            if partner is None
+            for span in item.spans
+        }
+
+    def result(self) -> Replayed:
+        """The message as it is to be rendered."""
+        self._notes.as_sent |= self._edited
+        blocks: list[Block] = []
+        number = 0
+        for part in self._layout:
+            if part.canonical is None:
+                continue  # its place is the gap before the next block
+            blocks += self._gap(number)
+            blocks.append(self._kept(number, part))
+            number += 1
+        blocks += self._gap(number)
+        return self._notes.result(Message(self._fresh.role, tuple(blocks), self._fresh.name))
+
+    def _gap(self, number: int) -> list[Block]:
+        return [TextBlock(text) for text in self._said(self._places.get((number, _GAP)), may_insert=True)]
+
+    def _kept(self, number: int, part: Part) -> Block:
+        offsets = sorted(offset for block, offset in self._places if block == number and offset != _GAP)
+        if not isinstance(part.block, TextBlock) or not offsets:
+            return part.block
+        text = part.block.text
+        raw = canonical = 0  # how far the text and its canonical form are written
+        pieces: list[str] = []
+        for offset in offsets:
+            place = self._places[number, offset]
+            if offset >= canonical:
+                pieces.append(text[raw : raw + offset - canonical])
+                raw, canonical = raw + offset - canonical, offset
+            pieces += self._said(place, may_insert=offset == canonical)
+            for item in place.fresh:
+                raw = item.spans[0].end
+                canonical = offset + len(item.spans[0].canonical)
+        return TextBlock("".join([*pieces, text[raw:]]))
+
+    def _said(self, place: _Place | None, *, may_insert: bool) -> list[str]:
+        """The texts at one place. Something that is not known from before keeps all of it as sent: the order of what
+        would be put back beside it is unknown."""
+        if place is None:
+            return []
+        replayed = {
+            partner: self._chosen(item, place.seen[partner])
+            for item, partner in zip(place.fresh, place.partners, strict=True)
+            if partner is not None
+        }
+        if not may_insert or None in place.partners:
+            self._leave_out(item for i, item in enumerate(place.seen) if i not in replayed)
+            return [
+                item.text if partner is None else replayed[partner]
+                for item, partner in zip(place.fresh, place.partners, strict=True)
+            ]
+        said: list[str] = []
+        for i, item in enumerate(place.seen):
+            if i in replayed:
+                said.append(replayed[i])
+            elif self._may_put_back(item):
+                self._notes.fired |= {span.rule.name for span in item.spans}
+                said.append(item.text)
+            else:
+                self._leave_out((item,))
+        return said
+
+    def _chosen(self, fresh: _Item, seen: _Item) -> str:
+        """Of two items that mean the same: the text as seen, if every rule whose part moved allows it."""
+        moved = _moved(fresh, seen)
+        if not moved:
+            return fresh.text
+        if all(self._rules.replays(name, in_history=self._in_history) for name in moved):
+            self._notes.fired |= moved
+            return seen.text
+        self._notes.as_sent |= moved
+        return fresh.text
+
+    def _may_put_back(self, item: _Item) -> bool:
+        if not self._puts_back or not item.spans:
+            return False
+        return all(
+            span.rule.name not in self._edited
+            and not span.canonical
+            and self._rules.replays(span.rule.name, in_history=self._in_history)
+            for span in item.spans
+        )
+
+    def _leave_out(self, items: Iterable[_Item]) -> None:
+        self._notes.as_sent |= {span.rule.name for item in items for span in item.spans}
+
+
+def _items(layout: Layout) -> Iterable[tuple[tuple[int, int], _Item]]:
+    number = 0
+    for part in layout:
+        if part.canonical is None:
+            if isinstance(part.block, TextBlock):
+                yield (number, _GAP), _Item(part.spans, part.block.text)
+            continue
+        removed = 0
+        for span in part.spans:
+            yield (number, span.start - removed), _Item((span,), span.text)
+            removed += span.end - span.start - len(span.canonical)
+        number += 1
+
+
+def _moved(fresh: _Item, seen: _Item) -> set[str]:
+    """The rules whose part of the text is another in two items that mean the same."""
+    if fresh.text == seen.text:
+        return set()
+    names: set[str] = set()
+    for mine, theirs in zip(fresh.spans, seen.spans, strict=True):
+        volatile, seen_volatile = dict(mine.volatile), dict(theirs.volatile)
+        names |= {
+            name for name in volatile.keys() | seen_volatile.keys() if volatile.get(name) != seen_volatile.get(name)
+        }
+    return names or {span.rule.name for span in fresh.spans}

@@ -1,0 +1,110 @@
+"""What a canonical rule is: a named row with its place, its replay policy and, for rules about text, its strict form.
+
+Knows nothing of any particular client; the table is in `rules.py`, the loops that apply it are its neighbours.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvserve.core import Role
+
+Policy = Literal["always", "history", "never"]
+"""What the model reads where only the volatile part moved, or where the client left the span out:
+
+`always`: what it first read; `history`: the same in messages that it has already read, what is sent in the newest
+ones; `never`: what is sent.
+"""
+
+Scope = Literal["message", "text", "line", "field", "tools", "wire"]
+"""Where a rule applies.
+
+`message`: the structure of one message; `text`: a span in one text block; `line`: a span within one line of one text
+block; `field`: a volatile part inside the spans of other rules; `tools`: the list of tools; `wire`: what the reader
+of the protocol already makes equal (nothing is left to do here, and so nothing to set).
+"""
+
+Place = Literal["start", "line_start", "anywhere", "end", "whole"]
+"""Where in a text block a span may stand.
+
+`start`: at the beginning, or directly after another span that does; `line_start`: at the beginning of a line;
+`anywhere`; `end`: the last occurrence of the opener, up to the end of the block; `whole`: the span is the block.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The recorded form of a span, strictly: whatever does not match is left alone.
+
+    `opener` is the literal text that the span and `pattern` begin with: it makes looking for a rule that does not
+    apply as cheap as a search for a substring. `volatile` maps a rule's name (this one's or that of a `field` rule)
+    to the parts that may move without a change of meaning. `is_json`: the group `json` must be a JSON object.
+    `holds` and `lacks` must, and must not, be found in the span. `is_omitted`: the canonical form is "", so that
+    sent and left out are the same; otherwise it is the span without its volatile parts.
+    """
+
+    opener: str
+    pattern: re.Pattern[str]
+    place: Place
+    volatile: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+    is_omitted: bool = False
+    is_json: bool = False
+    holds: re.Pattern[str] | None = None
+    lacks: re.Pattern[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row: what is normalised where, what the model reads instead, and why.
+
+    `drops`: a message that consists of the form has no identity at all. `is_fixed`: the policy follows from what the
+    rule is about; an operator can only switch the rule off.
+    """
+
+    name: str
+    scope: Scope
+    policy: Policy
+    roles: frozenset[Role]
+    normalises: str
+    why: str
+    form: Form | None = None
+    drops: bool = False
+    is_fixed: bool = False
+
+
+class RuleSet:
+    """The rules that are switched on, with the policies that hold for them; looked up by role and by name."""
+
+    def __init__(self, rules: tuple[Rule, ...]) -> None:
+        self.rules = rules
+        self._named = {rule.name: rule for rule in rules}
+        roles: tuple[Role, ...] = ("system", "user", "assistant", "tool")
+        self._spans = {role: tuple(r for r in rules if self._finds_spans(r) and role in r.roles) for role in roles}
+        self._drops = {role: tuple(r for r in rules if r.drops and role in r.roles) for role in roles}
+        self._names = {role: frozenset(r.name for r in rules if role in r.roles) for role in roles}
+        self.line_rules = tuple(rule for rule in rules if rule.scope == "line" and rule.form is not None)
+
+    @staticmethod
+    def _finds_spans(rule: Rule) -> bool:
+        return rule.form is not None and not rule.drops
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._named
+
+    def names(self, role: Role) -> frozenset[str]:
+        """The rules that are switched on and meant for messages of this role."""
+        return self._names[role]
+
+    def span_rules(self, role: Role) -> tuple[Rule, ...]:
+        """The rules that find spans in the text blocks of this role, first match first."""
+        return self._spans[role]
+
+    def dropping_rules(self, role: Role) -> tuple[Rule, ...]:
+        """The rules that take a whole message of this role out of identity."""
+        return self._drops[role]
+
+    def replays(self, name: str, *, in_history: bool) -> bool:
+        """Whether the rule's policy lets the model read what it read before."""
+        policy = self._named[name].policy
+        return policy == "always" or (policy == "history" and in_history)

@@ -1,0 +1,111 @@
+"""The table of canonical rules: those about text from `text_rules.py`, those about the structure of messages here.
+
+A new rule is one row, here or there, and one recorded pair in tests/canonical/pairs/.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final, get_args
+
+from kvserve.canonical.rule import Policy, Rule, RuleSet
+from kvserve.canonical.text_rules import TEXT_RULES
+from kvserve.core import Role
+from kvserve.errors import SettingError
+
+_ASSISTANT: Final[frozenset[Role]] = frozenset({"assistant"})
+_ANY: Final[frozenset[Role]] = frozenset({"system", "user", "assistant", "tool"})
+
+RULES: tuple[Rule, ...] = (
+    *TEXT_RULES,
+    # --- the structure of messages -----------------------------------------------------------------------------------
+    Rule(
+        "thinking",
+        "message",
+        "always",
+        _ASSISTANT,
+        "the thinking of an assistant's turn",
+        "Clients strip it or echo it as they like; where it is missing the model reads again what it wrote.",
+    ),
+    Rule(
+        "call_arguments",
+        "message",
+        "always",
+        _ASSISTANT,
+        "the JSON text of a call's arguments, as long as it parses to the same",
+        "Clients serialise what they parsed: other spacing, escapes and order of keys than the model wrote.",
+    ),
+    Rule(
+        "call_ids",
+        "message",
+        "never",
+        _ANY,
+        "the ids of calls and of their results",
+        "Clients rewrite them; a result refers to its call by the ids of its own request.",
+        is_fixed=True,
+    ),
+    Rule(
+        "empty_content",
+        "message",
+        "never",
+        _ANY,
+        'text blocks without text: "" and null are the same content',
+        "Clients send one for the other beside tool calls.",
+        is_fixed=True,
+    ),
+    Rule(
+        "tools_order",
+        "tools",
+        "always",
+        _ANY,
+        "the order of an equal set of tools",
+        "Some clients list their tools in the order in which servers answered.",
+        is_fixed=True,
+    ),
+    # --- equal once they are read ------------------------------------------------------------------------------------
+    Rule(
+        "cache_control",
+        "wire",
+        "always",
+        _ANY,
+        "`cache_control` keys, and a list with one text block instead of a string",
+        "They mark the newest messages and move on with every request.",
+    ),
+    Rule(
+        "reasoning_field",
+        "wire",
+        "always",
+        _ASSISTANT,
+        "the name of the field with the thinking: `reasoning_content`, `reasoning`, `reasoning_text`",
+        "Clients echo it under a name of their own.",
+    ),
+)
+
+DEFAULT_RULES = RuleSet(RULES)
+
+
+def select(policies: Mapping[str, str], enabled: bool = True, *, setting: str = "CACHE_RULE_POLICIES") -> RuleSet:
+    """The rules with the operator's policies (rule name -> `always`, `history`, `never` or `off`).
+
+    `enabled` False switches all of them off: a message is then known by exactly what was sent. Raises SettingError,
+    naming `setting`, for a rule that does not exist, one that cannot be set, or another policy.
+    """
+    settable = {rule.name: rule for rule in RULES if rule.scope != "wire"}
+    for name, policy in policies.items():
+        if name not in settable:
+            raise SettingError(setting, name, f"one of the rules {', '.join(settable)}")
+        allowed = ("off",) if settable[name].is_fixed else (*get_args(Policy), "off")
+        if policy not in allowed:
+            raise SettingError(setting, f"{name}={policy}", f"one of the policies {', '.join(allowed)}")
+    if not enabled:
+        return RuleSet(())
+    return RuleSet(
+        tuple(_with_policy(rule, policies.get(rule.name)) for rule in RULES if policies.get(rule.name) != "off")
+    )
+
+
+def _with_policy(rule: Rule, policy: str | None) -> Rule:
+    match policy:
+        case "always" | "history" | "never":
+            return replace(rule, policy=policy)
+        case _:
+            return rule

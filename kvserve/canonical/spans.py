@@ -1,0 +1,178 @@
+"""Finds the spans of the rules in one text block. Knows where a form may stand, not what becomes of the span."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from kvserve.canonical.rule import Form, Rule, RuleSet
+from kvserve.core import Role
+
+_MAX_SPANS = 64
+"""Per text block; the recordings have five at most. It bounds the work that a text made for it can cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The half-open run `[start, end)` of characters of one text block that a rule speaks for.
+
+    `canonical` stands for it in identity; `meaning` is the span without its volatile parts; `volatile` are those,
+    each with the name of the rule whose policy decides about it.
+    """
+
+    start: int
+    end: int
+    rule: Rule
+    text: str
+    canonical: str
+    meaning: str
+    volatile: tuple[tuple[str, str], ...]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Two spans with equal keys say the same."""
+        return self.rule.name, self.meaning
+
+
+def find_spans(text: str, role: Role, rules: RuleSet) -> tuple[Span, ...]:
+    """The spans in `text`, in order, none overlapping another.
+
+    A text whose canonical form would change again is left alone as a whole: two pieces that only meet because a span
+    between them was taken out are no recorded form. That makes the canonical form stable. So is one with more spans
+    than any client sends.
+    """
+    span_rules = rules.span_rules(role)
+    if not span_rules:
+        return ()
+    spans = tuple(_scan(text, span_rules, rules))
+    if len(spans) > _MAX_SPANS:
+        return ()
+    if spans:
+        canonical = canonical_text(text, spans)
+        if canonical and canonical_text(canonical, tuple(_scan(canonical, span_rules, rules))) != canonical:
+            return ()
+    return spans
+
+
+def canonical_text(text: str, spans: tuple[Span, ...]) -> str:
+    """`text` with the canonical form of each span in its place."""
+    if not spans:
+        return text
+    return _with_spans_as(text, [(span, span.canonical) for span in spans])
+
+
+def meaning_text(text: str, spans: tuple[Span, ...]) -> str:
+    """`text` with only the volatile parts taken out."""
+    return _with_spans_as(text, [(span, span.meaning) for span in spans])
+
+
+def _with_spans_as(text: str, replaced: list[tuple[Span, str]]) -> str:
+    pieces: list[str] = []
+    done = 0
+    for span, replacement in replaced:
+        pieces += (text[done : span.start], replacement)
+        done = span.end
+    return "".join([*pieces, text[done:]])
+
+
+def _scan(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> Iterator[Span]:
+    leading = _leading_spans(text, span_rules, rules)
+    yield from leading
+    done = leading[-1].end if leading else 0
+    later = [
+        span
+        for rule in span_rules
+        if rule.form is not None and rule.form.place in ("line_start", "anywhere", "end")
+        for span in islice(spans_of(rule, rule.form, text, done, rules), _MAX_SPANS + 1)
+    ]
+    for span in sorted(later, key=lambda span: (span.start, -span.end)):
+        if span.start >= done:
+            yield span
+            done = span.end
+
+
+def _leading_spans(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> list[Span]:
+    spans: list[Span] = []
+    position, found = 0, True
+    while found:
+        found = False
+        if len(spans) > _MAX_SPANS:
+            break
+        for rule in span_rules:
+            form = rule.form
+            if form is None or form.place not in ("start", "whole") or not text.startswith(form.opener, position):
+                continue
+            if form.place == "whole" and position:
+                continue
+            span = match_at(text, position, end_of_scope(text, position, rule), rule, form, rules)
+            if span is not None and (form.place == "start" or span.end == len(text)):
+                spans.append(span)
+                position, found = span.end, span.end < len(text)
+                break
+    return spans
+
+
+def spans_of(rule: Rule, form: Form, text: str, start: int, rules: RuleSet) -> Iterator[Span]:
+    """The spans of one rule from `start` on; its place is `line_start`, `anywhere` or `end`."""
+    if form.place == "end":
+        position = text.rfind(form.opener, start)
+        if position >= 0:
+            span = match_at(text, position, len(text), rule, form, rules)
+            if span is not None and span.end == len(text):
+                yield span
+        return
+    position = text.find(form.opener, start)
+    while position >= 0:
+        following = position + 1
+        if form.place == "anywhere" or position == 0 or text[position - 1] == "\n":
+            span = match_at(text, position, end_of_scope(text, position, rule), rule, form, rules)
+            if span is not None:
+                yield span
+                following = span.end
+        position = text.find(form.opener, following)
+
+
+def end_of_scope(text: str, position: int, rule: Rule) -> int:
+    """How far a span of `rule` that starts at `position` may reach: the end of its line, or of the text."""
+    if rule.scope != "line":
+        return len(text)
+    line_end = text.find("\n", position)
+    return len(text) if line_end < 0 else line_end
+
+
+def match_at(text: str, start: int, end: int, rule: Rule, form: Form, rules: RuleSet) -> Span | None:
+    """The span of `rule` at `start`, no further than `end`; None where the text has not the recorded form."""
+    match = form.pattern.match(text, start, end)
+    if match is None or match.end() == start:
+        return None
+    span_text = match.group()
+    if form.is_json and not _is_json_object(match["json"]):
+        return None
+    if form.holds is not None and form.holds.search(span_text) is None:
+        return None
+    if form.lacks is not None and form.lacks.search(span_text) is not None:
+        return None
+    meaning, volatile = _without_volatile(span_text, form, rules)
+    canonical = "" if form.is_omitted else meaning
+    return Span(start, match.end(), rule, span_text, canonical, meaning, volatile)
+
+
+def _without_volatile(text: str, form: Form, rules: RuleSet) -> tuple[str, tuple[tuple[str, str], ...]]:
+    volatile: list[tuple[str, str]] = []
+    for name, pattern in form.volatile.items():
+        if name in rules:
+            volatile.append((name, "\n".join(_whole_matches(pattern, text))))
+            text = pattern.sub("", text)
+    return text, tuple(volatile)
+
+
+def _whole_matches(pattern: re.Pattern[str], text: str) -> Iterator[str]:
+    return (match.group() for match in pattern.finditer(text))
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

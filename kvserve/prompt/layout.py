@@ -1,0 +1,73 @@
+"""How one template lays out an assistant's turn: what opens it, and which tokens end it. Learned once a model.
+
+It knows how to ask a template. What it finds decides only where emitted ids may be put in place of a rendered turn;
+where it finds nothing, none are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from kvserve.core import Message, TextBlock
+from kvserve.prompt.boundaries import MessageMarkers
+from kvserve.prompt.template import ChatTemplate
+from kvserve.prompt.tokenizer import Tokenizer
+from kvserve.prompt.writing import REASONING_TAGS
+
+_ANSWER = "Green stone"
+_LATER = "Violet moon"
+_PROBE = (("user", "Amber lake"), ("assistant", _ANSWER), ("user", _LATER))
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLayout:
+    """`openers` begin a message and `ends` end an assistant's, each the text of one added token.
+
+    `header` is what every assistant's message begins with, its opener included; "" where such messages cannot be told
+    from others or do not end in one of the tokens.
+    """
+
+    openers: frozenset[str]
+    ends: frozenset[str]
+    header: str = ""
+
+
+def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageMarkers) -> TurnLayout:
+    """Render a short conversation and its generation tails, and look at what surrounds the answer."""
+    added = {id: token.content for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
+    openers = frozenset(added[id] for id in markers.openers)
+    ends = frozenset(added[id] for id in tokenizer.stop_token_ids if id in added) - openers
+    text = _written(template, _PROBE, thinking=False)
+    answer, later = text.find(_ANSWER), text.find(_LATER)
+    if not openers or answer < 0 or later < 0:
+        return TurnLayout(openers, ends)
+    behind = text[answer + len(_ANSWER) : later].lstrip()
+    end = max((token for token in added.values() if behind.startswith(token)), key=len, default=None)
+    if end is None:
+        return TurnLayout(openers, ends)
+    ends |= {end} - openers
+    shown = [_from_last(text[:answer], openers)]
+    shown += [_from_last(_written(template, _PROBE[:1], thinking=thinking), openers) for thinking in (False, True)]
+    header = _shared_header(tokenizer, shown)
+    is_anyones = not header or _from_last(text[:later], openers).startswith(header)
+    return TurnLayout(openers, ends, "" if is_anyones else header)
+
+
+def _written(template: ChatTemplate, said: Sequence[tuple[str, str]], *, thinking: bool) -> str:
+    messages = tuple(Message(role, (TextBlock(text),)) for role, text in said)  # type: ignore[arg-type]
+    return template.write(messages, thinking=thinking).text
+
+
+def _from_last(text: str, openers: frozenset[str]) -> str:
+    """The text from its last opener on, "" without one."""
+    start = max(text.rfind(opener) for opener in openers)
+    return text[start:] if start >= 0 else ""
+
+
+def _shared_header(tokenizer: Tokenizer, shown: Sequence[str]) -> str:
+    """What all of the texts begin with, in whole tokens and without the reasoning that some go on with."""
+    rows = zip(*(tokenizer.encode(text) for text in shown), strict=False)
+    header = tokenizer.decode([row[0] for row in takewhile(lambda row: len(set(row)) == 1, rows)])
+    for opening, _ in REASONING_TAGS:
+        header = header.partition(opening)[0]
+    return header if all(text.startswith(header) for text in shown) else ""

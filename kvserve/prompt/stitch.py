@@ -1,0 +1,253 @@
+"""A prompt's text to model tokens, where only new text is tokenised and the model's own turns keep the ids it wrote.
+
+    text -> pieces that begin with a message's opener or end -> ids by piece, remembered
+                                                             -> a turn the model wrote: its emitted ids
+
+It knows a tokenizer and one model's layout of turns; what a text says is read by a reader that is handed in. Two laws:
+without writings the ids are those of tokenising the whole text; with them they say what the text says.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvserve.core import MessageStart, Written
+from kvserve.prompt.boundaries import MessageMarkers
+from kvserve.prompt.cuts import Cutter, Piece
+from kvserve.prompt.layout import TurnLayout, learn_layout
+from kvserve.prompt.memo import Memo
+from kvserve.prompt.replay import Places, Said, Says, Unit, behind_header, find_units
+from kvserve.prompt.template import ChatTemplate, PromptText
+from kvserve.prompt.tokenizer import Tokenizer
+
+MEMO_BYTES = 128 * 2**20
+_BYTES_PER_TOKEN = 8
+"""A reference: equal ids share one int, or copying a long prompt would wait for memory with each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stitched:
+    """A prompt as model tokens.
+
+    `tail_ids` is what the answer to come will have as `Written.prefix_ids`: the ids from the start of the message that
+    the model goes on with. `num_replayed_turns` turns have the ids that the model emitted; `num_tokenised_chars`
+    characters were not known before.
+    """
+
+    ids: tuple[int, ...]
+    message_starts: tuple[MessageStart, ...]
+    tail_ids: tuple[int, ...]
+    num_replayed_turns: int
+    num_tokenised_chars: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The ids of a piece, and which messages start in it, counted from its own start."""
+
+    ids: tuple[int, ...]
+    starts: tuple[MessageStart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Emitted:
+    """A turn that the model wrote: its text as decoded, what that says (None: it cannot be replayed), its ids."""
+
+    written: Written
+    text: str
+    said: Said | None
+    tokens: _Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """`emitted` stands in place of the pieces from its own up to `stop`."""
+
+    stop: int
+    emitted: _Emitted
+
+
+class Stitcher:
+    """Makes one model's prompts. Every method may be called from several threads at once."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, markers: MessageMarkers, layout: TurnLayout, max_bytes: int = MEMO_BYTES
+    ) -> None:
+        """`max_bytes` bounds what is remembered of earlier prompts."""
+        self._tokenizer = tokenizer
+        self._markers = markers
+        self._cutter = Cutter(tokenizer, layout.openers | layout.ends)
+        # A turn that is not cut off exactly where it ends cannot be replaced.
+        is_cut = layout.openers | layout.ends <= self._cutter.tokens
+        self._layout = layout if is_cut else replace(layout, header="")
+        cut_ids = {tokenizer.token_id(token) for token in self._cutter.tokens}
+        self._starts_are_local = cut_ids.isdisjoint(markers.user_header[1:])
+        self._shared: dict[int, int] = {}
+        self._known: Memo[_Tokens] = Memo(max_bytes // 2)
+        self._said: Memo[Said] = Memo(max_bytes // 4)
+        self._emitted: Memo[_Emitted] = Memo(max_bytes // 4)
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, template: ChatTemplate, markers: MessageMarkers) -> "Stitcher":
+        """The stitcher of a model whose template is asked how it lays out turns."""
+        return cls(tokenizer, markers, learn_layout(tokenizer, template, markers))
+
+    @property
+    def replays(self) -> bool:
+        """Whether emitted ids are used at all: the template's turns can be told apart and end in a token."""
+        return bool(self._layout.header)
+
+    def tokens(self, prompt: PromptText, writings: Sequence[Written | None] = (), says: Says | None = None) -> Stitched:
+        """The prompt's ids. `writings`: per assistant message of the conversation, in order, what was written there.
+
+        A written turn keeps its ids where `says` reads the same in the text; without `says` none does.
+        """
+        if prompt.adds_special_tokens or not self._cutter.tokens:
+            return self._whole(prompt)
+        pieces = self._cutter.cut(prompt.text)
+        units = find_units(pieces, self._layout)
+        is_open = bool(units) and units[-1].index == len(pieces) - 1
+        tail = units[-1].index if is_open else _last_opener(pieces, self._layout)
+        answers = units[:-1] if is_open and not prompt.continues else units
+        replays = {} if says is None else self._replays(pieces, answers, writings, says, continues=prompt.continues)
+        return self._joined(pieces, replays, tail)
+
+    def _whole(self, prompt: PromptText) -> Stitched:
+        ids = self._tokenizer.encode(prompt.text, add_special_tokens=prompt.adds_special_tokens)
+        starts = self._markers.message_starts(ids)
+        tail_ids = ids[starts[-1].offset :] if starts else ()
+        return Stitched(ids, starts, tail_ids, 0, len(prompt.text))
+
+    def _joined(self, pieces: Sequence[Piece], replays: Mapping[int, _Replay], tail: int) -> Stitched:
+        """The ids of the pieces in order, replays in their places; `tail` is the piece that the tail begins with."""
+        rows: list[_Tokens] = []
+        num_new_chars = num_rows_before_tail = index = 0
+        while index < len(pieces):
+            replay = replays.get(index)
+            stop = index + 1 if replay is None else replay.stop
+            if index <= tail < stop:
+                num_rows_before_tail = len(rows)
+            text = "" if replay is not None else "".join(pieces[index])
+            tokens = replay.emitted.tokens if replay is not None else self._known.get(text)
+            if tokens is None:
+                tokens = self._tokenised(text)
+                num_new_chars += len(text)
+            rows.append(tokens)
+            index = stop
+        ids = _ids(rows)
+        starts = tuple(_starts(rows)) if self._starts_are_local else self._markers.message_starts(ids)
+        return Stitched(ids, starts, _ids(rows[num_rows_before_tail:]), len(replays), num_new_chars)
+
+    def _tokenised(self, text: str) -> _Tokens:
+        """The ids of one piece, from now on known."""
+        tokens = self._with_starts(self._tokenizer.encode(text))
+        self._known.put(text, tokens, _num_bytes(text, tokens))
+        return tokens
+
+    def _with_starts(self, ids: tuple[int, ...]) -> _Tokens:
+        shared = tuple(map(self._shared.setdefault, ids, ids))
+        return _Tokens(shared, self._markers.message_starts(ids))
+
+    # --- turns that the model wrote -----------------------------------------------------------------------------------
+
+    def _replays(
+        self,
+        pieces: Sequence[Piece],
+        units: Sequence[Unit],
+        writings: Sequence[Written | None],
+        says: Says,
+        *,
+        continues: bool,
+    ) -> dict[int, _Replay]:
+        """By the piece that each begins with, the turns whose text says what the model wrote."""
+        replays: dict[int, _Replay] = {}
+        if not units or not any(writings):
+            return replays
+        places = Places.of(units, len(writings), _Remembering(says, self._said))
+        unit = 0
+        for message, written in enumerate(writings):
+            emitted = self._read(written, says) if written is not None else None
+            if emitted is None or emitted.said is None:
+                continue
+            span = places.find(message, emitted.said, unit)
+            if span is None:
+                continue
+            start, stop = units[span.start].index, units[span.stop - 1].index + 1
+            # The model goes on right behind an unfinished turn: there white space says something too.
+            if continues and span.stop == len(units) and _text(pieces[start:stop]) != emitted.text:
+                continue
+            replays[start] = _Replay(stop, emitted)
+            unit = span.stop
+        return replays
+
+    def _read(self, written: Written, says: Says) -> _Emitted:
+        """What a turn's emitted ids say. Remembered by the object, which is kept, so that its name stays its own."""
+        key = (says.key, id(written))
+        known = self._emitted.get(key)
+        if known is not None and known.written is written:
+            return known
+        ids = written.prefix_ids + written.ids
+        text = self._tokenizer.decode(ids)
+        behind = behind_header(text, self._layout)
+        said = says(behind) if behind is not None and self._ends_in_words(text) else None
+        emitted = _Emitted(written, text, said, self._with_starts(ids))
+        self._emitted.put(key, emitted, 2 * _num_bytes(text, emitted.tokens))
+        return emitted
+
+    def _ends_in_words(self, text: str) -> bool:
+        """Whether the template's end may follow: an answer can be cut between two of its messages too."""
+        pieces = self._cutter.cut(text)
+        if len(pieces) < 2:
+            return True
+        token, body = pieces[-1]
+        said = body if token in self._layout.ends else behind_header(token + body, self._layout)
+        return said is not None and bool(said.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class _Remembering:
+    """A reader that reads each text once."""
+
+    says: Says
+    memo: Memo[Said]
+
+    @property
+    def key(self) -> object:
+        return self.says.key
+
+    def __call__(self, text: str) -> Said:
+        key = (self.says.key, text)
+        said = self.memo.get(key)
+        if said is None:
+            said = self.says(text)
+            self.memo.put(key, said, 3 * len(text) + 256)
+        return said
+
+
+def _last_opener(pieces: Sequence[Piece], layout: TurnLayout) -> int:
+    """The last piece that begins a message, 0 without one."""
+    return next((index for index in range(len(pieces) - 1, 0, -1) if pieces[index][0] in layout.openers), 0)
+
+
+def _ids(rows: Sequence[_Tokens]) -> tuple[int, ...]:
+    """The ids of all rows, by copying them in bulk."""
+    ids: list[int] = []
+    for row in rows:
+        ids += row.ids
+    return tuple(ids)
+
+
+def _starts(rows: Sequence[_Tokens]) -> Iterator[MessageStart]:
+    """The starts of all rows, counted from the first one's start."""
+    offset = 0
+    for row in rows:
+        for start in row.starts:
+            yield MessageStart(offset + start.offset, start.is_user)
+        offset += len(row.ids)
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(token + body for token, body in pieces)
+
+
+def _num_bytes(text: str, tokens: _Tokens) -> int:
+    return 4 * len(text) + _BYTES_PER_TOKEN * len(tokens.ids) + 256

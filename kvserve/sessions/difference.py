@@ -1,0 +1,97 @@
+"""Where two conversations or two prompts part, in a form that a person can read. It compares; it knows no causes."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvserve.core import Block, ImageBlock, Message, Role, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
+from kvserve.sessions.writings import same_words, without_ids
+
+MAX_EXCERPT_CHARACTERS = 80
+_CHARACTERS_BEFORE = 24
+_PIECE_CHARACTERS = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first message that differs: its index, its role (as it is now; where it is gone, as it was), the first
+    character that differs in its text form, and what stands around there in both: at most 80 characters each."""
+
+    message_index: int
+    role: Role
+    char: int
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextDifference:
+    """The first character that differs, and what stands around there in both: at most 80 characters each."""
+
+    char: int
+    before: str
+    after: str
+
+
+def first_difference(before: Sequence[Message], after: Sequence[Message]) -> Difference | None:
+    """Where `after` is no continuation of `before`; None where it is one. Call ids and signatures do not count."""
+    for index, was in enumerate(before):
+        now = after[index] if index < len(after) else None
+        if now is None:
+            return Difference(index, was.role, 0, text_form(was)[:MAX_EXCERPT_CHARACTERS], "")
+        if same_words(was, now):
+            continue
+        was_text, now_text = text_form(was), text_form(now)
+        char = common_length(was_text, now_text)
+        if was_text == now_text:  # they differ in who speaks, in their name or in how the text is cut into blocks
+            was_text, now_text, char = repr(without_ids(was)), repr(without_ids(now)), 0
+            shown = common_length(was_text, now_text)
+        else:
+            shown = char
+        return Difference(index, now.role, char, _excerpt(was_text, shown), _excerpt(now_text, shown))
+    return None
+
+
+def first_text_difference(before: str, after: str) -> TextDifference | None:
+    """Where the text `after` is no continuation of `before`; None where it is one."""
+    char = common_length(before, after)
+    if char == len(before):
+        return None
+    return TextDifference(char, _excerpt(before, char), _excerpt(after, char))
+
+
+def text_form(message: Message) -> str:
+    """A message as one text: its blocks one after the other, each that is no plain text with a mark before it."""
+    return "\n".join(_block_form(block) for block in message.blocks)
+
+
+def _block_form(block: Block) -> str:
+    match block:
+        case TextBlock(text):
+            return text
+        case ThinkingBlock(text):
+            return f"[thinking] {text}"
+        case ToolCallBlock(_, name, arguments):
+            return f"[call] {name} {arguments}"
+        case ToolResultBlock(_, blocks, is_error):
+            mark = "[error]" if is_error else "[result]"
+            return "\n".join((mark, *(_block_form(inner) for inner in blocks)))
+        case ImageBlock(source):
+            return f"[image] {hashlib.sha256(source.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+
+
+def common_length(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    start, limit = 0, min(len(one), len(other))
+    while start < limit and one[start : start + _PIECE_CHARACTERS] == other[start : start + _PIECE_CHARACTERS]:
+        start += _PIECE_CHARACTERS
+    end = min(start + _PIECE_CHARACTERS, limit)
+    for place in range(start, end):
+        if one[place] != other[place]:
+            return place
+    return limit if start >= limit else end
+
+
+def _excerpt(text: str, char: int) -> str:
+    start = max(0, char - _CHARACTERS_BEFORE)
+    return text[start : start + MAX_EXCERPT_CHARACTERS]

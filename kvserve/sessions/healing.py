@@ -1,0 +1,225 @@
+"""What the model wrote at a place of a conversation, so that an echo which lost thinking or raw calls gets them back.
+
+A place is the chain digest at the assistant's message: it stands for the content and the calls there and for all that
+precedes, so the same "Done." in two conversations is two places. It knows no templates and no tokens' meaning.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from itertools import dropwhile
+
+from kvserve.core import Block, Message, TextBlock, ThinkingBlock, ToolCallBlock, Written
+from kvserve.sessions.writings import Row, same_writing, written_bytes, written_of, written_row
+
+ROW_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Ambiguous:
+    """The model wrote different things at one place: nobody knows which of them a client means."""
+
+
+type Entry = Written | Ambiguous
+
+
+class HealingStore:
+    """At most `max_entries` places and `max_bytes` of writings, least recently used first. Safe for several threads."""
+
+    def __init__(self, *, max_entries: int = 2_000, max_bytes: int = 256 << 20) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._entries)
+
+    def remember(self, chain: bytes, written: Written) -> None:
+        """The model wrote this here. The same again changes nothing (the first tokens stay: there is KV for them),
+        something else makes the place ambiguous for good."""
+        with self._lock:
+            self._put(chain, written)
+            self._shrink()
+
+    def find(self, chain: bytes) -> Written | None:
+        """What the model wrote here; None where it did not or where that is ambiguous."""
+        with self._lock:
+            entry = self._entries.get(chain)
+            if entry is not None:
+                self._entries.move_to_end(chain)
+            return entry if isinstance(entry, Written) else None
+
+    def heal(self, message: Message, chain: bytes) -> Message:
+        """The message with what the client lost of the model's words; the same object where there is nothing to add."""
+        if message.role != "assistant":
+            return message
+        written = self.find(chain)
+        return message if written is None else healed(message, written.message)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+            self._num_bytes = 0
+
+    def rows(self) -> list[Row]:
+        """Everything as values of JSON, least recently used first."""
+        with self._lock:
+            entries = list(self._entries.items())
+        return [_row(chain, entry) for chain, entry in entries]
+
+    def load(self, rows: Iterable[object]) -> int:
+        """Take in rows as older than all that is here; how many were taken. Rows of another version or form are not."""
+        loaded = [pair for row in rows if (pair := _entry_of(row)) is not None]
+        with self._lock:
+            here = list(self._entries.items())
+            self._entries.clear()
+            self._num_bytes = 0
+            for chain, entry in [*loaded, *here]:
+                self._put(chain, entry)
+            self._shrink()
+        return len(loaded)
+
+    def _put(self, chain: bytes, entry: Entry) -> None:
+        known = self._entries.get(chain)
+        if known is None:
+            self._set(chain, entry)
+        elif isinstance(known, Written) and not (isinstance(entry, Written) and same_writing(known, entry)):
+            self._set(chain, Ambiguous())
+        self._entries.move_to_end(chain)
+
+    def _set(self, chain: bytes, entry: Entry) -> None:
+        self._num_bytes -= _entry_bytes(self._entries.get(chain))
+        self._entries[chain] = entry
+        self._num_bytes += _entry_bytes(entry)
+
+    def _shrink(self) -> None:
+        while len(self._entries) > self._max_entries or self._num_bytes > self._max_bytes:
+            _, entry = self._entries.popitem(last=False)
+            self._num_bytes -= _entry_bytes(entry)
+
+
+def _entry_bytes(entry: Entry | None) -> int:
+    return written_bytes(entry) if isinstance(entry, Written) else 0
+
+
+def _row(chain: bytes, entry: Entry) -> Row:
+    written = written_row(entry) if isinstance(entry, Written) else None
+    return {"version": ROW_VERSION, "chain": chain.hex(), "written": written}
+
+
+def _entry_of(row: object) -> tuple[bytes, Entry] | None:
+    if not isinstance(row, dict) or row.get("version") != ROW_VERSION or "written" not in row:
+        return None
+    try:
+        chain = bytes.fromhex(row["chain"])
+        return chain, Ambiguous() if row["written"] is None else written_of(row["written"])
+    except (KeyError, TypeError, ValueError):  # a row that is not ours is a place that is not known
+        return None
+
+
+# --- one message -----------------------------------------------------------------------------------------------------
+
+
+def healed(sent: Message, wrote: Message) -> Message:
+    """What a client sent of an assistant's message with the thinking and the raw call texts that the model wrote.
+
+    Only where it says the same: equal text (white space around it aside), the same calls with equal arguments, and no
+    thinking of its own that differs. Anything else, and any block that a model cannot write, is left as it was sent.
+    """
+    sent_calls, wrote_calls = _calls(sent), _calls(wrote)
+    if not (
+        all(isinstance(block, TextBlock | ThinkingBlock | ToolCallBlock) for block in sent.blocks)
+        and _text(sent) == _text(wrote)
+        and _thinking(sent) in ("", _thinking(wrote))
+        and len(sent_calls) == len(wrote_calls)
+        and all(map(_is_same_call, sent_calls, wrote_calls))
+    ):
+        return sent
+    raw = iter(wrote_calls)
+    blocks = tuple(
+        replace(block, arguments=next(raw).arguments) if isinstance(block, ToolCallBlock) else block
+        for block in sent.blocks
+    )
+    if not _thinking(sent) and _thinking(wrote):
+        blocks = _with_thinking(blocks, wrote.blocks)
+    return sent if blocks == sent.blocks else replace(sent, blocks=blocks)
+
+
+def _with_thinking(sent: tuple[Block, ...], wrote: tuple[Block, ...]) -> tuple[Block, ...]:
+    """The thinking at its places among the client's blocks; as they were where these places cannot be told."""
+    thinking = tuple(block for block in wrote if isinstance(block, ThinkingBlock))
+    others = tuple(block for block in sent if not isinstance(block, ThinkingBlock))
+    if not any(isinstance(block, ThinkingBlock) for block in dropwhile(_is_thinking_or_empty, wrote)):
+        return (*thinking, *others)
+    solid = [block for block in others if not _is_empty(block)]
+    if not _is_aligned(solid, [block for block in wrote if not _is_thinking_or_empty(block)]):
+        return sent
+    rest = iter(solid)
+    return tuple(
+        block if isinstance(block, ThinkingBlock) else next(rest)
+        for block in wrote
+        if isinstance(block, ThinkingBlock) or not _is_empty(block)
+    )
+
+
+def _is_aligned(sent: Sequence[Block], wrote: Sequence[Block]) -> bool:
+    """The same kinds in the same order and with the same text: then what stood between them stands there again."""
+    return len(sent) == len(wrote) and all(
+        type(one) is type(other)
+        and (
+            not (isinstance(one, TextBlock) and isinstance(other, TextBlock)) or one.text.strip() == other.text.strip()
+        )
+        for one, other in zip(sent, wrote, strict=True)
+    )
+
+
+def _is_empty(block: Block) -> bool:
+    return isinstance(block, TextBlock | ThinkingBlock) and not block.text.strip()
+
+
+def _is_thinking_or_empty(block: Block) -> bool:
+    return isinstance(block, ThinkingBlock) or _is_empty(block)
+
+
+def _text(message: Message) -> str:
+    return "".join(block.text for block in message.blocks if isinstance(block, TextBlock)).strip()
+
+
+def _thinking(message: Message) -> str:
+    return "".join(block.text for block in message.blocks if isinstance(block, ThinkingBlock)).strip()
+
+
+def _calls(message: Message) -> list[ToolCallBlock]:
+    return [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+
+
+def _is_same_call(one: ToolCallBlock, other: ToolCallBlock) -> bool:
+    return one.name == other.name and same_arguments(one.arguments, other.arguments)
+
+
+def same_arguments(one: str, other: str) -> bool:
+    """Whether two JSON texts say the same: order of keys, spacing and escapes aside; true is not 1. What cannot be
+    parsed is the same only as text."""
+    if one == other:
+        return True
+    try:
+        # numbers as they are written: two that round to one float are not equal
+        pairs = [(json.loads(one, parse_float=Decimal), json.loads(other, parse_float=Decimal))]
+    except (ValueError, ArithmeticError, RecursionError):  # broken, or beyond what the parser takes
+        return False
+    while pairs:
+        left, right = pairs.pop()
+        if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
+            pairs += [(left[key], right[key]) for key in left]
+        elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+            pairs += zip(left, right, strict=True)
+        elif isinstance(left, dict | list) or isinstance(left, bool) != isinstance(right, bool) or left != right:
+            return False
+    return True

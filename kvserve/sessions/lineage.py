@@ -1,0 +1,236 @@
+"""Which branches a session's conversations have, and where each came from. Content decides: an id is only a hint.
+
+    main      s - u - a - u - a - u - a        a strict append moves a branch's tip
+    rewound           `- u'- a'                anything else begins a branch where it leaves the one it shares most with
+    helper    s'- u"- a"                       another conversation under the same id moves nobody's tip
+
+It knows chain digests and token offsets; neither messages nor what is kept for them.
+"""
+
+import hashlib
+import threading
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NewType
+
+SessionKey = NewType("SessionKey", str)
+BranchId = NewType("BranchId", int)
+
+ANCHOR_STRIDE_TOKENS = 2_048
+HINT_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A line of conversation. It left `parent_id` (which may be forgotten by now; None: it shares nothing) after
+    `fork_message_index` messages, at `fork_token_offset` of its own model tokens. `anchors`: ascending token offsets
+    that a return to this branch can restart from. `last_used` in the caller's seconds."""
+
+    branch_id: BranchId
+    parent_id: BranchId | None
+    fork_message_index: int
+    fork_token_offset: int
+    num_turns: int
+    num_messages: int
+    num_tokens: int
+    anchors: tuple[int, ...]
+    last_used: float
+
+    def anchor_before(self, offset: int) -> int:
+        """The deepest anchor at or before this token offset; 0 without one."""
+        place = bisect_right(self.anchors, offset)
+        return self.anchors[place - 1] if place else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """A session and its branches, least recently used first."""
+
+    key: SessionKey
+    branches: tuple[Branch, ...]
+    last_used: float
+
+
+@dataclass(frozen=True, slots=True)
+class LineageTotals:
+    """How many sessions and branches are known."""
+
+    num_sessions: int
+    num_branches: int
+
+
+@dataclass(slots=True)
+class _Line:
+    branch: Branch
+    chains: list[bytes]
+
+
+@dataclass(slots=True)
+class _Session:
+    lines: OrderedDict[BranchId, _Line] = field(default_factory=OrderedDict)
+    holders: dict[bytes, dict[BranchId, None]] = field(default_factory=dict)
+    last_used: float = 0.0
+
+
+def session_key(session_id: str | None, ids: Sequence[int]) -> SessionKey:
+    """The id that a client gave, else a hash of its first 128 model tokens: a hint, two windows may share it."""
+    if session_id:
+        return SessionKey(f"id:{session_id}")
+    return SessionKey(f"tokens:{hashlib.sha256(array('I', ids[:HINT_TOKENS]).tobytes()).hexdigest()[:16]}")
+
+
+def anchors_of(ends: Sequence[int], num_tokens: int, stride: int = ANCHOR_STRIDE_TOKENS) -> tuple[int, ...]:
+    """In every stride of tokens the first end of a message; where one message runs right through it, its beginning.
+
+    What is appended later moves no anchor.
+    """
+    anchors: list[int] = []
+    edge = stride
+    for end in [*ends, None]:
+        while (num_tokens if end is None else end) >= edge + stride:
+            anchors.append(edge)
+            edge += stride
+        if end is not None and end >= edge:
+            anchors.append(end)
+            edge = (end // stride + 1) * stride
+    return tuple(anchors)
+
+
+class SessionIndex:
+    """Bounded in sessions, branches of one and messages of all, least recently used first. Safe for several threads.
+
+    `idle_seconds`: a session that nobody used for so long is forgotten; 0 = never.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_sessions: int = 256,
+        max_branches_per_session: int = 64,
+        max_messages: int = 200_000,
+        idle_seconds: float = 1_800.0,
+    ) -> None:
+        self._max_sessions = max_sessions
+        self._max_branches = max_branches_per_session
+        self._max_messages = max_messages
+        self._idle_seconds = idle_seconds
+        self._lock = threading.Lock()
+        self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()
+        self._next_id = 1
+        self._num_messages = 0
+
+    def advance(
+        self, key: SessionKey, chains: Sequence[bytes], *, num_tokens: int, ends: Sequence[int], now: float
+    ) -> Branch:
+        """A request was answered: the branch that it belongs to, as it is now.
+
+        `chains[i]` names the conversation up to and with message i, the answer included, `ends[i]` is the offset in
+        model tokens where that message ends. A conversation that goes on from a branch's tip moves it, one that ends
+        inside a branch leaves it as it is, any other one is a new branch. Raises ValueError for no message, or ends
+        that do not belong to the chains.
+        """
+        if not chains or len(chains) != len(ends):
+            raise ValueError(f"{len(chains)} messages with {len(ends)} ends")
+        first_ends: dict[bytes, int] = {}
+        for chain, end in zip(chains, ends, strict=True):  # a message that is no part of the identity repeats its chain
+            first_ends.setdefault(chain, end)
+        path, path_ends = list(first_ends), list(first_ends.values())
+        with self._lock:
+            self._drop_idle(now)
+            session = self._sessions.setdefault(key, _Session())
+            self._sessions.move_to_end(key)
+            session.last_used = now
+            line = self._line_for(session, path, path_ends, num_tokens)
+            line.branch = replace(line.branch, num_turns=line.branch.num_turns + 1, last_used=now)
+            session.lines.move_to_end(line.branch.branch_id)
+            self._shrink(session)
+            return line.branch
+
+    def sessions(self, now: float) -> tuple[SessionView, ...]:
+        """All sessions with their branches, least recently used first."""
+        with self._lock:
+            self._drop_idle(now)
+            return tuple(
+                SessionView(key, tuple(line.branch for line in session.lines.values()), session.last_used)
+                for key, session in self._sessions.items()
+            )
+
+    def totals(self, now: float) -> LineageTotals:
+        """How many sessions and branches there are."""
+        with self._lock:
+            self._drop_idle(now)
+            return LineageTotals(len(self._sessions), sum(len(session.lines) for session in self._sessions.values()))
+
+    def clear(self) -> None:
+        """Forget all sessions. Branch ids are not given twice."""
+        with self._lock:
+            self._sessions.clear()
+            self._num_messages = 0
+
+    # --- branches -----------------------------------------------------------------------------------------------------
+
+    def _line_for(self, session: _Session, path: list[bytes], ends: list[int], num_tokens: int) -> _Line:
+        shared = next((index for index in range(len(path), 0, -1) if path[index - 1] in session.holders), 0)
+        holders = list(session.holders[path[shared - 1]]) if shared else []
+        tips = [branch_id for branch_id in holders if len(session.lines[branch_id].chains) == shared]
+        if shared == len(path):
+            return session.lines[holders[0]]
+        if tips:
+            line = session.lines[tips[0]]
+        else:
+            parent_id = holders[0] if holders else None
+            fork_offset = ends[shared - 1] if shared else 0
+            branch = Branch(BranchId(self._next_id), parent_id, shared, fork_offset, 0, 0, 0, (), 0.0)
+            self._next_id += 1
+            line = session.lines[branch.branch_id] = _Line(branch, [])
+        self._append(session, line, path)
+        line.branch = replace(
+            line.branch, num_messages=len(path), num_tokens=num_tokens, anchors=anchors_of(ends, num_tokens)
+        )
+        return line
+
+    def _append(self, session: _Session, line: _Line, path: list[bytes]) -> None:
+        for chain in path[len(line.chains) :]:
+            session.holders.setdefault(chain, {})[line.branch.branch_id] = None
+            line.chains.append(chain)
+            self._num_messages += 1
+
+    def _forget_branch(self, session: _Session, branch_id: BranchId) -> None:
+        line = session.lines.pop(branch_id)
+        self._num_messages -= len(line.chains)
+        for chain in line.chains:
+            holders = session.holders[chain]
+            del holders[branch_id]
+            if not holders:
+                del session.holders[chain]
+
+    # --- bounds -------------------------------------------------------------------------------------------------------
+
+    def _shrink(self, current: _Session) -> None:
+        """The branch that was just used is the last to go, and stays even where it alone is over the limit."""
+        while len(current.lines) > self._max_branches:
+            self._forget_branch(current, next(iter(current.lines)))
+        while len(self._sessions) > self._max_sessions:
+            self._forget_session(next(iter(self._sessions)))
+        while self._num_messages > self._max_messages:
+            key, oldest = next(iter(self._sessions.items()))
+            if len(oldest.lines) > 1:
+                self._forget_branch(oldest, next(iter(oldest.lines)))
+            elif oldest is not current:
+                self._forget_session(key)
+            else:
+                break
+
+    def _forget_session(self, key: SessionKey) -> None:
+        session = self._sessions.pop(key)
+        self._num_messages -= sum(len(line.chains) for line in session.lines.values())
+
+    def _drop_idle(self, now: float) -> None:
+        while self._idle_seconds and self._sessions:
+            key, oldest = next(iter(self._sessions.items()))
+            if now - oldest.last_used <= self._idle_seconds:
+                return
+            self._forget_session(key)

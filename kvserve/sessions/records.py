@@ -1,0 +1,89 @@
+"""The newest request through every message that is kept: what a next request is compared with. A turn store keeps it
+and holds the lock; it knows nothing of what is in a record but its size.
+"""
+
+import sys
+from collections import OrderedDict
+
+from kvserve.sessions.seen import Seen, TurnRecord
+from kvserve.sessions.writings import VALUE_BYTES, message_bytes
+
+POINTER_BYTES = 8
+OFFSET_BYTES = 36
+
+
+class RecordShelf:
+    """Records by their leaf, at most `max_bytes`, the oldest request first. One that a newer request has passed is
+    gone: whatever could be asked of it, the newer one answers."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._by_leaf: OrderedDict[Seen, tuple[TurnRecord, int]] = OrderedDict()
+        self._newest_through: dict[Seen, TurnRecord] = {}
+        self._newest_of: dict[str, TurnRecord] = {}
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._by_leaf)
+
+    def put(self, record: TurnRecord) -> None:
+        """The newest request; its leaf and all before it must be kept as long as it is."""
+        for seen in record.leaf.ancestry():
+            self.drop(seen)
+            self._newest_through[seen] = record
+        if record.session is not None:
+            self._newest_of[record.session] = record
+        size = record_bytes(record)
+        self._by_leaf[record.leaf] = record, size
+        self.num_bytes += size
+        while self.num_bytes > self._max_bytes:
+            self.drop(next(iter(self._by_leaf)))
+
+    def drop(self, leaf: Seen) -> None:
+        """The record that ends here goes, if there is one."""
+        if leaf not in self._by_leaf:
+            return
+        record, size = self._by_leaf.pop(leaf)
+        self.num_bytes -= size
+        for seen in leaf.ancestry():
+            if self._newest_through.get(seen) is record:
+                del self._newest_through[seen]
+        if record.session is not None and self._newest_of.get(record.session) is record:
+            del self._newest_of[record.session]
+
+    def newest(self, seen: Seen | None, session: str | None) -> TurnRecord | None:
+        """The newest request that passed here, else the newest that shares the most with it, else the session's."""
+        if seen is not None:
+            for passed in seen.ancestry():
+                if (record := self._newest_through.get(passed)) is not None:
+                    return record
+        return None if session is None else self._newest_of.get(session)
+
+    def clear(self) -> None:
+        """Forget all records."""
+        self._by_leaf.clear()
+        self._newest_through.clear()
+        self._newest_of.clear()
+        self.num_bytes = 0
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where the maps and the bytes do not agree."""
+        assert self.num_bytes == sum(size for _, size in self._by_leaf.values()), "bytes do not add up"
+        assert self.num_bytes <= self._max_bytes, "over the limit"
+        records = {record for record, _ in self._by_leaf.values()}
+        assert records == set(self._newest_through.values()), "a record that nobody can reach, or one that is gone"
+        assert set(self._newest_of.values()) <= records, "a session's record that is gone"
+
+
+def record_bytes(record: TurnRecord) -> int:
+    """Bytes that a record holds beyond the path of its leaf."""
+    on_path = {id(seen.message) for seen in record.leaf.ancestry()}
+    own = sum(message_bytes(message) for message in record.messages if id(message) not in on_path)
+    pointers = len(record.messages) + len(record.tools) + record.leaf.index + 1
+    return (
+        VALUE_BYTES
+        + sys.getsizeof(record.packed_ids)
+        + OFFSET_BYTES * len(record.starts)
+        + POINTER_BYTES * pointers
+        + own
+    )

@@ -1,0 +1,110 @@
+"""The nouns of what the model has read: a path of messages, a step of it, the record of one request. Values only."""
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final
+
+from kvserve.core import ImageSpan, Message, RequestId, ToolSpec, Written
+
+PACKED: Final = "I"
+"""Token ids are packed as unsigned 32-bit integers in the machine's byte order."""
+
+PACKED_BYTES: Final = array(PACKED).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One message that the model read (`message`, as it saw it) or wrote (`written` too), and its chain digest: it
+    names the canonical conversation up to and with this message. `meaning` also tells apart what a client may leave
+    out, such as who the sender was."""
+
+    chain: bytes
+    message: Message
+    written: Written | None = None
+    meaning: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """A message as the model saw it, below what it saw before it. Compared by identity; nobody changes it, so a path
+    that somebody holds stays what the model saw, whatever becomes of the store. `index` is 0 for a first message."""
+
+    parent: "Seen | None" = field(repr=False)
+    chain: bytes
+    message: Message
+    written: Written | None
+    index: int
+    meaning: bytes = b""
+
+    def ancestry(self) -> "Iterator[Seen]":
+        """This one, then what stands before it, up to the first message."""
+        seen: Seen | None = self
+        while seen is not None:
+            yield seen
+            seen = seen.parent
+
+    def path(self) -> "tuple[Seen, ...]":
+        """From the first message to this one; `path()[i].index == i`."""
+        path = list(self.ancestry())
+        path.reverse()
+        return tuple(path)
+
+
+def pack_ids(*runs: Iterable[int]) -> bytes:
+    """Token ids, one run after the other, as a record keeps them. Raises OverflowError for what is no 32-bit id."""
+    packed = array(PACKED)
+    for run in runs:
+        packed.extend(run)
+    return packed.tobytes()
+
+
+def packed_common_length(one: bytes, other: bytes) -> int:
+    """Token ids that two packed runs have in common at their beginning."""
+    low, high = 0, min(len(one), len(other)) // PACKED_BYTES
+    while low < high:  # bytes compare at memory speed: halve what may be equal
+        middle = (low + high + 1) // 2
+        end = middle * PACKED_BYTES
+        if one[low * PACKED_BYTES : end] == other[low * PACKED_BYTES : end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def common_length(one: Iterable[int], other: Iterable[int]) -> int:
+    """Token ids that two runs have in common at their beginning."""
+    return packed_common_length(pack_ids(one), pack_ids(other))
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TurnRecord:
+    """What one request put before the model and what came of it.
+
+    `messages`: all that the model read, in order and as it read them, those that are no part of the identity too, and
+    what it wrote. `packed_ids`: the prompt's model tokens and the emitted ones (`pack_ids`), `images` the runs among
+    them that stand for images. `starts`: the offset in model tokens where each message of the prompt begins.
+    """
+
+    request_id: RequestId
+    session: str | None
+    leaf: Seen
+    messages: tuple[Message, ...]
+    tools: tuple[ToolSpec, ...]
+    tools_digest: bytes
+    packed_ids: bytes
+    num_prompt_tokens: int
+    starts: tuple[int, ...]
+    template_arguments: Mapping[str, object]
+    fired: frozenset[str]
+    images: tuple[ImageSpan, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "template_arguments", MappingProxyType(dict(self.template_arguments)))
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The model tokens, read-only and without a copy."""
+        view: Sequence[int] = memoryview(self.packed_ids).cast(PACKED)
+        return view

@@ -1,0 +1,324 @@
+"""What the model has read and written in every conversation, found by what the client says of it (chain digests).
+
+    a chain names a whole canonical history          so a branch or a sub-agent has nodes of its own and cannot
+    a node says how the model saw its last message   move anybody else's; nodes are never changed, only added
+
+Two nodes may stand at one chain: the same conversation read twice with another clock in it. The newest reading is what
+is found, older paths keep theirs. It knows neither rules nor rendering.
+"""
+
+import heapq
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+
+from kvserve.core import ToolSpec
+from kvserve.sessions.records import RecordShelf
+from kvserve.sessions.seen import Seen, Step, TurnRecord
+from kvserve.sessions.tool_order import ToolOrders
+from kvserve.sessions.writings import VALUE_BYTES, message_bytes, said_digest, same_words, same_writing, written_bytes
+
+__all__ = ["Seen", "Step", "TurnRecord", "TurnStore", "TurnTotals"]
+
+NODE_BYTES = 10 * VALUE_BYTES
+"""A node, its places in the maps and its digest, roughly."""
+
+NUM_COMPARED = 8
+"""So many readings of one message are looked at for an equal one: a clock may have left hundreds."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTotals:
+    """What a turn store holds."""
+
+    num_nodes: int
+    num_bytes: int
+    num_records: int
+    num_record_bytes: int
+
+
+@dataclass(slots=True)
+class _Place:
+    """All kept nodes of one chain, the newest reading last; a digest of what the model wrote here last, and whether
+    it also wrote something else; what the last reading meant, and whether another one meant something else."""
+
+    nodes: dict[Seen, None] = field(default_factory=dict)
+    said: bytes | None = None
+    is_doubtful: bool = False
+    meaning: bytes | None = None
+    is_contested: bool = False
+
+    @property
+    def newest(self) -> Seen:
+        return next(reversed(self.nodes))
+
+
+@dataclass(slots=True)
+class _Kept:
+    """One kept node: its size, when it was last used, and what stands below it, by chain, the newest reading last."""
+
+    num_bytes: int
+    used: int
+    num_children: int = 0
+    children: dict[bytes, dict[Seen, None]] = field(default_factory=dict)
+
+
+class TurnStore:
+    """Paths of messages, bounded in nodes and bytes: the least recently used leaf goes first, what stands before it
+    stays as long as another path needs it. Safe for several threads."""
+
+    def __init__(
+        self,
+        *,
+        max_nodes: int = 100_000,
+        max_bytes: int = 256 << 20,
+        max_record_bytes: int = 128 << 20,
+        max_tool_sets: int = 64,
+    ) -> None:
+        self._max_nodes = max_nodes
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._places: dict[bytes, _Place] = {}
+        self._kept: dict[Seen, _Kept] = {}
+        self._roots: dict[bytes, dict[Seen, None]] = {}
+        # a heap of (last use, serial, leaf); an entry whose node was used since or is no leaf does not count
+        self._oldest: list[tuple[int, int, Seen]] = []
+        self._serials = count()
+        self._num_bytes = 0
+        self._clock = 0
+        self._records = RecordShelf(max_record_bytes)
+        self._tools = ToolOrders(max_tool_sets)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def find(self, chains: Sequence[bytes]) -> Seen | None:
+        """The deepest message of the conversation that the model has seen; `chains[i]` names it up to message i.
+
+        A path through a place where the model wrote different things is not sure to be this client's: there the next
+        shallower one is taken, unless it was read there as a client sent it.
+        """
+        with self._lock:
+            is_sure: dict[Seen, bool] = {}
+            for chain in reversed(chains):
+                place = self._places.get(chain)
+                if place is not None and self._is_sure(place.newest, is_sure):
+                    self._touch(place.newest)
+                    return place.newest
+            return None
+
+    def is_contested(self, seen: Seen) -> bool:
+        """Whether this message was also read with another meaning, by another client perhaps: then what a client left
+        out of it cannot be known."""
+        with self._lock:
+            place = self._places.get(seen.chain)
+            return place is not None and place.is_contested
+
+    def record_for(self, seen: Seen | None, session: str | None = None) -> TurnRecord | None:
+        """The newest request that passed through this message, else the newest one that shares the most of its path;
+        without any, the newest one of the session."""
+        with self._lock:
+            return self._records.newest(seen, session)
+
+    def totals(self) -> TurnTotals:
+        """What is held now."""
+        with self._lock:
+            return TurnTotals(len(self._kept), self._num_bytes, len(self._records), self._records.num_bytes)
+
+    # --- adding -------------------------------------------------------------------------------------------------------
+
+    def extend(self, parent: Seen | None, steps: Iterable[Step]) -> Seen:
+        """What the model saw after `parent` (None: from the beginning); the last message of it.
+
+        A step that the model saw exactly so at this place is no new node; a step that leaves the chain as it is (a
+        message that is no part of the identity) has none. Raises ValueError where that leaves nothing.
+        """
+        added = tuple(steps)  # nobody's generator runs under the lock
+        with self._lock:
+            if parent is not None:
+                self._adopt(parent)
+            seen = parent
+            for step in added:
+                if seen is None or step.chain != seen.chain:
+                    seen = self._step(seen, step)
+            if seen is None:
+                raise ValueError("A path has at least one message.")
+            self._touch(seen)
+            self._shrink()
+            return seen
+
+    def remember(self, record: TurnRecord) -> None:
+        """The record of the newest request. Does nothing where its leaf has been forgotten meanwhile."""
+        with self._lock:
+            if record.leaf in self._kept:
+                self._records.put(record)
+
+    def tools_as_seen(self, digest: bytes, tools: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
+        """The same set of tools in the order in which it first came. `digest` is the set's, free of order."""
+        with self._lock:
+            return self._tools.as_seen(digest, tools)
+
+    def clear(self) -> None:
+        """Forget everything. Paths that somebody holds stay whole."""
+        with self._lock:
+            self._places.clear()
+            self._kept.clear()
+            self._roots.clear()
+            self._oldest.clear()
+            self._num_bytes = 0
+            self._records.clear()
+            self._tools.clear()
+
+    # --- nodes --------------------------------------------------------------------------------------------------------
+
+    def _is_sure(self, seen: Seen, known: dict[Seen, bool]) -> bool:
+        """Whether no message of the path is one of several that the model wrote at its place; each is asked once."""
+        passed: list[Seen] = []
+        verdict = True
+        for node in seen.ancestry():
+            if node in known:
+                verdict = known[node]
+                break
+            passed.append(node)
+        for node in reversed(passed):
+            verdict = verdict and (node.written is None or not self._places[node.chain].is_doubtful)
+            known[node] = verdict
+        return verdict
+
+    def _step(self, parent: Seen | None, step: Step) -> Seen:
+        readings = self._children(parent).get(step.chain, {})
+        for known in islice(reversed(readings), NUM_COMPARED):
+            if self._is_as_seen(known, step):
+                self._read_again(known)
+                return known
+        index = 0 if parent is None else parent.index + 1
+        seen = Seen(parent, step.chain, step.message, step.written, index, step.meaning)
+        self._keep(seen)
+        return seen
+
+    def _is_as_seen(self, known: Seen, step: Step) -> bool:
+        """Whether the step says nothing that the node does not: nodes are never changed."""
+        if not same_words(known.message, step.message):
+            return False
+        if known.written is None or step.written is None:
+            return known.written is step.written or (step.written is None and not self._places[known.chain].is_doubtful)
+        return same_writing(known.written, step.written)
+
+    def _adopt(self, leaf: Seen) -> None:
+        """Keep again what was forgotten while a request held it."""
+        if leaf not in self._kept:
+            for seen in leaf.path():
+                if seen not in self._kept:
+                    self._keep(seen)
+
+    def _children(self, parent: Seen | None) -> dict[bytes, dict[Seen, None]]:
+        return self._roots if parent is None else self._kept[parent].children
+
+    def _keep(self, seen: Seen) -> None:
+        self._children(seen.parent).setdefault(seen.chain, {})
+        if seen.parent is not None:
+            self._kept[seen.parent].num_children += 1
+        self._clock += 1
+        self._kept[seen] = _Kept(node_bytes(seen), self._clock)
+        self._num_bytes += self._kept[seen].num_bytes
+        place = self._places.setdefault(seen.chain, _Place())
+        if seen.written is not None:
+            said = said_digest(seen.written)
+            place.is_doubtful |= place.said not in (None, said)
+            place.said = said
+        place.is_contested |= place.meaning not in (None, seen.meaning)
+        place.meaning = seen.meaning
+        self._read_again(seen)
+
+    def _read_again(self, seen: Seen) -> None:
+        """Make it the newest reading of its chain; the one before it goes unless another path needs it."""
+        nodes = self._places[seen.chain].nodes
+        before = next(reversed(nodes), None)
+        for readings in (nodes, self._children(seen.parent)[seen.chain]):
+            readings.pop(seen, None)
+            readings[seen] = None
+        if before is not None and before is not seen:
+            self._drop_unneeded(before)
+
+    def _drop_unneeded(self, seen: Seen | None) -> None:
+        """Forget a node that neither a longer path nor its chain leads to, and then whatever only it needed."""
+        while seen is not None and not self._kept[seen].num_children and self._places[seen.chain].newest is not seen:
+            self._forget(seen)
+            seen = seen.parent
+        if seen is not None:
+            self._mark_leaf(seen)
+
+    def _forget(self, seen: Seen) -> None:
+        self._records.drop(seen)
+        kept = self._kept.pop(seen)
+        self._num_bytes -= kept.num_bytes
+        siblings = self._children(seen.parent)
+        del siblings[seen.chain][seen]
+        if not siblings[seen.chain]:
+            del siblings[seen.chain]
+        if seen.parent is not None:
+            self._kept[seen.parent].num_children -= 1
+        place = self._places[seen.chain]
+        del place.nodes[seen]
+        if not place.nodes:
+            del self._places[seen.chain]
+
+    # --- bounds -------------------------------------------------------------------------------------------------------
+
+    def _touch(self, seen: Seen) -> None:
+        self._clock += 1
+        self._kept[seen].used = self._clock
+        self._mark_leaf(seen)
+
+    def _mark_leaf(self, seen: Seen) -> None:
+        """Put a leaf into the order in which leaves go; entries of former uses are left behind and skipped."""
+        kept = self._kept[seen]
+        if kept.num_children:
+            return
+        if len(self._oldest) > 2 * len(self._kept) + 64:
+            self._oldest = [entry for entry in self._oldest if self._counts(entry[0], entry[2])]
+            heapq.heapify(self._oldest)
+        heapq.heappush(self._oldest, (kept.used, next(self._serials), seen))
+
+    def _counts(self, used: int, seen: Seen) -> bool:
+        kept = self._kept.get(seen)
+        return kept is not None and kept.used == used and not kept.num_children
+
+    def _shrink(self) -> None:
+        while self._kept and (len(self._kept) > self._max_nodes or self._num_bytes > self._max_bytes):
+            used, _, seen = heapq.heappop(self._oldest)
+            if self._counts(used, seen):
+                self._forget(seen)
+                self._drop_unneeded(seen.parent)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError where maps, counts and bytes do not agree; walks over everything."""
+        with self._lock:
+            self._check_nodes()
+            self._records.check_integrity()
+            assert self._num_bytes == sum(kept.num_bytes for kept in self._kept.values()), "bytes do not add up"
+            assert len(self._kept) <= self._max_nodes and self._num_bytes <= self._max_bytes, "over a limit"
+
+    def _check_nodes(self) -> None:
+        num_children = Counter(seen.parent for seen in self._kept)
+        waiting = {seen for used, _, seen in self._oldest if self._counts(used, seen)}
+        for seen, kept in self._kept.items():
+            place = self._places[seen.chain]
+            assert seen in place.nodes, "a node that its chain does not know"
+            assert seen in self._children(seen.parent)[seen.chain], "a node that its parent does not know"
+            assert kept.num_children == sum(map(len, kept.children.values())), "a child that is gone"
+            assert seen.parent is None or seen.parent in self._kept, "a path with a hole"
+            assert kept.num_children == num_children[seen], "children miscounted"
+            assert kept.num_children or place.newest is seen, "a node that nobody can reach"
+            assert kept.num_children or seen in waiting, "a leaf that would never leave"
+            assert kept.num_bytes == node_bytes(seen), "a node that was changed"
+        assert sum(len(place.nodes) for place in self._places.values()) == len(self._kept), "a place without its node"
+
+
+def node_bytes(seen: Seen) -> int:
+    """Bytes of one node without what stands before it; a message that its writing shares is counted once."""
+    if seen.written is None:
+        return NODE_BYTES + message_bytes(seen.message)
+    own = 0 if seen.message is seen.written.message else message_bytes(seen.message)
+    return NODE_BYTES + own + written_bytes(seen.written)

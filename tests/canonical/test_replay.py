@@ -1,0 +1,361 @@
+"""The law of replay: the model is never blinded; and what each kind of message gets back from the past."""
+
+import json
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvserve.canonical.canonicalise import canonicalise
+from kvserve.canonical.replay import replay
+from kvserve.canonical.rules import DEFAULT_RULES, select
+from kvserve.core import Block, ImageBlock, Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
+from tests.canonical.texts import HAS_VOLATILE, LEADING, LINES, TRAILING
+
+RENDER = {**LEADING, **LINES, **TRAILING}
+OMITTED = {*LEADING, *TRAILING}
+"""Rules that let the client leave a span out."""
+
+
+def user(*texts: str) -> Message:
+    return Message("user", tuple(TextBlock(text) for text in texts))
+
+
+# --- the law ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for one span: what stands there in one version of a message, as (meaning, volatile), or nothing."""
+
+    rule: str
+    said: tuple[str, str] | None
+
+    def text(self) -> str:
+        return "" if self.said is None else RENDER[self.rule](*self.said)
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version of a user message: blocks of leading spans, and a body of fixed lines with line spans, and a tail."""
+
+    leading: tuple[Slot, ...]
+    lines: tuple[str | Slot, ...]
+    trailing: Slot
+    is_one_block: bool
+
+    def slots(self) -> list[Slot]:
+        return [*self.leading, *(line for line in self.lines if isinstance(line, Slot)), self.trailing]
+
+    def message(self, texts: list[str] | None = None) -> Message:
+        """The message, with `texts` in the slots instead of what they say."""
+        said = iter([slot.text() for slot in self.slots()] if texts is None else texts)
+        leading = [next(said) for _ in self.leading]
+        body = "\n".join(line if isinstance(line, str) else next(said) for line in self.lines) + next(said)
+        if self.is_one_block:
+            return user("".join([*leading, body]))
+        return user(*(text for text in leading if text), body)
+
+
+WORDS = st.sampled_from(["red", "blue", "1", "22"])
+FIXED = st.text(alphabet="ab \n<`*.é日", min_size=1, max_size=8).map(lambda text: "x" + text + "x")
+
+
+def said(rule: str) -> st.SearchStrategy[tuple[str, str] | None]:
+    some = st.tuples(WORDS, WORDS)
+    return st.none() | some if rule in OMITTED else some
+
+
+@st.composite
+def versions(draw: st.DrawFn) -> tuple[Version, Version]:
+    """Two versions of one message; the client may have edited anything in between."""
+    leading = draw(st.lists(st.sampled_from(sorted(LEADING)), max_size=3, unique=True))
+    lines = ["", *draw(st.lists(FIXED | st.sampled_from(sorted(LINES)), max_size=3)), "."]
+    lines[0], is_one_block = draw(FIXED), draw(st.booleans())
+    edited = draw(st.booleans())
+
+    def version(fixed: list[str]) -> Version:
+        return Version(
+            tuple(Slot(rule, draw(said(rule))) for rule in leading),
+            tuple(Slot(line, draw(said(line))) if line in LINES else line for line in fixed),
+            Slot("aider_reminder", draw(said("aider_reminder"))),
+            is_one_block,
+        )
+
+    seen = version(lines)
+    if edited:
+        at = draw(st.sampled_from([i for i, line in enumerate(lines) if line not in LINES]))
+        lines = [*lines[:at], draw(FIXED), *lines[at + 1 :]]
+    return version(lines), seen
+
+
+def may_be_as_seen(fresh: Slot, seen: Slot, in_history: bool) -> bool:
+    """The law, said independently: only where the policy allows it, and only for what is left out or means the same."""
+    if not DEFAULT_RULES.replays(fresh.rule, in_history=in_history) or seen.said is None:
+        return False
+    if fresh.said is None:
+        return fresh.rule in OMITTED
+    return fresh.said[0] == seen.said[0] and fresh.rule in HAS_VOLATILE
+
+
+@given(versions(), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_the_model_is_never_blinded(pair: tuple[Version, Version], in_history: bool) -> None:
+    """Every edit survives, but for spans whose policy allows it and whose meaning is unchanged or left out."""
+    fresh, seen = pair
+    result = replay(fresh.message(), seen.message(), in_history=in_history).message
+    choices = [
+        [mine.text(), theirs.text()] if may_be_as_seen(mine, theirs, in_history) else [mine.text()]
+        for mine, theirs in zip(fresh.slots(), seen.slots(), strict=True)
+    ]
+    fixed = [line for line in fresh.lines if isinstance(line, str)]
+    if fixed != [line for line in seen.lines if isinstance(line, str)]:
+        assert result == fresh.message()
+    else:
+        assert result in [fresh.message(list(texts)) for texts in product(*choices)]
+
+
+@st.composite
+def echoes(draw: st.DrawFn) -> tuple[Version, Version]:
+    """A message, and what a client sends for it that edits nothing: spans left out, volatile parts moved."""
+
+    def echoed(slot: Slot) -> Slot:
+        said = [slot.said]
+        if slot.said is not None and slot.rule in HAS_VOLATILE:
+            said.append((slot.said[0], draw(WORDS)))
+        if slot.rule in OMITTED and DEFAULT_RULES.replays(slot.rule, in_history=True):
+            said.append(None)
+        return Slot(slot.rule, draw(st.sampled_from(said)))
+
+    _, seen = draw(versions())
+    lines = tuple(echoed(line) if isinstance(line, Slot) else line for line in seen.lines)
+    return Version(tuple(map(echoed, seen.leading)), lines, echoed(seen.trailing), seen.is_one_block), seen
+
+
+@given(echoes())
+@settings(max_examples=100, deadline=None)
+def test_what_means_the_same_is_read_as_before(pair: tuple[Version, Version]) -> None:
+    """Where nothing was added or edited but volatile parts, history is rendered exactly as the model saw it."""
+    fresh, seen = pair
+    assert replay(fresh.message(), seen.message(), in_history=True).message == seen.message()
+
+
+EVERYTHING = (
+    "".join(LEADING[rule]("red", "blue") for rule in LEADING)
+    + "Please look.\n"
+    + "\n".join(LINES[rule]("red", "12k") for rule in LINES)
+    + "\nThanks."
+    + TRAILING["aider_reminder"]("red", "")
+)
+VOLATILE = ("blue", "1m3s", "12k")
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_edit_of_one_character_survives(data: st.DataObject) -> None:
+    """Inserted, deleted or changed anywhere outside of volatile parts, it reaches the model."""
+    at = data.draw(st.integers(0, len(EVERYTHING) - 1))
+    ranges = [(EVERYTHING.index(text), EVERYTHING.index(text) + len(text)) for text in VOLATILE]
+    is_volatile = any(start <= at <= end for start, end in ranges)
+    char = data.draw(st.sampled_from('aZ0 \n`"<>/*é'))
+    kept = data.draw(st.sampled_from([0, 1]))
+    edited = EVERYTHING[:at] + data.draw(st.sampled_from(["", char])) + EVERYTHING[at + kept :]
+    result = replay(user(edited), user(EVERYTHING), in_history=True).message
+    assert result == user(edited) or (is_volatile and result == user(EVERYTHING))
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_random_messages_never_gain_what_nobody_sent(data: st.DataObject) -> None:
+    """Whatever is put together from pieces of spans: the result has the identity of what was sent, and the same fixed
+    text; between messages of different identity nothing passes."""
+    pieces = st.lists(st.sampled_from([*EVERYTHING.splitlines(keepends=True), "x", "\n"]), max_size=12).map("".join)
+    blocks = st.lists(pieces, max_size=3)
+    fresh, seen = user(*data.draw(blocks)), user(*data.draw(blocks))
+    result = replay(fresh, seen, in_history=True)
+    if canonicalise(fresh).digest != canonicalise(seen).digest:
+        assert result.message == fresh
+    else:
+        assert canonicalise(result.message).digest == canonicalise(fresh).digest
+    if result.message != fresh:
+        assert result.fired
+
+
+# --- placement -------------------------------------------------------------------------------------------------------
+
+TODO = LEADING["system_reminder"]("todo", "")
+OTHER = LEADING["system_reminder"]("other", "")
+RULES_FILE = LEADING["project_instructions"]("claude", "")
+
+
+def test_a_reminder_that_is_gone_stands_where_it_stood() -> None:
+    """As a block of its own between others, and in front of text in one block."""
+    image = ImageBlock("data:image/png;base64,AA")
+    seen = Message("user", (TextBlock("a"), TextBlock(TODO), image, TextBlock(OTHER + "b")))
+    fresh = Message("user", (TextBlock("a"), image, TextBlock("b")))
+    assert replay(fresh, seen, in_history=True).message == seen
+    assert replay(fresh, seen, in_history=False).message == fresh
+
+
+def test_a_reminder_in_another_place_is_rendered_once() -> None:
+    """A block that becomes part of the text is not also put back as a block."""
+    seen, fresh = user(TODO, "go on"), user(TODO + "go on")
+    result = replay(fresh, seen, in_history=True)
+    assert result.message == fresh
+    assert result.as_sent == {"system_reminder"}
+
+
+def test_an_added_reminder_reaches_the_model() -> None:
+    """What the model has not read yet is never taken away; beside it nothing is put back."""
+    assert replay(user(TODO, "go on"), user("go on"), in_history=True).message == user(TODO, "go on")
+    assert replay(user(OTHER, "go on"), user(TODO, "go on"), in_history=True).message == user(OTHER, "go on")
+
+
+def test_nothing_is_put_back_where_several_may_have_left_it_out() -> None:
+    """Two chats with one text and two senders: what is left out stays out, what is sent is paired as ever."""
+    info = LEADING["conversation_info"]
+    seen = user(info("ann", "1") + "Hi")
+    result = replay(user("Hi"), seen, in_history=True, may_put_back=False)
+    assert (result.message, result.as_sent) == (user("Hi"), {"conversation_info"})
+    assert replay(user(info("ann", "2") + "Hi"), seen, in_history=True, may_put_back=False).message == seen
+
+
+def test_one_of_two_reminders_gone_comes_back_in_its_place() -> None:
+    """Order is kept, whichever of them is missing."""
+    seen = user(TODO, OTHER, "go on")
+    assert replay(user(OTHER, "go on"), seen, in_history=True).message == seen
+    assert replay(user(TODO, "go on"), seen, in_history=True).message == seen
+    swapped = user(OTHER, TODO, "go on")
+    assert replay(swapped, seen, in_history=True).message == swapped
+
+
+def test_instructions_that_are_taken_away_are_gone() -> None:
+    """A project's instructions never come back from the past, and edits of them are read at once."""
+    seen = user(RULES_FILE, TODO, "go on")
+    result = replay(user("go on"), seen, in_history=True)
+    assert result.message == user(TODO, "go on")
+    assert (result.fired, result.as_sent) == ({"system_reminder"}, {"project_instructions"})
+    edited = user(RULES_FILE.replace("Be claude", "Be Claude"), TODO, "go on")
+    assert replay(edited, seen, in_history=True).message == edited
+
+
+def test_switching_the_instructions_rule_off_does_not_widen_the_other() -> None:
+    """Then a reminder with a project's instructions is plain text."""
+    rules = select({"project_instructions": "off"})
+    assert replay(user("go on"), user(RULES_FILE, "go on"), in_history=True, rules=rules).message == user("go on")
+    assert canonicalise(user(RULES_FILE), rules).message == user(RULES_FILE)
+
+
+def test_tool_results_are_rendered_as_sent() -> None:
+    """Whatever a result looks like, no rule touches it; its call's id is that of the request."""
+    text = "Current time is 10:00\n" + TODO + "Stats: runtime 1m • tokens 5"
+    seen = Message("tool", (ToolResultBlock("call_1", (TextBlock(text),)),))
+    other = Message("tool", (ToolResultBlock("call1", (TextBlock(text),)),))
+    assert canonicalise(seen).digest == canonicalise(other).digest
+    assert replay(other, seen, in_history=True).message == other
+    edited = Message("tool", (ToolResultBlock("call_1", (TextBlock(text.replace("10:00", "10:01")),)),))
+    assert canonicalise(seen).digest != canonicalise(edited).digest
+    assert replay(edited, seen, in_history=True).message == edited
+    inside = Message("user", (ToolResultBlock("call_1", (TextBlock(text),)), TextBlock(TODO + "x")))
+    bare = Message("user", (ToolResultBlock("call_1", (TextBlock(text),)), TextBlock("x")))
+    assert replay(bare, inside, in_history=True).message == inside
+
+
+# --- assistants ------------------------------------------------------------------------------------------------------
+
+
+def assistant(*blocks: Block) -> Message:
+    return Message("assistant", blocks)
+
+
+WRITTEN = assistant(
+    ThinkingBlock("I look."),
+    TextBlock("Now."),
+    ThinkingBlock("And again."),
+    ToolCallBlock("call_1", "bash", '{"command": "ls", "n": 1.0}'),
+    ToolCallBlock("call_2", "bash", '{"command": "ls", "n": 1.0}'),
+)
+
+
+def test_lost_thinking_and_call_text_come_back_and_ids_stay() -> None:
+    """The echo of a client that strips thinking, serialises compactly and rewrites ids."""
+    echo = assistant(
+        TextBlock("Now."),
+        ToolCallBlock("call1", "bash", '{"n":1,"command":"ls"}'),
+        ToolCallBlock("call2", "bash", '{"n":1,"command":"ls"}'),
+    )
+    result = replay(echo, WRITTEN, in_history=True)
+    expected = [*WRITTEN.blocks[:3]]
+    expected += [ToolCallBlock(f"call{i}", "bash", '{"command": "ls", "n": 1.0}') for i in (1, 2)]
+    assert result.message == assistant(*expected)
+    assert (result.fired, result.as_sent) == ({"thinking", "call_arguments"}, {"call_ids"})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        assistant(TextBlock("now."), *WRITTEN.blocks[3:]),
+        assistant(*WRITTEN.blocks[3:]),
+        assistant(TextBlock("Now."), WRITTEN.blocks[3]),
+        assistant(TextBlock("Now."), ToolCallBlock("call_1", "Bash", '{"command": "ls", "n": 1.0}'), WRITTEN.blocks[4]),
+        assistant(TextBlock("Now."), ToolCallBlock("call_1", "bash", '{"command": "ls", "n": 2}'), WRITTEN.blocks[4]),
+        assistant(
+            TextBlock("Now."), ToolCallBlock("call_1", "bash", '{"command": "ls", "n": true}'), WRITTEN.blocks[4]
+        ),
+        assistant(TextBlock("Now."), ToolCallBlock("call_1", "bash", '{"command": "ls", "n": 1'), WRITTEN.blocks[4]),
+    ],
+)
+def test_a_turn_whose_meaning_was_changed_is_rendered_as_sent(changed: Message) -> None:
+    """Another text, call, name or argument gets nothing back: no thinking that led elsewhere."""
+    assert replay(changed, WRITTEN, in_history=True).message == changed
+
+
+def test_thinking_that_was_changed_is_rendered_as_sent() -> None:
+    """Echoed thinking is never overwritten; a part of it counts as changed."""
+    for echo in (
+        assistant(ThinkingBlock("I look!"), TextBlock("Now."), *WRITTEN.blocks[2:]),
+        assistant(ThinkingBlock("I look."), TextBlock("Now."), *WRITTEN.blocks[3:]),
+    ):
+        result = replay(echo, WRITTEN, in_history=True)
+        assert result.message == echo
+        assert result.as_sent == {"thinking"}
+
+
+def test_thinking_that_was_added_is_rendered_as_sent() -> None:
+    """The model wrote none; the client's word counts."""
+    bare = assistant(TextBlock("Now."))
+    echo = assistant(ThinkingBlock("Hm."), TextBlock("Now."))
+    assert replay(echo, bare, in_history=True).message == echo
+
+
+def test_texts_of_assistants_have_no_spans() -> None:
+    """An answer that quotes a reminder or tells the time is the model's own text."""
+    for text in (TODO + "x", "Current time is 10:00", EVERYTHING):
+        assert canonicalise(assistant(TextBlock(text))).message == assistant(TextBlock(text))
+        assert replay(assistant(TextBlock("x")), assistant(TextBlock(text)), in_history=True).message == assistant(
+            TextBlock("x")
+        )
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), JSON, max_size=4))
+@settings(deadline=None)
+def test_any_serialisation_of_arguments_is_the_same_call(arguments: dict[str, object]) -> None:
+    """Spacing, escapes and the order of keys are the serialiser's; the model reads what it wrote."""
+    written = assistant(ToolCallBlock("a", "f", json.dumps(arguments)))
+    echo = assistant(
+        ToolCallBlock(
+            "a", "f", json.dumps(dict(reversed(arguments.items())), ensure_ascii=False, separators=(",", ":"), indent=1)
+        )
+    )
+    assert replay(echo, written, in_history=True).message == written
+    changed = assistant(ToolCallBlock("a", "f", json.dumps({**arguments, "one more": 1})))
+    assert replay(changed, written, in_history=True).message == changed

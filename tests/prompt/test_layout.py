@@ -1,0 +1,48 @@
+"""What opens and ends an assistant's turn, per family, on the real templates."""
+
+import pytest
+
+from kvserve.prompt.boundaries import learn_markers
+from kvserve.prompt.layout import learn_layout
+from kvserve.prompt.stitch import Stitcher
+from kvserve.prompt.template import ChatTemplate
+from tests.prompt.samples import HOSTILE, byte_level_backend, tokenizer_of
+from tests.prompt.turns import ENDS, FAMILIES, HEADERS, family
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_header_and_the_ends_of_each_family_are_found(name: str) -> None:
+    """The header goes as far as every assistant's message has it: no think tag, no channel, no recipient."""
+    of = family(name)
+    layout = learn_layout(of.tokenizer, of.template, of.markers)
+    assert layout.header == HEADERS[name]
+    assert not layout.openers & layout.ends
+    assert not ENDS[name] or ENDS[name].strip() in layout.ends
+    assert of.stitcher.replays
+
+
+@pytest.mark.parametrize("source", [*HOSTILE.values(), None])
+def test_a_template_without_such_tokens_has_no_layout(source: str | None) -> None:
+    """Roles in plain text open nothing for sure: no emitted ids are used there."""
+    tokenizer = tokenizer_of(byte_level_backend(), source)
+    template = ChatTemplate(tokenizer)
+    markers = learn_markers(tokenizer, template)
+    assert learn_layout(tokenizer, template, markers).header == ""
+    assert not Stitcher.of(tokenizer, template, markers).replays
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        # All roles look alike; an answer ends in words; nothing follows the opener that says who speaks.
+        "{% for m in messages %}<|im_end|>says {{ m.content }}{% endfor %}<|im_end|>says ",
+        "{% for m in messages %}<|im_end|>{{ m.role }}:{{ m.content }} over{% endfor %}<|im_end|>assistant:",
+    ],
+)
+def test_turns_that_cannot_be_told_apart_are_left_alone(source: str) -> None:
+    """Without a header of its own, or an end that is a token, there is no layout."""
+    tokenizer = tokenizer_of(byte_level_backend(), source)
+    template = ChatTemplate(tokenizer)
+    markers = learn_markers(tokenizer, template)
+    assert markers.openers
+    assert learn_layout(tokenizer, template, markers).header == ""

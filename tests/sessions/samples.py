@@ -1,0 +1,63 @@
+"""Small conversations, their chains, and what a model wrote in them."""
+
+import hashlib
+from collections.abc import Iterable
+
+from kvserve.core import Block, Message, RequestId, TextBlock, ThinkingBlock, ToolCallBlock, Written
+from kvserve.sessions.seen import Seen, Step, TurnRecord, pack_ids
+
+
+def user(text: str) -> Message:
+    return Message("user", (TextBlock(text),))
+
+
+def call(arguments: str, name: str = "bash", call_id: str = "c1") -> ToolCallBlock:
+    return ToolCallBlock(call_id, name, arguments)
+
+
+def assistant(text: str = "", *calls: ToolCallBlock, thinking: str = "") -> Message:
+    blocks: list[Block] = [ThinkingBlock(thinking)] if thinking else []
+    blocks += [TextBlock(text)] if text else []
+    return Message("assistant", (*blocks, *calls))
+
+
+def written(message: Message, *ids: int) -> Written:
+    return Written(message, (1, 2), ids or (7, 8, 9), opens_reasoning=False)
+
+
+def chains_of(letters: Iterable[str], root: bytes = b"") -> list[bytes]:
+    """One digest per letter, each of the whole history up to it."""
+    chains, chain = [], root
+    for letter in letters:
+        chain = hashlib.sha256(chain + letter.encode()).digest()
+        chains.append(chain)
+    return chains
+
+
+def steps_of(letters: str, texts: Iterable[str] | None = None) -> list[Step]:
+    """A user's message per letter, seen as `texts` say (as the letters, without)."""
+    return [
+        Step(chain, user(text))
+        for chain, text in zip(chains_of(letters), letters if texts is None else texts, strict=True)
+    ]
+
+
+def texts_of(seen: Seen | None) -> list[str]:
+    """What a path's messages say."""
+    return [] if seen is None else [getattr(node.message.blocks[-1], "text", "") for node in seen.path()]
+
+
+def record_of(leaf: Seen, name: str = "r1", session: str | None = None, num_tokens: int = 4) -> TurnRecord:
+    return TurnRecord(
+        request_id=RequestId(name),
+        session=session,
+        leaf=leaf,
+        messages=tuple(node.message for node in leaf.path()),
+        tools=(),
+        tools_digest=b"",
+        packed_ids=pack_ids(range(num_tokens)),
+        num_prompt_tokens=num_tokens,
+        starts=(0,),
+        template_arguments={"enable_thinking": True},
+        fired=frozenset(),
+    )

@@ -1,0 +1,273 @@
+"""What a client lost of the model's words comes back; what it changed stays as it sent it."""
+
+import json
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvserve.core import ImageBlock, Message, TextBlock, ThinkingBlock, ToolCallBlock
+from kvserve.sessions.healing import HealingStore, healed, same_arguments
+from tests.sessions.samples import assistant, call, user, written
+
+RAW = '{"command":  "ls -la", "deep": [1, true, {"a": null}]}'
+COMPACT = json.dumps(json.loads(RAW), separators=(",", ":"))
+WROTE = assistant("I look.", call(RAW), thinking="Which files?")
+CHAIN = b"c" * 32
+
+
+def store_of(message: Message = WROTE) -> HealingStore:
+    store = HealingStore()
+    store.remember(CHAIN, written(message))
+    return store
+
+
+def test_a_stripped_and_compacted_echo_is_what_the_model_wrote() -> None:
+    """Thinking gone, arguments serialised again: both come back, the client's call id stays."""
+    echo = assistant("I look.", call(COMPACT, call_id="its-own"))
+    assert store_of().heal(echo, CHAIN) == assistant("I look.", call(RAW, call_id="its-own"), thinking="Which files?")
+
+
+def test_a_whole_echo_is_the_same_object() -> None:
+    """Where nothing was lost nothing is made."""
+    echo = assistant("I look.", call(RAW, call_id="other"), thinking="Which files?")
+    assert store_of().heal(echo, CHAIN) is echo
+
+
+def test_another_place_is_not_healed() -> None:
+    """The same words after another history are another place."""
+    echo = assistant("I look.", call(COMPACT))
+    assert store_of().heal(echo, b"d" * 32) is echo
+
+
+def test_only_an_assistant_is_healed() -> None:
+    """A user who says the model's words does not get its thoughts."""
+    said = Message("user", (TextBlock("I look."),))
+    assert store_of(assistant("I look.", thinking="Which files?")).heal(said, CHAIN) is said
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        assistant("I looked.", call(COMPACT)),
+        assistant("I look.", call(COMPACT.replace("-la", "-l"))),
+        assistant("I look.", call(COMPACT.replace("true", "1"))),
+        assistant("I look.", call(COMPACT, name="sh")),
+        assistant("I look."),
+        assistant("I look.", call(COMPACT), call(COMPACT)),
+        assistant("I look.", call(COMPACT), thinking="Which file?"),
+        assistant("I look.", call("{broken")),
+        Message("assistant", (TextBlock("I look."), ImageBlock("data:x"), call(COMPACT))),
+    ],
+    ids=["text", "argument", "type", "name", "call gone", "call more", "thinking", "broken", "image"],
+)
+def test_a_changed_meaning_is_left_as_it_was_sent(echo: Message) -> None:
+    """One changed character of content, arguments or thinking: not a word of ours is put in."""
+    assert store_of().heal(echo, CHAIN) is echo
+
+
+def test_an_empty_thinking_block_is_lost_thinking() -> None:
+    """A client that shows no thinking echoes an empty block: the text comes back in its place."""
+    echo = Message("assistant", (ThinkingBlock("", "signed"), TextBlock("I look."), call(COMPACT)))
+    assert store_of().heal(echo, CHAIN) == WROTE
+
+
+def test_white_space_around_the_text_is_the_clients() -> None:
+    """A trimmed text is the same text; it is sent on as the client has it."""
+    wrote = assistant("\n\nDone.\n", thinking="Good.")
+    assert healed(assistant("Done."), wrote) == assistant("Done.", thinking="Good.")
+
+
+def test_thinking_between_calls_returns_to_its_place() -> None:
+    """Interleaved thinking goes where it stood, if the blocks still stand in that order."""
+    first, second = call('{"a": 1}', call_id="1"), call('{"b": 2}', call_id="2")
+    wrote = Message("assistant", (ThinkingBlock("A"), first, ThinkingBlock("B"), second))
+    assert healed(Message("assistant", (first, second)), wrote) == wrote
+
+
+def test_thinking_whose_place_is_gone_is_not_guessed() -> None:
+    """Where the client moved the text before the call nobody knows where the second thought stood."""
+    wrote = Message("assistant", (ThinkingBlock("A"), call(RAW), ThinkingBlock("B"), TextBlock("Done.")))
+    moved = Message("assistant", (TextBlock("Done."), call(COMPACT)))
+    assert healed(moved, wrote) == Message("assistant", (TextBlock("Done."), call(RAW)))
+
+
+def test_the_first_tokens_of_the_same_words_stay() -> None:
+    """The model says the same with other tokens and another call id: the KV is there for the first ones."""
+    store = store_of()
+    store.remember(CHAIN, written(assistant("I look.", call(RAW, call_id="new"), thinking="Which files?"), 5, 5))
+    found = store.find(CHAIN)
+    assert found is not None and found.ids == (7, 8, 9)
+
+
+@pytest.mark.parametrize(
+    "other", [assistant("I look.", call(RAW), thinking="Hm."), assistant("I look.", call(COMPACT))]
+)
+def test_two_writings_at_one_place_heal_nothing(other: Message) -> None:
+    """Nobody knows which of two thoughts or spellings a client means, not even after the first comes again."""
+    store = store_of()
+    store.remember(CHAIN, written(other))
+    assert store.find(CHAIN) is None
+    store.remember(CHAIN, written(WROTE))
+    echo = assistant("I look.", call(COMPACT))
+    assert store.heal(echo, CHAIN) is echo
+
+
+def test_the_least_recently_used_leaves() -> None:
+    """Finding and saying again are uses."""
+    store = HealingStore(max_entries=3)
+    for name in b"abc":
+        store.remember(bytes([name]), written(user(chr(name))))
+    store.find(b"a")
+    store.remember(b"b", written(user("b")))
+    store.remember(b"d", written(user("d")))
+    assert [row["chain"] for row in store.rows()] == ["61", "62", "64"]
+
+
+def test_bytes_are_bounded_too() -> None:
+    """A few enormous thoughts push the older ones out; the count returns to zero."""
+    store = HealingStore(max_bytes=100_000)
+    for number in range(20):
+        store.remember(bytes([number]), written(assistant("x", thinking="y" * 30_000)))
+    assert len(store) == 3
+    store.remember(b"big", written(assistant("x", thinking="y" * 200_000)))
+    assert len(store) == 0 and store._num_bytes == 0
+
+
+texts = st.text(max_size=20)
+messages = st.lists(
+    st.one_of(
+        st.builds(TextBlock, texts),
+        st.builds(ThinkingBlock, texts, st.none() | texts),
+        st.builds(ToolCallBlock, texts, texts, texts),
+    ),
+    max_size=4,
+).map(lambda blocks: Message("assistant", tuple(blocks)))
+
+
+@given(st.lists(st.tuples(st.binary(min_size=1, max_size=2), messages), max_size=8))
+def test_rows_of_json_bring_everything_back(said: list[tuple[bytes, Message]]) -> None:
+    """Writings, ambiguous places and the order of use survive a round trip through JSON."""
+    store, other = HealingStore(), HealingStore()
+    for chain, message in said:
+        store.remember(chain, written(message))
+    assert other.load(json.loads(json.dumps(store.rows()))) == len(store)
+    assert other.rows() == store.rows()
+    assert other._num_bytes == store._num_bytes
+    assert all(other.find(chain) == store.find(chain) for chain, _ in said)
+
+
+def test_rows_of_another_form_are_unknown_places() -> None:
+    """A newer version, a cut row, wrong types: each is skipped, the good one is taken."""
+    good = store_of().rows()[0]
+    assert isinstance(good["written"], dict)
+    broken: list[object] = [
+        None,
+        {},
+        {**good, "version": 2},
+        {**good, "chain": "xyz"},
+        {**good, "chain": None},
+        {"version": 1, "chain": "00"},
+        {**good, "written": {**good["written"], "ids": [True]}},
+        {**good, "written": {**good["written"], "blocks": [{"kind": "image"}]}},
+        {**good, "written": {**good["written"], "blocks": "text"}},
+        {**good, "written": {**good["written"], "opens_reasoning": 1}},
+    ]
+    store = HealingStore()
+    assert store.load([*broken, good]) == 1 and len(store) == 1
+
+
+def test_what_is_loaded_is_older_than_what_is_here() -> None:
+    """Late rows do not push out what was said since, and a contradiction is one."""
+    store = HealingStore(max_entries=2)
+    store.remember(b"new", written(assistant("n")))
+    store.remember(CHAIN, written(assistant("I look.", thinking="other")))
+    older = HealingStore()
+    older.remember(b"old", written(assistant("o")))
+    older.remember(CHAIN, written(WROTE))
+    store.load(older.rows())
+    assert store.find(b"new") is not None and store.find(b"old") is None and store.find(CHAIN) is None
+
+
+def test_clear_forgets_ambiguity_too() -> None:
+    """After a clear the next writing is the only one."""
+    store = store_of()
+    store.remember(CHAIN, written(assistant("I look.")))
+    store.clear()
+    store.remember(CHAIN, written(WROTE))
+    assert store.find(CHAIN) is not None
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(json_values)
+def test_spelling_does_not_matter(value: object) -> None:
+    """However JSON is spaced, ordered and escaped, it says the same; wrapped once more it does not."""
+    spellings = [
+        json.dumps(value),
+        json.dumps(value, separators=(",", ":"), ensure_ascii=False),
+        json.dumps(value, indent=2, sort_keys=True),
+    ]
+    assert all(same_arguments(one, other) for one in spellings for other in spellings)
+    assert not same_arguments(spellings[0], json.dumps([value]))
+
+
+@given(json_values, json_values)
+def test_equal_arguments_are_equal_values(one: object, other: object) -> None:
+    """Never same where Python's own comparison finds a difference."""
+    if same_arguments(json.dumps(one), json.dumps(other)):
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("1", "true", False),
+        ("0", "false", False),
+        ("1.0", "1", True),
+        ("1e999", "1e998", False),
+        ("0.1", "0.10000000000000000001", False),
+        ("[]", "{}", False),
+        ("[1]", "1", False),
+        ("{", "{", True),
+        ("{", "{ ", False),
+        ("NaN", "NaN ", False),
+        ("1e99999999999999999999999", "1", False),
+        ("[" * 200_000, "[" * 200_001, False),
+    ],
+)
+def test_values_that_python_would_mix_up(one: str, other: str, same: bool) -> None:
+    """true is not 1, rounding is not equality, what cannot be parsed is only equal as text."""
+    assert same_arguments(one, other) is same
+
+
+def test_many_threads_leave_the_store_whole() -> None:
+    """Writers, readers and a clear at once: bytes and bounds hold, nobody fails."""
+    store, errors = HealingStore(max_entries=20), []
+
+    def work(seed: int) -> None:
+        try:
+            for number in range(300):
+                chain = bytes([(number * seed) % 40])
+                store.remember(chain, written(assistant(str(chain), thinking="t" * (number % 7 == 0))))
+                store.heal(assistant(str(chain)), chain)
+                if number % 100 == 99:
+                    HealingStore().load(store.rows())
+        except Exception as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (3, 7, 11, 13)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(store) <= 20
+    store.clear()
+    assert store._num_bytes == 0

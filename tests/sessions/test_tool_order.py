@@ -1,0 +1,59 @@
+"""The same set of tools keeps its first order; any other set is as it was sent."""
+
+import pytest
+
+from kvserve.core import ToolSpec
+from kvserve.sessions.tool_order import ToolOrders
+
+
+def tool(name: str, **parameters: object) -> ToolSpec:
+    return ToolSpec(name, f"does {name}", parameters)
+
+
+A, B, C = tool("a", type="object"), tool("b"), tool("c")
+
+
+def test_another_order_is_the_first_one() -> None:
+    """Shuffled tools come back as they first stood, also with their keys in another order."""
+    orders = ToolOrders(4)
+    first = (tool("a", x=1, y=2), B, C)
+    assert orders.as_seen(b"d", first) == first
+    again = orders.as_seen(b"d", [C, tool("a", y=2, x=1), B])
+    assert again == first and list(again[0].parameters) == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [(C, B), (A, B, C, C), (tool("a", type="string"), B, C), (ToolSpec("a", None, {"type": "object"}), B, C)],
+)
+def test_another_set_is_as_it_was_sent_even_under_the_same_digest(other: tuple[ToolSpec, ...]) -> None:
+    """The digest is not believed: a tool gone, doubled or changed is another set with an order of its own."""
+    orders = ToolOrders(4)
+    orders.as_seen(b"d", (A, B, C))
+    assert orders.as_seen(b"d", other) == other
+    assert orders.as_seen(b"d", (B, A, C)) == (A, B, C)
+
+
+@pytest.mark.parametrize(("one", "other"), [(True, 1), (1, 1.0), (0, False)])
+def test_schemas_that_python_calls_equal_are_not(one: object, other: object) -> None:
+    """true became 1 in a schema: the model reads the new one."""
+    orders = ToolOrders(4)
+    orders.as_seen(b"d", (tool("a", default=one), B))
+    seen = orders.as_seen(b"d", (B, tool("a", default=other)))
+    assert [spec.name for spec in seen] == ["b", "a"] and seen[1].parameters["default"] is other
+
+
+def test_sets_are_bounded_and_the_oldest_use_goes() -> None:
+    """A set that is in use stays."""
+    orders = ToolOrders(2)
+    orders.as_seen(b"1", (A, B))
+    orders.as_seen(b"2", (B, C))
+    orders.as_seen(b"1", (B, A))
+    orders.as_seen(b"3", (A, C))
+    assert orders.as_seen(b"1", (B, A)) == (A, B)
+    assert orders.as_seen(b"2", (C, B)) == (C, B)
+
+
+def test_no_tools_are_a_set() -> None:
+    """An empty set is empty."""
+    assert ToolOrders(2).as_seen(b"0", ()) == ()
