@@ -5,6 +5,7 @@
 It joins rooms per process, as `pipeline.py` does per request.
 """
 
+import gc
 import hashlib
 import signal
 import threading
@@ -25,19 +26,31 @@ from kvserve.engine.model import check_folder, resolve_model_folder
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.engine.worker import Engine
 from kvserve.errors import KvserveError, NotFound, NotReady, RequestError, StartupError
+from kvserve.identity import Conversations
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
-from kvserve.pipeline import Observer, RunningTurn, ServedModel, TurnRecord, serve_turn
+from kvserve.pipeline import ServedModel, serve_turn
 from kvserve.prompt.boundaries import learn_markers
+from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
 from kvserve.protocols.openai_models import ModelCard
 from kvserve.proxy.litellm import LitellmProxy
+from kvserve.reports import cache_body, explanation_body, trace_fields
+from kvserve.running import FinishedTurn, Observer, RunningTurn
+from kvserve.sessions.explanations import ExplanationBook
 from kvserve.telemetry.terminal import BannerFacts, RequestFacts, Terminal
 from kvserve.telemetry.trace import TraceLog
 from kvserve.web.routes import make_router
 from kvserve.web.server import HttpServer
-from kvserve.wiring import engine_settings, proxy_settings, request_defaults, url_host, web_settings
+from kvserve.wiring import (
+    engine_settings,
+    identity_settings,
+    proxy_settings,
+    request_defaults,
+    url_host,
+    web_settings,
+)
 
 DEMO_MODEL_NAME = "kvserve-demo-qwen3"
 OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
@@ -98,6 +111,8 @@ class App:
         )
         self._server = HttpServer(web_settings(self._settings), make_router(self), terminal.error)
         self._defaults = request_defaults(self._settings)
+        self._identity = identity_settings(self._settings)
+        self._explanations = ExplanationBook()
 
     # --- start and stop -----------------------------------------------------------------------------------------------
 
@@ -110,6 +125,7 @@ class App:
             served = self._load(stopping)
         if served is None:
             return
+        gc.freeze()  # what is loaded stays: the collector need not walk over it again on the engine's time
         self._served = served
         self._wait_for_proxy(stopping)
         self._terminal.banner(self._banner(served))
@@ -154,18 +170,21 @@ class App:
                 model = self._engine.wait_until_ready(0.2)
             except NotReady:
                 continue
+            markers = learn_markers(tokenizer, template)
             return ServedModel(
                 name=self._model_name,
                 tokenizer=tokenizer,
                 template=template,
-                markers=learn_markers(tokenizer, template),
+                markers=markers,
+                stitcher=Stitcher.of(tokenizer, template, markers),
+                conversations=Conversations(self._identity),
                 output_format=output_format,
                 added_tokens=added_tokens,
                 engine=self._engine,
                 defaults=self._defaults,
                 vocab_size=model.vocab_size,
                 context_limit=model.context_limit,
-                observe=Observer(self._terminal.prefill, self._remember),
+                observe=Observer(self._terminal.prefill, self._finished),
             )
         return None
 
@@ -199,6 +218,8 @@ class App:
 
     def _banner(self, served: ServedModel) -> BannerFacts:
         warnings = [f"{key} is set, but what it controls is not there yet" for key in self._settings_without_effect()]
+        if (support := served.engine.status.cache_support) is not None:
+            warnings += support.notes
         if self._proxy is not None and self._proxy.state.status != "ready":
             warnings.append("LiteLLM is still starting (10 to 20 s); until then use the second URL.")
         return BannerFacts(
@@ -238,6 +259,7 @@ class App:
     def health(self) -> tuple[int, JsonObject]:
         status = self._engine.status if self._engine is not None else None
         is_ready = self._served is not None and status is not None and status.state == "ready"
+        support = status.cache_support if status is not None else None
         body: dict[str, object] = {
             "status": "ok" if is_ready else status.state if status is not None else "loading",
             "model": self._model_name,
@@ -246,6 +268,8 @@ class App:
             "num_decoding": status.num_decoding if status else 0,
             "num_waiting": status.num_waiting if status else 0,
             "active_memory_bytes": status.active_memory_bytes if status else 0,
+            "is_batched": support.can_batch if support else None,
+            "is_prefix_cached": support.can_keep if support else None,
             "num_open_connections": self._server.num_open_connections,
             "proxy": self._proxy.state.status if self._proxy is not None else "off",
             "uptime_seconds": round(time.time() - self._started_at, 1),
@@ -255,32 +279,28 @@ class App:
 
     def cache_report(self) -> JsonObject:
         """The body of GET /v1/cache. Raises NotReady."""
-        report = self._loaded_engine.cache_report()
-        return {
-            "counters": {
-                "vlm_retreat": report.stats.num_image_retreats,
-                "hybrid_trim_miss": report.num_hybrid_trim_misses,
-            },
-            "num_prompt_tokens": report.totals.num_prompt_tokens,
-            "num_cached_tokens": report.totals.num_cached_tokens,
-            "num_prefill_tokens": report.totals.num_prefill_tokens,
-            "ram_bytes": report.stats.ram_bytes,
-            "live_bytes": report.stats.live_bytes,
-            "num_segments": report.stats.num_segments,
-            "num_checkpoints": report.stats.num_checkpoints,
-            "num_entries": report.stats.num_entries,
-            "num_evicted_tokens": report.stats.num_evicted_tokens,
-        }
+        served = self._loaded
+        report, totals = served.engine.cache_report(), served.conversations.totals()
+        return cache_body(report, totals, self._explanations.num_rejections)
+
+    def explain(self, request_id: str) -> JsonObject:
+        """The body of GET /v1/cache/explain/{request_id}. Raises NotFound."""
+        explanation = self._explanations.get(request_id.rpartition("-")[2])
+        if explanation is None:
+            raise NotFound(f"The request {request_id!r} is not known; the last thousand are.", param="request_id")
+        return explanation_body(explanation)
 
     def clear_cache(self) -> None:
         """Forget everything that is kept. Raises NotReady."""
-        self._loaded_engine.clear_cache()
+        served = self._loaded
+        served.conversations.clear()
+        served.engine.clear_cache()
 
     @property
-    def _loaded_engine(self) -> Engine:
+    def _loaded(self) -> ServedModel:
         if self._served is None:
             raise NotReady("The model is still loading.", retry_after_seconds=5)
-        return self._served.engine
+        return self._served
 
     def serve(self, turn: Turn, served: ServedModel) -> RunningTurn:
         """Submit a turn; one that is refused has its line in the terminal too."""
@@ -292,24 +312,15 @@ class App:
             )
             raise
 
-    def _remember(self, record: TurnRecord) -> None:
-        """The request line, and the turn in its session's trace file."""
-        facts = record.facts
+    def _finished(self, finished: FinishedTurn) -> None:
+        """The request line, the explanation, and the turn in its session's trace file."""
+        facts = finished.facts
         self._terminal.request_line(facts)
-        self._trace.write(
-            facts.session or _first_tokens_hash(record.prompt.tokens.ids),
-            "turn",
-            request_id=facts.request_id,
-            protocol=facts.protocol,
-            num_messages=len(record.turn.messages),
-            num_prompt_tokens=facts.num_prompt_tokens,
-            num_cached_tokens=facts.num_cached_tokens,
-            num_completion_tokens=facts.num_completion_tokens,
-            finish_reason=facts.finish_reason,
-            error_status=facts.error_status,
-            notes=list(facts.notes),
-            prompt=record.prompt.text,
-        )
+        if finished.explanation is not None:
+            self._explanations.put(finished.explanation)
+        if self._settings.enable_request_logging:
+            session = facts.session or _first_tokens_hash(finished.prompt.tokens.ids)
+            self._trace.write(session, "turn", **trace_fields(finished))
 
 
 def _first_tokens_hash(ids: tuple[int, ...]) -> str:

@@ -99,16 +99,16 @@ class Settings(BaseSettings):
     )
     max_kv_size: Positive = Field(196608, description="Context limit in tokens, prompt and answer together.")
     kv_group_size: Annotated[Literal[32, 64, 128], BeforeValidator(_parse_int)] = Field(
-        64, description="Group size of quantised KV.", json_schema_extra=_LATER
+        64, description="Numbers that share a scale in quantised KV of the uniform scheme; divides the head width."
     )
     kv_bits: Annotated[Literal[4, 8] | None, BeforeValidator(_parse_bits)] = Field(
-        None, description="Bits of quantised KV: OFF, 4 or 8.", json_schema_extra=_LATER
+        None, description="Bits of quantised KV: OFF, 4 or 8."
     )
     kv_quant_scheme: Literal["uniform", "turboquant"] = Field(
-        "uniform", description="How KV is quantised.", json_schema_extra=_LATER
+        "uniform", description="How KV is quantised; turboquant serves every attention, at more work per token."
     )
     quantized_kv_start: Annotated[int, Field(ge=0)] = Field(
-        5000, description="Tokens kept in full precision before quantised KV starts.", json_schema_extra=_LATER
+        5000, description="Tokens of a row that are computed in full precision before its KV is quantised."
     )
     prompt_cache_max_entries_global: Positive = Field(24, description="Sequence ends kept in RAM.")
     prompt_cache_max_entries_per_session: Positive = Field(
@@ -128,25 +128,24 @@ class Settings(BaseSettings):
     cache_canonicalize_tool_context: bool = Field(
         True,
         description="Normalise volatile spans in the cache key; false uses the prompt as it is.",
-        json_schema_extra=_LATER,
+    )
+    cache_rule_policies: NameList = Field(
+        (),
+        description="Policies of canonical rules other than the table's: rule=always, history, never or off, by comma.",
     )
     cache_vlm_image_identity: bool = Field(
         True,
         description="Image markers in the canonical key; digests are verified all the same.",
         json_schema_extra=_LATER,
     )
-    cache_session_partitioning: bool = Field(
-        True, description="Separate turn records and per-session limits.", json_schema_extra=_LATER
-    )
+    cache_session_partitioning: bool = Field(True, description="Separate turn records and per-session limits.")
     cache_norm_safety_check: bool = Field(
         False,
         description="Fall back to the original prompt as key when the canonical one is over 10 % shorter.",
-        json_schema_extra=_LATER,
     )
     normalize_write_tool_content_for_prompt: bool = Field(
         False,
         description="Show the model a digest instead of the content of its past write calls.",
-        json_schema_extra=_LATER,
     )
     disk_cache_dir: Folder = Field(
         Path("~/.cache/kvserve").expanduser(), description="Where KV is kept across restarts.", json_schema_extra=_LATER

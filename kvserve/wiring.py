@@ -1,9 +1,13 @@
 """The settings of each room, from the settings of the process. It joins rooms and decides nothing."""
 
+from kvserve.canonical.rules import select
 from kvserve.config import Settings
 from kvserve.core import RequestDefaults, SamplingParams
 from kvserve.engine.prefix_cache import CacheSettings
+from kvserve.engine.quantised import KvSettings
 from kvserve.engine.worker import EngineSettings
+from kvserve.errors import SettingError
+from kvserve.identity import IdentitySettings
 from kvserve.proxy.settings import ProxySettings
 from kvserve.web.settings import WebSettings
 
@@ -42,6 +46,29 @@ def engine_settings(settings: Settings) -> EngineSettings:
             ttl_seconds=settings.prompt_cache_ttl_seconds,
             owner_idle_seconds=settings.prompt_cache_session_max_idle_seconds,
         ),
+        kv=KvSettings(
+            bits=settings.kv_bits,
+            scheme=settings.kv_quant_scheme,
+            group_size=settings.kv_group_size,
+            start=settings.quantized_kv_start,
+        ),
+    )
+
+
+def identity_settings(settings: Settings) -> IdentitySettings:
+    """Raises SettingError for a rule or a policy that does not exist."""
+    policies: dict[str, str] = {}
+    for pair in settings.cache_rule_policies:
+        name, separator, policy = (part.strip() for part in pair.partition("="))
+        if not separator:
+            raise SettingError("CACHE_RULE_POLICIES", pair, "rule=policy pairs, by comma")
+        policies[name] = policy
+    return IdentitySettings(
+        rules=select(policies, settings.cache_canonicalize_tool_context),
+        is_partitioned=settings.cache_session_partitioning,
+        checks_shortening=settings.cache_norm_safety_check,
+        digests_writes=settings.normalize_write_tool_content_for_prompt,
+        session_idle_seconds=settings.prompt_cache_session_max_idle_seconds,
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 import kvserve.app
 from kvserve.errors import ModelLoadError, PortTaken
 from kvserve.telemetry.log import parse_line
+from tests.engine.odd_caches import Unmergeable, use_cache
 from tests.serving import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -156,6 +157,7 @@ def test_health_counts_rows(app: AppUnderTest) -> None:
     """The running count follows what computes; asking costs no step."""
     health = app.health()
     assert health["status"] == "ok" and health["num_running"] == 0 and health["proxy"] == "off"
+    assert health["is_batched"] and health["is_prefix_cached"]
     with app.connect() as client:
         client.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=3_000)))
         assert eventually(lambda: app.health()["num_decoding"] == 1)
@@ -251,3 +253,13 @@ def test_settings_without_effect_yet_are_said(tmp_path: Path) -> None:
     """A changed setting whose feature is not there is a warning in the banner."""
     with serving_app(tmp_path, vlm_cache_debug=True) as app:
         assert any("VLM_CACHE_DEBUG is set" in line for line in app.lines())
+
+
+def test_what_the_models_caches_do_not_allow_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that cannot be batched is served; the banner names its caches and the price, /health says it shortly."""
+    use_cache(monkeypatch, Unmergeable)
+    with serving_app(tmp_path) as app:
+        assert app.post(CHAT_PATH, chat_body(max_tokens=2)).status == 200
+        assert any("take turns" in line and "Unmergeable" in line for line in app.lines())
+        health = app.health()
+    assert (health["is_batched"], health["is_prefix_cached"]) == (False, True)

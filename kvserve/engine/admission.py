@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvserve.engine.row_bytes import RowBytes
+
 ANSWER_ALLOWANCE_TOKENS = 2048
 """An answer's share in a row's bytes at admission. Agents ask for 32,000 tokens and use a few hundred of them, so
 reserving the whole `max_tokens` would leave most of the memory idle."""
@@ -14,24 +16,27 @@ class Budget:
 
     max_rows: int
     max_bytes: float
-    kv_bytes_per_token: float
-    fixed_row_bytes: int
+    sizes: RowBytes
 
     def reserved_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """Tokens that a row is counted with."""
         return num_prompt_tokens + min(max_tokens, ANSWER_ALLOWANCE_TOKENS)
 
     def row_bytes(self, num_tokens: int) -> float:
-        """Bytes of one row of this length."""
-        return self.fixed_row_bytes + num_tokens * self.kv_bytes_per_token
+        """The most bytes that one row holds on its way to this length."""
+        return self.sizes.peak(num_tokens)
+
+    def answer_bytes(self, num_prompt_tokens: int, num_tokens: int) -> float:
+        """Bytes that a row of this length needs beyond what its prompt holds, with a state to be kept."""
+        return self.sizes.fixed + max(0, self.sizes.peak(num_tokens) - self.sizes.peak(num_prompt_tokens))
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """False for a row that does not fit even alone."""
         return self.row_bytes(num_tokens) <= self.max_bytes
 
-    def can_hold(self, num_tokens: int, reserved: Sequence[int], num_padding_tokens: int) -> bool:
+    def can_hold(self, num_tokens: int, reserved: Sequence[int], padding_bytes: float) -> bool:
         """True if a row fits beside the rows with these reservations and the padding of their batches."""
         if len(reserved) >= self.max_rows:
             return False
-        held = sum(self.row_bytes(tokens) for tokens in reserved) + num_padding_tokens * self.kv_bytes_per_token
+        held = sum(self.row_bytes(tokens) for tokens in reserved) + padding_bytes
         return held + self.row_bytes(num_tokens) <= self.max_bytes or not reserved

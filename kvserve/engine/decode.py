@@ -3,29 +3,40 @@
 A batch pads every row to its longest, so a row joins the running generator where it adds the least padding, and gets a
 generator of its own when that padding would cost more memory traffic per step than reading the weights once more.
 Generators take turns by the time they used per row (stride scheduling: Waldspurger and Weihl, 1995), so that one
-100k-token row cannot slow three short ones down. mlx-lm's `BatchGenerator` does the batching and sampling itself.
+100k-token row cannot slow three short ones down. mlx-lm's `BatchGenerator` does the batching and sampling itself; where
+a model's caches cannot be batched, each row has a generator of its own.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
+from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import LogitsProcessor, Sampler
+from kvserve.engine.solo import SoloGenerator
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
     """One generator and its rows by uid. `used_seconds` is its decoding time divided by the rows that shared it."""
 
-    generator: Any  # BatchGenerator, which is not typed
+    generator: Any  # BatchGenerator, which is not typed, or SoloGenerator
     rows: dict[int, Row] = field(default_factory=dict)
+    decoders: "dict[int, Decoder]" = field(default_factory=dict)
     used_seconds: float = 0.0
+    is_packed: bool = False
+    """Whether its rows' KV is quantised: those in full precision decode in another one."""
+
+    def drop(self, uid: int) -> Row:
+        """Forget a row that has left the generator."""
+        del self.decoders[uid]
+        return self.rows.pop(uid)
 
     @property
     def longest(self) -> int:
@@ -51,12 +62,24 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class Crossing:
+    """A row that left its batch where quantised KV starts, to enter another one with the same decoder.
+
+    `left` holds the KV of all its tokens but the newest, in full precision.
+    """
+
+    left: Left
+    decoder: Decoder
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """What one decode step brought: rows that are finished, failed, or must enter again from their tokens."""
+    """What one decode step brought: rows that are finished, failed, must enter again from their tokens, or cross."""
 
     finished: tuple[Left, ...] = ()
     failed: tuple[Row, ...] = ()
     evicted: tuple[Row, ...] = ()
+    crossed: tuple[Crossing, ...] = ()
 
 
 def extra_padding_tokens(lengths: Sequence[int], joining: int) -> int:
@@ -74,6 +97,9 @@ class DecodePool:
         self._model = model
         self._max_batch_size = max_batch_size
         self._groups: list[_Group] = []
+        # A generator sets this limit too and, closed, puts back what it found: that must not be the process's default
+        # while other generators go on.
+        maybe_set_recommended_wired_limit()
 
     @property
     def num_rows(self) -> int:
@@ -87,10 +113,20 @@ class DecodePool:
         """Tokens of KV that the batches hold, padding included."""
         return sum(group.longest * len(group.rows) for group in self._groups)
 
+    def held_bytes(self) -> float:
+        """Bytes of KV that the batches hold, padding included."""
+        sizes = self._model.sizes
+        return sum(len(group.rows) * sizes.live(group.longest) for group in self._groups if group.rows)
+
+    def padding_bytes(self) -> float:
+        """Bytes of the padding alone."""
+        return self.held_bytes() - sum(self._model.sizes.live(row.num_tokens) for row in self.rows())
+
     def enter(self, row: Row, caches: list[Any], decoder: Decoder) -> None:
         """Let a prefilled row decode. `caches` hold the KV of all its tokens but the last, and are consumed."""
         tokens = row.tokens()
-        group = self._group_for(len(tokens))
+        caches = self._model.ready(caches, len(tokens) - 1)
+        group = self._group_for(len(tokens), self._model.is_packed(len(tokens) - 1))
         stop_tokens = row.request.stop_tokens
         [uid] = group.generator.insert(
             [tokens[-1:]],
@@ -102,6 +138,7 @@ class DecodePool:
             stop_sequences=[StopSequences([[token] for token in stop_tokens])],
         )
         group.rows[uid] = row
+        group.decoders[uid] = decoder
 
     def remove(self, row: Row) -> Left | None:
         """Take a row out between two steps, with the KV of all its tokens; None if it does not decode."""
@@ -109,7 +146,7 @@ class DecodePool:
             for uid, each in list(group.rows.items()):
                 if each is row:
                     caches, tokens = group.generator.remove([uid], return_prompt_caches=True)[uid]
-                    del group.rows[uid]
+                    group.drop(uid)
                     return Left(row, caches, tokens)
         return None
 
@@ -127,6 +164,7 @@ class DecodePool:
             tuple(left for step in steps for left in step.finished),
             tuple(row for step in steps for row in step.failed),
             tuple(row for step in steps for row in step.evicted),
+            tuple(crossing for step in steps for crossing in step.crossed),
         )
 
     def discard(self) -> list[Row]:
@@ -141,6 +179,7 @@ class DecodePool:
         started = time.perf_counter()
         num_rows = len(group.rows)
         try:
+            at_start = self._at_start(group)
             _, responses = group.generator.next()
         except Exception as error:  # noqa: BLE001 - whatever broke inside the generator, its state is unknown
             return self._break_up(group, error)
@@ -148,8 +187,10 @@ class DecodePool:
         for response in responses:
             row = group.rows[response.uid]
             if response.finish_reason is not None:
-                del group.rows[response.uid]
-                finished.append(Left(row, response.prompt_cache, response.all_tokens))
+                group.drop(response.uid)
+                # What a row computed in full precision behind the start of quantised KV is nothing to keep.
+                left = at_start.pop(response.uid, None)
+                finished.append(left or Left(row, response.prompt_cache, response.all_tokens))
             if response.finish_reason == "stop":
                 row.finish("stop", num_hidden_tokens=1)
                 continue
@@ -159,8 +200,29 @@ class DecodePool:
         failed = [row for row in group.rows.values() if row.failure is not None]
         for row in failed:
             self.remove(row)
+        crossed = [self._cross(group, uid, left) for uid, left in at_start.items() if uid in group.rows]
         group.used_seconds += (time.perf_counter() - started) / num_rows
-        return Step(tuple(finished), tuple(failed))
+        return Step(tuple(finished), tuple(failed), crossed=tuple(crossed))
+
+    def _at_start(self, group: _Group) -> dict[int, Left]:
+        """Copies of the rows whose next token is the first that quantised KV must compute, by uid.
+
+        That token is drawn already. The next step hands it out, and computes it in full precision for nothing.
+        """
+        start = self._model.sizes.packed_from
+        uids = [uid for uid, row in group.rows.items() if row.num_tokens == start and not group.is_packed]
+        if not uids:
+            return {}
+        held = {uid: Left(group.rows[uid], *row) for uid, row in group.generator.extract_cache(uids).items()}
+        mx.eval([cache.state for left in held.values() for cache in left.caches])
+        # A row that has only just entered has not computed its last prompt token.
+        return {uid: replace(left, tokens=list(left.tokens)) for uid, left in held.items() if len(left.tokens) == start}
+
+    def _cross(self, group: _Group, uid: int, left: Left) -> Crossing:
+        group.generator.remove([uid])
+        decoder = group.decoders[uid]
+        group.drop(uid)
+        return Crossing(left, decoder)
 
     def _break_up(self, group: _Group, error: Exception) -> Step:
         """Discard a generator that raised: rows enter again from their tokens, a second failure is the row's own."""
@@ -175,30 +237,36 @@ class DecodePool:
             (failed if row.failure is not None else again).append(row)
         return Step(failed=tuple(failed), evicted=tuple(again))
 
-    def _group_for(self, num_tokens: int) -> _Group:
+    def _group_for(self, num_tokens: int, is_packed: bool) -> _Group:
         """The generator to join: the least padding, where that is cheaper than one more pass over the weights."""
+        if not self._model.cache_support.can_batch:
+            return self._empty_group(is_packed)
         candidates = []
         for group in self._groups:
-            if 0 < len(group.rows) < self._max_batch_size:
+            if 0 < len(group.rows) < self._max_batch_size and group.is_packed == is_packed:
                 padding = extra_padding_tokens([row.num_tokens for row in group.rows.values()], num_tokens)
-                if padding * self._model.kv_bytes_per_token <= self._model.active_weight_bytes:
+                if padding * self._model.sizes.token_bytes(num_tokens) <= self._model.active_weight_bytes:
                     candidates.append((padding, id(group), group))
         if candidates:
             return min(candidates)[2]
-        return self._empty_group()
+        return self._empty_group(is_packed)
 
-    def _empty_group(self) -> _Group:
+    def _empty_group(self, is_packed: bool) -> _Group:
         """A generator without rows, an idle one if there is one. It starts level with the others, without a lead."""
         group = next((group for group in self._groups if not group.rows), None)
         if group is None:
-            batch_size = self._max_batch_size
-            group = _Group(
-                BatchGenerator(self._model.module, completion_batch_size=batch_size, stream=generation_stream)
-            )
+            group = _Group(self._new_generator())
             self._groups.append(group)
+        group.is_packed = is_packed
         busy = [other.used_seconds for other in self._groups if other.rows]
         group.used_seconds = min(busy, default=0.0)
         return group
+
+    def _new_generator(self) -> Any:
+        module = self._model.module
+        if not self._model.cache_support.can_batch:
+            return SoloGenerator(module)
+        return BatchGenerator(module, completion_batch_size=self._max_batch_size, stream=generation_stream)
 
 
 def _guarded_sampler(row: Row, sampler: Sampler) -> Sampler:

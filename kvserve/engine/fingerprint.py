@@ -1,4 +1,4 @@
-"""What a model's KV depends on, as one digest: weights, configuration, tokenizer and template.
+"""What a model's KV depends on, as one digest: weights, configuration, tokenizer, template and how KV is quantised.
 
 Weights are tens of gigabytes, so of each tensor its place, type and shape and its first and last bytes are digested:
 training, merging or quantising changes every tensor that it touches.
@@ -9,6 +9,8 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+
+from kvserve.engine.quantised import KvSettings
 
 FORMAT = b"kvserve model fingerprint, version 1"
 EDGE_BYTES = 4096
@@ -24,6 +26,17 @@ def model_fingerprint(folder: Path) -> str:
     for path in sorted(folder.glob("model*.safetensors")):
         for part in _weight_parts(path):
             _add(digest, path.name.encode(), part)
+    return digest.hexdigest()
+
+
+def kv_fingerprint(fingerprint: str, kv: KvSettings) -> str:
+    """A model's fingerprint together with what its KV depends on besides: rows of other settings are never mixed."""
+    parts: tuple[str, ...] = ("off",)
+    if kv.bits is not None:
+        group_size = kv.group_size if kv.scheme == "uniform" else 0
+        parts = (kv.scheme, str(kv.bits), str(group_size), str(kv.start))
+    digest = hashlib.sha256(FORMAT)
+    _add(digest, fingerprint.encode(), *(part.encode() for part in parts))
     return digest.hexdigest()
 
 

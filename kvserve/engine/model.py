@@ -4,7 +4,7 @@ It runs on the engine thread, which owns what it returns. Tokenizer and template
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
 
+from kvserve.engine.kv_support import try_quantising
+from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
+from kvserve.engine.row_bytes import RowBytes
 from kvserve.errors import ModelLoadError
 
 _HUB_PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
@@ -24,10 +27,23 @@ _PROBE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
+class CacheSupport:
+    """What can be done with a model's caches: decode rows in one batch, keep their KV for other requests.
+
+    `notes` tell a person what cannot be done and what it costs.
+    """
+
+    can_batch: bool = True
+    can_keep: bool = True
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory. `kv_bytes_per_token` grows with a row, `fixed_row_bytes` (windows, states) does not.
+    """A model in memory. `sizes` are those of a row's KV, `quantiser` says how that is quantised, if it is.
 
     `active_weight_bytes` is what one decode step reads of the weights: a mixture of experts reads few of them.
+    `kv_notes` tell a person what of the KV is not quantised although it should be.
     """
 
     module: Module
@@ -36,16 +52,31 @@ class LoadedModel:
     context_limit: int
     weight_bytes: int
     active_weight_bytes: int
-    kv_bytes_per_token: float
-    fixed_row_bytes: int
+    sizes: RowBytes
+    quantiser: Quantiser | None = None
+    kv_notes: tuple[str, ...] = ()
+    cache_support: CacheSupport = CacheSupport()
 
     def new_caches(self) -> list[Any]:
-        """Empty caches of one row, one per layer."""
+        """Empty caches of one row, one per layer, in full precision."""
         return make_prompt_cache(self.module)
 
+    def is_packed(self, num_tokens: int) -> bool:
+        """Whether the caches of a row that hold so many tokens are quantised."""
+        return self.quantiser is not None and self.quantiser.is_due(num_tokens)
+
+    def ready(self, caches: list[Any], num_tokens: int) -> list[Any]:
+        """A row's caches, which hold so many tokens, as its next token needs them. They are consumed."""
+        return caches if self.quantiser is None else self.quantiser.ready(caches, num_tokens)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of a token's KV in full precision."""
+        return self.sizes.per_token
+
     def row_bytes(self, num_tokens: int) -> float:
-        """Bytes of KV that a row of this length holds, without padding."""
-        return self.fixed_row_bytes + num_tokens * self.kv_bytes_per_token
+        """Bytes of KV that a live row of this length holds, without padding."""
+        return self.sizes.live(num_tokens)
 
 
 def resolve_model_folder(model_path: str, note: Callable[[str], None]) -> Path:
@@ -84,10 +115,11 @@ def check_folder(folder: Path) -> None:
         raise _explained(folder, config, error) from error
 
 
-def load(folder: Path, max_kv_size: int) -> LoadedModel:
-    """Load weights with mlx-lm and measure the model's sizes with one short forward pass.
+def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> LoadedModel:
+    """Load weights with mlx-lm and measure the model's sizes with short forward passes, also with quantised KV.
 
-    Raises ModelLoadError for a folder without config or weights, broken files or an unknown architecture.
+    Raises ModelLoadError for a folder without config or weights, broken files, an unknown architecture, or one whose
+    KV cannot be quantised as the settings say.
     """
     config = _read_config(folder)
     try:
@@ -96,16 +128,30 @@ def load(folder: Path, max_kv_size: int) -> LoadedModel:
         raise ModelLoadError(f"{folder} holds no weights (model*.safetensors): {error}.") from error
     except Exception as error:  # a broken file can raise anything from inside mlx-lm
         raise _explained(folder, config, error) from error
-    vocab_size, kv_bytes_per_token, fixed_row_bytes = _measure(folder, config, module)
+    vocab_size, caches = _probe(folder, config, module)
+    support = try_quantising(module, lambda: make_prompt_cache(module), caches, kv)
+    per_token, fixed = _sizes(caches)
+    sizes = RowBytes(fixed, per_token, _sizes(support.caches)[0], kv.start) if support else RowBytes(fixed, per_token)
+    context_limit = min(max_kv_size, _own_context_limit(config) or max_kv_size)
     return LoadedModel(
         module=module,
         config=config,
         vocab_size=vocab_size,
-        context_limit=min(max_kv_size, _own_context_limit(config) or max_kv_size),
+        context_limit=context_limit,
         weight_bytes=sum(array.nbytes for array in _arrays(module.parameters())),
         active_weight_bytes=_active_weight_bytes(module, config),
-        kv_bytes_per_token=kv_bytes_per_token,
-        fixed_row_bytes=fixed_row_bytes,
+        sizes=sizes,
+        quantiser=support.quantiser if support else None,
+        kv_notes=(*support.notes, *_start_notes(kv, context_limit)) if support else (),
+    )
+
+
+def _start_notes(kv: KvSettings, context_limit: int) -> tuple[str, ...]:
+    if kv.start < context_limit:
+        return ()
+    return (
+        f"KV_BITS={kv.bits} does nothing: QUANTIZED_KV_START={kv.start} is beyond the context limit of {context_limit} "
+        "tokens.",
     )
 
 
@@ -135,14 +181,19 @@ def _explained(folder: Path, config: Mapping[str, Any], error: Exception) -> Mod
     )
 
 
-def _measure(folder: Path, config: Mapping[str, Any], module: Module) -> tuple[int, float, int]:
-    """Logits width, KV bytes per token and fixed bytes per row, from a forward pass that also compiles kernels."""
+def _probe(folder: Path, config: Mapping[str, Any], module: Module) -> tuple[int, list[Any]]:
+    """Logits width and the caches of a few tokens, from a forward pass that also compiles kernels."""
     caches = make_prompt_cache(module)
     try:
         logits = module(mx.zeros((1, _PROBE_TOKENS), dtype=mx.int32), cache=caches)
         mx.eval(logits, [cache.state for cache in caches])
     except Exception as error:
         raise _explained(folder, config, error) from error
+    return logits.shape[-1], caches
+
+
+def _sizes(caches: Sequence[Any]) -> tuple[float, int]:
+    """KV bytes per token, and bytes that a row has whatever its length."""
     per_token, fixed = 0.0, 0
     for cache in _leaves(caches):
         if isinstance(cache, ArraysCache):
@@ -151,7 +202,7 @@ def _measure(folder: Path, config: Mapping[str, Any], module: Module) -> tuple[i
             fixed += int(_bytes_per_token(cache) * cache.max_size)
         else:
             per_token += _bytes_per_token(cache)
-    return logits.shape[-1], per_token, fixed
+    return per_token, fixed
 
 
 def _leaves(caches: Iterable[Any]) -> list[Any]:
@@ -159,8 +210,11 @@ def _leaves(caches: Iterable[Any]) -> list[Any]:
 
 
 def _bytes_per_token(cache: Any) -> float:
-    """Keys and values are (rows, heads, slots, width); slots are allocated ahead, so they are counted, not tokens."""
-    return sum(array.nbytes / array.shape[-2] for array in _arrays(cache.state))
+    """Keys and values are (rows, heads, slots, width); slots are allocated ahead, so they are counted, not tokens.
+
+    An unknown class may hold other things too: what has no slots, such as an offset, does not grow with the tokens.
+    """
+    return sum(array.nbytes / array.shape[-2] for array in _arrays(cache.state) if array.ndim > 2 and array.size)
 
 
 def _arrays(tree: Any) -> list[mx.array]:

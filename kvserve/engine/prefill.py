@@ -5,12 +5,12 @@ something else is more urgent.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
+from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefix_cache import Tenancy
 from kvserve.engine.rows import Row
 
@@ -72,17 +72,21 @@ class Prefill:
         """Tokens still to prefill; the last token is not one of them: computing it gives the first answer token."""
         return len(self.tokens) - 1 - self.num_done
 
-    def step(self, model: Callable[..., Any], chunk_length: ChunkLength, max_seconds: float) -> int:
+    def step(self, model: LoadedModel, chunk_length: ChunkLength, max_seconds: float) -> int:
         """Compute the next chunk, wait for it, so that its time is known and nothing stays lazy, and say its length.
 
-        It ends at the next planned stop at the latest, because a state can only be kept where a chunk ends.
+        It ends at the next planned stop at the latest, because a state can only be kept where a chunk ends, and where
+        quantised KV starts the caches are converted.
         """
+        self.caches = model.ready(self.caches, self.num_done)
         num_tokens = min(self.num_left, chunk_length.within(max_seconds, self.num_last_tokens))
+        if model.quantiser is not None:
+            num_tokens = min(num_tokens, model.quantiser.longest_chunk(self.num_done))
         if (stop := self.tenancy.next_stop(self.num_done)) is not None:
             num_tokens = min(num_tokens, stop - self.num_done)
         chunk = self.tokens[self.num_done : self.num_done + num_tokens]
         started = time.perf_counter()
-        model(mx.array(chunk)[None], cache=self.caches)
+        model.module(mx.array(chunk)[None], cache=self.caches)
         mx.eval([cache.state for cache in self.caches])
         chunk_length.measured(num_tokens, time.perf_counter() - started)
         self.num_done += num_tokens

@@ -20,7 +20,7 @@ from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline, Stop, plan_stops
 from kvserve.cache.in_flight import InFlight, Wait, plan_wait
 from kvserve.cache.records import BoundaryKind, CacheStats, Limits
-from kvserve.cache.token_run import TokenRun, pack
+from kvserve.cache.token_run import TokenRun
 from kvserve.cache.tree import Match, PrefixTree
 from kvserve.cache.trie import Lease
 from kvserve.core import MessageStart, TokenSequence
@@ -87,7 +87,7 @@ class PrefixCache:
     """Owns the tree and every array in it."""
 
     def __init__(self, model: LoadedModel, settings: CacheSettings, max_bytes: int, fingerprint: str) -> None:
-        self._layout = CacheLayout(model.new_caches)
+        self._layout = CacheLayout(model.new_caches, model.quantiser)
         self._model = model
         self._needs_checkpoints = not self._layout.is_cuttable
         self._tree = PrefixTree(
@@ -136,6 +136,8 @@ class PrefixCache:
         match = self._tree.lookup(tokens)
         self._count_misses(row, match)
         lease = self._tree.acquire(match, owner=_owner(row))
+        if not self._model.cache_support.can_keep:
+            self._tree.release(lease)  # a row that stands on nothing leaves nothing behind, and nobody waits for it
         try:
             return self._restored(row, tokens, match, lease)
         except Exception:
@@ -157,7 +159,16 @@ class PrefixCache:
         )
         if not self._needs_checkpoints:  # rows alone serve others: the whole prompt is kept before the answer begins
             stops = (*stops, Stop(len(tokens) - 1, "stride"))
-        return Tenancy(row, lease, pack(tokens), list(stops)), caches, match.num_usable_tokens
+        stops = self._with_start(stops, match.num_usable_tokens, len(tokens) - 1)
+        return Tenancy(row, lease, match.run, list(stops)), caches, match.num_usable_tokens
+
+    def _with_start(self, stops: tuple[Stop, ...], first: int, last: int) -> tuple[Stop, ...]:
+        """The stops of a prefill from `first` to `last`, and the one where its KV is converted: no segment has both
+        forms."""
+        start = self._model.sizes.packed_from
+        if start is None or not first < start <= last or any(stop.offset == start for stop in stops):
+            return stops
+        return tuple(sorted((*stops, Stop(start, "stride")), key=lambda stop: stop.offset))
 
     def hold(self, row: Row) -> Lease:
         """Keep what a row will start from until it enters: room is made for it before it does."""
@@ -173,10 +184,14 @@ class PrefixCache:
         if stop is not None:
             self._extend(tenancy, _tokens(tenancy.row), caches, num_done, stop.kind)
 
-    def finish(self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int]) -> None:
-        """Take in the KV of `tokens`, all that a row's caches hold when it has left its batch, and mark its end."""
+    def extend(self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int]) -> None:
+        """Take in the KV of `tokens`, all that a row's caches hold between two steps."""
         sequence = TokenSequence(tuple(tokens), tenancy.row.request.prompt.images)
         self._extend(tenancy, sequence, caches, len(sequence), "answer")
+
+    def finish(self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int]) -> None:
+        """Take in the KV of `tokens`, all that a row's caches hold when it has left its batch, and mark its end."""
+        self.extend(tenancy, caches, tokens)
         self._tree.mark_end(tenancy.lease)
 
     def leave(self, tenancy: Tenancy) -> None:
@@ -195,7 +210,7 @@ class PrefixCache:
         self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any], end: int, kind: BoundaryKind
     ) -> None:
         # Room is made first: the tier is never above its budget, not even for a moment.
-        self.make_room(self._model.row_bytes(end - tenancy.lease.num_tokens))
+        self.make_room(self._model.sizes.kept(tenancy.lease.num_tokens, end))
         self._tree.extend(
             tenancy.lease,
             tokens,

@@ -16,7 +16,7 @@ import mlx.core as mx
 from kvserve.cache.trie import Lease
 from kvserve.core import StopReason
 from kvserve.engine.admission import Budget
-from kvserve.engine.decode import DecodePool, Decoder, Left, Step
+from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefix_cache import PrefixCache, Tenancy
@@ -151,14 +151,12 @@ class Scheduler:
     def _admit(self) -> None:
         """Let waiting rows in, first come first served, as long as they fit; what is kept makes room for them."""
         while self._waiting:
-            decoding = self._pool.rows()
             reserved = [self._reserved(row) for row in self._admitted_rows()]
-            padding = self._pool.padded_tokens() - sum(row.num_tokens for row in decoding)
             needed = self._reserved(self._waiting[0])
-            if not self._budget.can_hold(needed, reserved, padding):
+            if not self._budget.can_hold(needed, reserved, self._pool.padding_bytes()):
                 return
             self._arrive(self._waiting.popleft())
-            self.cache.make_room(self._budget.row_bytes(needed - len(self._arrivals[-1].row.request.prompt)))
+            self.cache.make_room(self._budget.answer_bytes(len(self._arrivals[-1].row.request.prompt), needed))
 
     def _arrive(self, row: Row) -> None:
         self._arrivals.append(Arrival(row, self.cache.hold(row)))
@@ -170,9 +168,7 @@ class Scheduler:
     def _live_bytes(self) -> float:
         """What live rows hold; one that has not begun to decode counts with its whole prompt."""
         beginning = [*(arrival.row for arrival in self._arrivals), *(prefill.row for prefill in self._prefilling)]
-        num_tokens = self._pool.padded_tokens() + sum(row.num_tokens for row in beginning)
-        num_rows = self._pool.num_rows + len(beginning)
-        return num_tokens * self._model.kv_bytes_per_token + num_rows * self._model.fixed_row_bytes
+        return self._pool.held_bytes() + sum(self._model.sizes.peak(row.num_tokens) for row in beginning)
 
     def _begin_arrivals(self) -> None:
         """Start the rows that nothing keeps waiting: restore what is known of their tokens and prefill the rest."""
@@ -232,7 +228,7 @@ class Scheduler:
         prefill.row.prefill_started_at = prefill.row.prefill_started_at or time.monotonic()
         try:
             if prefill.num_left:
-                num_tokens = prefill.step(self._model.module, self._chunk_length, seconds)
+                num_tokens = prefill.step(self._model, self._chunk_length, seconds)
                 self.cache.count(num_prefill_tokens=num_tokens)
                 self._keep(prefill)
             if not prefill.num_left:
@@ -270,6 +266,24 @@ class Scheduler:
             self._arrive(row)
         for left in step.finished:
             self._release(left.row, left)
+        for crossing in step.crossed:
+            self._cross(crossing)
+
+    def _cross(self, crossing: Crossing) -> None:
+        """A row has come to where quantised KV starts: what it has in full precision is kept, then it is converted."""
+        left = crossing.left
+        self._keep_whole(left)
+        try:
+            self._pool.enter(left.row, left.caches, crossing.decoder)
+        except Exception as error:  # noqa: BLE001 - a row that cannot be converted touches no other
+            left.row.fail(error)
+            self._release(left.row, None)
+
+    def _keep_whole(self, left: Left) -> None:
+        try:
+            self.cache.extend(self._tenancies[left.row], left.caches, left.tokens)
+        except Exception as error:  # noqa: BLE001 - the cache must never cost a healthy request
+            self._report(f"KV could not be kept and will be computed again: {type(error).__name__}: {error}")
 
     def _release(self, row: Row, left: Left | None) -> None:
         """A row is gone; with `left` its KV is taken in up to the last whole token."""

@@ -6,23 +6,29 @@ Every leaf cache of a row is of one of three kinds, chosen by its class:
     window   the last `max_size` rows of keys and values: a checkpoint, exact at its offset only
     whole    anything else (recurrent states, classes that nobody knows here): a copy of the object, likewise
 
+Cut leaves may be quantised from some token on (`quantised`). What is kept then has two forms, full precision up to
+there and packed behind it, and a restored row has one: its first part is packed again, which gives the same rows.
+
 What is kept never shares an array object with a live cache, because MLX's item assignment changes the object, and
 never keeps a larger buffer alive than it needs.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
+
+from kvserve.engine.quantised import Packed, PackedCache, Quantiser
 
 LeafKind = Literal["cut", "window", "whole"]
 
 TOKEN_AXIS = -2
-"""Keys and values are (1, heads, tokens, width), quantised ones three such arrays."""
+"""Keys and values are (1, heads, tokens, width), quantised ones several such arrays."""
 
 ROOM_TOKENS = 256
 """Slots a restored row gets beyond its prefill, so that the next write does not copy the whole buffer again."""
@@ -30,11 +36,16 @@ ROOM_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class KvSlice:
-    """Keys and values of a run of tokens: per cut leaf the arrays of keys, then of values."""
+    """Keys and values of a run of tokens: per cut leaf the arrays of keys, then of values.
 
-    leaves: tuple[tuple[mx.array, ...], ...]
+    `rest` are the last of its tokens, where they are in the other form.
+    """
+
+    leaves: tuple[Packed, ...]
     num_tokens: int
     num_bytes: int
+    is_packed: bool = False
+    rest: "KvSlice | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +59,9 @@ class StateSnapshot:
 class CacheLayout:
     """Which leaves a model's caches have. Frozen; `read_*` never change the caches that they read."""
 
-    def __init__(self, new_caches: Callable[[], list[Any]]) -> None:
+    def __init__(self, new_caches: Callable[[], list[Any]], quantiser: Quantiser | None = None) -> None:
         self._new_caches = new_caches
+        self._quantiser = quantiser
         self._kinds = tuple(_kind(leaf) for leaf in _leaves(new_caches()))
 
     @property
@@ -58,13 +70,17 @@ class CacheLayout:
         return all(kind == "cut" for kind in self._kinds)
 
     def read_kv(self, caches: Sequence[Any], start: int, end: int) -> KvSlice:
-        """Copy the KV of the tokens `[start, end)` out of a row's caches."""
-        leaves = tuple(
-            tuple(mx.contiguous(array[..., start:end, :]) for array in _kv_arrays(leaf))
-            for leaf, kind in self._with_kinds(caches)
-            if kind == "cut"
-        )
-        return _evaluated_slice(leaves, end - start)
+        """Copy the KV of the tokens `[start, end)` out of a row's caches.
+
+        Raises ValueError where the caches do not have these tokens in the form in which they are kept.
+        """
+        cut = [leaf for leaf, kind in self._with_kinds(caches) if kind == "cut"]
+        is_packed = any(isinstance(leaf, PackedCache) for leaf in cut)
+        border = self._quantiser.start if self._quantiser is not None and cut else None
+        if border is not None and start < end and (start < border if is_packed else border < end):
+            raise ValueError(f"The tokens [{start}, {end}) are not kept as they are: quantised KV starts at {border}.")
+        leaves = tuple(tuple(mx.contiguous(array[..., start:end, :]) for array in _kv_arrays(leaf)) for leaf in cut)
+        return _evaluated_slice(leaves, end - start, is_packed)
 
     def read_state(self, caches: Sequence[Any]) -> StateSnapshot | None:
         """Copy the leaves that cannot be cut, at the caches' present offset; None where there are none."""
@@ -91,10 +107,16 @@ class CacheLayout:
             return caches
         room = num_next_tokens + ROOM_TOKENS
         kept = iter(state.leaves if state is not None else ())
+        plain = [piece for each in pieces for piece in _of_one_form(*each)]
+        num_tokens = sum(end - start for _, start, end in plain)
+        packer = self._quantiser if self._quantiser is not None and self._quantiser.is_due(num_tokens) else None
         cut_index = 0
         for position, (leaf, kind) in enumerate(self._with_kinds(caches)):
-            if kind == "cut":
-                _fill(leaf, [_rows(piece, cut_index) for piece in pieces], room)
+            if kind == "cut" and packer is not None:
+                self._replace(caches, position, _packed(packer, plain, cut_index, room))
+                cut_index += 1
+            elif kind == "cut":
+                _fill(leaf, [_rows(piece, cut_index) for piece in plain], room)
                 cut_index += 1
             else:
                 self._replace(caches, position, copy.deepcopy(next(kept)))
@@ -116,25 +138,48 @@ class CacheLayout:
 
 def merged(slices: Sequence[tuple[KvSlice, int, int]]) -> KvSlice:
     """One slice of consecutive pieces (slice, first row, end row): what coalescing small segments makes."""
-    num_leaves = len(slices[0][0].leaves)
+    plain = [piece for each in slices for piece in _of_one_form(*each)]
+    whole: KvSlice | None = None
+    for is_packed, pieces in groupby(reversed(plain), lambda piece: piece[0].is_packed):
+        whole = _joined(list(reversed(list(pieces))), is_packed, whole)
+    if whole is None:
+        raise ValueError("There is nothing to join.")
+    return whole
+
+
+def _joined(pieces: Sequence[tuple[KvSlice, int, int]], is_packed: bool, rest: KvSlice | None) -> KvSlice:
+    """One slice of pieces of one form, and the rest behind them."""
     leaves = tuple(
         tuple(  # contiguous: of a single piece the concatenation is a view that keeps its whole buffer alive
             mx.contiguous(mx.concatenate(list(parts), axis=TOKEN_AXIS))
-            for parts in zip(*(_rows(piece, i) for piece in slices), strict=True)
+            for parts in zip(*(_rows(piece, i) for piece in pieces), strict=True)
         )
-        for i in range(num_leaves)
+        for i in range(len(pieces[0][0].leaves))
     )
-    return _evaluated_slice(leaves, sum(end - start for _, start, end in slices))
+    joined = _evaluated_slice(leaves, sum(end - start for _, start, end in pieces), is_packed)
+    if rest is None:
+        return joined
+    num_tokens, num_bytes = joined.num_tokens + rest.num_tokens, joined.num_bytes + rest.num_bytes
+    return replace(joined, num_tokens=num_tokens, num_bytes=num_bytes, rest=rest)
 
 
-def _evaluated_slice(leaves: tuple[tuple[mx.array, ...], ...], num_tokens: int) -> KvSlice:
+def _of_one_form(kv: KvSlice, start: int, end: int) -> Iterator[tuple[KvSlice, int, int]]:
+    """The rows `[start, end)` of a slice as pieces without a rest."""
+    num_own = kv.num_tokens - (kv.rest.num_tokens if kv.rest is not None else 0)
+    if start < num_own:
+        yield replace(kv, num_tokens=num_own, rest=None), start, min(end, num_own)
+    if kv.rest is not None and end > num_own:
+        yield from _of_one_form(kv.rest, max(start - num_own, 0), end - num_own)
+
+
+def _evaluated_slice(leaves: tuple[Packed, ...], num_tokens: int, is_packed: bool) -> KvSlice:
     mx.eval(leaves)
-    return KvSlice(leaves, num_tokens, sum(array.nbytes for leaf in leaves for array in leaf))
+    return KvSlice(leaves, num_tokens, sum(array.nbytes for leaf in leaves for array in leaf), is_packed)
 
 
 def _kind(leaf: Any) -> LeafKind:
     """Exact classes only: a subclass may keep more than its parent says, and is then copied whole."""
-    if type(leaf) in (KVCache, QuantizedKVCache):
+    if type(leaf) is KVCache:
         return "cut"
     if type(leaf) is RotatingKVCache and leaf.keep == 0:
         return "window"
@@ -145,27 +190,42 @@ def _leaves(caches: Sequence[Any]) -> list[Any]:
     return [leaf for cache in caches for leaf in (cache.caches if isinstance(cache, CacheList) else [cache])]
 
 
-def _kv_arrays(leaf: Any) -> list[mx.array]:
-    return _arrays([leaf.keys, leaf.values])
+def _kv_arrays(leaf: Any) -> Packed:
+    return leaf.rows if isinstance(leaf, PackedCache) else (leaf.keys, leaf.values)
 
 
-def _rows(piece: tuple[KvSlice, int, int], leaf_index: int) -> list[mx.array]:
+def _rows(piece: tuple[KvSlice, int, int], leaf_index: int) -> Packed:
     kv, start, end = piece
-    arrays = kv.leaves[leaf_index]
-    return [array if (start, end) == (0, kv.num_tokens) else array[..., start:end, :] for array in arrays]
+    is_whole = (start, end) == (0, kv.num_tokens)
+    return tuple(array if is_whole else array[..., start:end, :] for array in kv.leaves[leaf_index])
 
 
-def _fill(leaf: Any, pieces: Sequence[Sequence[mx.array]], room: int) -> None:
+def _fill(leaf: Any, pieces: Sequence[Packed], room: int) -> None:
     """Give an empty cut leaf the rows of all pieces, in one copy, with room behind them."""
     if not pieces:
         return
+    leaf.keys, leaf.values = _with_room(pieces, room)
+    leaf.offset = sum(piece[0].shape[TOKEN_AXIS] for piece in pieces)
+
+
+def _packed(quantiser: Quantiser, pieces: Sequence[tuple[KvSlice, int, int]], leaf_index: int, room: int) -> Any:
+    """A quantised leaf of pieces of both forms: those in full precision are packed once more, all in one go."""
+    plain = [_rows(piece, leaf_index) for piece in pieces if not piece[0].is_packed]
+    packed = [_rows(piece, leaf_index) for piece in pieces if piece[0].is_packed]
+    if plain:
+        keys, values = (mx.concatenate(list(parts), axis=TOKEN_AXIS) for parts in zip(*plain, strict=True))
+        packed = [quantiser.scheme.pack(keys, values), *packed]
+    rows = _with_room(packed, room)
+    return PackedCache(quantiser.scheme, rows, sum(piece[0].shape[TOKEN_AXIS] for piece in packed))
+
+
+def _with_room(pieces: Sequence[Packed], room: int) -> Packed:
+    """The rows of all pieces, in one copy, with empty slots behind them."""
     arrays = []
     for parts in zip(*pieces, strict=True):
         shape = (*parts[0].shape[:TOKEN_AXIS], room, parts[0].shape[-1])
         arrays.append(mx.concatenate([*parts, mx.zeros(shape, parts[0].dtype)], axis=TOKEN_AXIS))
-    half = len(arrays) // 2
-    leaf.keys, leaf.values = (arrays[0], arrays[1]) if half == 1 else (tuple(arrays[:half]), tuple(arrays[half:]))
-    leaf.offset = sum(piece[0].shape[TOKEN_AXIS] for piece in pieces)
+    return tuple(arrays)
 
 
 def _detached_window(leaf: Any) -> Any:

@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +18,14 @@ from mlx_lm.generate import generation_stream
 from kvserve.core import GenerationFailed, GenerationRequest, RequestId, SamplingParams, TokenSequence
 from kvserve.engine.admission import Budget
 from kvserve.engine.constraint import GrammarProcessor
-from kvserve.engine.fingerprint import model_fingerprint
-from kvserve.engine.model import LoadedModel, load
+from kvserve.engine.fingerprint import kv_fingerprint, model_fingerprint
+from kvserve.engine.model import CacheSupport, LoadedModel, load
 from kvserve.engine.prefix_cache import CacheReport, CacheSettings, PrefixCache
+from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.sampling import check_sampling
 from kvserve.engine.scheduler import Scheduler
+from kvserve.engine.self_check import check_caches
 from kvserve.errors import ContextOverflow, EngineFailure, MemoryExhausted, ModelLoadError, NotReady, QueueFull
 
 ERRAND_TIMEOUT_SECONDS = 30.0
@@ -42,6 +44,7 @@ class EngineSettings:
     watchdog_seconds: float
     default_sampling: SamplingParams
     cache: CacheSettings
+    kv: KvSettings = FULL_PRECISION
 
 
 type Errand = Callable[[Scheduler | None], None]
@@ -52,13 +55,14 @@ type EngineState = Literal["loading", "ready", "failed", "stopped"]
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A snapshot for `/health`: rows by stage, bytes of MLX memory in use."""
+    """A snapshot for `/health`: rows by stage, bytes of MLX memory in use, what the loaded model's caches allow."""
 
     state: EngineState
     num_waiting: int
     num_prefilling: int
     num_decoding: int
     active_memory_bytes: int
+    cache_support: CacheSupport | None
 
 
 class Engine:
@@ -117,6 +121,7 @@ class Engine:
             num_prefilling=num_prefilling,
             num_decoding=num_decoding,
             active_memory_bytes=mx.get_active_memory(),
+            cache_support=model.cache_support if (model := self._model) is not None else None,
         )
 
     def submit(self, request: GenerationRequest) -> Generation:
@@ -210,8 +215,7 @@ class Engine:
         return Budget(
             max_rows=self._settings.max_concurrent_requests,
             max_bytes=self._settings.max_batch_bytes or _half_of_the_rest(model),
-            kv_bytes_per_token=model.kv_bytes_per_token,
-            fixed_row_bytes=model.fixed_row_bytes,
+            sizes=model.sizes,
         )
 
     def _row_ended(self) -> None:
@@ -235,7 +239,9 @@ class Engine:
 
     def _load(self) -> None:
         try:
-            model = load(self._folder, self._settings.max_kv_size)
+            model = load(self._folder, self._settings.max_kv_size, self._settings.kv)
+            support = check_caches(model)
+            model = replace(model, cache_support=replace(support, notes=(*support.notes, *model.kv_notes)))
             scheduler = self._new_scheduler(model)
             _warm_up(scheduler, self._settings.default_sampling)
             scheduler.cache.forget()
@@ -251,10 +257,11 @@ class Engine:
 
     def _new_scheduler(self, model: LoadedModel) -> Scheduler:
         cache_bytes = self._settings.cache.max_bytes or int(_half_of_the_rest(model))
+        fingerprint = kv_fingerprint(model_fingerprint(self._folder), self._settings.kv)
         return Scheduler(
             model,
             self._budget(model),
-            PrefixCache(model, self._settings.cache, cache_bytes, model_fingerprint(self._folder)),
+            PrefixCache(model, self._settings.cache, cache_bytes, fingerprint),
             prefill_step_size=self._settings.prefill_step_size,
             watchdog_seconds=self._settings.watchdog_seconds,
             report=self._report,
@@ -314,7 +321,7 @@ class Engine:
 def _warm_up(scheduler: Scheduler, sampling: SamplingParams) -> None:
     """Draw two tokens as a request would: kernels are compiled at their first use, which can take seconds.
 
-    Raises ModelLoadError for a model that loads but cannot generate, such as one whose caches cannot be batched.
+    Raises ModelLoadError for a model that loads but cannot generate.
     """
     request = GenerationRequest(RequestId("warm-up"), TokenSequence((0, 0)), 2, sampling, frozenset())
     generation = Generation(request)

@@ -1,23 +1,31 @@
-"""What the engine's tests share: a running engine on a tiny model, requests, and a collector of their events."""
+"""What the engine's tests share: a running engine on a tiny model, requests, a collector of their events, and the
+comparison with a cold server that the exactness matrix and its negative controls both rest on."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
 
 from kvserve.core import (
     GenerationDone,
     GenerationFailed,
     GenerationRequest,
     Grammar,
+    MessageStart,
     PrefillProgress,
     RequestId,
     SamplingParams,
     TokenDelta,
     TokenSequence,
 )
+from kvserve.engine.decode import Decoder
 from kvserve.engine.prefix_cache import CacheSettings
-from kvserve.engine.rows import Generation
+from kvserve.engine.rows import Generation, Row
+from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.worker import Engine, EngineSettings
 from tests.models import tiny_model
 
@@ -42,6 +50,22 @@ FAMILIES = (
     "glm4_moe_lite",
     "llama",
 )
+HYBRID = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_next"})
+"""Families with recurrent layers."""
+
+WINDOWED = frozenset({"gemma3", "gemma4", "gpt_oss"})
+"""Families with sliding windows."""
+
+CUTTABLE = frozenset(FAMILIES) - HYBRID - WINDOWED
+"""Families whose every layer can be cut at any token."""
+
+MESSAGE_TOKENS = 48
+TAIL_TOKENS = 4
+NUM_ANSWER_TOKENS = 48
+
+LOGIT_TOLERANCE = 1e-4
+"""How far two ways to compute the same may be apart in a logit, where the chunks of the prefill differ; the logits of
+the tiny models have a standard deviation of about 5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +152,60 @@ def collect(generation: Generation, *, poll_seconds: float = 30) -> Result:
 def generate(engine: Engine, *requests: GenerationRequest) -> list[Result]:
     """Submit all at once and wait for all."""
     return [collect(generation) for generation in [engine.submit(each) for each in requests]]
+
+
+# --- the comparison of the exactness matrix -----------------------------------------------------------------------
+
+
+def turn(tokens: Sequence[int], max_tokens: int = NUM_ANSWER_TOKENS) -> GenerationRequest:
+    """A greedy request whose messages are 48 tokens long, user and assistant in turns, before a tail of 4 tokens."""
+    offsets = [*range(0, len(tokens) - TAIL_TOKENS, MESSAGE_TOKENS), len(tokens) - TAIL_TOKENS]
+    starts = tuple(MessageStart(offset, is_user=index % 2 == 1) for index, offset in enumerate(offsets))
+    return replace(request(tokens, max_tokens), message_starts=starts)
+
+
+def cold(engine: Engine, tokens: Sequence[int], max_tokens: int = NUM_ANSWER_TOKENS) -> tuple[int, ...]:
+    """The greedy answer of a server that has never seen anything."""
+    engine.clear_cache()
+    answer = generate(engine, turn(tokens, max_tokens))[0]
+    assert cached(answer) == 0
+    engine.clear_cache()
+    return answer.tokens
+
+
+def cached(result: Result) -> int:
+    """How many of a row's prompt tokens were found. A row that failed is no result."""
+    assert isinstance(result.end, GenerationDone), result.end
+    return result.end.num_cached_tokens
+
+
+def assert_exact(warm: Result, expected: Sequence[int]) -> None:
+    """The row ended as it should and wrote, token for token, what a cold server writes."""
+    assert isinstance(warm.end, GenerationDone), warm.end
+    assert warm.tokens == tuple(expected)
+
+
+def assert_close(warm: np.ndarray, expected: np.ndarray, tolerance: float = LOGIT_TOLERANCE) -> None:
+    """Two rows of the same tokens had the same logits at every step, within the tolerance; 0: bit for bit."""
+    assert warm.shape == expected.shape
+    assert np.abs(warm - expected).max() <= tolerance
+
+
+def generate_with_logits(engine: Engine, wanted: GenerationRequest) -> tuple[Result, np.ndarray]:
+    """A row alone, and the logits that each of its tokens was drawn from: (tokens, vocabulary), float32."""
+    steps: list[np.ndarray] = []
+    real = Scheduler._decoder
+
+    def listening(self: Scheduler, row: Row) -> Decoder:
+        def listen(_tokens: mx.array, logits: mx.array) -> mx.array:
+            steps.append(np.array(logits[0]))
+            return logits
+
+        decoder = real(self, row)
+        return replace(decoder, processors=[*decoder.processors, listen])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "_decoder", listening)
+        [result] = generate(engine, wanted)
+    # The generator is one step ahead of what it delivers.
+    return result, np.stack(steps[: len(result.tokens)]) if steps else np.empty((0, 0))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.engine.fingerprint import model_fingerprint
+from kvserve.engine.fingerprint import kv_fingerprint, model_fingerprint
+from kvserve.engine.quantised import KvSettings
 from tests.models import tiny_model
 
 
@@ -43,3 +44,19 @@ def test_every_tensor_counts(folder: Path) -> None:
             changed[8 + length + tensor["data_offsets"][0]] ^= 1
             path.write_bytes(changed)
             assert model_fingerprint(folder) != before, name
+
+
+def test_how_kv_is_quantised_counts() -> None:
+    """Other bits, another scheme, group or start is other KV; what has no effect does not count."""
+    settings = [
+        KvSettings(),
+        KvSettings(bits=8),
+        KvSettings(bits=4),
+        KvSettings(bits=8, start=100),
+        KvSettings(bits=8, group_size=32),
+        KvSettings(bits=8, scheme="turboquant"),
+    ]
+    assert len({kv_fingerprint("a", kv) for kv in settings} | {kv_fingerprint("b", settings[0])}) == 7
+    assert kv_fingerprint("a", KvSettings(start=100, group_size=32)) == kv_fingerprint("a", KvSettings())
+    same = [KvSettings(bits=4, scheme="turboquant", group_size=size) for size in (32, 64)]
+    assert len({kv_fingerprint("a", kv) for kv in same}) == 1

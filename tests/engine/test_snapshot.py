@@ -1,12 +1,15 @@
 """Snapshots of live caches: exact after restoring, independent of the live row, no larger than they need to be."""
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from kvserve.demo.build import TINY
 from kvserve.engine.model import LoadedModel, load
+from kvserve.engine.quantised import KvSettings, PackedCache
 from kvserve.engine.snapshot import CacheLayout, merged
 from tests.engine.engines import FAMILIES, prompt_of
 from tests.models import tiny_model
@@ -160,3 +163,78 @@ def test_a_window_keeps_its_size_and_true_offset() -> None:
     assert kept.offset == 18
     assert kept.keys.flatten().tolist()[-6:] == [11, 12, 13, 14, 15, 16]
     assert kept.keys.shape[2] == 8
+
+
+# --- quantised KV -----------------------------------------------------------------------------------------------------
+
+BORDER = 100
+
+
+@pytest.fixture(scope="module")
+def quantised() -> LoadedModel:
+    folder = tiny_model("gemma3", scale=replace(TINY, head_dim=32))
+    return load(folder, 131072, KvSettings(bits=4, scheme="uniform", group_size=32, start=BORDER))
+
+
+def recorded(model: LoadedModel, layout: CacheLayout, ends: list[int]):
+    """A row that is converted at the border: its pieces, its states and the live caches."""
+    tokens, caches, pieces, states, start = prompt_of(300), model.new_caches(), [], {}, 0
+    for end in ends:
+        caches = model.ready(caches, start)
+        extend(model, caches, tokens[start:end])
+        kv = layout.read_kv(caches, start, end)
+        pieces.append((kv, 0, end - start))
+        states[end] = layout.read_state(caches)
+        start = end
+    return pieces, states, caches
+
+
+def test_a_row_behind_the_border_is_restored_as_it_was_converted(quantised: LoadedModel) -> None:
+    """The first part is packed again: the same arrays as in the live row, and bit-equal logits."""
+    layout = CacheLayout(quantised.new_caches, quantised.quantiser)
+    pieces, states, live = recorded(quantised, layout, [60, BORDER, 180, 240])
+    assert [kv.is_packed for kv, _, _ in pieces] == [False, False, True, True]
+    restored = layout.restore(pieces, states[240], 10)
+    for ours, theirs in zip(restored, live, strict=True):
+        if isinstance(theirs, PackedCache):
+            assert ours.offset == theirs.offset == 240
+            pairs = zip(ours.rows, theirs.rows, strict=True)
+            assert all(mx.array_equal(a[..., :240, :], b[..., :240, :]) for a, b in pairs)
+    assert mx.array_equal(extend(quantised, restored, [5, 6, 7]), extend(quantised, live, [5, 6, 7]))
+
+
+def test_a_row_that_ends_at_the_border_or_before_it(quantised: LoadedModel) -> None:
+    """Before the border a restored row is in full precision, at the border its next token needs it packed."""
+    layout = CacheLayout(quantised.new_caches, quantised.quantiser)
+    pieces, states, _ = recorded(quantised, layout, [60, BORDER])
+    assert {type(leaf) for leaf in layout.restore(pieces[:1], states[60], 1)} == {KVCache, RotatingKVCache}
+    assert {type(leaf) for leaf in layout.restore(pieces, states[BORDER], 1)} == {PackedCache, RotatingKVCache}
+
+
+def test_pieces_of_both_forms_can_be_joined_and_cut(quantised: LoadedModel) -> None:
+    """A joined slice has both forms behind each other; any rows of it make the row that its pieces make."""
+    layout = CacheLayout(quantised.new_caches, quantised.quantiser)
+    pieces, states, _ = recorded(quantised, layout, [60, BORDER, 180, 240])
+    whole = merged(pieces)
+    assert (whole.num_tokens, whole.num_bytes) == (240, sum(kv.num_bytes for kv, _, _ in pieces))
+    expected = layout.restore(pieces, states[240], 10)
+    head, tail = merged([(whole, 0, 130)]), merged([(whole, 130, 240)])
+    assert (head.num_tokens, tail.num_tokens, tail.is_packed) == (130, 110, True)
+    for parts in ([(whole, 0, 240)], [(head, 0, 130), (tail, 0, 110)], [(whole, 0, 80), (whole, 80, 240)]):
+        found = layout.restore(parts, states[240], 10)
+        for ours, theirs in zip(found, expected, strict=True):
+            if isinstance(theirs, PackedCache):
+                assert all(mx.array_equal(a, b) for a, b in zip(ours.rows, theirs.rows, strict=True))
+
+
+def test_rows_in_the_wrong_form_are_refused(quantised: LoadedModel) -> None:
+    """Neither packed rows before the border nor rows in full precision behind it may ever be kept."""
+    layout = CacheLayout(quantised.new_caches, quantised.quantiser)
+    _, _, live = recorded(quantised, layout, [60, BORDER, 180])
+    with pytest.raises(ValueError, match="quantised KV starts at 100"):
+        layout.read_kv(live, 90, 180)
+    plain = quantised.new_caches()
+    extend(quantised, plain, prompt_of(120))
+    with pytest.raises(ValueError, match="quantised KV starts at 100"):
+        layout.read_kv(plain, 60, 101)
+    assert layout.read_kv(plain, 60, BORDER).num_tokens == 40

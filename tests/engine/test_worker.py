@@ -316,11 +316,18 @@ def test_shutdown_ends_streams_and_refuses_new_ones() -> None:
 
 
 def test_a_model_that_cannot_generate_is_an_error_of_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches that mlx-lm cannot batch are found out at the start, not by the first request."""
-    monkeypatch.delattr(KVCache, "merge")
+    """A model that takes a prompt but no further token is found out at the start, not by the first request."""
+    whole = KVCache.update_and_fetch
+
+    def only_prompts(cache: KVCache, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if cache.offset:
+            raise ValueError("no second call")
+        return whole(cache, keys, values)
+
+    monkeypatch.setattr(KVCache, "update_and_fetch", only_prompts)
     engine = Engine(tiny_model("qwen3"), engine_settings(), grammar_tokenizer=lambda _: None, report=lambda _: None)
     engine.start()
-    with pytest.raises(ModelLoadError, match=r"cannot generate.*batching"):
+    with pytest.raises(ModelLoadError, match=r"could not be loaded: ValueError: no second call"):
         engine.wait_until_ready(20)
     engine.stop()
 

@@ -1,0 +1,285 @@
+"""Quantised KV: how rows of keys and values are packed, and the caches that hold them, of one row and of a batch.
+
+Quantisation runs along the head's width, so that every token is packed for itself: rows can be cut, padded, joined and
+merged like those of a plain cache. mlx-lm's batch generator finds here what it finds in its own caches (merge, extend,
+filter, extract); its attention reads packed arrays where a cache has `bits`, and plain ones else.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import CacheList, KVCache, create_attention_mask
+
+type Packed = tuple[mx.array, ...]
+"""Arrays of (rows, heads, tokens, width of their own): those of the keys, then as many of the values."""
+
+TOKEN_AXIS = -2
+
+STEP_TOKENS = 256
+"""A buffer that is full grows by this many slots."""
+
+MAX_SCORES = 2**24
+"""Attention that reads packed arrays writes its scores out: so many, per head, may be there at a time. With 32 heads in
+half precision that is 1 GiB."""
+
+MIN_CHUNK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KvSettings:
+    """What the operator decides about quantised KV; `bits` None: everything stays in full precision.
+
+    `start` tokens of each row are computed and kept in full precision. The uniform scheme has a `group_size`.
+    """
+
+    bits: Literal[4, 8] | None = None
+    scheme: Literal["uniform", "turboquant"] = "uniform"
+    group_size: int = 64
+    start: int = 0
+
+
+FULL_PRECISION = KvSettings()
+
+
+class Scheme(Protocol):
+    """A way to pack keys and values."""
+
+    @property
+    def is_read_packed(self) -> bool:
+        """Whether attention multiplies the packed arrays themselves."""
+
+    def pack(self, keys: mx.array, values: mx.array) -> Packed:
+        """Pack (rows, heads, tokens, width); each token for itself."""
+
+    def fetch(self, rows: Packed, like_keys: mx.array, like_values: mx.array) -> tuple[Any, Any]:
+        """What attention gets for packed rows; the last keys and values tell widths and type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """MLX's own quantisation: per group of widths a scale and a bias. mlx-lm's attention multiplies it as it is."""
+
+    bits: int
+    group_size: int
+
+    @property
+    def is_read_packed(self) -> bool:
+        return True
+
+    def pack(self, keys: mx.array, values: mx.array) -> Packed:
+        quantised = (mx.quantize(each, group_size=self.group_size, bits=self.bits) for each in (keys, values))
+        return tuple(array for arrays in quantised for array in arrays)
+
+    def fetch(self, rows: Packed, like_keys: mx.array, like_values: mx.array) -> tuple[Packed, Packed]:
+        return rows[:3], rows[3:]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiser:
+    """When and how a row's caches are packed: as soon as they hold `start` tokens, and from then on."""
+
+    scheme: Scheme
+    start: int
+
+    def is_due(self, num_tokens: int) -> bool:
+        """Whether caches that hold so many tokens are packed."""
+        return num_tokens >= self.start
+
+    def longest_chunk(self, num_tokens: int) -> int:
+        """How many tokens may follow so many in one prefill chunk."""
+        is_bounded = self.is_due(num_tokens) and self.scheme.is_read_packed
+        return max(MIN_CHUNK_TOKENS, MAX_SCORES // (num_tokens + 1)) if is_bounded else MAX_SCORES
+
+    def ready(self, caches: list[Any], num_tokens: int) -> list[Any]:
+        """The caches as the next token needs them, where they hold `num_tokens`. Plain ones are consumed."""
+        return self.convert(caches) if self.is_due(num_tokens) else caches
+
+    def convert(self, caches: list[Any]) -> list[Any]:
+        """Pack every layer that keeps all its tokens; what is packed already, windows and states stay."""
+        converted = [self._converted(cache) for cache in caches]
+        mx.eval([vars(leaf) for leaf in _leaves(converted) if isinstance(leaf, PackedCache)])
+        return converted
+
+    def _converted(self, cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*(self._converted(leaf) for leaf in cache.caches))  # type: ignore[no-untyped-call]
+        if type(cache) is not KVCache:
+            return cache
+        rows = () if cache.keys is None else self.scheme.pack(*cache.keys_and_values())  # type: ignore[no-untyped-call]
+        return PackedCache(self.scheme, rows, cache.offset)
+
+
+class PackedCache:
+    """Packed keys and values of one row. `rows` may have slots behind the `offset` tokens that it holds."""
+
+    def __init__(self, scheme: Scheme, rows: Packed = (), offset: int = 0) -> None:
+        self.scheme = scheme
+        self.rows = rows
+        self.offset = offset
+        _mark(self, scheme)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Add tokens (1, heads, tokens, width); what attention reads of all tokens."""
+        self.rows = _written(self.rows, self.scheme.pack(keys, values), self.offset)
+        self.offset += keys.shape[TOKEN_AXIS]
+        return self.scheme.fetch(_cut(self.rows, 0, self.offset), keys, values)
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        return create_attention_mask(*args, offset=self.offset, **kwargs)  # type: ignore[misc]
+
+    @property
+    def state(self) -> tuple[Packed, int]:
+        return self.rows, self.offset
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.rows)
+
+    def size(self) -> int:
+        return self.offset
+
+    def empty(self) -> bool:
+        return not self.rows
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, num_tokens: int) -> int:
+        """Drop the newest tokens; says how many."""
+        num_tokens = min(self.offset, num_tokens)
+        self.offset -= num_tokens
+        return num_tokens
+
+    @classmethod
+    def merge(cls, caches: "Sequence[PackedCache]") -> "BatchPackedCache":
+        """One batch of rows, the shorter ones padded on the left."""
+        longest = max(cache.offset for cache in caches)
+        batch = BatchPackedCache(caches[0].scheme, [longest - cache.offset for cache in caches])
+        form = next((cache.rows for cache in caches if cache.rows), ())
+        parts = [_padded(cache.rows, form, 1, cache.offset, longest) for cache in caches]
+        batch.rows = _stacked(parts)
+        batch.move_to(longest)
+        return batch
+
+
+class BatchPackedCache:
+    """Packed keys and values of a batch of rows, right-aligned; after mlx-lm's `BatchKVCache`.
+
+    `offset` (rows,) is the number of tokens of each row, `left_padding` (rows,) what is missing to the longest.
+    """
+
+    def __init__(self, scheme: Scheme, left_padding: Sequence[int]) -> None:
+        self.scheme = scheme
+        self.rows: Packed = ()
+        self.left_padding = mx.array(list(left_padding))
+        self.offset = -self.left_padding
+        self._end = 0
+        _mark(self, scheme)
+
+    def move_to(self, end: int) -> None:
+        """Say that every row ends at slot `end`."""
+        self.offset = self.offset + (end - self._end)
+        self._end = end
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Add tokens (rows, heads, tokens, width); what attention reads of all slots, padding included."""
+        self.rows = _written(self.rows, self.scheme.pack(keys, values), self._end)
+        self.move_to(self._end + keys.shape[TOKEN_AXIS])
+        return self.scheme.fetch(_cut(self.rows, 0, self._end), keys, values)
+
+    def make_mask(self, num_tokens: int, return_array: bool = False, **kwargs: Any) -> Any:
+        return create_causal_mask(num_tokens, offset=self._end, left_padding=self.left_padding, **kwargs)
+
+    def filter(self, keep: Any) -> None:
+        """Keep these rows, and no slot that only padding needs."""
+        self.left_padding = self.left_padding[keep]
+        self.offset = self.offset[keep]
+        num_spare = int(mx.min(self.left_padding).item())  # type: ignore[arg-type]
+        self.rows = tuple(array[keep][..., num_spare:, :] for array in self.rows)
+        self.left_padding = self.left_padding - num_spare
+        self._end -= num_spare
+
+    def extend(self, other: Self) -> None:
+        """Take the rows of another batch in; the shorter ones are padded."""
+        longest = max(self._end, other._end)
+        form = self.rows or other.rows
+        self.rows = _stacked([_padded(each.rows, form, each.num_rows, each._end, longest) for each in (self, other)])
+        self.left_padding = mx.concatenate([each.left_padding + (longest - each._end) for each in (self, other)])
+        self.offset = mx.concatenate([self.offset, other.offset])
+        self._end = longest
+
+    def extract(self, index: int) -> PackedCache:
+        """A copy of one row."""
+        start = int(self.left_padding[index].item())  # type: ignore[arg-type]
+        rows = tuple(mx.contiguous(array[index : index + 1, :, start : self._end]) for array in self.rows)
+        return PackedCache(self.scheme, rows, self._end - start)
+
+    @property
+    def num_rows(self) -> int:
+        return self.left_padding.size
+
+    @property
+    def state(self) -> tuple[Packed, mx.array, mx.array, int]:
+        return self.rows, self.offset, self.left_padding, self._end
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.rows)
+
+    def size(self) -> int:
+        return self._end
+
+    def empty(self) -> bool:
+        return not self.rows
+
+
+def _mark(cache: Any, scheme: Scheme) -> None:
+    """mlx-lm's attention takes the keys of a cache that has `bits` for packed ones, whatever the value."""
+    if isinstance(scheme, Uniform):
+        cache.bits, cache.group_size = scheme.bits, scheme.group_size
+
+
+def _leaves(caches: Sequence[Any]) -> list[Any]:
+    return [leaf for cache in caches for leaf in (_leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]
+
+
+def _mapped(rows: Packed, change: Callable[[mx.array], mx.array]) -> Packed:
+    return tuple(change(array) for array in rows)
+
+
+def _cut(rows: Packed, start: int, end: int) -> Packed:
+    return _mapped(rows, lambda array: array[..., start:end, :])
+
+
+def _stacked(parts: Sequence[Packed]) -> Packed:
+    return tuple(mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True))
+
+
+def _room(array: mx.array, num_tokens: int, num_rows: int | None = None) -> mx.array:
+    rows, heads, _, width = array.shape
+    return mx.zeros((num_rows or rows, heads, num_tokens, width), array.dtype)
+
+
+def _padded(rows: Packed, form: Packed, num_rows: int, num_tokens: int, longest: int) -> Packed:
+    """The first `num_tokens` slots of `rows`, right-aligned at `longest`, and room behind them."""
+    if not rows:
+        rows = _mapped(form, lambda array: _room(array, 0, num_rows))
+    margins = [(0, 0), (0, 0), (longest - num_tokens, STEP_TOKENS), (0, 0)]
+    return _mapped(rows, lambda array: mx.pad(array[..., :num_tokens, :], margins))
+
+
+def _written(held: Packed, new: Packed, start: int) -> Packed:
+    """`held` with `new` at slot `start`, larger where that does not fit. The arrays of `held` are changed."""
+    num_new = new[0].shape[TOKEN_AXIS]
+    if not held or start + num_new > held[0].shape[TOKEN_AXIS]:
+        num_more = -(-num_new // STEP_TOKENS) * STEP_TOKENS
+        held = held or _mapped(new, lambda array: _room(array, 0))
+        held = _mapped(
+            held, lambda array: mx.concatenate([array[..., :start, :], _room(array, num_more)], axis=TOKEN_AXIS)
+        )
+    for array, rows in zip(held, new, strict=True):
+        array[..., start : start + num_new, :] = rows
+    return held

@@ -1,0 +1,40 @@
+"""How many bytes a row of so many tokens holds, in full precision and quantised: arithmetic, no arrays."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RowBytes:
+    """Sizes of one row: `fixed` for windows and states, `per_token` in full precision, `per_packed_token` quantised.
+
+    A live row of more than `packed_from` tokens is quantised as a whole; None: never. What is kept of it for others is
+    in full precision up to there.
+    """
+
+    fixed: int
+    per_token: float
+    per_packed_token: float = 0.0
+    packed_from: int | None = None
+
+    def token_bytes(self, num_tokens: int) -> float:
+        """Bytes of each token of a live row that holds so many."""
+        return self.per_packed_token if self._is_packed(num_tokens) else self.per_token
+
+    def live(self, num_tokens: int) -> float:
+        """Bytes of a live row, without padding."""
+        return self.fixed + num_tokens * self.token_bytes(num_tokens)
+
+    def peak(self, num_tokens: int) -> float:
+        """The most that a live row holds until it has so many tokens: while it is converted it is there twice."""
+        if self.packed_from is None or not self._is_packed(num_tokens):
+            return self.live(num_tokens)
+        converting = self.packed_from * (self.per_token + self.per_packed_token)
+        return self.fixed + max(converting, num_tokens * self.per_packed_token)
+
+    def kept(self, start: int, end: int) -> float:
+        """Bytes that the tokens `[start, end)` take in the prefix cache, with a state at their end."""
+        border = end if self.packed_from is None else min(max(start, self.packed_from), end)
+        return self.fixed + (border - start) * self.per_token + (end - border) * self.per_packed_token
+
+    def _is_packed(self, num_tokens: int) -> bool:
+        return self.packed_from is not None and num_tokens > self.packed_from

@@ -1,0 +1,241 @@
+"""What a model's caches allow, found out at load by trying it: decoding rows in one batch, keeping what a row holds.
+
+It knows what must be true of caches of any class; it knows no model's name and keeps nothing. Two rows are computed
+alone, with given tokens; everything else must lead to their logits:
+
+    batch   two rows that enter an mlx-lm batch together, a third that joins late; then each from the caches it leaves
+    copy    a row's snapshot, restored before and after the row itself and another copy have gone on
+
+That takes 25 or 26 forward passes of at most 12 tokens, 21 more where KV is quantised; longer ones are needed for a
+class that is unknown (`MAX_PROBED_TOKENS`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+
+from kvserve.engine.model import CacheSupport, LoadedModel
+from kvserve.engine.snapshot import CacheLayout
+from kvserve.errors import ModelLoadError
+
+LONG_ROW_TOKENS = 12
+SHORT_ROW_TOKENS = 5
+NUM_GIVEN_TOKENS = 4
+
+MAX_PROBED_TOKENS = 1024
+"""An unknown class may behave in another way behind a length that it names (a window, a chunk, a buffer's step), so the
+long row is made longer than that. Above this limit a start would take too long, and such rows are decoded alone."""
+
+MAX_ERROR = 0.05
+"""Root mean square difference of two vectors of logits, as a share of their spread. Rounding in bfloat16 stays far
+below it; a row that sees padding, or lacks one token, is above 0.15 in every family that was tried."""
+
+
+class CachesDiffer(Exception):
+    """Merged or copied caches led to other logits than the row by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """What is computed: the long row's prompt, the short one's is its beginning, and what each of them goes on with."""
+
+    prompt: list[int]
+    given_long: list[int]
+    given_short: list[int]
+
+    @classmethod
+    def of(cls, num_ids: int, num_prompt_tokens: int) -> Self:
+        """Tokens that differ from their neighbours, with ids below `num_ids`."""
+        ids = [(1 + 37 * place) % num_ids for place in range(num_prompt_tokens + 2 * NUM_GIVEN_TOKENS)]
+        return cls(ids[:num_prompt_tokens], ids[num_prompt_tokens:-NUM_GIVEN_TOKENS], ids[-NUM_GIVEN_TOKENS:])
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """A row as plain steps compute it: `logprobs[0]` follow the prompt, `logprobs[n]` the nth given token."""
+
+    prompt: list[int]
+    given: list[int]
+    logprobs: list[mx.array]
+
+
+@dataclass(slots=True, eq=False)
+class _Script:
+    """A sampler that writes the given tokens, whatever the model says, and remembers what it was shown."""
+
+    given: list[int]
+    seen: list[mx.array] = field(default_factory=list)
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        self.seen.append(logprobs[0])
+        return mx.array(self.given[len(self.seen) - 1 : len(self.seen)], dtype=mx.uint32)
+
+
+def check_caches(model: LoadedModel) -> CacheSupport:
+    """Try a model's caches. What does not come out right is not used, and a note says so and what it costs.
+
+    Raises what the model raises when a row is computed alone: then nothing can be done with it. Raises ModelLoadError
+    where quantised KV needs a copy that cannot be made.
+    """
+    leaves = _leaves(model.new_caches())
+    unknown = [leaf for leaf in leaves if not _is_known(leaf)]
+    named = {length for leaf in unknown for length in _lengths_named(leaf)}
+    num_extra_tokens = max((length for length in named if length <= MAX_PROBED_TOKENS), default=0)
+    tokens = _Tokens.of(min(997, model.vocab_size), LONG_ROW_TOKENS + num_extra_tokens)
+    with mx.stream(generation_stream):
+        trial = _Trial(model.module, model.new_caches, tokens)
+        no_batch = _why_not_batch(unknown, named) or _trouble(trial.batch) or _why_not_packed(model, tokens)
+        no_copy = _trouble(trial.copies)
+    names = ", ".join(sorted({type(leaf).__name__ for leaf in unknown or leaves}))
+    if no_batch and no_copy and (start := model.sizes.packed_from):
+        raise ModelLoadError(
+            f"QUANTIZED_KV_START={start} cannot be used with this model: a row that gets there is copied, and copies "
+            f"of {names} lead to other text ({no_copy}). Set QUANTIZED_KV_START=0 or KV_BITS=OFF."
+        )
+    return CacheSupport(not no_batch, not no_copy, tuple(_notes(names, no_batch, no_copy, has_unknown=bool(unknown))))
+
+
+def _notes(names: str, no_batch: str, no_copy: str, *, has_unknown: bool) -> Iterator[str]:
+    if no_batch:
+        yield f"Several streams take turns and share the speed of one: {names} cannot be batched ({no_batch})."
+    if no_copy:
+        yield f"The prefix cache is off, all is computed anew: copies of {names} lead to other text ({no_copy})."
+    elif has_unknown:
+        yield f"Prompts are reused from whole copies of {names} at checkpoints, each as large as the row's KV."
+
+
+# --- trying -----------------------------------------------------------------------------------------------------------
+
+
+def _why_not_packed(model: LoadedModel, tokens: _Tokens) -> str:
+    """The same trial for rows whose KV is quantised, if it is to be."""
+    if (quantiser := model.quantiser) is None:
+        return ""
+    return _trouble(_Trial(model.module, lambda: quantiser.convert(model.new_caches()), tokens).batch)
+
+
+def _trouble(attempt: Callable[[], None]) -> str:
+    """What went wrong in an attempt; empty if nothing did."""
+    try:
+        attempt()
+    except CachesDiffer as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - a class that nobody knows may raise anything; then it is not used
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class _Trial:
+    """A long and a short row, as they are when nobody else computes, and what else must come out like them."""
+
+    def __init__(self, module: Callable[..., Any], new_caches: Callable[[], list[Any]], tokens: _Tokens) -> None:
+        self._module = module
+        self._new_caches = new_caches
+        self._long = self._run_alone(tokens.prompt, tokens.given_long)
+        self._short = self._run_alone(tokens.prompt[:SHORT_ROW_TOKENS], tokens.given_short)
+
+    def batch(self) -> None:
+        """Two rows enter a batch together, a third one later; that one goes on alone. Raises CachesDiffer."""
+        rows = (self._long, self._short, self._short)
+        scripts = [_Script(row.given) for row in rows]
+        generator: Any = BatchGenerator(self._module, stream=generation_stream)
+        ended: dict[int, list[Any]] = {}
+        try:
+            self._insert(generator, rows[:2], scripts[:2])
+            generator.next()
+            self._insert(generator, rows[2:], scripts[2:])
+            while len(ended) < len(rows):
+                ended |= {each.uid: each.prompt_cache for each in generator.next()[1] if each.finish_reason}
+        finally:
+            generator.close()
+        for (_, caches), row, script in zip(sorted(ended.items()), rows, scripts, strict=True):
+            _compare([*script.seen, self._step(caches, row.given[2:3])], row.logprobs)
+
+    def copies(self) -> None:
+        """Copies and original go on in turns, none must notice the others. Raises CachesDiffer."""
+        layout = CacheLayout(self._new_caches)
+        original = self._prefilled(self._long.prompt)
+        num_tokens = len(self._long.prompt) - 1
+        kv, state = layout.read_kv(original, 0, num_tokens), layout.read_state(original)
+        self._step(layout.restore([(kv, 0, num_tokens)], state, 4), list(reversed(self._short.given)))
+        chunk = [self._long.prompt[-1], self._long.given[0]]
+        found = [self._step(original, chunk), self._step(layout.restore([(kv, 0, num_tokens)], state, 2), chunk)]
+        _compare(found, [self._long.logprobs[1]] * 2)
+        if layout.is_cuttable:
+            cut = layout.restore([(kv, 0, len(self._short.prompt) - 1)], None, 2)
+            chunk = [self._short.prompt[-1], self._short.given[0]]
+            _compare([self._step(cut, chunk)], [self._short.logprobs[1]])
+
+    def _run_alone(self, prompt: list[int], given: list[int]) -> _Alone:
+        caches = self._prefilled(prompt)
+        return _Alone(prompt, given, [self._step(caches, [token]) for token in (prompt[-1], *given[:-1])])
+
+    def _insert(self, generator: Any, rows: Sequence[_Alone], scripts: Sequence[_Script]) -> None:
+        """Let rows decode two tokens each in a batch."""
+        generator.insert(
+            [row.prompt[-1:] for row in rows],
+            max_tokens=[2 for _ in rows],
+            caches=[self._prefilled(row.prompt) for row in rows],
+            all_tokens=[row.prompt[:-1] for row in rows],
+            samplers=list(scripts),
+            stop_sequences=[StopSequences() for _ in rows],
+        )
+
+    def _prefilled(self, prompt: list[int]) -> list[Any]:
+        """Caches of all tokens but the last."""
+        caches = self._new_caches()
+        self._step(caches, prompt[:-1])
+        return caches
+
+    def _step(self, caches: list[Any], tokens: list[int]) -> mx.array:
+        """Log-probabilities (vocabulary,) after `tokens`, which go through the model in one pass."""
+        logits: mx.array = self._module(mx.array([tokens]), cache=caches)[0, -1]
+        mx.eval(logits, [cache.state for cache in caches])
+        return logits - mx.logsumexp(logits)
+
+
+def _compare(found: Sequence[mx.array], expected: Sequence[mx.array]) -> None:
+    error = max(_error(*pair) for pair in zip(found, expected, strict=True))
+    if not error <= MAX_ERROR:  # also for one that is not a number
+        raise CachesDiffer(f"its logits are off by {error:.0%}")
+
+
+def _error(found: mx.array, expected: mx.array) -> float:
+    """Where both say the same infinity, a token that the model forbids, there is no error."""
+    found, expected = found.astype(mx.float32), expected.astype(mx.float32)
+    is_finite = mx.isfinite(expected)
+    mean = mx.where(is_finite, expected, 0).sum() / is_finite.sum()
+    spread = mx.where(is_finite, mx.square(expected - mean), 0).sum()
+    difference = mx.where(found == expected, 0, mx.square(found - expected)).sum()
+    return float(mx.sqrt(difference / spread).item())  # type: ignore[arg-type]
+
+
+# --- classes ----------------------------------------------------------------------------------------------------------
+
+
+def _leaves(caches: Iterable[Any]) -> list[Any]:
+    return [leaf for cache in caches for leaf in (_leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]
+
+
+def _is_known(leaf: Any) -> bool:
+    """Exact classes only: a subclass may do other things than its parent."""
+    return type(leaf) in (KVCache, ArraysCache) or (type(leaf) is RotatingKVCache and leaf.keep == 0)
+
+
+def _lengths_named(leaf: Any) -> set[int]:
+    """All whole numbers that an object or its class hold: some of them may be lengths."""
+    held = [item for holder in (*type(leaf).__mro__, leaf) for item in getattr(holder, "__dict__", {}).items()]
+    return {value for name, value in held if isinstance(value, int) and not name.startswith("__")}
+
+
+def _why_not_batch(unknown: Sequence[Any], named: Iterable[int]) -> str:
+    """What can be said without trying; empty where it must be tried."""
+    if not all(hasattr(leaf, "merge") for leaf in unknown):
+        return "mlx-lm cannot merge rows of it"
+    if (longest := max(named, default=0)) > MAX_PROBED_TOKENS:
+        return f"it names {longest:,}, and at start rows of at most {MAX_PROBED_TOKENS:,} tokens are tried"
+    return ""
