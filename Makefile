@@ -12,6 +12,7 @@ lint: setup
 	$(PYTHON) -m ruff check $(PRESENT)
 	$(PYTHON) -m ruff format --check $(PRESENT)
 	$(PYTHON) -m mypy
+	MYPYPATH=scripts $(PYTHON) -m mypy $(wildcard scripts/*.py)
 
 format: setup
 	$(PYTHON) -m ruff check --fix $(PRESENT)
@@ -23,7 +24,7 @@ test: setup
 check: lint test
 
 e2e: setup
-	$(PYTHON) -m pytest -m e2e
+	$(PYTHON) -m pytest -m e2e -n 0
 
 bench: setup
 	$(PYTHON) -m benchmarks

@@ -1,6 +1,6 @@
 """Answers as each family writes them, and a conversation that goes on without a model, for the tests of stitching."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from kvserve.core import (
@@ -35,6 +35,7 @@ LOOK = ToolSpec(
     "Looks a thing up.",
     {"type": "object", "properties": {"q": {"type": "string"}, "n": {"type": "integer"}, "s": {"type": "string"}}},
 )
+CALL = ParsedCall("look", {"q": "x  y", "n": 1})
 
 # What the templates write before and behind an assistant's message, said here once more by hand.
 HEADERS = {
@@ -193,3 +194,26 @@ def num_common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     """How many ids two prompts begin with alike."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def loop(of: Family, *, thinking: str, content: str, num_turns: int, echoes_thinking: bool = True) -> list[bool]:
+    """A tool loop of calls alone; for each turn after the first whether the whole KV before it was kept."""
+    talk = Talk(of, thinking=bool(thinking), echoes_thinking=echoes_thinking)
+    talk.say("hi")
+    kept, is_kept = (), []
+    for number in range(num_turns):
+        after = talk.stitched()
+        is_kept.append(num_common(kept, after.ids) == len(kept))
+        call = replace(CALL, arguments={"q": f"x  {number % 3}", "n": number % 2})
+        opened = talk.prompt().opens_reasoning
+        text = answer_text(of.name, thinking=thinking, content=content, calls=(call,), opened=opened)
+        kept = talk.answer(in_odd_tokens(of.tokenizer, text))
+        assert talk.results("found") == 1 or of.name == "llama"
+    return is_kept[1:]
+
+
+def with_ids(talk: Talk, written: Written, num_split: int) -> Written:
+    """The same turn with its text in other ids, told apart by where it was split."""
+    text = talk.family.tokenizer.decode(written.ids)
+    encode = talk.family.tokenizer.encode
+    return replace(written, ids=encode(text[:num_split]) + encode(text[num_split:]))

@@ -1,0 +1,165 @@
+"""Real agent clients from npm, each with a HOME of its own: how they are installed, configured and asked.
+
+They are installed into CLIENTS_HOME or a folder below the user's cache, and kept there. They run with a dead proxy for
+everything but loopback, so they speak to nobody else.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PACKAGES = {
+    "node24": ("node@24", "node"),
+    "pi": ("@earendil-works/pi-coding-agent@0.87.1", "pi"),
+    "openclaw": ("openclaw@2026.9.6", "openclaw"),
+}
+"""Folder -> what npm installs there, and the program that is wanted of it."""
+INSTALL_SECONDS = 400
+TURN_SECONDS = 300
+NOWHERE = "http://127.0.0.1:9"
+
+
+def clients_home() -> Path:
+    """Where the clients are installed."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("CLIENTS_HOME") or caches / "kvserve-clients")
+
+
+def run(command: list[str], *, seconds: float, **options: Any) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, timeout=seconds, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, **options
+    )
+
+
+def programs(folder: str) -> Path:
+    """Where npm put the programs of one of the packages."""
+    return clients_home() / folder / "node_modules" / ".bin"
+
+
+def install(folder: str) -> None:
+    """Install one of the packages unless it is there. Skips the test where npm is missing or cannot install it.
+
+    Packages that ask for a newer Node than the machine's are installed with ours.
+    """
+    package, program = PACKAGES[folder]
+    if (programs(folder) / program).exists():
+        return
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip(f"npm is not there to install {package}")
+    target = clients_home() / folder
+    target.mkdir(parents=True, exist_ok=True)
+    path = f"{programs('node24')}{os.pathsep}{os.environ['PATH']}"
+    command = [npm, "install", "--no-audit", "--no-fund", package]
+    done = run(command, seconds=INSTALL_SECONDS, cwd=target, env={**os.environ, "PATH": path})
+    if done.returncode != 0:
+        pytest.skip(f"npm could not install {package}: {done.stderr[-600:]}")
+
+
+@dataclass(frozen=True)
+class Client:
+    """An installed client with a HOME of its own; its working directory is `project` in it."""
+
+    home: Path
+
+    @property
+    def project(self) -> Path:
+        return self.home / "project"
+
+    def start(self, folder: str, *arguments: str) -> str:
+        """Run the client's program to its end; returns what it printed. Fails unless it exits with 0."""
+        environment = {
+            **{"HOME": str(self.home), "PATH": f"{programs('node24')}:{os.environ['PATH']}", "TERM": "dumb"},
+            **{"LANG": "C.UTF-8", "CI": "1", "DO_NOT_TRACK": "1", "DISABLE_TELEMETRY": "1"},
+            **{"PI_OFFLINE": "1", "PI_SKIP_VERSION_CHECK": "1", "PI_TELEMETRY": "0"},
+            **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), NOWHERE),
+            **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
+        }
+        command = [str(programs(folder) / PACKAGES[folder][1]), *arguments]
+        done = run(command, seconds=TURN_SECONDS, cwd=self.project, env=environment)
+        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        return done.stdout
+
+
+class Pi(Client):
+    """The PI coding agent; its tools include `bash` and `read`."""
+
+    def say(self, text: str, *flags: str) -> list[dict[str, Any]]:
+        """One turn; returns the events that PI printed. `-c` continues the last conversation."""
+        printed = self.start("pi", "-p", *flags, "--mode", "json", "--provider", "kvserve", "--model", "local", text)
+        return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+
+class OpenClaw(Client):
+    """OpenClaw's agent, run locally; its tools include `exec` and `read`."""
+
+    def say(self, text: str) -> dict[str, Any]:
+        """One turn of the only conversation; returns the report that OpenClaw printed."""
+        arguments = ("agent", "--local", "--agent", "main", "--session-id", "s1", "--json", "-m", text)
+        printed = self.start("openclaw", *arguments)
+        return dict(json.loads(printed[printed.index("{") :]))
+
+
+def set_up_pi(home: Path, port: int, max_tokens: int) -> Pi:
+    """PI, configured for the server on this port as the README says."""
+    for folder in ("node24", "pi"):
+        install(folder)
+    model = {
+        "id": "local",
+        "reasoning": True,
+        "input": ["text"],
+        "contextWindow": 131072,
+        "maxTokens": max_tokens,
+        "compat": {
+            "supportsDeveloperRole": False,
+            "supportsReasoningEffort": False,
+            "thinkingFormat": "qwen-chat-template",
+            "maxTokensField": "max_tokens",
+        },
+    }
+    base_url = f"http://127.0.0.1:{port}/v1"
+    provider = {"baseUrl": base_url, "api": "openai-completions", "apiKey": "none", "models": [model]}
+    return Pi(_home(home, ".pi/agent/models.json", {"providers": {"kvserve": provider}}))
+
+
+def set_up_openclaw(home: Path, port: int, max_tokens: int) -> OpenClaw:
+    """OpenClaw, configured for the server on this port as the README says; it works in its project folder."""
+    for folder in ("node24", "openclaw"):
+        install(folder)
+    model = {
+        "id": "local",
+        "name": "kvserve",
+        "reasoning": True,
+        "input": ["text"],
+        "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
+        "contextWindow": 131072,
+        "maxTokens": max_tokens,
+        "compat": {"thinkingFormat": "qwen-chat-template", "supportsPromptCacheKey": True},
+    }
+    base_url = f"http://127.0.0.1:{port}/v1"
+    provider = {"baseUrl": base_url, "apiKey": "none", "api": "openai-completions", "models": [model]}
+    defaults = {
+        "model": {"primary": "kvserve/local"},
+        "models": {"kvserve/local": {"alias": "kvserve"}},
+        "workspace": str(home / "project"),
+    }
+    configuration = {
+        "agents": {"defaults": defaults},
+        "models": {"mode": "merge", "providers": {"kvserve": provider}},
+    }
+    return OpenClaw(_home(home, ".openclaw/openclaw.json", configuration))
+
+
+def _home(home: Path, file: str, configuration: Mapping[str, Any]) -> Path:
+    settings = home / file
+    settings.parent.mkdir(parents=True)
+    settings.write_text(json.dumps(configuration), "utf-8")
+    (home / "project").mkdir()
+    return home

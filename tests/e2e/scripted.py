@@ -1,0 +1,152 @@
+"""A server in this process, with LiteLLM in front, whose model says what a script wants: a call of a tool with these
+arguments, or this text. It changes the grammars of requests and nothing else.
+
+The model is real and small, its tokens are drawn and its KV is computed as ever; a grammar leaves it one text to write,
+in whatever tokens it likes. Where the prompt has opened a thinking block, the model first thinks freely for a while.
+"""
+
+import contextlib
+import io
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import kvserve.pipeline
+from kvserve.app import App
+from kvserve.config import Launch, Settings
+from kvserve.core import Grammar, ToolChoice, ToolSpec, Turn
+from kvserve.output.grammar import build_grammar, quote
+from kvserve.pipeline import RunningTurn, ServedModel
+from kvserve.telemetry.log import parse_line
+from kvserve.telemetry.terminal import Terminal
+from tests.e2e.servers import PROXY_START_SECONDS, wait_until
+from tests.proxy.stubs import free_port
+
+NUM_THINKING_TOKENS = 24
+NEVER = -100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The model calls this tool of the client, with exactly these arguments (texts)."""
+
+    tool: str
+    arguments: Mapping[str, str]
+
+    def grammar(self, options: Mapping[str, Any]) -> Grammar | None:
+        """The grammar of a forced call whose arguments leave no choice."""
+        properties = {key: {"enum": [value]} for key, value in self.arguments.items()}
+        schema = {"type": "object", "properties": properties, "required": list(properties)}
+        only = ToolSpec(self.tool, None, {**schema, "additionalProperties": False})
+        return build_grammar(**{**options, "tools": (only,), "tool_choice": ToolChoice("function", self.tool)})
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """The model writes this text."""
+
+    text: str
+
+    def grammar(self, options: Mapping[str, Any]) -> Grammar:
+        """The grammar of the text, behind the end of thinking where the prompt has begun it."""
+        thinking = options["thinking"]
+        if thinking is None or not thinking.opened:
+            return Grammar(f"start: {quote(self.text)}")
+        return Grammar(rf"start: /\n{{0,2}}/ {quote(self.text)}", thinking.closing_ids, thinking.max_num_tokens)
+
+
+type Step = Call | Say
+
+
+@dataclass(frozen=True, slots=True)
+class TracedTurn:
+    """What the server wrote into its trace about one request."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    prompt: str
+
+    @property
+    def reuse(self) -> float:
+        return self.num_cached_tokens / self.num_prompt_tokens
+
+
+@dataclass
+class ScriptedServer:
+    """A running server and the steps that it has yet to make, one for each request that brings tools."""
+
+    app: App
+    model: Path
+    proxy_port: int
+    log_root: Path
+    screen: io.StringIO
+    steps: list[Step] = field(default_factory=list)
+    num_unscripted: int = 0
+
+    def build_grammar(self, **options: Any) -> Grammar | None:
+        """Stands in for the pipeline's own: the next step's grammar."""
+        thinking = options["thinking"]
+        if thinking is not None:
+            # A thinking block that the prompt has not opened would be the model's to open; it never comes to that.
+            thinking = replace(thinking, max_num_tokens=NUM_THINKING_TOKENS) if thinking.opened else None
+        step: Step = Say("Nothing.")
+        if options["tools"] and self.steps:
+            step = self.steps.pop(0)
+        else:
+            self.num_unscripted += 1
+        return step.grammar({**options, "thinking": thinking})
+
+    def serve(self, turn: Turn, served: ServedModel) -> RunningTurn:
+        """Stands in for the app's own: an answer ends with the token that ends a turn, as with trained models.
+
+        One with random weights would end half of its answers with the other token, which no template writes.
+        """
+        _, *others = json.loads((self.model / "generation_config.json").read_text("utf-8"))["eos_token_id"]
+        bias = tuple((int(token), NEVER) for token in others)
+        return App.serve(self.app, replace(turn, sampling=replace(turn.sampling, logit_bias=bias)), served)
+
+    def turns(self) -> list[TracedTurn]:
+        """Every request so far, in the order in which they ended."""
+        lines = [line for path in self.log_root.glob("*/*.log") for line in path.read_text("utf-8").splitlines()]
+        events = [event for event in map(parse_line, lines) if event.name == "turn"]
+        return [
+            TracedTurn(int(f["num_prompt_tokens"]), int(f["num_cached_tokens"]), str(f["prompt"]))
+            for f in sorted((dict(event.fields) for event in events), key=lambda fields: str(fields["time"]))
+        ]
+
+    def wait_for_turns(self, number: int) -> list[TracedTurn]:
+        """The requests, once so many have their line; it is written just after the last byte of the answer."""
+        return wait_until(lambda: found if len(found := self.turns()) >= number else None, 10, self.screen.getvalue)
+
+    def counters(self) -> dict[str, int]:
+        """The correctness counters."""
+        return dict(json.loads(json.dumps(self.app.cache_report()))["counters"])
+
+
+@contextlib.contextmanager
+def scripted_server(folder: Path, model: Path) -> Iterator[ScriptedServer]:
+    """The server on a model's folder, ready on LiteLLM's port; all other settings are the defaults."""
+    values: dict[str, Any] = {name: row.default for name, row in Settings.model_fields.items()}
+    proxy_port = free_port()
+    values |= {"model_path": str(model), "mlx_port": 0, "proxy_port": proxy_port, "proxy_startup_wait_seconds": 0}
+    values |= {"state_dir": folder / "state", "log_root": folder / "logs", "disk_cache_dir": folder / "kv"}
+    settings = Settings(_env_file=None, **values)  # type: ignore[call-arg]
+    screen = io.StringIO()
+    app = App(Launch(settings, False, True, "on", dict(os.environ)), Terminal(Console(file=screen, width=200)))
+    server = ScriptedServer(app, model, proxy_port, folder / "logs", screen)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvserve.pipeline, "build_grammar", server.build_grammar)
+        patch.setattr(app, "serve", server.serve)
+        try:
+            app.start(threading.Event())
+            wait_until(lambda: app.health()[1]["proxy"] == "ready", PROXY_START_SECONDS, screen.getvalue)
+            yield server
+        finally:
+            app.stop()

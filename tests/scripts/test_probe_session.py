@@ -1,0 +1,55 @@
+"""The session probe against a real server: each of its conversations, and what it says when one goes wrong."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvserve.core import Turn
+from tests.scripts.conftest import addresses, run_script
+from tests.serving import AppUnderTest
+
+SHORT = ["--system-chars", "1000", "--max-tokens", "8"]
+NUM_TURNS_BEFORE_THE_EDIT = 4
+
+
+@pytest.mark.parametrize("mode", ["normal", "drift"])
+def test_a_history_that_means_the_same_is_reused(server: AppUnderTest, mode: str) -> None:
+    """Each turn reuses the whole prompt before it."""
+    done = run_script("probe_session.py", mode, *addresses(server), *SHORT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAIL" not in done.stdout
+    assert done.stdout.count(" tokens reused of the ") == {"normal": 3, "drift": 12}[mode]
+
+
+@pytest.mark.parametrize("mode", ["semantic", "insert"])
+def test_a_changed_history_is_computed_again(server: AppUnderTest, mode: str) -> None:
+    """Reuse ends at the change, and the answer is that of a server that has seen nothing."""
+    done = run_script("probe_session.py", mode, *addresses(server), *SHORT, "--clear-cache")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for sentence in ("reuse ends at the change", "the answer is the one of an empty cache"):
+        assert f"ok    {sentence}" in done.stdout
+
+
+def test_a_turn_that_loses_more_than_allowed_is_exit_code_1(server: AppUnderTest) -> None:
+    """With a slack below zero not even perfect reuse is enough; the sentence says what was missed."""
+    done = run_script("probe_session.py", "normal", *addresses(server), *SHORT, "--slack-tokens", "-100000")
+    assert done.returncode == 1
+    assert "FAIL  turn 2: " in done.stdout
+
+
+def test_a_wrong_answer_is_exit_code_1(server: AppUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server whose answer depends on what it has seen before is found out."""
+    real = server.app.serve
+    num_turns = 0
+
+    def forgetful(turn: Turn, served: Any) -> Any:
+        nonlocal num_turns
+        num_turns += 1
+        messages = turn.messages[:-2] if num_turns == NUM_TURNS_BEFORE_THE_EDIT + 1 else turn.messages
+        return real(replace(turn, messages=messages), served)
+
+    monkeypatch.setattr(server.app, "serve", forgetful)
+    done = run_script("probe_session.py", "semantic", *addresses(server), *SHORT)
+    assert done.returncode == 1
+    assert 'FAIL  the answer is the one of "cache_mode": "prefix"' in done.stdout
