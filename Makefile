@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 SOURCES := kvserve tests scripts benchmarks install_and_run.py start_llm.py
 PRESENT := $(wildcard $(SOURCES))
 
-.PHONY: setup lint format test check e2e bench
+.PHONY: setup lint format test check e2e bench bench-clients
 
 setup:
 	@python3 install_and_run.py --setup-only --dev
@@ -28,3 +28,6 @@ e2e: setup
 
 bench: setup
 	$(PYTHON) -m benchmarks
+
+bench-clients: setup
+	$(PYTHON) -m benchmarks --only open_loop --only own_turn

@@ -19,7 +19,9 @@ from benchmarks import (
     known_prefix,
     memory,
     mixed_lengths,
+    open_loop,
     own_time,
+    own_turn,
     restore,
     reuse,
     sharing,
@@ -31,17 +33,19 @@ from benchmarks.client import BenchmarkError
 from benchmarks.figure import Figure, markdown_table
 
 BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
-    "throughput": (throughput.run, 5),
+    "throughput": (throughput.run, 4),
     "own_time": (own_time.run, 5),
     "first_token": (first_token.run, 5),
     "stall": (stall.run, 3),
     "mixed_lengths": (mixed_lengths.run, 5),
     "warm_turn": (warm_turn.run, 7),
     "known_prefix": (known_prefix.run, 9),
+    "own_turn": (own_turn.run, 9),
     "restore": (restore.run, 25),
     "sharing": (sharing.run, 3),
     "memory": (memory.run, 1),
     "reuse": (reuse.run, 1),
+    "open_loop": (open_loop.run, 1),
     "checkpoint_budget": (checkpoint_budget.run, 1),
     "eviction": (eviction_simulator.run, 1),
 }

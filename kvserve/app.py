@@ -218,6 +218,8 @@ class App:
 
     def _banner(self, served: ServedModel) -> BannerFacts:
         warnings = [f"{key} is set, but what it controls is not there yet" for key in self._settings_without_effect()]
+        if self._settings.normalize_write_tool_content_for_prompt:
+            warnings.append("The model does not see the contents of its past write calls, only their digests.")
         if (support := served.engine.status.cache_support) is not None:
             warnings += support.notes
         if self._proxy is not None and self._proxy.state.status != "ready":

@@ -272,13 +272,17 @@ class GenerationTiming:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDone:
-    """The row left the engine without an error. `num_generated_tokens` counts the stop token too, if there was one."""
+    """The row left the engine without an error. `num_generated_tokens` counts the stop token too, if there was one.
+
+    `is_trim_miss`: more of the prompt was known than could be used, for want of a checkpoint.
+    """
 
     reason: StopReason
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
     timing: GenerationTiming
+    is_trim_miss: bool = False
 
 
 @dataclass(frozen=True, slots=True)

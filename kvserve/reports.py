@@ -52,6 +52,7 @@ def explanation_body(explanation: Explanation) -> JsonObject:
         "rules": list(explanation.rules),
         "first_difference": asdict(difference) if difference is not None else None,
         "before": explanation.before,
+        "hybrid_trim_miss": int(explanation.is_trim_miss),
         "exact_key_rejected_by_model_lcp": int(explanation.is_rejection),
     }
 
@@ -75,8 +76,8 @@ def trace_fields(finished: FinishedTurn) -> dict[str, Any]:
         fields |= {"branch": finished.branch.branch_id, "parent_branch": finished.branch.parent_id}
     if explanation is not None:
         body = explanation_body(explanation)
-        fields |= {name: body[name] for name in ("source", "cause", "rules", "first_difference")}
-        fields["exact_key_rejected_by_model_lcp"] = body["exact_key_rejected_by_model_lcp"]
+        told = ("source", "cause", "rules", "first_difference", "hybrid_trim_miss", "exact_key_rejected_by_model_lcp")
+        fields |= {name: body[name] for name in told}
     if reading is not None:
         fields["stable_prefix_msg_count"] = reading.num_known_messages
         fields["cache_key_delta_chars"] = reading.num_normalised_chars

@@ -232,7 +232,9 @@ class RunningTurn:
             reading.tools_digest,
             self._template_arguments(),
         )
-        return explain(asked, reading.before, reading.rules_fired, self._num_cached_tokens)
+        done = self._answer.done
+        is_trim_miss = done is not None and done.is_trim_miss
+        return explain(asked, reading.before, reading.rules_fired, self._num_cached_tokens, is_trim_miss=is_trim_miss)
 
     def _facts(self, error: RequestError | None, explanation: Explanation | None) -> RequestFacts:
         answer, done = self._answer, self._answer.done

@@ -21,6 +21,8 @@ _MAX_EXACT_INTEGER = 2**53
 """Below it a double holds every integer exactly: a client whose numbers are doubles cannot tell 1.0 from 1."""
 
 
+_WHITE_SPACE = " \t\r\n"
+
 _MAX_MEMOISED_CHARS = 2_000
 """Calls that write whole files are not worth their memory."""
 
@@ -80,9 +82,11 @@ def _text_part(block: TextBlock, role: Role, names: frozenset[str], rules: RuleS
     if spans:
         canonical = canonical_text(block.text, spans)
         return Part(block, TextBlock(canonical) if canonical else None, _fired(spans), spans)
-    if not block.text and "empty_content" in names:
-        return Part(block, None, ("empty_content",))
-    return Part(block, block)
+    text = block.text.strip(_WHITE_SPACE) if "answer_edges" in names else block.text
+    fired = ("answer_edges",) if text != block.text else ()
+    if not text and "empty_content" in names:
+        return Part(block, None, (*fired, "empty_content"))
+    return Part(block, TextBlock(text) if fired else block, fired)
 
 
 def _fired(spans: tuple[Span, ...]) -> tuple[str, ...]:

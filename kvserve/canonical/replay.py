@@ -64,12 +64,12 @@ def replay(
 
 
 def _replay_assistant(fresh: Message, seen: Message, rules: RuleSet, in_history: bool) -> Replayed:
-    """Equal but for thinking, call ids and the JSON text of arguments."""
+    """Equal but for thinking, white space around text, call ids and the JSON text of arguments."""
     notes = _Notes()
     spoken = iter(
         [
-            _replay_call(mine, theirs, rules, in_history, notes)
-            for mine, theirs in zip(_spoken(fresh), _spoken(seen), strict=True)
+            _replay_spoken(mine, theirs, rules, in_history, notes)
+            for mine, theirs in zip(_spoken(fresh, rules), _spoken(seen, rules), strict=True)
         ]
     )
     thinking, seen_thinking = _thinking(fresh), _thinking(seen)
@@ -77,28 +77,32 @@ def _replay_assistant(fresh: Message, seen: Message, rules: RuleSet, in_history:
     if thinking != seen_thinking:
         (notes.fired if restores else notes.as_sent).add("thinking")
     if restores:
-        order = [block for block in seen.blocks if isinstance(block, ThinkingBlock) or not _is_unspoken(block)]
+        order = [block for block in seen.blocks if isinstance(block, ThinkingBlock) or not _is_unspoken(block, rules)]
     else:
         order = list(fresh.blocks)
-    blocks = tuple(block if _is_unspoken(block) else next(spoken) for block in order)
+    blocks = tuple(block if _is_unspoken(block, rules) else next(spoken) for block in order)
     return notes.result(Message(fresh.role, blocks, fresh.name))
 
 
-def _is_unspoken(block: Block) -> bool:
+def _is_unspoken(block: Block, rules: RuleSet) -> bool:
     """Whether nothing stands for this block of an assistant's message in identity."""
-    return isinstance(block, ThinkingBlock) or (isinstance(block, TextBlock) and not block.text)
+    if isinstance(block, TextBlock):
+        return canonical_blocks(lay_out(Message("assistant", (block,)), rules)) in ((), (TextBlock(""),))
+    return isinstance(block, ThinkingBlock)
 
 
-def _spoken(message: Message) -> list[Block]:
-    return [block for block in message.blocks if not _is_unspoken(block)]
+def _spoken(message: Message, rules: RuleSet) -> list[Block]:
+    return [block for block in message.blocks if not _is_unspoken(block, rules)]
 
 
 def _thinking(message: Message) -> list[str]:
     return [block.text for block in message.blocks if isinstance(block, ThinkingBlock)]
 
 
-def _replay_call(fresh: Block, seen: Block, rules: RuleSet, in_history: bool, notes: _Notes) -> Block:
+def _replay_spoken(fresh: Block, seen: Block, rules: RuleSet, in_history: bool, notes: _Notes) -> Block:
     if not isinstance(fresh, ToolCallBlock) or not isinstance(seen, ToolCallBlock):
+        if fresh != seen:
+            notes.as_sent.add("answer_edges")
         return fresh
     if fresh.call_id != seen.call_id:
         notes.as_sent.add("call_ids")

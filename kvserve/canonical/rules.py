@@ -27,6 +27,15 @@ RULES: tuple[Rule, ...] = (
         "Clients strip it or echo it as they like; where it is missing the model reads again what it wrote.",
     ),
     Rule(
+        "answer_edges",
+        "message",
+        "never",
+        _ASSISTANT,
+        "white space at both ends of an assistant's text",
+        "Servers and clients trim it as they like; where nothing else moved it is the same answer.",
+        is_fixed=True,
+    ),
+    Rule(
         "call_arguments",
         "message",
         "always",

@@ -228,6 +228,7 @@ class PrefixCache:
         tail = len(row.request.prompt) - row.request.message_starts[-1].offset if row.request.message_starts else 0
         if match.num_trim_missed_tokens > TRIM_MISS_TOLERANCE_TOKENS + tail:
             self._num_hybrid_trim_misses += 1
+            row.is_trim_miss = True
 
     # --- limits, idle work, reports -----------------------------------------------------------------------------------
 

@@ -76,6 +76,7 @@ class Row:
     prefill_started_at: float | None = None
     first_token_at: float | None = None
     num_cached_tokens: int = 0
+    is_trim_miss: bool = False
     generated: list[int] = field(default_factory=list)
     num_generator_failures: int = 0
     failure: Exception | None = None
@@ -123,6 +124,7 @@ class Row:
                 num_cached_tokens=self.num_cached_tokens,
                 num_generated_tokens=len(self.generated) + num_hidden_tokens,
                 timing=GenerationTiming(started - self.submitted_at, first - started, now - first),
+                is_trim_miss=self.is_trim_miss,
             )
         )
         self.on_end()

@@ -16,6 +16,7 @@ type Cause = Literal[
     "nothing lost",
     "new conversation",
     "not kept",
+    "no checkpoint",
     "tools changed",
     "template arguments changed",
     "volatile value",
@@ -80,14 +81,22 @@ class Explanation:
     first_difference: Difference | None
     before: RequestId | None
     is_rejection: bool
+    is_trim_miss: bool
 
 
-def explain(asked: Asked, before: TurnRecord | None, rules: RulesFired, num_cached_tokens: int) -> Explanation:
-    """Compare a request with the one before it (None: nothing of its conversation is known)."""
+def explain(
+    asked: Asked, before: TurnRecord | None, rules: RulesFired, num_cached_tokens: int, *, is_trim_miss: bool = False
+) -> Explanation:
+    """Compare a request with the one before it (None: nothing of its conversation is known).
+
+    `is_trim_miss`: the engine knew more of the prompt than it had a checkpoint for.
+    """
     shared = packed_common_length(before.packed_ids, pack_ids(asked.ids)) if before is not None else 0
     difference = first_difference(before.messages, asked.messages) if before is not None else None
     cause = _cause(asked, before, rules, num_cached_tokens, shared, difference)
-    is_lost = cause not in ("nothing lost", "new conversation", "not kept")
+    if cause == "not kept" and is_trim_miss:
+        cause = "no checkpoint"
+    is_lost = cause not in ("nothing lost", "new conversation", "not kept", "no checkpoint")
     moved = rules.behind(difference) if difference is not None and cause == "volatile value" else frozenset()
     return Explanation(
         request_id=asked.request_id,
@@ -100,6 +109,7 @@ def explain(asked: Asked, before: TurnRecord | None, rules: RulesFired, num_cach
         first_difference=difference if is_lost else None,
         before=before.request_id if before is not None else None,
         is_rejection=bool(rules.num_rejected) and is_lost,
+        is_trim_miss=is_trim_miss,
     )
 
 

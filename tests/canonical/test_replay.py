@@ -330,9 +330,37 @@ def test_thinking_that_was_added_is_rendered_as_sent() -> None:
     assert replay(echo, bare, in_history=True).message == echo
 
 
+@pytest.mark.parametrize("edges", [("\n\n", "\n\n"), ("", " "), (" \t", "\r\n")])
+def test_white_space_around_an_answer_is_as_sent_and_the_thinking_comes_back(edges: tuple[str, str]) -> None:
+    """A server or a client that trims answers loses nothing by it: the text is the client's, the rest the model's."""
+    wrote = assistant(ThinkingBlock("Hm."), TextBlock("Now  I\nread."), ToolCallBlock("a", "read", '{"n": 1}'))
+    text = TextBlock(f"{edges[0]}Now  I\nread.{edges[1]}")
+    echo = assistant(text, ToolCallBlock("a", "read", '{"n":1}'))
+    assert canonicalise(echo).digest == canonicalise(wrote).digest
+    result = replay(echo, wrote, in_history=True)
+    assert result.message == assistant(ThinkingBlock("Hm."), text, ToolCallBlock("a", "read", '{"n": 1}'))
+    assert (result.fired, result.as_sent) == ({"thinking", "call_arguments"}, {"answer_edges"})
+
+
+def test_white_space_alone_beside_calls_is_no_text() -> None:
+    """An answer whose text is empty and one whose text is a line end are the same answer."""
+    call = ToolCallBlock("a", "read", "{}")
+    for one, other in product(
+        (assistant(call), assistant(TextBlock("\n\n"), call), assistant(TextBlock(""), call)), repeat=2
+    ):
+        assert canonicalise(one).digest == canonicalise(other).digest
+        assert replay(one, other, in_history=True).message == one
+
+
+def test_white_space_inside_an_answer_counts() -> None:
+    """Only the ends are trimmed: another line in the middle is another answer, and so is a user's other space."""
+    assert canonicalise(assistant(TextBlock("a  b"))).digest != canonicalise(assistant(TextBlock("a b"))).digest
+    assert canonicalise(user("a ")).digest != canonicalise(user("a")).digest
+
+
 def test_texts_of_assistants_have_no_spans() -> None:
     """An answer that quotes a reminder or tells the time is the model's own text."""
-    for text in (TODO + "x", "Current time is 10:00", EVERYTHING):
+    for text in (TODO + "x", "Current time is 10:00", EVERYTHING.strip()):
         assert canonicalise(assistant(TextBlock(text))).message == assistant(TextBlock(text))
         assert replay(assistant(TextBlock("x")), assistant(TextBlock(text)), in_history=True).message == assistant(
             TextBlock("x")

@@ -1,0 +1,244 @@
+"""A served model without the model: the real path of a request around an engine that plays back what was written.
+
+Parsing, identity, rendering, stitching, the prefix cache with its checkpoints, the reading of the answer and what is
+remembered are the server's own; KV has no bytes and tokens cost nothing. It knows no client and judges nothing.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from benchmarks.recordings import Reply, Request
+from kvserve.config import Settings
+from kvserve.core import GenerationRequest, RequestId
+from kvserve.engine.model import LoadedModel, load
+from kvserve.engine.prefix_cache import PrefixCache, Tenancy
+from kvserve.engine.row_bytes import RowBytes
+from kvserve.engine.rows import Generation, Row
+from kvserve.identity import Conversations
+from kvserve.output.formats import select_format
+from kvserve.pipeline import ServedModel, serve_turn
+from kvserve.prompt.boundaries import learn_markers
+from kvserve.prompt.stitch import Stitcher
+from kvserve.prompt.template import ChatTemplate
+from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
+from kvserve.protocols.openai_chat import parse_chat
+from kvserve.running import FinishedTurn, Observer, RunningTurn
+from kvserve.wiring import engine_settings, identity_settings, request_defaults
+
+CONTEXT_TOKENS = 2**20
+UNLIMITED_BYTES = 2**40
+TAIL_TOKENS = 8
+"""A generation tail's last tokens, in which a thinking tag can stand open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the server says of a request: its prompt's tokens, how many it knew, and why not more."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    cause: str | None
+
+
+class _Layers:
+    """Caches of one layer that cannot be cut and holds one number, or of none at all."""
+
+    def __init__(self, *, is_cuttable: bool) -> None:
+        self._is_cuttable = is_cuttable
+
+    def make_cache(self) -> list[Any]:
+        """Caches of one row."""
+        if self._is_cuttable:
+            return []
+        cache: Any = ArraysCache(size=1)
+        cache[0] = mx.zeros(1)
+        return [cache]
+
+
+class PlaybackEngine:
+    """Does with a row's cache what the engine does: `submit` looks a prompt up, `answer` writes the rest of the row.
+
+    `script` gives an answer's token ids and its stop token, None for a client that leaves before the answer.
+    """
+
+    def __init__(self, model: LoadedModel, settings: Settings) -> None:
+        self._model = model
+        self._settings = engine_settings(settings).cache
+        self._entered: tuple[Tenancy, list[Any]] | None = None
+        self.script: Callable[[GenerationRequest], tuple[list[int], int] | None] = lambda request: None
+        self.cache = self._emptied()
+
+    def _emptied(self) -> PrefixCache:
+        return PrefixCache(self._model, self._settings, UNLIMITED_BYTES, "model-free")
+
+    def forget(self) -> None:
+        """Begin with an empty cache."""
+        self.cache = self._emptied()
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Let a row enter; it waits for `answer`."""
+        row = Row(Generation(request), lambda: None)
+        tenancy, caches, row.num_cached_tokens = self.cache.enter(row)
+        self._entered = tenancy, caches
+        return row.generation
+
+    def answer(self) -> None:
+        """The row that entered last: its prefill, what was written, and the idle work after it."""
+        if self._entered is None:
+            return
+        (tenancy, caches), self._entered = self._entered, None
+        row = tenancy.row
+        for stop in tenancy.stops:
+            self.cache.keep(tenancy, caches, stop.offset)
+        row.report_progress(len(row.request.prompt))
+        written = self.script(row.request)
+        if written is None:
+            row.finish("cancelled")
+        else:
+            ids, stop_token = written
+            for token in ids:
+                row.deliver(token)
+            self.cache.finish(tenancy, caches, [*row.request.prompt.ids, *ids, stop_token])
+            row.finish("stop", num_hidden_tokens=1)
+        self.cache.leave(tenancy)
+        while self.cache.coalesce():
+            pass
+
+
+class ModelFree:
+    """One model's template and tokenizer behind the server's own code, with default settings and memory without end."""
+
+    def __init__(self, folder: Path, *, is_cuttable: bool) -> None:
+        settings = Settings()
+        tokenizer = load_tokenizer(folder)
+        template = ChatTemplate(tokenizer)
+        markers = learn_markers(tokenizer, template)
+        module: Any = _Layers(is_cuttable=is_cuttable)
+        model = replace(load(folder, max_kv_size=CONTEXT_TOKENS), module=module, sizes=RowBytes(fixed=0, per_token=0))
+        added = frozenset(token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
+        self.engine = PlaybackEngine(model, settings)
+        self._settings = settings
+        self._told: FinishedTurn | None = None
+        engine: Any = self.engine
+        self.served = ServedModel(
+            name="model-free",
+            tokenizer=tokenizer,
+            template=template,
+            markers=markers,
+            stitcher=Stitcher.of(tokenizer, template, markers),
+            conversations=Conversations(identity_settings(settings)),
+            output_format=select_format("auto", tokenizer.chat_template or "", added, None),
+            added_tokens=added,
+            engine=engine,
+            defaults=request_defaults(settings),
+            vocab_size=model.vocab_size,
+            context_limit=CONTEXT_TOKENS,
+            observe=Observer(lambda *_: None, self._finished),
+        )
+
+    def forget(self) -> None:
+        """Begin anew: no KV, no conversations, nothing tokenised."""
+        self.engine.forget()
+        served = self.served
+        stitcher = Stitcher.of(served.tokenizer, served.template, served.markers)
+        conversations = Conversations(identity_settings(self._settings))
+        self.served = replace(served, stitcher=stitcher, conversations=conversations)
+
+    def serve(self, request: Request, number: int) -> Told:
+        """A request from its body to the end of its answer."""
+        return self.end(self.start(json.dumps(request.body).encode(), request, number))
+
+    def start(self, body: bytes, request: Request, number: int) -> RunningTurn:
+        """The part of it that comes before the answer, from the bytes of the body on."""
+        self.engine.script = lambda asked: _written(self.served, asked, request.reply)
+        chat = parse_chat(json.loads(body), request.headers, self.served.defaults, RequestId(f"free{number}"))
+        return serve_turn(chat.turn, self.served)
+
+    def end(self, running: RunningTurn) -> Told:
+        """The rest of it: the answer as it was written, and what is remembered."""
+        self.engine.answer()
+        for _ in running.events(poll_seconds=0.0):
+            pass
+        told = self._told
+        assert told is not None
+        explanation = told.explanation
+        return Told(
+            told.facts.num_prompt_tokens,
+            told.facts.num_cached_tokens,
+            explanation.cause if explanation is not None else None,
+        )
+
+    def _finished(self, turn: FinishedTurn) -> None:
+        self._told = turn
+
+
+# --- what the model wrote --------------------------------------------------------------------------------------------
+
+
+def _written(served: ServedModel, asked: GenerationRequest, reply: Reply | None) -> tuple[list[int], int] | None:
+    """The ids of an answer behind this prompt, and the stop token that ends it."""
+    if reply is None:
+        return None
+    tokenizer = served.tokenizer
+    tail = tokenizer.decode(asked.prompt.ids[-TAIL_TOKENS:]).rstrip()
+    text = f"{_thinking(reply, tail, served)}{reply.content}"
+    calls = "".join(_calls(reply, served.output_format.name))
+    if calls:
+        text += ("\n" if reply.content else "") + calls
+    return list(tokenizer.encode(text)), _stop_token(tokenizer, bool(calls))
+
+
+def _thinking(reply: Reply, tail: str, served: ServedModel) -> str:
+    """The reasoning in the tags of the think format, of which the prompt may have written some."""
+    is_glm = served.output_format.name == "glm"
+    opening, closing = ("<think>", "</think>") if is_glm else ("<think>\n", "\n</think>\n\n")
+    if tail.endswith("</think>"):
+        return ""
+    if tail.endswith("<think>"):
+        return f"{reply.reasoning}{closing}"
+    return f"{opening}{reply.reasoning}{closing}" if reply.reasoning and _thinks(served) else ""
+
+
+def _thinks(served: ServedModel) -> bool:
+    return served.template.accepts_thinking
+
+
+def _calls(reply: Reply, form: str) -> Iterator[str]:
+    """Each call in the form that the model was trained to write."""
+    for position, (name, arguments) in enumerate(reply.calls):
+        gap = "\n" if position else ""
+        given = json.loads(arguments or "{}")
+        match form:
+            case "glm":
+                pairs = "".join(
+                    f"<arg_key>{key}</arg_key><arg_value>{_bare(value)}</arg_value>" for key, value in given.items()
+                )
+                yield f"<tool_call>{name}{pairs}</tool_call>"
+            case "qwen_coder":
+                pairs = "".join(f"<parameter={key}>\n{_bare(value)}\n</parameter>\n" for key, value in given.items())
+                yield f"{gap}<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>"
+            case _:
+                text = json.dumps({"name": name, "arguments": given}, ensure_ascii=False)
+                yield f"{gap}<tool_call>\n{text}\n</tool_call>"
+
+
+def _bare(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+ENDS = (("<|im_end|>", "<|im_end|>"), ("<end_of_turn>", "<end_of_turn>"), ("<|user|>", "<|observation|>"))
+"""The token that ends an answer, and one with calls, by family: the pair that a vocabulary has counts."""
+
+
+def _stop_token(tokenizer: Tokenizer, has_calls: bool) -> int:
+    for ends in ENDS:
+        token = tokenizer.token_id(ends[has_calls])
+        if token is not None and token in tokenizer.stop_token_ids:
+            return token
+    raise ValueError("No known stop token is in this vocabulary.")

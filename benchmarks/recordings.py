@@ -1,0 +1,113 @@
+"""Requests that real clients sent, as bodies of `/v1/chat/completions`: recorded sessions, the corpus of conversations.
+
+They lie in `shared/` in or beside the repository. It knows the two forms of these files and no server.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RECORDED_CLIENTS = (
+    "pi-0.87-qwen",
+    "pi-0.87-plain-reasoning",
+    "openclaw-2026.9.6",
+    "openclaw-2026.9.6-toolloop",
+    "opencode",
+)
+"""The recordings with an OpenAI body."""
+
+IMAGES = "webvoyager_images"
+
+type Wire = dict[str, Any]
+"""A JSON object as it goes over the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the model wrote. `calls` are name and the JSON text of the arguments."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def message(self) -> Wire:
+        """The assistant's message that says this, calls with arguments as an object."""
+        calls = [
+            {"type": "function", "function": {"name": name, "arguments": json.loads(arguments or "{}")}}
+            for name, arguments in self.calls
+        ]
+        thinking = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {"role": "assistant", "content": self.content, **thinking, **({"tool_calls": calls} if calls else {})}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request and its answer; `reply` None where the client left before one came."""
+
+    body: Wire
+    reply: Reply | None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def messages(self) -> list[Wire]:
+        return list(self.body["messages"])
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Requests of one client in the order in which they came; several agents may take turns in it."""
+
+    client: str
+    name: str
+    requests: tuple[Request, ...]
+
+
+def shared_folder(root: Path = REPOSITORY) -> Path | None:
+    """Where recordings and corpus are, if they are there."""
+    return next((folder for base in (root, root.parent) if (folder := base / "shared").is_dir()), None)
+
+
+def read_recordings(shared: Path) -> Iterator[Conversation]:
+    """The recorded sessions."""
+    for client in RECORDED_CLIENTS:
+        rows = [json.loads(file.read_text("utf-8")) for file in sorted((shared / "recordings" / client).glob("*.json"))]
+        if rows:
+            yield Conversation(client, client, tuple(_recorded(row) for row in rows))
+
+
+def read_corpus(shared: Path) -> Iterator[Conversation]:
+    """The conversations of the corpus, less those with images."""
+    for file in sorted((shared / "corpus").glob("*.jsonl")):
+        if file.stem == IMAGES:
+            continue
+        for line in file.read_text("utf-8").splitlines():
+            record = json.loads(line)
+            pool, tools = record["pool"], record.get("tools") or []
+            requests = tuple(_collected(pool, tools, request) for request in record["requests"])
+            yield Conversation(file.stem, record["id"], requests)
+
+
+def _recorded(row: Wire) -> Request:
+    headers = {name.lower(): value for name, value in row["headers"]}
+    reply = row.get("reply") or {}
+    said = Reply(reply.get("reasoning") or "", reply.get("content") or "", _calls(reply.get("tool_calls")))
+    return Request(row["body"], said if reply and not row["disconnected"] else None, headers)
+
+
+def _collected(pool: Sequence[Wire], tools: Sequence[Wire], request: Wire) -> Request:
+    body: Wire = {"model": "corpus", "messages": [pool[number] for number in request["messages"]], "stream": True}
+    if tools:
+        body["tools"] = list(tools)
+    if request.get("reply") is None:
+        return Request(body, None)
+    said = pool[request["reply"]]
+    reply = Reply(said.get("reasoning_content") or "", said.get("content") or "", _calls(said.get("tool_calls")))
+    return Request(body, reply)
+
+
+def _calls(calls: Sequence[Wire] | None) -> tuple[tuple[str, str], ...]:
+    return tuple((call["function"]["name"], call["function"]["arguments"]) for call in calls or ())

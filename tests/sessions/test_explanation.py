@@ -1,0 +1,107 @@
+"""Why a request reused what it did: each cause from a pair of requests, and what is told of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvserve.core import Message, RequestId, TextBlock
+from kvserve.sessions.explanation import Asked, Explanation, RulesFired, explain
+from kvserve.sessions.explanations import ExplanationBook
+from kvserve.sessions.seen import Seen, TurnRecord, pack_ids
+
+MESSAGES = (Message("system", (TextBlock("S"),)), Message("user", (TextBlock("question"),)))
+ANSWER = Message("assistant", (TextBlock("answer"),))
+PROMPT, EMITTED = tuple(range(300)), tuple(range(1000, 1020))
+
+
+def before(**changes: Any) -> TurnRecord:
+    """A request of 300 tokens, its messages at 0, 100 and the tail at 290, and its answer of 20."""
+    values: dict[str, Any] = {
+        "request_id": RequestId("one"),
+        "session": None,
+        "leaf": Seen(None, b"c", MESSAGES[0], None, 0),
+        "messages": (*MESSAGES, ANSWER),
+        "tools": (),
+        "tools_digest": b"t",
+        "packed_ids": pack_ids(PROMPT, EMITTED),
+        "num_prompt_tokens": len(PROMPT),
+        "starts": (0, 100, 290),
+        "template_arguments": {},
+        "fired": frozenset(),
+    }
+    return TurnRecord(**(values | changes))
+
+
+def asked(
+    messages: Sequence[Message] = (*MESSAGES, ANSWER, MESSAGES[1]),
+    ids: Sequence[int] = (*PROMPT, *EMITTED, *range(2000, 2030)),
+    arguments: Mapping[str, object] | None = None,
+    tools: bytes = b"t",
+) -> Asked:
+    return Asked(RequestId("two"), messages, ids, tools, arguments or {})
+
+
+def edited(offset: int) -> tuple[int, ...]:
+    """The prompt with one other token."""
+    return (*PROMPT[:offset], 9999, *PROMPT[offset + 1 :])
+
+
+OTHER = (MESSAGES[0], Message("user", (TextBlock("quest!on"),)), ANSWER)
+
+
+@pytest.mark.parametrize(
+    ("request_now", "rules", "num_cached", "cause"),
+    [
+        (asked(), RulesFired(), 320, "nothing lost"),
+        (asked(), RulesFired(), 100, "not kept"),
+        (asked(OTHER, edited(120)), RulesFired(), 100, "message changed"),
+        (asked(MESSAGES, PROMPT[:200]), RulesFired(), 199, "nothing lost"),
+        (asked(MESSAGES[:1], (*PROMPT[:100], 77)), RulesFired(), 100, "nothing lost"),
+        (
+            asked(OTHER, edited(120)),
+            RulesFired(as_sent=frozenset({"clock"}), num_known_messages=2),
+            100,
+            "volatile value",
+        ),
+        (asked(OTHER, edited(120)), RulesFired(dropped={1: "carrier"}), 100, "volatile value"),
+        (asked(ids=edited(50), tools=b"u"), RulesFired(), 48, "tools changed"),
+        (asked(ids=edited(50), arguments={"x": 1}), RulesFired(), 48, "template arguments changed"),
+        (asked(ids=edited(120)), RulesFired(), 100, "written differently by the template"),
+    ],
+)
+def test_the_cause(request_now: Asked, rules: RulesFired, num_cached: int, cause: str) -> None:
+    """Each difference has its name."""
+    assert explain(request_now, before(), rules, num_cached).cause == cause
+
+
+def test_a_missing_checkpoint_is_named() -> None:
+    """What was known and could not be used is told apart from what was evicted."""
+    assert explain(asked(), before(), RulesFired(), 100, is_trim_miss=True).cause == "no checkpoint"
+
+
+def test_a_first_request_has_nothing_before_it() -> None:
+    """Nothing known; tokens that are there all the same come from somewhere else."""
+    fresh = explain(asked(), None, RulesFired(), 0)
+    assert (fresh.cause, fresh.source, fresh.before) == ("new conversation", "nothing", None)
+    assert explain(asked(), None, RulesFired(), 50).source == "another conversation with the same beginning"
+
+
+def test_the_difference_and_the_rules_are_told() -> None:
+    """Message, character and texts of the first difference; the rules that let it count as the same."""
+    rules = RulesFired(replayed=frozenset({"ids"}), as_sent=frozenset({"clock"}), num_known_messages=2)
+    told = explain(asked(OTHER, edited(120)), before(), rules, 100)
+    assert told.first_difference is not None and told.first_difference.message_index == 1
+    assert told.rules == ("clock", "ids") and told.source == "request one" and told.num_shared_tokens == 120
+
+
+def test_an_identity_that_promised_too_much_is_counted() -> None:
+    """Equal canonically, not for the model, and no rule says why: a rejection, if tokens were lost by it."""
+    lost = explain(asked(OTHER, edited(120)), before(), RulesFired(num_known_messages=3, num_rejected=1), 100)
+    kept = explain(asked(), before(), RulesFired(num_known_messages=3, num_rejected=1), 320)
+    assert lost.is_rejection and not kept.is_rejection
+    book = ExplanationBook(max_entries=1)
+    for explanation in (lost, replace(kept, request_id=RequestId("three"))):
+        book.put(explanation)
+    assert book.num_rejections == 1 and book.get("two") is None and isinstance(book.get("three"), Explanation)
