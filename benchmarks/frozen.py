@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from benchmarks.recordings import Request, Wire
-from benchmarks.reuse_oracle import CONVENTIONS, Computed, Convention, possible_reuse
+from benchmarks.reuse_oracle import CONVENTIONS, Computed, Convention, common_prefix, possible_reuse
 
 FROZEN: Mapping[str, tuple[re.Pattern[str], str]] = {
     "cch": (re.compile(r"\bcch=[0-9a-f]*"), "cch=0"),
@@ -72,9 +73,22 @@ class FrozenOracle:
         reusable = possible_reuse(prompt, known, ends, is_cuttable=self._convention.is_cuttable)
         self._computed.add(prompt)
         if request.reply is not None:
-            whole = [*messages, _template_form(request.reply.message)]
-            self._computed.add(self._ids(whole, tools, thinking=thinking, is_open=False))
+            self._answered(prompt, [*messages, _template_form(request.reply.message)], tools, thinking=thinking)
         return Possible(len(prompt), reusable)
+
+    def _answered(self, prompt: list[int], whole: list[Wire], tools: Sequence[Wire], *, thinking: bool) -> None:
+        """The answer was computed too: as the template writes it at the end and, where that goes on from this very
+        prompt, as it writes it before other messages (at the end some put an empty thinking block before it)."""
+        self._computed.add(self._ids(whole, tools, thinking=thinking, is_open=False))
+        role = "tool" if whole[-1].get("tool_calls") else "user"
+        later, other = (
+            self._ids([*whole, {"role": role, "content": said}], tools, thinking=thinking, is_open=False)
+            for said in ("Amber lake", "Violet moon")
+        )
+        parting = common_prefix(later, other)
+        end = max((offset + 1 for offset in range(parting) if later[offset] in self._ends), default=0)
+        if later[: len(prompt)] == prompt:
+            self._computed.add(later[:end])
 
     def _ids(self, messages: Sequence[Wire], tools: Sequence[Wire], *, thinking: bool, is_open: bool) -> list[int]:
         """The tokens of the template's text; what stands between two special tokens is tokenised once."""
@@ -96,9 +110,16 @@ class FrozenOracle:
     def _message_ends(
         self, prompt: Sequence[int], messages: Sequence[Wire], tools: Sequence[Wire], *, thinking: bool
     ) -> list[int]:
-        """Offsets behind which a message is over: after its closing token, and after a system text that is folded into
-        the first user message."""
+        """Offsets behind which a message is over: after its closing token, after a system text that is folded into the
+        first user message, and where messages are joined because turns must alternate."""
         ends = [offset + 1 for offset, token in enumerate(prompt) if token in self._ends]
+        if self._convention.alternates:  # another may follow in the same turn: the words end before the token
+            ends += [end - 1 for end in ends]
+            roles = ["user" if message["role"] == "tool" else message["role"] for message in messages]
+            for number, pair in enumerate(pairwise(roles), 1):
+                if pair == ("user", "user"):
+                    part = self._ids(messages[:number], tools, thinking=thinking, is_open=False)
+                    ends.append(common_prefix(prompt, part))
         if self._convention.folds_system and messages[0]["role"] == "system":
             probe = Computed()
             probe.add(self._ids([messages[0], _user("Amber lake")], tools, thinking=thinking, is_open=True))

@@ -296,6 +296,7 @@ class App:
         """Forget everything that is kept. Raises NotReady."""
         served = self._loaded
         served.conversations.clear()
+        self._explanations.clear()
         served.engine.clear_cache()
 
     @property

@@ -200,9 +200,9 @@ class MessageStart:
 class Written:
     """An assistant's turn that the model wrote here, so that its exact tokens can be said again.
 
-    `message` is what the answer was parsed to, `prefix_ids` the end of the prompt from its last message's opener on
-    (the generation tail), `ids` what the model emitted after it, without the stop token. `opens_reasoning`: the tail
-    ended inside an opened thinking block.
+    `message` is what the answer was parsed to, `prefix_ids` the end of the prompt from the start of the message that
+    the model went on with (the generation tail), `ids` what the model emitted after it, without the stop token.
+    `opens_reasoning`: the tail ended inside an opened thinking block.
     """
 
     message: Message

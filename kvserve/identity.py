@@ -51,7 +51,9 @@ class IdentitySettings:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A turn that was recognised. `messages` and `tools` are what is to be rendered.
+    """A turn that was recognised: `messages` as the model is to see them, with the `tools`.
+
+    `rendered` are the messages to render: the same, unless past `write` calls are to be shown without their content.
 
     `chains[i]` names the conversation up to and with message i. `known` is the deepest message that the model has seen,
     `before` the newest request that went through it. `writings` has one entry per assistant message: what the model
@@ -61,6 +63,7 @@ class Reading:
     """
 
     messages: tuple[Message, ...]
+    rendered: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     rules: RuleSet
     canonical: tuple[Canonical, ...]
@@ -84,9 +87,9 @@ class Reading:
         return next(index + 1 for index in reversed(range(len(self.chains))) if self.chains[index] == self.known.chain)
 
     @property
-    def lasting_messages(self) -> tuple[Message, ...]:
-        """The messages as the next request will repeat them: less those that have no part in identity."""
-        pairs = zip(self.messages, self.canonical, strict=True)
+    def lasting(self) -> tuple[Message, ...]:
+        """What is rendered as the next request will repeat it: less the messages that have no part in identity."""
+        pairs = zip(self.rendered, self.canonical, strict=True)
         return tuple(message for message, canonical in pairs if canonical.message is not None)
 
     @property
@@ -152,6 +155,7 @@ class Conversations:
         root = (self.partition(turn.session) or "").encode()
         reading = Reading(
             messages=turn.messages,
+            rendered=turn.messages,
             tools=turn.tools,
             rules=rules,
             canonical=canonical,
@@ -165,8 +169,8 @@ class Conversations:
         if turn.session.cache_mode == "full":
             reading = self._replayed(reading, turn.session.session_id)
         if self._settings.digests_writes:
-            reading = replace(reading, messages=with_write_content_digested(reading.messages))
-        return reading
+            return replace(reading, rendered=with_write_content_digested(reading.messages))
+        return replace(reading, rendered=reading.messages)
 
     def partition(self, session: SessionHint) -> str | None:
         """Whose records and limits a request has: its session's, if sessions are kept apart."""

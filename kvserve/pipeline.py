@@ -133,14 +133,13 @@ def _message_starts(turn: Turn, reading: Reading, served: ServedModel, stitched:
     starts = stitched.message_starts
 
     def parting(messages: tuple[Message, ...]) -> int:
-        other = _stitch(turn, replace(reading, messages=messages), served)[1]
+        other = _stitch(turn, replace(reading, rendered=messages), served)[1]
         return common_length(stitched.ids, other.ids)
 
-    lasting = reading.lasting_messages
-    if len(lasting) < len(reading.messages):
-        starts = (*starts, MessageStart(parting(lasting), is_user=False))
-    first = reading.messages[0]
-    if first.role == "system" and len(reading.messages) > 1 and starts and starts[0].is_user:
+    if len(reading.lasting) < len(reading.rendered):
+        starts = (*starts, MessageStart(parting(reading.lasting), is_user=False))
+    first = reading.rendered[0]
+    if first.role == "system" and len(reading.rendered) > 1 and starts and starts[0].is_user:
         end_of_system = parting((first, Message("user", (TextBlock(_NOBODY_SAYS),))))
         starts = (replace(starts[0], is_user=False), MessageStart(end_of_system, is_user=True), *starts[1:])
     return tuple(sorted(set(starts), key=lambda start: start.offset))
@@ -149,15 +148,16 @@ def _message_starts(turn: Turn, reading: Reading, served: ServedModel, stitched:
 def _stitch(turn: Turn, reading: Reading, served: ServedModel) -> tuple[PromptText, Stitched]:
     """The text of a turn and its ids."""
     preserve = turn.thinking.preserve
+    tools = reading.tools if turn.tool_choice.mode != "none" else ()
     text = served.template.write(
-        reading.messages,
-        reading.tools if turn.tool_choice.mode != "none" else (),
+        reading.rendered,
+        tools,
         thinking=_is_thinking(turn, served),
         preserve_thinking=served.defaults.preserve_thinking if preserve is None else preserve,
         effort=turn.thinking.effort,
         template_arguments=turn.template_arguments,
     )
-    return text, served.stitcher.tokens(text, reading.writings, Says.under(served.output_format, reading.tools))
+    return text, served.stitcher.tokens(text, reading.writings, Says.under(served.output_format, tools))
 
 
 def _raw_prompt(turn: Turn, served: ServedModel) -> Prompt:

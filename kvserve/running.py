@@ -132,7 +132,7 @@ class RunningTurn:
             raise
         finally:
             self.cancel()
-            if error is None:
+            if error is None and (self._num_prefilled_tokens or self._emitted):
                 self._remember()  # a client that left in the middle asks again, or goes on from there
             self._observe.finished(self._finished(error))
 

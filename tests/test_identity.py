@@ -200,9 +200,11 @@ def test_write_contents_become_digests_and_stay_so() -> None:
     """NORMALIZE_WRITE_TOOL_CONTENT_FOR_PROMPT: what is rendered has no contents, and replay brings none back."""
     conversations = Conversations(IdentitySettings(DEFAULT_RULES, digests_writes=True))
     call = ToolCallBlock("c", "write", '{"path": "a", "content": "SECRET LINES"}')
-    wrote = Message("assistant", (call,))
+    wrote = Message("assistant", (ThinkingBlock("Hm."), call))
     answered(conversations, asked(SYSTEM, said("user", "Write.")), wrote)
-    history = (SYSTEM, said("user", "Write."), wrote, Message("tool", (ToolResultBlock("c", (TextBlock("ok"),)),)))
-    for _ in range(2):
+    result = Message("tool", (ToolResultBlock("c", (TextBlock("ok"),)),))
+    history = (SYSTEM, said("user", "Write."), Message("assistant", (call,)), result)
+    for _ in range(3):
         reading = answered(conversations, asked(*history), said("assistant", "Written."))
-        assert "SECRET" not in repr(reading.messages) and "sha256" in repr(reading.messages)
+        assert "SECRET" not in repr(reading.rendered) and "sha256" in repr(reading.rendered)
+        assert reading.rendered[2].blocks[0] == ThinkingBlock("Hm.") and reading.num_rejected == 0

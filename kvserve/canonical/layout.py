@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from typing import NoReturn
 
@@ -52,6 +53,11 @@ def canonical_blocks(layout: Layout) -> tuple[Block, ...]:
     return tuple([part.canonical for part in layout if part.canonical is not None])
 
 
+def trimmed(text: str) -> str:
+    """An assistant's text without white space at its ends."""
+    return text.strip(_WHITE_SPACE)
+
+
 def is_dropped(message: Message, rules: RuleSet) -> str | None:
     """The name of the rule that takes the whole message out of identity, if one does."""
     if len(message.blocks) != 1 or not isinstance(block := message.blocks[0], TextBlock):
@@ -82,7 +88,7 @@ def _text_part(block: TextBlock, role: Role, names: frozenset[str], rules: RuleS
     if spans:
         canonical = canonical_text(block.text, spans)
         return Part(block, TextBlock(canonical) if canonical else None, _fired(spans), spans)
-    text = block.text.strip(_WHITE_SPACE) if "answer_edges" in names else block.text
+    text = trimmed(block.text) if "answer_edges" in names else block.text
     fired = ("answer_edges",) if text != block.text else ()
     if not text and "empty_content" in names:
         return Part(block, None, (*fired, "empty_content"))
@@ -133,8 +139,12 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _number(text: str) -> float | int:
-    value = float(text)
-    return int(value) if abs(value) < _MAX_EXACT_INTEGER and value.is_integer() else value
+    value, written = float(text), Decimal(text)
+    if abs(value) < _MAX_EXACT_INTEGER and written == int(value):
+        return int(value)
+    if Decimal(repr(value)) != written:
+        raise ValueError("two numbers that round to one double are two numbers")
+    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -8,7 +8,7 @@ is rendered as the client sent it.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvserve.canonical.layout import Layout, Part, canonical_blocks, lay_out
+from kvserve.canonical.layout import Layout, Part, canonical_blocks, lay_out, trimmed
 from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.rules import DEFAULT_RULES
 from kvserve.canonical.spans import Span
@@ -87,7 +87,7 @@ def _replay_assistant(fresh: Message, seen: Message, rules: RuleSet, in_history:
 def _is_unspoken(block: Block, rules: RuleSet) -> bool:
     """Whether nothing stands for this block of an assistant's message in identity."""
     if isinstance(block, TextBlock):
-        return canonical_blocks(lay_out(Message("assistant", (block,)), rules)) in ((), (TextBlock(""),))
+        return not (trimmed(block.text) if "answer_edges" in rules else block.text)
     return isinstance(block, ThinkingBlock)
 
 

@@ -3,6 +3,7 @@
 Layers that keep keys and values of every token are quantised, others stay as they are; no model's name is known here.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -77,15 +78,19 @@ def _check_groups(group_size: int, widths: set[int]) -> None:
 
 
 def _run(module: Callable[..., Any], new_caches: Callable[[], list[Any]], quantiser: Quantiser) -> list[Any]:
-    """Two rows alone, then a step of both in one batch where caches can be merged; caches of the first alone."""
+    """Two rows alone, then a step of both in one batch where caches can be merged; caches of the first alone.
+
+    Caches that cannot be merged after all are decoded alone: that is for the check of all caches to find.
+    """
     rows = [quantiser.convert(new_caches()) for _ in _PROBED_LENGTHS]
     found = []
     for caches, length in zip(rows, _PROBED_LENGTHS, strict=True):
         found += [module(mx.zeros((1, size), dtype=mx.int32), cache=caches)[0, -1] for size in (length, 1)]
     mx.eval(found, [cache.state for caches in rows for cache in caches])
     if all(hasattr(cache, "merge") for cache in rows[0]):
-        batch = [layer[0].merge(list(layer)) for layer in zip(*rows, strict=True)]
-        found.append(module(mx.zeros((len(rows), 1), dtype=mx.int32), cache=batch))
+        with contextlib.suppress(Exception):
+            batch = [layer[0].merge(list(layer)) for layer in zip(*rows, strict=True)]
+            found.append(module(mx.zeros((len(rows), 1), dtype=mx.int32), cache=batch))
     if any(mx.isnan(logits).any().item() for logits in found):
         raise ValueError("logits are not numbers")
     return rows[0]

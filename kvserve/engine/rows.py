@@ -80,6 +80,7 @@ class Row:
     generated: list[int] = field(default_factory=list)
     num_generator_failures: int = 0
     failure: Exception | None = None
+    is_over: bool = False
 
     @property
     def request(self) -> GenerationRequest:
@@ -114,6 +115,7 @@ class Row:
 
     def finish(self, reason: StopReason, *, num_hidden_tokens: int = 0) -> None:
         """Tell the client that the row is over; `num_hidden_tokens` were generated but not delivered (a stop token)."""
+        self.is_over = True
         now = time.monotonic()
         started = self.prefill_started_at or now
         first = self.first_token_at or now
@@ -133,5 +135,6 @@ class Row:
         """Tell the client that the row failed; what is not ours already becomes an EngineFailure."""
         if not isinstance(error, KvserveError):
             error = EngineFailure(f"The model failed on this request: {type(error).__name__}: {error}")
+        self.is_over = True
         self.generation.put(GenerationFailed(error))
         self.on_end()

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -61,6 +62,7 @@ class Scheduler:
         self._budget = budget
         self._watchdog_seconds = watchdog_seconds
         self._report = report
+        self._rows: list[Row] = []
         self._waiting: deque[Row] = deque()
         self._arrivals: list[Arrival] = []
         self._prefilling: list[Prefill] = []
@@ -83,6 +85,8 @@ class Scheduler:
 
     def add(self, row: Row) -> None:
         """Queue a row behind those that wait."""
+        self._rows = [each for each in self._rows if not each.is_over]
+        self._rows.append(row)
         self._waiting.append(row)
 
     def tick(self) -> None:
@@ -107,8 +111,10 @@ class Scheduler:
         return self.cache.coalesce()
 
     def drain(self) -> list[Row]:
-        """Take every row out, whatever its stage; generators, caches and what was kept of prompts are thrown away."""
-        rows = [*self._waiting, *self._admitted_rows()]
+        """Take every row out, whatever its stage, also one that was on its way from one to the next when something
+        broke; generators, caches and what was kept of prompts are thrown away."""
+        rows = [row for row in self._rows if not row.is_over]
+        self._rows.clear()
         self._pool.discard()
         self._waiting.clear()
         self._arrivals.clear()
@@ -129,7 +135,10 @@ class Scheduler:
             if row in self._waiting:
                 self._waiting.remove(row)
             self._drop_arrival(row)
-            self._prefilling = [prefill for prefill in self._prefilling if prefill.row is not row]
+            for prefill in [prefill for prefill in self._prefilling if prefill.row is row]:
+                self._prefilling.remove(prefill)
+                if reason == "cancelled":
+                    self._keep_rest(prefill.tenancy, prefill.caches, prefill.tokens[: prefill.num_done])
             left = self._pool.remove(row)
             row.finish(reason)
             # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
@@ -272,16 +281,17 @@ class Scheduler:
     def _cross(self, crossing: Crossing) -> None:
         """A row has come to where quantised KV starts: what it has in full precision is kept, then it is converted."""
         left = crossing.left
-        self._keep_whole(left)
+        self._keep_rest(self._tenancies[left.row], left.caches, left.tokens)
         try:
             self._pool.enter(left.row, left.caches, crossing.decoder)
         except Exception as error:  # noqa: BLE001 - a row that cannot be converted touches no other
             left.row.fail(error)
             self._release(left.row, None)
 
-    def _keep_whole(self, left: Left) -> None:
+    def _keep_rest(self, tenancy: Tenancy, caches: list[Any], tokens: list[int]) -> None:
+        """Store all that a row has computed so far, whether a stop was planned there or not."""
         try:
-            self.cache.extend(self._tenancies[left.row], left.caches, left.tokens)
+            self.cache.extend(tenancy, caches, tokens)
         except Exception as error:  # noqa: BLE001 - the cache must never cost a healthy request
             self._report(f"KV could not be kept and will be computed again: {type(error).__name__}: {error}")
 
@@ -291,7 +301,10 @@ class Scheduler:
         self.cache.account_live(self._live_bytes())
         if tenancy is not None:
             self._end_tenancy(tenancy, left)
-        self.cache.make_room()
+        try:
+            self.cache.make_room()
+        except Exception as error:  # noqa: BLE001 - neighbours wait to be settled; the next row makes room again
+            self._report(f"Room could not be made in the prefix cache: {type(error).__name__}: {error}")
         if row.num_tokens >= LONG_ROW_TOKENS:
             mx.clear_cache()
 

@@ -387,3 +387,19 @@ def test_any_serialisation_of_arguments_is_the_same_call(arguments: dict[str, ob
     assert replay(echo, written, in_history=True).message == written
     changed = assistant(ToolCallBlock("a", "f", json.dumps({**arguments, "one more": 1})))
     assert replay(changed, written, in_history=True).message == changed
+
+
+@pytest.mark.parametrize(
+    ("wrote", "sends"),
+    [
+        ("1e400", "1e500"),
+        ("0.1", "0.1000000000000000055"),
+        ("12345678901234567.5", "12345678901234567.25"),
+        ("9007199254740993", "9007199254740992.0"),
+    ],
+)
+def test_numbers_that_round_to_one_double_are_two_numbers(wrote: str, sends: str) -> None:
+    """What a client sends is not taken for what the model wrote because a float cannot tell them apart."""
+    past, now = (Message("assistant", (ToolCallBlock("c", "f", f'{{"x": {value}}}'),)) for value in (wrote, sends))
+    assert canonicalise(past).digest != canonicalise(now).digest
+    assert replay(now, past, in_history=True).message == now

@@ -13,6 +13,7 @@ from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, Toke
 from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine import worker as worker_module
 from kvserve.engine.decode import DecodePool, Step
+from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Generation
 from kvserve.engine.worker import Engine
 from kvserve.errors import ContextOverflow, EngineFailure, MemoryExhausted, ModelLoadError, NotReady, QueueFull
@@ -277,6 +278,44 @@ def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.Mon
         for row in rows:
             collect(row)
     assert num_rows_per_step == [4]
+
+
+@pytest.mark.parametrize("broken", ["hold", "make_room"])
+def test_a_row_between_two_stages_is_not_lost_when_the_engine_breaks(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails in the cache while rows move on, every client hears of its row's end and its place is free."""
+    real = getattr(PrefixCache, broken)
+    failures = iter([True])
+
+    def failing(cache: PrefixCache, *args: object, **kwargs: object) -> object:
+        if next(failures, False):
+            raise RuntimeError("out of memory")
+        return real(cache, *args, **kwargs)
+
+    with running_engine() as engine:
+        monkeypatch.setattr(PrefixCache, broken, failing)
+        rows = [engine.submit(request(prompt_of(40, seed), 4)) for seed in range(3)]
+        ends = [collect(row, poll_seconds=10).end for row in rows]
+        assert all(isinstance(end, GenerationDone | GenerationFailed) for end in ends)
+        wait_for(lambda: engine.status.num_waiting == engine.status.num_prefilling == engine.status.num_decoding == 0)
+        [again] = generate(engine, request(prompt_of(40), 4))
+    assert isinstance(again.end, GenerationDone)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_what_a_cancelled_prefill_computed_is_kept(family: str) -> None:
+    """A client that gives up in the middle of its prompt and asks again starts from about where it was."""
+    with running_engine(family, prefill_step_size=64) as engine:
+        prompt = prompt_of(6000)
+        row = engine.submit(request(prompt, 4))
+        done = 0
+        for batch in row.batches(10):
+            done = max([done, *(event.num_done_tokens for event in batch if isinstance(event, PrefillProgress))])
+            if done >= 640:
+                row.cancel()
+        [again] = generate(engine, request(prompt, 4))
+    assert again.end.num_cached_tokens >= done >= 640  # type: ignore[union-attr]
 
 
 def test_progress_reaches_the_whole_prompt_but_its_last_token() -> None:
