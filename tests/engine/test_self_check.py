@@ -54,7 +54,7 @@ class Forwards:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_batched_and_kept_at_little_cost(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The families that mlx-lm can batch pass without a note, in some 25 short forward passes."""
+    """The families that mlx-lm can batch pass without a note, in some 33 short forward passes."""
     model = load(tiny_model(family), 131072)
     forwards = Forwards(monkeypatch, model)
     support = check_caches(model)
