@@ -33,7 +33,7 @@ from benchmarks.client import BenchmarkError
 from benchmarks.figure import Figure, markdown_table
 
 BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
-    "throughput": (throughput.run, 4),
+    "throughput": (throughput.run, 5),
     "own_time": (own_time.run, 5),
     "first_token": (first_token.run, 5),
     "stall": (stall.run, 3),

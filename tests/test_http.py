@@ -231,8 +231,8 @@ def test_a_silent_stream_says_nothing_from_time_to_time(tmp_path: Any) -> None:
         prompt = WORDS * 200  # long enough for several of them on a fast machine too
         chunks = chunks_of(app.post(CHAT_PATH, chat_body(prompt, stream=True, max_tokens=4)))
         deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-        assert len([delta for delta in deltas if delta == {"reasoning_content": ""}]) >= 2, deltas
+        assert len([delta for delta in deltas if delta == {"reasoning_content": ""}]) >= 3, deltas
         assert joined(chunks).content == app.chat(prompt, max_tokens=4).content
         body = plain_body(COMPLETION_PATH, prompt=f"Another {prompt}", stream=True)
         completion = chunks_of(app.post(COMPLETION_PATH, body))
-        assert len([chunk for chunk in completion if chunk["choices"][0]["text"] == ""]) >= 2
+        assert len([chunk for chunk in completion if chunk["choices"][0]["text"] == ""]) >= 3

@@ -10,8 +10,9 @@ from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from kvserve.engine.leaves import leaves
 from kvserve.engine.quantised import KvSettings, Quantiser, Scheme, Uniform
 from kvserve.engine.turboquant import Turbo
 from kvserve.errors import ModelLoadError
@@ -40,7 +41,7 @@ def try_quantising(
     if settings.bits is None:
         return None
     what = f"KV_BITS={settings.bits} with KV_QUANT_SCHEME={settings.scheme} cannot be used with this model"
-    whole: list[Any] = [leaf for leaf in _leaves(plain) if type(leaf) is KVCache]
+    whole: list[Any] = [leaf for leaf in leaves(plain) if type(leaf) is KVCache]
     if not whole:
         raise ModelLoadError(
             f"{what}: no layer of it keeps keys and values of every token, only sliding windows or recurrent states, "
@@ -100,7 +101,7 @@ def _notes(plain: Sequence[Any], settings: KvSettings) -> Iterator[str]:
     """One line for the layers that stay in full precision, if there are any."""
     staying: dict[str, list[int]] = {}
     for index, cache in enumerate(plain):
-        others = [leaf for leaf in _leaves([cache]) if type(leaf) is not KVCache]
+        others = [leaf for leaf in leaves([cache]) if type(leaf) is not KVCache]
         if others:
             kind = "sliding windows" if isinstance(others[0], RotatingKVCache) else "recurrent or unknown states"
             staying.setdefault(kind, []).append(index)
@@ -118,7 +119,3 @@ def _ranges(numbers: Sequence[int]) -> str:
     runs = [list(run) for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     ends = [(run[0][1], run[-1][1]) for run in runs]
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ends)
-
-
-def _leaves(caches: Sequence[Any]) -> list[Any]:
-    return [leaf for cache in caches for leaf in (_leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]

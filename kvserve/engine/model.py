@@ -4,7 +4,7 @@ It runs on the engine thread, which owns what it returns. Tokenizer and template
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.engine.kv_support import try_quantising
+from kvserve.engine.leaves import leaves
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
 from kvserve.engine.row_bytes import RowBytes
 from kvserve.errors import ModelLoadError
@@ -195,7 +196,7 @@ def _probe(folder: Path, config: Mapping[str, Any], module: Module) -> tuple[int
 def _sizes(caches: Sequence[Any]) -> tuple[float, int]:
     """KV bytes per token, and bytes that a row has whatever its length."""
     per_token, fixed = 0.0, 0
-    for cache in _leaves(caches):
+    for cache in leaves(caches):
         if isinstance(cache, ArraysCache):
             fixed += cache.nbytes
         elif isinstance(cache, RotatingKVCache):
@@ -203,10 +204,6 @@ def _sizes(caches: Sequence[Any]) -> tuple[float, int]:
         else:
             per_token += _bytes_per_token(cache)
     return per_token, fixed
-
-
-def _leaves(caches: Iterable[Any]) -> list[Any]:
-    return [leaf for cache in caches for leaf in (_leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]
 
 
 def _bytes_per_token(cache: Any) -> float:

@@ -13,6 +13,8 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import CacheList, KVCache, create_attention_mask
 
+from kvserve.engine.leaves import leaves
+
 type Packed = tuple[mx.array, ...]
 """Arrays of (rows, heads, tokens, width of their own): those of the keys, then as many of the values."""
 
@@ -100,7 +102,7 @@ class Quantiser:
     def convert(self, caches: list[Any]) -> list[Any]:
         """Pack every layer that keeps all its tokens; what is packed already, windows and states stay."""
         converted = [self._converted(cache) for cache in caches]
-        mx.eval([vars(leaf) for leaf in _leaves(converted) if isinstance(leaf, PackedCache)])
+        mx.eval([vars(leaf) for leaf in leaves(converted) if isinstance(leaf, PackedCache)])
         return converted
 
     def _converted(self, cache: Any) -> Any:
@@ -240,10 +242,6 @@ def _mark(cache: Any, scheme: Scheme) -> None:
     """mlx-lm's attention takes the keys of a cache that has `bits` for packed ones, whatever the value."""
     if isinstance(scheme, Uniform):
         cache.bits, cache.group_size = scheme.bits, scheme.group_size
-
-
-def _leaves(caches: Sequence[Any]) -> list[Any]:
-    return [leaf for cache in caches for leaf in (_leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]
 
 
 def _mapped(rows: Packed, change: Callable[[mx.array], mx.array]) -> Packed:

@@ -16,8 +16,9 @@ from typing import Any, Self
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
+from kvserve.engine.leaves import leaves
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.snapshot import CacheLayout
 from kvserve.errors import ModelLoadError
@@ -85,8 +86,8 @@ def check_caches(model: LoadedModel) -> CacheSupport:
     Raises what the model raises when a row is computed alone: then nothing can be done with it. Raises ModelLoadError
     where quantised KV needs a copy that cannot be made.
     """
-    leaves = _leaves(model.new_caches())
-    unknown = [leaf for leaf in leaves if not _is_known(leaf)]
+    tried = leaves(model.new_caches())
+    unknown = [leaf for leaf in tried if not _is_known(leaf)]
     named = {length for leaf in unknown for length in _lengths_named(leaf)}
     num_extra_tokens = max((length for length in named if length <= MAX_PROBED_TOKENS), default=0)
     tokens = _Tokens.of(min(997, model.vocab_size), LONG_ROW_TOKENS + num_extra_tokens)
@@ -95,7 +96,7 @@ def check_caches(model: LoadedModel) -> CacheSupport:
         no_batch = _why_not_batch(unknown, named) or _trouble(trial.batch)
         no_batch = no_batch or _why_not_packed(model, tokens, allows_noise=not unknown)
         no_copy = _trouble(trial.copies)
-    names = ", ".join(sorted({type(leaf).__name__ for leaf in unknown or leaves}))
+    names = ", ".join(sorted({type(leaf).__name__ for leaf in unknown or tried}))
     if no_batch and no_copy and (start := model.sizes.packed_from):
         raise ModelLoadError(
             f"QUANTIZED_KV_START={start} cannot be used with this model: a row that gets there is copied, and copies "
@@ -230,10 +231,6 @@ def _error(found: mx.array, expected: mx.array) -> float:
 
 
 # --- classes ----------------------------------------------------------------------------------------------------------
-
-
-def _leaves(caches: Iterable[Any]) -> list[Any]:
-    return [leaf for cache in caches for leaf in (_leaves(cache.caches) if isinstance(cache, CacheList) else [cache])]
 
 
 def _is_known(leaf: Any) -> bool:
