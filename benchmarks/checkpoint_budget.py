@@ -1,10 +1,12 @@
 """What a long tool loop on a hybrid model holds: the real tree and plan, payloads that are mere sizes, no model.
 
+A second loop elides: of all but its newest five results the client shows only that there was one, as SWE-agent does.
+
 python -m benchmarks.checkpoint_budget     the whole table
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from benchmarks.figure import Bound, Figure
@@ -72,6 +74,20 @@ class ToolLoop:
         match = self._serve(prompt, outline, TokenSequence(tuple(self.ids)))
         self._say("tool", num_result_tokens)
         return match
+
+    def elide(self, num_shown_results: int) -> int:
+        """The newest result that is not shown any more becomes a few tokens. Returns up to which message's end the next
+        prompt is what the last one was."""
+        results = [index for index, end in enumerate(self.ends) if end.role == "tool"]
+        if len(results) <= num_shown_results:
+            return len(self.ids)
+        index = results[-num_shown_results - 1]
+        start, end = self.ends[index - 1].offset, self.ends[index].offset
+        note = [next(self._tokens) for _ in range(NOTE_TOKENS)]
+        self.ids[start:end] = note
+        moved = end - start - len(note)
+        self.ends[index:] = [replace(each, offset=each.offset - moved) for each in self.ends[index:]]
+        return start
 
     def _serve(self, prompt: TokenSequence, outline: PromptOutline, whole: TokenSequence) -> Match:
         """Prefill `prompt` with the planned stops; `whole` is the prompt with the answer, which is replayed later."""
@@ -143,14 +159,7 @@ def run_tool_loop(
     max_checkpoint_bytes: int = 4 * GIB,
 ) -> LoopReport:
     """A tool loop of `num_turns` requests under a budget of RAM and of checkpoints."""
-    now = count()
-    tree = PrefixTree(
-        BlockHasher(16, "benchmark"),
-        Limits(max_bytes, max_checkpoint_bytes, max_entries=24, max_entries_per_owner=2),
-        needs_checkpoints=True,
-        cut_payload=lambda _payload, start, end: Sized((end - start) * sizes.kv_bytes_per_token),
-        clock=lambda: float(next(now)),
-    )
+    tree = _tree(sizes, max_bytes, max_checkpoint_bytes)
     loop = ToolLoop(tree, sizes, num_system_tokens=8000, num_user_tokens=300)
     for number in range(num_turns):
         loop.turn(num_answer_tokens=120 + number % 7 * 20, num_result_tokens=200 + number % 11 * 60)
@@ -172,6 +181,37 @@ def run_tool_loop(
     )
 
 
+def run_eliding_loop(
+    sizes: ModelSizes = QWEN_27B,
+    *,
+    num_turns: int = 60,
+    num_shown_results: int = 5,
+    max_bytes: int = 12 * GIB,
+    max_checkpoint_bytes: int = 4 * GIB,
+) -> tuple[int, int]:
+    """Peak bytes of such a loop, and how many tokens were computed again although the prompt before had them, up to a
+    message's end, at the same place."""
+    loop = ToolLoop(_tree(sizes, max_bytes, max_checkpoint_bytes), sizes, num_system_tokens=8000, num_user_tokens=300)
+    num_lost = num_same = 0
+    for number in range(num_turns):
+        match = loop.turn(num_answer_tokens=120 + number % 7 * 20, num_result_tokens=200 + number % 11 * 60)
+        num_lost += max(0, num_same - match.num_usable_tokens) if number else 0
+        # of a prompt that only grew the answer before the newest result is not yet at a place to start from
+        num_same = min(loop.elide(num_shown_results), loop.ends[-2].offset)
+    return loop.peak_bytes, num_lost
+
+
+def _tree(sizes: ModelSizes, max_bytes: int, max_checkpoint_bytes: int) -> PrefixTree:
+    now = count()
+    return PrefixTree(
+        BlockHasher(16, "benchmark"),
+        Limits(max_bytes, max_checkpoint_bytes, max_entries=24, max_entries_per_owner=2),
+        needs_checkpoints=True,
+        cut_payload=lambda _payload, start, end: Sized((end - start) * sizes.kv_bytes_per_token),
+        clock=lambda: float(next(now)),
+    )
+
+
 BUDGETS_GIB = ((6, 2), (8, 3), (12, 4))
 """RAM in all, and for checkpoints."""
 
@@ -181,7 +221,20 @@ def run(_num_rounds: int) -> list[Figure]:
     reports = {
         budget: run_tool_loop(max_bytes=budget * GIB, max_checkpoint_bytes=share * GIB) for budget, share in BUDGETS_GIB
     }
-    return [figure for budget, report in reports.items() for figure in _figures(budget, report)]
+    figures = [figure for budget, report in reports.items() for figure in _figures(budget, report)]
+    return [*figures, _eliding_figure(*BUDGETS_GIB[-1])]
+
+
+def _eliding_figure(budget: int, share: int) -> Figure:
+    peak, lost = run_eliding_loop(max_bytes=budget * GIB, max_checkpoint_bytes=share * GIB)
+    return Figure(
+        "checkpoint_budget",
+        f"60-turn tool loop that shows five results, 27B hybrid, {budget} GiB: tokens computed twice",
+        "",
+        (float(lost),),
+        Bound("at most", 0),
+        f"peak {peak / GIB:.2f} GiB",
+    )
 
 
 def _figures(budget: int, report: LoopReport) -> tuple[Figure, Figure]:
@@ -206,6 +259,10 @@ def _figures(budget: int, report: LoopReport) -> tuple[Figure, Figure]:
             f"of {report.num_tokens:,}; in the loop, at the next turn, from the user message, from the system prompt",
         ),
     )
+
+
+NOTE_TOKENS = 12
+"""What is left of a result that is not shown any more."""
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from kvserve.cache.records import BoundaryKind
 from kvserve.cache.token_run import image_around
 from kvserve.core import ImageSpan, Role
 
-NUM_NEWEST_MESSAGES = 8
+NUM_NEWEST_MESSAGES = 10
 MAX_STRIDE_TOKENS = 2048
 
 

@@ -106,6 +106,9 @@ class Eviction:
 class Limits:
     """Bounds of the RAM tier. `max_bytes` counts live rows too; 0 seconds mean no limit.
 
+    What is too old or too many is looked for when rows have ended, else at most every `check_seconds`. Entries of the
+    short class count as used again after `keep_alive_seconds` while their owner is not idle; 0 means never.
+
     Raises ValueError for a bound that leaves no room at all.
     """
 
@@ -115,6 +118,8 @@ class Limits:
     max_entries_per_owner: int
     ttl_seconds: float = 0.0
     owner_idle_seconds: float = 0.0
+    keep_alive_seconds: float = 0.0
+    check_seconds: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("max_bytes", "max_checkpoint_bytes", "max_entries", "max_entries_per_owner"):

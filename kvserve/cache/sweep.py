@@ -2,7 +2,8 @@
 
     expired -> entries over their limits -> checkpoints over their budget -> bytes over the budget
 
-Leaves go first, so what others share stays; nodes that a live row stands on never go.
+Leaves go first, so what others share stays; nodes that a live row stands on never go. Entries with a lifetime of their
+own that is not over are pinned: they go after all others.
 """
 
 import heapq
@@ -17,13 +18,18 @@ from kvserve.cache.store import Store
 from kvserve.cache.trie import Node
 
 PLAIN, BRANCH_POINT, NEWEST = 0, 1, 2
+PINNED = 1
+"""The level of a leaf that was asked to be kept; other leaves are PLAIN."""
+
+SHORT_CLASS_SECONDS = 300.0
+"""The shortest lifetime that clients ask for by a cache mark: an agent's user thinks longer than that now and then."""
 """Levels of a checkpoint; a lower one leaves first whatever it is worth. NEWEST: the newest two of a branch, its last
 user message, and the end of system and tools."""
 
 NUM_NEWEST_KEPT = 2
 
-CHECK_SECONDS = 1.0
-"""Looking at every node for what is too old or too many: when rows have ended, else at most this often."""
+KEEP_ALIVE_LOOK = 1 / 8
+"""What is to be kept alive is looked for this often, in units of the interval itself."""
 
 
 @dataclass(order=True, slots=True)
@@ -45,6 +51,7 @@ class Sweep:
         self._needs_checkpoints = needs_checkpoints
         self._now = 0.0
         self._check_at = -math.inf
+        self._keep_alive_at = -math.inf
         self._order = count()
 
     def expect_change(self) -> None:
@@ -54,8 +61,9 @@ class Sweep:
     def run(self, now: float, reserved_bytes: int, owners_seen_at: dict[str, float]) -> None:
         """Let leave what must. `reserved_bytes` are held by others; owners without entries are forgotten."""
         self._now = now
+        self._keep_alive(owners_seen_at)
         if now >= self._check_at:
-            self._check_at = now + CHECK_SECONDS
+            self._check_at = now + self._limits.check_seconds
             self._expire(owners_seen_at)
             self._limit_entries()
             self._forget_owners(owners_seen_at)
@@ -67,21 +75,44 @@ class Sweep:
     def _expire(self, owners_seen_at: dict[str, float]) -> None:
         """Leaves that nobody used for too long, and all entries of an owner who was not seen for too long."""
         for leaf in self._free_leaves():
-            owner = leaf.sequence_end.owner if leaf.sequence_end else None
-            idle_seconds = self._now - owners_seen_at.get(owner, self._now) if owner is not None else 0.0
-            if 0 < self._limits.owner_idle_seconds < idle_seconds:
+            own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else None
+            if own is None and self._is_owner_idle(leaf, owners_seen_at):
                 self._store.remove_leaves(exclusive_tail(leaf))
                 continue
             node = leaf
-            while node.parent is not None and not (node.children or node.leases) and self._is_expired(node):
+            while node.parent is not None and not (node.children or node.leases) and self._is_expired(node, own):
                 parent = node.parent
                 self._store.remove_leaves([node])
                 node = parent
 
-    def _is_expired(self, node: Node) -> bool:
-        own = node.sequence_end.ttl_seconds if node.sequence_end else None
-        ttl_seconds = self._limits.ttl_seconds if own is None else own
+    def _is_owner_idle(self, leaf: Node, owners_seen_at: dict[str, float]) -> bool:
+        owner = leaf.sequence_end.owner if leaf.sequence_end else None
+        idle_seconds = self._now - owners_seen_at.get(owner, self._now) if owner is not None else 0.0
+        return 0 < self._limits.owner_idle_seconds < idle_seconds
+
+    def _is_expired(self, node: Node, own: float | None) -> bool:
+        """`own` is the lifetime of the entry that the node serves, if it has one; a system's end serves others too."""
+        ttl_seconds = self._limits.ttl_seconds if own is None or node.kind == "system" else own
         return 0 < ttl_seconds < self._now - node.last_used_at
+
+    def _keep_alive(self, owners_seen_at: dict[str, float]) -> None:
+        """Entries of the short class count as used before they end, while their owner is not idle: no arrays move."""
+        seconds = self._limits.keep_alive_seconds
+        if not seconds or self._now < self._keep_alive_at:
+            return
+        self._keep_alive_at = self._now + seconds * KEEP_ALIVE_LOOK
+        for leaf in self._entries():
+            own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else None
+            is_due = own is not None and seconds < own <= SHORT_CLASS_SECONDS and self._is_pinned(leaf)
+            is_due = is_due and self._now - leaf.last_used_at >= seconds
+            if is_due and not self._is_owner_idle(leaf, owners_seen_at):
+                for node in leaf.path():
+                    node.last_used_at = self._now
+
+    def _is_pinned(self, leaf: Node) -> bool:
+        """Whether an entry was asked to be kept for a time that is not over."""
+        own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else None
+        return own is not None and self._now - leaf.last_used_at <= own
 
     def _limit_entries(self) -> None:
         """Per owner the least recently used entry leaves, over all owners the least valuable one."""
@@ -90,7 +121,8 @@ class Sweep:
             if node.sequence_end is not None and node.sequence_end.owner is not None:
                 by_owner.setdefault(node.sequence_end.owner, []).append(node)
         for entries in by_owner.values():
-            free = sorted((node for node in entries if not node.leases), key=lambda node: node.last_used_at)
+            free = [node for node in entries if not node.leases]
+            free.sort(key=lambda node: (self._is_pinned(node), node.last_used_at))
             for node in free[: max(len(entries) - self._limits.max_entries_per_owner, 0)]:
                 self._store.remove_leaves(exclusive_tail(node))
         entries = list(self._entries())
@@ -98,7 +130,7 @@ class Sweep:
             free = [node for node in entries if not node.leases]
             if not free:
                 return
-            worst = min(free, key=lambda node: self._score(self._entry_candidate(node)))
+            worst = min(free, key=lambda node: (self._is_pinned(node), self._score(self._entry_candidate(node))))
             entries.remove(worst)
             self._store.remove_leaves(exclusive_tail(worst))
 
@@ -216,6 +248,7 @@ class Sweep:
 
     def _ranked(self, node: Node, *, is_leaf: bool, level: int = PLAIN) -> _Ranked:
         candidate = self._leaf_candidate(node) if is_leaf else self._checkpoint_candidate(node)
+        level = PINNED if is_leaf and self._is_pinned(node) else level
         return _Ranked((level, self._score(candidate), next(self._order)), node, is_leaf)
 
     def _leaf_candidate(self, node: Node) -> Candidate:

@@ -12,8 +12,8 @@ the engine thread; what `stats()` returned may be read anywhere.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, merge_nodes, plan_run
@@ -34,7 +34,7 @@ from kvserve.cache.records import (
 )
 from kvserve.cache.store import CutPayload, Store
 from kvserve.cache.sweep import Sweep
-from kvserve.cache.token_run import TokenRun, image_around, pack
+from kvserve.cache.token_run import TokenRun, image_around, join, pack
 from kvserve.cache.trie import Lease, Node, Position, SequenceEnd, Trie
 from kvserve.core import TokenSequence
 
@@ -64,6 +64,24 @@ class Match:
     def num_trim_missed_tokens(self) -> int:
         """Tokens that match but are computed again, because no checkpoint is there (`hybrid_trim_miss`)."""
         return min(self.num_matched_tokens, max(self.num_prompt_tokens - 1, 0)) - self.num_usable_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPart:
+    """Rows of a path, with the state behind them and why there is a border; `kind` None: none was given."""
+
+    piece: Piece
+    state: State | None
+    kind: BoundaryKind | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPath:
+    """All that is kept of a prefix: its tokens, the names of their blocks, and the parts that cover them in order."""
+
+    run: TokenRun
+    chain: HashChain
+    parts: tuple[KeptPart, ...]
 
 
 class PrefixTree:
@@ -144,6 +162,12 @@ class PrefixTree:
             return True
         is_there = node.checkpoint is not None and node.end <= limit
         return is_there and image_around(tokens.images, node.end) is None
+
+    def known_depth(self, tokens: TokenSequence, *, partition: str = "") -> int:
+        """Tokens of a prompt that a row could start from; to ask is no use of them, and counts nowhere."""
+        named = self._names.name(tokens, partition)
+        position = self._trie.find(self._trie.root(partition), named.run, named.chain)
+        return self._usable(position, tokens)[0].depth
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -249,6 +273,23 @@ class PrefixTree:
             node.num_uses += num_uses
             node = node.parent
 
+    # --- what is kept, for another tier ------------------------------------------------------------------------------
+
+    def kept(self, lease: Lease) -> KeptPath | None:
+        """All that is kept of what a row stands on; None where it stands on nothing."""
+        return self._kept(lease.node) if lease.node.parent is not None and not lease.is_detached else None
+
+    def kept_paths(self) -> Iterator[KeptPath]:
+        """The same for every path from a root to a leaf. The tree must not change in between."""
+        return (self._kept(node) for node in self._trie.nodes() if not node.children)
+
+    def _kept(self, last: Node) -> KeptPath:
+        path = last.path()
+        run = join([node.tokens.part(node.start, node.end) for node in path])
+        hashes = tuple(name for node in path for name in node.hashes)
+        parts = (KeptPart(self._store.piece_of(node, node.end), self._store.state_of(node), node.kind) for node in path)
+        return KeptPath(run, replace(self._hasher.start(), hashes=hashes), tuple(parts))
+
     # --- limits -------------------------------------------------------------------------------------------------------
 
     def account_live(self, num_bytes: int) -> None:
@@ -293,6 +334,11 @@ class PrefixTree:
         merge_nodes(self._trie, run.nodes)
 
     # --- reports ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_ram_bytes(self) -> int:
+        """Bytes that RAM keeps, those that rows stand on included."""
+        return self._ram.num_bytes
 
     def stats(self) -> CacheStats:
         """A snapshot of what is held and was done."""

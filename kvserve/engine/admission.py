@@ -1,7 +1,10 @@
 """Who may enter: rows are admitted by number and by the bytes of KV that they will hold, padding included."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import mlx.core as mx
 
 from kvserve.engine.row_bytes import RowBytes
 
@@ -40,3 +43,14 @@ class Budget:
             return False
         held = sum(self.row_bytes(tokens) for tokens in reserved) + padding_bytes
         return held + self.row_bytes(num_tokens) <= self.max_bytes or not reserved
+
+
+def half_of_the_rest(weight_bytes: int) -> float:
+    """Half of the memory that the weights leave; the other half is for activations and everybody else."""
+    return max(2**28, (_memory_bytes() - weight_bytes) / 2)
+
+
+def _memory_bytes() -> int:
+    """Memory that MLX may use: the GPU's recommended working set or, on a CPU, the machine's memory."""
+    working_set = mx.device_info().get("max_recommended_working_set_size")
+    return int(working_set) if working_set else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -18,12 +18,14 @@ import mlx.core as mx
 
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline, Stop, plan_stops
+from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.in_flight import InFlight, Wait, plan_wait
 from kvserve.cache.records import BoundaryKind, CacheStats, Limits
 from kvserve.cache.token_run import TokenRun
 from kvserve.cache.tree import Match, PrefixTree
 from kvserve.cache.trie import Lease
-from kvserve.core import MessageStart, TokenSequence
+from kvserve.core import MessageStart, Reuse, ReuseTier, TokenSequence
+from kvserve.engine.disk_cache import DiskCache, DiskReport, Hold
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
@@ -46,16 +48,22 @@ class CacheSettings:
     max_entries_per_owner: int
     ttl_seconds: float
     owner_idle_seconds: float
+    keep_alive_seconds: float = 0.0
+    check_seconds: float = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class Tenancy:
-    """A row in the cache: what it stands on, where its prefill stops, and its prompt for rows that come after it."""
+    """A row in the cache: what it stands on, where its prefill stops, and its prompt for rows that come after it.
+
+    `is_stuck`: what it has computed cannot be taken in while it decodes.
+    """
 
     row: Row
     lease: Lease
     prompt: TokenRun
     stops: list[Stop] = field(default_factory=list)
+    is_stuck: bool = False
 
     def next_stop(self, num_done: int) -> int | None:
         """The first planned offset behind `num_done`."""
@@ -76,11 +84,13 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What `/v1/cache` tells: the tree's own figures and the engine's counters."""
+    """What `/v1/cache` tells: the tree's own figures, its budget for kept and live KV, and the engine's counters."""
 
     stats: CacheStats
     totals: Totals
     num_hybrid_trim_misses: int
+    max_bytes: int
+    disk: DiskReport | None = None
 
 
 class PrefixCache:
@@ -89,9 +99,12 @@ class PrefixCache:
     def __init__(self, model: LoadedModel, settings: CacheSettings, max_bytes: int, fingerprint: str) -> None:
         self._layout = CacheLayout(model.new_caches, model.quantiser)
         self._model = model
+        self._max_bytes = max_bytes
         self._needs_checkpoints = not self._layout.is_cuttable
+        self.hasher = BlockHasher(settings.block_size, fingerprint)
+        self._disk: DiskCache | None = None
         self._tree = PrefixTree(
-            BlockHasher(settings.block_size, fingerprint),
+            self.hasher,
             Limits(
                 max_bytes=max_bytes,
                 max_checkpoint_bytes=max(1, max_bytes // 2),
@@ -99,6 +112,8 @@ class PrefixCache:
                 max_entries_per_owner=settings.max_entries_per_owner,
                 ttl_seconds=settings.ttl_seconds,
                 owner_idle_seconds=settings.owner_idle_seconds,
+                keep_alive_seconds=settings.keep_alive_seconds,
+                check_seconds=settings.check_seconds,
             ),
             needs_checkpoints=self._needs_checkpoints,
             cut_payload=lambda payload, start, end: merged([(payload, start, end)]),  # type: ignore[list-item]
@@ -134,9 +149,9 @@ class PrefixCache:
         """Restore what is known of a row's tokens: its tenancy, live caches, and how many tokens they hold."""
         tokens = _tokens(row)
         match = self._tree.lookup(tokens)
-        self._count_misses(row, match)
-        lease = self._tree.acquire(match, owner=_owner(row))
-        if not self._model.cache_support.can_keep:
+        self._note_reuse(row, match)
+        lease = self._tree.acquire(match, owner=_owner(row), ttl_seconds=row.request.ttl_seconds)
+        if not self._model.cache_support.can_keep or row.request.ttl_seconds == 0:
             self._tree.release(lease)  # a row that stands on nothing leaves nothing behind, and nobody waits for it
         try:
             return self._restored(row, tokens, match, lease)
@@ -170,13 +185,33 @@ class PrefixCache:
             return stops
         return tuple(sorted((*stops, Stop(start, "stride")), key=lambda stop: stop.offset))
 
-    def hold(self, row: Row) -> Lease:
-        """Keep what a row will start from until it enters: room is made for it before it does."""
-        return self._tree.acquire(self._tree.lookup(_tokens(row)))
+    def hold(self, row: Row) -> Hold:
+        """Keep what a row will start from until it enters: room is made for it before it does. What only the disk has
+        of it begins to come back."""
+        tokens = _tokens(row)
+        if self._disk is not None:
+            return self._disk.hold(tokens)
+        return Hold(tokens, self._tree.acquire(self._tree.lookup(tokens)), is_settled=True)
 
-    def let_go(self, lease: Lease) -> None:
+    def is_restoring(self, hold: Hold) -> bool:
+        """Take in what the disk has given for a row so far; True while more is to come."""
+        return self._disk is not None and self._disk.advance(hold)
+
+    def answer_stride_tokens(self) -> int | None:
+        """After so many tokens of an answer the row is kept while it goes on; None: only at its end."""
+        return self._disk.answer_stride_tokens if self._disk is not None else None
+
+    def await_disk(self, seconds: float) -> None:
+        """Wait a moment for the disk: nothing else is to be done."""
+        if self._disk is not None:
+            self._disk.tier.wait(seconds)
+
+    def let_go(self, hold: Hold) -> None:
         """End a hold."""
-        self._tree.release(lease)
+        if self._disk is not None:
+            self._disk.let_go(hold)
+        else:
+            self._tree.release(hold.lease)
 
     def keep(self, tenancy: Tenancy, caches: Sequence[Any], num_done: int) -> None:
         """Take in what a prefill has computed up to the planned stop `num_done`; nothing where it does not stop."""
@@ -211,7 +246,7 @@ class PrefixCache:
     ) -> None:
         # Room is made first: the tier is never above its budget, not even for a moment.
         self.make_room(self._model.sizes.kept(tenancy.lease.num_tokens, end))
-        self._tree.extend(
+        extension = self._tree.extend(
             tenancy.lease,
             tokens,
             end,
@@ -219,18 +254,34 @@ class PrefixCache:
             take_state=(lambda: self._layout.read_state(caches)) if self._needs_checkpoints else None,  # type: ignore[arg-type, return-value]
             kind=kind,
         )
+        is_new = extension.num_new_tokens or extension.has_new_checkpoint
+        if self._disk is not None and is_new and (path := self._tree.kept(tenancy.lease)) is not None:
+            self._disk.save(path, extension.start)
 
     def _add_stop(self, tenancy: Tenancy, wait: Wait) -> None:
         if wait.is_new_stop:
             tenancy.stops = sorted([*tenancy.stops, Stop(wait.offset, "divergence")], key=lambda stop: stop.offset)
 
-    def _count_misses(self, row: Row, match: Match) -> None:
+    def _note_reuse(self, row: Row, match: Match) -> None:
+        """Say on the row what it starts from, and count where a checkpoint was missing."""
         tail = len(row.request.prompt) - row.request.message_starts[-1].offset if row.request.message_starts else 0
-        if match.num_trim_missed_tokens > TRIM_MISS_TOLERANCE_TOKENS + tail:
-            self._num_hybrid_trim_misses += 1
-            row.is_trim_miss = True
+        is_trim_miss = match.num_trim_missed_tokens > TRIM_MISS_TOLERANCE_TOKENS + tail
+        self._num_hybrid_trim_misses += is_trim_miss
+        if not row.generated:  # a row that enters again has its prompt from itself
+            tier: ReuseTier = "live row" if row.has_waited_for_row else "disk" if row.has_come_from_disk else "ram"
+            row.reuse = Reuse(
+                tier=tier if match.num_usable_tokens else "nothing",
+                num_matched_tokens=match.num_matched_tokens,
+                checkpoint=match.state.checkpoint.kind if match.state is not None else None,
+                is_trim_miss=is_trim_miss,
+            )
 
     # --- limits, idle work, reports -----------------------------------------------------------------------------------
+
+    def kept_tokens(self, tokens: TokenSequence) -> tuple[int, int]:
+        """How much of a conversation RAM has, and how much RAM or the disk has; to ask is no use of it."""
+        in_ram = self._tree.known_depth(tokens)
+        return in_ram, max(in_ram, self._disk.known_depth(tokens, self.hasher) if self._disk is not None else 0)
 
     def account_live(self, num_bytes: float) -> None:
         """Say what the live rows' own caches hold: they count in the budget."""
@@ -241,6 +292,11 @@ class PrefixCache:
         num_freed_bytes = self._tree.evict(int(num_needed_bytes)).num_freed_bytes
         if num_freed_bytes >= CLEAR_AFTER_BYTES:
             mx.clear_cache()
+
+    def do_disk_work(self) -> bool:
+        """Idle work: write what could not be written before and, where RAM is only lent, free it. Whether to ask again
+        at once."""
+        return self._disk is not None and (self._disk.save_lost() or self._disk.leave_ram(self._max_bytes))
 
     def coalesce(self) -> bool:
         """Idle work: join one run of small segments. Returns whether there was one."""
@@ -255,9 +311,40 @@ class PrefixCache:
         return True
 
     def clear(self) -> None:
-        """Forget everything that is kept; live rows go on."""
+        """Forget everything that RAM keeps; live rows go on."""
+        if self._disk is not None:
+            self._disk.abandon()
         self._tree.clear()
         mx.clear_cache()
+
+    def empty(self) -> None:
+        """Forget everything, on disk too; live rows go on."""
+        if self._disk is not None:
+            self._disk.tier.clear()
+        self.clear()
+
+    def use_disk(self, tier: DiskTier, *, is_ram_lent: bool = False) -> None:
+        """From now on what is kept is written to disk too, and comes back from there. `is_ram_lent`: RAM keeps what
+        rows need now, nothing else."""
+        self._disk = DiskCache(
+            tier,
+            self._tree,
+            needs_checkpoints=self._needs_checkpoints,
+            is_ram_lent=is_ram_lent,
+            make_room=self.make_room,
+        )
+
+    def measured_prefill(self, tokens_per_second: float | None) -> None:
+        """How fast this model computes: reading from disk must be faster to be worth it."""
+        if self._disk is not None and tokens_per_second is not None:
+            self._disk.tier.prefill_rate = tokens_per_second
+
+    def close_disk(self, timeout_seconds: float) -> None:
+        """Write what RAM has and the disk has not, and end the disk's thread."""
+        if self._disk is not None:
+            self._disk.save_lost()
+            self._disk.tier.close(timeout_seconds)
+            self._disk = None
 
     def forget(self) -> None:
         """Begin anew: nothing kept, nothing counted."""
@@ -265,8 +352,18 @@ class PrefixCache:
         self._totals = Totals()
         self._num_hybrid_trim_misses = 0
 
+    def held_bytes(self) -> tuple[int, int]:
+        """Bytes of KV in RAM and on disk, from any thread: numbers of about now."""
+        disk = self._disk  # the engine thread may close it meanwhile
+        return self._tree.num_ram_bytes, disk.tier.index.num_bytes() if disk is not None else 0
+
     def report(self) -> CacheReport:
-        return CacheReport(self._tree.stats(), self._totals, self._num_hybrid_trim_misses)
+        return CacheReport(
+            self._tree.stats(), self._totals, self._num_hybrid_trim_misses, self._max_bytes, self._disk_report()
+        )
+
+    def _disk_report(self) -> DiskReport | None:
+        return self._disk.report() if self._disk is not None else None
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant of the tree does not hold."""

@@ -5,6 +5,7 @@ Every leaf cache of a row is of one of three kinds, chosen by its class:
     cut      keys and values per token, any run of tokens can be read and put together again
     window   the last `max_size` rows of keys and values: a checkpoint, exact at its offset only
     whole    anything else (recurrent states, classes that nobody knows here): a copy of the object, likewise
+    none     what follows from the prompt (`RopeShift`): it is not kept, whoever restores a row says it anew
 
 Cut leaves may be quantised from some token on (`quantised`). What is kept then has two forms, full precision up to
 there and packed behind it, and a restored row has one: its first part is packed again, which gives the same rows.
@@ -24,8 +25,9 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from kvserve.engine.quantised import Packed, PackedCache, Quantiser
+from kvserve.engine.vision import RopeShift
 
-LeafKind = Literal["cut", "window", "whole"]
+LeafKind = Literal["cut", "window", "whole", "none"]
 
 TOKEN_AXIS = -2
 """Keys and values are (1, heads, tokens, width), quantised ones several such arrays."""
@@ -67,7 +69,7 @@ class CacheLayout:
     @property
     def is_cuttable(self) -> bool:
         """True when any prefix of a row can be restored from its segments alone."""
-        return all(kind == "cut" for kind in self._kinds)
+        return all(kind in ("cut", "none") for kind in self._kinds)
 
     def read_kv(self, caches: Sequence[Any], start: int, end: int) -> KvSlice:
         """Copy the KV of the tokens `[start, end)` out of a row's caches.
@@ -87,7 +89,7 @@ class CacheLayout:
         leaves = tuple(
             _detached_window(leaf) if kind == "window" else _detached(leaf)
             for leaf, kind in self._with_kinds(caches)
-            if kind != "cut"
+            if kind not in ("cut", "none")
         )
         if not leaves:
             return None
@@ -118,7 +120,7 @@ class CacheLayout:
             elif kind == "cut":
                 _fill(leaf, [_rows(piece, cut_index) for piece in plain], room)
                 cut_index += 1
-            else:
+            elif kind != "none":
                 self._replace(caches, position, copy.deepcopy(next(kept)))
         mx.eval([_everything(leaf) for leaf, _ in self._with_kinds(caches)])
         return caches
@@ -183,7 +185,7 @@ def _kind(leaf: Any) -> LeafKind:
         return "cut"
     if type(leaf) is RotatingKVCache and leaf.keep == 0:
         return "window"
-    return "whole"
+    return "none" if type(leaf) is RopeShift else "whole"
 
 
 def _leaves(caches: Sequence[Any]) -> list[Any]:

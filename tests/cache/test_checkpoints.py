@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.checkpoint_budget import GIB, run_tool_loop
+from benchmarks.checkpoint_budget import GIB, run_eliding_loop, run_tool_loop
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline, Stop, plan_stops
 from kvserve.core import ImageSpan
 
@@ -26,11 +26,11 @@ def plan(outline: PromptOutline, usable: int = 0, matched: int = 0, *, needs: bo
 
 
 def test_a_cold_agent_prompt_stops_where_agents_come_back() -> None:
-    """System + tools, the user message, the newest eight message ends, of which the last is before the tail."""
+    """System + tools, the user message, the newest ten message ends, of which the last is before the tail."""
     stops = plan(PromptOutline(2605, AGENT, system_end=480))
     kinds = {stop.offset: stop.kind for stop in stops}
     assert kinds[480] == "system" and kinds[600] == "user" and kinds[2600] == "tail"
-    newest = [1900, 2000, 2100, 2200, 2300, 2400, 2500, 2600]
+    newest = [1700, 1800, 1900, 2000, 2100, 2200, 2300, 2400, 2500, 2600]
     assert offsets(stops) == [480, 600, *newest]
 
 
@@ -122,3 +122,10 @@ def test_without_anchors_a_loop_would_lose_its_system_prompt() -> None:
     report = run_tool_loop(max_bytes=12 * GIB, max_checkpoint_bytes=2 * 147 * 2**20, num_turns=20)
     starts = (report.again_from_user.num_usable_tokens, report.new_conversation.num_usable_tokens)
     assert starts != (report.last_user_end, report.system_end)
+
+
+def test_a_client_that_elides_old_results_starts_before_the_one_it_elided() -> None:
+    """It shows its newest five results: the newest that it does not show any more is nine messages from the end."""
+    peak_bytes, num_lost = run_eliding_loop(num_turns=20)
+    assert num_lost == 0
+    assert peak_bytes <= 12 * GIB

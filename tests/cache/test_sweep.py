@@ -253,3 +253,111 @@ def test_where_a_conversation_goes_on_outlives_where_it_was() -> None:
         tree.evict()
     assert depth(tree, tokens(*range(100))) == 100
     assert tree.stats().ram_bytes <= budget
+
+
+# --- lifetimes of their own -------------------------------------------------------------------------------------------
+
+
+def store_for(tree: PrefixTree, prompt: TokenSequence, seconds: float | None, owner: str | None = None) -> None:
+    """Store a row's tokens with a lifetime of its own."""
+    lease = tree.acquire(tree.lookup(prompt), owner=owner, ttl_seconds=seconds)
+    tree.extend(lease, prompt, len(prompt), lambda start, end: Rows(prompt.ids[start:end]))
+    tree.mark_end(lease)
+    tree.release(lease)
+
+
+def test_a_lifetime_slides_and_overrides_the_general_limits() -> None:
+    """A short one ends before the general limit, a long one outlives it and its owner; each use counts anew."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, ttl_seconds=60, owner_idle_seconds=50), clock=clock)
+    store_for(tree, conversation(0), 20, "short")
+    store_for(tree, conversation(1), 600, "long")
+    store_for(tree, conversation(2), None, "none")
+    clock.now += 19
+    tree.release(tree.acquire(tree.lookup(conversation(0))))
+    clock.now += 19
+    tree.evict()
+    assert [depth(tree, conversation(number)) for number in range(3)] == [15, 15, 15]
+    clock.now += 21
+    tree.evict()
+    assert [depth(tree, conversation(number)) for number in range(3)] == [5, 15, 5]
+    clock.now += 600
+    tree.evict()
+    assert tree.stats().num_nodes == 0
+
+
+def test_what_a_short_entry_served_alone_leaves_with_it() -> None:
+    """The earlier turns of a conversation have no other use; the end of the system prompt does."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, ttl_seconds=600), needs_checkpoints=True, clock=clock)
+    store(tree, tokens(*range(30)), (5, 15, 30), kinds={5: "system"})
+    longer = tokens(*range(40))
+    lease = tree.acquire(tree.lookup(longer), ttl_seconds=20)
+    tree.extend(lease, longer, 40, lambda s, e: Rows(longer.ids[s:e]), lambda: WholeState(longer.ids))
+    tree.mark_end(lease)
+    tree.release(lease)
+    clock.now += 21
+    tree.evict()
+    assert depth(tree, longer) == 5
+
+
+def test_pins_leave_last_and_never_break_the_budget() -> None:
+    """Under pressure what nobody asked for leaves first, then the oldest pins; a lifetime that is over pins nothing."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, max_bytes=ROW_BYTES * 25), clock=clock)
+    store_for(tree, conversation(0), 300)
+    clock.now += 100
+    store_for(tree, conversation(1), 300)
+    clock.now += 100
+    store(tree, conversation(2))
+    tree.evict()
+    assert [depth(tree, conversation(number)) for number in range(3)] == [15, 15, 5]
+    tree.evict(num_needed_bytes=ROW_BYTES * 10)
+    assert [depth(tree, conversation(number)) for number in range(2)] == [5, 15]
+    tree.evict(num_needed_bytes=ROW_BYTES * 25)
+    assert tree.stats().ram_bytes == 0
+
+
+def test_pins_count_as_entries_and_leave_last() -> None:
+    """Over an owner's limit and over the global one the others leave first, and then pins too."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, max_entries_per_owner=1), clock=clock)
+    store_for(tree, conversation(0), 300, "mine")
+    clock.now += 1
+    store_for(tree, conversation(1), None, "mine")
+    tree.evict()
+    assert [depth(tree, conversation(number)) for number in range(2)] == [15, 5]
+    clock.now += 1
+    store_for(tree, conversation(2), 300, "mine")
+    tree.evict()
+    assert [depth(tree, conversation(number)) for number in range(3)] == [5, 5, 15]
+
+
+def test_the_short_class_is_kept_alive_while_its_owner_is_there() -> None:
+    """Five-minute entries are used again every interval, until their owner is idle; other lifetimes just end."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, owner_idle_seconds=1_800, keep_alive_seconds=240), clock=clock)
+    store_for(tree, conversation(0), 300, "agent")
+    store_for(tree, conversation(1), 200, "agent")
+    store_for(tree, conversation(2), 400, "agent")
+    tree.evict()
+    ended_at: dict[int, float] = {}
+    started_at = clock.now
+    while len(ended_at) < 3:
+        clock.now += 30
+        tree.evict()
+        for number in range(3):
+            if depth(tree, conversation(number)) < 15:
+                ended_at.setdefault(number, clock.now - started_at)
+    assert ended_at[1] == 210 and ended_at[2] == 420
+    assert 1_800 < ended_at[0] <= 1_800 + 300 + 30
+
+
+def test_without_keep_alive_the_short_class_ends() -> None:
+    """The negative control of the test above."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, owner_idle_seconds=1_800), clock=clock)
+    store_for(tree, conversation(0), 300, "agent")
+    clock.now += 301
+    tree.evict()
+    assert tree.stats().num_nodes == 0

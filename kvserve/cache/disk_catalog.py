@@ -1,0 +1,237 @@
+"""The index of all blobs of all models in one SQLite file: what is there, when it was used, what leaves first.
+
+It is a copy of what the blobs say of themselves, so it may be thrown away. Times are seconds since the epoch. Every
+method may raise sqlite3.Error; nothing here decides what that means.
+"""
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvserve.cache.disk_blob import BlobHead, BlobName, make_head
+
+VERSION = 1
+BUSY_SECONDS = 1.0
+
+_SCHEMA = """
+CREATE TABLE blobs (
+    model TEXT NOT NULL, name TEXT NOT NULL, kind TEXT NOT NULL, parent TEXT NOT NULL, start INTEGER NOT NULL,
+    tokens BLOB NOT NULL, images TEXT NOT NULL, boundary TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL, used_at REAL NOT NULL, PRIMARY KEY (model, name)
+);
+CREATE INDEX blobs_by_use ON blobs (used_at);
+CREATE INDEX blobs_by_parent ON blobs (model, parent);
+CREATE TABLE rates (name TEXT PRIMARY KEY, per_second REAL NOT NULL);
+"""
+
+
+_PASSING = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PERM,
+    }
+)
+
+
+def is_passing(error: sqlite3.Error) -> bool:
+    """Whether the index itself is not to blame: somebody holds it, the disk is full or cannot be written."""
+    return getattr(error, "sqlite_errorcode", -1) & 0xFF in _PASSING
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A blob as the index has it."""
+
+    head: BlobHead
+    num_bytes: int
+    used_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A blob that may leave: whose it is, its name and its bytes."""
+
+    model: str
+    name: BlobName
+    num_bytes: int
+
+
+class Books(Protocol):
+    """What is listed, by whoever keeps it. Any of its methods may raise sqlite3.Error."""
+
+    def listed(self, model: str) -> Iterator[Listed | BlobName]: ...
+
+    def names(self) -> set[tuple[str, BlobName]]: ...
+
+    def unused_since(self, moment: float) -> list[Victim]: ...
+
+    def least_recent(self, limit: int) -> list[Victim]: ...
+
+    def with_descendants(self, victim: Victim) -> list[Victim]: ...
+
+    def rate(self, name: str) -> float | None: ...
+
+    def put(self, blobs: Iterable[Listed]) -> None: ...
+
+    def touch(self, model: str, used_at: dict[BlobName, float]) -> None: ...
+
+    def drop(self, blobs: Collection[tuple[str, BlobName]]) -> None: ...
+
+    def set_rate(self, name: str, per_second: float) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Catalog:
+    """An open index. Used by one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens it; one that is of another version or no database is made anew."""
+        self._path = path
+        self._db = self._opened()
+
+    def _opened(self) -> sqlite3.Connection:
+        try:
+            return self._connect()
+        except sqlite3.Error as error:
+            if is_passing(error):
+                raise
+            self._remove()
+            return self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self._path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        try:
+            self._path.chmod(0o600)
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=NORMAL")
+            if db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
+                raise sqlite3.DatabaseError("the index is damaged")
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            with _transaction(db):
+                if version != VERSION:
+                    for table in ("blobs", "rates"):
+                        db.execute(f"DROP TABLE IF EXISTS {table}")
+                    for statement in _SCHEMA.split(";"):
+                        db.execute(statement)
+                    db.execute(f"PRAGMA user_version={VERSION}")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _remove(self) -> None:
+        for suffix in ("", "-wal", "-shm"):
+            with contextlib.suppress(OSError):
+                self._path.with_name(self._path.name + suffix).unlink()
+
+    def reset(self) -> None:
+        """Throw the file away and begin with an empty one."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()
+        self._remove()
+        self._db = self._connect()
+
+    def close(self) -> None:
+        """Idempotent."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def listed(self, model: str) -> Iterator[Listed | BlobName]:
+        """A model's blobs, parents before children; of a row that contradicts its own name only that name."""
+        columns = "name, kind, parent, start, tokens, images, boundary, num_bytes, used_at"
+        rows = self._db.execute(f"SELECT {columns} FROM blobs WHERE model = ? ORDER BY start", (model,))
+        for name, kind, parent, start, tokens, images, boundary, num_bytes, used_at in rows:
+            try:
+                head = make_head(model, kind, parent, start, bytes(tokens), images, boundary)
+                listed = Listed(head, int(num_bytes), float(used_at))
+                is_sound = head.name == name
+            except (ValueError, TypeError, AttributeError, OverflowError):
+                is_sound = False
+            yield listed if is_sound else BlobName(str(name))
+
+    def names(self) -> set[tuple[str, BlobName]]:
+        """(model, name) of every blob."""
+        return {(model, BlobName(name)) for model, name in self._db.execute("SELECT model, name FROM blobs")}
+
+    def unused_since(self, moment: float) -> list[Victim]:
+        """Blobs that nobody used after a moment."""
+        return self._victims("WHERE used_at < ? ORDER BY used_at", (moment,))
+
+    def least_recent(self, limit: int) -> list[Victim]:
+        """What leaves first: the least recently used, of one moment the deepest."""
+        return self._victims("ORDER BY used_at, start DESC, kind, name LIMIT ?", (limit,))
+
+    def with_descendants(self, victim: Victim) -> list[Victim]:
+        """A blob and all that stand on it: without it they lead nowhere."""
+        found, todo = [victim], [victim]
+        while todo:
+            parent = todo.pop()
+            children = self._victims("WHERE model = ? AND parent = ?", (parent.model, parent.name))
+            found += children
+            todo += children
+        return found
+
+    def rate(self, name: str) -> float | None:
+        """A measured rate per second, None where none was put down."""
+        row = self._db.execute("SELECT per_second FROM rates WHERE name = ?", (name,)).fetchone()
+        return float(row[0]) if row is not None and row[0] > 0 else None
+
+    def _victims(self, condition: str, values: Sequence[object]) -> list[Victim]:
+        rows = self._db.execute(f"SELECT model, name, num_bytes FROM blobs {condition}", values)
+        return [Victim(model, BlobName(name), int(num_bytes)) for model, name, num_bytes in rows]
+
+    # --- changing -----------------------------------------------------------------------------------------------------
+
+    def put(self, blobs: Iterable[Listed]) -> None:
+        """Put blobs down, all or none."""
+        with _transaction(self._db):
+            self._db.executemany("INSERT OR REPLACE INTO blobs VALUES (?,?,?,?,?,?,?,?,?,?)", map(_row, blobs))
+
+    def touch(self, model: str, used_at: dict[BlobName, float]) -> None:
+        """Note when blobs were used."""
+        with _transaction(self._db):
+            rows = ((moment, model, name) for name, moment in used_at.items())
+            self._db.executemany("UPDATE blobs SET used_at = ? WHERE model = ? AND name = ?", rows)
+
+    def drop(self, blobs: Collection[tuple[str, BlobName]]) -> None:
+        """Forget blobs by (model, name)."""
+        with _transaction(self._db):
+            self._db.executemany("DELETE FROM blobs WHERE model = ? AND name = ?", blobs)
+
+    def set_rate(self, name: str, per_second: float) -> None:
+        """Put a measured rate down."""
+        with _transaction(self._db):
+            self._db.execute("INSERT OR REPLACE INTO rates VALUES (?, ?)", (name, per_second))
+
+
+def _row(blob: Listed) -> tuple[object, ...]:
+    head = blob.head
+    images = json.dumps([(span.start, span.end, span.digest) for span in head.tokens.images])
+    where = (head.model, head.name, head.kind, head.parent, head.tokens.start)
+    return (*where, head.tokens.ids, images, head.boundary, blob.num_bytes, blob.used_at)
+
+
+@contextlib.contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")

@@ -1,0 +1,302 @@
+"""Which prefixes of one model are on disk: a trie of blobs in memory, every token compared. It touches no file.
+
+    blob A [0, 40) ---- blob C [40, 64)         a blob stands on a place inside another one, so a branch that leaves
+             `---- blob B [24, 31)              in the middle of what is written rewrites nothing
+
+A blob is known from the moment it is to be written, so that nothing is written twice; it is there once it is
+confirmed. Every method may be called from any thread.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvserve.cache.block_hash import BlockHasher, HashChain
+from kvserve.cache.disk_blob import NO_PARENT, BlobHead, BlobKind, BlobName
+from kvserve.cache.records import BoundaryKind, Checkpoint, RecordId, Segment
+from kvserve.cache.token_run import ID_BYTES, TokenRun, join
+from kvserve.cache.trie import Node, Position, Trie
+from kvserve.core import ImageSpan
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A blob that is on disk, or will be. Changed by the index only."""
+
+    record_id: RecordId
+    head: BlobHead
+    num_bytes: int = 0
+    is_written: bool = False
+
+    @property
+    def name(self) -> BlobName:
+        return self.head.name
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The tokens `[start, end)` of a prefix are in `segment`; `checkpoint` is the state behind `end`, if any."""
+
+    segment: Entry
+    start: int
+    end: int
+    checkpoint: Entry | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of a prefix: `steps` cover it from its first token to `depth`, in order."""
+
+    depth: int = 0
+    steps: tuple[Step, ...] = field(default=())
+
+    def written(self) -> "Found":
+        """The part that is on disk already."""
+        steps: list[Step] = []
+        for step in self.steps:
+            if not step.segment.is_written:
+                break
+            state = step.checkpoint if step.checkpoint is not None and step.checkpoint.is_written else None
+            steps.append(Step(step.segment, step.start, step.end, state))
+        return Found(steps[-1].end if steps else 0, tuple(steps))
+
+
+class DiskIndex:
+    """All blobs of one model, by prefix. `model` is the name of its folder."""
+
+    def __init__(self, hasher: BlockHasher, model: str) -> None:
+        self.model = model
+        self._hasher = hasher
+        self._lock = threading.RLock()
+        self._trie = Trie(use_index=True)
+        self._entries: dict[RecordId, Entry] = {}
+        self._by_name: dict[BlobName, Entry] = {}
+        self._next_id = 0
+        self._num_written: Counter[BlobKind] = Counter()
+        self._num_bytes = 0
+
+    def is_known(self, name: BlobName) -> bool:
+        return name in self._by_name
+
+    # --- finding ------------------------------------------------------------------------------------------------------
+
+    def find(self, run: TokenRun, chain: HashChain) -> Found:
+        """The longest prefix of `run` (which begins at 0; `chain` names its blocks) that is known."""
+        with self._lock:
+            position = self._find(run, chain)
+            return Found(position.depth, tuple(self._steps(position)))
+
+    def _find(self, run: TokenRun, chain: HashChain) -> Position:
+        return self._trie.find(self._trie.root(""), run, chain.truncated(run.end))
+
+    def _steps(self, position: Position) -> Iterator[Step]:
+        for node in position.node.path():
+            end = min(node.end, position.depth)
+            is_whole = node.checkpoint is not None and end == node.end
+            state = self._entries[node.checkpoint.record_id] if node.checkpoint is not None and is_whole else None
+            yield Step(self._entry_of(node), node.start, end, state)
+
+    def _entry_of(self, node: Node) -> Entry:
+        if node.segment is None:
+            raise ValueError("The root is no blob.")
+        return self._entries[node.segment.record_id]
+
+    # --- adding -------------------------------------------------------------------------------------------------------
+
+    def add_segment(self, run: TokenRun, chain: HashChain, start: int, end: int, kind: BoundaryKind) -> Entry | None:
+        """Make `[start, end)` of a prefix known; None where it is known already, or what comes before it is not."""
+        with self._lock:
+            position = self._find(run.part(0, end), chain)
+            if position.depth != start or start >= end:
+                return None
+            size = self._hasher.block_size
+            hashes = chain.hashes[start // size : end // size]
+            return self._attach(position, self._head("segment", position, run.part(start, end), kind), hashes)
+
+    def add_checkpoint(self, run: TokenRun, chain: HashChain, offset: int, kind: BoundaryKind) -> Entry | None:
+        """Make the state behind `offset` tokens known; None where it is known already, or the tokens are not."""
+        with self._lock:
+            position = self._find(run.part(0, offset), chain)
+            if position.depth != offset or offset == 0:
+                return None
+            return self._stand(position, self._head("checkpoint", position, TokenRun(offset, b""), kind))
+
+    def adopt(self, head: BlobHead, num_bytes: int) -> bool:
+        """Take in a blob that is on disk. False where its parent is not known, or the same tokens are known already."""
+        with self._lock:
+            position = self._place(head)
+            if position is None or head.name in self._by_name or head.model != self.model:
+                return False
+            if head.kind == "checkpoint":
+                entry = self._stand(position, head)
+            elif not head.tokens.ids or self._leads_on(position, head.tokens):
+                return False
+            else:
+                entry = self._attach(position, head, self._hashes(position, head.tokens))
+            if entry is not None:
+                self._count(entry, num_bytes)
+            return entry is not None
+
+    def confirm(self, entry: Entry, num_bytes: int) -> bool:
+        """A blob is on disk now. False if it was forgotten meanwhile."""
+        with self._lock:
+            if self._by_name.get(entry.name) is not entry:
+                return False
+            self._count(entry, num_bytes)
+            return True
+
+    def _count(self, entry: Entry, num_bytes: int) -> None:
+        entry.num_bytes, entry.is_written = num_bytes, True
+        self._num_written[entry.head.kind] += 1
+        self._num_bytes += num_bytes
+
+    def _head(self, kind: BlobKind, position: Position, tokens: TokenRun, boundary: BoundaryKind) -> BlobHead:
+        is_first = position.node.parent is None
+        parent = NO_PARENT if is_first else self._entry_of(position.node).name
+        return BlobHead(self.model, kind, parent, tokens, boundary)
+
+    def _attach(self, position: Position, head: BlobHead, hashes: tuple[bytes, ...]) -> Entry:
+        self._split_at(position)
+        entry = self._new_entry(head)
+        self._trie.attach(position.node, Segment(entry.record_id, head.tokens, 0), hashes)
+        return entry
+
+    def _stand(self, position: Position, head: BlobHead) -> Entry | None:
+        self._split_at(position)
+        if position.node.checkpoint is not None or position.node.parent is None:
+            return None
+        entry = self._new_entry(head)
+        position.node.checkpoint = Checkpoint(entry.record_id, head.tokens.start, 0, head.boundary, 0.0)
+        return entry
+
+    def _split_at(self, position: Position) -> None:
+        if position.node.start < position.depth < position.node.end:
+            self._trie.split(position.node, position.depth, self._hasher.block_size)
+
+    def _new_entry(self, head: BlobHead) -> Entry:
+        self._next_id += 1
+        entry = Entry(RecordId(self._next_id), head)
+        self._entries[entry.record_id] = self._by_name[head.name] = entry
+        return entry
+
+    def _place(self, head: BlobHead) -> Position | None:
+        """Where a blob stands: at the root, or inside its parent."""
+        offset = head.tokens.start
+        if head.parent == NO_PARENT:
+            return Position(self._trie.root(""), 0) if offset == 0 and head.kind == "segment" else None
+        parent = self._by_name.get(BlobName(head.parent))
+        holders = self._trie.holders.get(parent.record_id, ()) if parent is not None else ()
+        return next((Position(node, offset) for node in holders if node.start < offset <= node.end), None)
+
+    def _leads_on(self, position: Position, tokens: TokenRun) -> bool:
+        """Whether what is known goes on from here with the same token: another server wrote the same prefix."""
+        key, node = tokens.key_at(tokens.start), position.node
+        if node.parent is not None and position.depth < node.end:
+            return node.tokens.key_at(position.depth) == key
+        return key in node.children
+
+    def _hashes(self, position: Position, tokens: TokenRun) -> tuple[bytes, ...]:
+        """The names of the blocks that end inside `tokens`, which stand at `position`."""
+        size = self._hasher.block_size
+        border = position.depth // size * size
+        chain, before = self._hasher.start(), [tokens]
+        node: Node | None = position.node
+        while node is not None and node.parent is not None:
+            if node.start < position.depth and node.end > border:
+                before.append(node.tokens.part(max(node.start, border), min(node.end, position.depth)))
+            if node.start < border <= node.end:
+                chain = HashChain(size, node.hashes[border // size - node.start // size - 1], (), self._hasher.digest)
+                break
+            node = node.parent
+        return chain.extended(_shifted(join(before[::-1]), border)).hashes
+
+    def is_current(self, entry: Entry) -> bool:
+        """Whether a blob is still known, as this entry."""
+        with self._lock:
+            return self._by_name.get(entry.name) is entry
+
+    def ancestors(self, entry: Entry) -> set[BlobName]:
+        """The segments that a blob stands on."""
+        found: set[BlobName] = set()
+        with self._lock:
+            parent = entry.head.parent
+            while (above := self._by_name.get(BlobName(parent))) is not None:
+                found.add(above.name)
+                parent = above.head.parent
+        return found
+
+    # --- removing -----------------------------------------------------------------------------------------------------
+
+    def forget(self, name: BlobName) -> list[BlobName]:
+        """Forget a blob and all that stand on it, whose names this returns; nothing where it is not known."""
+        with self._lock:
+            entry = self._by_name.get(name)
+            if entry is None:
+                return []
+            if entry.head.kind == "checkpoint":
+                return self._forget_checkpoint(entry)
+            tops = [node for node in self._trie.holders[entry.record_id] if not self._is_held_by(node.parent, entry)]
+            return [gone for top in tops for gone in self._forget_subtree(top)]
+
+    def _is_held_by(self, node: Node | None, entry: Entry) -> bool:
+        return node is not None and node.segment is not None and node.segment.record_id == entry.record_id
+
+    def _forget_checkpoint(self, entry: Entry) -> list[BlobName]:
+        place = self._place(entry.head)
+        if place is not None:
+            place.node.checkpoint = None
+        self._drop(entry)
+        return [entry.name]
+
+    def _forget_subtree(self, top: Node) -> list[BlobName]:
+        nodes, todo = [], [top]
+        while todo:
+            node = todo.pop()
+            nodes.append(node)
+            todo.extend(node.children.values())
+        names: dict[BlobName, None] = {}
+        for node in reversed(nodes):
+            gone = [self._entry_of(node)]
+            if node.checkpoint is not None:
+                gone.append(self._entries[node.checkpoint.record_id])
+            self._trie.detach(node)
+            for entry in gone:
+                if entry.head.kind == "checkpoint" or entry.record_id not in self._trie.holders:
+                    self._drop(entry)
+                    names[entry.name] = None
+        return list(names)
+
+    def _drop(self, entry: Entry) -> None:
+        del self._entries[entry.record_id]
+        del self._by_name[entry.name]
+        if entry.is_written:
+            self._num_written[entry.head.kind] -= 1
+            self._num_bytes -= entry.num_bytes
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._trie.clear()
+            self._entries.clear()
+            self._by_name.clear()
+            self._num_written.clear()
+            self._num_bytes = 0
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def num_bytes(self) -> int:
+        """Bytes of all blobs of this model that are on disk."""
+        return self._num_bytes
+
+    def num_of(self, kind: BlobKind) -> int:
+        """How many blobs of a kind are on disk."""
+        return self._num_written[kind]
+
+
+def _shifted(run: TokenRun, by: int) -> TokenRun:
+    """The same tokens `by` places earlier: names of blocks depend on what comes before, not on where they stand."""
+    images = tuple(ImageSpan(span.start - by, span.end - by, span.digest) for span in run.images)
+    if run.start < by or len(run.ids) % ID_BYTES:
+        raise ValueError("Tokens before the border cannot be named.")
+    return TokenRun(run.start - by, run.ids, images)

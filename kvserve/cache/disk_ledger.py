@@ -1,0 +1,297 @@
+"""What is on disk, over all models, and what leaves: the index file kept true to the blobs, bounds of age and size.
+
+It owns the catalogue; a catalogue that is locked or broken costs order and speed, never a blob. One thread at a time.
+"""
+
+import sqlite3
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from kvserve.cache.disk_blob import BlobHead, BlobName, DamagedBlob
+from kvserve.cache.disk_catalog import Books, Listed, Victim, is_passing
+from kvserve.cache.disk_faults import Faults
+from kvserve.cache.disk_index import DiskIndex
+from kvserve.cache.disk_records import DiskLimits
+from kvserve.cache.disk_store import BlobStore, StoredFile
+
+VICTIMS_AT_ONCE = 64
+AUTO_MAX_BYTES = 500 * 10**9
+AUTO_SHARE_OF_FREE = 0.2
+
+
+class Ledger:
+    """The books of a folder of blobs, as the server of one model keeps them."""
+
+    def __init__(
+        self,
+        store: BlobStore,
+        index: DiskIndex,
+        limits: DiskLimits,
+        faults: Faults,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._index = index
+        self._limits = limits
+        self._faults = faults
+        self._clock = clock
+        self._catalog: Books | None = None
+        self._unlisted: list[Listed] = []
+        self._touched: dict[BlobName, float] = {}
+        self._seen: set[tuple[str, BlobName]] = set()
+        self.total_bytes = 0
+        self.max_bytes = 0
+        self.num_evicted = 0
+
+    # --- opening ------------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Learn what is there, without reading a payload: rows of the index, and files that it does not have.
+
+        Raises OSError where the folder cannot be read.
+        """
+        self._store.sweep()
+        found = list(self._store.files())
+        self.total_bytes = sum(file.num_bytes for file in found)
+        self.max_bytes = self._limits.max_bytes or self._auto_max_bytes()
+        files = {file.name: file for file in found if file.model == self._index.model}
+        self._open_catalog()
+        self._take_rows(files)
+        self._adopt([file for name, file in files.items() if not self._index.is_known(name)])
+
+    def _open_catalog(self) -> None:
+        try:
+            self._catalog = self._store.open_books()
+        except (sqlite3.Error, OSError) as error:
+            self._faults.add("index", error)
+
+    def _take_rows(self, files: dict[BlobName, StoredFile]) -> None:
+        """Rows that agree with their own names and whose file is there."""
+        if self._catalog is None:
+            return
+        gone: list[BlobName] = []
+        now = self._clock()
+        try:
+            for row in self._catalog.listed(self._index.model):
+                if not isinstance(row, Listed):
+                    self._faults.add("index", "a row contradicts its name")
+                    gone.append(row)
+                elif row.head.name not in files:
+                    self._faults.add("missing", row.head.name)
+                    gone.append(row.head.name)
+                elif self._index.adopt(row.head, files[row.head.name].num_bytes) and row.used_at > now:
+                    self._touched[row.head.name] = now
+        except sqlite3.Error as error:
+            if is_passing(error):
+                self._faults.add("index", error)
+            else:
+                self._broken(error)
+            return
+        self._do(lambda catalog: catalog.drop([(self._index.model, name) for name in gone]))
+
+    def _adopt(self, files: Iterable[StoredFile]) -> None:
+        """Files that no row names: what was written last before a crash, or everything when the index is new."""
+        heads = [(head, file) for file in files if (head := self._head_of(file)) is not None]
+        for head, file in sorted(heads, key=lambda pair: (pair[0].tokens.start, pair[0].kind != "segment")):
+            if file.model == self._index.model:
+                self._index.adopt(head, file.num_bytes)
+            self._unlisted.append(Listed(head, file.num_bytes, min(file.written_at, self._clock())))
+
+    def _head_of(self, file: StoredFile) -> BlobHead | None:
+        """What a file is of; a file that is of nothing is removed. Of other models only what fits its folder counts."""
+        try:
+            head = self._store.read_head(file)
+            if head.model == file.model:
+                return head
+            raise DamagedBlob("it belongs to another model")
+        except DamagedBlob as error:
+            self._faults.add("damaged", f"{file.name}: {error}")
+            self._delete(file.model, file.name)
+        except OSError as error:
+            self._faults.add("unreadable", error)
+        return None
+
+    def settle(self) -> None:
+        """Bring the index up to date with the files of all models, also those of another server. Then the bounds."""
+        try:
+            files = {(file.model, file.name): file for file in self._store.files()}
+        except OSError as error:
+            self._faults.add("unreadable", error)
+            return
+        self.total_bytes = sum(file.num_bytes for file in files.values())
+        self.max_bytes = self._limits.max_bytes or self._auto_max_bytes()
+        self.commit()
+        known = self._try(lambda catalog: catalog.names())
+        if known is not None:
+            gone = known - files.keys()
+            self._do(lambda catalog: catalog.drop(gone))
+            for model, name in gone:
+                if model == self._index.model:
+                    self._index.forget(name)
+            self._adopt([file for key, file in files.items() if self._is_news(key, known)])
+        self.commit()
+        self.expire()
+        self.make_room(0)
+
+    def _is_news(self, key: tuple[str, BlobName], known: set[tuple[str, BlobName]]) -> bool:
+        """Whether a file is not in the index yet; a file that found no place once is not tried again."""
+        if key in self._seen:
+            return False
+        is_own = key[0] == self._index.model
+        is_news = key not in known or (is_own and not self._index.is_known(key[1]))
+        if is_news:
+            self._seen.add(key)
+        return is_news
+
+    def _auto_max_bytes(self) -> int:
+        """Of what would be free without this cache."""
+        try:
+            free = self._store.free_bytes() + self.total_bytes
+        except OSError:
+            return AUTO_MAX_BYTES
+        return min(AUTO_MAX_BYTES, int(free * AUTO_SHARE_OF_FREE))
+
+    # --- writing down -------------------------------------------------------------------------------------------------
+
+    def wrote(self, head: BlobHead, num_bytes: int) -> None:
+        """A blob is on disk; `commit` puts it down."""
+        self.total_bytes += num_bytes
+        self._unlisted.append(Listed(head, num_bytes, self._clock()))
+
+    def used(self, names: Iterable[BlobName]) -> None:
+        """Blobs were used now."""
+        self._touched.update(dict.fromkeys(names, self._clock()))
+
+    def commit(self) -> bool:
+        """Put down what happened since the last time. What cannot be put down now is kept for the next time."""
+        if self._catalog is None:
+            self._open_catalog()
+        unlisted, touched = self._unlisted, self._touched
+        if unlisted and not self._do(lambda catalog: catalog.put(unlisted)):
+            return False
+        self._unlisted = []
+        if touched and not self._do(lambda catalog: catalog.touch(self._index.model, touched)):
+            return False
+        self._touched = {}
+        return True
+
+    def rate(self, name: str) -> float | None:
+        """A rate that was measured before, in this run or another."""
+        return self._try(lambda catalog: catalog.rate(name))
+
+    def set_rate(self, name: str, per_second: float) -> None:
+        self._do(lambda catalog: catalog.set_rate(name, per_second))
+
+    # --- bounds -------------------------------------------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """What nobody used for too long leaves."""
+        moment = self._clock() - self._limits.ttl_seconds
+        for victim in self._try(lambda catalog: catalog.unused_since(moment)) or ():
+            self._leave(victim)
+
+    def make_room(self, num_bytes: int, keep: Collection[BlobName] = ()) -> bool:
+        """Let the oldest leave, but none of `keep`, until so many bytes more fit under the cap. Whether they do."""
+        if self.total_bytes + num_bytes <= self.max_bytes:
+            return True
+        for victim in self._victims():
+            if victim.name not in keep:
+                self._leave(victim)
+            if self.total_bytes + num_bytes <= self.max_bytes:
+                return True
+        return False
+
+    def _victims(self) -> Iterator[Victim]:
+        """Least recently used first, as long as somebody asks. Those that stay are not named twice."""
+        seen: set[BlobName] = set()
+        while self.total_bytes and self.commit():
+            fresh = [victim for victim in self._least_recent(len(seen) + VICTIMS_AT_ONCE) if victim.name not in seen]
+            if not fresh:
+                return
+            seen |= {victim.name for victim in fresh}
+            yield from fresh
+
+    def _least_recent(self, limit: int) -> list[Victim]:
+        return self._try(lambda catalog: catalog.least_recent(limit)) or []
+
+    def _leave(self, victim: Victim) -> None:
+        """A blob leaves with all that stand on it. Rows first: a crash in between leaves files, which are found."""
+        gone = self._try(lambda catalog: catalog.with_descendants(victim)) or [victim]
+        self._do(lambda catalog: catalog.drop([(each.model, each.name) for each in gone]))
+        for each in gone:
+            if each.model == self._index.model:
+                self._index.forget(each.name)
+            if self._delete(each.model, each.name):
+                self.total_bytes -= each.num_bytes
+                self.num_evicted += 1
+
+    def discard(self, name: BlobName) -> None:
+        """A blob of this model is of no use, and so are those that stand on it."""
+        self.commit()
+        gone = {name, *self._index.forget(name)}
+        self._do(lambda catalog: catalog.drop([(self._index.model, each) for each in gone]))
+        for each in gone:
+            self._delete(self._index.model, each)
+
+    def clear(self) -> None:
+        """Everything of this model leaves."""
+        self._index.clear()
+        self._unlisted, self._touched = [], {}
+        try:
+            gone = [file for file in self._store.files() if file.model == self._index.model]
+        except OSError as error:
+            self._faults.add("unreadable", error)
+            return
+        self._do(lambda catalog: catalog.drop([(file.model, file.name) for file in gone]))
+        for file in gone:
+            if self._delete(file.model, file.name):
+                self.total_bytes -= file.num_bytes
+
+    def close(self) -> None:
+        """Put down what is left and close the index."""
+        self.commit()
+        if self._catalog is not None:
+            self._catalog.close()
+            self._catalog = None
+
+    def _delete(self, model: str, name: BlobName) -> bool:
+        """Whether a file was there and is gone now."""
+        try:
+            return self._store.delete(model, name)
+        except OSError as error:
+            self._faults.add("unwritable", error)
+            return False
+
+    # --- the catalogue and its faults ---------------------------------------------------------------------------------
+
+    def _do(self, change: Callable[[Books], None]) -> bool:
+        """Change the catalogue; whether it could be."""
+
+        def done(catalog: Books) -> bool:
+            change(catalog)
+            return True
+
+        return self._try(done) is not None
+
+    def _try[T](self, ask: Callable[[Books], T]) -> T | None:
+        """Ask the catalogue; None where it cannot be used."""
+        if self._catalog is None:
+            return None
+        try:
+            return ask(self._catalog)
+        except sqlite3.Error as error:
+            if is_passing(error):
+                self._faults.add("index", error)
+            else:
+                self._broken(error)
+            return None
+
+    def _broken(self, error: sqlite3.Error) -> None:
+        """Begin with an empty index; `settle` puts the files into it again."""
+        self._faults.add("index", error)
+        try:
+            if self._catalog is not None:
+                self._catalog.reset()
+        except (sqlite3.Error, OSError) as again:
+            self._faults.add("index", again)
+            self._catalog = None

@@ -1,0 +1,64 @@
+"""What the disk tier hands out: blobs on their way, limits, and its own figures. Values without behaviour."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvserve.cache.disk_blob import Blob, BlobName, Tensor
+from kvserve.cache.disk_index import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class DiskLimits:
+    """Bounds over all models; `max_bytes` None takes the smaller of 500 GB and 20 % of what is free."""
+
+    max_bytes: int | None
+    min_free_bytes: int
+    ttl_seconds: float
+    max_queued_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Blobs on their way from the disk, in order; a None among them ends it: it could not be had."""
+
+    entries: tuple[Entry, ...]
+    ready: deque[Blob | None] = field(default_factory=deque)
+    ready_bytes: int = 0
+    is_read: bool = False
+    is_cancelled: bool = False
+
+    @property
+    def names(self) -> set[BlobName]:
+        return {entry.name for entry in self.entries}
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A blob that waits to be written; `num_bytes` are those of its payload."""
+
+    entry: Entry
+    note: str
+    tensors: tuple[Tensor, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """What the disk tier holds (of this model, and of all) and has done; a snapshot for other threads."""
+
+    place: str
+    num_bytes: int
+    total_bytes: int
+    max_bytes: int
+    num_segments: int
+    num_checkpoints: int
+    num_written: int
+    num_written_bytes: int
+    num_read: int
+    num_read_bytes: int
+    num_refused: int
+    num_evicted: int
+    num_queued_bytes: int
+    is_full: bool
+    read_bytes_per_second: float | None
+    faults: dict[str, int]

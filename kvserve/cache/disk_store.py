@@ -1,0 +1,202 @@
+"""Files of blobs: a private folder per model, complete files only, written beside and renamed.
+
+It knows names and bytes, not what is in them.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Buffer, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvserve.cache.disk_blob import BlobHead, BlobName, num_bytes_of, read_head
+from kvserve.cache.disk_catalog import Books, Catalog
+
+FOLDER_NAME, FILE_NAME = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{40}\.safetensors")
+"""What is ours below the root. Nothing else is ever looked at: the root may hold other things, model weights too."""
+
+SUFFIX = ".safetensors"
+INDEX_NAME = "index.sqlite"
+SCRATCH_SUFFIX = ".part"
+ABANDONED_SECONDS = 600.0
+"""A half-written file this old belongs to nobody who is still writing."""
+
+FIRST_READ_BYTES = 65536
+
+
+class ForeignFolder(OSError):
+    """The folder belongs to another user."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A complete file: whose it is, how large, and when it was written (seconds since the epoch)."""
+
+    model: str
+    name: BlobName
+    num_bytes: int
+    written_at: float
+
+
+class BlobStore(Protocol):
+    """Where blobs are. Any of its methods may raise OSError."""
+
+    @property
+    def place(self) -> str: ...
+
+    def open_books(self) -> Books: ...
+
+    def free_bytes(self) -> int: ...
+
+    def write(self, name: BlobName, parts: Sequence[Buffer]) -> int: ...
+
+    def read(self, name: BlobName) -> bytearray: ...
+
+    def read_head(self, file: StoredFile) -> BlobHead: ...
+
+    def delete(self, model: str, name: BlobName) -> bool: ...
+
+    def files(self) -> Iterator[StoredFile]: ...
+
+    def sync(self) -> None: ...
+
+    def sweep(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class FolderStore:
+    """Blobs under `root/<model>/<name>.safetensors`. One instance writes for one model and may delete any."""
+
+    def __init__(self, root: Path, model: str) -> None:
+        """Creates the folders, readable by their owner alone. `model` has 32 hexadecimal digits.
+
+        Raises OSError where that cannot be.
+        """
+        self._root = root
+        self._model = model
+        self._num_written = 0
+        for folder in (root, root / model):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_owner(folder)
+        (root / model).chmod(0o700)
+
+    @property
+    def place(self) -> str:
+        """Where blobs are, for a person."""
+        return str(self._root)
+
+    def open_books(self) -> Books:
+        """The index of all models. Raises sqlite3.Error or OSError."""
+        return Catalog(self._root / INDEX_NAME)
+
+    def free_bytes(self) -> int:
+        """Free space of the volume."""
+        return shutil.disk_usage(self._root).free
+
+    def write(self, name: BlobName, parts: Sequence[Buffer]) -> int:
+        """Write a file, wait until it is on the disk, let it appear; says its bytes. Raises OSError."""
+        self._num_written += 1
+        scratch = self._root / self._model / f"{name}.{os.getpid()}.{self._num_written}{SCRATCH_SUFFIX}"
+        try:
+            descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "wb", buffering=0) as file:
+                for part in parts:
+                    _write_all(file.fileno(), part)
+                os.fsync(file.fileno())
+            os.replace(scratch, self._path(self._model, name))
+        except OSError:
+            with contextlib.suppress(OSError):
+                scratch.unlink()
+            raise
+        return sum(map(num_bytes_of, parts))
+
+    def sync(self) -> None:
+        """Wait until the names of the files are on the disk too. Raises OSError."""
+        descriptor = os.open(self._root / self._model, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def read(self, name: BlobName) -> bytearray:
+        """A whole file of this model. Raises OSError."""
+        with self._path(self._model, name).open("rb", buffering=0) as file:
+            data = bytearray(os.fstat(file.fileno()).st_size)
+            view, done = memoryview(data), 0
+            while done < len(data):
+                num_read = file.readinto(view[done:])
+                if not num_read:
+                    raise OSError(f"{name} became shorter while it was read")
+                done += num_read
+        return data
+
+    def read_head(self, file: StoredFile) -> BlobHead:
+        """What a file is of, without its payload. Raises OSError or DamagedBlob."""
+        with self._path(file.model, file.name).open("rb") as opened:
+            beginning = opened.read(FIRST_READ_BYTES)
+            while isinstance(head := read_head(beginning, file.name), int):
+                more = opened.read(head - len(beginning))
+                if not more:
+                    raise OSError(f"{file.name} is cut off")
+                beginning += more
+        return head
+
+    def delete(self, model: str, name: BlobName) -> bool:
+        """Delete a file of any model, and its folder with the last one. False if it was gone. Raises OSError."""
+        path = self._path(model, name)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        if model != self._model:
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
+        return True
+
+    def files(self) -> Iterator[StoredFile]:
+        """Every complete file of every model. Raises OSError."""
+        for folder in self._folders():
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if FILE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                        found = entry.stat(follow_symlinks=False)
+                        name = BlobName(entry.name.removesuffix(SUFFIX))
+                        yield StoredFile(folder.name, name, found.st_size, found.st_mtime)
+
+    def sweep(self) -> None:
+        """Remove what writers that died left half-written, and empty folders of other models."""
+        for folder in self._folders():
+            for path in folder.glob(f"*{SCRATCH_SUFFIX}"):
+                with contextlib.suppress(OSError):
+                    if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                        path.unlink()
+            if folder.name != self._model:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+
+    def close(self) -> None:
+        """Nothing is open between calls."""
+
+    def _folders(self) -> list[Path]:
+        found = (folder for folder in self._root.iterdir() if FOLDER_NAME.fullmatch(folder.name))
+        return [folder for folder in found if folder.is_dir() and not folder.is_symlink()]
+
+    def _path(self, model: str, name: BlobName) -> Path:
+        return self._root / model / f"{name}{SUFFIX}"
+
+
+def check_owner(folder: Path) -> None:
+    """Refuse what is not ours. Raises OSError."""
+    if folder.stat().st_uid != os.getuid():
+        raise ForeignFolder(f"{folder} belongs to another user")
+
+
+def _write_all(descriptor: int, part: Buffer) -> None:
+    view = memoryview(part).cast("B")
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,397 @@
+"""KV on disk: one thread writes behind and reads ahead, so that nobody who computes waits for a file.
+
+    engine thread                                    disk thread
+    find(prefix) -> steps                            reads before writes, in the order they were asked for
+    load(entries) -> Load; take() what is there      reads, verifies
+    put(entry, note, tensors)                        hashes, writes, renames, then confirms
+    flush, clear, close                              janitor after each flush
+
+Payloads are opaque. Whatever goes wrong is a miss, counted in `faults`; no method raises for a fault of the disk.
+"""
+
+import errno
+import threading
+import time
+from collections import deque
+from collections.abc import Buffer, Callable, Sequence
+
+from kvserve.cache.disk_blob import Blob, BlobName, DamagedBlob, Tensor, num_bytes_of, pack_blob, unpack_blob
+from kvserve.cache.disk_faults import Faults
+from kvserve.cache.disk_index import DiskIndex, Entry
+from kvserve.cache.disk_ledger import Ledger
+from kvserve.cache.disk_records import DiskLimits, DiskStats, Load, Write
+from kvserve.cache.disk_store import BlobStore
+
+MAX_READ_AHEAD_BYTES = 512 * 2**20
+"""What was read and not yet taken; then reading waits for whoever asked."""
+
+RETRY_SECONDS = 30.0
+"""What could not be written is tried again so much later."""
+
+FULL_CHECK_SECONDS = 5.0
+JANITOR_SECONDS = 30.0
+COMMIT_SECONDS = 0.5
+"""A blob that is written is in the index at the latest this much later; a crash before costs a look at its header."""
+
+READ_RATE = "read bytes"
+RATE_WEIGHT = 0.3
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskTier:
+    """The blobs of one model on disk. Methods belong to the engine thread unless they say otherwise.
+
+    `prefill_rate` are tokens per second that the engine measured: put down here, so that the next run knows it.
+    """
+
+    def __init__(self, store: BlobStore, index: DiskIndex, limits: DiskLimits, faults: Faults) -> None:
+        """Learns what is there; starts the thread. Raises OSError where the folder cannot be used."""
+        self.index = index
+        self.faults = faults
+        self._store = store
+        self._limits = limits
+        self._ledger = Ledger(store, index, limits, faults)
+        self._ledger.open()
+        self._wake = threading.Condition()
+        self._loads: deque[Load] = deque()
+        self._writes: deque[Write] = deque()
+        self._orders: deque[Callable[[], None]] = deque()
+        self._used: dict[BlobName, None] = {}
+        self._queued_bytes = 0
+        self._is_closing = False
+        self._is_full = False
+        self._has_lost = False
+        self._has_news = True
+        self._has_arrived = self._has_written = False
+        self._commit_at = self._janitor_at = self._full_check_at = self._retry_at = 0.0
+        self._num_bytes = self._num_written = self._num_written_bytes = self._num_read = self._num_read_bytes = 0
+        self._num_refused = 0
+        self._read_rate = self._ledger.rate(READ_RATE)
+        self._prefill_name = f"prefill tokens {index.model}"
+        self.prefill_rate = self._ledger.rate(self._prefill_name)
+        self._thread = threading.Thread(target=self._run, name="kvserve-disk", daemon=True)
+        self._thread.start()
+
+    # --- writing behind -----------------------------------------------------------------------------------------------
+
+    def can_take(self, num_bytes: int) -> bool:
+        """Whether a payload of this size may be put now. One that is refused is asked for again: see `has_lost`."""
+        with self._wake:
+            fits = not self._writes or self._queued_bytes + num_bytes <= self._limits.max_queued_bytes
+            is_taken = fits and not (self._is_full or self._is_closing)
+            if not is_taken:
+                self._num_refused += 1
+                self._has_lost = True
+        return is_taken
+
+    def put(self, entry: Entry, note: str, tensors: Sequence[Tensor]) -> None:
+        """Write a blob that the index has taken in. The tensors' bytes must not change until they are written."""
+        num_bytes = sum(num_bytes_of(tensor.data) for tensor in tensors)
+        with self._wake:
+            self._writes.append(Write(entry, note, tuple(tensors), num_bytes))
+            self._queued_bytes += num_bytes
+            self._wake.notify_all()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that was ever to be written is on disk."""
+        with self._wake:
+            return not (self._queued_bytes or self._writes or self._has_lost or self._is_full)
+
+    def take_lost(self) -> bool:
+        """Whether something that was to be written was not, and now there would be room: ask once more for all."""
+        with self._wake:
+            is_ready = not (self._is_full or self._writes) and time.monotonic() >= self._retry_at
+            has_lost = self._has_lost and is_ready
+            if has_lost:
+                self._has_lost = False
+        return has_lost
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def load(self, entries: Sequence[Entry]) -> Load:
+        """Begin to read blobs, in this order."""
+        load = Load(tuple(entries))
+        with self._wake:
+            self._loads.append(load)
+            self._wake.notify_all()
+        return load
+
+    def take(self, load: Load) -> list[Blob | None]:
+        """What has been read since the last call."""
+        with self._wake:
+            ready = list(load.ready)
+            load.ready.clear()
+            load.ready_bytes = 0
+            self._has_arrived = False
+            self._wake.notify_all()
+        return ready
+
+    def is_over(self, load: Load) -> bool:
+        """Whether nothing more will come and all was taken."""
+        with self._wake:
+            return (load.is_read or load.is_cancelled) and not load.ready
+
+    def cancel(self, load: Load) -> None:
+        """Nobody wants the rest."""
+        with self._wake:
+            load.is_cancelled = True
+            self._has_arrived = False
+            load.ready.clear()
+            self._wake.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the disk has done something, at most so long. From any thread."""
+        with self._wake:
+            if not self._has_arrived:
+                self._wake.wait(seconds)
+
+    def used(self, names: Sequence[BlobName]) -> None:
+        """A row stands on these blobs now."""
+        with self._wake:
+            self._used.update(dict.fromkeys(names))
+            self._has_news = True
+
+    @property
+    def read_rate(self) -> float | None:
+        """Bytes per second, checksum included; None as long as nothing was ever read on this disk."""
+        return self._read_rate
+
+    # --- all of it ----------------------------------------------------------------------------------------------------
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until all that was put is on disk and in the index. False after the timeout. From any thread."""
+        return self._order(self._commit, timeout_seconds)
+
+    def clear(self, timeout_seconds: float = 10.0) -> bool:
+        """Delete everything of this model; what waits is not written."""
+        with self._wake:
+            for write in self._writes:
+                self._queued_bytes -= write.num_bytes
+            self._writes.clear()
+            for load in self._loads:
+                load.is_cancelled = True
+        self.index.clear()
+        return self._order(self._ledger.clear, timeout_seconds)
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Write what waits, then end the thread. False if that took too long: what was not written is lost."""
+        is_flushed = self.flush(timeout_seconds)
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify_all()
+        self._thread.join(5.0 if is_flushed else 0.1)
+        return is_flushed
+
+    def stats(self) -> DiskStats:
+        """From any thread."""
+        with self._wake:
+            return DiskStats(
+                place=self._store.place,
+                num_bytes=self.index.num_bytes(),
+                total_bytes=self._ledger.total_bytes,
+                max_bytes=self._ledger.max_bytes,
+                num_segments=self.index.num_of("segment"),
+                num_checkpoints=self.index.num_of("checkpoint"),
+                num_written=self._num_written,
+                num_written_bytes=self._num_written_bytes,
+                num_read=self._num_read,
+                num_read_bytes=self._num_read_bytes,
+                num_refused=self._num_refused,
+                num_evicted=self._ledger.num_evicted,
+                num_queued_bytes=self._queued_bytes,
+                is_full=self._is_full,
+                read_bytes_per_second=self._read_rate,
+                faults=self.faults.counts(),
+            )
+
+    def _order(self, order: Callable[[], object], timeout_seconds: float) -> bool:
+        """Have something done by the disk thread once nothing waits to be written, and wait for it."""
+        is_done = threading.Event()
+
+        def done() -> None:
+            try:
+                order()
+            finally:
+                is_done.set()
+
+        with self._wake:
+            if self._is_closing:
+                return False
+            self._orders.append(done)
+            self._wake.notify_all()
+        return is_done.wait(timeout_seconds)
+
+    # --- the disk thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        job: Callable[[], None] | None = self._clean
+        while job is not None:
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001 - the thread must outlive whatever a disk can do
+                self.faults.add("unwritable", f"{type(error).__name__}: {error}")
+            job = self._next_job()
+        self._ledger.close()
+        self._store.close()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        """Reads before writes, writes before orders, then what is due by the clock; None at the end."""
+        with self._wake:
+            while True:
+                if self._loads:
+                    load = self._loads.popleft()
+                    return lambda: self._read(load)
+                if self._writes:
+                    write = self._writes.popleft()
+                    return lambda: self._write(write)
+                if self._orders:
+                    return self._orders.popleft()
+                if self._is_closing:
+                    return None
+                now = time.monotonic()
+                if self._has_news and now >= self._commit_at:
+                    return self._commit
+                if self._is_full and now >= self._full_check_at:
+                    return self._look_for_room
+                if now >= self._janitor_at:
+                    return self._clean
+                self._wake.wait(self._seconds_to_next(now))
+
+    def _seconds_to_next(self, now: float) -> float:
+        due = [self._janitor_at]
+        if self._has_news:
+            due.append(self._commit_at)
+        if self._is_full:
+            due.append(self._full_check_at)
+        return max(0.01, min(due) - now)
+
+    def _read(self, load: Load) -> None:
+        for entry in load.entries:
+            with self._wake:
+                while load.ready_bytes > MAX_READ_AHEAD_BYTES and not (load.is_cancelled or self._is_closing):
+                    self._wake.wait(0.1)
+                if load.is_cancelled or self._is_closing:
+                    break
+            blob = self._read_one(entry)
+            with self._wake:
+                load.ready.append(blob)
+                load.ready_bytes += entry.num_bytes
+                self._has_arrived = True
+                self._wake.notify_all()
+            if blob is None:
+                break
+        with self._wake:
+            load.is_read = True
+            self._wake.notify_all()
+
+    def _read_one(self, entry: Entry) -> Blob | None:
+        """A verified blob. One that is not what it should be is removed: it would never be of use."""
+        started = time.perf_counter()
+        try:
+            data = self._store.read(entry.name)
+            blob = unpack_blob(data, entry.name)
+        except DamagedBlob as error:
+            self.faults.add("damaged", f"{entry.name}: {error}")
+        except FileNotFoundError:
+            self.faults.add("missing", entry.name)
+        except OSError as error:
+            self.faults.add("unreadable", error)
+            self.index.forget(entry.name)
+            return None
+        else:
+            self._num_read += 1
+            self._num_read_bytes += len(data)
+            rate = len(data) / max(time.perf_counter() - started, 1e-6)
+            self._read_rate = (
+                rate if self._read_rate is None else self._read_rate + RATE_WEIGHT * (rate - self._read_rate)
+            )
+            return blob
+        self._ledger.discard(entry.name)
+        return None
+
+    def _write(self, write: Write) -> None:
+        is_written = False
+        try:
+            is_written = self.index.is_current(write.entry) and self._write_now(write)
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                self._is_now_full(error)
+            else:
+                self.faults.add("unwritable", error)
+                self._has_lost, self._retry_at = True, time.monotonic() + RETRY_SECONDS
+        finally:
+            if not is_written and self.index.is_current(write.entry):
+                self.index.forget(write.entry.name)  # with what was to stand on it
+            with self._wake:
+                self._queued_bytes -= write.num_bytes
+                self._has_news = True
+                self._wake.notify_all()
+
+    def _write_now(self, write: Write) -> bool:
+        """Whether there was room. Raises OSError."""
+        parts: list[Buffer] = pack_blob(write.entry.head, write.note, write.tensors)
+        if not self._has_room_for(write.entry, sum(map(num_bytes_of, parts))):
+            return False
+        num_bytes = self._store.write(write.entry.name, parts)
+        self._has_written = True
+        self._ledger.wrote(write.entry.head, num_bytes)
+        self._num_written += 1
+        self._num_written_bytes += num_bytes
+        self.faults.is_over("full", "The disk has room again: KV is written.")
+        if not self.index.confirm(write.entry, num_bytes):
+            self._ledger.discard(write.entry.name)
+        return True
+
+    def _has_room_for(self, entry: Entry, num_bytes: int) -> bool:
+        """Under the cap, for which old blobs leave, and on the volume."""
+        if self._store.free_bytes() - num_bytes < self._limits.min_free_bytes:
+            self._is_now_full(f"{self._store.free_bytes() / 2**30:.1f} GiB are free")
+            return False
+        if self._ledger.make_room(num_bytes, self.index.ancestors(entry)):
+            return True
+        self._num_refused += 1
+        return False
+
+    def _is_now_full(self, reason: object) -> None:
+        self.faults.add("full", reason)
+        with self._wake:
+            self._is_full = self._has_lost = True
+            self._full_check_at = time.monotonic() + FULL_CHECK_SECONDS
+
+    def _look_for_room(self) -> None:
+        self._full_check_at = time.monotonic() + FULL_CHECK_SECONDS
+        try:
+            has_room = self._store.free_bytes() > self._limits.min_free_bytes + self._limits.min_free_bytes // 8
+        except OSError as error:
+            self.faults.add("unreadable", error)
+            return
+        if has_room:
+            self._is_full = False
+            self._janitor_at = 0.0  # the cap may depend on what is free
+
+    def _commit(self) -> None:
+        with self._wake:
+            used, self._used = list(self._used), {}
+            self._has_news = False
+        self._ledger.used(used)
+        if not (is_listed := self._ledger.commit()):
+            self._has_news = True
+        self._sync()
+        for name, rate in ((READ_RATE, self._read_rate), (self._prefill_name, self.prefill_rate)):
+            if rate is not None:
+                self._ledger.set_rate(name, rate)
+        self._commit_at = time.monotonic() + (COMMIT_SECONDS if is_listed else FULL_CHECK_SECONDS)
+
+    def _sync(self) -> None:
+        if not self._has_written:
+            return
+        self._has_written = False
+        try:
+            self._store.sync()
+        except OSError as error:
+            self.faults.add("unwritable", error)
+
+    def _clean(self) -> None:
+        self._ledger.settle()
+        self._janitor_at = time.monotonic() + JANITOR_SECONDS

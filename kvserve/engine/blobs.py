@@ -1,0 +1,206 @@
+"""What is kept of a row <-> bytes: slices of KV and states as named tensors and a JSON text that puts them together.
+
+A state is a tree: cache objects of registered classes, lists, tuples, dicts, None, numbers, strings and arrays of any
+type and shape. Objects are rebuilt from their attributes through the registry; nothing is ever executed (no pickle).
+Arrays belong to the engine thread; the bytes handed out are views of evaluated arrays and may be read anywhere.
+"""
+
+import importlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvserve.cache.disk_blob import Tensor
+from kvserve.engine.snapshot import KvSlice, StateSnapshot
+
+DTYPES: Mapping[str, mx.Dtype] = {
+    "BOOL": mx.bool_,
+    "U8": mx.uint8,
+    "I8": mx.int8,
+    "U16": mx.uint16,
+    "I16": mx.int16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "U64": mx.uint64,
+    "I64": mx.int64,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "F32": mx.float32,
+    "F64": mx.float64,
+    "C64": mx.complex64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+CACHE_CLASSES: Mapping[str, str] = {
+    "KVCache": "mlx_lm.models.cache",
+    "QuantizedKVCache": "mlx_lm.models.cache",
+    "RotatingKVCache": "mlx_lm.models.cache",
+    "ArraysCache": "mlx_lm.models.cache",
+    "ChunkedKVCache": "mlx_lm.models.cache",
+    "ConcatenateKVCache": "mlx_lm.models.cache",
+    "CacheList": "mlx_lm.models.cache",
+    "LayerCache": "mlx_lm.models.deepseek_v41",
+}
+"""Classes whose objects may be written and read, and where each is defined."""
+
+type Encoded = tuple[str, list[Tensor]]
+"""The payload's text and its tensors."""
+
+
+class NotStorable(Exception):
+    """A state holds something that no file of ours can hold."""
+
+
+class NotReadable(Exception):
+    """A text and tensors that do not go together."""
+
+
+def encode_kv(kv: KvSlice) -> Encoded:
+    """A slice of KV as bytes."""
+    writer = _Writer()
+    tree = {"kv": _kv_tree(kv, writer)}
+    return json.dumps(tree, separators=(",", ":")), writer.tensors()
+
+
+def decode_kv(text: str, tensors: Sequence[Tensor]) -> KvSlice:
+    """A slice of KV with arrays of its own, evaluated. Raises NotReadable."""
+
+    def read(tree: Any, reader: _Reader) -> KvSlice:
+        return _kv_of(tree["kv"], reader)
+
+    return _decoded(text, tensors, read)
+
+
+def encode_state(state: StateSnapshot) -> Encoded:
+    """A state as bytes. Raises NotStorable."""
+    writer = _Writer()
+    tree = {"state": [writer.tree(leaf) for leaf in state.leaves], "num_bytes": state.num_bytes}
+    return json.dumps(tree, separators=(",", ":")), writer.tensors()
+
+
+def decode_state(text: str, tensors: Sequence[Tensor]) -> StateSnapshot:
+    """A state with arrays of its own, evaluated. Raises NotReadable."""
+
+    def read(tree: Any, reader: _Reader) -> StateSnapshot:
+        return StateSnapshot(tuple(reader.value(leaf) for leaf in tree["state"]), int(tree["num_bytes"]))
+
+    return _decoded(text, tensors, read)
+
+
+def _decoded[T](text: str, tensors: Sequence[Tensor], read: "Callable[[Any, _Reader], T]") -> T:
+    try:
+        reader = _Reader(tensors)
+        found = read(json.loads(text), reader)
+        mx.eval(reader.arrays)
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, ImportError) as error:
+        raise NotReadable(f"{type(error).__name__}: {error}") from error
+    return found
+
+
+def _kv_tree(kv: KvSlice, writer: "_Writer") -> dict[str, Any]:
+    return {
+        "leaves": [[writer.number(array) for array in leaf] for leaf in kv.leaves],
+        "num_tokens": kv.num_tokens,
+        "num_bytes": kv.num_bytes,
+        "is_packed": kv.is_packed,
+        "rest": None if kv.rest is None else _kv_tree(kv.rest, writer),
+    }
+
+
+def _kv_of(tree: Mapping[str, Any], reader: "_Reader") -> KvSlice:
+    return KvSlice(
+        leaves=tuple(tuple(reader.arrays[number] for number in leaf) for leaf in tree["leaves"]),
+        num_tokens=int(tree["num_tokens"]),
+        num_bytes=int(tree["num_bytes"]),
+        is_packed=bool(tree["is_packed"]),
+        rest=None if tree["rest"] is None else _kv_of(tree["rest"], reader),
+    )
+
+
+class _Writer:
+    """Collects the arrays of a tree, each once."""
+
+    def __init__(self) -> None:
+        self._arrays: list[mx.array] = []
+
+    def number(self, array: mx.array) -> int:
+        self._arrays.append(array)
+        return len(self._arrays) - 1
+
+    def tree(self, value: Any) -> Any:
+        """A value as JSON: plain where JSON has it, else an object with one key that says what it is."""
+        if value is None or isinstance(value, bool | int | str):
+            return value
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if isinstance(value, mx.array):
+            return {"array": self.number(value)}
+        if isinstance(value, list):
+            return [self.tree(each) for each in value]
+        if isinstance(value, tuple):
+            return {"tuple": [self.tree(each) for each in value]}
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            return {"dict": {key: self.tree(each) for key, each in value.items()}}
+        if _is_registered(value):
+            name = type(value).__name__
+            return {"object": name, "attributes": {key: self.tree(each) for key, each in vars(value).items()}}
+        raise NotStorable(f"a {type(value).__module__}.{type(value).__qualname__}")
+
+    def tensors(self) -> list[Tensor]:
+        """The arrays' bytes, not copied where an array is contiguous."""
+        views = [array.reshape(-1).view(mx.uint8) if array.size else None for array in self._arrays]
+        mx.eval([view for view in views if view is not None])
+        return [
+            Tensor(_NAMES[array.dtype], tuple(array.shape), b"" if view is None else memoryview(view))
+            for array, view in zip(self._arrays, views, strict=True)
+        ]
+
+
+def _is_registered(value: Any) -> bool:
+    """Exact classes only: a subclass of the same name may mean something else."""
+    return CACHE_CLASSES.get(type(value).__name__) == type(value).__module__
+
+
+class _Reader:
+    """Arrays by their number, and the values around them."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.arrays = list(_arrays_of(tensors))
+
+    def value(self, tree: Any) -> Any:
+        if isinstance(tree, list):
+            return [self.value(each) for each in tree]
+        if not isinstance(tree, dict):
+            return tree
+        if "array" in tree:
+            return self.arrays[tree["array"]]
+        if "tuple" in tree:
+            return tuple(self.value(each) for each in tree["tuple"])
+        if "dict" in tree:
+            return {key: self.value(each) for key, each in tree["dict"].items()}
+        if "float" in tree:
+            return float(tree["float"])
+        return self._object(tree["object"], tree["attributes"])
+
+    def _object(self, name: str, attributes: Mapping[str, Any]) -> Any:
+        made = getattr(importlib.import_module(CACHE_CLASSES[name]), name)
+        empty = made.__new__(made)
+        for key, value in attributes.items():
+            setattr(empty, key, self.value(value))
+        return empty
+
+
+def _arrays_of(tensors: Sequence[Tensor]) -> Iterator[mx.array]:
+    for tensor in tensors:
+        dtype = DTYPES[tensor.dtype]
+        if math.prod(tensor.shape) * dtype.size != memoryview(tensor.data).nbytes:
+            raise ValueError(f"a tensor of shape {tensor.shape} has {memoryview(tensor.data).nbytes} bytes")
+        if not math.prod(tensor.shape):
+            yield mx.zeros(tensor.shape, dtype)
+            continue
+        # As bytes first: their place in the file need not suit the type.
+        yield mx.array(np.frombuffer(tensor.data, np.uint8)).view(dtype).reshape(tensor.shape)

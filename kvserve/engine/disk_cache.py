@@ -1,0 +1,379 @@
+"""Between the prefix tree and the disk: what is new in RAM is written behind, what only the disk has comes back.
+
+    save      after each extension: parts of a path that the disk does not have, as bytes, into the writer's queue
+    advance   for a row that waits: read what the disk has beyond RAM, and let the row's lease grow over it
+
+It belongs to the engine thread. A fault of the disk makes a row start from less, never fail.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvserve.cache.block_hash import BlockHasher
+from kvserve.cache.disk_blob import Blob, BlobName
+from kvserve.cache.disk_index import Entry, Found, Step
+from kvserve.cache.disk_records import DiskStats, Load
+from kvserve.cache.disk_tier import DiskTier
+from kvserve.cache.token_run import image_around, pack
+from kvserve.cache.tree import KeptPart, KeptPath, Match, PrefixTree
+from kvserve.cache.trie import Lease
+from kvserve.core import TokenSequence
+from kvserve.engine.blobs import (
+    NotReadable,
+    NotStorable,
+    decode_kv,
+    decode_state,
+    encode_kv,
+    encode_state,
+)
+from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
+
+MIN_GAIN_TOKENS = 16
+"""Below this a prefill step is as good as a file."""
+
+ANSWER_STRIDE_TOKENS = 512
+"""A long answer is kept every so many tokens: to read a row out of its batch copies all of it."""
+
+CHECKPOINT_STRIDE_TOKENS = 2048
+"""The same where a whole state goes with it."""
+
+MAX_INSERT_BYTES = 64 * 2**20
+"""So much is taken in at once; then running streams get their step."""
+
+IDLE_WAIT_SECONDS = 0.02
+STALLED_SECONDS = 5.0
+"""A disk that gives nothing for so long, and twice what its largest file should take, is not waited for."""
+
+UNKNOWN_RATE = 100 * 2**20
+"""Bytes per second of a disk that was never measured: a slow one."""
+
+NUM_TOUCHED_CHECKPOINTS = 2
+"""Of a path's states, the deepest ones that a row could start from count as used; the others age and leave first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """The prefix `[0, end)` is to be had from `segments`, in order, and `state`, the checkpoint at its end."""
+
+    end: int
+    segments: tuple[Entry, ...]
+    state: Entry | None
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return self.segments if self.state is None else (*self.segments, self.state)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskReport:
+    """The disk tier's own figures, and what came back: rows that began with it, tokens, and how often reading would
+    have been slower than computing."""
+
+    stats: DiskStats
+    num_restores: int
+    num_restored_tokens: int
+    num_declined: int
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """What an admitted row will start from, kept from leaving; `load` is what comes from the disk for it."""
+
+    tokens: TokenSequence
+    lease: Lease
+    is_settled: bool = False
+    goal: Goal | None = None
+    load: Load | None = None
+    arrived: list[Blob | None] = field(default_factory=list)
+    num_taken: int = 0
+    num_restored_tokens: int = 0
+    last_news_at: float = field(default_factory=time.monotonic)
+    patience_seconds: float = field(default_factory=lambda: STALLED_SECONDS)
+
+
+class DiskCache:
+    """The disk side of one model's prefix cache. `make_room` evicts from RAM until so many bytes fit."""
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        tree: PrefixTree,
+        *,
+        needs_checkpoints: bool,
+        is_ram_lent: bool,
+        make_room: Callable[[float], None],
+    ) -> None:
+        self.tier = tier
+        self._tree = tree
+        self._needs_checkpoints = needs_checkpoints
+        self._is_ram_lent = is_ram_lent
+        self._make_room = make_room
+        self._loading: set[BlobName] = set()
+        self._is_storable = True
+        self.num_restores = 0
+        self.num_restored_tokens = 0
+        self.num_declined = 0
+
+    def report(self) -> DiskReport:
+        return DiskReport(self.tier.stats(), self.num_restores, self.num_restored_tokens, self.num_declined)
+
+    def known_depth(self, tokens: TokenSequence, hasher: BlockHasher) -> int:
+        """Tokens of a prompt that are on disk, up to a state where one is needed."""
+        run = pack(tokens)
+        found = self.tier.index.find(run, hasher.start().extended(run)).written()
+        ends = [step.end for step in found.steps if step.checkpoint is not None] if self._needs_checkpoints else []
+        return max(ends, default=0) if self._needs_checkpoints else found.depth
+
+    @property
+    def answer_stride_tokens(self) -> int:
+        """After so many tokens of an answer the row is kept while it goes on."""
+        return CHECKPOINT_STRIDE_TOKENS if self._needs_checkpoints else ANSWER_STRIDE_TOKENS
+
+    # --- writing behind -----------------------------------------------------------------------------------------------
+
+    def save(self, path: KeptPath, behind: int) -> None:
+        """Put what the disk lacks of a path into the queue. What lies before `behind` has been put before, and only
+        counts if what comes later cannot stand without it."""
+        if not self._is_storable:
+            return
+        found = self.tier.index.find(path.run, path.chain)
+        with_state = {step.end for step in found.steps if step.checkpoint is not None}
+        first = min(behind, found.depth + 1)
+        for part in path.parts:
+            if part.piece.end < first:
+                continue
+            if part.piece.end > found.depth and not self._save_rows(path, part, max(part.piece.start, found.depth)):
+                return
+            if part.piece.end not in with_state and not self._save_state(path, part):
+                return
+
+    def save_lost(self) -> bool:
+        """Idle work: put everything once more that was refused when there was no room. Whether there was anything."""
+        if not self.tier.take_lost():
+            return False
+        for path in list(self._tree.kept_paths()):
+            self.save(path, 0)
+        return True
+
+    def leave_ram(self, num_bytes: int) -> bool:
+        """Idle work where RAM is only lent: room for so many bytes. Whether to ask again at once."""
+        if not self._is_ram_lent or not self._tree.num_ram_bytes:
+            return False
+        if self.tier.is_settled:
+            self._make_room(num_bytes)
+            return False
+        self.tier.wait(IDLE_WAIT_SECONDS)
+        return not self.tier.stats().is_full
+
+    def _save_rows(self, path: KeptPath, part: KeptPart, start: int) -> bool:
+        payload, end = part.piece.payload, part.piece.end
+        if not isinstance(payload, KvSlice) or not self.tier.can_take(payload.num_bytes):
+            return False
+        first, last = start - part.piece.segment.tokens.start, part.piece.end_row
+        kv = payload if (first, last) == (0, payload.num_tokens) else merged([(payload, first, last)])
+        encoded = encode_kv(kv)
+        entry = self.tier.index.add_segment(path.run, path.chain, start, end, part.kind or "stride")
+        if entry is not None:
+            self.tier.put(entry, *encoded)
+        return entry is not None
+
+    def _save_state(self, path: KeptPath, part: KeptPart) -> bool:
+        """Whether all is well: there is no state here, or it is on its way."""
+        if part.state is None or not isinstance(part.state.payload, StateSnapshot):
+            return True
+        if not self.tier.can_take(part.state.payload.num_bytes):
+            return False
+        try:
+            encoded = encode_state(part.state.payload)
+        except NotStorable as error:
+            self.tier.faults.add("unsupported", error)
+            self._is_storable = False  # without its states a row of this model cannot be restored
+            return False
+        kind = part.state.checkpoint.kind
+        entry = self.tier.index.add_checkpoint(path.run, path.chain, part.piece.end, kind)
+        if entry is not None:
+            self.tier.put(entry, *encoded)
+        return True
+
+    # --- coming back --------------------------------------------------------------------------------------------------
+
+    def hold(self, tokens: TokenSequence) -> Hold:
+        """Hold what RAM has of a row's tokens, and begin to read what the disk has beyond it."""
+        match = self._tree.lookup(tokens)
+        hold = Hold(tokens, self._tree.acquire(match))
+        try:
+            self._begin(hold, match)
+        except Exception as error:  # noqa: BLE001 - a defect here costs what the disk has, never the request
+            self.tier.faults.add("unreadable", f"{type(error).__name__}: {error}")
+            hold.is_settled = True
+        return hold
+
+    def let_go(self, hold: Hold) -> None:
+        """The row has begun, or left: what it waited for is not wanted any more. Idempotent."""
+        self._end_load(hold)
+        hold.is_settled = True
+        self._tree.release(hold.lease)
+
+    def advance(self, hold: Hold) -> bool:
+        """Take in what has been read for a row. True as long as there is something to wait for."""
+        if hold.is_settled:
+            return False
+        is_stalled = time.monotonic() - hold.last_news_at > hold.patience_seconds
+        if hold.load is None:  # another row reads the same blobs
+            self._plan_again(hold)
+            hold.is_settled |= is_stalled
+            return not hold.is_settled
+        hold.arrived += self.tier.take(hold.load)
+        is_sound = self._insert_arrived(hold)
+        if not is_sound:
+            self._end_load(hold)
+            self._plan_again(hold)
+        elif self.tier.is_over(hold.load) and not hold.arrived:
+            self._end_load(hold)
+            hold.is_settled = True
+        elif not hold.arrived and is_stalled:
+            self.tier.faults.add("unreadable", f"nothing was read for {hold.patience_seconds:.0f} s")
+            self._end_load(hold)
+            hold.is_settled = True
+        return not hold.is_settled
+
+    def abandon(self) -> None:
+        """Nobody waits any more, whatever was begun."""
+        self._loading.clear()
+
+    def _plan_again(self, hold: Hold) -> None:
+        """The tree may have grown, and blobs may be gone: what is there now?"""
+        match = self._tree.lookup(hold.tokens)
+        lease = self._tree.acquire(match)
+        self._tree.release(hold.lease)
+        hold.lease = lease
+        self._begin(hold, match)
+
+    def _begin(self, hold: Hold, match: Match) -> None:
+        found = self.tier.index.find(match.run, match.chain).written()
+        goal = self._goal(found, match, hold.tokens)
+        self.tier.used(list(_used(found, max(match.num_usable_tokens, goal.end if goal is not None else 0))))
+        hold.goal, hold.load, hold.is_settled = goal, None, goal is None
+        if goal is None or any(entry.name in self._loading for entry in goal.entries):
+            return
+        self._loading.update(entry.name for entry in goal.entries)
+        largest = max(entry.num_bytes for entry in goal.entries)
+        hold.patience_seconds = STALLED_SECONDS + 2 * largest / (self.tier.read_rate or UNKNOWN_RATE)
+        hold.load, hold.arrived, hold.num_taken = self.tier.load(goal.entries), [], 0
+        hold.last_news_at = time.monotonic()
+
+    def _end_load(self, hold: Hold) -> None:
+        if hold.load is not None:
+            self._loading -= hold.load.names
+            self.tier.cancel(hold.load)
+        hold.load, hold.arrived = None, []
+
+    def _insert_arrived(self, hold: Hold) -> bool:
+        """Let the lease grow over blobs that have arrived, some at a time. False: one of them is of no use."""
+        goal, num_bytes = hold.goal, 0
+        while hold.arrived and goal is not None and num_bytes < MAX_INSERT_BYTES:
+            blob, entry = hold.arrived.pop(0), goal.entries[hold.num_taken]
+            hold.num_taken += 1
+            hold.last_news_at = time.monotonic()
+            num_bytes += entry.num_bytes
+            if blob is None or not self._insert(hold, goal, entry, blob):
+                return False
+        return True
+
+    def _insert(self, hold: Hold, goal: Goal, entry: Entry, blob: Blob) -> bool:
+        self._make_room(entry.num_bytes)
+        before = hold.lease.num_tokens
+        try:
+            if blob.head.kind == "checkpoint":
+                state = decode_state(blob.note, blob.tensors)
+                self._extend(hold, goal.end, None, state, blob)
+                self.num_restores += 1
+            else:
+                kv = decode_kv(blob.note, blob.tensors)
+                if kv.num_tokens != len(blob.head.tokens):
+                    raise NotReadable(f"{kv.num_tokens} rows for {len(blob.head.tokens)} tokens")
+                self._extend(hold, min(blob.head.tokens.end, goal.end), kv, None, blob)
+                self.num_restores += not self._needs_checkpoints and entry is goal.segments[-1]
+        except NotReadable as error:
+            self.tier.faults.add("damaged", f"{entry.name}: {error}")
+            self.tier.index.forget(entry.name)
+            return False
+        num_tokens = hold.lease.num_tokens - before
+        self.num_restored_tokens += num_tokens
+        hold.num_restored_tokens += max(num_tokens, blob.head.kind == "checkpoint")
+        return True
+
+    def _extend(self, hold: Hold, end: int, kv: KvSlice | None, state: StateSnapshot | None, blob: Blob) -> None:
+        """The lease grows to `end` over rows that RAM has, and over those that were read."""
+        first = blob.head.tokens.start
+
+        def take_rows(start: int, stop: int) -> KvSlice:
+            if kv is None or start < first:
+                raise NotReadable("the rows before it are gone")
+            is_whole = (start - first, stop - first) == (0, kv.num_tokens)
+            return kv if is_whole else merged([(kv, start - first, stop - first)])
+
+        is_border = state is not None or end == blob.head.tokens.end
+        kind = blob.head.boundary if is_border else "stride"
+        take_state = None if state is None else (lambda: state)
+        self._tree.extend(hold.lease, hold.tokens, max(end, hold.lease.num_tokens), take_rows, take_state, kind)
+
+    # --- what is worth reading ----------------------------------------------------------------------------------------
+
+    def _goal(self, found: Found, match: Match, tokens: TokenSequence) -> Goal | None:
+        """What to read so that the row starts soonest; None where computing is as fast, or RAM has as much."""
+        best, best_saved = None, 0.0
+        has_gain = False
+        for goal in self._goals(found, match, tokens):
+            num_tokens = goal.end - match.num_usable_tokens
+            if num_tokens < MIN_GAIN_TOKENS:
+                continue
+            has_gain = True
+            if (saved := self._saved_seconds(num_tokens, goal.num_bytes)) > best_saved:
+                best, best_saved = goal, saved
+        self.num_declined += has_gain and best is None
+        return best
+
+    def _saved_seconds(self, num_tokens: int, num_bytes: int) -> float:
+        """Prefill time less reading time. What was never measured is taken for the usual: reading is faster."""
+        prefill_rate, read_rate = self.tier.prefill_rate, self.tier.read_rate
+        if prefill_rate is None or read_rate is None:
+            return float(num_tokens)
+        return num_tokens / prefill_rate - num_bytes / read_rate
+
+    def _goals(self, found: Found, match: Match, tokens: TokenSequence) -> Iterator[Goal]:
+        """Every place that the row could start from if everything before it were read."""
+        limit = min(found.depth, max(len(tokens) - 1, 0))
+        if (image := image_around(tokens.images, limit)) is not None:
+            limit = image.start
+        segments: list[Entry] = []
+        for step in found.steps:
+            if step.start >= limit:
+                return
+            if step.end > match.num_matched_tokens and step.segment not in segments[-1:]:
+                segments.append(step.segment)
+            if not self._needs_checkpoints:
+                yield Goal(min(step.end, limit), tuple(segments), None)
+            elif step.checkpoint is not None and step.end <= limit and _is_between(tokens, step.end):
+                yield Goal(step.end, tuple(segments), step.checkpoint)
+
+
+def _is_between(tokens: TokenSequence, offset: int) -> bool:
+    return image_around(tokens.images, offset) is None
+
+
+def _used(found: Found, end: int) -> Iterator[BlobName]:
+    """What a row that starts from `end` stands on: rows, the newest states, and the anchor that branches share."""
+    steps = [step for step in found.steps if step.start < end]
+    yield from (step.segment.name for step in steps)
+    states: list[Step] = [step for step in steps if step.checkpoint is not None and step.end <= end]
+    for place, step in enumerate(reversed(states)):
+        if step.checkpoint is not None and (
+            place < NUM_TOUCHED_CHECKPOINTS or step.checkpoint.head.boundary == "system"
+        ):
+            yield step.checkpoint.name

@@ -1,0 +1,53 @@
+"""Opens the disk tier of a model as the operator wants it, or says why there is none. It knows folders and settings."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from kvserve.cache.block_hash import BlockHasher
+from kvserve.cache.disk_blob import FORMAT
+from kvserve.cache.disk_faults import Faults
+from kvserve.cache.disk_index import DiskIndex
+from kvserve.cache.disk_records import DiskLimits
+from kvserve.cache.disk_scratch import ScratchStore
+from kvserve.cache.disk_store import FolderStore
+from kvserve.cache.disk_tier import DiskTier
+
+FOLDER_NAME_DIGITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSettings:
+    """What the operator decides about KV on disk; `max_bytes` None leaves it to the free space of the volume.
+
+    `is_ephemeral`: a scratch file that vanishes with the process, and RAM holds what rows need now, nothing else.
+    """
+
+    folder: Path
+    max_bytes: int | None
+    min_free_bytes: int
+    ttl_hours: float
+    max_queued_bytes: int = 2**30
+    is_ephemeral: bool = False
+
+
+def open_disk(settings: DiskSettings, hasher: BlockHasher, report: Callable[[str], None]) -> DiskTier | None:
+    """The disk tier of the model that `hasher` names prefixes of; None, with a line for a person, if it cannot be."""
+    limits = DiskLimits(
+        settings.max_bytes, settings.min_free_bytes, settings.ttl_hours * 3600, settings.max_queued_bytes
+    )
+    model = folder_name(hasher.fingerprint)
+    make_store = ScratchStore if settings.is_ephemeral else FolderStore
+    try:
+        return DiskTier(make_store(settings.folder, model), DiskIndex(hasher, model), limits, Faults(report))
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with the disk, a server without it serves
+        report(f"KV is not kept on disk: {settings.folder} cannot be used ({error}). Set DISK_CACHE_DIR.")
+        return None
+
+
+def folder_name(fingerprint: str) -> str:
+    """Where a model's blobs lie: what its KV depends on, and the library whose cache objects are in them."""
+    text = "\n".join((FORMAT, fingerprint, version("mlx-lm")))
+    return hashlib.sha256(text.encode()).hexdigest()[:FOLDER_NAME_DIGITS]

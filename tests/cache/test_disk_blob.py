@@ -1,0 +1,109 @@
+"""The file of one blob: it comes back as it was written, and proves that it did."""
+
+import json
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvserve.cache.disk_blob import (
+    BlobHead,
+    BlobName,
+    DamagedBlob,
+    Tensor,
+    num_bytes_of,
+    pack_blob,
+    read_head,
+    unpack_blob,
+)
+from kvserve.cache.token_run import TokenRun, pack
+from kvserve.core import ImageSpan, TokenSequence
+
+TOKENS = pack(TokenSequence((7, 8, 8, 9, 2**32 - 1), (ImageSpan(1, 3, "cat"),)))
+HEAD = BlobHead("model", "segment", "", TOKENS, "system")
+TENSORS = (Tensor("BF16", (1, 2, 3), bytes(range(12))), Tensor("F32", (2, 0), b""), Tensor("BOOL", (), b"\1"))
+FILE = b"".join(bytes(part) for part in pack_blob(HEAD, '{"what":"rows"}', TENSORS))
+
+
+def test_a_blob_comes_back() -> None:
+    """Tokens, images, boundary, note and every tensor with its type and shape."""
+    blob = unpack_blob(FILE, HEAD.name)
+    assert (blob.head, blob.note) == (HEAD, '{"what":"rows"}')
+    assert [(each.dtype, each.shape, bytes(each.data)) for each in blob.tensors] == [
+        (each.dtype, each.shape, bytes(each.data)) for each in TENSORS
+    ]
+
+
+def test_it_is_a_safetensors_file() -> None:
+    """Header length, JSON, then data without a gap or a rest, as the format has it."""
+    (length,) = struct.unpack("<Q", FILE[:8])
+    header = json.loads(FILE[8 : 8 + length])
+    assert all(isinstance(value, str) for value in header.pop("__metadata__").values())
+    spans = sorted(entry["data_offsets"] for entry in header.values())
+    assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])]
+    assert length % 8 == 0 and spans[-1][1] == len(FILE) - 8 - length
+
+
+def test_the_head_is_read_without_the_payload() -> None:
+    """First the header's length is asked for, then as many bytes as hold the tokens, and no more."""
+    beginning, asked = b"", []
+    while isinstance(answer := read_head(FILE[: len(beginning)], HEAD.name), int):
+        asked.append(answer)
+        beginning = FILE[:answer]
+    assert answer == HEAD and len(asked) == 3 and asked[-1] < len(FILE) - 32 - 12
+
+
+@pytest.mark.parametrize("change", ["model", "kind", "parent", "tokens"])
+def test_a_name_stands_for_all_that_kv_depends_on(change: str) -> None:
+    """Another model, path, place or content has another name; why there is a border has no part in it."""
+    others = {"model": "other", "kind": "checkpoint", "parent": "ab", "tokens": TokenRun(1, TOKENS.ids, TOKENS.images)}
+    fields = {"model": "model", "kind": "segment", "parent": "", "tokens": TOKENS, "boundary": "user"}
+    assert BlobHead(**fields).name == HEAD.name  # type: ignore[arg-type]
+    assert BlobHead(**(fields | {change: others[change]})).name != HEAD.name  # type: ignore[arg-type]
+
+
+def test_images_count_by_their_content() -> None:
+    """The same ids for another image are another name."""
+    other = TokenRun(0, TOKENS.ids, (ImageSpan(1, 3, "dog"),))
+    assert BlobHead("model", "segment", "", other, "system").name != HEAD.name
+
+
+@given(st.integers(0, len(FILE) - 1), st.integers(1, 255))
+def test_any_flipped_bit_shows(place: int, mask: int) -> None:
+    """No byte may change, not even of the header or the checksum itself."""
+    broken = bytearray(FILE)
+    broken[place] ^= mask
+    with pytest.raises(DamagedBlob):
+        unpack_blob(broken, HEAD.name)
+
+
+@given(st.integers(0, len(FILE) - 1))
+def test_any_cut_shows(length: int) -> None:
+    """Nor may one be missing."""
+    with pytest.raises(DamagedBlob):
+        unpack_blob(FILE[:length], HEAD.name)
+
+
+def test_a_whole_file_under_another_name_shows() -> None:
+    """A file that somebody renamed is not what its name says."""
+    for check in (unpack_blob, read_head):
+        with pytest.raises(DamagedBlob):
+            check(FILE, BlobName("0" * 40))
+
+
+@given(st.binary(max_size=200))
+def test_rubbish_is_no_head(data: bytes) -> None:
+    """What is no blob asks for more bytes or says that it is damaged; nothing else is raised."""
+    try:
+        assert not isinstance(read_head(data, HEAD.name), BlobHead)
+    except DamagedBlob:
+        return
+
+
+def test_packing_copies_nothing() -> None:
+    """The payload's own buffers are among the parts."""
+    data = bytearray(64)
+    parts = pack_blob(HEAD, "", [Tensor("U8", (64,), data)])
+    assert any(part is data for part in parts)
+    assert sum(map(num_bytes_of, parts)) > 64

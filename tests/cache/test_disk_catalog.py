@@ -1,0 +1,88 @@
+"""The index file and its twin in memory: the same answers, whatever is put down, touched and dropped."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvserve.cache.disk_blob import BlobHead
+from kvserve.cache.disk_catalog import Books, Catalog, Listed, is_passing
+from kvserve.cache.disk_scratch import MemoryBooks
+from kvserve.cache.token_run import pack
+from kvserve.core import ImageSpan, TokenSequence
+
+ROOT = BlobHead("m", "segment", "", pack(TokenSequence((1, 2, 3), (ImageSpan(1, 2, "cat"),))), "system")
+CHILD = BlobHead("m", "segment", ROOT.name, pack(TokenSequence((1, 2, 3, 4)), 3), "user")
+STATE = BlobHead("m", "checkpoint", CHILD.name, pack(TokenSequence((1, 2, 3, 4)), 4), "tail")
+OTHER = BlobHead("n", "segment", "", pack(TokenSequence((1, 2, 3))), "stride")
+HEADS = (ROOT, CHILD, STATE, OTHER)
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["put", "touch", "drop"]), st.sampled_from(HEADS), st.integers(0, 5)), max_size=20
+)
+
+
+def answers(books: Books) -> object:
+    """All that can be asked."""
+    listed = [
+        [row if isinstance(row, str) else (row.head, row.num_bytes, row.used_at) for row in books.listed(model)]
+        for model in "mn"
+    ]
+    victims = [victim for limit in (1, 9) for victim in books.least_recent(limit)]
+    families = [sorted(each.name for each in books.with_descendants(victim)) for victim in victims]
+    old = sorted(victim.name for victim in books.unused_since(3.0))
+    return listed, books.names(), [victim.name for victim in victims], families, old
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@given(steps)
+def test_file_and_memory_say_the_same(tmp_path: Path, todo: list[tuple[str, BlobHead, int]]) -> None:
+    """Also after the file was closed and opened again."""
+    for path in tmp_path.iterdir():
+        path.unlink()
+    file, memory = Catalog(tmp_path / "index.sqlite"), MemoryBooks()
+    for action, head, number in todo:
+        for books in (file, memory):
+            if action == "put":
+                books.put([Listed(head, number, float(number))])
+            elif action == "touch":
+                books.touch(head.model, {head.name: float(number)})
+            else:
+                books.drop([(head.model, head.name)])
+    file.close()
+    again = Catalog(tmp_path / "index.sqlite")
+    assert answers(again) == answers(memory)
+    again.close()
+
+
+def test_rates_outlive_the_process(tmp_path: Path) -> None:
+    """What was measured once is known the next time."""
+    books = Catalog(tmp_path / "index.sqlite")
+    assert books.rate("read") is None
+    books.set_rate("read", 5.5)
+    books.close()
+    books = Catalog(tmp_path / "index.sqlite")
+    assert books.rate("read") == 5.5
+    books.close()
+
+
+def test_a_lock_is_told_from_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A held index is not thrown away; rubbish is."""
+    monkeypatch.setattr("kvserve.cache.disk_catalog.BUSY_SECONDS", 0.01)
+    books = Catalog(tmp_path / "index.sqlite")
+    books.put([Listed(ROOT, 1, 1.0)])
+    holder = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    with pytest.raises(sqlite3.OperationalError) as raised:
+        books.put([Listed(CHILD, 1, 1.0)])
+    assert is_passing(raised.value)
+    holder.close()
+    assert books.names() == {("m", ROOT.name)}
+    books.close()
+    assert not is_passing(sqlite3.DatabaseError("malformed"))
+    (tmp_path / "index.sqlite").write_bytes(b"rubbish" * 999)
+    books = Catalog(tmp_path / "index.sqlite")
+    assert books.names() == set()
+    books.close()

@@ -1,0 +1,131 @@
+"""The trie of blobs against a plain set of prefixes: what was added is found, token by token, also after a restart."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvserve.cache.disk_blob import BlobHead
+from kvserve.cache.disk_index import DiskIndex
+from kvserve.cache.token_run import pack
+from kvserve.core import ImageSpan, TokenSequence
+from tests.cache.disks import HASHER, MODEL, named, names_of
+
+prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=1, max_size=8)
+
+
+def add(index: DiskIndex, ids: list[int], heads: list[BlobHead], states: tuple[int, ...] = ()) -> None:
+    """Make a prompt known as one more segment, and states on it; `heads` takes what was new."""
+    run, chain = named(ids)
+    depth = index.find(run, chain).depth
+    entry = index.add_segment(run, chain, depth, run.end, "user")
+    entries = [entry, *(index.add_checkpoint(run, chain, offset, "user") for offset in states)]
+    for each in entries:
+        if each is not None:
+            assert index.confirm(each, 10)
+            heads.append(each.head)
+
+
+def common(one: list[int], other: list[int]) -> int:
+    return next(
+        (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )
+
+
+@given(prompts, st.lists(st.integers(0, 2), min_size=1, max_size=24))
+def test_the_longest_prefix_is_found(said: list[list[int]], asked: list[int]) -> None:
+    """As deep as the best of all prompts, in steps that follow one another."""
+    index, heads = DiskIndex(HASHER, MODEL), []
+    for ids in said:
+        add(index, ids, heads)
+    found = index.find(*named(asked)).written()
+    assert found.depth == max(common(asked, ids) for ids in said)
+    edges = [0, *(step.end for step in found.steps)]
+    assert [step.start for step in found.steps] == edges[:-1] and edges[-1] == found.depth
+
+
+@given(prompts)
+def test_shared_tokens_are_on_disk_once(said: list[list[int]]) -> None:
+    """Blobs hold as many tokens as there are different prefixes."""
+    index, heads = DiskIndex(HASHER, MODEL), []
+    for ids in said:
+        add(index, ids, heads)
+    prefixes = {tuple(ids[:end]) for ids in said for end in range(1, len(ids) + 1)}
+    assert sum(len(head.tokens) for head in heads) == len(prefixes)
+
+
+@given(prompts, st.randoms())
+def test_a_restart_knows_the_same(said: list[list[int]], random: object) -> None:
+    """An index that adopts the blobs, parents first, finds what the one found that wrote them, states too."""
+    first, heads = DiskIndex(HASHER, MODEL), []
+    for number, ids in enumerate(said):
+        add(first, ids, heads, states=(len(ids),) if number % 2 else (max(1, len(ids) // 2),))
+    random.shuffle(heads)  # type: ignore[attr-defined]
+    second = DiskIndex(HASHER, MODEL)
+    for head in sorted(heads, key=lambda head: (head.tokens.start, head.kind != "segment")):
+        assert second.adopt(head, 10)
+    for ids in said:
+        one, other = (index.find(*named([*ids, 9])) for index in (first, second))
+        assert one.depth == other.depth == len(ids)
+        assert names_of(one) == names_of(other)
+        assert [step.end for step in one.steps if step.checkpoint] == [
+            step.end for step in other.steps if step.checkpoint
+        ]
+
+
+@given(prompts, st.integers(0, 20))
+def test_what_is_forgotten_takes_along_what_stands_on_it(said: list[list[int]], which: int) -> None:
+    """Every name that is left leads back to the root, and nothing else was forgotten."""
+    index, heads = DiskIndex(HASHER, MODEL), []
+    for ids in said:
+        add(index, ids, heads, states=(len(ids),))
+    victim = heads[which % len(heads)]
+    gone = set(index.forget(victim.name))
+    parents = {head.name: head.parent for head in heads}
+
+    def stands_on_it(name: str) -> bool:
+        while name and name != victim.name:
+            name = parents[name]  # type: ignore[index]
+        return bool(name)
+
+    assert gone == {name for name in parents if stands_on_it(name)}
+    assert {name for name in parents if index.is_known(name)} == parents.keys() - gone
+    assert index.num_of("segment") + index.num_of("checkpoint") == len(parents) - len(gone)
+    assert index.num_bytes() == 10 * (len(parents) - len(gone))
+    assert index.forget(victim.name) == []
+
+
+def test_a_blob_that_is_not_written_yet_is_no_hit() -> None:
+    """It is known, so that nobody writes it again, and it is not read before it is there."""
+    index = DiskIndex(HASHER, MODEL)
+    run, chain = named([1, 2, 3])
+    entry = index.add_segment(run, chain, 0, 3, "user")
+    assert entry is not None and index.find(run, chain).depth == 3
+    assert index.find(run, chain).written().depth == 0
+    assert index.add_segment(run, chain, 0, 3, "user") is None
+    assert index.confirm(entry, 5) and index.find(run, chain).written().depth == 3
+    index.forget(entry.name)
+    assert not index.confirm(entry, 5)
+
+
+def test_a_blob_of_another_model_or_without_its_parent_finds_no_place() -> None:
+    """What cannot be verified from the first token on is not taken in."""
+    index = DiskIndex(HASHER, MODEL)
+    run, _ = named([1, 2, 3])
+    assert not index.adopt(BlobHead("other", "segment", "", run, "user"), 1)
+    assert not index.adopt(BlobHead(MODEL, "segment", "ab", run.part(1, 3), "user"), 1)
+    assert not index.adopt(BlobHead(MODEL, "checkpoint", "", run.part(1, 1), "user"), 1)
+    assert index.adopt(BlobHead(MODEL, "segment", "", run, "user"), 1)
+    assert not index.adopt(BlobHead(MODEL, "segment", "", run.part(0, 2), "user"), 1), "these tokens are there already"
+
+
+def test_images_part_by_content_after_a_restart() -> None:
+    """Two images of one size lead to two blobs, and each is found by its own digest only."""
+    ids = (5, 9, 9, 9, 9, 9, 9, 6)
+    index, second = DiskIndex(HASHER, MODEL), DiskIndex(HASHER, MODEL)
+    for digest in ("cat", "dog"):
+        run = pack(TokenSequence(ids, (ImageSpan(1, 7, digest),)))
+        chain = HASHER.start().extended(run)
+        entry = index.add_segment(run, chain, index.find(run, chain).depth, 8, "user")
+        assert entry is not None and second.adopt(entry.head, 1)
+        found = second.find(run, chain)
+        assert found.depth == 8 and found.steps[-1].segment.name == entry.name
