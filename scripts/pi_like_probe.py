@@ -9,6 +9,7 @@ import secrets
 
 from probing import pi
 from probing.options import Target, make_parser, share, target_of
+from probing.png import picture_url
 from probing.report import (
     REPLY_HEADER,
     Counters,
@@ -21,6 +22,7 @@ from probing.report import (
 from probing.wire import Json, Reply
 
 FIRST_JUDGED_TURN = 3
+IMAGE_TURN, MIN_IMAGE_REUSE = 2, 0.94
 QUESTIONS = ("List the files of this project.", "Go on with the next file.", "And the one after that.")
 
 
@@ -46,6 +48,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--thinking", action=argparse.BooleanOptionalAction, default=True, help="what the request asks for"
     )
+    parser.add_argument(
+        "--image",
+        type=int,
+        nargs="?",
+        const=320,
+        metavar="SIDE",
+        help="put a picture of so many pixels a side (%(const)s) into the first question; turn 2 is judged too (94)",
+    )
     options = parser.parse_args()
     if options.turns < FIRST_JUDGED_TURN:
         parser.error(f"--turns must be at least {FIRST_JUDGED_TURN}, the first turn that is judged")
@@ -55,12 +65,15 @@ def parse_options() -> argparse.Namespace:
 class Conversation:
     """The messages of one agent, continued the way PI does it."""
 
-    def __init__(self, system_chars: int, *, own_calls: bool) -> None:
+    def __init__(self, system_chars: int, *, own_calls: bool, image: int | None = None) -> None:
         self._own_calls = own_calls
         self._num_questions = 0
         self._num_results = 0
         self.messages: list[Json] = [pi.system_message(system_chars, secrets.token_hex(4))]
         self._ask()
+        if image is not None:
+            url = picture_url(image, secrets.randbelow(2**31))
+            self.messages[-1]["content"].append({"type": "image_url", "image_url": {"url": url}})
 
     def take(self, reply: Reply) -> str:
         """Append the echo of the answer and what follows it; returns in words what that was."""
@@ -87,7 +100,7 @@ class Conversation:
 
 def lead(target: Target, options: argparse.Namespace) -> tuple[list[Reply], list[Counters]]:
     """All turns; the counters before the first one and after each."""
-    conversation = Conversation(options.system_chars, own_calls=options.own_calls)
+    conversation = Conversation(options.system_chars, own_calls=options.own_calls, image=options.image)
     replies: list[Reply] = []
     counters = [target.own.counters()] if target.own is not None else []
     table = Table("turn", *REPLY_HEADER, "then")
@@ -102,9 +115,14 @@ def lead(target: Target, options: argparse.Namespace) -> tuple[list[Reply], list
     return replies, counters
 
 
-def judge(replies: list[Reply], counters: list[Counters], min_reuse: float) -> int:
+def judge(replies: list[Reply], counters: list[Counters], min_reuse: float, *, has_image: bool) -> int:
     """Print the verdicts; returns the exit code."""
     expectations = Expectations()
+    if has_image:
+        reuse = replies[IMAGE_TURN - 1].reuse
+        expectations.expect(
+            reuse >= MIN_IMAGE_REUSE, f"image turn {IMAGE_TURN} reuses at least {MIN_IMAGE_REUSE:.1%} ({reuse:.1%})"
+        )
     for number, reply in enumerate(replies, start=1):
         if number >= FIRST_JUDGED_TURN:
             expectations.expect(
@@ -121,7 +139,7 @@ def main() -> int:
     """Lead the conversation and judge it."""
     options = parse_options()
     replies, counters = lead(target_of(options), options)
-    return judge(replies, counters, options.min_reuse)
+    return judge(replies, counters, options.min_reuse, has_image=options.image is not None)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,16 @@ from mlx.utils import tree_flatten
 from safetensors.numpy import save_file
 
 from kvserve.demo.families import FAMILIES, SLOW, TINY, Family, ModelScale
+from kvserve.demo.vision_families import VISION_FAMILIES, media_ids
 from kvserve.demo.vocabulary import Vocabulary, train, write_tokenizer
 from kvserve.demo.weights import Array, TokenRoles, draw_parameter
 from kvserve.errors import ModelLoadError
 
-__all__ = ["FAMILIES", "SLOW", "TINY", "ModelScale", "build_digest", "build_model"]
+__all__ = ["FAMILIES", "SLOW", "TINY", "VISION_FAMILIES", "ModelScale", "build_digest", "build_model"]
 
 MARKER_NAME = "kvserve-demo.json"
 ABANDONED_AFTER_SECONDS = 3600
+ALL_FAMILIES = FAMILIES | VISION_FAMILIES
 TEMPLATE_FOLDER = Path(__file__).parent / "templates"
 
 
@@ -64,7 +66,7 @@ def build_model(
     ours is replaced.
 
     Args:
-        family: a key of `FAMILIES`.
+        family: a key of `FAMILIES` or `VISION_FAMILIES`.
         seed: of the weights; the same arguments give byte-identical weights.
         context_length: the model's own limit, in tokens.
         answer_tokens: about how many tokens an answer has before the model ends it, at any temperature (on average, for
@@ -73,8 +75,8 @@ def build_model(
     Raises:
         ModelLoadError: the family is unknown, or the folder holds something that this builder did not make.
     """
-    if family not in FAMILIES:
-        raise ModelLoadError(f"There is no demo family {family!r}; there are {', '.join(FAMILIES)}.")
+    if family not in ALL_FAMILIES:
+        raise ModelLoadError(f"There is no demo family {family!r}; there are {', '.join(ALL_FAMILIES)}.")
     recipe = Recipe(family, seed, scale, context_length, answer_tokens)
     directory = directory.absolute()
     digest = recipe.digest()
@@ -170,13 +172,15 @@ def _put_in_place(building: Path, directory: Path, digest: str) -> None:
 
 
 def _write_folder(recipe: Recipe, building: Path) -> None:
-    family = FAMILIES[recipe.family]
+    family = ALL_FAMILIES[recipe.family]
     vocabulary = train(family.control, recipe.scale.num_text_tokens)
     config = _configuration(family, recipe, vocabulary)
     _write_json(building / "config.json", config)
     _write_json(building / "generation_config.json", {"eos_token_id": vocabulary.end_ids(), "do_sample": True})
     write_tokenizer(vocabulary, building, recipe.context_length)
-    shutil.copyfile(TEMPLATE_FOLDER / f"{family.name}.jinja", building / "chat_template.jinja")
+    shutil.copyfile(TEMPLATE_FOLDER / f"{family.template or family.name}.jinja", building / "chat_template.jinja")
+    for name, content in family.processor_files.items():
+        _write_json(building / name, dict(content))
     save_file(_weights(family, recipe, config, vocabulary), building / "model.safetensors", metadata={"format": "mlx"})
 
 
@@ -187,6 +191,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _configuration(family: Family, recipe: Recipe, vocabulary: Vocabulary) -> dict[str, Any]:
     control = vocabulary.control
     config = family.configure(recipe.scale, vocabulary.num_rows, recipe.context_length)
+    if family.processor_files:
+        config |= media_ids(control, vocabulary)
     return config | {
         "architectures": [family.architecture],
         "eos_token_id": vocabulary.end_ids(),
@@ -200,14 +206,25 @@ def _weights(family: Family, recipe: Recipe, config: dict[str, Any], vocabulary:
     style = family.style(recipe.scale)
     roles = _token_roles(vocabulary, recipe)
     shapes = _parameter_shapes(config)
-    return {name: draw_parameter(name, shape, style, roles, recipe.seed) for name, shape in shapes.items()}
+    names = [name for name in shapes if not (style.is_tied and name.endswith("lm_head.weight"))]
+    return {name: draw_parameter(name, shapes[name], style, roles, recipe.seed) for name in names}
 
 
 def _parameter_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes as the architecture declares them; its own initial values stay lazy and are never computed."""
-    architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     # The argument classes of some architectures edit the dictionaries that they are given.
-    model = architecture.Model(architecture.ModelArgs.from_dict(json.loads(json.dumps(config))))
+    own = json.loads(json.dumps(config))
+    if "vision_config" in config:
+        from mlx_vlm.utils import update_module_configs  # it takes seconds, and only these families need it
+
+        architecture = importlib.import_module(f"mlx_vlm.models.{config['model_type']}")
+        modules = ["text", "vision"]
+        whole = architecture.ModelConfig.from_dict(own)
+        arguments = update_module_configs(whole, architecture, own, modules)  # type: ignore[no-untyped-call]
+    else:
+        architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+        arguments = architecture.ModelArgs.from_dict(own)
+    model = architecture.Model(arguments)
     return {name: tuple(value.shape) for name, value in dict(tree_flatten(model.parameters())).items()}
 
 

@@ -4,7 +4,7 @@ It knows the configuration keys of the architectures as they stand in a Hugging 
 are drawn, how text becomes tokens, or where files go. A new family is one function, one row and one chat template.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,8 @@ SLOW = ModelScale(num_layers=32)
 class Family:
     """One architecture: its configuration, its control tokens and the style of its weights.
 
-    `configure(scale, num_rows, context_length)` returns the model's own keys; token ids are added by the builder.
+    `configure(scale, num_rows, context_length)` returns the model's own keys; token ids are added by the builder. Its
+    chat template is named like itself unless `template` says otherwise; `processor_files` make it one that sees.
     """
 
     name: str
@@ -47,9 +48,11 @@ class Family:
     control: ControlTokens
     architecture: str
     style: Callable[[ModelScale], WeightStyle] = field(default=lambda scale: WeightStyle())
+    template: str | None = None
+    processor_files: Mapping[str, Config] = field(default_factory=dict)
 
 
-def _dense(scale: ModelScale, num_rows: int, context_length: int) -> Config:
+def dense(scale: ModelScale, num_rows: int, context_length: int) -> Config:
     """The keys that every family has."""
     return {
         "hidden_size": scale.hidden_size,
@@ -73,7 +76,7 @@ def _llama(scale: ModelScale, num_rows: int, context_length: int) -> Config:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    return _dense(scale, num_rows, context_length) | {
+    return dense(scale, num_rows, context_length) | {
         "model_type": "llama",
         "rope_theta": 500000.0,
         "rope_scaling": rope_scaling,
@@ -81,7 +84,7 @@ def _llama(scale: ModelScale, num_rows: int, context_length: int) -> Config:
 
 
 def _qwen3(scale: ModelScale, num_rows: int, context_length: int) -> Config:
-    return _dense(scale, num_rows, context_length) | {"model_type": "qwen3", "rope_theta": 1000000.0}
+    return dense(scale, num_rows, context_length) | {"model_type": "qwen3", "rope_theta": 1000000.0}
 
 
 def _gated_delta(scale: ModelScale) -> Config:
@@ -110,12 +113,12 @@ def _experts(scale: ModelScale) -> Config:
 
 def _qwen3_next(scale: ModelScale, num_rows: int, context_length: int) -> Config:
     keys = {"model_type": "qwen3_next", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25, "mlp_only_layers": []}
-    return _dense(scale, num_rows, context_length) | _gated_delta(scale) | _experts(scale) | keys
+    return dense(scale, num_rows, context_length) | _gated_delta(scale) | _experts(scale) | keys
 
 
-def _qwen3_5(scale: ModelScale, num_rows: int, context_length: int) -> Config:
+def qwen3_5(scale: ModelScale, num_rows: int, context_length: int) -> Config:
     rope = {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}
-    text = _dense(scale, num_rows, context_length) | _gated_delta(scale)
+    text = dense(scale, num_rows, context_length) | _gated_delta(scale)
     return {
         "model_type": "qwen3_5",
         "tie_word_embeddings": False,
@@ -124,13 +127,13 @@ def _qwen3_5(scale: ModelScale, num_rows: int, context_length: int) -> Config:
 
 
 def _qwen3_5_moe(scale: ModelScale, num_rows: int, context_length: int) -> Config:
-    config = _qwen3_5(scale, num_rows, context_length)
+    config = qwen3_5(scale, num_rows, context_length)
     text = config["text_config"] | _experts(scale) | {"model_type": "qwen3_5_moe_text"}
     return config | {"model_type": "qwen3_5_moe", "text_config": text}
 
 
 def _gemma3(scale: ModelScale, num_rows: int, context_length: int) -> Config:
-    return _dense(scale, num_rows, context_length) | {
+    return dense(scale, num_rows, context_length) | {
         "model_type": "gemma3_text",
         "query_pre_attn_scalar": scale.head_dim,
         "rope_theta": 1000000.0,
@@ -140,12 +143,12 @@ def _gemma3(scale: ModelScale, num_rows: int, context_length: int) -> Config:
     }
 
 
-def _gemma4(scale: ModelScale, num_rows: int, context_length: int) -> Config:
+def gemma4(scale: ModelScale, num_rows: int, context_length: int) -> Config:
     rope = {
         "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     }
-    text = _dense(scale, num_rows, context_length) | {
+    text = dense(scale, num_rows, context_length) | {
         "model_type": "gemma4_text",
         "rope_parameters": rope,
         "layer_types": ["sliding_attention", "full_attention"] * (scale.num_layers // 2),
@@ -170,7 +173,7 @@ def _gemma4(scale: ModelScale, num_rows: int, context_length: int) -> Config:
 
 
 def _gpt_oss(scale: ModelScale, num_rows: int, context_length: int) -> Config:
-    return _dense(scale, num_rows, context_length) | {
+    return dense(scale, num_rows, context_length) | {
         "model_type": "gpt_oss",
         "rope_theta": 150000,
         "layer_types": ["sliding_attention", "full_attention"] * (scale.num_layers // 2),
@@ -181,7 +184,7 @@ def _gpt_oss(scale: ModelScale, num_rows: int, context_length: int) -> Config:
 
 
 def _glm4_moe_lite(scale: ModelScale, num_rows: int, context_length: int) -> Config:
-    return _dense(scale, num_rows, context_length) | {
+    return dense(scale, num_rows, context_length) | {
         "model_type": "glm4_moe_lite",
         "num_key_value_heads": scale.num_heads,
         "kv_lora_rank": 2 * scale.head_dim,
@@ -198,11 +201,11 @@ def _glm4_moe_lite(scale: ModelScale, num_rows: int, context_length: int) -> Con
     }
 
 
-def _gemma3_style(scale: ModelScale) -> WeightStyle:
+def gemma3_style(scale: ModelScale) -> WeightStyle:
     return WeightStyle(norm_offset=1.0, embedding_gain=scale.hidden_size**-0.5)
 
 
-def _gemma4_style(scale: ModelScale) -> WeightStyle:
+def gemma4_style(scale: ModelScale) -> WeightStyle:
     # Its attention does not divide by the root of the head's size.
     return WeightStyle(embedding_gain=scale.hidden_size**-0.5, query_key_gain=0.85)
 
@@ -211,11 +214,11 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family("qwen3", _qwen3, QWEN, "Qwen3ForCausalLM"),
-        Family("qwen3_5", _qwen3_5, QWEN, "Qwen3_5ForConditionalGeneration"),
+        Family("qwen3_5", qwen3_5, QWEN, "Qwen3_5ForConditionalGeneration"),
         Family("qwen3_5_moe", _qwen3_5_moe, QWEN, "Qwen3_5MoeForConditionalGeneration"),
         Family("qwen3_next", _qwen3_next, QWEN, "Qwen3NextForCausalLM"),
-        Family("gemma3", _gemma3, GEMMA3, "Gemma3ForCausalLM", _gemma3_style),
-        Family("gemma4", _gemma4, GEMMA4, "Gemma4ForConditionalGeneration", _gemma4_style),
+        Family("gemma3", _gemma3, GEMMA3, "Gemma3ForCausalLM", gemma3_style),
+        Family("gemma4", gemma4, GEMMA4, "Gemma4ForConditionalGeneration", gemma4_style),
         Family("gpt_oss", _gpt_oss, HARMONY, "GptOssForCausalLM"),
         Family("glm4_moe_lite", _glm4_moe_lite, GLM, "Glm4MoeLiteForCausalLM"),
         Family("llama", _llama, LLAMA, "LlamaForCausalLM"),

@@ -4,6 +4,7 @@ It knows tokens and their roles (who ends a turn, what is hidden from decoded te
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,8 @@ class ControlTokens:
     """The tokens of one family that are not text.
 
     `hidden` are dropped by `decode(skip_special_tokens=True)`; `visible` (thinking, tool markers) are kept, as in the
-    real tokenizers. `ends` are the tokens that end an answer, the one a finished turn ends with first.
+    real tokenizers. `ends` are the tokens that end an answer, the one a finished turn ends with first. `named` are
+    those that a processor asks for by name.
     """
 
     hidden: tuple[str, ...]
@@ -29,6 +31,7 @@ class ControlTokens:
     ends: tuple[str, ...]
     pad: str
     bos: str | None = None
+    named: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -180,4 +183,6 @@ def write_tokenizer(vocabulary: Vocabulary, directory: Path, context_length: int
         "eos_token": control.ends[0],
         "pad_token": control.pad,
     }
+    if control.named:
+        config["extra_special_tokens"] = dict(control.named)
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

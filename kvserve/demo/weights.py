@@ -46,12 +46,13 @@ class WeightStyle:
 
     `norm_offset` is added to every norm weight by the model itself (1 in gemma3, else 0); `embedding_gain` undoes a
     scaling of the embeddings; `query_key_gain` is the norm weight of queries and keys, so that attention is sharp
-    enough for old tokens to matter.
+    enough for old tokens to matter. `is_tied`: the embeddings are the head too.
     """
 
     norm_offset: float = 0.0
     embedding_gain: float = 1.0
     query_key_gain: float = 1.8
+    is_tied: bool = False
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], gain: float) -> Array:
@@ -125,6 +126,7 @@ RULES: tuple[tuple[tuple[str, ...], Draw], ...] = (
     (("q_proj.weight", "k_proj.weight", "q_b_proj.weight"), _query_key),
     ((".weight",), _linear),
 )
+TOWER_PREFIXES = ("vision_tower.", "multi_modal_projector.", "embed_vision.")
 LATENT_NORMS = ("kv_a_layernorm.weight", "q_a_layernorm.weight")
 
 
@@ -135,8 +137,10 @@ def draw_parameter(name: str, shape: tuple[int, ...], style: WeightStyle, roles:
         KeyError: no rule covers the name, so a new architecture cannot be filled with nonsense silently.
     """
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    if name.startswith(TOWER_PREFIXES):
+        return _tower(rng, shape, name)
     if name.endswith("embed_tokens.weight"):
-        return _embedding(rng, shape, style, roles)
+        return _tied(rng, shape, style, roles) if style.is_tied else _embedding(rng, shape, style, roles)
     if name.endswith("lm_head.weight"):
         return _head(rng, shape, roles)
     if name.endswith(LATENT_NORMS):
@@ -153,6 +157,25 @@ def _embedding(rng: np.random.Generator, shape: tuple[int, ...], style: WeightSt
     weight[:, CLOSING] = 0
     weight[list(roles.closing_ids), CLOSING] = RESERVED_VALUE
     return weight * np.float32(style.embedding_gain)
+
+
+def _tied(rng: np.random.Generator, shape: tuple[int, ...], style: WeightStyle, roles: TokenRoles) -> Array:
+    """Embeddings that are the head too: small beside what the layers write, or every token would say itself again."""
+    weight = _normal(rng, shape, 0.5)
+    weight[:, :NUM_RESERVED] = 0
+    weight[list(roles.improbable_ids)] *= np.float32(0.02)
+    return weight * np.float32(style.embedding_gain)
+
+
+def _tower(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Array:
+    """A parameter of a vision tower, whose names differ from family to family: by its number of axes."""
+    if name.endswith("bias"):
+        return _normal(rng, shape, 0.1)
+    if len(shape) == 1:
+        return np.ones(shape, np.float32)
+    if "pos" in name:
+        return _normal(rng, shape, 0.5)
+    return _normal(rng, shape, math.prod(shape[1:]) ** -0.5)
 
 
 def _head(rng: np.random.Generator, shape: tuple[int, ...], roles: TokenRoles) -> Array:

@@ -17,11 +17,15 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
 
+from kvserve.core import GenerationRequest
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.leaves import leaves
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
 from kvserve.engine.row_bytes import RowBytes
-from kvserve.errors import ModelLoadError
+from kvserve.engine.vision_load import Sight, Sighted, SightRule, is_vision, knows_family, load_sighted
+from kvserve.engine.vision_pass import place
+from kvserve.engine.vision_row import RowImages
+from kvserve.errors import EngineFailure, ModelLoadError
 
 _HUB_PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
 _PROBE_TOKENS = 16
@@ -31,12 +35,13 @@ _PROBE_TOKENS = 16
 class CacheSupport:
     """What can be done with a model's caches: decode rows in one batch, keep their KV for other requests.
 
-    `notes` tell a person what cannot be done and what it costs.
+    `notes` tell a person what cannot be done and what it costs. `image_rule` is None where images are refused.
     """
 
     can_batch: bool = True
     can_keep: bool = True
     notes: tuple[str, ...] = ()
+    image_rule: SightRule | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,8 @@ class LoadedModel:
     """A model in memory. `sizes` are those of a row's KV, `quantiser` says how that is quantised, if it is.
 
     `active_weight_bytes` is what one decode step reads of the weights: a mixture of experts reads few of them.
-    `kv_notes` tell a person what of the KV is not quantised although it should be.
+    `kv_notes` tell a person what of the KV is not quantised although it should be. `sight` is what a vision model sees
+    with, `sight_note` what a person should know of it.
     """
 
     module: Module
@@ -57,6 +63,8 @@ class LoadedModel:
     quantiser: Quantiser | None = None
     kv_notes: tuple[str, ...] = ()
     cache_support: CacheSupport = CacheSupport()
+    sight: Sight | None = None
+    sight_note: str = ""
 
     def new_caches(self) -> list[Any]:
         """Empty caches of one row, one per layer, in full precision."""
@@ -69,6 +77,21 @@ class LoadedModel:
     def ready(self, caches: list[Any], num_tokens: int) -> list[Any]:
         """A row's caches, which hold so many tokens, as its next token needs them. They are consumed."""
         return caches if self.quantiser is None else self.quantiser.ready(caches, num_tokens)
+
+    def place(self, caches: list[Any], request: GenerationRequest, num_tokens: int) -> None:
+        """Tell a row's caches, which hold so many tokens, where its images lead the positions of the next one."""
+        if self.sight is not None and (images := self.images(request)) is not None:
+            decoder: Any = self.module
+            place(decoder, images, num_tokens, caches)
+
+    def images(self, request: GenerationRequest) -> RowImages | None:
+        """Where a request's images stand. Raises EngineFailure for a model that takes none, or one not given."""
+        if self.sight is None:
+            if request.prompt.images:
+                raise EngineFailure("The model takes no images.")
+            return None
+        decoder: Any = self.module
+        return RowImages.of(request, has_positions=decoder.has_positions)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -108,12 +131,33 @@ def resolve_model_folder(model_path: str, note: Callable[[str], None]) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ModelLoadError for a folder without a usable config, or of an architecture that mlx-lm does not know."""
+    """Raise ModelLoadError for a folder without a usable config, or of an architecture that mlx-lm does not know, nor
+    mlx-vlm where it describes a vision tower."""
     config = _read_config(folder)
     try:
         _get_classes(config)
     except ValueError as error:
+        if is_vision(config) and knows_family(config):
+            return
         raise _explained(folder, config, error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedSizes:
+    """What a model's config promises before it is loaded; `vocab_size` 0 where it says nothing."""
+
+    vocab_size: int
+    context_limit: int
+
+
+def expected_sizes(folder: Path, max_kv_size: int) -> ExpectedSizes:
+    """Sizes of a model that is not loaded. Raises ModelLoadError for a config that cannot be read."""
+    config = _read_config(folder)
+    vocab_size = _text_config(config).get("vocab_size")
+    return ExpectedSizes(
+        vocab_size=vocab_size if isinstance(vocab_size, int) and vocab_size > 0 else 0,
+        context_limit=min(max_kv_size, _own_context_limit(config) or max_kv_size),
+    )
 
 
 def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> LoadedModel:
@@ -124,11 +168,12 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
     """
     config = _read_config(folder)
     try:
-        module, config = load_model(folder, lazy=False)
+        loaded = load_sighted(folder, config) if is_vision(config) else Sighted(*load_model(folder, lazy=False), None)
     except FileNotFoundError as error:
         raise ModelLoadError(f"{folder} holds no weights (model*.safetensors): {error}.") from error
     except Exception as error:  # a broken file can raise anything from inside mlx-lm
         raise _explained(folder, config, error) from error
+    module, config = loaded.decoder, loaded.config
     vocab_size, caches = _probe(folder, config, module)
     support = try_quantising(module, lambda: make_prompt_cache(module), caches, kv)
     per_token, fixed = _sizes(caches)
@@ -139,11 +184,14 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
         config=config,
         vocab_size=vocab_size,
         context_limit=context_limit,
-        weight_bytes=sum(array.nbytes for array in _arrays(module.parameters())),
+        weight_bytes=sum(array.nbytes for array in _arrays(module.parameters()))
+        + (loaded.sight.num_bytes if loaded.sight is not None else 0),
         active_weight_bytes=_active_weight_bytes(module, config),
         sizes=sizes,
         quantiser=support.quantiser if support else None,
         kv_notes=(*support.notes, *_start_notes(kv, context_limit)) if support else (),
+        sight=loaded.sight,
+        sight_note=loaded.note,
     )
 
 

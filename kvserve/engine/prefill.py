@@ -13,6 +13,8 @@ import mlx.core as mx
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefix_cache import Tenancy
 from kvserve.engine.rows import Row
+from kvserve.engine.vision_pass import see
+from kvserve.engine.vision_row import RowImages
 
 FIRST_CHUNK_TOKENS = 256
 """Before anything was measured: small enough for a large model, large enough to measure."""
@@ -62,6 +64,7 @@ class Prefill:
     caches: list[Any]
     num_done: int
     num_last_tokens: int = 0
+    images: RowImages | None = None
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,12 +87,28 @@ class Prefill:
             num_tokens = min(num_tokens, model.quantiser.longest_chunk(self.num_done))
         if (stop := self.tenancy.next_stop(self.num_done)) is not None:
             num_tokens = min(num_tokens, stop - self.num_done)
+        num_tokens = self._whole_images(model, num_tokens)
         chunk = self.tokens[self.num_done : self.num_done + num_tokens]
         started = time.perf_counter()
-        model.module(mx.array(chunk)[None], cache=self.caches)
+        self._compute(model, chunk)
         mx.eval([cache.state for cache in self.caches])
         chunk_length.measured(num_tokens, time.perf_counter() - started)
         self.num_done += num_tokens
         self.num_last_tokens = max(num_tokens, ALIGNMENT_TOKENS)
         self.row.report_progress(self.num_done)
         return num_tokens
+
+    def _whole_images(self, model: LoadedModel, num_tokens: int) -> int:
+        """So many tokens, or more where the chunk would cut what must be computed in one pass."""
+        if self.images is None or model.sight is None or model.sight.rule == "anywhere":
+            return num_tokens
+        if model.sight.rule == "alone":
+            return self.num_left
+        return min(self.num_left, self.images.whole(self.num_done, self.num_done + num_tokens) - self.num_done)
+
+    def _compute(self, model: LoadedModel, chunk: list[int]) -> None:
+        if self.images is None or model.sight is None:
+            model.module(mx.array(chunk)[None], cache=self.caches)
+        else:
+            decoder: Any = model.module
+            see(decoder, model.sight.tower, self.images, chunk, self.num_done, self.caches)

@@ -2,13 +2,14 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvserve.core import Turn
 from tests.scripts.conftest import addresses, run_script
-from tests.serving import AppUnderTest, writing
+from tests.serving import AppUnderTest, serving_app, writing
 
 SHORT = ["--turns", "4", "--system-chars", "6000", "--max-tokens", "12"]
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "notes/a.txt", "limit": 5}}\n</tool_call>'
@@ -56,3 +57,13 @@ def test_an_address_without_a_server_is_exit_code_2() -> None:
     done = run_script("pi_like_probe.py", "--base-url", "http://127.0.0.1:9", "--server-url", "", "--turns", "3")
     assert done.returncode == 2
     assert done.stderr.startswith("error: POST http://127.0.0.1:9/v1/chat/completions: ")
+
+
+def test_an_image_in_the_first_question_is_judged_at_turn_two(tmp_path: Path) -> None:
+    """With `--image` the second turn must find the picture's KV, and no counter moves."""
+    with serving_app(tmp_path, family="qwen3_5_vl") as server:
+        done = run_script("pi_like_probe.py", *addresses(server), *SHORT, "--system-chars", "9000", "--image", "160")
+        assert server.get("/v1/cache").json["num_tower_calls"] == 1
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok    image turn 2 reuses at least 94.0%" in done.stdout
+    assert "ok    vlm_retreat did not move" in done.stdout

@@ -1,0 +1,207 @@
+"""Loading a vision checkpoint: which half comes from where, each weight once.
+
+mlx-lm's decoder is taken where it knows the family and its positions can be told to it, because its caches are the
+ones that batches and snapshots are made for; else mlx-vlm's. mlx-vlm's other half supplies tower and processor. It is
+loaded lazily, and what of it is not used is dropped before it is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes, load_model
+
+from kvserve.engine.vision import DeepLayer, ShiftedRope, SightedDecoder, Stage, VlmDecoder, masks_with_images
+from kvserve.engine.vision_reader import ImageReader
+from kvserve.engine.vision_tower import Tower, embedding_scale
+from kvserve.errors import ModelLoadError
+
+type SightRule = Literal["anywhere", "whole", "alone"]
+"""Where a prefill may pause: anywhere, not inside an image, or nowhere: such rows are computed by themselves, anew."""
+
+
+MAX_DISAGREEMENT = 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """The vision half of a model, whose own weights take `num_bytes`. `rule` is found out at load."""
+
+    tower: Tower
+    reader: ImageReader
+    image_token: int
+    model: Any
+    num_bytes: int
+    rule: SightRule = "alone"
+
+    @property
+    def language(self) -> Any:
+        """What is left of mlx-vlm's language model."""
+        return self.model.language_model
+
+
+@dataclass(frozen=True, slots=True)
+class Sighted:
+    """A loaded vision checkpoint; `sight` is None where only its decoder can be used, and `note` says why."""
+
+    decoder: Any
+    config: dict[str, Any]
+    sight: Sight | None
+    note: str = ""
+
+
+def is_vision(config: Mapping[str, Any]) -> bool:
+    """Whether a config describes a vision tower."""
+    vision = config.get("vision_config")
+    return isinstance(vision, dict) and bool(vision)
+
+
+def knows_family(config: Mapping[str, Any]) -> bool:
+    """Whether mlx-vlm has the architecture."""
+    from mlx_vlm.utils import get_model_and_args
+
+    try:
+        get_model_and_args(dict(config))
+    except (ValueError, KeyError):
+        return False
+    return True
+
+
+def load_sighted(folder: Path, config: dict[str, Any]) -> Sighted:
+    """Load decoder and tower. Raises what the loaders raise for a decoder that neither of them can load."""
+    try:
+        seeing = _load_lazily(folder)
+        stage, rotary = Stage(), _rotary(seeing.language_model)
+    except Exception as error:  # noqa: BLE001 - a checkpoint may describe a tower and lack it: it still answers text
+        decoder, config = load_model(folder, lazy=False)
+        return Sighted(decoder, config, None, _no_images(error))
+    has_positions = hasattr(seeing.language_model, "get_rope_index")
+    if not _is_for_mlx_lm(config) or (has_positions and rotary is None):
+        mx.eval(seeing.parameters())
+        seeing_decoder: SightedDecoder = VlmDecoder(seeing.language_model, stage, has_positions=has_positions)
+        return _with_sight(folder, config, seeing, seeing_decoder, instead=seeing_decoder)
+    decoder, config = load_model(folder, lazy=False)
+    seeing_decoder = SightedDecoder(decoder, stage, has_positions=has_positions)
+    try:
+        _hook(decoder, rotary, stage, config, num_deep_layers=_num_deep_layers(seeing))
+        _share_decoder(seeing.language_model, decoder)
+        mx.eval(seeing.parameters())
+    except Exception as error:  # noqa: BLE001 - a decoder of another build than those known here answers text only
+        return Sighted(decoder, config, None, _no_images(error))
+    return _with_sight(folder, config, seeing, seeing_decoder, instead=decoder)
+
+
+def _is_for_mlx_lm(config: dict[str, Any]) -> bool:
+    try:
+        _get_classes(config)
+    except ValueError:
+        return False
+    return True
+
+
+def _with_sight(folder: Path, config: dict[str, Any], seeing: Any, decoder: SightedDecoder, instead: Any) -> Sighted:
+    """The checkpoint with its sight, or `instead` of its decoder where there can be none."""
+    try:
+        sight = _sight(folder, seeing, decoder)
+    except Exception as error:  # noqa: BLE001 - a processor may be missing or broken: text is served all the same
+        return Sighted(instead, config, None, _no_images(error))
+    return Sighted(decoder, config, sight)
+
+
+def _no_images(error: Exception) -> str:
+    reason = " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())[:200]
+    return f"Images are refused, text is served: {reason}"
+
+
+def _load_lazily(folder: Path) -> Any:
+    from mlx_vlm.utils import load_model as load_vlm
+
+    return load_vlm(folder, lazy=True, trust_remote_code=False)
+
+
+def _rotary(language: Any) -> Any:
+    """How mlx-vlm turns three positions into angles, if in a way that can be applied elsewhere."""
+    from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
+
+    for layer in language.model.layers:
+        rotary = getattr(getattr(layer, "self_attn", None), "rotary_emb", None)
+        if isinstance(rotary, MRoPERotaryEmbedding):
+            return rotary
+    return None
+
+
+def _share_decoder(language: Any, decoder: Any) -> None:
+    """Leave of mlx-vlm's language model what computes positions and embeddings, with the decoder's own weights."""
+    ours, theirs = _inner(decoder), language.model
+    for name in [name for name in language if name != "model"]:
+        del language[name]
+    for name in [name for name in theirs if not name.startswith("embed_tokens")]:
+        del theirs[name]
+    for name in list(theirs):
+        theirs[name] = ours[name]
+
+
+def _inner(decoder: Any) -> Any:
+    """The part of an mlx-lm model that has the layers."""
+    return getattr(decoder, "language_model", decoder).model
+
+
+def _num_deep_layers(seeing: Any) -> int:
+    vision = getattr(seeing.config, "vision_config", None)
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+
+def _hook(decoder: Any, rotary: Any, stage: Stage, config: Mapping[str, Any], *, num_deep_layers: int) -> None:
+    """Let the passes of an mlx-lm model see what is shown on the stage."""
+    inner = _inner(decoder)
+    if rotary is not None:
+        from mlx_vlm.models.rope_utils import apply_multimodal_rotary_pos_emb
+
+        for layer in inner.layers:
+            attention = getattr(layer, "self_attn", None)
+            if attention is not None and hasattr(attention, "rope"):
+                attention.rope = ShiftedRope(attention.rope, rotary, apply_multimodal_rotary_pos_emb, stage)
+                if not attention.rope.disagreement() <= MAX_DISAGREEMENT:
+                    raise ModelLoadError("mlx-lm's decoder and mlx-vlm's turn positions into other angles")
+    for index in range(num_deep_layers):
+        inner.layers[index] = DeepLayer(inner.layers[index], index, stage)
+    text = config.get("text_config")
+    if isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision":
+        if not hasattr(inner, "_make_masks"):
+            raise ModelLoadError("Its images see themselves in both directions, which mlx-lm's decoder cannot do.")
+        inner._make_masks = masks_with_images(inner, stage)
+
+
+def _sight(folder: Path, seeing: Any, decoder: SightedDecoder) -> Sight:
+    from mlx_vlm.utils import load_processor
+
+    image_token = _media_token(seeing.config, "image")
+    if image_token is None:
+        raise ModelLoadError("its config names no image token")
+    processor = load_processor(folder, add_detokenizer=False, trust_remote_code=False)
+    merge = getattr(seeing.config.vision_config, "spatial_merge_size", 1) if decoder.has_positions else None
+    others = [token for kind in ("video", "audio") if (token := _media_token(seeing.config, kind)) is not None]
+    reader = ImageReader(processor, folder, image_token, merge, others)
+    scale = embedding_scale(lambda ids: seeing.get_input_embeddings(ids, None).inputs_embeds, decoder.embed)
+    tower = Tower(seeing, image_token, _known_scale(scale, seeing))
+    return Sight(tower, reader, image_token, seeing, _num_bytes(seeing) - _num_bytes(seeing.language_model))
+
+
+def _num_bytes(module: Any) -> int:
+    flat: Any = tree_flatten(module.parameters())
+    return sum(array.nbytes for _, array in flat)
+
+
+def _media_token(config: Any, kind: str) -> int | None:
+    """Families call it by two names."""
+    names = (f"{kind}_token_id", f"{kind}_token_index")
+    return next((token for name in names if isinstance(token := getattr(config, name, None), int)), None)
+
+
+def _known_scale(measured: float, seeing: Any) -> float:
+    """The measured scale, or the exact number that it stands for: half precision measures it inexactly."""
+    exact = (1.0, float(getattr(seeing.language_model.model, "embed_scale", 1.0)))
+    return next((scale for scale in exact if abs(measured / scale - 1) < 0.01), measured)

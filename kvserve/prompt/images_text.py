@@ -1,0 +1,111 @@
+"""Images inside text: a mark stands for an image from the message to the model's tokens. It decodes nothing.
+
+    message blocks -> text with marks -> chat template -> the family's words around each mark -> ids and spans
+
+A mark is no text that a client can write by accident, and what a client writes like the model's own placeholder is
+cut by a barrier, so that its tokens are those of plain text.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvserve.core import Block, ImageBlock, ImageSpan, ImageWords, Message, TextBlock, ToolResultBlock
+
+EDGE = "\ufdd0"
+"""Around every mark: a noncharacter of Unicode, which no text for interchange holds."""
+
+BARRIER = EDGE + EDGE
+_MARK = re.compile(f"{EDGE}([0-9a-f]{{64}})?{EDGE}")
+
+type Runs = Mapping[str, tuple[int, ...]]
+"""The ids that stand for each image, by its digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedIds:
+    """The ids of a text, and which of them stand for images."""
+
+    ids: tuple[int, ...]
+    images: tuple[ImageSpan, ...] = ()
+
+
+def mark_of(digest: str) -> str:
+    """What stands for an image in a text; `digest` is 64 hexadecimal digits."""
+    return f"{EDGE}{digest}{EDGE}"
+
+
+def with_marks(messages: Iterable[Message], words: ImageWords) -> tuple[Message, ...]:
+    """The messages with a mark for every image, whose `source` is its digest, and typed placeholders cut.
+
+    The text right before and behind an image stays on its line: templates write nothing between parts.
+    """
+    return tuple(
+        message
+        if message.role == "assistant"
+        else replace(message, blocks=tuple(_marked_blocks(message.blocks, words)))
+        for message in messages
+    )
+
+
+def with_words(text: str, words: ImageWords) -> str:
+    """A rendered prompt with the family's words around every image's mark."""
+    return _MARK.sub(lambda mark: f"{words.head}{mark[0]}{words.tail}" if mark[1] else mark[0], text)
+
+
+def encode_marked(
+    encode: Callable[..., tuple[int, ...]], text: str, runs: Runs, *, adds_special_tokens: bool = False
+) -> MarkedIds:
+    """The ids of a text with marks. What looks like a mark and names no image of `runs` is text.
+
+    `adds_special_tokens`: before the text stands what the tokenizer puts before one.
+    """
+    if EDGE not in text:
+        return MarkedIds(encode(text, add_special_tokens=True) if adds_special_tokens else encode(text))
+    ids: list[int] = []
+    images: list[ImageSpan] = []
+    if adds_special_tokens:
+        ids += encode("", add_special_tokens=True)
+    start = 0
+    for mark in _MARK.finditer(text):
+        if mark[1] is not None and mark[1] not in runs:
+            continue
+        ids += encode(text[start : mark.start()])
+        if mark[1] is not None:
+            images.append(ImageSpan(len(ids), len(ids) + len(runs[mark[1]]), mark[1]))
+            ids += runs[mark[1]]
+        start = mark.end()
+    ids += encode(text[start:])
+    return MarkedIds(tuple(ids), tuple(images))
+
+
+def _marked_blocks(blocks: Sequence[Block], words: ImageWords) -> Iterator[Block]:
+    """Blocks where text and images that touch are one text."""
+    told: list[str] = []
+    after_image = False
+    for block in blocks:
+        if isinstance(block, ImageBlock):
+            told = [*told[:-1], (told[-1] if told else "") + mark_of(block.source)]
+            after_image = True
+        elif isinstance(block, TextBlock):
+            text = _guarded(block.text, words)
+            told = [*told[:-1], told[-1] + text] if after_image else [*told, text]
+            after_image = False
+        else:
+            yield from map(TextBlock, told)
+            told, after_image = [], False
+            yield _marked_result(block, words) if isinstance(block, ToolResultBlock) else block
+    yield from map(TextBlock, told)
+
+
+def _marked_result(block: ToolResultBlock, words: ImageWords) -> ToolResultBlock:
+    parts = _marked_blocks(block.blocks, words)
+    return replace(block, blocks=tuple(part for part in parts if isinstance(part, TextBlock)))
+
+
+def _guarded(text: str, words: ImageWords) -> str:
+    """A client's text in which no placeholder of the model's survives as a token, nor a noncharacter as a mark."""
+    text = text.replace(EDGE, "\ufffd")
+    for token in words.guarded:
+        text = text.replace(token, token[:1] + BARRIER + token[1:])
+    return text

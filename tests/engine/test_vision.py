@@ -1,0 +1,183 @@
+"""Images in the engine: what it writes is what mlx-vlm writes, cold, warm, branched and in batches of all kinds."""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_vlm.utils import prepare_inputs
+
+from kvserve.engine.worker import Engine
+from tests.engine.engines import assert_exact, cached, generate, running_engine
+from tests.engine.visions import VISION, Prompted, Writer, for_processor, picture, vlm, vlm_answer
+
+RULES = {
+    "qwen3_5_vl": "anywhere",
+    "qwen3_vl": "anywhere",
+    "gemma3_vl": "anywhere",
+    "gemma4_vl": "whole",
+    "glm4v": "anywhere",
+}
+
+
+class Sighted:
+    """A running engine on a vision model, and what writes its prompts."""
+
+    def __init__(self, family: str, engine: Engine) -> None:
+        self.family = family
+        self.engine = engine
+        self.model = engine.wait_until_ready(0)
+        self.writer = Writer.of(family, self.model)
+
+    def cold(self, prompted: Prompted) -> tuple[int, ...]:
+        """The answer of an engine that has seen nothing."""
+        self.engine.clear_cache()
+        [answer] = generate(self.engine, prompted.request())
+        assert cached(answer) == 0
+        self.engine.clear_cache()
+        return answer.tokens
+
+    @property
+    def num_tower_calls(self) -> int:
+        assert self.model.sight is not None
+        return self.model.sight.tower.num_calls
+
+
+@pytest.fixture(scope="module", params=VISION)
+def sighted(request: pytest.FixtureRequest) -> Iterator[Sighted]:
+    with running_engine(request.param, prefill_step_size=64) as engine:
+        yield Sighted(request.param, engine)
+
+
+def shapes(writer: Writer) -> dict[str, Prompted]:
+    return {
+        "none": writer.prompt("Say what a cache is, in one sentence."),
+        "one": writer.prompt("What is this? ", picture(1), " Say it."),
+        "not square": writer.prompt(picture(2, 144, 56), "What is this?"),
+        "two": writer.prompt("Compare ", picture(3), " with ", picture(4, 56, 112), " please."),
+        "twice": writer.prompt(picture(5), "and again", picture(5)),
+    }
+
+
+def test_the_rule_is_found_at_load_and_said(sighted: Sighted) -> None:
+    """Where a prefill may pause follows from trying it, and the notes say it."""
+    support = sighted.model.cache_support
+    assert support.image_rule == RULES[sighted.family], support.notes
+    assert any("Images are taken" in note for note in support.notes)
+    assert support.can_batch and support.can_keep
+
+
+@pytest.mark.parametrize("shape", ["none", "one", "not square", "two", "twice"])
+def test_ids_are_those_of_the_processor(sighted: Sighted, shape: str) -> None:
+    """The prompt's tokens, images expanded, are what mlx-vlm's processor makes of the same text and pictures."""
+    prompted = shapes(sighted.writer)[shape]
+    _, processor = vlm(sighted.family)
+    inputs = prepare_inputs(
+        processor, images=list(prompted.pictures) or None, prompts=[for_processor(sighted.family, prompted)]
+    )
+    assert prompted.tokens.ids == tuple(np.array(inputs["input_ids"])[0].tolist())
+    assert len(prompted.tokens.images) == len(prompted.pictures)
+
+
+@pytest.mark.parametrize("shape", ["none", "one", "not square", "two", "twice"])
+def test_cold_is_what_mlx_vlm_writes(sighted: Sighted, shape: str) -> None:
+    """24 greedy tokens equal those of `stream_generate`, in chunks that cut images where the family allows it."""
+    prompted = shapes(sighted.writer)[shape]
+    assert sighted.cold(prompted) == vlm_answer(sighted.family, prompted)
+
+
+def test_warm_is_cold(sighted: Sighted) -> None:
+    """The next turn restores the image's KV, looks at nothing, and writes what a cold engine writes."""
+    first = sighted.writer.prompt("What is this? ", picture(1), " Say it.")
+    answer = sighted.cold(first)
+    second = first.followed_by(answer, sighted.writer.tokenizer.encode(" And why is that so?"))
+    expected = sighted.cold(second)
+    generate(sighted.engine, first.request())
+    num_calls = sighted.num_tower_calls
+    [warm] = generate(sighted.engine, second.request())
+    assert_exact(warm, expected)
+    assert cached(warm) > first.tokens.images[0].end
+    assert sighted.num_tower_calls == num_calls
+
+
+def test_another_image_of_the_same_size_shares_nothing_past_it(sighted: Sighted) -> None:
+    """Equal ids, other pixels: the KV up to the image is used, and the answer is the other image's."""
+    one, other = (sighted.writer.prompt("What is this? ", picture(seed), " Say it.") for seed in (1, 2))
+    assert one.tokens.ids == other.tokens.ids
+    expected = sighted.cold(other)
+    assert expected != sighted.cold(one), "the two images are told apart by nothing"
+    generate(sighted.engine, one.request())
+    [answer] = generate(sighted.engine, other.request())
+    assert_exact(answer, expected)
+    assert cached(answer) <= one.tokens.images[0].start
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_branch_beside_the_image_is_cold(sighted: Sighted, where: str) -> None:
+    """A conversation that leaves another one before or after the image writes what a cold one writes."""
+    texts = {"before": ("And that? ", " Say it."), "after": ("What is this? ", " Say it in French.")}[where]
+    one = sighted.writer.prompt("What is this? ", picture(1), " Say it.")
+    other = sighted.writer.prompt(texts[0], picture(1), texts[1])
+    expected = sighted.cold(other)
+    generate(sighted.engine, one.request())
+    [answer] = generate(sighted.engine, other.request())
+    assert_exact(answer, expected)
+    if where == "after":
+        assert cached(answer) >= one.tokens.images[0].start
+
+
+def test_a_new_image_after_a_warm_prefix_is_cold(sighted: Sighted) -> None:
+    """A second image in the next turn: its positions go on from the first one's."""
+    first = sighted.writer.prompt("What is this? ", picture(1), " Say it.")
+    both = sighted.writer.prompt("What is this? ", picture(1), " Say it.", picture(6, 96, 64), "And this?")
+    expected = sighted.cold(both)
+    generate(sighted.engine, first.request())
+    num_calls = sighted.num_tower_calls
+    [answer] = generate(sighted.engine, both.request())
+    assert_exact(answer, expected)
+    assert cached(answer) >= first.tokens.images[0].start
+    assert sighted.num_tower_calls == num_calls + 1
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)])
+def test_rows_of_all_kinds_share_a_batch(sighted: Sighted, order: tuple[int, ...]) -> None:
+    """Text, an image, another image, and one that starts from stored KV decode together as each does alone."""
+    writer = sighted.writer
+    warm = writer.prompt("What is this? ", picture(1), " Say it.")
+    prompts = [
+        warm,
+        writer.prompt("Only text, and some more of it, so that its length is another one."),
+        writer.prompt("Look: ", picture(2), " Well?"),
+        writer.prompt(picture(7, 144, 64), "A wide one."),
+    ]
+    expected = [sighted.cold(prompted) for prompted in prompts]
+    generate(sighted.engine, warm.request())
+    answers = generate(sighted.engine, *(prompts[index].request() for index in order))
+    for index, answer in zip(order, answers, strict=True):
+        assert_exact(answer, expected[index])
+
+
+def test_the_tower_looks_at_each_image_once(sighted: Sighted) -> None:
+    """As often as there are distinct images, not as there are requests."""
+    sighted.engine.clear_cache()
+    before = sighted.num_tower_calls
+    for text in ("a", "b"):
+        for seed in (11, 12):
+            generate(sighted.engine, sighted.writer.prompt(text, picture(seed), "?").request(2))
+    assert sighted.num_tower_calls - before == 2
+
+
+def test_the_decoder_is_loaded_once(sighted: Sighted) -> None:
+    """The tower's half has no weights of the decoder but those that it shares with it."""
+    assert sighted.model.sight is not None
+    language = sighted.model.sight.language
+    decoder = sighted.model.module
+    assert not isinstance(decoder, type(None))
+    shared = {id(array) for _, array in _flat(decoder)}
+    assert all(id(array) in shared for _, array in _flat(language))
+
+
+def _flat(module: object) -> list[tuple[str, mx.array]]:
+    from mlx.utils import tree_flatten
+
+    return tree_flatten(module.parameters())  # type: ignore[attr-defined, no-any-return]

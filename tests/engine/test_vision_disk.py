@@ -1,0 +1,37 @@
+"""Images and the disk: after a restart their KV is read back, and what is written is what a cold engine writes."""
+
+from pathlib import Path
+
+import pytest
+
+from kvserve.engine.disk_open import DiskSettings
+from tests.engine.engines import assert_exact, cached, generate, running_engine
+from tests.engine.test_vision import Sighted
+from tests.engine.visions import QUICK, VISION, picture
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in VISION]
+)
+def test_after_a_restart_the_image_is_there(family: str, tmp_path: Path) -> None:
+    """Its KV comes from disk; the tower of the new process is not asked; another image shares nothing past it."""
+    disk = DiskSettings(tmp_path / "kv", None, 0, 24.0)
+    with running_engine(family) as engine:
+        sighted = Sighted(family, engine)
+        first = sighted.writer.prompt("What is this? ", picture(1), " Say it.")
+        more = sighted.writer.tokenizer.encode(" And why is that so?")
+        second = first.followed_by(sighted.cold(first), more)
+        expected = sighted.cold(second)
+        other = sighted.writer.prompt("What is this? ", picture(2), " Say it.")
+        expected_other = sighted.cold(other)
+    with running_engine(family, disk=disk) as engine:
+        generate(engine, first.request())
+    with running_engine(family, disk=disk) as engine:
+        sighted = Sighted(family, engine)
+        [warm] = generate(engine, second.request())
+        assert_exact(warm, expected)
+        assert cached(warm) >= first.tokens.images[0].end
+        assert sighted.num_tower_calls == 0
+        [answer] = generate(engine, other.request())
+        assert_exact(answer, expected_other)
+        assert cached(answer) <= first.tokens.images[0].start

@@ -1,0 +1,43 @@
+"""Many images in a row: what is kept of them stays within its budgets."""
+
+import mlx.core as mx
+import pytest
+
+from tests.engine.engines import CACHE, generate, running_engine
+from tests.engine.test_vision import Sighted
+from tests.engine.visions import picture
+
+FEATURE_BYTES = 2**19
+KV_BYTES = 2**20
+
+
+@pytest.mark.parametrize("num_images", [12, pytest.param(50, marks=pytest.mark.slow)])
+def test_memory_stays_flat(num_images: int) -> None:
+    """Features and KV within their budgets after every image, and no more memory in the end than after the first."""
+    cache = type(CACHE)(**{name: getattr(CACHE, name) for name in CACHE.__slots__} | {"max_bytes": KV_BYTES})
+    with running_engine("qwen3_vl", cache=cache, image_feature_bytes=FEATURE_BYTES) as engine:
+        sighted = Sighted("qwen3_vl", engine)
+        assert sighted.model.sight is not None
+        tower = sighted.model.sight.tower
+        seen: list[int] = []
+        for seed in range(num_images):
+            generate(engine, sighted.writer.prompt("What is this?", picture(seed, 256, 256)).request(2))
+            report = engine.image_report()
+            assert report is not None
+            assert report.num_feature_bytes <= FEATURE_BYTES
+            assert engine.cache_report().stats.ram_bytes <= KV_BYTES
+            seen.append(mx.get_active_memory())
+        assert tower.num_calls == num_images
+        assert max(seen[num_images // 2 :]) <= max(seen[: num_images // 2]) + 2**19
+
+
+def test_what_was_forgotten_is_looked_at_again() -> None:
+    """An image whose features left is decoded and looked at once more, and its answer is the same."""
+    with running_engine("qwen3_vl", image_feature_bytes=1) as engine:
+        sighted = Sighted("qwen3_vl", engine)
+        one, other = (sighted.writer.prompt("What is this?", picture(seed)) for seed in (1, 2))
+        first = sighted.cold(one)
+        sighted.cold(other)
+        num_calls = sighted.num_tower_calls
+        assert sighted.cold(sighted.writer.prompt("What is this?", picture(1))) == first
+        assert sighted.num_tower_calls == num_calls + 1

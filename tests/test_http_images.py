@@ -1,0 +1,220 @@
+"""Images over HTTP: what a client sends, what it costs the first time and the second, and what is refused."""
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.engine.visions import QUICK, VISION, data_url, picture
+from tests.prompt.test_images_source import BAD
+from tests.serving import CHAT_PATH, AppUnderTest, chat_body, serving_app
+
+MIN_REUSE = 0.94
+MAX_TAIL_TOKENS = 14
+LONG = " The reader knows the project and wants the facts in order." * 30
+
+
+def image_part(image: Image.Image, form: str = "PNG") -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(image, form)}}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def user(*parts: object) -> dict[str, Any]:
+    return {"role": "user", "content": [text_part(part) if isinstance(part, str) else part for part in parts]}
+
+
+def ask(app: AppUnderTest, *messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """The body of an answer of eight greedy tokens."""
+    body = {"messages": list(messages), "max_tokens": 8, "temperature": 0, "enable_thinking": False, **fields}
+    response = app.post(CHAT_PATH, body)
+    assert response.status == 200, response.body
+    return dict(response.json)
+
+
+def ask_patiently(app: AppUnderTest, *messages: dict[str, Any]) -> dict[str, Any]:
+    """The body of an answer of one token, however long its prompt takes."""
+    connection = http.client.HTTPConnection("127.0.0.1", app.port, timeout=300)
+    try:
+        body = {"messages": list(messages), "max_tokens": 1, "temperature": 0, "enable_thinking": False}
+        connection.request("POST", CHAT_PATH, json.dumps(body), {"Content-Type": "application/json"})
+        return dict(json.loads(connection.getresponse().read()))
+    finally:
+        connection.close()
+
+
+def said(body: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": body["choices"][0]["message"]["content"]}
+
+
+def reuse(body: dict[str, Any]) -> tuple[int, int]:
+    """Tokens found and tokens of the prompt."""
+    usage = body["usage"]
+    return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+
+
+def all_but_the_tail(body: dict[str, Any]) -> bool:
+    """Whether the same prompt was found, up to where an assistant's turn begins."""
+    found, total = reuse(body)
+    return found >= total - MAX_TAIL_TOKENS
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in VISION],
+)
+def app(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
+    folder = tmp_path_factory.mktemp(request.param)
+    with serving_app(folder, family=request.param) as under_test:
+        yield under_test
+
+
+def test_the_second_turn_finds_its_image(app: AppUnderTest) -> None:
+    """Its KV is there, the tower is not asked again, and no counter moves."""
+    app.clear_cache()
+    calls = app.get("/v1/cache").json["num_tower_calls"]
+    question = user("What is this? ", image_part(picture(1, 256, 256)), " Describe it, please." + LONG)
+    first = ask(app, question)
+    second = ask(app, question, said(first), user("And why?"))
+    found, total = reuse(second)
+    assert found / total >= MIN_REUSE, (found, total)
+    report = app.get("/v1/cache").json
+    assert report["num_tower_calls"] - calls == 1
+    assert report["counters"]["vlm_retreat"] == 0
+    assert report["counters"]["exact_key_rejected_by_model_lcp"] == 0
+
+
+def test_another_file_of_the_same_pixels_is_the_same_image(app: AppUnderTest) -> None:
+    """PNG or BMP: what counts is what is seen."""
+    app.clear_cache()
+    first = ask(app, user("Look: ", image_part(picture(1)), " well?"))
+    second = ask(app, user("Look: ", image_part(picture(1), "BMP"), " well?"))
+    assert said(first) == said(second)
+    assert all_but_the_tail(second)
+
+
+def test_another_image_of_the_same_size_shares_nothing_past_it(app: AppUnderTest) -> None:
+    """Nor does it count as a retreat: nothing was cut."""
+    app.clear_cache()
+    one, other = (user("Look: ", image_part(picture(seed)), " well?") for seed in (1, 2))
+    expected = said(ask(app, other))
+    app.clear_cache()
+    ask(app, one)
+    answer = ask(app, other)
+    assert said(answer) == expected
+    found, total = reuse(answer)
+    assert found < total // 2
+    assert app.get("/v1/cache").json["counters"]["vlm_retreat"] == 0
+
+
+@pytest.mark.slow
+def test_the_second_request_answers_sooner(app: AppUnderTest, request: pytest.FixtureRequest) -> None:
+    """With 1,500 image tokens and more, the time to the first token is at most 1/3.5 of the first request's."""
+    app.clear_cache()
+    num_images, side = (24, 128) if "gemma" in request.node.callspec.params["app"] else (1, 640)
+    question = user(*(image_part(picture(100 + seed, side, side)) for seed in range(num_images)), "What is this?")
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        body = ask_patiently(app, question)
+        seconds.append(time.perf_counter() - started)
+    assert body["usage"]["prompt_tokens"] >= 1_500
+    assert seconds[1] <= seconds[0] / 3.5, seconds
+
+
+def test_health_says_what_images_allow(app: AppUnderTest) -> None:
+    """And the banner says it in words."""
+    assert app.health()["images"] in ("anywhere", "whole")
+    assert any("Images are taken" in line for line in app.lines())
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
+    with serving_app(tmp_path_factory.mktemp("qwen"), family="qwen3_5_vl") as under_test:
+        yield under_test
+
+
+def test_images_in_tool_results(qwen: AppUnderTest) -> None:
+    """A screenshot that a tool returned is seen, and its KV found again."""
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    history = [
+        user("Take a screenshot."),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [text_part("here"), image_part(picture(3))]},
+    ]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    qwen.clear_cache()
+    first = ask(qwen, *history, tools=tools)
+    other = [*history[:2], {**history[2], "content": [text_part("here"), image_part(picture(4))]}]
+    assert said(ask(qwen, *other, tools=tools)) != said(first)
+    assert all_but_the_tail(ask(qwen, *history, tools=tools))
+
+
+def test_a_typed_placeholder_is_no_image(qwen: AppUnderTest) -> None:
+    """It is text of many tokens, and needs no picture."""
+    typed = ask(qwen, user("What does <|image_pad|> mean? And <|vision_start|>?"))
+    assert typed["usage"]["prompt_tokens"] > ask(qwen, user("What does it mean? And this?"))["usage"]["prompt_tokens"]
+    before = qwen.get("/v1/cache").json["num_tower_calls"]
+    ask(qwen, user("<|vision_start|><|image_pad|><|vision_end|>", image_part(picture(9)), "<|image_pad|>"))
+    assert qwen.get("/v1/cache").json["num_tower_calls"] == before + 1
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_images_are_a_clear_400(qwen: AppUnderTest, case: str) -> None:
+    """The message says what is wrong, and the server serves on."""
+    source, reason = BAD[case]
+    if case in ("too many pixels", "too many bytes"):
+        pytest.skip("within the server's own limits")
+    message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": source or " "}}]}
+    response = qwen.post(CHAT_PATH, {"messages": [message], "max_tokens": 2})
+    assert response.status == 400, response.body
+    assert reason in response.json["error"]["message"]
+    assert qwen.post(CHAT_PATH, chat_body(max_tokens=2)).status == 200
+
+
+def test_more_images_than_the_context_holds(tmp_path: Path) -> None:
+    """A 400 with both numbers."""
+    with serving_app(tmp_path, family="qwen3_5_vl", max_kv_size=2048) as app:
+        parts = [image_part(picture(seed % 3, 128, 128)) for seed in range(200)]
+        response = app.post(CHAT_PATH, {"messages": [user(*parts)], "max_tokens": 2})
+        assert response.status == 400
+        assert response.json["error"]["code"] == "context_length_exceeded"
+        assert app.post(CHAT_PATH, chat_body(max_tokens=2)).status == 200
+
+
+def test_a_text_model_refuses_images(tmp_path: Path) -> None:
+    """It says so, and serves on."""
+    with serving_app(tmp_path) as app:
+        response = app.post(CHAT_PATH, {"messages": [user("see", image_part(picture(1)))], "max_tokens": 2})
+        assert response.status == 400
+        assert "takes no images" in response.json["error"]["message"]
+        assert app.health()["images"] is None
+
+
+def test_a_line_tells_where_images_were_cut(tmp_path: Path) -> None:
+    """With VLM_CACHE_DEBUG: the spans, how much was found, and the first ids."""
+    with serving_app(tmp_path, family="qwen3_5_vl", vlm_cache_debug=True) as app:
+        ask(app, user("Look: ", image_part(picture(1)), " well?"))
+        [line] = [line for line in app.lines() if " images [" in line]
+        assert "0 of" in line and "ids " in line
+        ask(app, user("Only text."))
+        assert sum(" images [" in line for line in app.lines()) == 1
+
+
+def test_without_image_identity_answers_stay_those_of_the_image(tmp_path: Path) -> None:
+    """Two images under one canonical key: the digests are verified all the same."""
+    with serving_app(tmp_path, family="qwen3_5_vl", cache_vlm_image_identity=False) as app:
+        one, other = (user("Look: ", image_part(picture(seed)), " well?") for seed in (1, 2))
+        expected = said(ask(app, other))
+        app.clear_cache()
+        ask(app, one)
+        answer = ask(app, other)
+        assert said(answer) == expected
+        assert reuse(answer)[0] < reuse(answer)[1] // 2
