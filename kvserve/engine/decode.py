@@ -16,6 +16,8 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from kvserve.engine.before_stop import StatesBefore, is_recurrent
+from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import LogitsProcessor, Sampler
@@ -54,7 +56,8 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A row that left its batch whole: plain caches that hold the KV of exactly `tokens`, prompt included."""
+    """A row that left its batch whole: plain caches that hold the KV of `tokens`, prompt included, and states behind
+    exactly these."""
 
     row: Row
     caches: list[Any]
@@ -97,6 +100,7 @@ class DecodePool:
         self._model = model
         self._max_batch_size = max_batch_size
         self._groups: list[_Group] = []
+        self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, leaves(model.new_caches())))
         # A generator sets this limit too and, closed, puts back what it found: that must not be the process's default
         # while other generators go on.
         maybe_set_recommended_wired_limit()
@@ -116,16 +120,18 @@ class DecodePool:
     def held_bytes(self) -> float:
         """Bytes of KV that the batches hold, padding included."""
         sizes = self._model.sizes
-        return sum(len(group.rows) * sizes.live(group.longest) for group in self._groups if group.rows)
+        held = sizes.fixed if self._holds_states else 0  # a step keeps the states from before it
+        return sum(len(group.rows) * (sizes.live(group.longest) + held) for group in self._groups if group.rows)
 
     def padding_bytes(self) -> float:
-        """Bytes of the padding alone."""
+        """Bytes of what is held beyond the rows' own KV: padding, and the states from before a step."""
         return self.held_bytes() - sum(self._model.sizes.live(row.num_tokens) for row in self.rows())
 
     def enter(self, row: Row, caches: list[Any], decoder: Decoder) -> None:
         """Let a prefilled row decode. `caches` hold the KV of all its tokens but the last, and are consumed."""
         tokens = row.tokens()
         caches = self._model.ready(caches, len(tokens) - 1)
+        self._model.place(caches, row.request, len(tokens) - 1)
         group = self._group_for(len(tokens), self._model.is_packed(len(tokens) - 1))
         stop_tokens = row.request.stop_tokens
         [uid] = group.generator.insert(
@@ -139,6 +145,15 @@ class DecodePool:
         )
         group.rows[uid] = row
         group.decoders[uid] = decoder
+
+    def look_at(self, row: Row) -> Left | None:
+        """What a row that goes on decoding holds between two steps, not evaluated yet; None if it does not decode."""
+        for group in self._groups:
+            for uid, each in group.rows.items():
+                if each is row:
+                    caches, tokens = group.generator.extract_cache([uid])[uid]
+                    return Left(row, caches, list(tokens))
+        return None
 
     def remove(self, row: Row) -> Left | None:
         """Take a row out between two steps, with the KV of all its tokens; None if it does not decode."""
@@ -180,6 +195,7 @@ class DecodePool:
         num_rows = len(group.rows)
         try:
             at_start = self._at_start(group)
+            before = StatesBefore.of(group.generator) if self._holds_states else None
             _, responses = group.generator.next()
         except Exception as error:  # noqa: BLE001 - whatever broke inside the generator, its state is unknown
             return self._break_up(group, error)
@@ -190,7 +206,7 @@ class DecodePool:
                 group.drop(response.uid)
                 # What a row computed in full precision behind the start of quantised KV is nothing to keep.
                 left = at_start.pop(response.uid, None)
-                finished.append(left or Left(row, response.prompt_cache, response.all_tokens))
+                finished.append(left or _left(row, response, before))
             if response.finish_reason == "stop":
                 row.finish("stop", num_hidden_tokens=1)
                 continue
@@ -267,6 +283,16 @@ class DecodePool:
         if not self._model.cache_support.can_batch:
             return SoloGenerator(module)
         return BatchGenerator(module, completion_batch_size=self._max_batch_size, stream=generation_stream)
+
+
+def _left(row: Row, response: Any, before: StatesBefore | None) -> Left:
+    """A row that is finished. Of one that ended with another stop token than the next prompt will have behind its
+    answer, a state behind that token would be of no use: it gets those from before it, where there are any."""
+    caches, tokens = response.prompt_cache, response.all_tokens
+    is_repeated = response.finish_reason != "stop" or response.token == row.request.turn_end
+    if is_repeated or row.request.turn_end is None or before is None or not before.put_back(response.uid, caches):
+        return Left(row, caches, tokens)
+    return Left(row, caches, tokens[:-1])
 
 
 def _guarded_sampler(row: Row, sampler: Sampler) -> Sampler:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvserve.core import (
     GenerationDone,
@@ -17,18 +18,22 @@ from kvserve.core import (
     GenerationRequest,
     GenerationTiming,
     PrefillProgress,
+    Reuse,
     StopReason,
     TokenDelta,
 )
 from kvserve.engine.constraint import GrammarProcessor
+from kvserve.engine.courier import call_now
 from kvserve.errors import EngineFailure, KvserveError
 
 
 class Generation:
     """The client's end of a row: events come out, a cancellation goes in."""
 
-    def __init__(self, request: GenerationRequest) -> None:
+    def __init__(self, request: GenerationRequest, carry: Callable[[Callable[[], None]], None] = call_now) -> None:
+        """`carry` takes what delivers an event to its client's thread, and calls it in order."""
         self.request = request
+        self._carry = carry
         self._events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
         self._cancelled = threading.Event()
 
@@ -42,7 +47,7 @@ class Generation:
 
     def put(self, event: GenerationEvent) -> None:
         """Deliver one event; called by the engine thread only."""
-        self._events.put(event)
+        self._carry(partial(self._events.put, event))
 
     def batches(self, poll_seconds: float) -> Iterator[list[GenerationEvent]]:
         """Yield all events that have arrived since the last look, an empty list after `poll_seconds` without one.
@@ -67,7 +72,10 @@ class Generation:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """What the engine knows of one request. Times are `time.monotonic()` seconds, None until they happen."""
+    """What the engine knows of one request. Times are `time.monotonic()` seconds, None until they happen.
+
+    `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
+    """
 
     generation: Generation
     on_end: Callable[[], None]
@@ -76,7 +84,9 @@ class Row:
     prefill_started_at: float | None = None
     first_token_at: float | None = None
     num_cached_tokens: int = 0
-    is_trim_miss: bool = False
+    reuse: Reuse = Reuse()
+    has_waited_for_row: bool = False
+    has_come_from_disk: bool = False
     generated: list[int] = field(default_factory=list)
     num_generator_failures: int = 0
     failure: Exception | None = None
@@ -104,7 +114,8 @@ class Row:
         )
 
     def report_progress(self, num_done_tokens: int) -> None:
-        self.generation.put(PrefillProgress(num_done_tokens, len(self.request.prompt), self.num_cached_tokens))
+        num_prompt_tokens = len(self.request.prompt)
+        self.generation.put(PrefillProgress(num_done_tokens, num_prompt_tokens, self.num_cached_tokens, self.reuse))
 
     def deliver(self, token: int) -> None:
         """Pass a generated token on to the client."""
@@ -126,7 +137,6 @@ class Row:
                 num_cached_tokens=self.num_cached_tokens,
                 num_generated_tokens=len(self.generated) + num_hidden_tokens,
                 timing=GenerationTiming(started - self.submitted_at, first - started, now - first),
-                is_trim_miss=self.is_trim_miss,
             )
         )
         self.on_end()

@@ -14,10 +14,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvserve.cache.trie import Lease
 from kvserve.core import StopReason
 from kvserve.engine.admission import Budget
 from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
+from kvserve.engine.disk_cache import Hold
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefix_cache import PrefixCache, Tenancy
@@ -27,6 +27,9 @@ from kvserve.errors import EngineFailure
 
 CHUNK_SECONDS_BESIDE_STREAMS = 0.25
 CHUNK_SECONDS_ALONE = 1.0
+DISK_WAIT_SECONDS = 0.02
+"""How long nobody listens to clients while all that is to be done is to wait for the disk."""
+
 LONG_ROW_TOKENS = 4096
 """A row this long leaves buffers behind that MLX would keep for ever: its cache is emptied when the row goes."""
 
@@ -39,7 +42,7 @@ class Arrival:
     """
 
     row: Row
-    hold: Lease
+    hold: Hold
     awaited: Tenancy | None = None
     awaited_tokens: int = 0
 
@@ -69,7 +72,8 @@ class Scheduler:
         self._pool = DecodePool(model, budget.max_rows)
         self._tenancies: dict[Row, Tenancy] = {}
         self._chunk_length = ChunkLength(prefill_step_size)
-        self._num_chunks = 0
+        self._num_stretches = 0
+        self._stretch_ends_at: float | None = None
 
     @property
     def num_prefilling(self) -> int:
@@ -90,16 +94,34 @@ class Scheduler:
         self._waiting.append(row)
 
     def tick(self) -> None:
-        """Free rows that must go, admit rows that fit, then a stretch of prefill and one token for every stream."""
+        """Free rows that must go, admit rows that fit, then one chunk of prefill or, where a stretch of prefill is at
+        its end, one token for every stream."""
         self._drop_leavers()
         self.cache.account_live(self._live_bytes())
         self._admit()
         self._begin_arrivals()
-        if self._prefilling:
-            self._prefill()
+        if (prefill := self._next_prefill()) is not None:
+            self._prefill_chunk(prefill)
+        elif self._stretch_ends_at is not None:
+            self._stretch_ends_at = None
             self._settle(self._pool.step_all())
-        else:
+        elif self._pool.num_rows or not self._arrivals:
             self._settle(self._pool.step())
+        else:
+            self.cache.await_disk(DISK_WAIT_SECONDS)
+        if (stride := self.cache.answer_stride_tokens()) is not None:
+            self._keep_long_answers(stride)
+
+    def _keep_long_answers(self, stride: int) -> None:
+        """What a long answer has so far is on disk before it ends: a crash loses its last tokens only."""
+        for row in self._pool.rows():
+            tenancy = self._tenancies.get(row)
+            if tenancy is None or row.num_tokens - (start := tenancy.lease.num_tokens) <= stride or tenancy.is_stuck:
+                continue
+            left = self._pool.look_at(row)
+            if left is not None:
+                self._keep_rest(tenancy, left.caches, left.tokens)
+            tenancy.is_stuck = tenancy.lease.num_tokens == start
 
     def sweep(self) -> None:
         """Let leave what has outlived its time, also when nobody asks for anything."""
@@ -108,7 +130,15 @@ class Scheduler:
 
     def do_idle_work(self) -> bool:
         """One small piece of work that no request waits for. Returns whether there was any."""
-        return self.cache.coalesce()
+        return self.cache.do_disk_work() or self.cache.coalesce()
+
+    def keep_running(self) -> None:
+        """Keep what running rows have computed so far: nothing will run on."""
+        for prefill in self._prefilling:
+            self._keep_rest(prefill.tenancy, prefill.caches, prefill.tokens[: prefill.num_done])
+        for row in self._pool.rows():
+            if (left := self._pool.remove(row)) is not None and (tenancy := self._tenancies.get(row)) is not None:
+                self._keep_rest(tenancy, left.caches, left.tokens)
 
     def drain(self) -> list[Row]:
         """Take every row out, whatever its stage, also one that was on its way from one to the next when something
@@ -116,6 +146,7 @@ class Scheduler:
         rows = [row for row in self._rows if not row.is_over]
         self._rows.clear()
         self._pool.discard()
+        self._stretch_ends_at = None
         self._waiting.clear()
         self._arrivals.clear()
         self._prefilling.clear()
@@ -188,6 +219,7 @@ class Scheduler:
 
     def _begin(self, row: Row) -> None:
         try:
+            images = self._model.images(row.request)
             tenancy, caches, num_done = self.cache.enter(row)
         except Exception as error:  # noqa: BLE001 - what cannot be restored is this row's trouble alone
             row.fail(error)
@@ -196,49 +228,64 @@ class Scheduler:
             row.num_cached_tokens = num_done
             self.cache.count(num_prompt_tokens=len(row.request.prompt), num_cached_tokens=num_done)
         self._tenancies[row] = tenancy
-        self._prefilling.append(Prefill(row, tenancy, caches, num_done))
+        self._prefilling.append(Prefill(row, tenancy, caches, num_done, images=images))
         row.report_progress(num_done)
 
     def _must_wait(self, arrival: Arrival) -> bool:
-        """Whether a row in flight will have what this one needs. Asked anew once the awaited row is there, or gone."""
+        """Whether a row in flight will have what this one needs, or it is on its way from the disk. Asked anew once the
+        awaited row is there, or gone."""
+        if self._is_restoring(arrival):
+            return True
         in_flight = [(prefill.tenancy, prefill.num_done) for prefill in self._prefilling]
         is_there = any(tenancy is arrival.awaited and not tenancy.lease.is_detached for tenancy, _ in in_flight)
         if is_there and arrival.awaited is not None and arrival.awaited.lease.num_tokens < arrival.awaited_tokens:
             return True
         wait = self.cache.wait_for(arrival.row, in_flight)
         arrival.awaited, arrival.awaited_tokens = wait or (None, 0)
+        arrival.row.has_waited_for_row |= wait is not None
         return wait is not None
+
+    def _is_restoring(self, arrival: Arrival) -> bool:
+        try:
+            is_restoring = self.cache.is_restoring(arrival.hold)
+            arrival.row.has_come_from_disk |= arrival.hold.num_restored_tokens > 0
+            return is_restoring
+        except Exception as error:  # noqa: BLE001 - what the disk cannot give is computed
+            self._report(f"KV could not be restored and will be computed again: {type(error).__name__}: {error}")
+            arrival.hold.is_settled = True
+            return False
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
-    def _next_prefill(self) -> Prefill:
-        """Oldest and shortest take turns: neither a long prompt nor a flood of short ones starves the others."""
-        self._num_chunks += 1
-        if self._num_chunks % 2:
-            return self._prefilling[0]
-        return min(self._prefilling, key=lambda prefill: prefill.num_left)
+    def _next_prefill(self) -> Prefill | None:
+        """Whose chunk is computed now; None at the end of a stretch.
 
-    def _prefill(self) -> None:
-        """One chunk, and what is left of its time for prompts that end within it: short prompts that came together
-        then decode together from the start, instead of one entering per step."""
+        A stretch is one chunk, and what is left of its time for prompts that end within it, also for those that came
+        meanwhile: short prompts that come together then decode together from the start, instead of one entering per
+        step. Oldest and shortest begin a stretch by turns: neither a long prompt nor a flood of short ones starves the
+        others.
+        """
+        if not self._prefilling:
+            return None
+        shortest = min(self._prefilling, key=lambda prefill: prefill.num_left)
+        if self._stretch_ends_at is not None:
+            return shortest if self._chunk_length.fits(shortest.num_left, self._seconds_left()) else None
         seconds = CHUNK_SECONDS_BESIDE_STREAMS if self._pool.num_rows else CHUNK_SECONDS_ALONE
-        started = time.monotonic()
-        prefill: Prefill | None = self._next_prefill()
-        while prefill is not None:
-            self._prefill_chunk(prefill, seconds - (time.monotonic() - started))
-            prefill = self._short_prefill(seconds - (time.monotonic() - started))
+        self._stretch_ends_at = time.monotonic() + seconds
+        self._num_stretches += 1
+        return self._prefilling[0] if self._num_stretches % 2 else shortest
 
-    def _short_prefill(self, seconds: float) -> Prefill | None:
-        """A prefill that ends within so many seconds, None if there is none."""
-        shortest = min(self._prefilling, key=lambda prefill: prefill.num_left, default=None)
-        return shortest if shortest and self._chunk_length.fits(shortest.num_left, seconds) else None
+    def _seconds_left(self) -> float:
+        """Of the stretch that runs."""
+        return (self._stretch_ends_at or 0.0) - time.monotonic()
 
-    def _prefill_chunk(self, prefill: Prefill, seconds: float) -> None:
+    def _prefill_chunk(self, prefill: Prefill) -> None:
         prefill.row.prefill_started_at = prefill.row.prefill_started_at or time.monotonic()
         try:
             if prefill.num_left:
-                num_tokens = prefill.step(self._model, self._chunk_length, seconds)
+                num_tokens = prefill.step(self._model, self._chunk_length, self._seconds_left())
                 self.cache.count(num_prefill_tokens=num_tokens)
+                self.cache.measured_prefill(self._chunk_length.tokens_per_second)
                 self._keep(prefill)
             if not prefill.num_left:
                 self._pool.enter(prefill.row, prefill.caches, self._decoder(prefill.row))

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.snapshot import CacheLayout
+from kvserve.engine.vision import RopeShift
 from kvserve.errors import ModelLoadError
 
 LONG_ROW_TOKENS = 12
@@ -235,7 +236,7 @@ def _error(found: mx.array, expected: mx.array) -> float:
 
 def _is_known(leaf: Any) -> bool:
     """Exact classes only: a subclass may do other things than its parent."""
-    return type(leaf) in (KVCache, ArraysCache) or (type(leaf) is RotatingKVCache and leaf.keep == 0)
+    return type(leaf) in (KVCache, ArraysCache, RopeShift) or (type(leaf) is RotatingKVCache and leaf.keep == 0)
 
 
 def _lengths_named(leaf: Any) -> set[int]:

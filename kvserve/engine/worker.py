@@ -3,7 +3,6 @@
 Web threads put requests in and take events out; they never touch an array.
 """
 
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -16,8 +15,10 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from kvserve.core import GenerationFailed, GenerationRequest, RequestId, SamplingParams, TokenSequence
-from kvserve.engine.admission import Budget
+from kvserve.engine.admission import Budget, half_of_the_rest
 from kvserve.engine.constraint import GrammarProcessor
+from kvserve.engine.courier import Courier
+from kvserve.engine.disk_open import DiskSettings, open_disk
 from kvserve.engine.fingerprint import kv_fingerprint, model_fingerprint
 from kvserve.engine.model import CacheSupport, LoadedModel, load
 from kvserve.engine.prefix_cache import CacheReport, CacheSettings, PrefixCache
@@ -26,10 +27,13 @@ from kvserve.engine.rows import Generation, Row
 from kvserve.engine.sampling import check_sampling
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.self_check import check_caches
+from kvserve.engine.vision_check import with_images_tried
+from kvserve.engine.vision_tower import FEATURE_BYTES, ImageReport
 from kvserve.errors import ContextOverflow, EngineFailure, MemoryExhausted, ModelLoadError, NotReady, QueueFull
 
 ERRAND_TIMEOUT_SECONDS = 30.0
-IDLE_SWEEP_SECONDS = 30.0
+FLUSH_SECONDS = 20.0
+"""How long the end of the process may wait for KV that is on its way to the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,9 @@ class EngineSettings:
     default_sampling: SamplingParams
     cache: CacheSettings
     kv: KvSettings = FULL_PRECISION
+    disk: DiskSettings | None = None
+    idle_sweep_seconds: float = 30.0
+    image_feature_bytes: int = FEATURE_BYTES
 
 
 type Errand = Callable[[Scheduler | None], None]
@@ -55,7 +62,8 @@ type EngineState = Literal["loading", "ready", "failed", "stopped"]
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A snapshot for `/health`: rows by stage, bytes of MLX memory in use, what the loaded model's caches allow."""
+    """A snapshot for `/health`: rows by stage, bytes of MLX memory in use, of KV that is kept in RAM and on disk, and
+    what the loaded model's caches allow."""
 
     state: EngineState
     num_waiting: int
@@ -63,6 +71,7 @@ class EngineStatus:
     num_decoding: int
     active_memory_bytes: int
     cache_support: CacheSupport | None
+    held_bytes: tuple[int, int] = (0, 0)
 
 
 class Engine:
@@ -86,16 +95,19 @@ class Engine:
         self._lock = threading.Lock()
         self._loaded = threading.Event()
         self._stopping = threading.Event()
+        self._is_flushing = threading.Event()
         self._is_closed = False
         self._load_error: ModelLoadError | None = None
         self._model: LoadedModel | None = None
         self._scheduler: Scheduler | None = None
+        self._courier = Courier()
         self._thread = threading.Thread(target=self._run, name="kvserve-engine", daemon=True)
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start loading; `wait_until_ready` tells how it went."""
+        self._courier.start()
         self._thread.start()
 
     def wait_until_ready(self, timeout_seconds: float | None = None) -> LoadedModel:
@@ -122,6 +134,7 @@ class Engine:
             num_decoding=num_decoding,
             active_memory_bytes=mx.get_active_memory(),
             cache_support=model.cache_support if (model := self._model) is not None else None,
+            held_bytes=scheduler.cache.held_bytes() if scheduler else (0, 0),
         )
 
     def submit(self, request: GenerationRequest) -> Generation:
@@ -140,7 +153,7 @@ class Engine:
             if self._num_open >= self._settings.max_concurrent_requests + self._settings.max_queued_requests:
                 raise QueueFull(f"{self._num_open} requests are open already; try again later.", retry_after_seconds=5)
             self._num_open += 1
-        generation = Generation(request)
+        generation = Generation(request, self._courier.carry)
         try:
             self._put(Row(generation, self._row_ended, constraint))
         except NotReady:
@@ -152,9 +165,25 @@ class Engine:
         """What the prefix cache holds and has done. Raises NotReady."""
         return self._ask(lambda scheduler: scheduler.cache.report())
 
+    def kept_tokens(self, ids: tuple[int, ...]) -> tuple[int, int]:
+        """How many of these tokens' KV RAM has, and how many RAM or the disk. Raises NotReady."""
+        return self._ask(lambda scheduler: scheduler.cache.kept_tokens(TokenSequence(ids)))
+
     def clear_cache(self) -> None:
-        """Forget everything that is kept; running rows go on. Raises NotReady."""
-        self._ask(lambda scheduler: scheduler.cache.clear())
+        """Forget everything that is kept, on disk too; running rows go on. Raises NotReady."""
+        sight = self.wait_until_ready(0).sight
+
+        def empty(scheduler: Scheduler) -> None:
+            scheduler.cache.empty()
+            if sight is not None:
+                sight.tower.clear()
+
+        self._ask(empty)
+
+    def image_report(self) -> ImageReport | None:
+        """What the vision tower has done; None for a model that takes no images. Raises NotReady."""
+        sight = self.wait_until_ready(0).sight
+        return sight.tower.report() if sight is not None else None
 
     def _ask[T](self, question: Callable[[Scheduler], T]) -> T:
         """Have something done between two steps of the engine, and wait for it."""
@@ -184,11 +213,21 @@ class Engine:
             self._inbox.put(item)
 
     def stop(self, timeout_seconds: float = 4.0) -> None:
-        """End every row with reason `shutdown`, free the model and join the thread. Idempotent."""
+        """End every row with reason `shutdown`, free the model and join the thread. Idempotent.
+
+        With a timeout the thread has FLUSH_SECONDS more where it writes what it has to disk.
+        """
         self._stopping.set()
         self._inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join(timeout_seconds)
+            if timeout_seconds and self._is_flushing.is_set():
+                self._thread.join(FLUSH_SECONDS)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has run and is over: nothing of the model is left in it."""
+        return self._thread.ident is not None and not self._thread.is_alive()
 
     def _state(self) -> EngineState:
         if self._load_error is not None:
@@ -214,7 +253,7 @@ class Engine:
     def _budget(self, model: LoadedModel) -> Budget:
         return Budget(
             max_rows=self._settings.max_concurrent_requests,
-            max_bytes=self._settings.max_batch_bytes or _half_of_the_rest(model),
+            max_bytes=self._settings.max_batch_bytes or half_of_the_rest(model.weight_bytes),
             sizes=model.sizes,
         )
 
@@ -230,21 +269,28 @@ class Engine:
                 self._load()
                 while self._scheduler is not None and not self._stopping.is_set():
                     self._serve(self._scheduler)
+                self._keep_on_disk()
                 self._end_all_rows()
+                if self._scheduler is not None:
+                    self._scheduler.cache.close_disk(FLUSH_SECONDS)
                 self._model = self._scheduler = None
                 mx.synchronize()
         finally:
             self._loaded.set()
+            self._courier.stop()
             mx.clear_streams()  # else the interpreter aborts at exit because MLX ran on another thread
 
     def _load(self) -> None:
+        mx.clear_cache()  # buffers of a model that was here before
         try:
             model = load(self._folder, self._settings.max_kv_size, self._settings.kv)
             support = check_caches(model)
             model = replace(model, cache_support=replace(support, notes=(*support.notes, *model.kv_notes)))
+            model = with_images_tried(model, self._settings.image_feature_bytes)
             scheduler = self._new_scheduler(model)
             _warm_up(scheduler, self._settings.default_sampling)
             scheduler.cache.forget()
+            self._open_disk(scheduler, model)
         except ModelLoadError as error:
             self._load_error = error
             return
@@ -256,7 +302,7 @@ class Engine:
         self._loaded.set()
 
     def _new_scheduler(self, model: LoadedModel) -> Scheduler:
-        cache_bytes = self._settings.cache.max_bytes or int(_half_of_the_rest(model))
+        cache_bytes = self._settings.cache.max_bytes or int(half_of_the_rest(model.weight_bytes))
         fingerprint = kv_fingerprint(model_fingerprint(self._folder), self._settings.kv)
         return Scheduler(
             model,
@@ -266,6 +312,24 @@ class Engine:
             watchdog_seconds=self._settings.watchdog_seconds,
             report=self._report,
         )
+
+    def _open_disk(self, scheduler: Scheduler, model: LoadedModel) -> None:
+        """From here on, so that nothing of the warm-up is kept."""
+        if self._settings.disk is not None and model.cache_support.can_keep:
+            tier = open_disk(self._settings.disk, scheduler.cache.hasher, self._report)
+            if tier is not None:
+                scheduler.cache.use_disk(tier, is_ram_lent=self._settings.disk.is_ephemeral)
+
+    def _keep_on_disk(self) -> None:
+        """What running rows have computed goes to the disk with all that RAM has."""
+        if self._scheduler is None:
+            return
+        try:
+            self._is_flushing.set()
+            self._scheduler.keep_running()
+            self._scheduler.cache.do_disk_work()
+        except Exception as error:  # noqa: BLE001 - whoever waits for an answer must hear of the end all the same
+            self._report(f"KV could not be kept at the end: {type(error).__name__}: {error}")
 
     def _serve(self, scheduler: Scheduler) -> None:
         """The loop. A defect that no row can be blamed for ends all rows; the model stays loaded."""
@@ -281,10 +345,12 @@ class Engine:
 
     def _take_submitted(self, scheduler: Scheduler) -> None:
         """Move what was submitted into the scheduler; waits for something to do while there is nothing."""
-        while scheduler.is_idle and self._inbox.empty() and scheduler.do_idle_work():
-            pass
         try:
-            while (item := self._next_item(scheduler)) is not None:
+            while True:
+                while scheduler.is_idle and self._inbox.empty() and scheduler.do_idle_work():
+                    pass
+                if (item := self._next_item(scheduler)) is None:
+                    return
                 if isinstance(item, Row):
                     scheduler.add(item)
                 else:
@@ -297,7 +363,7 @@ class Engine:
         if not scheduler.is_idle or self._stopping.is_set():
             return self._inbox.get_nowait()
         try:
-            return self._inbox.get(timeout=IDLE_SWEEP_SECONDS)
+            return self._inbox.get(timeout=self._settings.idle_sweep_seconds)
         except queue.Empty:
             scheduler.sweep()
             raise
@@ -331,14 +397,3 @@ def _warm_up(scheduler: Scheduler, sampling: SamplingParams) -> None:
     for batch in generation.batches(0):
         if batch and isinstance(batch[-1], GenerationFailed):
             raise ModelLoadError(f"The model was loaded, but it cannot generate: {batch[-1].error}")
-
-
-def _half_of_the_rest(model: LoadedModel) -> float:
-    """Half of the memory that the weights leave; the other half is for activations and everybody else."""
-    return max(2**28, (_memory_bytes() - model.weight_bytes) / 2)
-
-
-def _memory_bytes() -> int:
-    """Memory that MLX may use: the GPU's recommended working set or, on a CPU, the machine's memory."""
-    working_set = mx.device_info().get("max_recommended_working_set_size")
-    return int(working_set) if working_set else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

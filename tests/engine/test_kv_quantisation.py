@@ -3,7 +3,7 @@ is said at the start.
 
 The matrix has 7 families x 8 and 4 bits x start at 0 and in the middle of the prompt x 11 ways to come back. A run
 takes one way under each setting of each family, and all ways for one hybrid with 4 bits from the middle on; with
-FULL_MATRIX=1 in the environment it takes all 308 cells, and all of TurboQuant's three columns.
+FULL_MATRIX=1 in the environment it takes all 308 cells, and all of TurboQuant's four columns.
 """
 
 import os
@@ -66,13 +66,18 @@ def uniform(bits: Any, start: int) -> KvSettings:
     return KvSettings(bits=bits, scheme="uniform", group_size=32, start=start)
 
 
-def turbo(start: int) -> KvSettings:
-    return KvSettings(bits=4, scheme="turboquant", start=start)
+def turbo(bits: Any, start: int) -> KvSettings:
+    return KvSettings(bits=bits, scheme="turboquant", start=start)
 
 
 UNIFORM = [Case(family, uniform(bits, start)) for family in ABLE for bits in (8, 4) for start in (0, MIDDLE)]
 THOROUGH = Case("qwen3_5", uniform(4, MIDDLE))
-TURBO = [Case("qwen3_5", turbo(MIDDLE)), Case("gpt_oss", turbo(MIDDLE)), Case("glm4_moe_lite", turbo(0))]
+TURBO = [
+    Case("qwen3_5", turbo(4, MIDDLE)),
+    Case("gpt_oss", turbo(4, MIDDLE)),
+    Case("glm4_moe_lite", turbo(4, 0)),
+    Case("llama", turbo(8, MIDDLE)),
+]
 
 
 @contextmanager
@@ -199,8 +204,8 @@ def late_join_and_leave(engine: Engine, case: Case) -> None:
 def shared_in_flight(engine: Engine, case: Case) -> None:
     common = prompt_of(400)
     prompts = [[*common, *prompt_of(40, seed)] for seed in range(1, 4)]
-    alone = [cold(engine, prompt, 16) for prompt in prompts]
-    together = generate(engine, *(turn(prompt, 16) for prompt in prompts))
+    alone = [cold(engine, prompt) for prompt in prompts]
+    together = generate(engine, *(turn(prompt) for prompt in prompts))
     assert [result.tokens for result in together] == alone
     assert sorted(cached(result) for result in together) == [0, 400, 400]
 
@@ -228,9 +233,9 @@ def cancelled_where_the_start_is(engine: Engine, case: Case) -> None:
             if len(tokens) >= num_tokens:
                 running.cancel()
         longer = [*prompt, *tokens, *prompt_of(60, num_tokens)]
-        [warm] = generate(engine, turn(longer, 24))
+        [warm] = generate(engine, turn(longer))
         assert cached(warm) >= len(prompt) + len(tokens) - 1
-        assert_exact(warm, cold(engine, longer, 24))
+        assert_exact(warm, cold(engine, longer))
 
 
 WAYS: tuple[Callable[[Engine, Case], None], ...] = (

@@ -28,7 +28,7 @@ from tests.engine.engines import (
 )
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=(*FAMILIES, "qwen3_5_vl"))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

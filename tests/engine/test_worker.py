@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -13,6 +14,7 @@ from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, Toke
 from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine import worker as worker_module
 from kvserve.engine.decode import DecodePool, Step
+from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Generation
 from kvserve.engine.worker import Engine
@@ -278,6 +280,31 @@ def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.Mon
         for row in rows:
             collect(row)
     assert num_rows_per_step == [4]
+
+
+def test_a_short_prompt_that_comes_during_another_ones_prefill_enters_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine looks for new requests before it ends a stretch of prefill: the first decode step has both rows."""
+    monkeypatch.setattr(scheduler_module, "CHUNK_SECONDS_ALONE", 30.0)
+    num_rows_per_step: list[int] = []
+    step_all, step = DecodePool.step_all, Prefill.step
+    rows = []
+
+    def counted(pool: DecodePool) -> Step:
+        num_rows_per_step.append(pool.num_rows)
+        return step_all(pool)
+
+    def joined(prefill: Prefill, *arguments: Any) -> int:
+        if len(rows) == 1:
+            rows.append(engine.submit(request(prompt_of(40, 1), 8)))
+        return step(prefill, *arguments)
+
+    with running_engine() as engine:
+        monkeypatch.setattr(DecodePool, "step_all", counted)
+        monkeypatch.setattr(Prefill, "step", joined)
+        rows.append(engine.submit(request(prompt_of(40), 8)))
+        collect(rows[0])
+        collect(rows[1])
+    assert num_rows_per_step == [2]
 
 
 @pytest.mark.parametrize("broken", ["hold", "make_room"])
