@@ -5,7 +5,7 @@ endpoint and no protocol's fields.
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 
@@ -15,13 +15,15 @@ from kvserve.web.connections import ConnectionTable
 from kvserve.web.head import RequestHead
 from kvserve.web.reader import ClientGone, ConnectionReader
 from kvserve.web.settings import WebSettings
-from kvserve.web.sse import EventStream, encode_json
+from kvserve.web.sse import UNNAMED, EventStream, Framing, encode_json
 
 type Header = tuple[str, str]
 type EncodeError = Callable[[RequestError], JsonObject]
 
 _CLIENT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_RETRY_AFTER_SECONDS = {429: 1, 503: 2}
+_OVERLOADED = 529
+"""A status of Anthropic's that the standard library has no phrase for."""
+_RETRY_AFTER_SECONDS = {429: 1, 503: 2, _OVERLOADED: 2}
 
 
 def new_request_id() -> RequestId:
@@ -50,6 +52,7 @@ class Exchange:
         self.path_rest = ""
         self.sharing: tuple[Header, ...] = ()
         self.encode_error = encode_error
+        self.own_statuses: Mapping[int, int] = {}
         self.may_keep_connection = False
         self.has_answered = False
         self._connection = connection
@@ -74,6 +77,11 @@ class Exchange:
         """Whether the server shuts down, so that running answers are to be cut short."""
         return self._connections.is_closing
 
+    @property
+    def is_last(self) -> bool:
+        """Whether no further request is wanted: an answer without an end of its own is to end now."""
+        return self._connections.is_draining
+
     def check_client(self) -> None:
         """Raises ClientGone if nobody waits for the answer any more."""
         if self._reader.peer_is_gone():
@@ -97,7 +105,7 @@ class Exchange:
         """Tell a client that asked first that its body is welcome. Raises ClientGone."""
         self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def open_stream(self, error_chunk: Callable[[RequestError], JsonObject]) -> EventStream:
+    def open_stream(self, error_chunk: Callable[[RequestError], JsonObject], framing: Framing = UNNAMED) -> EventStream:
         """Answer 200 and send events from now on; an error after this point is one more event. Raises ClientGone."""
         is_chunked = self.head.version >= (1, 1)
         headers = [("Content-Type", "text/event-stream; charset=utf-8"), ("Cache-Control", "no-cache")]
@@ -106,7 +114,7 @@ class Exchange:
         else:
             self.may_keep_connection = False  # HTTP/1.0: the end of the connection is the end of the answer
         self._send(self._answer_head(200, headers))
-        self._stream = EventStream(self._send, error_chunk, is_chunked)
+        self._stream = EventStream(self._send, error_chunk, is_chunked, framing)
         return self._stream
 
     def fail(self, error: RequestError, headers: Iterable[Header] = ()) -> None:
@@ -120,12 +128,14 @@ class Exchange:
             if seconds is None:
                 seconds = _RETRY_AFTER_SECONDS.get(error.status)
             retry = [] if seconds is None else [("Retry-After", str(seconds))]
-            self.send_json(error.status, self.encode_error(error), [*retry, *headers])
+            status = self.own_statuses.get(error.status, error.status)
+            self.send_json(status, self.encode_error(error), [*retry, *headers])
 
     def _answer_head(self, status: int, headers: Iterable[Header]) -> bytes:
         self.has_answered = True
         self.may_keep_connection = self.may_keep_connection and not self._connections.is_draining
-        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"Date: {formatdate(usegmt=True)}"]
+        phrase = "Overloaded" if status == _OVERLOADED else HTTPStatus(status).phrase
+        lines = [f"HTTP/1.1 {status} {phrase}", f"Date: {formatdate(usegmt=True)}"]
         lines.append(f"x-request-id: {self.request_id}")
         lines.extend(f"{name}: {value}" for name, value in (*self._client_id(), *self.sharing, *headers))
         if not self.may_keep_connection:
@@ -139,10 +149,22 @@ class Exchange:
         return (("x-client-request-id", sent),) if _CLIENT_ID.fullmatch(sent) else ()
 
     def _send(self, data: bytes) -> None:
+        """Most writes fit into the socket's buffer: they cost one system call, and no wait for the interpreter's lock
+        behind another one."""
         try:
-            # sendall holds the timeout for all of the data: a client that reads a byte now and then gains nothing.
-            self._connection.settimeout(self.settings.write_timeout_seconds)
-            self._connection.sendall(data)
+            if rest := data[self._send_at_once(data) :]:
+                # sendall holds the timeout for all of the data: a client that reads a byte now and then gains nothing.
+                self._connection.settimeout(self.settings.write_timeout_seconds)
+                self._connection.sendall(rest)
         except OSError as error:
             self.may_keep_connection = False
             raise ClientGone from error
+
+    def _send_at_once(self, data: bytes) -> int:
+        """How many bytes the socket's buffer took. The socket stays not blocking, as looks at the client want it."""
+        if self._connection.gettimeout() != 0.0:
+            self._connection.settimeout(0.0)
+        try:
+            return self._connection.send(data)
+        except BlockingIOError:
+            return 0

@@ -77,7 +77,8 @@ class ConnectionReader:
         Takes waiting bytes into the buffer, so that an end behind pipelined bytes is seen too.
         """
         try:
-            self._connection.settimeout(0.0)
+            if self._connection.gettimeout() != 0.0:
+                self._connection.settimeout(0.0)
             while len(self._buffer) < _MAX_PIPELINED_BYTES:
                 received = self._connection.recv(_RECEIVE_BYTES)
                 if not received:

@@ -2,12 +2,25 @@
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from kvserve.core import JsonObject
 from kvserve.errors import RequestError
 
-_DONE = b"data: [DONE]\n\n"
 _LAST_CHUNK = b"0\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How a protocol writes its events: `has_names` puts each event's `type` before it as its name; `end` closes."""
+
+    has_names: bool
+    end: bytes
+
+
+UNNAMED = Framing(has_names=False, end=b"data: [DONE]\n\n")
+NAMED = Framing(has_names=True, end=b"")
+"""The last event says that it is the last one."""
 
 
 def encode_json(payload: JsonObject) -> bytes:
@@ -20,34 +33,53 @@ def encode_event(payload: JsonObject) -> bytes:
     return b"data: " + encode_json(payload) + b"\n\n"
 
 
+def encode_named_event(payload: JsonObject) -> bytes:
+    """One event whose name is its `type`."""
+    return b"event: " + str(payload["type"]).encode("ascii") + b"\n" + encode_event(payload)
+
+
 class EventStream:
     """An open stream of events. `send` writes bytes to the client and raises ClientGone when there is none."""
 
     def __init__(
-        self, send: Callable[[bytes], None], error_chunk: Callable[[RequestError], JsonObject], is_chunked: bool
+        self,
+        send: Callable[[bytes], None],
+        error_chunk: Callable[[RequestError], JsonObject],
+        is_chunked: bool,
+        framing: Framing = UNNAMED,
     ) -> None:
         self._send = send
         self._error_chunk = error_chunk
         self._is_chunked = is_chunked
+        self._encode = encode_named_event if framing.has_names else encode_event
+        self._end = framing.end
         self._is_open = True
 
     def send(self, payloads: Iterable[JsonObject]) -> None:
         """Send these events in one write; nothing at all if there are none."""
-        if data := b"".join(map(encode_event, payloads)):
+        if data := b"".join(map(self._encode, payloads)):
             self._send(self._frame(data))
 
+    def comment(self, text: str) -> None:
+        """Send a line that clients pass over, for whoever looks at the wire; nothing where events have names: those
+        protocols have events of their own for silence."""
+        if self._encode is encode_event:
+            self._send(self._frame(b": " + text.encode("ascii") + b"\n\n"))
+
     def end(self) -> None:
-        """End the answer with `[DONE]`."""
-        self._close(_DONE)
+        """End the answer as its protocol does."""
+        self._close(self._end)
 
     def fail(self, error: RequestError) -> None:
         """Send the error as the last event and end the answer; does nothing on an ended stream."""
         if self._is_open:
-            self._close(encode_event(self._error_chunk(error)) + _DONE)
+            self._close(self._encode(self._error_chunk(error)) + self._end)
 
     def _close(self, last: bytes) -> None:
         self._is_open = False
-        self._send(self._frame(last) + (_LAST_CHUNK if self._is_chunked else b""))
+        # an empty chunk would be the last one
+        if data := (self._frame(last) if last else b"") + (_LAST_CHUNK if self._is_chunked else b""):
+            self._send(data)
 
     def _frame(self, data: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data

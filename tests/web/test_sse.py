@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvserve.core import JsonObject
 from kvserve.errors import EngineFailure, RequestError
-from kvserve.web.sse import EventStream, encode_event, encode_json
+from kvserve.web.sse import NAMED, EventStream, encode_event, encode_json
 
 
 def error_chunk(error: RequestError) -> JsonObject:
@@ -56,3 +56,18 @@ def test_nan_is_no_json() -> None:
     """A number that JSON lacks is a defect of the server, not a broken answer."""
     with pytest.raises(ValueError):
         encode_json({"x": float("nan")})
+
+
+def test_a_named_stream_byte_for_byte() -> None:
+    """Each event has its type as its name; the end is the last chunk alone, and an error is an event like others."""
+    writes: list[bytes] = []
+    stream = EventStream(writes.append, error_chunk, is_chunked=True, framing=NAMED)
+    stream.send([{"type": "ping"}, {"type": "stop", "b": "é"}])
+    stream.end()
+    events = b'event: ping\ndata: {"type":"ping"}\n\nevent: stop\ndata: {"type":"stop","b":"\\u00e9"}\n\n'
+    assert writes == [b"%x\r\n%b\r\n" % (len(events), events), b"0\r\n\r\n"]
+    writes.clear()
+    failing = EventStream(writes.append, lambda error: {"type": "error", "m": error.message}, False, NAMED)
+    failing.fail(EngineFailure("broken"))
+    failing.end()
+    assert b"".join(writes) == b'event: error\ndata: {"type":"error","m":"broken"}\n\n'
