@@ -7,15 +7,16 @@ precedes, so the same "Done." in two conversations is two places. It knows no te
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import partial
 from itertools import dropwhile
 
 from kvserve.core import Block, Message, TextBlock, ThinkingBlock, ToolCallBlock, Written
-from kvserve.sessions.writings import Row, same_writing, written_bytes, written_of, written_row
-
-ROW_VERSION = 1
+from kvserve.sessions.journal import UNWRITTEN, Journal, Rows
+from kvserve.sessions.message_rows import dump, number, parse, seconds, written_of, written_row
+from kvserve.sessions.writings import same_writing, written_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,37 +24,64 @@ class Ambiguous:
     """The model wrote different things at one place: nobody knows which of them a client means."""
 
 
-type Entry = Written | Ambiguous
+AMBIGUOUS = Ambiguous()
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What is known of a place. `until` is when its row may go, in seconds since the epoch, None while it has none."""
+
+    wrote: Written | Ambiguous
+    until: float | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return written_bytes(self.wrote) if isinstance(self.wrote, Written) else 0
 
 
 class HealingStore:
     """At most `max_entries` places and `max_bytes` of writings, least recently used first. Safe for several threads."""
 
-    def __init__(self, *, max_entries: int = 2_000, max_bytes: int = 256 << 20) -> None:
+    def __init__(self, *, max_entries: int = 2_000, max_bytes: int = 256 << 20, journal: Journal = UNWRITTEN) -> None:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
+        self._journal = journal
         self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._num_bytes = 0
+        self._num_written = 0
 
     def __len__(self) -> int:
         with self._lock:
             return len(self._entries)
 
-    def remember(self, chain: bytes, written: Written) -> None:
+    def remember(self, chain: bytes, written: Written, until: float | None = None) -> None:
         """The model wrote this here. The same again changes nothing (the first tokens stay: there is KV for them),
-        something else makes the place ambiguous for good."""
+        something else makes the place ambiguous for good. `until`: the row is kept so long at least; None: what was
+        written is not written down."""
         with self._lock:
-            self._put(chain, written)
-            self._shrink()
+            entry = self._entries.get(chain)
+            if entry is None:
+                entry = self._entries[chain] = _Entry(written)
+                self._num_bytes += entry.num_bytes
+            elif isinstance(entry.wrote, Written) and not same_writing(entry.wrote, written):
+                self._num_bytes -= entry.num_bytes
+                entry.wrote = AMBIGUOUS
+            self._entries.move_to_end(chain)
+            if until is not None:
+                entry.until = until if entry.until is None else max(entry.until, until)
+            if entry.until is not None:
+                self._put(chain, entry)
+            self._shrink(self._max_bytes)
 
     def find(self, chain: bytes) -> Written | None:
         """What the model wrote here; None where it did not or where that is ambiguous."""
         with self._lock:
             entry = self._entries.get(chain)
-            if entry is not None:
-                self._entries.move_to_end(chain)
-            return entry if isinstance(entry, Written) else None
+            if entry is None:
+                return None
+            self._entries.move_to_end(chain)
+            return entry.wrote if isinstance(entry.wrote, Written) else None
 
     def heal(self, message: Message, chain: bytes) -> Message:
         """The message with what the client lost of the model's words; the same object where there is nothing to add."""
@@ -65,63 +93,58 @@ class HealingStore:
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
-            self._entries.clear()
-            self._num_bytes = 0
+            for chain in list(self._entries):
+                self._forget(chain)
 
-    def rows(self) -> list[Row]:
-        """Everything as values of JSON, least recently used first."""
+    def load(self, rows: Rows) -> None:
+        """Take in what was written down, the last written as the last used; this store must be empty. Raises ValueError
+        for rows of another form."""
+        found = [(chain, parse(body)) for chain, body in rows.get("healing", ())]
         with self._lock:
-            entries = list(self._entries.items())
-        return [_row(chain, entry) for chain, entry in entries]
+            for chain, row in sorted(found, key=lambda pair: number(pair[1].get("serial"))):
+                wrote = AMBIGUOUS if row.get("written") is None else written_of(row["written"])
+                entry = self._entries[chain] = _Entry(wrote, seconds(row.get("until")))
+                self._num_bytes += entry.num_bytes
+                self._num_written = number(row.get("serial")) + 1
+            self._shrink(self._max_bytes)
 
-    def load(self, rows: Iterable[object]) -> int:
-        """Take in rows as older than all that is here; how many were taken. Rows of another version or form are not."""
-        loaded = [pair for row in rows if (pair := _entry_of(row)) is not None]
+    def put_all(self) -> None:
+        """Tell the journal everything that is to last."""
         with self._lock:
-            here = list(self._entries.items())
-            self._entries.clear()
-            self._num_bytes = 0
-            for chain, entry in [*loaded, *here]:
-                self._put(chain, entry)
-            self._shrink()
-        return len(loaded)
+            for chain, entry in self._entries.items():
+                if entry.until is not None:
+                    self._put(chain, entry)
 
-    def _put(self, chain: bytes, entry: Entry) -> None:
-        known = self._entries.get(chain)
-        if known is None:
-            self._set(chain, entry)
-        elif isinstance(known, Written) and not (isinstance(entry, Written) and same_writing(known, entry)):
-            self._set(chain, Ambiguous())
-        self._entries.move_to_end(chain)
+    def expire(self, now: float) -> None:
+        """Forget the places whose rows nobody needs any more."""
+        with self._lock:
+            for chain, entry in list(self._entries.items()):
+                if entry.until is not None and entry.until < now:
+                    self._forget(chain)
 
-    def _set(self, chain: bytes, entry: Entry) -> None:
-        self._num_bytes -= _entry_bytes(self._entries.get(chain))
-        self._entries[chain] = entry
-        self._num_bytes += _entry_bytes(entry)
+    def shrink(self, share: float) -> None:
+        """Forget the least recently used until this share of the bytes is left."""
+        with self._lock:
+            self._shrink(int(self._num_bytes * share))
 
-    def _shrink(self) -> None:
-        while len(self._entries) > self._max_entries or self._num_bytes > self._max_bytes:
-            _, entry = self._entries.popitem(last=False)
-            self._num_bytes -= _entry_bytes(entry)
+    def _shrink(self, max_bytes: int) -> None:
+        while len(self._entries) > self._max_entries or self._num_bytes > max_bytes:
+            self._forget(next(iter(self._entries)))
 
+    def _forget(self, chain: bytes) -> None:
+        entry = self._entries.pop(chain)
+        self._num_bytes -= entry.num_bytes
+        if entry.until is not None:
+            self._journal.drop("healing", chain)
 
-def _entry_bytes(entry: Entry | None) -> int:
-    return written_bytes(entry) if isinstance(entry, Written) else 0
-
-
-def _row(chain: bytes, entry: Entry) -> Row:
-    written = written_row(entry) if isinstance(entry, Written) else None
-    return {"version": ROW_VERSION, "chain": chain.hex(), "written": written}
+    def _put(self, chain: bytes, entry: _Entry) -> None:
+        self._journal.put("healing", chain, partial(_body, entry.wrote, entry.until, self._num_written))
+        self._num_written += 1
 
 
-def _entry_of(row: object) -> tuple[bytes, Entry] | None:
-    if not isinstance(row, dict) or row.get("version") != ROW_VERSION or "written" not in row:
-        return None
-    try:
-        chain = bytes.fromhex(row["chain"])
-        return chain, Ambiguous() if row["written"] is None else written_of(row["written"])
-    except (KeyError, TypeError, ValueError):  # a row that is not ours is a place that is not known
-        return None
+def _body(wrote: Written | Ambiguous, until: float | None, serial: int) -> bytes:
+    written = written_row(wrote) if isinstance(wrote, Written) else None
+    return dump({"written": written, "until": until, "serial": serial})
 
 
 # --- one message -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,11 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NewType
+
+from kvserve.sessions.journal import UNWRITTEN, Journal, Rows, number_key
+from kvserve.sessions.message_rows import digest_of, dump, items, number, numbers, parse, seconds, text_of
 
 SessionKey = NewType("SessionKey", str)
 BranchId = NewType("BranchId", int)
@@ -64,8 +68,11 @@ class LineageTotals:
 
 @dataclass(slots=True)
 class _Line:
+    """`until` is when the branch's row may go, in seconds since the epoch, None while it has none."""
+
     branch: Branch
     chains: list[bytes]
+    until: float | None = None
 
 
 @dataclass(slots=True)
@@ -112,25 +119,36 @@ class SessionIndex:
         max_branches_per_session: int = 64,
         max_messages: int = 200_000,
         idle_seconds: float = 1_800.0,
+        journal: Journal = UNWRITTEN,
     ) -> None:
         self._max_sessions = max_sessions
         self._max_branches = max_branches_per_session
         self._max_messages = max_messages
         self._idle_seconds = idle_seconds
+        self._journal = journal
         self._lock = threading.Lock()
         self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()
         self._next_id = 1
         self._num_messages = 0
+        self._num_written = 0
 
     def advance(
-        self, key: SessionKey, chains: Sequence[bytes], *, num_tokens: int, ends: Sequence[int], now: float
+        self,
+        key: SessionKey,
+        chains: Sequence[bytes],
+        *,
+        num_tokens: int,
+        ends: Sequence[int],
+        now: float,
+        until: float | None = None,
     ) -> Branch:
         """A request was answered: the branch that it belongs to, as it is now.
 
         `chains[i]` names the conversation up to and with message i, the answer included, `ends[i]` is the offset in
         model tokens where that message ends. A conversation that goes on from a branch's tip moves it, one that ends
-        inside a branch leaves it as it is, any other one is a new branch. Raises ValueError for no message, or ends
-        that do not belong to the chains.
+        inside a branch leaves it as it is, any other one is a new branch. `until`: its row is kept so long at least, in
+        seconds since the epoch; None: this request is not written down. Raises ValueError for no message, or ends that
+        do not belong to the chains.
         """
         if not chains or len(chains) != len(ends):
             raise ValueError(f"{len(chains)} messages with {len(ends)} ends")
@@ -146,6 +164,9 @@ class SessionIndex:
             line = self._line_for(session, path, path_ends, num_tokens)
             line.branch = replace(line.branch, num_turns=line.branch.num_turns + 1, last_used=now)
             session.lines.move_to_end(line.branch.branch_id)
+            if until is not None:
+                line.until = until if line.until is None else max(line.until, until)
+                self._put(key, line)
             self._shrink(session)
             return line.branch
 
@@ -167,8 +188,53 @@ class SessionIndex:
     def clear(self) -> None:
         """Forget all sessions. Branch ids are not given twice."""
         with self._lock:
-            self._sessions.clear()
-            self._num_messages = 0
+            for key in list(self._sessions):
+                self._forget_session(key)
+
+    def load(self, rows: Rows) -> None:
+        """Take in what was written down; this index must be empty. Raises ValueError for rows of another form."""
+        found = [_stored_branch(key, body) for key, body in rows.get("branch", ())]
+        next_ids = [int.from_bytes(body) for _, body in rows.get("counter", ())]
+        with self._lock:
+            self._next_id = max([self._next_id, *next_ids, *(stored.line.branch.branch_id + 1 for stored in found)])
+            self._num_written = max((stored.serial + 1 for stored in found), default=0)
+            for stored in sorted(found, key=lambda stored: stored.line.branch.branch_id):
+                session, line = self._sessions.setdefault(stored.key, _Session()), stored.line
+                session.lines[line.branch.branch_id] = line
+                path, line.chains = line.chains, []
+                self._append(session, line, path)
+            for stored in sorted(found, key=lambda stored: stored.serial):
+                session = self._sessions[stored.key]
+                session.last_used = stored.line.branch.last_used
+                session.lines.move_to_end(stored.line.branch.branch_id)
+                self._sessions.move_to_end(stored.key)
+
+    def put_all(self) -> None:
+        """Tell the journal everything that is to last."""
+        with self._lock:
+            self._put_counter()
+            for key, session in self._sessions.items():
+                for line in session.lines.values():
+                    if line.until is not None:
+                        self._put(key, line)
+
+    def expire(self, now: float) -> None:
+        """Forget the branches whose rows nobody needs any more."""
+        with self._lock:
+            for key, session in list(self._sessions.items()):
+                for branch_id, line in list(session.lines.items()):
+                    if line.until is not None and line.until < now:
+                        self._forget_branch(session, branch_id)
+                if not session.lines:
+                    self._forget_session(key)
+
+    def _put(self, key: SessionKey, line: _Line) -> None:
+        body = partial(_branch_body, key, line.branch, tuple(line.chains), line.until, self._num_written)
+        self._num_written += 1
+        self._journal.put("branch", number_key(line.branch.branch_id), body)
+
+    def _put_counter(self) -> None:
+        self._journal.put("counter", b"branch", partial(number_key, self._next_id))
 
     # --- branches -----------------------------------------------------------------------------------------------------
 
@@ -185,6 +251,7 @@ class SessionIndex:
             fork_offset = ends[shared - 1] if shared else 0
             branch = Branch(BranchId(self._next_id), parent_id, shared, fork_offset, 0, 0, 0, (), 0.0)
             self._next_id += 1
+            self._put_counter()
             line = session.lines[branch.branch_id] = _Line(branch, [])
         self._append(session, line, path)
         line.branch = replace(
@@ -200,6 +267,8 @@ class SessionIndex:
 
     def _forget_branch(self, session: _Session, branch_id: BranchId) -> None:
         line = session.lines.pop(branch_id)
+        if line.until is not None:
+            self._journal.drop("branch", number_key(branch_id))
         self._num_messages -= len(line.chains)
         for chain in line.chains:
             holders = session.holders[chain]
@@ -226,7 +295,8 @@ class SessionIndex:
 
     def _forget_session(self, key: SessionKey) -> None:
         session = self._sessions.pop(key)
-        self._num_messages -= sum(len(line.chains) for line in session.lines.values())
+        for branch_id in list(session.lines):
+            self._forget_branch(session, branch_id)
 
     def _drop_idle(self, now: float) -> None:
         while self._idle_seconds and self._sessions:
@@ -234,3 +304,54 @@ class SessionIndex:
             if now - oldest.last_used <= self._idle_seconds:
                 return
             self._forget_session(key)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A row: the branch, its session, and a count that every write raises."""
+
+    key: SessionKey
+    line: _Line
+    serial: int
+
+
+def _branch_body(key: SessionKey, branch: Branch, chains: Sequence[bytes], until: float | None, serial: int) -> bytes:
+    return dump(
+        {
+            "serial": serial,
+            "session": key,
+            "parent_id": branch.parent_id,
+            "fork_message_index": branch.fork_message_index,
+            "fork_token_offset": branch.fork_token_offset,
+            "num_turns": branch.num_turns,
+            "num_messages": branch.num_messages,
+            "num_tokens": branch.num_tokens,
+            "anchors": list(branch.anchors),
+            "last_used": branch.last_used,
+            "chains": [chain.hex() for chain in chains],
+            "until": until,
+        }
+    )
+
+
+def _stored_branch(key: bytes, body: bytes) -> _Stored:
+    """Raises ValueError for a row of another form."""
+    row = parse(body)
+    parent_id = row.get("parent_id")
+    branch = Branch(
+        BranchId(int.from_bytes(key)),
+        None if parent_id is None else BranchId(number(parent_id)),
+        number(row.get("fork_message_index")),
+        number(row.get("fork_token_offset")),
+        number(row.get("num_turns")),
+        number(row.get("num_messages")),
+        number(row.get("num_tokens")),
+        numbers(row.get("anchors")),
+        seconds(row.get("last_used")),
+    )
+    chains = [digest_of(chain) for chain in items(row.get("chains"))]
+    line = _Line(branch, chains, seconds(row.get("until")))
+    return _Stored(SessionKey(text_of(row.get("session"))), line, number(row.get("serial")))

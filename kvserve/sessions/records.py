@@ -4,6 +4,7 @@ and holds the lock; it knows nothing of what is in a record but its size.
 
 import sys
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 
 from kvserve.sessions.seen import Seen, TurnRecord
 from kvserve.sessions.writings import VALUE_BYTES, message_bytes
@@ -16,8 +17,10 @@ class RecordShelf:
     """Records by their leaf, at most `max_bytes`, the oldest request first. One that a newer request has passed is
     gone: whatever could be asked of it, the newer one answers."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, gone: Callable[[Seen], None]) -> None:
+        """`gone` hears of every record that goes, by its leaf."""
         self._max_bytes = max_bytes
+        self._gone = gone
         self._by_leaf: OrderedDict[Seen, tuple[TurnRecord, int]] = OrderedDict()
         self._newest_through: dict[Seen, TurnRecord] = {}
         self._newest_of: dict[str, TurnRecord] = {}
@@ -26,8 +29,12 @@ class RecordShelf:
     def __len__(self) -> int:
         return len(self._by_leaf)
 
-    def put(self, record: TurnRecord) -> None:
-        """The newest request; its leaf and all before it must be kept as long as it is."""
+    def __iter__(self) -> Iterator[TurnRecord]:
+        """The records, the oldest request first."""
+        return iter([record for record, _ in self._by_leaf.values()])
+
+    def put(self, record: TurnRecord) -> bool:
+        """The newest request; its leaf and all before it must be kept as long as it is. False: it has no room."""
         for seen in record.leaf.ancestry():
             self.drop(seen)
             self._newest_through[seen] = record
@@ -36,7 +43,12 @@ class RecordShelf:
         size = record_bytes(record)
         self._by_leaf[record.leaf] = record, size
         self.num_bytes += size
-        while self.num_bytes > self._max_bytes:
+        self.shrink(self._max_bytes)
+        return record.leaf in self._by_leaf
+
+    def shrink(self, max_bytes: int) -> None:
+        """The oldest go until at most `max_bytes` are left."""
+        while self.num_bytes > max_bytes:
             self.drop(next(iter(self._by_leaf)))
 
     def drop(self, leaf: Seen) -> None:
@@ -45,6 +57,7 @@ class RecordShelf:
             return
         record, size = self._by_leaf.pop(leaf)
         self.num_bytes -= size
+        self._gone(leaf)
         for seen in leaf.ancestry():
             if self._newest_through.get(seen) is record:
                 del self._newest_through[seen]

@@ -85,6 +85,7 @@ class TurnRecord:
     `messages`: all that the model read, in order and as it read them, those that are no part of the identity too, and
     what it wrote. `packed_ids`: the prompt's model tokens and the emitted ones (`pack_ids`), `images` the runs among
     them that stand for images. `starts`: the offset in model tokens where each message of the prompt begins.
+    `num_computed_tokens`: of a request whose client left, how many of them were computed; None for a complete one.
     """
 
     request_id: RequestId
@@ -99,6 +100,7 @@ class TurnRecord:
     template_arguments: Mapping[str, object]
     fired: frozenset[str]
     images: tuple[ImageSpan, ...] = ()
+    num_computed_tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "template_arguments", MappingProxyType(dict(self.template_arguments)))

@@ -11,19 +11,20 @@ import heapq
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, islice
 
 from kvserve.core import ToolSpec
+from kvserve.sessions.journal import UNWRITTEN, Journal, Rows, number_key
+from kvserve.sessions.kept import Kept, Place, node_bytes, nodes_of_rows
+from kvserve.sessions.path_journal import PathJournal
 from kvserve.sessions.records import RecordShelf
 from kvserve.sessions.seen import Seen, Step, TurnRecord
 from kvserve.sessions.tool_order import ToolOrders
-from kvserve.sessions.writings import VALUE_BYTES, message_bytes, said_digest, same_words, same_writing, written_bytes
+from kvserve.sessions.turn_rows import doubts_of, record_of
+from kvserve.sessions.writings import same_words, same_writing
 
 __all__ = ["Seen", "Step", "TurnRecord", "TurnStore", "TurnTotals"]
-
-NODE_BYTES = 10 * VALUE_BYTES
-"""A node, its places in the maps and its digest, roughly."""
 
 NUM_COMPARED = 8
 """So many readings of one message are looked at for an equal one: a clock may have left hundreds."""
@@ -39,35 +40,13 @@ class TurnTotals:
     num_record_bytes: int
 
 
-@dataclass(slots=True)
-class _Place:
-    """All kept nodes of one chain, the newest reading last; a digest of what the model wrote here last, and whether
-    it also wrote something else; what the last reading meant, and whether another one meant something else."""
-
-    nodes: dict[Seen, None] = field(default_factory=dict)
-    said: bytes | None = None
-    is_doubtful: bool = False
-    meaning: bytes | None = None
-    is_contested: bool = False
-
-    @property
-    def newest(self) -> Seen:
-        return next(reversed(self.nodes))
-
-
-@dataclass(slots=True)
-class _Kept:
-    """One kept node: its size, when it was last used, and what stands below it, by chain, the newest reading last."""
-
-    num_bytes: int
-    used: int
-    num_children: int = 0
-    children: dict[bytes, dict[Seen, None]] = field(default_factory=dict)
-
-
 class TurnStore:
     """Paths of messages, bounded in nodes and bytes: the least recently used leaf goes first, what stands before it
-    stays as long as another path needs it. Safe for several threads."""
+    stays as long as another path needs it. Safe for several threads.
+
+    What is to last is told to the journal as it changes: a node when it is first read by a request that may be written
+    down, with all that stands before it.
+    """
 
     def __init__(
         self,
@@ -76,20 +55,25 @@ class TurnStore:
         max_bytes: int = 256 << 20,
         max_record_bytes: int = 128 << 20,
         max_tool_sets: int = 64,
+        max_tool_bytes: int = 16 << 20,
+        journal: Journal = UNWRITTEN,
     ) -> None:
         self._max_nodes = max_nodes
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._places: dict[bytes, _Place] = {}
-        self._kept: dict[Seen, _Kept] = {}
+        self._places: dict[bytes, Place] = {}
+        self._kept: dict[Seen, Kept] = {}
         self._roots: dict[bytes, dict[Seen, None]] = {}
         # a heap of (last use, serial, leaf); an entry whose node was used since or is no leaf does not count
         self._oldest: list[tuple[int, int, Seen]] = []
         self._serials = count()
+        self._numbers = count()
         self._num_bytes = 0
         self._clock = 0
-        self._records = RecordShelf(max_record_bytes)
-        self._tools = ToolOrders(max_tool_sets)
+        self._num_reads = 0
+        self._rows = PathJournal(journal, self._kept, self._places)
+        self._records = RecordShelf(max_record_bytes, self._rows.record_gone)
+        self._tools = ToolOrders(max_tool_sets, max_tool_bytes, journal)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -128,8 +112,9 @@ class TurnStore:
 
     # --- adding -------------------------------------------------------------------------------------------------------
 
-    def extend(self, parent: Seen | None, steps: Iterable[Step]) -> Seen:
-        """What the model saw after `parent` (None: from the beginning); the last message of it.
+    def extend(self, parent: Seen | None, steps: Iterable[Step], until: float | None = None) -> Seen:
+        """What the model saw after `parent` (None: from the beginning); the last message of it. Its rows are kept
+        `until` then at least, in seconds since the epoch; None: it is not written down.
 
         A step that the model saw exactly so at this place is no new node; a step that leaves the chain as it is (a
         message that is no part of the identity) has none. Raises ValueError where that leaves nothing.
@@ -137,7 +122,7 @@ class TurnStore:
         added = tuple(steps)  # nobody's generator runs under the lock
         with self._lock:
             if parent is not None:
-                self._adopt(parent)
+                self._read_path(parent)
             seen = parent
             for step in added:
                 if seen is None or step.chain != seen.chain:
@@ -145,23 +130,34 @@ class TurnStore:
             if seen is None:
                 raise ValueError("A path has at least one message.")
             self._touch(seen)
-            self._shrink()
+            self._num_reads += 1
+            for read in seen.ancestry():
+                self._kept[read].last_read = self._num_reads
+            if until is not None:
+                self._rows.read(seen, until)
+            self._shrink(self._max_bytes)
             return seen
 
-    def remember(self, record: TurnRecord) -> None:
+    def remember(self, record: TurnRecord, *, is_lasting: bool = False) -> None:
         """The record of the newest request. Does nothing where its leaf has been forgotten meanwhile."""
         with self._lock:
-            if record.leaf in self._kept:
-                self._records.put(record)
+            if record.leaf not in self._kept:
+                return
+            self._num_reads += 1
+            if self._records.put(record) and is_lasting:
+                self._rows.put_record(self._num_reads, record)
 
-    def tools_as_seen(self, digest: bytes, tools: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
+    def tools_as_seen(
+        self, digest: bytes, tools: Sequence[ToolSpec], until: float | None = None
+    ) -> tuple[ToolSpec, ...]:
         """The same set of tools in the order in which it first came. `digest` is the set's, free of order."""
         with self._lock:
-            return self._tools.as_seen(digest, tools)
+            return self._tools.as_seen(digest, tools, until)
 
     def clear(self) -> None:
         """Forget everything. Paths that somebody holds stay whole."""
         with self._lock:
+            self._rows.all_gone()
             self._places.clear()
             self._kept.clear()
             self._roots.clear()
@@ -205,12 +201,13 @@ class TurnStore:
             return known.written is step.written or (step.written is None and not self._places[known.chain].is_doubtful)
         return same_writing(known.written, step.written)
 
-    def _adopt(self, leaf: Seen) -> None:
-        """Keep again what was forgotten while a request held it."""
-        if leaf not in self._kept:
-            for seen in leaf.path():
-                if seen not in self._kept:
-                    self._keep(seen)
+    def _read_path(self, leaf: Seen) -> None:
+        """A request goes on from here, and so has read all of it; what was forgotten meanwhile is kept again."""
+        for seen in leaf.path():
+            if seen in self._kept:
+                self._read_again(seen)
+            else:
+                self._keep(seen)
 
     def _children(self, parent: Seen | None) -> dict[bytes, dict[Seen, None]]:
         return self._roots if parent is None else self._kept[parent].children
@@ -220,16 +217,11 @@ class TurnStore:
         if seen.parent is not None:
             self._kept[seen.parent].num_children += 1
         self._clock += 1
-        self._kept[seen] = _Kept(node_bytes(seen), self._clock)
+        self._kept[seen] = Kept(next(self._numbers), node_bytes(seen), self._clock)
         self._num_bytes += self._kept[seen].num_bytes
-        place = self._places.setdefault(seen.chain, _Place())
-        if seen.written is not None:
-            said = said_digest(seen.written)
-            place.is_doubtful |= place.said not in (None, said)
-            place.said = said
-        place.is_contested |= place.meaning not in (None, seen.meaning)
-        place.meaning = seen.meaning
+        self._places.setdefault(seen.chain, Place()).take(seen)
         self._read_again(seen)
+        self._rows.doubts(seen.chain)
 
     def _read_again(self, seen: Seen) -> None:
         """Make it the newest reading of its chain; the one before it goes unless another path needs it."""
@@ -252,6 +244,7 @@ class TurnStore:
     def _forget(self, seen: Seen) -> None:
         self._records.drop(seen)
         kept = self._kept.pop(seen)
+        self._rows.node_gone(seen, kept)
         self._num_bytes -= kept.num_bytes
         siblings = self._children(seen.parent)
         del siblings[seen.chain][seen]
@@ -261,6 +254,7 @@ class TurnStore:
             self._kept[seen.parent].num_children -= 1
         place = self._places[seen.chain]
         del place.nodes[seen]
+        self._rows.doubts(seen.chain)
         if not place.nodes:
             del self._places[seen.chain]
 
@@ -285,12 +279,71 @@ class TurnStore:
         kept = self._kept.get(seen)
         return kept is not None and kept.used == used and not kept.num_children
 
-    def _shrink(self) -> None:
-        while self._kept and (len(self._kept) > self._max_nodes or self._num_bytes > self._max_bytes):
+    def _shrink(self, max_bytes: int) -> None:
+        while self._kept and (len(self._kept) > self._max_nodes or self._num_bytes > max_bytes):
             used, _, seen = heapq.heappop(self._oldest)
             if self._counts(used, seen):
                 self._forget(seen)
                 self._drop_unneeded(seen.parent)
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def load(self, rows: Rows) -> None:
+        """Take in what a store before this one wrote down; this one must be empty. Raises ValueError or LookupError
+        where the rows do not fit together."""
+        with self._lock:
+            self._take_nodes(nodes_of_rows(rows))
+            for chain, body in rows.get("place", ()):
+                self._places[chain].recall(doubts_of(body))
+            leaves = {number_key(kept.number): seen for seen, kept in self._kept.items()}
+            records = [record_of(body, leaves[key]) for key, body in rows.get("record", ())]
+            for serial, record in sorted(records, key=lambda pair: pair[0]):
+                self._num_reads = max(self._num_reads, serial)
+                self._records.put(record)
+            self._tools.load(rows)
+            self._shrink(self._max_bytes)
+
+    def put_all(self) -> None:
+        """Tell the journal everything that is to last."""
+        with self._lock:
+            self._rows.put_all((self._num_reads + place, record) for place, record in enumerate(self._records))
+            self._num_reads += len(self._records)
+            self._tools.put_all()
+
+    def expire(self, now: float) -> None:
+        """Forget the paths whose rows nobody needs any more."""
+        with self._lock:
+            leaves = [seen for seen, kept in self._kept.items() if not kept.num_children]
+            while leaves:
+                seen = leaves.pop()
+                kept = self._kept.get(seen)
+                if kept is None or kept.num_children or kept.until is None or kept.until >= now:
+                    continue
+                self._forget(seen)
+                if seen.parent is not None:
+                    self._drop_unneeded(seen.parent)
+                    leaves.append(seen.parent)
+            self._tools.expire(now)
+
+    def shrink(self, share: float) -> None:
+        """Forget the least recently used until this share of the bytes is left, of paths and of records."""
+        with self._lock:
+            self._shrink(int(self._num_bytes * share))
+            self._records.shrink(int(self._records.num_bytes * share))
+
+    def _take_nodes(self, found: dict[Seen, Kept]) -> None:
+        self._kept.update(found)
+        for seen, kept in found.items():
+            self._num_bytes += kept.num_bytes
+            self._places.setdefault(seen.chain, Place()).take(seen)
+        for seen in sorted(found, key=lambda seen: found[seen].last_read):
+            self._children(seen.parent).setdefault(seen.chain, {})[seen] = None
+            self._places[seen.chain].nodes[seen] = None
+            self._touch(seen)
+        self._numbers = count(max((kept.number for kept in found.values()), default=-1) + 1)
+        self._num_reads = max((kept.last_read for kept in found.values()), default=0)
+
+    # --- checks -------------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
         """Raises AssertionError where maps, counts and bytes do not agree; walks over everything."""
@@ -314,11 +367,3 @@ class TurnStore:
             assert kept.num_children or seen in waiting, "a leaf that would never leave"
             assert kept.num_bytes == node_bytes(seen), "a node that was changed"
         assert sum(len(place.nodes) for place in self._places.values()) == len(self._kept), "a place without its node"
-
-
-def node_bytes(seen: Seen) -> int:
-    """Bytes of one node without what stands before it; a message that its writing shares is counted once."""
-    if seen.written is None:
-        return NODE_BYTES + message_bytes(seen.message)
-    own = 0 if seen.message is seen.written.message else message_bytes(seen.message)
-    return NODE_BYTES + own + written_bytes(seen.written)

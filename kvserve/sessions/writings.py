@@ -1,11 +1,10 @@
-"""What a message weighs, when two of the model's writings are one, and a writing as a plain row.
+"""What a message weighs, and when two of the model's writings are one.
 
 It knows messages as values; not where they are kept, nor how a template writes them.
 """
 
 import hashlib
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvserve.core import (
@@ -18,9 +17,6 @@ from kvserve.core import (
     ToolResultBlock,
     Written,
 )
-
-type Row = dict[str, object]
-"""A value of JSON: text, numbers, booleans, null, lists and objects only."""
 
 VALUE_BYTES = 64
 """A frozen value with a few fields, roughly, as Python holds it."""
@@ -94,83 +90,3 @@ def _without_ids(block: Block) -> Block:
 def same_words(one: Message, other: Message) -> bool:
     """Whether two messages are equal but for their call ids and signatures."""
     return one is other or one == other or without_ids(one) == without_ids(other)
-
-
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-
-def written_row(written: Written) -> Row:
-    """A writing as plain values. Raises ValueError for blocks that a model cannot write."""
-    return {
-        "name": written.message.name,
-        "blocks": [_block_row(block) for block in written.message.blocks],
-        "prefix_ids": list(written.prefix_ids),
-        "ids": list(written.ids),
-        "opens_reasoning": written.opens_reasoning,
-    }
-
-
-def written_of(row: object) -> Written:
-    """The writing of a row. Raises ValueError where the row is not of that form."""
-    fields = _fields(row)
-    blocks = tuple(_block(block) for block in _list(fields.get("blocks")))
-    opens_reasoning = fields.get("opens_reasoning")
-    if not isinstance(opens_reasoning, bool):
-        raise ValueError(f"opens_reasoning is no boolean: {opens_reasoning!r}")
-    message = Message("assistant", blocks, _optional_text(fields.get("name")))
-    return Written(message, _ids(fields.get("prefix_ids")), _ids(fields.get("ids")), opens_reasoning)
-
-
-def _block_row(block: Block) -> Row:
-    match block:
-        case TextBlock(text):
-            return {"kind": "text", "text": text}
-        case ThinkingBlock(text, signature):
-            return {"kind": "thinking", "text": text, "signature": signature}
-        case ToolCallBlock(call_id, name, arguments):
-            return {"kind": "call", "call_id": call_id, "name": name, "arguments": arguments}
-    raise ValueError(f"A model does not write a {type(block).__name__}.")
-
-
-_BLOCKS: Mapping[object, Callable[[Row], Block]] = {
-    "text": lambda row: TextBlock(_text(row.get("text"))),
-    "thinking": lambda row: ThinkingBlock(_text(row.get("text")), _optional_text(row.get("signature"))),
-    "call": lambda row: ToolCallBlock(_text(row.get("call_id")), _text(row.get("name")), _text(row.get("arguments"))),
-}
-
-
-def _block(row: object) -> Block:
-    fields = _fields(row)
-    kind = fields.get("kind")
-    if not isinstance(kind, str) or kind not in _BLOCKS:
-        raise ValueError(f"unknown kind of block: {kind!r}")
-    return _BLOCKS[kind](fields)
-
-
-def _fields(value: object) -> Row:
-    if not isinstance(value, dict):
-        raise ValueError(f"no object: {value!r}")
-    return value
-
-
-def _list(value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise ValueError(f"no list: {value!r}")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"no text: {value!r}")
-    return value
-
-
-def _optional_text(value: object) -> str | None:
-    return None if value is None else _text(value)
-
-
-def _ids(value: object) -> tuple[int, ...]:
-    ids = tuple(_list(value))
-    if not all(type(token) is int and token >= 0 for token in ids):
-        raise ValueError("not all are token ids")
-    return ids  # type: ignore[return-value]

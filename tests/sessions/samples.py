@@ -1,9 +1,10 @@
 """Small conversations, their chains, and what a model wrote in them."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvserve.core import Block, Message, RequestId, TextBlock, ThinkingBlock, ToolCallBlock, Written
+from kvserve.sessions.journal import Kind, Rows
 from kvserve.sessions.seen import Seen, Step, TurnRecord, pack_ids
 
 
@@ -61,3 +62,23 @@ def record_of(leaf: Seen, name: str = "r1", session: str | None = None, num_toke
         template_arguments={"enable_thinking": True},
         fired=frozenset(),
     )
+
+
+class Notebook:
+    """A journal that writes at once, into a dict: what a file would hold."""
+
+    def __init__(self) -> None:
+        self.bodies: dict[tuple[Kind, bytes], bytes] = {}
+
+    def put(self, kind: Kind, key: bytes, body: Callable[[], bytes]) -> None:
+        self.bodies[kind, key] = body()
+
+    def drop(self, kind: Kind, key: bytes) -> None:
+        self.bodies.pop((kind, key), None)
+
+    def rows(self) -> Rows:
+        """What was written, in an order that nobody may rely on."""
+        rows: dict[Kind, list[tuple[bytes, bytes]]] = {}
+        for (kind, key), body in sorted(self.bodies.items(), key=lambda pair: hashlib.sha256(pair[0][1]).digest()):
+            rows.setdefault(kind, []).append((key, body))
+        return rows

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvserve.core import Message, RequestId, TextBlock
-from kvserve.sessions.explanation import Asked, Explanation, RulesFired, explain
+from kvserve.core import Message, RequestId, Reuse, TextBlock, ThinkingBlock
+from kvserve.sessions.explanation import Asked, Circumstances, Explanation, RulesFired, explain
 from kvserve.sessions.explanations import ExplanationBook
 from kvserve.sessions.seen import Seen, TurnRecord, pack_ids
 
@@ -48,6 +48,7 @@ def edited(offset: int) -> tuple[int, ...]:
     return (*PROMPT[:offset], 9999, *PROMPT[offset + 1 :])
 
 
+NEW = range(2000, 2030)
 OTHER = (MESSAGES[0], Message("user", (TextBlock("quest!on"),)), ANSWER)
 
 
@@ -55,7 +56,7 @@ OTHER = (MESSAGES[0], Message("user", (TextBlock("quest!on"),)), ANSWER)
     ("request_now", "rules", "num_cached", "cause"),
     [
         (asked(), RulesFired(), 320, "nothing lost"),
-        (asked(), RulesFired(), 100, "not kept"),
+        (asked(), RulesFired(), 100, "evicted"),
         (asked(OTHER, edited(120)), RulesFired(), 100, "message changed"),
         (asked(MESSAGES, PROMPT[:200]), RulesFired(), 199, "nothing lost"),
         (asked(MESSAGES[:1], (*PROMPT[:100], 77)), RulesFired(), 100, "nothing lost"),
@@ -68,6 +69,16 @@ OTHER = (MESSAGES[0], Message("user", (TextBlock("quest!on"),)), ANSWER)
         (asked(OTHER, edited(120)), RulesFired(dropped={1: "carrier"}), 100, "volatile value"),
         (asked(ids=edited(50), tools=b"u"), RulesFired(), 48, "tools changed"),
         (asked(ids=edited(50), arguments={"x": 1}), RulesFired(), 48, "template arguments changed"),
+        (asked(ids=edited(50), arguments={"thinking": (True, None, None)}), RulesFired(), 48, "thinking switched"),
+        (asked(OTHER, edited(120), arguments={"x": 1}), RulesFired(), 100, "message changed"),
+        (
+            asked(OTHER, edited(120)),
+            RulesFired(as_sent=frozenset({"clock"}), num_known_messages=2, changed=frozenset({"clock"})),
+            100,
+            "setting",
+        ),
+        (asked((*MESSAGES, MESSAGES[1]), (*edited(299), *NEW)), RulesFired(), 290, "message changed"),
+        (asked(MESSAGES[:1] + OTHER[1:2], edited(120)), RulesFired(), 100, "new conversation"),
         (asked(ids=edited(120)), RulesFired(), 100, "written differently by the template"),
     ],
 )
@@ -77,15 +88,62 @@ def test_the_cause(request_now: Asked, rules: RulesFired, num_cached: int, cause
 
 
 def test_a_missing_checkpoint_is_named() -> None:
-    """What was known and could not be used is told apart from what was evicted."""
-    assert explain(asked(), before(), RulesFired(), 100, is_trim_miss=True).cause == "no checkpoint"
+    """What was known and could not be used is told apart from what has left, and from what could never be kept."""
+    missed = explain(asked(), before(), RulesFired(), 100, reuse=Reuse("ram", 320, "user", is_trim_miss=True))
+    assert (missed.cause, missed.is_trim_miss) == ("no checkpoint", True)
+    assert explain(asked(), before(), RulesFired(), 0, around=Circumstances(can_keep=False)).cause == "not kept"
 
 
 def test_a_first_request_has_nothing_before_it() -> None:
     """Nothing known; tokens that are there all the same come from somewhere else."""
-    fresh = explain(asked(), None, RulesFired(), 0)
+    first = asked(MESSAGES, PROMPT)
+    fresh = explain(first, None, RulesFired(), 0)
     assert (fresh.cause, fresh.source, fresh.before) == ("new conversation", "nothing", None)
-    assert explain(asked(), None, RulesFired(), 50).source == "another conversation with the same beginning"
+    assert explain(first, None, RulesFired(), 50).source == "another conversation with the same beginning"
+
+
+@pytest.mark.parametrize(
+    ("around", "num_cached", "cause"),
+    [
+        (Circumstances(), 0, "not seen since the start"),
+        (Circumstances(was_cleared=True), 0, "cache cleared"),
+        (Circumstances(looks_at_records=False), 0, "setting"),
+        (Circumstances(), 300, "nothing lost"),
+    ],
+)
+def test_a_history_that_nobody_knows(around: Circumstances, num_cached: int, cause: str) -> None:
+    """Answers that are not known: named by what is known of the server; KV that is there all the same counts."""
+    history = replace(asked(), starts=(0, 100, 290, 330, 350))
+    assert explain(history, None, RulesFired(), num_cached, around=around).cause == cause
+
+
+def test_a_request_whose_client_left_is_the_cause() -> None:
+    """Its prompt was computed in part, or its answer is not what the client goes on with."""
+    part = before(num_computed_tokens=120, packed_ids=pack_ids(PROMPT), messages=MESSAGES)
+    assert explain(asked(), part, RulesFired(), 100).cause == "aborted"
+    assert explain(asked(), part, RulesFired(), 300).cause == "nothing lost"
+    again = asked((*MESSAGES, MESSAGES[1]), (*PROMPT[:290], *range(2000, 2030)))
+    assert explain(again, before(num_computed_tokens=320), RulesFired(), 290).cause == "aborted"
+
+
+def test_thinking_that_is_gone() -> None:
+    """Left out by the client or by the template, told from any other change of the message."""
+    thought = Message("assistant", (ThinkingBlock("hm"), *ANSWER.blocks))
+    was = before(messages=(*MESSAGES, thought))
+    assert explain(asked(ids=(*PROMPT, *EMITTED[:2], *NEW)), was, RulesFired(), 290).cause == "thinking dropped"
+    kept = asked((*MESSAGES, thought, MESSAGES[1]), (*PROMPT, *EMITTED[:5], *range(2000, 2030)))
+    assert explain(kept, was, RulesFired(), 300).cause == "nothing lost"
+
+
+def test_a_rule_that_is_off_is_the_cause() -> None:
+    """Two messages that a rule of the table would have known as one: the setting that switched it off is named."""
+    around = Circumstances(rules_off=lambda was, now: frozenset({"clock"}))
+    off = RulesFired(policies={"ids": "always"}, changed=frozenset({"clock"}))
+    told = explain(asked(OTHER, edited(120)), before(), off, 100, around=around)
+    assert (told.cause, told.decided_by) == ("setting", "CACHE_RULE_POLICIES (clock=off)")
+    assert told.policies == {"clock": "off"} and told.first_difference is not None
+    none = explain(asked(OTHER, edited(120)), before(), RulesFired(), 100, around=around)
+    assert none.decided_by == "CACHE_CANONICALIZE_TOOL_CONTEXT"
 
 
 def test_the_difference_and_the_rules_are_told() -> None:
@@ -105,3 +163,4 @@ def test_an_identity_that_promised_too_much_is_counted() -> None:
     for explanation in (lost, replace(kept, request_id=RequestId("three"))):
         book.put(explanation)
     assert book.num_rejections == 1 and book.get("two") is None and isinstance(book.get("three"), Explanation)
+    assert [each.request_id for each in book.newest(5)] == ["three"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvserve.core import ImageBlock, Message, TextBlock, ThinkingBlock, ToolCallBlock
 from kvserve.sessions.healing import HealingStore, healed, same_arguments
-from tests.sessions.samples import assistant, call, user, written
+from tests.sessions.samples import Notebook, assistant, call, user, written
 
 RAW = '{"command":  "ls -la", "deep": [1, true, {"a": null}]}'
 COMPACT = json.dumps(json.loads(RAW), separators=(",", ":"))
@@ -122,7 +122,7 @@ def test_the_least_recently_used_leaves() -> None:
     store.find(b"a")
     store.remember(b"b", written(user("b")))
     store.remember(b"d", written(user("d")))
-    assert [row["chain"] for row in store.rows()] == ["61", "62", "64"]
+    assert list(store._entries) == [b"a", b"b", b"d"]
 
 
 def test_bytes_are_bounded_too() -> None:
@@ -147,47 +147,48 @@ messages = st.lists(
 
 
 @given(st.lists(st.tuples(st.binary(min_size=1, max_size=2), messages), max_size=8))
-def test_rows_of_json_bring_everything_back(said: list[tuple[bytes, Message]]) -> None:
-    """Writings, ambiguous places and the order of use survive a round trip through JSON."""
-    store, other = HealingStore(), HealingStore()
+def test_a_store_begins_where_another_one_ended(said: list[tuple[bytes, Message]]) -> None:
+    """Writings, ambiguous places and the order of use survive being written down."""
+    notebook = Notebook()
+    store, other = HealingStore(journal=notebook), HealingStore(max_entries=3)
     for chain, message in said:
-        store.remember(chain, written(message))
-    assert other.load(json.loads(json.dumps(store.rows()))) == len(store)
-    assert other.rows() == store.rows()
-    assert other._num_bytes == store._num_bytes
-    assert all(other.find(chain) == store.find(chain) for chain, _ in said)
+        store.remember(chain, written(message), until=100.0)
+    other.load(notebook.rows())
+    kept = list(store._entries.items())[-3:]
+    assert list(other._entries.items()) == kept
+    assert other._num_bytes == sum(entry.num_bytes for _, entry in kept)
+    again = HealingStore()
+    again.load(notebook.rows())
+    assert all(again.find(chain) == store.find(chain) for chain, _ in said)
+    store.clear()
+    assert not notebook.bodies
 
 
-def test_rows_of_another_form_are_unknown_places() -> None:
-    """A newer version, a cut row, wrong types: each is skipped, the good one is taken."""
-    good = store_of().rows()[0]
-    assert isinstance(good["written"], dict)
-    broken: list[object] = [
-        None,
-        {},
-        {**good, "version": 2},
-        {**good, "chain": "xyz"},
-        {**good, "chain": None},
-        {"version": 1, "chain": "00"},
-        {**good, "written": {**good["written"], "ids": [True]}},
-        {**good, "written": {**good["written"], "blocks": [{"kind": "image"}]}},
-        {**good, "written": {**good["written"], "blocks": "text"}},
-        {**good, "written": {**good["written"], "opens_reasoning": 1}},
-    ]
-    store = HealingStore()
-    assert store.load([*broken, good]) == 1 and len(store) == 1
+def test_what_may_not_last_is_not_written_down() -> None:
+    """A writing without a term is in RAM only; the same from a request that may last is written down; a contradiction
+    is, without its words."""
+    notebook = Notebook()
+    store = HealingStore(journal=notebook)
+    store.remember(CHAIN, written(WROTE))
+    assert not notebook.bodies and store.find(CHAIN) is not None
+    store.remember(CHAIN, written(WROTE), until=100.0)
+    assert len(notebook.bodies) == 1
+    store.remember(CHAIN, written(assistant("SECRET")))
+    [body] = notebook.bodies.values()
+    assert b"SECRET" not in body and b"I look." not in body
+    again = HealingStore()
+    again.load(notebook.rows())
+    assert len(again) == 1 and again.find(CHAIN) is None
 
 
-def test_what_is_loaded_is_older_than_what_is_here() -> None:
-    """Late rows do not push out what was said since, and a contradiction is one."""
-    store = HealingStore(max_entries=2)
-    store.remember(b"new", written(assistant("n")))
-    store.remember(CHAIN, written(assistant("I look.", thinking="other")))
-    older = HealingStore()
-    older.remember(b"old", written(assistant("o")))
-    older.remember(CHAIN, written(WROTE))
-    store.load(older.rows())
-    assert store.find(b"new") is not None and store.find(b"old") is None and store.find(CHAIN) is None
+def test_places_go_when_their_term_is_over() -> None:
+    """A later use lengthens the term; without a term a place stays until it is the least recently used one."""
+    notebook = Notebook()
+    store = HealingStore(journal=notebook)
+    for chain, until in ((b"a", 10.0), (b"b", 10.0), (b"c", None), (b"b", 20.0)):
+        store.remember(chain, written(WROTE), until)
+    store.expire(15.0)
+    assert list(store._entries) == [b"c", b"b"] and list(notebook.bodies) == [("healing", b"b")]
 
 
 def test_clear_forgets_ambiguity_too() -> None:
@@ -258,7 +259,7 @@ def test_many_threads_leave_the_store_whole() -> None:
                 store.remember(chain, written(assistant(str(chain), thinking="t" * (number % 7 == 0))))
                 store.heal(assistant(str(chain)), chain)
                 if number % 100 == 99:
-                    HealingStore().load(store.rows())
+                    store.put_all()
         except Exception as error:
             errors.append(error)
             raise

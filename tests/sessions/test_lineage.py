@@ -11,16 +11,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from kvserve.sessions.lineage import Branch, SessionIndex, SessionKey, anchors_of, session_key
-from tests.sessions.samples import chains_of
+from tests.sessions.samples import Notebook, chains_of
 
 ONE, TWO = SessionKey("id:one"), SessionKey("id:two")
 MESSAGE_TOKENS = 1_000
 
 
-def advance(index: SessionIndex, letters: Sequence[str], key: SessionKey = ONE, now: float = 0.0) -> Branch:
+def advance(
+    index: SessionIndex,
+    letters: Sequence[str],
+    key: SessionKey = ONE,
+    now: float = 0.0,
+    until: float | None = None,
+) -> Branch:
     """A request of one message per letter, a thousand tokens each."""
     ends = [MESSAGE_TOKENS * (place + 1) for place in range(len(letters))]
-    return index.advance(key, chains_of(letters), num_tokens=MESSAGE_TOKENS * len(letters), ends=ends, now=now)
+    return index.advance(
+        key, chains_of(letters), num_tokens=MESSAGE_TOKENS * len(letters), ends=ends, now=now, until=until
+    )
 
 
 def test_a_conversation_that_goes_on_is_one_branch() -> None:
@@ -227,11 +235,13 @@ def common(one: str, other: str) -> int:
 
 
 class LineageMachine(RuleBasedStateMachine):
-    """Two clients, one of them with sub-agents, windows and rewinds, against whole strings."""
+    """Two clients, one of them with sub-agents, windows and rewinds, and restarts, against whole strings."""
 
     @initialize(max_branches=st.sampled_from([1, 3, 64]))
     def begin(self, max_branches: int) -> None:
-        self.index = SessionIndex(max_branches_per_session=max_branches)
+        self.notebook = Notebook()
+        self.max_branches = max_branches
+        self.index = SessionIndex(max_branches_per_session=max_branches, journal=self.notebook)
         self.plain = PlainSessions(max_branches)
         self.conversations = ["s", "t", "su"]
 
@@ -246,8 +256,19 @@ class LineageMachine(RuleBasedStateMachine):
     def send_again(self, data: Any, key: SessionKey) -> None:
         self.send(key, data.draw(st.sampled_from(self.conversations)))
 
+    @rule(is_new_file=st.booleans())
+    def restart(self, is_new_file: bool) -> None:
+        """Another process goes on from what was written down."""
+        if is_new_file:
+            self.notebook.bodies.clear()
+            self.index.put_all()
+        before = self.index.sessions(0.0), self.index._num_messages
+        self.index = SessionIndex(max_branches_per_session=self.max_branches, journal=self.notebook)
+        self.index.load(self.notebook.rows())
+        assert (self.index.sessions(0.0), self.index._num_messages) == before
+
     def send(self, key: SessionKey, letters: str) -> None:
-        branch = advance(self.index, letters, key)
+        branch = advance(self.index, letters, key, until=1e12)
         assert branch.branch_id == self.plain.advance(key, letters)
         assert (branch.parent_id, branch.fork_message_index) == self.plain.parents[branch.branch_id]
         assert branch.fork_token_offset == branch.fork_message_index * MESSAGE_TOKENS

@@ -4,6 +4,7 @@ import pytest
 
 from kvserve.core import ToolSpec
 from kvserve.sessions.tool_order import ToolOrders
+from tests.sessions.samples import Notebook
 
 
 def tool(name: str, **parameters: object) -> ToolSpec:
@@ -52,6 +53,38 @@ def test_sets_are_bounded_and_the_oldest_use_goes() -> None:
     orders.as_seen(b"3", (A, C))
     assert orders.as_seen(b"1", (B, A)) == (A, B)
     assert orders.as_seen(b"2", (C, B)) == (C, B)
+
+
+def test_bytes_are_bounded_too() -> None:
+    """A few enormous sets push the older ones out; the newest stays, however large."""
+    orders = ToolOrders(100, max_bytes=50_000)
+    for name in "123":
+        orders.as_seen(name.encode(), (tool(name, text="x" * 10_000), A))
+    assert orders.as_seen(b"1", (A, tool("1", text="x" * 10_000)))[0] == A
+    assert orders.as_seen(b"3", (A, tool("3", text="x" * 10_000)))[0] != A
+    big = (tool("big", text="x" * 100_000), A)
+    orders.as_seen(b"b", big)
+    assert orders.as_seen(b"b", big[::-1]) == big and len(orders._first) == 1
+
+
+def test_a_set_is_written_down_once_an_hour() -> None:
+    """Not at every request: its row says until when it is kept, and is renewed when that is an hour short."""
+    notebook = Notebook()
+    orders = ToolOrders(4, journal=notebook)
+    orders.as_seen(b"d", (A, B))
+    assert not notebook.bodies
+    written = []
+    for until in (10_000.0, 10_100.0, 13_700.0):
+        orders.as_seen(b"d", (B, A), until)
+        written.append(dict(notebook.bodies))
+    assert written[0] == written[1] != written[2] and len(written[2]) == 1
+    again = ToolOrders(4)
+    again.load(notebook.rows())
+    assert again.as_seen(b"d", (B, A)) == (A, B)
+    orders.expire(13_000.0)
+    assert notebook.bodies
+    orders.expire(14_000.0)
+    assert not notebook.bodies and orders._num_bytes == 0
 
 
 def test_no_tools_are_a_set() -> None:

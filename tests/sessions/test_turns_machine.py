@@ -1,4 +1,5 @@
-"""The turn store against plain dicts: agents that go on, branch, rewind, edit, interleave, abort and send again.
+"""The turn store against plain dicts: agents that go on, branch, rewind, edit, interleave, abort and send again, and a
+server that restarts in between.
 
 A conversation is a list of letters; how the model saw a letter may carry a clock, which is no part of the chain.
 """
@@ -12,7 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvserve.core import Message, Written
 from kvserve.sessions.turns import Seen, Step, TurnStore
-from tests.sessions.samples import assistant, chains_of, record_of, user, written
+from tests.sessions.samples import Notebook, assistant, chains_of, record_of, user, written
+
+NEVER = 1e12
+"""No row goes before."""
 
 letters = st.lists(st.sampled_from("abc"), min_size=1, max_size=3)
 clocks = st.sampled_from(["", "10:00", "10:05"])
@@ -55,8 +59,7 @@ class PlainTurns:
 
     def extend(self, path: Path, steps: list[Plain]) -> Path:
         for end in range(1, len(path) + 1):
-            if not self.is_kept(path) and not self.is_kept(path[:end]):
-                self.put(path[:end])
+            self.put(path[:end])
         for step in steps:
             if step.thought is not None:
                 self.thoughts.setdefault(step.chain, set()).add(step.thought)
@@ -86,6 +89,14 @@ def seen_values(leaf: Seen | None) -> Values:
     return [(seen.chain, seen.message, thought_of(seen.written)) for seen in path]
 
 
+def places_of(store: TurnStore) -> dict[bytes, object]:
+    """What is known of each place, and its readings in their order."""
+    return {
+        chain: (place.said, place.is_doubtful, place.meaning, place.is_contested, list(map(seen_values, place.nodes)))
+        for chain, place in store._places.items()
+    }
+
+
 def thought_of(said: Written | None) -> str | None:
     if said is None:
         return None
@@ -101,12 +112,18 @@ class TurnMachine(RuleBasedStateMachine):
 
     @initialize(first=letters, second=letters)
     def begin(self, first: list[str], second: list[str]) -> None:
-        self.store = TurnStore(max_nodes=self.max_nodes, max_bytes=self.max_bytes, max_record_bytes=20_000)
+        self.notebook = Notebook()
+        self.store = self.new_store()
         self.plain = PlainTurns()
         self.conversations: list[list[str]] = [["s", *first], ["s", *first, "B", *second], ["t", *second]]
         self.readings: dict[bytes, Values] = {}
         self.held: list[tuple[Seen, Path, Values]] = []
         self.num_requests = 0
+
+    def new_store(self) -> TurnStore:
+        return TurnStore(
+            max_nodes=self.max_nodes, max_bytes=self.max_bytes, max_record_bytes=20_000, journal=self.notebook
+        )
 
     # --- what clients do ----------------------------------------------------------------------------------------------
 
@@ -150,6 +167,18 @@ class TurnMachine(RuleBasedStateMachine):
             leaf, path, _ = data.draw(st.sampled_from(self.held))
             self.extend(leaf, path, [Step(chains_of(["Z"], leaf.chain)[0], user("Z"))])
 
+    @rule(is_new_file=st.booleans())
+    def restart(self, is_new_file: bool) -> None:
+        """The process ends, and with it the requests that held a path; another one goes on from what was written."""
+        if is_new_file:
+            self.notebook.bodies.clear()
+            self.store.put_all()
+        self.held.clear()
+        before = self.store.totals(), places_of(self.store)
+        self.store = self.new_store()
+        self.store.load(self.notebook.rows())
+        assert (self.store.totals(), places_of(self.store)) == before
+
     # --- what the server does -----------------------------------------------------------------------------------------
 
     def look_up(self, chains: list[bytes]) -> tuple[Seen | None, Path]:
@@ -172,13 +201,13 @@ class TurnMachine(RuleBasedStateMachine):
         message = assistant(said, thinking=thought)
         steps.append(Step(chains[-1], message, written(message, self.num_requests)))
         leaf, path = self.extend(known, path, steps)
-        self.store.remember(record_of(leaf, str(self.num_requests), session="one"))
+        self.store.remember(record_of(leaf, str(self.num_requests), session="one"), is_lasting=True)
         if self.num_requests % 4 == 0:
             self.held.append((leaf, path, seen_values(leaf)))
 
     def extend(self, parent: Seen | None, path: Path, steps: list[Step]) -> tuple[Seen, Path]:
         before = seen_values(parent)
-        leaf = self.store.extend(parent, steps)
+        leaf = self.store.extend(parent, steps, until=NEVER)
         path = self.plain.extend(path, [Plain(step.chain, step.message, thought_of(step.written)) for step in steps])
         now = seen_values(leaf)
         assert now[: len(before)] == before

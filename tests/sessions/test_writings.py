@@ -9,7 +9,6 @@ from kvserve.sessions.writings import (
     same_words,
     same_writing,
     written_bytes,
-    written_row,
 )
 from tests.sessions.samples import assistant, call, user, written
 
@@ -62,9 +61,3 @@ def test_bytes_follow_the_texts(length: int) -> None:
     for message, share in ((user(text), 1), (image, 1), (result, 2), (assistant("", call(text), thinking="t"), 1)):
         assert share * length <= message_bytes(message) <= share * length + 1_000
     assert written_bytes(written(user(text), *range(100))) - message_bytes(user(text)) > 100 * 36
-
-
-def test_a_model_writes_no_images() -> None:
-    """A row of what cannot have been written is refused."""
-    with pytest.raises(ValueError, match="ImageBlock"):
-        written_row(written(Message("assistant", (ImageBlock("x"),))))

@@ -1,0 +1,100 @@
+"""How the turn store keeps a node and a place. Values that only the store changes, under its lock."""
+
+from dataclasses import dataclass, field
+
+from kvserve.sessions.journal import Rows
+from kvserve.sessions.seen import Seen
+from kvserve.sessions.turn_rows import Doubts, node_of, reading_of
+from kvserve.sessions.writings import VALUE_BYTES, message_bytes, said_digest, written_bytes
+
+NODE_BYTES = 10 * VALUE_BYTES
+"""A node, its places in the maps and its digest, roughly."""
+
+
+@dataclass(slots=True)
+class Place:
+    """All kept nodes of one chain, the newest reading last; a digest of what the model wrote here last, and whether
+    it also wrote something else; what the last reading meant, and whether another one meant something else. `has_row`:
+    this was written down, as the nodes alone do not say it."""
+
+    nodes: dict[Seen, None] = field(default_factory=dict)
+    said: bytes | None = None
+    is_doubtful: bool = False
+    meaning: bytes | None = None
+    is_contested: bool = False
+    has_row: bool = False
+
+    @property
+    def newest(self) -> Seen:
+        return next(reversed(self.nodes))
+
+    @property
+    def doubts(self) -> Doubts | None:
+        """What cannot be told from the nodes that are kept; None where all can."""
+        is_told = self.said is None or any(node.written is not None for node in self.nodes)
+        if is_told and not self.is_doubtful and not self.is_contested:
+            return None
+        return Doubts(self.said, self.is_doubtful, self.meaning, self.is_contested)
+
+    def take(self, seen: Seen) -> None:
+        """A node is kept here: does it say what was said before?"""
+        if seen.written is not None:
+            said = said_digest(seen.written)
+            self.is_doubtful |= self.said not in (None, said)
+            self.said = said
+        self.is_contested |= self.meaning not in (None, seen.meaning)
+        self.meaning = seen.meaning
+
+    def recall(self, doubts: Doubts) -> None:
+        """What was known here in another life."""
+        self.said, self.is_doubtful = doubts.said, doubts.is_doubtful
+        self.meaning, self.is_contested = doubts.meaning, doubts.is_contested
+        self.has_row = True
+
+
+@dataclass(slots=True)
+class Kept:
+    """One kept node: its number, its size, when it was last used, and what stands below it, by chain, the newest
+    reading last. `last_read` counts requests; `until` is when its row may go, None while it has none."""
+
+    number: int
+    num_bytes: int
+    used: int
+    last_read: int = 0
+    until: float | None = None
+    num_children: int = 0
+    children: dict[bytes, dict[Seen, None]] = field(default_factory=dict)
+
+    def extend_life(self, until: float) -> None:
+        """Its row is kept at least until then."""
+        self.until = until if self.until is None else max(self.until, until)
+
+
+def nodes_of_rows(rows: Rows) -> dict[Seen, Kept]:
+    """The nodes that were written down, each behind what stands before it, in no order of use yet.
+
+    Raises ValueError or KeyError where the rows do not fit together.
+    """
+    nodes: dict[int, Seen] = {}
+    for key, body in sorted(rows.get("node", ())):
+        nodes[int.from_bytes(key)] = node_of(body, nodes)
+    found = {seen: Kept(number, node_bytes(seen), 0, until=0.0) for number, seen in nodes.items()}
+    for key, body in rows.get("read", ()):
+        kept, reading = found[nodes[int.from_bytes(key)]], reading_of(body)
+        kept.last_read = reading.serial
+        kept.extend_life(reading.until)
+    for seen, kept in reversed(found.items()):
+        if seen.parent is not None:
+            parent = found[seen.parent]
+            parent.num_children += 1
+            parent.last_read = max(parent.last_read, kept.last_read)
+            parent.extend_life(kept.until or 0.0)
+    return found
+
+
+def node_bytes(seen: Seen) -> int:
+    """Bytes of one node without what stands before it; a message that its writing shares is counted once."""
+    if seen.written is None:
+        return NODE_BYTES + message_bytes(seen.message)
+    own = 0 if seen.message is seen.written.message else message_bytes(seen.message)
+    return NODE_BYTES + own + written_bytes(seen.written)

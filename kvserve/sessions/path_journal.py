@@ -1,0 +1,93 @@
+"""Which rows the nodes and places of a turn store are, told to a journal. The store calls it under its lock."""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from kvserve.sessions.journal import Journal, number_key
+from kvserve.sessions.kept import Kept, Place
+from kvserve.sessions.seen import Seen, TurnRecord
+from kvserve.sessions.turn_rows import Reading, doubts_body, node_body, reading_body, record_body
+
+
+class PathJournal:
+    """Reads the store's maps as they are when it is called; of a place it notes that it has a row."""
+
+    def __init__(self, journal: Journal, kept: Mapping[Seen, Kept], places: Mapping[bytes, Place]) -> None:
+        self._journal = journal
+        self._kept = kept
+        self._places = places
+
+    def read(self, leaf: Seen, until: float) -> None:
+        """A request has read this path: from now on all of it is written down, `until` then at least."""
+        new: list[Seen] = []
+        for seen in leaf.ancestry():
+            kept = self._kept[seen]
+            if kept.until is None:
+                new.append(seen)
+            kept.extend_life(until)
+        for seen in reversed(new):
+            self.put_node(seen)
+        self.put_reading(leaf)
+
+    def put_node(self, seen: Seen) -> None:
+        """The node, without when it was read."""
+        parent = None if seen.parent is None else self._kept[seen.parent].number
+        self._journal.put("node", number_key(self._kept[seen].number), partial(node_body, parent, seen))
+        self.doubts(seen.chain)
+
+    def put_reading(self, seen: Seen) -> None:
+        """When the node was read; what stands before it was read then too, and needs no row for it."""
+        kept = self._kept[seen]
+        reading = Reading(kept.last_read, kept.until or 0.0)
+        self._journal.put("read", number_key(kept.number), partial(reading_body, reading))
+
+    def node_gone(self, seen: Seen, kept: Kept) -> None:
+        """A node is kept no more; when it was read, the one before it was read."""
+        if kept.until is None:
+            return
+        self._journal.drop("read", number_key(kept.number))
+        self._journal.drop("node", number_key(kept.number))
+        if seen.parent is not None:
+            self.put_reading(seen.parent)
+
+    def doubts(self, chain: bytes) -> None:
+        """A place has changed: its row says what its nodes do not, as long as one of them is written down."""
+        place = self._places[chain]
+        doubts = place.doubts if any(self._kept[node].until is not None for node in place.nodes) else None
+        if doubts is not None:
+            self._journal.put("place", chain, partial(doubts_body, doubts))
+        elif place.has_row:
+            self._journal.drop("place", chain)
+        place.has_row = doubts is not None
+
+    def put_record(self, serial: int, record: TurnRecord) -> None:
+        """The record of a request, where its path is written down."""
+        kept = self._kept[record.leaf]
+        if kept.until is not None:
+            self._journal.put("record", number_key(kept.number), partial(record_body, serial, record))
+
+    def record_gone(self, leaf: Seen) -> None:
+        """The record that ended here is kept no more."""
+        kept = self._kept.get(leaf)
+        if kept is not None and kept.until is not None:
+            self._journal.drop("record", number_key(kept.number))
+
+    def all_gone(self) -> None:
+        """Everything that is kept now goes."""
+        for kept in self._kept.values():
+            if kept.until is not None:
+                self._journal.drop("record", number_key(kept.number))
+                self._journal.drop("read", number_key(kept.number))
+                self._journal.drop("node", number_key(kept.number))
+        for chain, place in self._places.items():
+            if place.has_row:
+                self._journal.drop("place", chain)
+
+    def put_all(self, records: Iterable[tuple[int, TurnRecord]]) -> None:
+        """Everything that is kept now and is to last."""
+        lasting = [(kept.number, seen) for seen, kept in self._kept.items() if kept.until is not None]
+        for _, seen in sorted(lasting, key=lambda pair: pair[0]):
+            self.put_node(seen)
+            self.put_reading(seen)
+        for serial, record in records:
+            self.put_record(serial, record)

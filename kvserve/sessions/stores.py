@@ -1,0 +1,137 @@
+"""All that is kept of one model's conversations: its stores within one number of bytes, and on disk what is to outlive
+the process. What the stores hold is theirs; this file knows how much each may hold and what is done to all of them.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvserve.sessions.archive import Archive, ArchiveTotals, Upkeep
+from kvserve.sessions.healing import HealingStore
+from kvserve.sessions.journal import UNWRITTEN, Rows
+from kvserve.sessions.lineage import SessionIndex
+from kvserve.sessions.turns import TurnStore
+
+PATHS_SHARE = 12 / 32
+RECORDS_SHARE = 8 / 32
+HEALING_SHARE = 4 / 32
+LINEAGE_SHARE = 2 / 32
+TOOLS_SHARE = 1 / 32
+MEMO_SHARE = 5 / 32
+"""How the bytes of one setting are shared out; the last is for what `prompt/` remembers of earlier prompts."""
+
+LINEAGE_BYTES_PER_MESSAGE = 512
+"""A message's digest in a branch and the way from it to the branch, as Python holds them."""
+
+ROOM_SHARE = 0.9
+"""What is left of each store where the disk's copy became too large."""
+
+FLUSH_SECONDS = 2.0
+CLOSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Bytes for everything together, in RAM and again on disk; how long a session may be idle where nothing outlives
+    the process (0 = always); how long what is written down is kept after its last use."""
+
+    max_bytes: int = 512 << 20
+    idle_seconds: float = 1_800.0
+    keep_seconds: float = 86_400.0
+
+    @property
+    def memo_bytes(self) -> int:
+        """The part that is not for these stores: what `prompt/` may remember."""
+        return int(self.max_bytes * MEMO_SHARE)
+
+
+class Stores:
+    """The stores of one model. With an archive they begin with what it holds, and what changes is told to it."""
+
+    def __init__(
+        self, limits: StoreLimits, archive: Archive | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`clock`: seconds since the epoch."""
+        self._limits = limits
+        self._archive = archive
+        self._clock = clock
+        self._make()
+        if archive is not None:
+            try:
+                self._load(archive.take_rows())
+            except (ValueError, LookupError, TypeError, RecursionError) as error:  # whole rows, of a faulty program
+                self._make()
+                archive.reject(f"what it holds does not fit together: {error!r}")
+            archive.start(Upkeep(self.put_all, self.expire, self.make_room))
+            self.expire()
+
+    def _make(self) -> None:
+        limits, journal = self._limits, self._archive or UNWRITTEN
+        self.healing = HealingStore(max_bytes=int(limits.max_bytes * HEALING_SHARE), journal=journal)
+        self.turns = TurnStore(
+            max_bytes=int(limits.max_bytes * PATHS_SHARE),
+            max_record_bytes=int(limits.max_bytes * RECORDS_SHARE),
+            max_tool_bytes=int(limits.max_bytes * TOOLS_SHARE),
+            journal=journal,
+        )
+        self.index = SessionIndex(
+            max_messages=int(limits.max_bytes * LINEAGE_SHARE / LINEAGE_BYTES_PER_MESSAGE),
+            idle_seconds=limits.idle_seconds if self._archive is None else limits.keep_seconds,
+            journal=journal,
+        )
+
+    def _load(self, rows: Rows) -> None:
+        self.turns.load(rows)
+        self.healing.load(rows)
+        self.index.load(rows)
+
+    def now(self) -> float:
+        """Seconds since the epoch."""
+        return self._clock()
+
+    def until(self, ttl_seconds: float | None) -> float | None:
+        """Until when what a request leaves is written down: as long as KV on disk, to which it leads. None: not at all,
+        as the request wants it (`ttl_seconds` 0; any other time is for RAM) or as there is no archive."""
+        if self._archive is None or ttl_seconds == 0:
+            return None
+        return self.now() + self._limits.keep_seconds
+
+    def archive_totals(self) -> ArchiveTotals:
+        """What is on disk."""
+        return ArchiveTotals(False, 0, 0, 0) if self._archive is None else self._archive.totals()
+
+    def clear(self) -> None:
+        """Forget everything, on disk too: there it is gone when this returns, unless the disk hangs."""
+        self.healing.clear()
+        self.turns.clear()
+        self.index.clear()
+        self.flush()
+
+    def flush(self) -> bool:
+        """Wait until all of this is on disk; False where it could not be in time."""
+        return self._archive is None or self._archive.flush(FLUSH_SECONDS)
+
+    def close(self) -> None:
+        """Write what is left. What is remembered later is not kept."""
+        if self._archive is not None:
+            self._archive.close(CLOSE_SECONDS)
+
+    # --- what the archive asks, on its thread -------------------------------------------------------------------------
+
+    def put_all(self) -> None:
+        """Tell the archive everything that is to last."""
+        self.turns.put_all()
+        self.healing.put_all()
+        self.index.put_all()
+
+    def expire(self) -> None:
+        """Forget what was not used for so long that its rows may go."""
+        now = self.now()
+        self.turns.expire(now)
+        self.healing.expire(now)
+        self.index.expire(now)
+
+    def make_room(self) -> None:
+        """Forget the least recently used tenth: its rows are larger than what they are in RAM."""
+        self.turns.shrink(ROOM_SHARE)
+        self.healing.shrink(ROOM_SHARE)

@@ -1,0 +1,52 @@
+"""Every cause in sentences: none is without words, and what would have mended it is said where something would."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from kvserve.core import RequestId, Reuse
+from kvserve.sessions.difference import Difference
+from kvserve.sessions.explanation import PLACED, Cause, Explanation
+from kvserve.sessions.explanation_words import WORDS, clause, remedy, summary
+
+CAUSES: tuple[Cause, ...] = get_args(Cause.__value__)
+PLACE = Difference(3, "tool", 7, "SECRET before", "SECRET after")
+TOLD = Explanation(
+    request_id=RequestId("r"),
+    num_prompt_tokens=10,
+    num_cached_tokens=5,
+    num_shared_tokens=5,
+    source="request q",
+    reuse=Reuse("ram", 5),
+    cause="nothing lost",
+    rules=("current_time",),
+    policies={"current_time": "never"},
+    first_difference=None,
+    before=RequestId("q"),
+    is_rejection=False,
+    decided_by="A_SETTING",
+)
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_every_cause_has_its_words(cause: Cause) -> None:
+    """Filled in, without the prompt's own text; a cause that lies in the prompt says where."""
+    told = replace(TOLD, cause=cause, first_difference=PLACE if cause in PLACED else None)
+    sentences = f"{summary(told)} {remedy(told)} {clause(told)}"
+    assert "{" not in sentences and "SECRET" not in sentences
+    assert ("message 3" in sentences) == (cause in PLACED)
+    has_remedy = cause not in ("nothing lost", "new conversation", "raw prompt")
+    assert (remedy(told) is not None) == has_remedy == (clause(told) is not None)
+
+
+def test_the_table_has_every_cause() -> None:
+    assert set(WORDS) == set(CAUSES)
+
+
+def test_places_are_named_as_they_are_known() -> None:
+    """A tool by its name, a message by its index; where a template joins messages, by neither."""
+    tools = replace(TOLD, cause="tools changed", first_difference=Difference(None, "tools", 9, "a", "b", "look"))
+    joined = replace(TOLD, cause="thinking switched", first_difference=Difference(None, "template", 9, "a", "b"))
+    assert "tool look, character 9" in (clause(tools) or "")
+    assert "character 9 of a message" in summary(joined)
