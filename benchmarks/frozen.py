@@ -26,13 +26,22 @@ FROZEN: Mapping[str, tuple[re.Pattern[str], str]] = {
     "message id": (re.compile(r'"message_id(_full)?": "[^"\n]*"'), '"message_id": ""'),
     "inbound context": (re.compile(r"## Inbound Context \(trusted metadata\)\n[^`]*```json\n[^`]*```\n?"), ""),
     "metadata": (re.compile(r"(?:Conversation info|Sender) \(untrusted metadata\):\n```json\n[^`]*```\n*"), ""),
-    "reminder": (re.compile(r"<system-reminder>\n.*?</system-reminder>\n*", re.DOTALL), ""),
+    "reminder": (
+        re.compile(
+            r"<system-reminder>\n(?:(?!</system-reminder>|^Contents of |^Today's date is ).)*</system-reminder>\n*",
+            re.DOTALL | re.MULTILINE,
+        ),
+        "",
+    ),
     "aider": (re.compile(r"\n\n# \*SEARCH/REPLACE block\* Rules:\n.*\Z", re.DOTALL), ""),
     "statistics": (re.compile(r"Stats: runtime [^\n]*"), "Stats: runtime"),
     "time": (re.compile(r"Current time is[^\n<]*"), "Current time is"),
     "date": (re.compile(r"(Current date|Today's date(?: is|:)) ?[^\n]*"), r"\1"),
 }
-"""What clients are known to change in messages of system and user between two requests, and what is put for it."""
+"""What clients are known to change in messages of system and user between two requests, and what is put for it.
+
+A reminder with the contents of files or the date counts: where these change, the model must read them anew.
+"""
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "reasoning_text")
 
@@ -64,9 +73,10 @@ class FrozenOracle:
 
     def judge(self, request: Request) -> Possible:
         """What of this request was computed before; afterwards it is too, with its answer."""
-        messages = _frozen(request.messages)
-        tools = request.body.get("tools") or []
-        thinking = _is_thinking(request.body)
+        chat = request.chat
+        messages = _frozen(chat["messages"])
+        tools = chat.get("tools") or []
+        thinking = _is_thinking(chat)
         prompt = self._ids(messages, tools, thinking=thinking, is_open=True)
         known = self._computed.longest_prefix(prompt)
         ends = [] if self._convention.is_cuttable else self._message_ends(prompt, messages, tools, thinking=thinking)

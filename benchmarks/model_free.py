@@ -5,7 +5,7 @@ remembered are the server's own; KV has no bytes and tokens cost nothing. It kno
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from benchmarks.recordings import Reply, Request
+from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
 from kvserve.config import Settings
-from kvserve.core import GenerationRequest, RequestId
+from kvserve.core import GenerationRequest, JsonObject, RequestDefaults, RequestId
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.prefix_cache import PrefixCache, Tenancy
 from kvserve.engine.row_bytes import RowBytes
@@ -27,7 +27,10 @@ from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
-from kvserve.protocols.openai_chat import parse_chat
+from kvserve.protocols.anthropic_messages import MessagesRequest, parse_messages
+from kvserve.protocols.openai_chat import ChatRequest, parse_chat
+from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
+from kvserve.protocols.responses_store import ResponseStore
 from kvserve.running import FinishedTurn, Observer, RunningTurn
 from kvserve.wiring import engine_settings, identity_settings, request_defaults
 
@@ -44,6 +47,24 @@ class Told:
     num_prompt_tokens: int
     num_cached_tokens: int
     cause: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The token ids of an answer, and the stop token that ends it; None where a limit cuts it."""
+
+    ids: tuple[int, ...]
+    stop_token: int | None
+
+    def cut(self, max_tokens: int | None) -> "Script":
+        """The same under a limit, which the stop token counts against."""
+        whole = len(self.ids) + (self.stop_token is not None)
+        return self if max_tokens is None or whole <= max_tokens else Script(self.ids[:max_tokens], None)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All that the model draws."""
+        return self.ids if self.stop_token is None else (*self.ids, self.stop_token)
 
 
 class _Layers:
@@ -64,14 +85,14 @@ class _Layers:
 class PlaybackEngine:
     """Does with a row's cache what the engine does: `submit` looks a prompt up, `answer` writes the rest of the row.
 
-    `script` gives an answer's token ids and its stop token, None for a client that leaves before the answer.
+    `script` gives the answer to a request, None for a client that leaves before it comes.
     """
 
     def __init__(self, model: LoadedModel, settings: Settings) -> None:
         self._model = model
         self._settings = engine_settings(settings).cache
         self._entered: tuple[Tenancy, list[Any]] | None = None
-        self.script: Callable[[GenerationRequest], tuple[list[int], int] | None] = lambda request: None
+        self.script: Callable[[GenerationRequest], Script | None] = lambda request: None
         self.cache = self._emptied()
 
     def _emptied(self) -> PrefixCache:
@@ -101,11 +122,13 @@ class PlaybackEngine:
         if written is None:
             row.finish("cancelled")
         else:
-            ids, stop_token = written
-            for token in ids:
+            for token in written.ids:
                 row.deliver(token)
-            self.cache.finish(tenancy, caches, [*row.request.prompt.ids, *ids, stop_token])
-            row.finish("stop", num_hidden_tokens=1)
+            self.cache.finish(tenancy, caches, [*row.request.prompt.ids, *written.tokens])
+            if written.stop_token is None:
+                row.finish("length")
+            else:
+                row.finish("stop", num_hidden_tokens=1)
         self.cache.leave(tenancy)
         while self.cache.coalesce():
             pass
@@ -150,15 +173,17 @@ class ModelFree:
         conversations = Conversations(identity_settings(self._settings))
         self.served = replace(served, stitcher=stitcher, conversations=conversations)
 
-    def serve(self, request: Request, number: int) -> Told:
-        """A request from its body to the end of its answer."""
-        return self.end(self.start(json.dumps(request.body).encode(), request, number))
+    def serve(self, request: Request, number: int, max_tokens: int | None = None) -> Told:
+        """A request from its body to the end of its answer, of which `max_tokens` are written."""
+        return self.end(self.start(json.dumps(request.body).encode(), request, number, max_tokens))
 
-    def start(self, body: bytes, request: Request, number: int) -> RunningTurn:
+    def start(self, body: bytes, request: Request, number: int, max_tokens: int | None = None) -> RunningTurn:
         """The part of it that comes before the answer, from the bytes of the body on."""
-        self.engine.script = lambda asked: _written(self.served, asked, request.reply)
-        chat = parse_chat(json.loads(body), request.headers, self.served.defaults, RequestId(f"free{number}"))
-        return serve_turn(chat.turn, self.served)
+        served, reply = self.served, request.reply
+        self.engine.script = lambda asked: script_of(served, asked.prompt.ids, reply).cut(max_tokens) if reply else None
+        parse = _PARSERS.get(request.path, parse_chat)
+        asked = parse(json.loads(body), request.headers, self.served.defaults, RequestId(f"free{number}"))
+        return serve_turn(asked.turn, self.served)
 
     def end(self, running: RunningTurn) -> Told:
         """The rest of it: the answer as it was written, and what is remembered."""
@@ -178,20 +203,32 @@ class ModelFree:
         self._told = turn
 
 
+def _parse_responses(
+    body: JsonObject, headers: Mapping[str, str], defaults: RequestDefaults, request_id: RequestId
+) -> ResponsesRequest:
+    """A request that names no response before it."""
+    return parse_responses(body, headers, defaults, request_id, ResponseStore(None, print))
+
+
+_PARSERS: Mapping[str, Callable[..., ChatRequest | MessagesRequest | ResponsesRequest]] = {
+    MESSAGES: parse_messages,
+    RESPONSES: _parse_responses,
+}
+"""How a body is read, by its endpoint; all others are chats."""
+
+
 # --- what the model wrote --------------------------------------------------------------------------------------------
 
 
-def _written(served: ServedModel, asked: GenerationRequest, reply: Reply | None) -> tuple[list[int], int] | None:
-    """The ids of an answer behind this prompt, and the stop token that ends it."""
-    if reply is None:
-        return None
+def script_of(served: ServedModel, prompt: Sequence[int], reply: Reply) -> Script:
+    """An answer as a model of this family writes it behind this prompt."""
     tokenizer = served.tokenizer
-    tail = tokenizer.decode(asked.prompt.ids[-TAIL_TOKENS:]).rstrip()
+    tail = tokenizer.decode(prompt[-TAIL_TOKENS:]).rstrip()
     text = f"{_thinking(reply, tail, served)}{reply.content}"
     calls = "".join(_calls(reply, served.output_format.name))
     if calls:
         text += ("\n" if reply.content else "") + calls
-    return list(tokenizer.encode(text)), _stop_token(tokenizer, bool(calls))
+    return Script(tokenizer.encode(text), _stop_token(tokenizer, bool(calls)))
 
 
 def _thinking(reply: Reply, tail: str, served: ServedModel) -> str:

@@ -1,10 +1,11 @@
 """Recorded sessions of real clients through the server's own path without a model, against the most possible reuse.
 
-    python -m benchmarks.open_loop [--shared FOLDER] [--family NAME] [--client NAME] [--requests]
+    python -m benchmarks.open_loop [--real] [--shared FOLDER] [--family NAME] [--client NAME] [--requests]
 
 Every request of a recording or a conversation of the corpus is parsed, recognised, rendered, stitched, looked up and
 kept as a server would (`model_free.py`), with the recorded answer as what the model wrote; each conversation meets a
-server that knows nothing. What was possible is found out beside it (`frozen.py`). Exit code 1 when a bound is missed.
+server that knows nothing. What was possible is found out beside it (`frozen.py`); that a real server reuses as much, by
+`--real` (`real_loop.py`). Exit code 1 when a bound is missed.
 """
 
 import argparse
@@ -14,14 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import real_loop
 from benchmarks.figure import Bound, Figure
 from benchmarks.frozen import FrozenOracle, Possible
 from benchmarks.model_free import ModelFree, Told
 from benchmarks.recordings import Conversation, read_corpus, read_recordings, shared_folder
-from benchmarks.reuse_oracle import CONVENTIONS
+from benchmarks.reuse_oracle import CONVENTIONS, RECORDED_FAMILIES
 from kvserve.demo.build import build_model
 
-FAMILIES = ("qwen3", "qwen3_5", "gemma3", "glm4_moe_lite")
 TOLERANCE = 0.01
 RESULTS = Path(__file__).parent / "results" / "open_loop.md"
 
@@ -125,9 +126,9 @@ def run(_num_rounds: int) -> list[Figure]:
     if shared is None:
         print("open_loop: there are no recorded conversations here, nothing was compared", file=sys.stderr)
         return []
-    played = list(play_all(conversations(shared), FAMILIES))
+    played = list(play_all(conversations(shared), RECORDED_FAMILIES))
     print("\n".join(table(played)), flush=True)
-    return [figure for family in FAMILIES for figure in _figures(played, family)]
+    return [figure for family in RECORDED_FAMILIES for figure in _figures(played, family)]
 
 
 def _figures(played: Sequence[Played], family: str) -> Iterator[Figure]:
@@ -212,17 +213,21 @@ def main() -> int:
     """Print the table; returns 1 when a bound is missed."""
     parser = argparse.ArgumentParser(prog="benchmarks.open_loop", description="Reuse on recorded client sessions.")
     parser.add_argument("--shared", type=Path, default=shared_folder(), help="folder with recordings and corpus")
-    parser.add_argument("--family", action="append", choices=FAMILIES, help="only this family")
+    parser.add_argument("--family", action="append", choices=RECORDED_FAMILIES, help="only this family")
     parser.add_argument("--client", help="only this recording or file of the corpus")
     parser.add_argument("--requests", action="store_true", help="every request with what was lost, and why")
+    parser.add_argument("--real", action="store_true", help="a sample through the real server over HTTP instead")
     parser.add_argument("--save", action="store_true", help=f"write the table to {RESULTS.name} in results")
     arguments = parser.parse_args()
     if arguments.shared is None or not arguments.shared.is_dir():
         parser.exit(2, "There are no recordings: give --shared FOLDER.\n")
+    families = arguments.family or RECORDED_FAMILIES
+    if arguments.real:
+        return _compare(arguments.shared, families, arguments.client, shows_requests=arguments.requests)
     talks = conversations(arguments.shared, arguments.client)
     if not talks:
         parser.exit(2, "There is no such client.\n")
-    played = list(play_all(talks, arguments.family or FAMILIES))
+    played = list(play_all(talks, families))
     if arguments.requests:
         print("\n".join(_losses(played)), end="\n\n")
     lines = list(table(played))
@@ -230,6 +235,17 @@ def main() -> int:
     if arguments.save:
         RESULTS.write_text(_report(talks, lines), encoding="utf-8")
     return 1 if any("MISSED" in line for line in lines) else 0
+
+
+def _compare(shared: Path, families: Sequence[str], client: str | None, *, shows_requests: bool) -> int:
+    """Print the table of the real server beside the path without a model; returns 1 where a request differs."""
+    played = []
+    for one in real_loop.pair_all(shared, families, client):
+        played.append(one)
+        if shows_requests:
+            print("\n".join(real_loop.requests([one])), flush=True)
+    print("\n".join(real_loop.table(played)))
+    return 1 if real_loop.num_differing(played) else 0
 
 
 def _report(talks: Sequence[Conversation], lines: Sequence[str]) -> str:

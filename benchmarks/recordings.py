@@ -1,6 +1,6 @@
-"""Requests that real clients sent, as bodies of `/v1/chat/completions`: recorded sessions, the corpus of conversations.
+"""Requests that real clients sent: recorded sessions of several protocols, the corpus of conversations as chats.
 
-They lie in `shared/` in or beside the repository. It knows the two forms of these files and no server.
+They lie in `shared/` in or beside the repository. It knows the forms of these files and no server.
 """
 
 import json
@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import responses_bodies
+from benchmarks.anthropic_bodies import as_chat
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECORDED_CLIENTS = (
     "pi-0.87-qwen",
@@ -16,8 +19,14 @@ RECORDED_CLIENTS = (
     "openclaw-2026.9.6",
     "openclaw-2026.9.6-toolloop",
     "opencode",
+    "pi-0.87-anthropic",
+    "claude-code-2.1.119",
+    "claude-code-2.1.330",
+    "codex",
 )
-"""The recordings with an OpenAI body."""
+"""The recordings that are played; the last one has bodies of `/v1/responses`, the three before it of `/v1/messages`."""
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
 IMAGES = "webvoyager_images"
 
@@ -46,15 +55,23 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request and its answer; `reply` None where the client left before one came."""
+    """One request and its answer; `reply` None where the client left before one came. `path` is its endpoint's."""
 
     body: Wire
     reply: Reply | None
     headers: Mapping[str, str] = field(default_factory=dict)
+    path: str = CHAT
+
+    @property
+    def chat(self) -> Wire:
+        """The body of `/v1/chat/completions` that says the same."""
+        if self.path == RESPONSES:
+            return responses_bodies.as_chat(self.body)
+        return as_chat(self.body) if self.path == MESSAGES else self.body
 
     @property
     def messages(self) -> list[Wire]:
-        return list(self.body["messages"])
+        return list(self.chat["messages"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +111,10 @@ def read_corpus(shared: Path) -> Iterator[Conversation]:
 def _recorded(row: Wire) -> Request:
     headers = {name.lower(): value for name, value in row["headers"]}
     reply = row.get("reply") or {}
+    if row["path"].partition("?")[0] == MESSAGES:
+        return Request(row["body"], _blocks_said(reply) if not row["disconnected"] else None, headers, MESSAGES)
+    if row["path"].partition("?")[0] == RESPONSES:
+        return Request(row["body"], _items_said(reply) if not row["disconnected"] else None, headers, RESPONSES)
     said = Reply(reply.get("reasoning") or "", reply.get("content") or "", _calls(reply.get("tool_calls")))
     return Request(row["body"], said if reply and not row["disconnected"] else None, headers)
 
@@ -107,6 +128,26 @@ def _collected(pool: Sequence[Wire], tools: Sequence[Wire], request: Wire) -> Re
     said = pool[request["reply"]]
     reply = Reply(said.get("reasoning_content") or "", said.get("content") or "", _calls(said.get("tool_calls")))
     return Request(body, reply)
+
+
+def _blocks_said(reply: Wire) -> Reply | None:
+    """An answer of `/v1/messages`; None where there is none."""
+    if not reply:
+        return None
+    blocks = reply["blocks"]
+    return Reply(
+        "".join(block["thinking"] for block in blocks if block["type"] == "thinking"),
+        "".join(block["text"] for block in blocks if block["type"] == "text"),
+        tuple((block["name"], json.dumps(block["input"])) for block in blocks if block["type"] == "tool_use"),
+    )
+
+
+def _items_said(reply: Wire) -> Reply | None:
+    """An answer of `/v1/responses`; None where there is none."""
+    if not reply:
+        return None
+    said = responses_bodies.said_in(reply["items"])
+    return Reply(said.get("reasoning_content", ""), said["content"], _calls(said.get("tool_calls")))
 
 
 def _calls(calls: Sequence[Wire] | None) -> tuple[tuple[str, str], ...]:

@@ -57,6 +57,8 @@ CONVENTIONS: Mapping[str, Convention] = {
     ),
 }
 
+RECORDED_FAMILIES = ("qwen3", "qwen3_5", "gemma3", "glm4_moe_lite")
+"""On these recorded sessions are played: dense, hybrid, sliding window, latent attention."""
 
 ECHO_MARK = "echo-5f0c1e"
 """Stands for an answer while a prompt is rendered around it."""

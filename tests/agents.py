@@ -45,8 +45,9 @@ CALLS: Mapping[str, str] = {
         "<tool_call>look\n<arg_key>place</arg_key>\n<arg_value>PLACE</arg_value>\n"
         "<arg_key>depth</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
     ),
+    "gemma3": '<tool_call>\n{"name": "look", "arguments": {"place": "PLACE", "depth": 3}}\n</tool_call>',
 }
-"""How a family calls; one without a form of its own writes no calls here."""
+"""How a family calls; gemma3's template knows no tools, so they are described in words and it calls as it is told."""
 
 THINKS = frozenset({"qwen3", "qwen3_5", "glm4_moe_lite"})
 OPENED = frozenset({"qwen3_5", "glm4_moe_lite"})

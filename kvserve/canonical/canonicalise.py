@@ -50,7 +50,7 @@ def canonicalise(message: Message, rules: RuleSet = DEFAULT_RULES) -> Canonical:
     if (rule := is_dropped(message, rules) or is_dropped(canonical, rules)) is not None:
         return Canonical(None, b"", b"", fired | {rule})
     digest = meaning = _digest(canonical)
-    if any(span.canonical != span.meaning for part in layout for span in part.spans):
+    if any(span.canonical != span.meaning for part in layout for span in part.spans) or not rules.tells_images_apart:
         meaning = _digest(Message(message.role, _meaning_blocks(layout), message.name))
     return Canonical(canonical, digest, meaning, fired)
 
@@ -112,8 +112,15 @@ def _meaning_blocks(layout: Layout) -> tuple[Block, ...]:
         if part.spans and isinstance(part.block, TextBlock):
             blocks.append(TextBlock(meaning_text(part.block.text, part.spans)))
         elif part.canonical is not None:
-            blocks.append(part.canonical)
+            blocks.append(_with_own_images(part.canonical, part.block))
     return tuple(blocks)
+
+
+def _with_own_images(canonical: Block, block: Block) -> Block:
+    """What stands for a block in identity, with the images that it really shows."""
+    if isinstance(canonical, ToolResultBlock) and isinstance(block, ToolResultBlock):
+        return ToolResultBlock(canonical.call_id, block.blocks, canonical.is_error)
+    return block if isinstance(block, ImageBlock) else canonical
 
 
 def _digest(message: Message) -> bytes:

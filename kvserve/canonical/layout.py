@@ -10,6 +10,7 @@ from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.spans import Span, canonical_text, find_spans
 from kvserve.core import (
     Block,
+    ImageBlock,
     Message,
     Role,
     TextBlock,
@@ -78,9 +79,18 @@ def _part(block: Block, role: Role, names: frozenset[str], rules: RuleSet) -> Pa
         return Part(block, ThinkingBlock(block.text))  # the signature is the client's echo of ours, never content
     if isinstance(block, ToolCallBlock):
         return _call_part(block, names)
-    if isinstance(block, ToolResultBlock) and block.call_id and "call_ids" in names:
-        return Part(block, ToolResultBlock("", block.blocks, block.is_error), ("call_ids",))
-    return Part(block, block)
+    if isinstance(block, ImageBlock):
+        return Part(block, block if rules.tells_images_apart else ImageBlock(""))
+    return _result_part(block, names, rules)
+
+
+def _result_part(block: ToolResultBlock, names: frozenset[str], rules: RuleSet) -> Part:
+    blocks = block.blocks
+    if not rules.tells_images_apart:
+        blocks = tuple(ImageBlock("") if isinstance(inner, ImageBlock) else inner for inner in blocks)
+    if block.call_id and "call_ids" in names:
+        return Part(block, ToolResultBlock("", blocks, block.is_error), ("call_ids",))
+    return Part(block, block if blocks == block.blocks else ToolResultBlock(block.call_id, blocks, block.is_error))
 
 
 def _text_part(block: TextBlock, role: Role, names: frozenset[str], rules: RuleSet) -> Part:

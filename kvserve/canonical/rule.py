@@ -74,16 +74,19 @@ class Rule:
 
 
 class RuleSet:
-    """The rules that are switched on, with the policies that hold for them; looked up by role and by name."""
+    """The rules that are switched on, with the policies that hold for them; looked up by role and by name.
 
-    def __init__(self, rules: tuple[Rule, ...]) -> None:
+    `tells_images_apart`: which image a message shows is part of its identity, not only that it shows one.
+    """
+
+    def __init__(self, rules: tuple[Rule, ...], *, tells_images_apart: bool = True) -> None:
         self.rules = rules
+        self.tells_images_apart = tells_images_apart
         self._named = {rule.name: rule for rule in rules}
         roles: tuple[Role, ...] = ("system", "user", "assistant", "tool")
         self._spans = {role: tuple(r for r in rules if self._finds_spans(r) and role in r.roles) for role in roles}
         self._drops = {role: tuple(r for r in rules if r.drops and role in r.roles) for role in roles}
         self._names = {role: frozenset(r.name for r in rules if role in r.roles) for role in roles}
-        self.line_rules = tuple(rule for rule in rules if rule.scope == "line" and rule.form is not None)
 
     @staticmethod
     def _finds_spans(rule: Rule) -> bool:

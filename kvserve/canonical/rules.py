@@ -92,7 +92,13 @@ RULES: tuple[Rule, ...] = (
 DEFAULT_RULES = RuleSet(RULES)
 
 
-def select(policies: Mapping[str, str], enabled: bool = True, *, setting: str = "CACHE_RULE_POLICIES") -> RuleSet:
+def select(
+    policies: Mapping[str, str],
+    enabled: bool = True,
+    *,
+    tells_images_apart: bool = True,
+    setting: str = "CACHE_RULE_POLICIES",
+) -> RuleSet:
     """The rules with the operator's policies (rule name -> `always`, `history`, `never` or `off`).
 
     `enabled` False switches all of them off: a message is then known by exactly what was sent. Raises SettingError,
@@ -106,9 +112,10 @@ def select(policies: Mapping[str, str], enabled: bool = True, *, setting: str = 
         if policy not in allowed:
             raise SettingError(setting, f"{name}={policy}", f"one of the policies {', '.join(allowed)}")
     if not enabled:
-        return RuleSet(())
+        return RuleSet((), tells_images_apart=tells_images_apart)
     return RuleSet(
-        tuple(_with_policy(rule, policies.get(rule.name)) for rule in RULES if policies.get(rule.name) != "off")
+        tuple(_with_policy(rule, policies.get(rule.name)) for rule in RULES if policies.get(rule.name) != "off"),
+        tells_images_apart=tells_images_apart,
     )
 
 

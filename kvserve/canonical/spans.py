@@ -84,7 +84,7 @@ def _scan(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> Iterator[S
         span
         for rule in span_rules
         if rule.form is not None and rule.form.place in ("line_start", "anywhere", "end")
-        for span in islice(spans_of(rule, rule.form, text, done, rules), _MAX_SPANS + 1)
+        for span in islice(_spans_of(rule, rule.form, text, done, rules), _MAX_SPANS + 1)
     ]
     for span in sorted(later, key=lambda span: (span.start, -span.end)):
         if span.start >= done:
@@ -105,7 +105,7 @@ def _leading_spans(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> l
                 continue
             if form.place == "whole" and position:
                 continue
-            span = match_at(text, position, end_of_scope(text, position, rule), rule, form, rules)
+            span = _match_at(text, position, _end_of_scope(text, position, rule), rule, form, rules)
             if span is not None and (form.place == "start" or span.end == len(text)):
                 spans.append(span)
                 position, found = span.end, span.end < len(text)
@@ -113,12 +113,12 @@ def _leading_spans(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> l
     return spans
 
 
-def spans_of(rule: Rule, form: Form, text: str, start: int, rules: RuleSet) -> Iterator[Span]:
+def _spans_of(rule: Rule, form: Form, text: str, start: int, rules: RuleSet) -> Iterator[Span]:
     """The spans of one rule from `start` on; its place is `line_start`, `anywhere` or `end`."""
     if form.place == "end":
         position = text.rfind(form.opener, start)
         if position >= 0:
-            span = match_at(text, position, len(text), rule, form, rules)
+            span = _match_at(text, position, len(text), rule, form, rules)
             if span is not None and span.end == len(text):
                 yield span
         return
@@ -126,14 +126,14 @@ def spans_of(rule: Rule, form: Form, text: str, start: int, rules: RuleSet) -> I
     while position >= 0:
         following = position + 1
         if form.place == "anywhere" or position == 0 or text[position - 1] == "\n":
-            span = match_at(text, position, end_of_scope(text, position, rule), rule, form, rules)
+            span = _match_at(text, position, _end_of_scope(text, position, rule), rule, form, rules)
             if span is not None:
                 yield span
                 following = span.end
         position = text.find(form.opener, following)
 
 
-def end_of_scope(text: str, position: int, rule: Rule) -> int:
+def _end_of_scope(text: str, position: int, rule: Rule) -> int:
     """How far a span of `rule` that starts at `position` may reach: the end of its line, or of the text."""
     if rule.scope != "line":
         return len(text)
@@ -141,7 +141,7 @@ def end_of_scope(text: str, position: int, rule: Rule) -> int:
     return len(text) if line_end < 0 else line_end
 
 
-def match_at(text: str, start: int, end: int, rule: Rule, form: Form, rules: RuleSet) -> Span | None:
+def _match_at(text: str, start: int, end: int, rule: Rule, form: Form, rules: RuleSet) -> Span | None:
     """The span of `rule` at `start`, no further than `end`; None where the text has not the recorded form."""
     match = form.pattern.match(text, start, end)
     if match is None or match.end() == start:

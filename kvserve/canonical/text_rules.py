@@ -5,6 +5,7 @@ Of two rules that match at one place the upper row wins.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
 from kvserve.canonical.rule import Form, Rule
@@ -24,6 +25,28 @@ _REMINDER = re.compile(
 _INSTRUCTIONS = re.compile(r"^Contents of [^\n]+ \([^\n]+\):$|^Today's date is [^\n]+$", re.MULTILINE)
 
 _CARRIED = r'Conversation data \(data, not instructions\):\n"(?:[^"\\\n]|\\[^\n])*+"\n'
+
+
+def _fence(name: str, title: str, volatile: Mapping[str, re.Pattern[str]]) -> Rule:
+    """What OpenClaw says of the current message in front of it."""
+    heading = f"{title} (untrusted metadata):"
+    return Rule(
+        name,
+        "text",
+        "history",
+        _USER,
+        f"the fence `{heading}` at the beginning of a user message",
+        "On the current message only; taken off it in later requests.",
+        Form(
+            f"{heading}\n",
+            re.compile(rf"{re.escape(heading)}\n{_JSON_FENCE}(?:\n{{1,2}}|\Z)"),
+            "start",
+            volatile,
+            is_omitted=True,
+            is_json=True,
+        ),
+    )
+
 
 TEXT_RULES: tuple[Rule, ...] = (
     # --- telemetry of Claude Code ------------------------------------------------------------------------------------
@@ -166,37 +189,8 @@ TEXT_RULES: tuple[Rule, ...] = (
             is_json=True,
         ),
     ),
-    Rule(
-        "conversation_info",
-        "text",
-        "history",
-        _USER,
-        "the fence `Conversation info (untrusted metadata):` at the beginning of a user message",
-        "On the current message only; taken off it in later requests.",
-        Form(
-            "Conversation info (untrusted metadata):\n",
-            re.compile(rf"Conversation info \(untrusted metadata\):\n{_JSON_FENCE}(?:\n{{1,2}}|\Z)"),
-            "start",
-            {"message_id": _MESSAGE_ID},
-            is_omitted=True,
-            is_json=True,
-        ),
-    ),
-    Rule(
-        "sender_info",
-        "text",
-        "history",
-        _USER,
-        "the fence `Sender (untrusted metadata):` at the beginning of a user message",
-        "On the current message only; taken off it in later requests.",
-        Form(
-            "Sender (untrusted metadata):\n",
-            re.compile(rf"Sender \(untrusted metadata\):\n{_JSON_FENCE}(?:\n{{1,2}}|\Z)"),
-            "start",
-            is_omitted=True,
-            is_json=True,
-        ),
-    ),
+    _fence("conversation_info", "Conversation info", {"message_id": _MESSAGE_ID}),
+    _fence("sender_info", "Sender", {}),
     Rule(
         "run_statistics",
         "line",

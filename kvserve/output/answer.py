@@ -4,8 +4,9 @@ token -> detokenizer -> splitter (reasoning | content | call) -> stop strings, f
 """
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvserve.core import (
@@ -19,6 +20,7 @@ from kvserve.core import (
     ToolCallDelta,
     Usage,
 )
+from kvserve.output.record import Piece
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
 
@@ -33,6 +35,14 @@ class Detokenizer(Protocol):
     def finish(self) -> str:
         """What was held back."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SaidTokens:
+    """The first `num_tokens` tokens of an answer and, behind them, `rest`: the text that was said of the next one."""
+
+    num_tokens: int
+    rest: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +61,9 @@ class AnswerReader:
     finish_reason: FinishReason | None = None
     has_calls: bool = False
     stop_string: str | None = None
+    _num_content_characters: int = 0
+    _ends: list[int] = field(default_factory=list)
+    """Characters of the text up to and with each token; kept only where a stop string may end it inside one."""
 
     @property
     def is_over(self) -> bool:
@@ -62,6 +75,16 @@ class AnswerReader:
         """Tokens of the answer; a stop token that ended it is one of them, what came after a stop string is not."""
         return self.num_tokens + self.num_hidden_tokens
 
+    def said_tokens(self) -> SaidTokens:
+        """The answer in tokens: all that were read or, where a stop string ended it, those before that string."""
+        if self.stop_string is None or self.splitter is None:
+            return SaidTokens(self.num_tokens)
+        text = _up_to_content(self.splitter.pieces, self._num_content_characters)
+        num_whole = bisect_right(self._ends, len(text))
+        start = self._ends[num_whole - 1] if num_whole else 0
+        # The last of them may only begin a character that the next one completes: the first that ends here is the last.
+        return SaidTokens(bisect_left(self._ends, start) + 1 if start else 0, text[start:])
+
     def feed(self, tokens: list[int]) -> list[OutputDelta]:
         """The deltas of these tokens; nothing after the answer's end."""
         deltas: list[OutputDelta] = []
@@ -70,7 +93,10 @@ class AnswerReader:
                 break
             self.first_token_at = self.first_token_at or time.monotonic()
             self.num_tokens += 1
-            deltas += self._split(self.detokenizer.add(token))
+            text = self.detokenizer.add(token)
+            if self.scanner.looks_for_any:
+                self._ends.append(len(text) + (self._ends[-1] if self._ends else 0))
+            deltas += self._split(text)
             if self.splitter is not None and self.splitter.in_reasoning:
                 self.num_reasoning_tokens += 1
         return _joined(deltas)
@@ -119,7 +145,21 @@ class AnswerReader:
                 kept += [ContentDelta(held)] if held else []
                 self.has_calls = self.has_calls or isinstance(delta, ToolCallDelta)
                 kept.append(delta)
+        self._num_content_characters += sum(len(delta.text) for delta in kept if isinstance(delta, ContentDelta))
         return kept
+
+
+def _up_to_content(pieces: Iterable[Piece], num_characters: int) -> str:
+    """The text before the content's character with this number, from zero; all of it where there are fewer."""
+    text: list[str] = []
+    for piece in pieces:
+        if piece.kind == "content":
+            if num_characters < len(piece.text):
+                text.append(piece.text[:num_characters])
+                break
+            num_characters -= len(piece.text)
+        text.append(piece.text)
+    return "".join(text)
 
 
 def _joined(deltas: list[OutputDelta]) -> list[OutputDelta]:

@@ -28,6 +28,11 @@ class StopScanner:
         self._found: str | None = None
 
     @property
+    def looks_for_any(self) -> bool:
+        """Whether there is a stop string at all."""
+        return bool(self._stops)
+
+    @property
     def stop_string(self) -> str | None:
         """The stop string that was found."""
         return self._found

@@ -5,9 +5,11 @@ It knows Jinja and how Hugging Face sets it up; nothing of messages as nouns, no
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jinja2
 import jinja2.meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
 
 from kvserve.errors import ModelLoadError
@@ -34,13 +36,60 @@ class Refusal:
     reason: str
 
 
+_DICT_NAMES = frozenset(dir(dict))
+_STR_METHODS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"}
+"""What the sandbox allows of a text unchanged; the two that are left out it wraps."""
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Hugging Face's environment with shorter ways to the same answers, which halve the time of a long conversation.
+
+    There `message.role` is an attribute first and a key only then, so that every field of every message raises an
+    AttributeError; and what is safe about `loop.first` is found out anew with fifteen type checks each time.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._is_safe: dict[tuple[type, str], bool] = {}
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """As the sandbox has it, which looks at nothing but the object's type and the name."""
+        kind = type(obj), attr
+        is_safe = self._is_safe.get(kind)
+        if is_safe is None:
+            is_safe = self._is_safe[kind] = super().is_safe_attribute(obj, attr, value)
+        return is_safe
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As the sandbox finds it, by a shorter way for the values that messages are made of."""
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT_NAMES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if kind is str and attribute in _STR_METHODS:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+
+def _compiled(source: str) -> jinja2.Template:
+    """The template in a sandbox with all that Hugging Face's has: filters, globals, tags."""
+    theirs = compile_template(source).environment
+    ours = _Sandbox(
+        trim_blocks=theirs.trim_blocks,
+        lstrip_blocks=theirs.lstrip_blocks,
+        extensions=[type(extension) for extension in theirs.extensions.values()],
+    )
+    ours.filters.update(theirs.filters)
+    ours.globals.update(theirs.globals)
+    return ours.from_string(source)
+
+
 class CompiledTemplate:
     """A template in the sandboxed environment that Hugging Face templates are written for. Thread-safe."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         """Raises ModelLoadError where `source` is no template. `variables` are the special tokens by name."""
         try:
-            self._template = compile_template(source)
+            self._template = _compiled(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(
                 f"The model's chat template is broken at line {error.lineno}: {error.message}. Mend "

@@ -1,7 +1,8 @@
 """A conversation in the nearest form that one template accepts: in place, nothing hoisted, nothing dropped.
 
 It knows which neighbours a template takes (`Dialect`, found out by `probe.py`) and a remedy for each of the others.
-Every decision looks backwards only, so a longer conversation begins with the steps of the shorter one.
+Every decision looks backwards only, so a longer conversation begins with the steps of the shorter one, and a next turn
+goes on from what its memory has of the last one.
 """
 
 from collections import deque
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from kvserve.core import Message, ToolSpec
+from kvserve.prompt.compiled import MessageDict
+from kvserve.prompt.memo import Memo
 from kvserve.prompt.steps import (
     ROLES,
     Kind,
@@ -19,6 +22,7 @@ from kvserve.prompt.steps import (
     hermes_call,
     hermes_result,
     hermes_tools,
+    message_dict,
     speaker_after,
     steps_of,
 )
@@ -67,32 +71,45 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class Conformed:
-    """The steps to render; `continues` where the last one, an assistant's, is to be continued. `notes` for the log."""
+    """The steps to render, and what the template reads for each; nobody changes these dicts, they are rendered again.
+
+    `continues` where the last one, an assistant's, is to be continued. `notes` for the log.
+    """
 
     steps: tuple[Step, ...]
+    dicts: tuple[MessageDict, ...]
     continues: bool
     notes: tuple[str, ...]
 
 
-def conform(messages: Sequence[Message], tools: Sequence[ToolSpec], dialect: Dialect) -> Conformed:
+def conform(
+    messages: Sequence[Message], tools: Sequence[ToolSpec], dialect: Dialect, memory: "Memory | None" = None
+) -> Conformed:
     """The messages as steps in the template's dialect; tools that it does not take are described in the system message.
 
-    Raises BadRequest for an image.
+    `memory` is that of this dialect. Raises BadRequest for an image.
     """
-    placing = _Placing(dialect)
-    steps = [step for index, message in enumerate(messages) for step in steps_of(message, index)]
+    if tools and not dialect.tools:
+        memory = None  # its conversations begin without that description
+    known = memory.find(messages) if memory is not None else None
+    placing, num_known = (known.placing.copy(), len(known.messages)) if known is not None else (_Placing(dialect), 0)
+    steps = [step for index, message in enumerate(messages[num_known:], num_known) for step in steps_of(message, index)]
     if tools and not dialect.tools:
         steps = list(_with_tools_described(steps, tools))
         placing.note("tools described in the system message", 0)
+    num_given = len(steps)
     while steps and _says_nothing(steps[-1], dialect):
         steps.pop()
     for step in steps:
         for lowered in placing.lowered(step):
             placing.place(lowered)
-    continues = bool(steps) and steps[-1].kind == "assistant" and placing.last_kind == "assistant"
+    ends_with_answer = bool(steps) and steps[-1].kind == "assistant"
+    if memory is not None and steps and len(steps) == num_given and not ends_with_answer:
+        memory.keep(messages, placing, steps)
+    continues = ends_with_answer and placing.last_kind == "assistant"
     if not continues:
         placing.bridge_to_answer(len(messages))
-    return Conformed(tuple(placing.steps), continues, tuple(placing.notes()))
+    return Conformed(tuple(placing.steps), tuple(placing.dicts), continues, tuple(placing.notes()))
 
 
 def _says_nothing(step: Step, dialect: Dialect) -> bool:
@@ -112,18 +129,70 @@ def _with_tools_described(steps: Sequence[Step], tools: Sequence[ToolSpec]) -> I
         yield from steps
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A conversation as far as it was placed, its last step said whole. Nobody changes `placing`: it is copied."""
+
+    messages: tuple[Message, ...]
+    placing: "_Placing"
+
+
+class Memory:
+    """The beginnings of conversations in one dialect as they were placed, within a number of bytes.
+
+    Found by the very message objects: a next turn has those of the last one, as long as these are remembered.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._known: Memo[_Known] = Memo(max_bytes)
+
+    def find(self, messages: Sequence[Message]) -> _Known | None:
+        """The longest beginning that is known."""
+        for index in range(len(messages) - 1, -1, -1):
+            known = self._known.get((index, id(messages[index])))
+            if known is not None and known.messages == tuple(messages[: index + 1]):
+                return known
+        return None
+
+    def keep(self, messages: Sequence[Message], placing: "_Placing", new: Sequence[Step]) -> None:
+        """These messages are placed, all but the `new` steps of them having been found here."""
+        num_bytes = _BYTES_PER_PLACED * len(messages) + sum(map(_num_bytes, new))
+        self._known.put((len(messages) - 1, id(messages[-1])), _Known(tuple(messages), placing.copy()), num_bytes)
+
+
+_BYTES_PER_PLACED = 128
+"""References to a message, its step and its dict, and the id of its call."""
+
+_BYTES_PER_STEP = 1_024
+"""A message, a step and a dict, beside the texts that they share."""
+
+
+def _num_bytes(step: Step) -> int:
+    return _BYTES_PER_STEP + len(step.text) + len(step.reasoning) + 4 * sum(len(call.arguments) for call in step.calls)
+
+
 class _Placing:
     """Steps placed one behind the other, each in the nearest form that may follow the one before."""
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
         self.steps: list[Step] = []
+        self.dicts: list[MessageDict] = []
         self._names: dict[str, str] = {}
         self._numbers: dict[str, int] = {}
         self._num_calls = 0
         self._pending: list[str] = []
         self._changes: dict[str, list[int]] = {}
         self._speaker: Speaker = "nobody"
+
+    def copy(self) -> "_Placing":
+        """Another one that stands at the same place and goes its own way."""
+        twin = _Placing(self._dialect)
+        twin.steps, twin.dicts, twin._pending = list(self.steps), list(self.dicts), list(self._pending)
+        twin._names, twin._numbers = dict(self._names), dict(self._numbers)
+        twin._changes = {change: list(indices) for change, indices in self._changes.items()}
+        twin._num_calls, twin._speaker = self._num_calls, self._speaker
+        return twin
 
     @property
     def last_kind(self) -> Kind:
@@ -229,10 +298,12 @@ class _Placing:
             self._num_calls += len(step.calls)
         self._speaker = speaker_after(self._speaker, step.kind)
         self.steps.append(step)
+        self.dicts.append(message_dict(step, self._dialect.form))
 
     def _merge(self, step: Step) -> None:
         """Join the step to the last one; only what follows the last one's text changes."""
         last = self.steps.pop()
+        self.dicts.pop()
         joined = replace(
             last,
             kind=last.kind if last.kind == "system" else step.kind,

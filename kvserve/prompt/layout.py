@@ -24,12 +24,14 @@ class TurnLayout:
     """`openers` begin a message and `ends` end an assistant's, each the text of one added token.
 
     `header` is what every assistant's message begins with, its opener included; "" where such messages cannot be told
-    from others or do not end in one of the tokens.
+    from others or do not end in one of the tokens. `end` is the one that the template itself writes behind an
+    assistant's words, "" where that is none.
     """
 
     openers: frozenset[str]
     ends: frozenset[str]
     header: str = ""
+    end: str = ""
 
 
 def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageMarkers) -> TurnLayout:
@@ -50,7 +52,7 @@ def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageM
     shown += [_from_last(_written(template, _PROBE[:1], thinking=thinking), openers) for thinking in (False, True)]
     header = _shared_header(tokenizer, shown)
     is_anyones = not header or _from_last(text[:later], openers).startswith(header)
-    return TurnLayout(openers, ends, "" if is_anyones else header)
+    return TurnLayout(openers, ends, "" if is_anyones else header, end)
 
 
 def _written(template: ChatTemplate, said: Sequence[tuple[str, str]], *, thinking: bool) -> str:

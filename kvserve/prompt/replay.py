@@ -61,16 +61,17 @@ def find_units(pieces: Sequence[Piece], layout: TurnLayout) -> list[Unit]:
     """The assistant's messages among `pieces`, an open one at the end included."""
     units: list[Unit] = []
     run, in_run = -1, False
+    header = layout.header
     for index, (token, body) in enumerate(pieces):
         if token in layout.ends:
             if in_run and body and not body.isspace():
                 units.append(Unit(index, run, token + body))
             continue
-        text = token + body
-        is_answer = bool(layout.header) and text.startswith(layout.header)
+        rest = header.removeprefix(token)  # what the header says behind the token that the piece begins with
+        is_answer = header.startswith(token) and bool(header) and body.startswith(rest)
         if is_answer:
             run += not in_run
-            units.append(Unit(index, run, text[len(layout.header) :]))
+            units.append(Unit(index, run, body[len(rest) :]))
         in_run = is_answer
     return units
 

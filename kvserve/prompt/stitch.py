@@ -10,9 +10,10 @@ without writings the ids are those of tokenising the whole text; with them they 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvserve.core import MessageStart, Written
+from kvserve.core import ImageSpan, MessageStart, Written
 from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.cuts import Cutter, Piece
+from kvserve.prompt.images_text import Runs, encode_marked
 from kvserve.prompt.layout import TurnLayout, learn_layout
 from kvserve.prompt.memo import Memo
 from kvserve.prompt.replay import Places, Said, Says, Unit, behind_header, find_units
@@ -30,7 +31,7 @@ class Stitched:
 
     `tail_ids` is what the answer to come will have as `Written.prefix_ids`: the ids from the start of the message that
     the model goes on with. `num_replayed_turns` turns have the ids that the model emitted; `num_tokenised_chars`
-    characters were not known before.
+    characters were not known before. `images` are the runs of ids that stand for images.
     """
 
     ids: tuple[int, ...]
@@ -38,14 +39,16 @@ class Stitched:
     tail_ids: tuple[int, ...]
     num_replayed_turns: int
     num_tokenised_chars: int
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The ids of a piece, and which messages start in it, counted from its own start."""
+    """The ids of a piece, which messages start in it and where its images are, counted from its own start."""
 
     ids: tuple[int, ...]
     starts: tuple[MessageStart, ...]
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +90,16 @@ class Stitcher:
         self._emitted: Memo[_Emitted] = Memo(max_bytes // 4)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, template: ChatTemplate, markers: MessageMarkers) -> "Stitcher":
+    def of(
+        cls, tokenizer: Tokenizer, template: ChatTemplate, markers: MessageMarkers, max_bytes: int = MEMO_BYTES
+    ) -> "Stitcher":
         """The stitcher of a model whose template is asked how it lays out turns."""
-        return cls(tokenizer, markers, learn_layout(tokenizer, template, markers))
+        return cls(tokenizer, markers, learn_layout(tokenizer, template, markers), max_bytes)
+
+    @property
+    def turn_end(self) -> int | None:
+        """The token that prompts have behind an answer; None where it is none."""
+        return self._tokenizer.token_id(self._layout.end) if self._layout.end else None
 
     @property
     def replays(self) -> bool:
@@ -109,15 +119,16 @@ class Stitcher:
         tail = units[-1].index if is_open else _last_opener(pieces, self._layout)
         answers = units[:-1] if is_open and not prompt.continues else units
         replays = {} if says is None else self._replays(pieces, answers, writings, says, continues=prompt.continues)
-        return self._joined(pieces, replays, tail)
+        return self._joined(pieces, replays, tail, prompt.runs)
 
     def _whole(self, prompt: PromptText) -> Stitched:
-        ids = self._tokenizer.encode(prompt.text, add_special_tokens=prompt.adds_special_tokens)
-        starts = self._markers.message_starts(ids)
-        tail_ids = ids[starts[-1].offset :] if starts else ()
-        return Stitched(ids, starts, tail_ids, 0, len(prompt.text))
+        first = prompt.adds_special_tokens
+        marked = encode_marked(self._tokenizer.encode, prompt.text, prompt.runs, adds_special_tokens=first)
+        starts = self._markers.message_starts(marked.ids)
+        tail_ids = marked.ids[starts[-1].offset :] if starts else ()
+        return Stitched(marked.ids, starts, tail_ids, 0, len(prompt.text), marked.images)
 
-    def _joined(self, pieces: Sequence[Piece], replays: Mapping[int, _Replay], tail: int) -> Stitched:
+    def _joined(self, pieces: Sequence[Piece], replays: Mapping[int, _Replay], tail: int, runs: Runs) -> Stitched:
         """The ids of the pieces in order, replays in their places; `tail` is the piece that the tail begins with."""
         rows: list[_Tokens] = []
         num_new_chars = num_rows_before_tail = index = 0
@@ -129,17 +140,19 @@ class Stitcher:
             text = "" if replay is not None else "".join(pieces[index])
             tokens = replay.emitted.tokens if replay is not None else self._known.get(text)
             if tokens is None:
-                tokens = self._tokenised(text)
+                tokens = self._tokenised(text, runs)
                 num_new_chars += len(text)
             rows.append(tokens)
             index = stop
         ids = _ids(rows)
         starts = tuple(_starts(rows)) if self._starts_are_local else self._markers.message_starts(ids)
-        return Stitched(ids, starts, _ids(rows[num_rows_before_tail:]), len(replays), num_new_chars)
+        tail_ids = _ids(rows[num_rows_before_tail:])
+        return Stitched(ids, starts, tail_ids, len(replays), num_new_chars, tuple(_images(rows)))
 
-    def _tokenised(self, text: str) -> _Tokens:
-        """The ids of one piece, from now on known."""
-        tokens = self._with_starts(self._tokenizer.encode(text))
+    def _tokenised(self, text: str, runs: Runs) -> _Tokens:
+        """The ids of one piece, from now on known: marks of images are part of its text."""
+        marked = encode_marked(self._tokenizer.encode, text, runs)
+        tokens = replace(self._with_starts(marked.ids), images=marked.images)
         self._known.put(text, tokens, _num_bytes(text, tokens))
         return tokens
 
@@ -242,6 +255,15 @@ def _starts(rows: Sequence[_Tokens]) -> Iterator[MessageStart]:
     for row in rows:
         for start in row.starts:
             yield MessageStart(offset + start.offset, start.is_user)
+        offset += len(row.ids)
+
+
+def _images(rows: Sequence[_Tokens]) -> Iterator[ImageSpan]:
+    """The images of all rows, likewise."""
+    offset = 0
+    for row in rows:
+        for span in row.images:
+            yield ImageSpan(offset + span.start, offset + span.end, span.digest)
         offset += len(row.ids)
 
 

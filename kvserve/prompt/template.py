@@ -5,12 +5,13 @@ into the nearest form by `conform.py`, and if that is refused too, into plainer 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvserve.core import Message, TextBlock, TokenSequence, ToolSpec
 from kvserve.errors import BadRequest
-from kvserve.prompt.compiled import CompiledTemplate
-from kvserve.prompt.conform import Dialect, conform
+from kvserve.prompt.compiled import CompiledTemplate, MessageDict
+from kvserve.prompt.conform import Dialect, Memory, conform
+from kvserve.prompt.images_text import Runs
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe
 from kvserve.prompt.steps import Step, hermes_tools, plain_data, steps_of, tool_dicts, transcript
 from kvserve.prompt.switches import Switches, find_switches, keep_arguments
@@ -18,6 +19,9 @@ from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
 from kvserve.prompt.writing import Writer, Written
 
 ARGUMENTS_FIELD = "chat_template_kwargs"
+
+MEMORY_BYTES = 64 * 2**20
+"""For beginnings of conversations in each dialect of a template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class PromptText:
     `opens_reasoning`: it ends inside an opened think tag or channel, so the model's text starts as reasoning.
     `continues`: it ends inside the last message, an assistant's, instead of in a generation tail. `notes` say what was
     put into another form than the client sent. `adds_special_tokens`: the tokenizer's own ones (BOS) are still missing.
+    `runs` are the ids of the images whose marks the text holds.
     """
 
     text: str
@@ -34,6 +39,7 @@ class PromptText:
     notes: tuple[str, ...] = ()
     continues: bool = False
     adds_special_tokens: bool = False
+    runs: Runs = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +84,15 @@ def _probed(template: CompiledTemplate) -> _Voice | None:
 
 
 class ChatTemplate:
-    """The chat template of one model, compiled and probed once. Immutable and thread-safe."""
+    """The chat template of one model, compiled and probed once. Thread-safe: what it remembers changes no text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises ModelLoadError where the template is broken. A model without one gets labelled plain text."""
         self._tokenizer = tokenizer
         source = tokenizer.chat_template
         self._voice = _probed(CompiledTemplate(source, tokenizer.template_variables)) if source is not None else None
+        dialects = (self._voice.dialect, self._voice.tool_dialect) if self._voice is not None else ()
+        self._memories = [(dialect, Memory(MEMORY_BYTES)) for dialect in dialects if dialect is not None]
 
     @property
     def is_plain(self) -> bool:
@@ -95,6 +103,20 @@ class ChatTemplate:
     def accepts_tools(self) -> bool:
         """Whether the template writes tools itself; else they are described in the system message."""
         return self._voice is not None and self._voice.tool_dialect is not None
+
+    @property
+    def image_words(self) -> str | None:
+        """What the template writes for an image among the parts of a message; None where it writes nothing."""
+        if self._voice is None:
+            return None
+        left, right = "kvserve-left", "kvserve-right"
+        content = [{"type": "text", "text": left}, {"type": "image"}, {"type": "text", "text": right}]
+        arguments = self._voice.switches.arguments({}, thinking=False, preserve=None, effort=None)
+        messages: list[MessageDict] = [{"role": "user", "content": content}]
+        text = self._voice.template.render(messages, None, add_generation_prompt=False, arguments=arguments)
+        if not isinstance(text, str) or left not in text or right not in text:
+            return None
+        return text.partition(left)[2].partition(right)[0] or None
 
     @property
     def accepts_thinking(self) -> bool:
@@ -135,7 +157,7 @@ class ChatTemplate:
         switched = voice.switches.arguments({}, thinking=thinking, preserve=preserve_thinking, effort=effort)
         refusals: list[str] = []
         for dialect, said in _attempts(voice, messages, tools):
-            conformed = conform(said, tools, dialect)
+            conformed = conform(said, tools, dialect, self._memory_of(dialect))
             writer = Writer(voice.template, dialect.form, tool_dicts(tools) if dialect.tools else None, arguments)
             written = writer.write(conformed)
             if isinstance(written, Written):
@@ -170,6 +192,10 @@ class ChatTemplate:
         )
         ids = self._tokenizer.encode(prompt.text, add_special_tokens=prompt.adds_special_tokens)
         return RenderedPrompt(prompt.text, TokenSequence(ids), prompt.opens_reasoning, prompt.notes)
+
+    def _memory_of(self, dialect: Dialect) -> Memory | None:
+        """The memory of a dialect that was probed; one that is tried because of a refusal has none."""
+        return next((memory for known, memory in self._memories if known is dialect), None)
 
 
 def _plain(messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], notes: tuple[str, ...]) -> PromptText:

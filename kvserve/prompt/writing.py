@@ -6,7 +6,7 @@ It knows reasoning tags and how to find the end of a message in rendered text; n
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvserve.prompt.compiled import CompiledTemplate, Refusal, ToolDict
+from kvserve.prompt.compiled import CompiledTemplate, MessageDict, Refusal, ToolDict
 from kvserve.prompt.conform import Conformed
 from kvserve.prompt.steps import Step, WireForm, message_dict
 
@@ -45,15 +45,14 @@ class Writer:
     def write(self, conversation: Conformed) -> Written | Refusal:
         """The conversation up to where the model goes on."""
         if conversation.continues:
-            return self._continued(conversation.steps[:-1], _with_open_reasoning(conversation.steps[-1], self.form))
-        text = self._render(conversation.steps, tail=True)
+            return self._continued(conversation.dicts[:-1], _with_open_reasoning(conversation.steps[-1], self.form))
+        text = self._render(conversation.dicts, tail=True)
         return text if isinstance(text, Refusal) else Written(text, open_tag(text) is not None)
 
-    def _render(self, steps: Sequence[Step], *, tail: bool) -> str | Refusal:
-        messages = [message_dict(step, self.form) for step in steps]
+    def _render(self, messages: Sequence[MessageDict], *, tail: bool) -> str | Refusal:
         return self.template.render(messages, self.tools, add_generation_prompt=tail, arguments=self.arguments)
 
-    def _continued(self, steps: Sequence[Step], last: Step) -> Written | Refusal:
+    def _continued(self, before: Sequence[MessageDict], last: Step) -> Written | Refusal:
         """The text up to the end of what the assistant has said so far, its white space included."""
         thinks = bool(last.reasoning) and not last.text
         marked = (
@@ -61,14 +60,14 @@ class Writer:
             if thinks
             else replace(last, text=last.text + CONTINUATION_MARK)
         )
-        text = self._render((*steps, marked), tail=False)
+        text = self._render((*before, message_dict(marked, self.form)), tail=False)
         if isinstance(text, str) and (end := text.rfind(CONTINUATION_MARK)) >= 0:
             return Written(text[:end], opens_reasoning=thinks)
-        return self._behind_tail(steps, last, thinks=thinks)
+        return self._behind_tail(before, last, thinks=thinks)
 
-    def _behind_tail(self, steps: Sequence[Step], last: Step, *, thinks: bool) -> Written | Refusal:
+    def _behind_tail(self, before: Sequence[MessageDict], last: Step, *, thinks: bool) -> Written | Refusal:
         """The same for templates that write no unfinished assistant message: what was said follows the tail."""
-        text = self._render(steps, tail=True)
+        text = self._render(before, tail=True)
         if isinstance(text, Refusal):
             return text
         opened = open_tag(text)

@@ -1,6 +1,10 @@
 """One answer from its tokens: deltas, stop strings, the one allowed call, counts and finish reasons."""
 
+from collections.abc import Sequence
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvserve.core import (
     ContentDelta,
@@ -12,7 +16,7 @@ from kvserve.core import (
     ToolCallDelta,
     ToolSpec,
 )
-from kvserve.output.answer import AnswerReader
+from kvserve.output.answer import AnswerReader, SaidTokens
 from kvserve.output.formats import select_format
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
@@ -26,6 +30,19 @@ class Letters:
 
     def add(self, token: int) -> str:
         return chr(token)
+
+    def finish(self) -> str:
+        return ""
+
+
+class Pieces:
+    """A detokenizer whose tokens are numbers of texts; "" is a token that only begins a character."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = texts
+
+    def add(self, token: int) -> str:
+        return self._texts[token]
 
     def finish(self) -> str:
         return ""
@@ -87,3 +104,45 @@ def test_a_finished_call_gives_its_reason() -> None:
 def test_a_raw_prompt_has_no_channels() -> None:
     """Without a splitter every tag is text."""
     assert read(reader(raw=True), "<think>a</think>" + CALL)[1] == "<think>a</think>" + CALL
+
+
+def said_tokens(*texts: str, stop: str = "END", many_calls: bool = True) -> SaidTokens:
+    """What an answer of these tokens consists of, read two tokens at a time as they may arrive."""
+    answer = reader(stop, many_calls=many_calls)
+    answer.detokenizer = Pieces(texts)
+    tokens = list(range(len(texts)))
+    for start in range(0, len(tokens), 2):
+        answer.feed(tokens[start : start + 2])
+    answer.finish(done("stop"))
+    return answer.said_tokens()
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (("so", " it", " is"), SaidTokens(3)),
+        (("so", " it", " END", " more"), SaidTokens(2, " ")),
+        (("so", " it", "END", " more"), SaidTokens(2)),
+        (("so", " E", "N", "D more"), SaidTokens(1, " ")),
+        (("END", " more"), SaidTokens(0)),
+        (("", "", "a", "", "eEND"), SaidTokens(3, "e")),
+        (("<think>\n", "END", "\n</think>\n\n", "yes", " END"), SaidTokens(4, " ")),
+        (("<think>\n", "hm", "\n</think>\n\nEN", "D"), SaidTokens(2, "\n</think>\n\n")),
+    ],
+)
+def test_an_answer_ends_in_tokens_where_it_ends_in_words(texts: Sequence[str], said: SaidTokens) -> None:
+    """A stop string and what follows is no part of it; what was said of the token that it began in comes as text."""
+    assert said_tokens(*texts) == said
+
+
+def test_what_follows_the_one_allowed_call_is_no_part_of_the_answer() -> None:
+    """Tokens that had arrived together with its end are not counted."""
+    assert said_tokens("so", CALL, CALL, "more", many_calls=False) == SaidTokens(2)
+
+
+@given(st.lists(st.sampled_from(["a", " b", "E", "N", "D", "EN", "xEND", "", "\n"]), max_size=12))
+def test_the_tokens_and_the_rest_are_what_was_said(texts: list[str]) -> None:
+    """Whatever the tokens, together they are the text before the first stop string."""
+    said = said_tokens(*texts)
+    before, stop, _ = "".join(texts).partition("END")
+    assert "".join(texts[: said.num_tokens]) + said.rest == (before if stop else "".join(texts))

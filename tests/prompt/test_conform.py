@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvserve.core import ImageBlock, Message, TextBlock, ToolCallBlock, ToolResultBlock
 from kvserve.errors import BadRequest
 from kvserve.prompt.compiled import CompiledTemplate
-from kvserve.prompt.conform import Dialect, conform
+from kvserve.prompt.conform import Dialect, Memory, conform
 from kvserve.prompt.probe import PROBE_TOOL, Prober, in_order, probe
 from kvserve.prompt.template import ChatTemplate
 from tests.prompt.samples import (
@@ -187,3 +187,27 @@ def test_a_conversation_that_no_form_saves_is_told_in_plain_text() -> None:
     prompt = template_of("needs_text").render((user("x" * 500), answer("ok"), user("go")), thinking=True)
     assert "x" * 500 in prompt.text and prompt.text.endswith("[user]\ngo\n\n[assistant]\n")
     assert any("plain text" in note for note in prompt.notes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(messages=conversations(), cuts=st.lists(st.integers(0, 12), max_size=4), with_tools=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_with_a_memory_the_steps_are_the_same(name: str, messages, cuts, with_tools) -> None:
+    """Whatever was placed before, shorter or longer: the steps, what the template reads, and the notes."""
+    dialect, memory = dialect_of(name, with_tools), Memory(2**20)
+    tools = TOOLS if with_tools else ()
+    for cut in [*cuts, len(messages), len(messages)]:
+        said = messages[:cut]
+        assert conform(said, tools, dialect, memory) == conform(said, tools, dialect)
+
+
+def test_a_next_turn_is_placed_from_where_the_last_one_ended() -> None:
+    """What is known of a conversation is not placed again; other messages of the same length are nobody's."""
+    dialect, memory = dialect_of("qwen3", False), Memory(2**20)
+    talk = [user("one"), answer("two"), user("three")]
+    first = conform(talk, (), dialect, memory)
+    longer = conform([*talk, answer("four"), user("five")], (), dialect, memory)
+    assert all(mine is theirs for mine, theirs in zip(longer.dicts, first.dicts, strict=False))
+    other = conform([user("one"), answer("2"), talk[2]], (), dialect, memory)
+    assert [step.text for step in other.steps] == ["one", "2", "three"]
+    assert conform([*talk], (), dialect, Memory(0)) == first

@@ -18,6 +18,8 @@ def test_the_header_and_the_ends_of_each_family_are_found(name: str) -> None:
     assert layout.header == HEADERS[name]
     assert not layout.openers & layout.ends
     assert not ENDS[name] or ENDS[name].strip() in layout.ends
+    assert not ENDS[name] or ENDS[name].strip() == layout.end
+    assert of.stitcher.turn_end == of.tokenizer.token_id(layout.end) is not None
     assert of.stitcher.replays
 
 

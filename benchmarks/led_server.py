@@ -1,0 +1,139 @@
+"""The real server in this process, on a tiny real model, whose draws are led: it writes the answers that it is told to.
+
+Everything but the draw is real: sockets, prompts, prefill, states, KV, what is remembered. It judges nothing.
+"""
+
+import contextlib
+import http.client
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import mlx.core as mx
+from rich.console import Console
+
+from benchmarks.client import BenchmarkError
+from benchmarks.model_free import Script, Told, script_of
+from benchmarks.recordings import MESSAGES, RESPONSES, Request
+from kvserve.app import App
+from kvserve.config import Launch, Settings
+from kvserve.engine import scheduler
+from kvserve.pipeline import ServedModel
+from kvserve.telemetry.terminal import Terminal
+
+CACHE_PATH = "/v1/cache"
+ANSWER_SECONDS = 600.0
+WHOLE_ANSWER_TOKENS = 8_192
+LIMIT_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+OWN_HEADERS = frozenset(
+    {"host", "connection", "content-length", "content-type", "transfer-encoding", "accept-encoding", "authorization"}
+)
+"""What every sender of a request sets for itself."""
+
+type Processor = Callable[[mx.array, mx.array], mx.array]
+
+
+class LedServer:
+    """A running server that answers one request at a time."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._lead: Callable[[Sequence[int]], Script] | None = None
+
+    @property
+    def served(self) -> ServedModel:
+        """The model as the server has it."""
+        return self._app.resolve_model(None)
+
+    def processors_for(self, _sampling: object, num_prompt_tokens: int) -> list[Processor]:
+        """Stands in for the scheduler's: at each step of a led row one token is left to draw."""
+        lead = self._lead
+        script: list[int] = []
+
+        def follow(tokens: mx.array, logits: mx.array) -> mx.array:
+            if not script and lead is not None:
+                script.extend(lead(tokens[:num_prompt_tokens].tolist()).tokens)  # type: ignore[arg-type]
+            position = len(tokens) - num_prompt_tokens
+            if position >= len(script):
+                return logits
+            return mx.where(mx.arange(logits.shape[-1]) == script[position], logits, -mx.inf)
+
+        return [follow]
+
+    def ask(self, request: Request, max_tokens: int | None) -> Told:
+        """Send a client's request and have its answer written, `max_tokens` of it (None: whole): what its usage says.
+
+        Raises BenchmarkError for an error answer, ValueError for a request without a reply to write.
+        """
+        reply = request.reply
+        if reply is None:
+            raise ValueError("There is nothing to write.")
+        self._lead = lambda prompt: script_of(self.served, prompt, reply)
+        limit = max_tokens or WHOLE_ANSWER_TOKENS
+        dropped = {"stream", "stream_options", *LIMIT_FIELDS}
+        body = {name: value for name, value in request.body.items() if name not in dropped}
+        body["max_output_tokens" if request.path == RESPONSES else "max_tokens"] = limit
+        headers = {name: value for name, value in request.headers.items() if name not in OWN_HEADERS}
+        answer = self._exchange("POST", request.path, body, headers)
+        self._settle()
+        return _told(request.path, answer["usage"])
+
+    def totals(self) -> Mapping[str, Any]:
+        """The body of GET /v1/cache."""
+        return self._exchange("GET", CACHE_PATH)
+
+    def forget(self) -> None:
+        """Begin anew: DELETE /v1/cache."""
+        self._exchange("DELETE", CACHE_PATH)
+
+    def _settle(self) -> None:
+        """Wait until the row is gone and what it computed is kept."""
+        while (health := self._app.health()[1])["num_running"] or health["num_waiting"]:
+            time.sleep(0.001)
+
+    def _exchange(
+        self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._app.port, timeout=ANSWER_SECONDS)
+        try:
+            sent = None if body is None else json.dumps(body).encode()
+            given = {"Content-Type": "application/json"} if sent is not None else {}
+            connection.request(method, path, sent, {**given, **(headers or {})})
+            response = connection.getresponse()
+            text = response.read()
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise BenchmarkError(f"{method} {path}: {response.status} {text[:500]!r}")
+        return dict(json.loads(text)) if text else {}
+
+
+def _told(path: str, usage: Mapping[str, Any]) -> Told:
+    """Prompt and cached tokens, by the names of the endpoint."""
+    if path == MESSAGES:
+        cached = usage["cache_read_input_tokens"]
+        return Told(usage["input_tokens"] + cached + usage["cache_creation_input_tokens"], cached, None)
+    kind = "input" if path == RESPONSES else "prompt"
+    return Told(usage[f"{kind}_tokens"], usage[f"{kind}_tokens_details"]["cached_tokens"], None)
+
+
+@contextlib.contextmanager
+def led_server(folder: Path, scratch: Path) -> Iterator[LedServer]:
+    """Serve the model in `folder` on a free port with default settings, without LiteLLM and without a disk."""
+    values: dict[str, Any] = {name: field.default for name, field in Settings.model_fields.items()}
+    values |= {"model_path": str(folder), "mlx_port": 0, "state_dir": scratch / "state", "log_root": scratch / "logs"}
+    values |= {"disk_cache_dir": scratch / "kv", "enable_request_logging": False}
+    settings = Settings(_env_file=None, **values)  # type: ignore[call-arg]  # pydantic-settings reads it from kwargs
+    app = App(Launch(settings, False, False, "off", {}), Terminal(Console(file=io.StringIO())))
+    server = LedServer(app)
+    with mock.patch.object(scheduler, "processors_for", server.processors_for):
+        try:
+            app.start(threading.Event())
+            yield server
+        finally:
+            app.stop()

@@ -1,0 +1,213 @@
+"""Recorded sessions through the real server over HTTP: what it says it reused, beside the same path without a model.
+
+    python -m benchmarks.open_loop --real [--shared FOLDER] [--family NAME] [--client NAME] [--requests]
+
+Every recorded session, and of each file of the corpus two conversations of at most 16k tokens, with
+a tiny real model of each family. Of an answer of the corpus its first tokens are written, on both sides: a CPU draws a
+few hundred tokens a second. No request may differ: both sides prefill, keep and look up the same tokens, and the real
+one only adds arrays to them. Exit code 1 when one does.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
+from pathlib import Path
+
+from benchmarks.figure import Bound, Figure
+from benchmarks.led_server import LedServer, led_server
+from benchmarks.model_free import ModelFree, Told
+from benchmarks.recordings import (
+    RECORDED_CLIENTS,
+    Conversation,
+    Reply,
+    Request,
+    read_corpus,
+    read_recordings,
+    shared_folder,
+)
+from benchmarks.reuse_oracle import CONVENTIONS, RECORDED_FAMILIES
+from kvserve.core import RequestId
+from kvserve.demo.build import ModelScale, build_model
+from kvserve.demo.families import TINY
+from kvserve.protocols.openai_chat import parse_chat
+
+MAX_CONVERSATION_TOKENS = 16_384
+MAX_BYTES_PER_TOKEN = 8
+"""Longer texts have no fewer tokens than that, so most conversations need not be tokenised to be left out."""
+
+UNREAD = Reply(content="Nobody reads this.")
+"""What is written for a client that left before its answer came: when it left cannot be the same on both sides."""
+
+NUM_PER_FILE = 2
+CORPUS_ANSWER_TOKENS = 12
+SCALES = {
+    "qwen3": ModelScale(num_layers=2, num_heads=1, num_kv_heads=1),
+    "qwen3_5": ModelScale(num_heads=1, num_kv_heads=1),
+}
+"""As little attention as there can be, where fewer heads are possible."""
+
+HEADINGS = ("client", "family", "requests", "prompt tokens", "over HTTP", "without a model", "requests that differ")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One request: prompt and cached tokens as the answer's usage says, and as the path without a model says."""
+
+    real: Told
+    free: Told
+    is_first: bool
+
+    @property
+    def is_same(self) -> bool:
+        return (self.real.num_prompt_tokens, self.real.num_cached_tokens) == (
+            self.free.num_prompt_tokens,
+            self.free.num_cached_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """All requests of one conversation on one family, and the sums that GET /v1/cache gives for them."""
+
+    client: str
+    name: str
+    family: str
+    pairs: tuple[Pair, ...]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+    @property
+    def sums_agree(self) -> bool:
+        """Whether the server's totals are the sums of its answers."""
+        return (self.num_prompt_tokens, self.num_cached_tokens) == (
+            sum(pair.real.num_prompt_tokens for pair in self.pairs),
+            sum(pair.real.num_cached_tokens for pair in self.pairs),
+        )
+
+
+def pair_up(talk: Conversation, family: str, server: LedServer, model: ModelFree) -> Paired:
+    """Lead a conversation with both, which know nothing of it."""
+    server.forget()
+    model.forget()
+    before = server.totals()
+    limit = None if talk.client in RECORDED_CLIENTS else CORPUS_ANSWER_TOKENS
+    pairs = []
+    for number, sent in enumerate(talk.requests):
+        request = sent if sent.reply is not None else replace(sent, reply=UNREAD)
+        real = server.ask(request, limit)
+        pairs.append(Pair(real, model.serve(request, number, limit), is_first=number == 0))
+    after = server.totals()
+    prompts, cached = (after[name] - before[name] for name in ("num_prompt_tokens", "num_cached_tokens"))
+    return Paired(talk.client, talk.name, family, tuple(pairs), prompts, cached)
+
+
+def sample(shared: Path, client: str | None, model: ModelFree) -> list[Conversation]:
+    """The recordings, and the first conversations of each file of the corpus that are short enough."""
+    found = [talk for talk in read_recordings(shared) if client in (None, talk.client)]
+    talks = (talk for talk in read_corpus(shared) if client in (None, talk.client))
+    for _, of_file in groupby(talks, key=lambda talk: talk.client):
+        short = (talk for talk in of_file if _num_tokens(talk, model) <= MAX_CONVERSATION_TOKENS)
+        found += islice(short, NUM_PER_FILE)
+    return found
+
+
+def _num_tokens(talk: Conversation, model: ModelFree) -> int:
+    """Tokens of its longest prompt, or more than are allowed where its text alone has more."""
+    longest = max(talk.requests, key=_num_characters)
+    if _num_characters(longest) > MAX_BYTES_PER_TOKEN * MAX_CONVERSATION_TOKENS:
+        return MAX_CONVERSATION_TOKENS + 1
+    served = model.served
+    turn = parse_chat(longest.body, {}, served.defaults, RequestId("sample")).turn
+    return len(served.tokenizer.encode(served.template.write(turn.messages, turn.tools, thinking=True).text))
+
+
+def _num_characters(request: Request) -> int:
+    return len(str(request.body))
+
+
+def pair_all(shared: Path, families: Sequence[str], client: str | None = None) -> Iterator[Paired]:
+    """Every conversation of the sample on every family."""
+    talks: list[Conversation] | None = None
+    for family in families:
+        with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
+            scale = SCALES.get(family, TINY)
+            folder = build_model(family, Path(scratch) / "model", scale=scale, answer_tokens=None)
+            model = ModelFree(folder, is_cuttable=CONVENTIONS[family].is_cuttable)
+            talks = sample(shared, client, model) if talks is None else talks
+            with led_server(folder, Path(scratch)) as server:
+                for talk in talks:
+                    yield pair_up(talk, family, server, model)
+
+
+# --- figures and tables ----------------------------------------------------------------------------------------------
+
+
+def run(_num_rounds: int) -> list[Figure]:
+    """Requests whose reuse differs from what it is without a model, per family. Nothing is timed."""
+    shared = shared_folder()
+    if shared is None:
+        print("real_loop: there are no recorded conversations here, nothing was compared", file=sys.stderr)
+        return []
+    played = list(pair_all(shared, RECORDED_FAMILIES))
+    print("\n".join(table(played)), flush=True)
+    return [_figure(family, [one for one in played if one.family == family]) for family in RECORDED_FAMILIES]
+
+
+def _figure(family: str, played: Sequence[Paired]) -> Figure:
+    pairs = [pair for one in played for pair in one.pairs]
+    real, free = (reuse(played, is_real=is_real) for is_real in (True, False))
+    return Figure(
+        "real_loop",
+        f"requests whose reuse over HTTP is not that without a model, {family}",
+        "",
+        (float(num_differing(played)),),
+        Bound("at most", 0),
+        f"of {len(pairs)} in {len(played)} conversations; reuse {real:.4f} : {free:.4f}",
+    )
+
+
+def reuse(played: Iterable[Paired], *, is_real: bool) -> float:
+    """Reused prompt tokens : prompt tokens, pooled, without the requests that begin a conversation."""
+    told = [pair.real if is_real else pair.free for one in played for pair in one.pairs if not pair.is_first]
+    return sum(each.num_cached_tokens for each in told) / max(1, sum(each.num_prompt_tokens for each in told))
+
+
+def num_differing(played: Iterable[Paired]) -> int:
+    """Requests of which the two sides say something else; a conversation whose sums are wrong counts as one."""
+    return sum(sum(not pair.is_same for pair in one.pairs) + (not one.sums_agree) for one in played)
+
+
+def table(played: Sequence[Paired]) -> Iterator[str]:
+    """Client x family: reuse on both sides and how many requests differ, as the lines of a Markdown table."""
+    yield f"| {' | '.join(HEADINGS)} |"
+    yield "|---" * len(HEADINGS) + "|"
+    for client in dict.fromkeys(one.client for one in played):
+        for family in dict.fromkeys(one.family for one in played):
+            some = [one for one in played if (one.client, one.family) == (client, family)]
+            warm = [pair for one in some for pair in one.pairs if not pair.is_first]
+            cells = [
+                client,
+                family,
+                str(len(warm)),
+                f"{sum(pair.real.num_prompt_tokens for pair in warm):,}",
+                f"{reuse(some, is_real=True):.4f}",
+                f"{reuse(some, is_real=False):.4f}",
+                str(num_differing(some)),
+            ]
+            yield f"| {' | '.join(cells)} |"
+
+
+def requests(played: Sequence[Paired]) -> Iterator[str]:
+    """Every request with what both sides say of it."""
+    for one in played:
+        for number, pair in enumerate(one.pairs, 1):
+            mark = "" if pair.is_same else "  DIFFERS"
+            yield (
+                f"{one.client} {one.name} {one.family} {number}: {pair.real.num_cached_tokens} of "
+                f"{pair.real.num_prompt_tokens} over HTTP, {pair.free.num_cached_tokens} of "
+                f"{pair.free.num_prompt_tokens} without a model ({pair.free.cause}){mark}"
+            )
+        if not one.sums_agree:
+            yield f"{one.client} {one.name} {one.family}: GET /v1/cache adds up to something else  DIFFERS"

@@ -1,0 +1,127 @@
+"""Messages that were sent before, with what is known of each: every request brings its whole history again.
+
+A memo of `canonicalise` and `replay` for equal messages, within a number of bytes, least recently used first. What it
+answers is what they would answer; it knows no conversations.
+"""
+
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvserve.canonical.canonicalise import Canonical, canonicalise
+from kvserve.canonical.replay import Replayed, replay
+from kvserve.canonical.rule import RuleSet
+from kvserve.core import Block, ImageBlock, Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
+
+MAX_BYTES = 128 * 2**20
+VALUE_BYTES = 256
+"""What is known of a message beside its texts, roughly, and so for each block."""
+
+
+class _Asked(NamedTuple):
+    """A question that was put to `replay`; compared by identity, the values are kept by the answer."""
+
+    seen: Message
+    rules: RuleSet
+    in_history: bool
+    may_put_back: bool
+
+    def is_same(self, other: "_Asked") -> bool:
+        return (
+            self.seen is other.seen
+            and self.rules is other.rules
+            and self.in_history == other.in_history
+            and self.may_put_back == other.may_put_back
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """A message, its canonical form, and the last question about its replay with the answer."""
+
+    message: Message
+    canonical: Canonical
+    num_bytes: int
+    last: tuple[_Asked, Replayed] | None = None
+
+
+class Familiar:
+    """What is known of messages under one set of rules. Safe for several threads."""
+
+    def __init__(self, rules: RuleSet, max_bytes: int = MAX_BYTES) -> None:
+        self._rules = rules
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._known: dict[Message, Known] = {}
+        self._by_id: OrderedDict[int, Known] = OrderedDict()
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept, roughly."""
+        return self._num_bytes
+
+    def recall(self, messages: Sequence[Message]) -> list[Known]:
+        """Per message the equal one that was sent before, or itself; from now on it is known."""
+        with self._lock:
+            found = [self._known.get(message) for message in messages]
+        recalled = [
+            known if known is not None else Known(message, canonicalise(message, self._rules), _num_bytes(message))
+            for known, message in zip(found, messages, strict=True)
+        ]
+        with self._lock:
+            for known in recalled:
+                self._keep(known)
+        return recalled
+
+    def replay(
+        self, fresh: Message, seen: Message, *, in_history: bool, rules: RuleSet, may_put_back: bool
+    ) -> Replayed:
+        """`canonical.replay.replay`; the same object again for a recalled message that is asked of again."""
+        asked = _Asked(seen, rules, in_history, may_put_back)
+        known = self._by_id.get(id(fresh))
+        if known is None or known.message is not fresh:
+            return replay(fresh, seen, in_history=in_history, rules=rules, may_put_back=may_put_back)
+        last = known.last
+        if last is not None and last[0].is_same(asked):
+            return last[1]
+        answer = replay(fresh, seen, in_history=in_history, rules=rules, may_put_back=may_put_back)
+        known.last = asked, answer
+        return answer
+
+    def clear(self) -> None:
+        """Forget all messages."""
+        with self._lock:
+            self._known.clear()
+            self._by_id.clear()
+            self._num_bytes = 0
+
+    def _keep(self, known: Known) -> None:
+        """Make it the most recently used one. Of two that are equal the first stays."""
+        if self._by_id.get(id(known.message)) is known:
+            self._by_id.move_to_end(id(known.message))
+        elif self._known.setdefault(known.message, known) is known:
+            self._by_id[id(known.message)] = known
+            self._num_bytes += known.num_bytes
+            while self._num_bytes > self._max_bytes:
+                _, oldest = self._by_id.popitem(last=False)
+                del self._known[oldest.message]
+                self._num_bytes -= oldest.num_bytes
+
+
+def _num_bytes(message: Message) -> int:
+    """A message and its canonical form, which shares most of its texts with it."""
+    return VALUE_BYTES + sum(map(_block_bytes, message.blocks))
+
+
+def _block_bytes(block: Block) -> int:
+    match block:
+        case TextBlock(text) | ThinkingBlock(text) | ImageBlock(text):
+            return VALUE_BYTES + sys.getsizeof(text)
+        case ToolCallBlock(_, _, arguments):
+            return VALUE_BYTES + 2 * sys.getsizeof(arguments)
+        case ToolResultBlock(_, blocks):
+            return VALUE_BYTES + sum(map(_block_bytes, blocks))
