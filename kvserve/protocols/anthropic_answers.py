@@ -1,0 +1,223 @@
+"""Answers of `/v1/messages`: answer events -> named events of a stream, or one message. Knows the wire form only.
+
+A whole message is put together from the very events that a stream would have sent, so the two cannot differ.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvserve.core import (
+    AnswerEvent,
+    ContentDelta,
+    Finished,
+    FinishReason,
+    JsonObject,
+    ReasoningDelta,
+    RequestId,
+    ToolCallBlock,
+    ToolCallDelta,
+    Waiting,
+)
+from kvserve.errors import RequestError
+from kvserve.protocols.anthropic_errors import encode_error
+from kvserve.protocols.anthropic_signature import sign
+
+type Event = dict[str, object]
+
+_STOP_REASONS: dict[FinishReason, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def message_id(request_id: RequestId) -> str:
+    """The id that the body carries."""
+    return f"msg_{request_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCounts:
+    """Tokens of a prompt, and how many of them from its beginning the client marked for caching."""
+
+    num_prompt_tokens: int
+    num_marked_tokens: int = 0
+
+    def usage(self, num_cached_tokens: int, num_output_tokens: int) -> Event:
+        """Input, what was read from the cache and what was marked and computed add up to the prompt."""
+        created = max(0, self.num_marked_tokens - num_cached_tokens)
+        return {
+            "input_tokens": self.num_prompt_tokens - num_cached_tokens - created,
+            "cache_creation_input_tokens": created,
+            "cache_read_input_tokens": num_cached_tokens,
+            "output_tokens": num_output_tokens,
+        }
+
+
+@dataclass(slots=True)
+class _OpenBlock:
+    """A thinking or text block on its way. `held` is white space at its beginning, until something follows."""
+
+    kind: Literal["thinking", "text"]
+    held: str = ""
+    is_sent: bool = False
+    said: list[str] = field(default_factory=list)
+
+
+class MessageStreamEncoder:
+    """Turns the events of one answer into events of the wire, in order: blocks follow each other, none is empty.
+
+    `message_start` goes out as soon as it is known how much of the prompt was cached; `counts` is asked then, and at
+    the end.
+    """
+
+    def __init__(
+        self, request_id: RequestId, model: str, counts: Callable[[], PromptCounts], *, shows_thinking: bool
+    ) -> None:
+        self._id = message_id(request_id)
+        self._model = model
+        self._counts = counts
+        self._shows_thinking = shows_thinking
+        self._is_started = False
+        self._num_blocks = 0
+        self._open: _OpenBlock | None = None
+
+    def keep_alive(self) -> Event:
+        """An event that says nothing; before the first word of all, that there will be a message."""
+        return {"type": "ping"} if self._is_started else self._start(0)[0]
+
+    def error_chunk(self, error: RequestError) -> Event:
+        """The last event of a stream that fails after it began."""
+        return encode_error(error)
+
+    def encode(self, event: AnswerEvent) -> list[Event]:
+        """The events that `event` makes; none while waiting."""
+        match event:
+            case Waiting(num_cached_tokens=cached):
+                return self._start(cached) if cached is not None else []
+            case ReasoningDelta(text):
+                return [*self._start(0), *self._piece("thinking", text)]
+            case ContentDelta(text):
+                return [*self._start(0), *self._piece("text", text)]
+            case ToolCallDelta(call):
+                return [*self._start(0), *self._close(), *self._call(call)]
+            case Finished(reason, usage, stop_string):
+                stop_reason = "stop_sequence" if reason == "stop" and stop_string else _STOP_REASONS[reason]
+                delta = {"stop_reason": stop_reason, "stop_sequence": stop_string if reason == "stop" else None}
+                counts = self._counts().usage(usage.num_cached_tokens, usage.num_completion_tokens)
+                end: list[Event] = [
+                    {"type": "message_delta", "delta": delta, "usage": counts},
+                    {"type": "message_stop"},
+                ]
+                return [*self._start(usage.num_cached_tokens), *self._close(), *end]
+
+    def _start(self, num_cached_tokens: int) -> list[Event]:
+        if self._is_started:
+            return []
+        self._is_started = True
+        message: Event = {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._counts().usage(num_cached_tokens, 0),
+        }
+        return [{"type": "message_start", "message": message}, {"type": "ping"}]
+
+    # --- blocks -------------------------------------------------------------------------------------------------------
+
+    def _piece(self, kind: Literal["thinking", "text"], text: str) -> list[Event]:
+        """A piece of a block, which is opened by the first piece that is more than white space."""
+        events: list[Event] = []
+        if not text:
+            return events
+        if self._open is None or self._open.kind != kind:
+            events += self._close()
+            self._open = _OpenBlock(kind)
+        block = self._open
+        said = block.held + text
+        if not block.is_sent and not said.strip():
+            block.held = said
+            return events
+        if not block.is_sent:
+            block.is_sent, block.held = True, ""
+            events.append(self._block_start(_EMPTY_BLOCKS[kind]))
+        block.said.append(said)
+        if kind == "text":
+            events.append(self._delta({"type": "text_delta", "text": said}))
+        elif self._shows_thinking:
+            events.append(self._delta({"type": "thinking_delta", "thinking": said}))
+        return events
+
+    def _close(self) -> list[Event]:
+        """The end of the open block; nothing where none was sent."""
+        block, self._open = self._open, None
+        if block is None or not block.is_sent:
+            return []
+        events = []
+        if block.kind == "thinking":
+            events.append(self._delta({"type": "signature_delta", "signature": sign("".join(block.said))}))
+        return [*events, self._block_stop()]
+
+    def _call(self, call: ToolCallBlock) -> list[Event]:
+        block = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
+        start = self._block_start(block)
+        return [start, self._delta({"type": "input_json_delta", "partial_json": call.arguments}), self._block_stop()]
+
+    def _block_start(self, block: JsonObject) -> Event:
+        return {"type": "content_block_start", "index": self._num_blocks, "content_block": dict(block)}
+
+    def _delta(self, delta: JsonObject) -> Event:
+        return {"type": "content_block_delta", "index": self._num_blocks, "delta": delta}
+
+    def _block_stop(self) -> Event:
+        self._num_blocks += 1
+        return {"type": "content_block_stop", "index": self._num_blocks - 1}
+
+
+_EMPTY_BLOCKS: dict[str, JsonObject] = {
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": ""},
+}
+
+
+# --- whole answers ---------------------------------------------------------------------------------------------------
+
+
+def whole_message(events: Iterable[Event]) -> Event:
+    """The message that the events of a complete stream say, as clients put it together. Raises ValueError without end.
+
+    Deltas are joined per block; `usage` and stop reason are those of the end.
+    """
+    message: Event = {}
+    blocks: list[_Joined] = []
+    for event in events:
+        match event:
+            case {"type": "message_start", "message": dict(begun)}:
+                message = dict(begun)
+            case {"type": "content_block_start", "content_block": dict(block)}:
+                blocks.append(_Joined(block))
+            case {"type": "content_block_delta", "delta": dict(delta)}:
+                blocks[-1].add(delta)
+            case {"type": "message_delta", "delta": dict(end), "usage": usage}:
+                return {**message, **end, "content": [block.whole() for block in blocks], "usage": usage}
+    raise ValueError("the events have no end")
+
+
+class _Joined:
+    """One content block and the pieces of its fields."""
+
+    def __init__(self, block: JsonObject) -> None:
+        self._block = block
+        self._pieces: dict[str, list[str]] = {}
+
+    def add(self, delta: JsonObject) -> None:
+        for name, piece in delta.items():
+            if name != "type":
+                self._pieces.setdefault(name, []).append(str(piece))
+
+    def whole(self) -> Event:
+        said = {name: "".join(pieces) for name, pieces in self._pieces.items()}
+        arguments = said.pop("partial_json", None)
+        return {**self._block, **said, **({"input": json.loads(arguments)} if arguments is not None else {})}

@@ -1,0 +1,199 @@
+"""Anthropic messages -> `core.Message`. Knows the wire's roles and content blocks, not what a template makes of them.
+
+One message of the wire can be several: each tool result of a user's message is a message of its own, as in OpenAI's
+form, so that a conversation reads the same to the model whichever way it came. Nothing moves and nothing is hoisted: a
+system message in the middle stays there. Empty text makes no block.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from kvserve.core import (
+    Block,
+    ImageBlock,
+    JsonObject,
+    Message,
+    Role,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+    ToolResultBlock,
+)
+from kvserve.errors import BadRequest
+from kvserve.protocols.anthropic_signature import signed_text
+from kvserve.protocols.fields import Fields, Reader, filled_text, flag, list_of, mapping, mistyped, text
+
+type PlainBlock = TextBlock | ImageBlock
+type BlockReader = Callable[[Fields], Sequence[Block]]
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _read_text(block: Fields) -> list[TextBlock]:
+    return _text_blocks(block.required("text", text))
+
+
+def _text_blocks(said: str) -> list[TextBlock]:
+    return [TextBlock(said)] if said else []
+
+
+def _read_image(block: Fields) -> list[ImageBlock]:
+    """The bytes in the block as a data URL, or the address; a file that was uploaded elsewhere is not here."""
+    source = block.required("source", mapping)
+    match source.required("type", text):
+        case "base64":
+            kind, data = source.required("media_type", filled_text), source.required("data", filled_text)
+            return [ImageBlock(f"data:{kind};base64,{data}")]
+        case "url":
+            return [ImageBlock(source.required("url", filled_text))]
+        case other:
+            raise mistyped(f"{source.path}.type", '"base64" or "url"', other)
+
+
+def _read_document(block: Fields) -> list[TextBlock]:
+    """A document of plain text, with its title and context above it."""
+    source = block.required("source", mapping)
+    heads = [said for key in ("title", "context") if (said := block.optional(key, text))]
+    match source.required("type", text):
+        case "text":
+            body = [source.required("data", text)]
+        case "content":
+            body = [part.text for part in source.required("content", _read_texts)]
+        case other:
+            raise mistyped(f"{source.path}.type", '"text" or "content" (other documents are not read here)', other)
+    return _text_blocks("\n".join([*heads, *body]))
+
+
+def _read_search_result(block: Fields) -> list[TextBlock]:
+    heads = [block.required(key, text) for key in ("title", "source")]
+    return _text_blocks("\n".join([*heads, *(part.text for part in block.required("content", _read_texts))]))
+
+
+def _read_tool_reference(block: Fields) -> list[TextBlock]:
+    """A tool that a search for tools has found. The model sees all tools anyway; its name is what there is to say."""
+    return [TextBlock(block.required("tool_name", filled_text))]
+
+
+def _read_thinking(block: Fields) -> list[ThinkingBlock]:
+    """The thinking; where the client left the text out, what the signature carries."""
+    said = block.required("thinking", text)
+    signature = block.optional("signature", text)
+    if not said.strip() and signature:
+        said = signed_text(signature) or said
+    return [ThinkingBlock(said)] if said.strip() else []
+
+
+def _read_redacted_thinking(block: Fields) -> list[ThinkingBlock]:
+    """Thinking that only its maker can read: another's says nothing here, nor would it to the model."""
+    said = signed_text(block.required("data", text))
+    return [ThinkingBlock(said)] if said else []
+
+
+def _read_tool_use(block: Fields) -> list[ToolCallBlock]:
+    arguments = json.dumps(block.required("input", mapping).values, ensure_ascii=False, separators=(",", ":"))
+    return [ToolCallBlock(block.required("id", text), block.required("name", filled_text), arguments)]
+
+
+def _read_tool_result(block: Fields) -> list[ToolResultBlock]:
+    content = block.optional("content", _read_result_content) or []
+    is_error = block.optional("is_error", flag) or False
+    return [ToolResultBlock(block.required("tool_use_id", text), tuple(content), is_error)]
+
+
+_PLAIN: Mapping[str, Callable[[Fields], Sequence[PlainBlock]]] = {
+    "text": _read_text,
+    "image": _read_image,
+    "document": _read_document,
+    "search_result": _read_search_result,
+}
+_RESULT: Mapping[str, Callable[[Fields], Sequence[PlainBlock]]] = {**_PLAIN, "tool_reference": _read_tool_reference}
+BLOCKS: Mapping[str, Mapping[str, BlockReader]] = {
+    "user": {**_PLAIN, "tool_result": _read_tool_result},
+    "assistant": {
+        "text": _read_text,
+        "thinking": _read_thinking,
+        "redacted_thinking": _read_redacted_thinking,
+        "tool_use": _read_tool_use,
+    },
+    "system": {"text": _read_text},
+}
+"""Which blocks a message of each role may hold."""
+
+
+# --- content ---------------------------------------------------------------------------------------------------------
+
+
+def content_reader[T: Block](blocks: Mapping[str, Callable[[Fields], Sequence[T]]]) -> Reader[list[T | TextBlock]]:
+    """A reader of `content`: a string, or an array of the `blocks` that may stand there."""
+
+    def read_block(value: object, path: str) -> Sequence[T]:
+        block = mapping(value, path)
+        kind = block.required("type", text)
+        if kind not in blocks:
+            raise mistyped(f"{path}.type", "one of " + ", ".join(f'"{known}"' for known in blocks), kind)
+        return blocks[kind](block)
+
+    def read(value: object, path: str) -> list[T | TextBlock]:
+        if isinstance(value, str):
+            return [*_text_blocks(value)]
+        if not isinstance(value, list | tuple):
+            raise mistyped(path, "a string or an array of blocks", value)
+        return [block for some in list_of(read_block)(value, path) for block in some]
+
+    return read
+
+
+_read_texts = content_reader({"text": _read_text})
+_read_result_content = content_reader(_RESULT)
+_READERS: Mapping[str, Reader[list[Block]]] = {role: content_reader(blocks) for role, blocks in BLOCKS.items()}
+
+
+def read_system(fields: Fields) -> tuple[Message, ...]:
+    """The top-level `system`: no message where it is missing or says nothing. Raises BadRequest."""
+    blocks = fields.optional("system", _read_texts) or []
+    return (Message("system", tuple(blocks)),) if blocks else ()
+
+
+def read_message(value: object, path: str) -> tuple[Message, ...]:
+    """One message of the wire, at least one of ours. Raises BadRequest naming the field."""
+    fields = mapping(value, path)
+    role = fields.required("role", text)
+    if role not in _READERS:
+        raise mistyped(f"{path}.role", "one of " + ", ".join(f'"{known}"' for known in _READERS), role)
+    blocks = fields.required("content", _READERS[role])
+    if role == "user":
+        return tuple(_with_results_apart(blocks))
+    said: Role = "assistant" if role == "assistant" else "system"
+    return (Message(said, tuple(blocks)),)
+
+
+def _with_results_apart(blocks: Sequence[Block]) -> Iterator[Message]:
+    """The user's words between the tool results, and each result as a message; an empty message stays one."""
+    words: list[Block] = []
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            if words:
+                yield Message("user", tuple(words))
+                words = []
+            yield Message("tool", (block,))
+        else:
+            words.append(block)
+    if words or not blocks:
+        yield Message("user", tuple(words))
+
+
+def read_messages(fields: Fields) -> list[tuple[Message, ...]]:
+    """`messages`, at least one of the wire, each as what it becomes. Raises BadRequest."""
+    messages = fields.required("messages", list_of(read_message))
+    if not messages:
+        raise BadRequest("messages must not be empty.", param="messages")
+    return messages
+
+
+def wire_blocks(value: object) -> Iterator[JsonObject]:
+    """The blocks of a content that was read without an error, those inside of tool results too."""
+    for block in value if isinstance(value, list | tuple) else ():
+        yield block
+        if block.get("type") == "tool_result":
+            yield from wire_blocks(block.get("content"))

@@ -1,0 +1,154 @@
+"""`/v1/messages` and its `count_tokens`: body -> Turn. Knows the wire form of requests; answers are in
+`anthropic_answers.py`.
+
+Every field may also stand in `extra_body`; what stands at the top level counts. The server's own extensions (`seed`,
+`min_p`, `session_id`, `ttl`, `cache_mode`, `chat_template_kwargs`, ...) are read as in the other protocols.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from kvserve.core import JsonObject, RequestDefaults, RequestId, SessionHint, ThinkingChoice, Turn
+from kvserve.protocols.anthropic_cache_control import CacheMarks, read_cache_marks
+from kvserve.protocols.anthropic_content import read_messages, read_system
+from kvserve.protocols.anthropic_tools import read_response_format, read_tool_choice, read_tools
+from kvserve.protocols.fields import (
+    MAX_TOKEN_COUNT,
+    Fields,
+    Reader,
+    flag,
+    integer,
+    list_of,
+    mapping,
+    text,
+    with_extra_body,
+    word,
+)
+from kvserve.protocols.openai_chat import read_template_arguments
+from kvserve.protocols.sampling import read_sampling, read_stop_strings, refuse_unsupported
+from kvserve.protocols.session import read_session
+from kvserve.protocols.thinking import LEVELS, read_thinking
+
+PROTOCOL = "anthropic_messages"
+
+_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {"mcp_servers": ([],), "container": ()}
+_TOLERATED: Mapping[str, Reader[object]] = {
+    "service_tier": text,
+    "inference_geo": text,
+    "speed": text,
+    "betas": list_of(text),
+}
+"""Known fields that change nothing here: of the right type they pass."""
+
+_KEEPS_THINKING = "clear_thinking_20251015"
+_SESSION_IN_USER_ID = re.compile(r"_session_([0-9A-Za-z-]{8,})\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesRequest:
+    """A parsed body: the turn, how the answer travels, and whether the client wants to read the thinking."""
+
+    turn: Turn
+    stream: bool
+    shows_thinking: bool
+
+
+def parse_messages(
+    body: JsonObject, headers: Mapping[str, str], defaults: RequestDefaults, request_id: RequestId
+) -> MessagesRequest:
+    """The request that `body` and `headers` (lower-case names) make. Raises BadRequest naming the field."""
+    fields = with_extra_body(body)
+    max_tokens = fields.required("max_tokens", integer(1, MAX_TOKEN_COUNT))
+    turn = replace(parse_counted(body, headers, defaults, request_id), max_tokens=max_tokens)
+    thinking = fields.optional("thinking", _read_thinking_object)
+    is_omitted = thinking is not None and thinking.optional("display", text) == "omitted"
+    return MessagesRequest(turn, fields.optional("stream", flag) or False, not is_omitted)
+
+
+def parse_counted(
+    body: JsonObject, headers: Mapping[str, str], defaults: RequestDefaults, request_id: RequestId
+) -> Turn:
+    """The turn whose prompt is to be counted: the same, less what only an answer needs. Raises BadRequest."""
+    fields = with_extra_body(body)
+    refuse_unsupported(fields, _UNSUPPORTED)
+    for name, reader in _TOLERATED.items():
+        fields.optional(name, reader)
+    tools = read_tools(fields)
+    tool_choice, is_parallel = read_tool_choice(fields, tools)
+    system, messages = read_system(fields), read_messages(fields)
+    return Turn(
+        request_id=request_id,
+        protocol=PROTOCOL,
+        model=fields.optional("model", text) or None,
+        sampling=read_sampling(fields, defaults.sampling),
+        messages=(*system, *(message for some in messages for message in some)),
+        tools=tools,
+        tool_choice=tool_choice,
+        parallel_tool_calls=is_parallel,
+        response_format=read_response_format(fields),
+        stop_strings=read_stop_strings(fields, "stop_sequences"),
+        thinking=_thinking(fields, body),
+        template_arguments=read_template_arguments(body),
+        session=_session(body, headers, read_cache_marks(body, system, messages)),
+    )
+
+
+# --- thinking --------------------------------------------------------------------------------------------------------
+
+
+def _read_thinking_object(value: object, path: str) -> Fields | None:
+    """Anthropic's object; a word or a switch, as other protocols have it, holds nothing more."""
+    return mapping(value, path) if isinstance(value, Mapping) else None
+
+
+def _thinking(fields: Fields, body: JsonObject) -> ThinkingChoice:
+    """`thinking` switches, `output_config.effort` says how much, `context_management` may keep that of old turns."""
+    said = fields.optional("thinking", _read_thinking_object)
+    if said is not None:
+        said.optional("budget_tokens", integer(0, MAX_TOKEN_COUNT))
+    choice = read_thinking(body)
+    config = fields.optional("output_config", mapping)
+    effort = config.optional("effort", word(*LEVELS)) if config is not None else None
+    if choice.effort is None and choice.enabled is not False:
+        choice = replace(choice, effort=effort)
+    if choice.preserve is None and _keeps_all_thinking(fields):
+        choice = replace(choice, preserve=True)
+    return choice
+
+
+def _keeps_all_thinking(fields: Fields) -> bool:
+    """Whether a client wants its context edited so that the thinking of all turns stays; other edits are not made."""
+    management = fields.optional("context_management", mapping)
+    edits = management.optional("edits", list_of(mapping)) if management is not None else None
+    kept = [edit.values.get("keep") for edit in edits or () if edit.optional("type", text) == _KEEPS_THINKING]
+    return "all" in kept
+
+
+# --- session ---------------------------------------------------------------------------------------------------------
+
+
+def _session(body: JsonObject, headers: Mapping[str, str], marks: CacheMarks) -> SessionHint:
+    """The hint as in every protocol, with the session in `metadata.user_id` and the cache marks."""
+    hint = read_session(body, headers)
+    metadata = Fields(body).optional("metadata", mapping)
+    user_id = metadata.optional("user_id", text) if metadata is not None else None
+    return replace(
+        hint,
+        session_id=hint.session_id or _session_in(user_id or ""),
+        num_marked_messages=marks.num_messages,
+        marked_seconds=marks.ttl_seconds,
+    )
+
+
+def _session_in(user_id: str) -> str | None:
+    """The session that Claude Code writes into its user id, as JSON or at its end; a mere user is no session."""
+    if match := _SESSION_IN_USER_ID.search(user_id):
+        return match[1]
+    try:
+        value = json.loads(user_id)
+    except (ValueError, RecursionError):
+        return None
+    session = value.get("session_id") if isinstance(value, dict) else None
+    return session if isinstance(session, str) and session else None

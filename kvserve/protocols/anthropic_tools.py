@@ -1,0 +1,59 @@
+"""Tools, which of them must be called, and the form of the content, as Anthropic spells it -> nouns."""
+
+from kvserve.core import ResponseFormat, ToolChoice, ToolSpec
+from kvserve.errors import BadRequest
+from kvserve.protocols.fields import Fields, filled_text, flag, list_of, mapping, mistyped, text, word
+from kvserve.protocols.json_schema import read_schema
+from kvserve.protocols.openai_tools import read_parameters, tool_name
+
+
+def read_tools(fields: Fields) -> tuple[ToolSpec, ...]:
+    """`tools`, in the client's order. Raises BadRequest, also for tools that would run on the server."""
+    return tuple(fields.optional("tools", list_of(_read_tool)) or ())
+
+
+def _read_tool(value: object, path: str) -> ToolSpec:
+    tool = mapping(value, path)
+    kind = tool.optional("type", text) or "custom"
+    if kind != "custom":
+        raise mistyped(f"{path}.type", '"custom" (tools of the server are not offered here)', kind)
+    return ToolSpec(
+        name=tool.required("name", tool_name),
+        description=tool.optional("description", text),
+        parameters=tool.required("input_schema", read_parameters),
+        strict=tool.optional("strict", flag) or False,
+    )
+
+
+def read_tool_choice(fields: Fields, tools: tuple[ToolSpec, ...]) -> tuple[ToolChoice, bool]:
+    """`tool_choice`, and whether several calls at once are allowed.
+
+    Raises BadRequest, also for a choice that `tools` cannot meet.
+    """
+    choice = fields.optional("tool_choice", mapping)
+    if choice is None:
+        return ToolChoice(), True
+    is_parallel = not (choice.optional("disable_parallel_tool_use", flag) or False)
+    match choice.required("type", word("auto", "any", "tool", "none")):
+        case "any":
+            if not tools:
+                raise BadRequest(f'{choice.path} is "any", but the request has no tools.', param=choice.path)
+            return ToolChoice("required"), is_parallel
+        case "tool":
+            name = choice.required("name", filled_text)
+            if name not in [tool.name for tool in tools]:
+                raise BadRequest(f"{choice.path}.name is not among the request's tools.", param=f"{choice.path}.name")
+            return ToolChoice("function", name), is_parallel
+        case "none":
+            return ToolChoice("none"), is_parallel
+    return ToolChoice(), is_parallel
+
+
+def read_response_format(fields: Fields) -> ResponseFormat:
+    """`output_config.format`, or the older `output_format`: JSON that obeys a schema. Raises BadRequest."""
+    config = fields.optional("output_config", mapping)
+    said = (config and config.optional("format", mapping)) or fields.optional("output_format", mapping)
+    if said is None:
+        return ResponseFormat()
+    said.required("type", word("json_schema"))
+    return ResponseFormat("json_schema", said.required("schema", read_schema))

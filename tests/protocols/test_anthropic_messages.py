@@ -1,0 +1,240 @@
+"""Requests of /v1/messages as a whole: every field, bodies of real clients, and whatever else a body may be."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvserve.core import RequestId, ResponseFormat, SessionHint, ThinkingChoice, ToolChoice, ToolSpec
+from kvserve.errors import BadRequest, RequestError
+from kvserve.protocols.anthropic_errors import encode_error
+from kvserve.protocols.anthropic_messages import parse_counted, parse_messages
+from tests.protocols.anthropic_wire import parse
+from tests.protocols.conftest import DEFAULTS
+from tests.protocols.test_robustness import JSON, paths, replaced
+
+RECORDINGS = Path(__file__).resolve().parents[3] / "shared" / "recordings"
+CLIENTS = ("claude-code-2.1.119", "claude-code-2.1.330", "pi-0.87-anthropic")
+TOOL = {"name": "look", "description": "looks", "input_schema": {"type": "object", "properties": {}}}
+SPEC = ToolSpec("look", "looks", {"type": "object", "properties": {}})
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+
+def test_a_whole_request_becomes_a_turn() -> None:
+    """Limits, sampling, stop sequences, tools and form arrive together."""
+    request = parse(
+        model="claude-x",
+        max_tokens=32_000,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=3,
+        stop_sequences=["a", "b", "a"],
+        stream=True,
+        tools=[{**TOOL, "type": "custom", "defer_loading": True, "eager_input_streaming": True}],
+        output_config={"format": {"type": "json_schema", "schema": SCHEMA}},
+        metadata={"user_id": "somebody"},
+        betas=["x"],
+    )
+    turn = request.turn
+    assert (request.stream, request.shows_thinking) == (True, True)
+    assert (turn.protocol, turn.model, turn.max_tokens) == ("anthropic_messages", "claude-x", 32_000)
+    assert (turn.sampling.temperature, turn.sampling.top_p, turn.sampling.top_k) == (0.5, 0.25, 3)
+    assert turn.stop_strings == ("a", "b")
+    assert turn.tools == (SPEC,)
+    assert turn.response_format == ResponseFormat("json_schema", SCHEMA)
+    assert turn.session == SessionHint()
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "is_parallel"),
+    [
+        (None, ToolChoice(), True),
+        ({"type": "auto"}, ToolChoice(), True),
+        ({"type": "auto", "disable_parallel_tool_use": True}, ToolChoice(), False),
+        ({"type": "any", "disable_parallel_tool_use": False}, ToolChoice("required"), True),
+        ({"type": "tool", "name": "look", "disable_parallel_tool_use": True}, ToolChoice("function", "look"), False),
+        ({"type": "none"}, ToolChoice("none"), True),
+    ],
+)
+def test_tool_choice(choice: Any, expected: ToolChoice, is_parallel: bool) -> None:
+    """Each form of the choice."""
+    turn = parse(tools=[TOOL], tool_choice=choice).turn
+    assert (turn.tool_choice, turn.parallel_tool_calls) == (expected, is_parallel)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected", "shows"),
+    [
+        ({}, ThinkingChoice(), True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, ThinkingChoice(True), True),
+        ({"thinking": {"type": "disabled"}}, ThinkingChoice(False), True),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, ThinkingChoice(True), False),
+        ({"thinking": {"type": "adaptive", "display": "summarized"}}, ThinkingChoice(True), True),
+        ({"output_config": {"effort": "xhigh"}}, ThinkingChoice(None, "xhigh"), True),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, ThinkingChoice(True, "low"), True),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, ThinkingChoice(False), True),
+        (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+            ThinkingChoice(preserve=True),
+            True,
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919", "keep": "all"}, {"type": "x"}]}},
+            ThinkingChoice(),
+            True,
+        ),
+        ({"enable_thinking": False}, ThinkingChoice(False), True),
+        ({"thinking": "off"}, ThinkingChoice(False), True),
+    ],
+)
+def test_thinking(fields: dict[str, Any], expected: ThinkingChoice, shows: bool) -> None:
+    """Anthropic's object, the effort beside it, and the spellings of the other protocols."""
+    request = parse(**fields)
+    assert (request.turn.thinking, request.shows_thinking) == (expected, shows)
+
+
+SESSION = "1cb3ea4d-976d-4eea-8348-b2146025f9ef"
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "expected"),
+    [
+        ({"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": SESSION})}}, {}, SESSION),
+        ({"metadata": {"user_id": f"user_0f_account__session_{SESSION}"}}, {}, SESSION),
+        ({"metadata": {"user_id": "somebody"}}, {}, None),
+        ({"metadata": {"user_id": "[" * 50_000}}, {}, None),
+        ({"metadata": {"user_id": '{"session_id": 5}'}}, {}, None),
+        ({}, {"x-claude-code-session-id": SESSION}, SESSION),
+        ({"session_id": "mine", "metadata": {"user_id": f"u_session_{SESSION}"}}, {}, "mine"),
+    ],
+)
+def test_sessions(fields: dict[str, Any], headers: dict[str, str], expected: str | None) -> None:
+    """Claude Code writes its session into the user id; a mere user is no session."""
+    assert parse(headers, **fields).turn.session.session_id == expected
+
+
+MISTYPED: dict[str, list[Any]] = {
+    "max_tokens": [None, 0, -1, 1.5, "10", True, [], {}, 10**30],
+    "model": [1, [], {}, True],
+    "messages": [None, [], "hello", 5, {}, [5], ["hi"], [None], [[]]],
+    "system": [5, {}, [5], ["x"], [{"type": "image"}], True],
+    "stream": ["yes", 1, []],
+    "temperature": [-0.1, 2.1, "hot", True, []],
+    "top_p": [-0.1, 1.1, "x"],
+    "top_k": [-2, 1.5, "x"],
+    "stop_sequences": [5, {}, True, [5], [None], [""], ["x"] * 17],
+    "metadata": ["x", 5, [], {"user_id": 5}],
+    "tools": [5, "x", {}, [5], [{}], [{"name": "f"}], [{**TOOL, "name": "a b"}], [{**TOOL, "input_schema": []}]]
+    + [[{**TOOL, "type": kind}] for kind in ("web_search_20250305", "bash_20250124", 5)],
+    "tool_choice": ["auto", 5, [], {}, {"type": "sometimes"}, {"type": "any"}, {"type": "tool", "name": "no"}],
+    "tool_choice.disable_parallel_tool_use": [{"type": "auto", "disable_parallel_tool_use": "yes"}],
+    "thinking": ["perhaps", 5, [], {"type": "perhaps"}, {"type": "enabled", "budget_tokens": "x"}],
+    "thinking.display": [{"type": "enabled", "display": 5}],
+    "output_config": [5, "x", [], {"effort": "huge"}, {"format": "json"}, {"format": {"type": "xml"}}],
+    "output_config.format": [{"format": {"type": "json_schema"}}],
+    "context_management": [5, "x", [], {"edits": 5}, {"edits": [5]}],
+    "cache_control": [5, "x", {}, {"type": "forever"}, {"type": "ephemeral", "ttl": "soon"}],
+    "mcp_servers": [5, [{"type": "url"}]],
+    "container": ["c", {}],
+    "service_tier": [5],
+    "betas": ["x", [5]],
+}
+
+
+@pytest.mark.parametrize("field", MISTYPED)
+def test_a_field_of_the_wrong_type_is_named(field: str) -> None:
+    """The error says which one."""
+    for value in MISTYPED[field]:
+        with pytest.raises(BadRequest) as caught:
+            parse_messages({**_plain(), field.partition(".")[0]: value}, {}, DEFAULTS, RequestId("r"))
+        assert str(caught.value.param).startswith(field), (value, caught.value)
+
+
+def _plain() -> dict[str, Any]:
+    return {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+
+
+def test_what_is_only_counted_needs_no_limit() -> None:
+    """The same turn but for the limit of the answer."""
+    body = {**_plain(), "system": "s", "tools": [TOOL], "thinking": {"type": "disabled"}}
+    counted = parse_counted({key: body[key] for key in body if key != "max_tokens"}, {}, DEFAULTS, RequestId("r"))
+    asked = parse_messages(body, {}, DEFAULTS, RequestId("r")).turn
+    assert (counted.max_tokens, asked.max_tokens) == (None, 5)
+    assert (counted.messages, counted.tools, counted.thinking) == (asked.messages, asked.tools, asked.thinking)
+
+
+def _recorded() -> list[Path]:
+    return [file for client in CLIENTS for file in sorted((RECORDINGS / client).glob("*.json"))]
+
+
+def test_recorded_bodies_parse() -> None:
+    """Every request that real clients sent: its session, its marks, and a message for each result."""
+    if not _recorded():
+        pytest.skip(f"needs the recordings in {RECORDINGS}")
+    for file in _recorded():
+        record = json.loads(file.read_text("utf-8"))
+        headers = {name.lower(): value for name, value in record["headers"]}
+        request = parse_messages(record["body"], headers, DEFAULTS, RequestId("r"))
+        turn = request.turn
+        results = [
+            block
+            for message in record["body"]["messages"]
+            for block in message["content"]
+            if isinstance(block, dict) and block["type"] == "tool_result"
+        ]
+        assert [message.role for message in turn.messages].count("tool") == len(results)
+        assert turn.session.marked_seconds == 300 and turn.session.num_marked_messages == len(turn.messages)
+        assert (turn.session.session_id is None) == file.parent.name.startswith("pi")
+        assert turn.thinking.enabled and request.stream
+        assert request.shows_thinking == (file.parent.name != "claude-code-2.1.330")
+
+
+VALID: dict[str, object] = {
+    **_plain(),
+    "model": "m",
+    "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
+    "messages": [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "image", "source": {"type": "url", "url": "u"}}],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "t", "signature": "s"},
+                {"type": "tool_use", "id": "c", "name": "look", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "r"}]}],
+        },
+    ],
+    "tools": [TOOL],
+    "tool_choice": {"type": "tool", "name": "look"},
+    "thinking": {"type": "enabled", "budget_tokens": 5, "display": "omitted"},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "metadata": {"user_id": "u"},
+    "stop_sequences": ["x"],
+    "extra_body": {"ttl": "5m"},
+}
+
+
+@given(st.data())
+def test_any_body_is_a_request_or_a_request_error(data: st.DataObject) -> None:
+    """Any value at any place of a good body: never another exception, and the error has a body."""
+    place = data.draw(st.sampled_from(list(paths(VALID))))
+    body = replaced(VALID, place, data.draw(JSON))
+    try:
+        parse_messages(body, {}, DEFAULTS, RequestId("r"))
+    except RequestError as error:
+        assert json.dumps(encode_error(error))
+
+
+def test_the_valid_body_is_valid() -> None:
+    """Else the test above would show nothing."""
+    assert parse_messages(VALID, {}, DEFAULTS, RequestId("r")).turn.session.ttl_seconds == 300.0
