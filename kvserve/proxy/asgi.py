@@ -1,4 +1,4 @@
-"""The few ASGI and JSON moves that the guard makes: reading a body, answering, errors in OpenAI's form. It knows
+"""The few ASGI and JSON moves that the guard makes: reading a body, answering, errors in the protocol's form. It knows
 neither LiteLLM nor who may speak.
 """
 
@@ -19,6 +19,15 @@ type App = Callable[[Scope, Receive, Send], Awaitable[None]]
 type HeaderList = list[tuple[bytes, bytes]]
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_PATHS = "/v1/messages"
+_ANTHROPIC_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
 _BODY_TIMEOUT_SECONDS = 60.0
 
 
@@ -32,6 +41,12 @@ def read_headers(scope: Scope) -> dict[str, list[str]]:
 
 async def read_json_object(receive: Receive, max_bytes: int, headers: Headers) -> dict[str, object] | None:
     """The request's body, None if the client left. Raises BodyTooLarge, RequestTimeout, BadRequest."""
+    raw = await read_body(receive, max_bytes, headers)
+    return None if raw is None else parse_json_object(raw)
+
+
+async def read_body(receive: Receive, max_bytes: int, headers: Headers) -> bytes | None:
+    """The bytes of the request's body, None if the client left. Raises BodyTooLarge, RequestTimeout."""
     too_large = BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
     declared = "".join(headers.get("content-length", ("0",)))
     if declared.isdigit() and int(declared) > max_bytes:
@@ -50,7 +65,7 @@ async def read_json_object(receive: Receive, max_bytes: int, headers: Headers) -
                     break
     except TimeoutError:
         raise RequestTimeout(f"The body did not arrive within {_BODY_TIMEOUT_SECONDS:.0f} seconds.") from None
-    return parse_json_object(bytes(raw))
+    return bytes(raw)
 
 
 def parse_json_object(raw: bytes) -> dict[str, object]:
@@ -115,14 +130,18 @@ def preflight_headers(origin: str, headers: Headers) -> HeaderList:
     asked = ", ".join(headers.get("access-control-request-headers", ())) or "authorization, content-type, x-api-key"
     return [
         *sharing_headers(origin),
-        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-methods", b"GET, POST, DELETE"),
         (b"access-control-allow-headers", asked.encode("latin-1")),
         (b"access-control-max-age", b"600"),
     ]
 
 
-def error_body(error: RequestError) -> bytes:
-    """The error in OpenAI's form."""
+def error_body(error: RequestError, path: str = "") -> bytes:
+    """The error in OpenAI's form, or in Anthropic's under its paths."""
+    if path.startswith(_ANTHROPIC_PATHS):
+        fallback = "api_error" if error.status >= 500 else "invalid_request_error"
+        details = {"type": _ANTHROPIC_ERROR_TYPES.get(error.status, fallback), "message": error.message}
+        return json.dumps({"type": "error", "error": details}).encode("utf-8")
     default = "server_error" if error.status >= 500 else "invalid_request_error"
     kind = _ERROR_TYPES.get(error.status, default)
     value = {"message": error.message, "type": kind, "param": error.param, "code": error.code}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvserve.proxy.guard import GuardRules
+from kvserve.proxy.native import pass_through_endpoint
 from kvserve.proxy.settings import ProxyFiles, ProxySettings
 
 type Json = dict[str, object]
@@ -76,6 +77,7 @@ def litellm_config(settings: ProxySettings) -> Json:
         "forward_client_headers_to_llm_api": True,
         "cancel_on_disconnect": True,
         "disable_model_info_refresh": True,
+        "pass_through_endpoints": [pass_through_endpoint(settings.backend_url)],
     }
     if settings.api_key is not None:
         general["master_key"] = settings.api_key

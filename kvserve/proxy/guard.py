@@ -24,6 +24,7 @@ from kvserve.proxy.asgi import (
     error_body,
     json_header,
     preflight_headers,
+    read_body,
     read_headers,
     read_json_object,
     replay,
@@ -31,6 +32,7 @@ from kvserve.proxy.asgi import (
 )
 from kvserve.proxy.envelope import chat_envelope, completion_envelope
 from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange
+from kvserve.proxy.native import ENVELOPE, native_methods, native_scope, run_while_wanted
 
 _WARM_UP_TIMEOUT_SECONDS = 10.0
 
@@ -64,11 +66,13 @@ class GuardRules:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path that the proxy serves. With `envelope` the body is a JSON object of which LiteLLM sees only that."""
+    """A path that the proxy serves. With `envelope` the body is a JSON object of which LiteLLM sees only that; what
+    `is_native` is passed on byte for byte."""
 
     method: str
     envelope: Callable[[Mapping[str, object], str], dict[str, object]] | None = None
     needs_key: bool = True
+    is_native: bool = False
 
 
 # LiteLLM has some hundred paths more. Some change its configuration, some send what they get to a cloud provider, and
@@ -137,9 +141,13 @@ class Guard:
             check_access(headers, self._rules.access, needs_key=route.needs_key)
             await self._pass_on(route, scope, receive, AnswerFilter(send, origin))
         except RequestError as error:
-            await answer(send, error.status, error_body(error), [*json_header(), *sharing_headers(origin)])
+            body = error_body(error, scope["path"])
+            await answer(send, error.status, body, [*json_header(), *sharing_headers(origin)])
 
     async def _pass_on(self, route: Route, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
+        if route.is_native:
+            await self._pass_natively(scope, receive, send)
+            return
         inner = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != b"origin"]}
         if route.envelope is None:
             await self._app(inner, receive, send)
@@ -152,6 +160,13 @@ class Guard:
         send.exchange = Exchange(body, forwarded_headers(read_headers(scope)))
         CURRENT_EXCHANGE.set(send.exchange)
         await self._app(inner, replay(envelope, receive), send)
+
+    async def _pass_natively(self, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
+        raw = await read_body(receive, self._rules.max_body_bytes, read_headers(scope))
+        if raw is None:
+            return
+        inner = native_scope(scope, inner_headers(scope, len(ENVELOPE)), raw, self._rules.api_key)
+        await run_while_wanted(self._app, inner, receive, send)
 
     def _warm_before_ready(self, scope: Scope, send: Send) -> Send:
         """Holds back "started" until one request went through: the first one takes 600 ms longer than the others."""
@@ -229,6 +244,10 @@ class AnswerFilter:
 
 def find_route(method: str, path: str) -> Route:
     """The route of a path. Raises NotFound or MethodNotAllowed."""
+    if methods := native_methods(path):
+        if method not in methods:
+            raise MethodNotAllowed(f"This path takes {' and '.join(methods)}.")
+        return Route(method, is_native=True)
     route = ROUTES.get(path)
     if route is None:
         raise NotFound("The proxy serves no such path; the server's own port may.")

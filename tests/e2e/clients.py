@@ -19,6 +19,9 @@ PACKAGES = {
     "node24": ("node@24", "node"),
     "pi": ("@earendil-works/pi-coding-agent@0.87.1", "pi"),
     "openclaw": ("openclaw@2026.9.6", "openclaw"),
+    "codex": ("@openai/codex@0.169.0", "codex"),
+    "opencode": ("opencode-ai@1.18.33", "opencode"),
+    "claude": ("@anthropic-ai/claude-code@2.1.330", "claude"),
 }
 """Folder -> what npm installs there, and the program that is wanted of it."""
 INSTALL_SECONDS = 400
@@ -73,14 +76,18 @@ class Client:
     def project(self) -> Path:
         return self.home / "project"
 
-    def start(self, folder: str, *arguments: str) -> str:
-        """Run the client's program to its end; returns what it printed. Fails unless it exits with 0."""
+    def start(self, folder: str, *arguments: str, **variables: str) -> str:
+        """Run the client's program to its end; returns what it printed. Fails unless it exits with 0.
+
+        `variables` are those that this client has besides the environment that all have.
+        """
         environment = {
             **{"HOME": str(self.home), "PATH": f"{programs('node24')}:{os.environ['PATH']}", "TERM": "dumb"},
             **{"LANG": "C.UTF-8", "CI": "1", "DO_NOT_TRACK": "1", "DISABLE_TELEMETRY": "1"},
             **{"PI_OFFLINE": "1", "PI_SKIP_VERSION_CHECK": "1", "PI_TELEMETRY": "0"},
             **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), NOWHERE),
             **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
+            **variables,
         }
         command = [str(programs(folder) / PACKAGES[folder][1]), *arguments]
         done = run(command, seconds=TURN_SECONDS, cwd=self.project, env=environment)
@@ -105,6 +112,123 @@ class OpenClaw(Client):
         arguments = ("agent", "--local", "--agent", "main", "--session-id", "s1", "--json", "-m", text)
         printed = self.start("openclaw", *arguments)
         return dict(json.loads(printed[printed.index("{") :]))
+
+
+@dataclass(frozen=True)
+class ClaudeCode(Client):
+    """Claude Code, told by variables which server to ask; its tools include `Bash` and `Read`."""
+
+    port: int
+
+    def say(self, text: str, *flags: str) -> dict[str, Any]:
+        """One turn; returns the report that Claude Code printed. `-c` continues the last conversation."""
+        printed = self.start(
+            "claude",
+            *("-p", text, *flags, "--output-format", "json", "--allowedTools", "Bash,Read"),
+            ANTHROPIC_BASE_URL=f"http://127.0.0.1:{self.port}",
+            ANTHROPIC_API_KEY="none",
+            DISABLE_AUTOUPDATER="1",
+            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        )
+        return dict(json.loads(printed))
+
+
+def set_up_claude_code(home: Path, port: int) -> ClaudeCode:
+    """Claude Code for the server on this port, as the README says."""
+    for folder in ("node24", "claude"):
+        install(folder)
+    (home / "project").mkdir(parents=True)
+    return ClaudeCode(home, port)
+
+
+def set_up_anthropic_pi(home: Path, port: int, max_tokens: int) -> Pi:
+    """PI, configured to speak Anthropic's API to the server on this port."""
+    for folder in ("node24", "pi"):
+        install(folder)
+    model = {"id": "local", "reasoning": True, "input": ["text"], "contextWindow": 131072, "maxTokens": max_tokens}
+    provider = {
+        "baseUrl": f"http://127.0.0.1:{port}",
+        "api": "anthropic-messages",
+        "apiKey": "none",
+        "models": [model],
+    }
+    return Pi(_home(home, ".pi/agent/models.json", {"providers": {"kvserve": provider}}))
+
+
+class Codex(Client):
+    """The Codex CLI, speaking `/v1/responses`; its tools include `exec_command`."""
+
+    def say(self, text: str, *, goes_on: bool) -> list[dict[str, Any]]:
+        """One turn; returns the events that Codex printed. `goes_on` continues the last conversation."""
+        resume = ("resume", "--last") if goes_on else ()
+        printed = self.start("codex", "exec", "--skip-git-repo-check", "--json", *resume, text)
+        return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+
+CODEX_CONFIG = """\
+model = "local"
+model_provider = "kvserve"
+approval_policy = "never"
+sandbox_mode = "danger-full-access"
+check_for_update_on_startup = false
+
+[analytics]
+enabled = false
+
+[model_providers.kvserve]
+name = "kvserve"
+base_url = "http://127.0.0.1:{port}/v1"
+wire_api = "responses"
+"""
+"""As in the README, with what a run without a person needs."""
+
+
+def set_up_codex(home: Path, port: int) -> Codex:
+    """Codex, configured for the server on this port as the README says."""
+    for folder in ("node24", "codex"):
+        install(folder)
+    settings = home / ".codex" / "config.toml"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(CODEX_CONFIG.format(port=port), "utf-8")
+    (home / "project").mkdir()
+    return Codex(home)
+
+
+class Opencode(Client):
+    """opencode; its tools include `bash` and `read`."""
+
+    def say(self, text: str, *flags: str) -> list[dict[str, Any]]:
+        """One turn; returns the events that opencode printed. `-c` continues the last conversation."""
+        printed = self.start(
+            "opencode",
+            *("run", "--model", "kvserve/local", "--format", "json", *flags, text),
+            OPENCODE_DISABLE_AUTOUPDATE="1",
+        )
+        return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+
+def set_up_opencode(home: Path, port: int, package: str, max_tokens: int) -> Opencode:
+    """opencode for the server on this port as the README says; the provider's package chooses the protocol."""
+    for folder in ("node24", "opencode"):
+        install(folder)
+    model = {
+        "name": "kvserve",
+        "reasoning": True,
+        "tool_call": True,
+        "interleaved": {"field": "reasoning_content"},
+        "limit": {"context": 131072, "output": max_tokens},
+    }
+    provider = {
+        "npm": package,
+        "name": "kvserve",
+        "options": {"baseURL": f"http://127.0.0.1:{port}/v1", "apiKey": "none"},
+        "models": {"local": model},
+    }
+    configuration = {
+        **{"autoupdate": False, "share": "disabled", "permission": {"*": "allow"}},
+        "provider": {"kvserve": provider},
+    }
+    return Opencode(_home(home, ".config/opencode/opencode.json", configuration))
 
 
 def set_up_pi(home: Path, port: int, max_tokens: int) -> Pi:

@@ -1,0 +1,200 @@
+"""Items of `/v1/responses` -> `core.Message`. Knows the items' fields, not what a template makes of them.
+
+What one answer consists of on the wire (reasoning, text, calls: an item each) is one assistant message here, the one
+that `/v1/chat/completions` makes of it. Ids of items say which answer they come from and are forgotten otherwise.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvserve.core import (
+    Block,
+    ImageBlock,
+    JsonObject,
+    Message,
+    RequestId,
+    Role,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+    ToolResultBlock,
+)
+from kvserve.errors import BadRequest
+from kvserve.protocols.fields import Fields, filled_text, list_of, mapping, mistyped, text
+from kvserve.protocols.openai_messages import PLAIN_PARTS, content_reader
+from kvserve.protocols.responses_reasoning import unseal_reasoning
+from kvserve.protocols.responses_tools import custom_arguments, model_name
+
+ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+# LiteLLM and other clients of several protocols send `text` and `image_url` parts here, too: they mean the same.
+_read_content = content_reader(PLAIN_PARTS)
+_OWN_ITEM = re.compile(r"(?:rs|msg|fc|ctc)_(req[0-9a-f]{24})_[0-9]+")
+
+
+def item_id(kind: str, request_id: RequestId, position: int) -> str:
+    """The id of an item of ours: `kind` is its prefix, such as `msg`."""
+    return f"{kind}_{request_id}_{position}"
+
+
+def answer_of_item(wire_id: str) -> RequestId | None:
+    """The request whose answer an item belongs to; None for an id that is not ours."""
+    match = _OWN_ITEM.fullmatch(wire_id)
+    return RequestId(match[1]) if match else None
+
+
+# --- what an item says -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A part of an assistant's answer."""
+
+    kind: Literal["reasoning", "text", "call"]
+    blocks: tuple[Block, ...]
+
+
+type _Item = Message | _Said
+
+
+def _read_message(item: Fields) -> _Item:
+    wire_role = item.required("role", text)
+    if wire_role not in ROLES:
+        raise mistyped(f"{item.path}.role", "one of " + ", ".join(f'"{role}"' for role in ROLES), wire_role)
+    content = tuple(item.optional("content", _read_content) or ())
+    role = ROLES[wire_role]
+    return _Said("text", content) if role == "assistant" else Message(role, content)
+
+
+def _read_reasoning(item: Fields) -> _Item:
+    """The whole thoughts where they are there, else their summary."""
+    thoughts = "".join(item.optional("content", list_of(_read_reasoning_part)) or [])
+    sealed = item.optional("encrypted_content", text)
+    summary = "\n\n".join(item.optional("summary", list_of(_read_reasoning_part)) or [])
+    said = thoughts or (unseal_reasoning(sealed) if sealed else "") or summary
+    return _Said("reasoning", (ThinkingBlock(said),) if said else ())
+
+
+def _read_reasoning_part(value: object, path: str) -> str:
+    return mapping(value, path).required("text", text)
+
+
+def _read_function_call(item: Fields) -> _Item:
+    name = model_name(item.required("name", filled_text), item.optional("namespace", filled_text))
+    arguments = item.optional("arguments", text)
+    call = ToolCallBlock(item.required("call_id", text), name, "{}" if arguments is None else arguments)
+    return _Said("call", (call,))
+
+
+def _read_custom_call(item: Fields) -> _Item:
+    name = model_name(item.required("name", filled_text), item.optional("namespace", filled_text))
+    said = item.required("input", text)
+    return _Said("call", (ToolCallBlock(item.required("call_id", text), name, custom_arguments(said)),))
+
+
+def _read_output(item: Fields) -> _Item:
+    call_id = item.required("call_id", text)
+    blocks: tuple[TextBlock | ImageBlock, ...] = tuple(item.required("output", _read_content))
+    return Message("tool", (ToolResultBlock(call_id, blocks),))
+
+
+_ITEMS: Mapping[str, Callable[[Fields], _Item]] = {
+    "message": _read_message,
+    "reasoning": _read_reasoning,
+    "function_call": _read_function_call,
+    "function_call_output": _read_output,
+    "custom_tool_call": _read_custom_call,
+    "custom_tool_call_output": _read_output,
+}
+
+
+def _read_item(value: object, path: str) -> tuple[_Item, RequestId | None]:
+    """What an item says, and whose answer it belongs to."""
+    item = mapping(value, path)
+    kind = item.optional("type", text) or ("message" if "role" in item.values else None)
+    if kind is None:
+        raise BadRequest(f"{path}.type is required.", param=f"{path}.type")
+    if kind not in _ITEMS:
+        raise mistyped(f"{path}.type", "one of " + ", ".join(f'"{known}"' for known in _ITEMS), kind)
+    wire_id = item.optional("id", text)
+    return _ITEMS[kind](item), answer_of_item(wire_id) if wire_id else None
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Answer:
+    """The assistant's message that items are being put together to."""
+
+    request_id: RequestId | None
+    kinds: set[str] = field(default_factory=set)
+    blocks: list[Block] = field(default_factory=list)
+
+    def takes(self, said: _Said, request_id: RequestId | None) -> bool:
+        """Whether an item goes on with this answer. Where ids do not tell: text ends an answer, but for calls behind
+        it; and what follows calls without their results belongs to them."""
+        if request_id is not None and self.request_id is not None:
+            return request_id == self.request_id
+        return said.kind == "call" or "text" not in self.kinds or "call" in self.kinds
+
+    def add(self, said: _Said) -> None:
+        """Put the item to what was said."""
+        self.kinds.add(said.kind)
+        self.blocks += said.blocks
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The message; none for thoughts that cannot be read."""
+        return (Message("assistant", tuple(self.blocks)),) if self.blocks or "text" in self.kinds else ()
+
+
+def read_items(items: Sequence[object], path: str) -> tuple[Message, ...]:
+    """The messages that items say. Raises BadRequest naming the field."""
+    messages: list[Message] = []
+    answer: _Answer | None = None
+    for index, value in enumerate(items):
+        item, request_id = _read_item(value, f"{path}[{index}]")
+        if isinstance(item, _Said) and answer is not None and answer.takes(item, request_id):
+            answer.add(item)
+            continue
+        messages += answer.messages if answer is not None else ()
+        answer = None
+        if isinstance(item, Message):
+            messages.append(item)
+        else:
+            answer = _Answer(request_id)
+            answer.add(item)
+    return (*messages, *(answer.messages if answer is not None else ()))
+
+
+def input_items(fields: Fields, request_id: RequestId) -> list[JsonObject]:
+    """`input` as items of the wire, each with an id. Raises BadRequest; the items themselves are read elsewhere."""
+
+    def read(value: object, path: str) -> list[JsonObject]:
+        if isinstance(value, str):
+            part = {"type": "input_text", "text": value}
+            return [{"type": "message", "role": "user", "content": [part]}]
+        if not isinstance(value, list | tuple):
+            raise mistyped(path, "a string or an array of items", value)
+        return [item.values for item in list_of(mapping)(value, path)]
+
+    items = fields.optional("input", read) or []
+    return [
+        item if item.get("id") or _is_reference(item) else {**item, "id": item_id("in", request_id, index)}
+        for index, item in enumerate(items)
+    ]
+
+
+def _is_reference(item: JsonObject) -> bool:
+    return item.get("type") == "item_reference"
+
+
+def resolve_references(items: Sequence[JsonObject], find: Callable[[str], JsonObject]) -> list[JsonObject]:
+    """The items, with those that are only named put in their places. Raises BadRequest, and as `find` does."""
+    return [
+        find(Fields(item, f"input[{index}]").required("id", filled_text)) if _is_reference(item) else item
+        for index, item in enumerate(items)
+    ]

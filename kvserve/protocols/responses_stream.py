@@ -1,0 +1,228 @@
+"""Answer events -> the events of a response and the response itself. Knows the wire form and nothing else.
+
+    response.created, response.in_progress
+    per item:  output_item.added, its part and its pieces, output_item.done      reasoning | message | one per call
+    response.completed | response.incomplete | response.failed
+
+An answer that is not streamed is the response of the last event: both are made by the same encoder.
+"""
+
+from typing import Literal
+
+from kvserve.core import (
+    AnswerEvent,
+    ContentDelta,
+    Finished,
+    JsonObject,
+    ReasoningDelta,
+    RequestId,
+    ToolCallBlock,
+    ToolCallDelta,
+    Usage,
+    Waiting,
+)
+from kvserve.errors import RequestError
+from kvserve.protocols.responses_items import item_id
+from kvserve.protocols.responses_reasoning import seal_reasoning
+from kvserve.protocols.responses_request import Described
+from kvserve.protocols.responses_tools import call_item
+
+type Wire = dict[str, object]
+type Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+_PIECES = {
+    # what is open -> its part, the prefix of its pieces' events
+    "message": ("output_text", "response.output_text"),
+    "thoughts": ("reasoning_text", "response.reasoning_text"),
+    "summary": ("summary_text", "response.reasoning_summary_text"),
+}
+_CALL_PIECES = {
+    "function_call": ("arguments", "response.function_call_arguments"),
+    "custom_tool_call": ("input", "response.custom_tool_call_input"),
+}
+_ERROR_CODES = {429: "rate_limit_exceeded", 503: "server_is_overloaded"}
+
+
+def response_id(request_id: RequestId) -> str:
+    """The id that the body carries."""
+    return f"resp_{request_id}"
+
+
+class ResponseStreamEncoder:
+    """Turns the events of one answer into events of the wire, in order, and puts the response together.
+
+    `response` is the response as far as it has come; after `Finished` it is whole.
+    """
+
+    def __init__(self, request_id: RequestId, model: str, created: int, described: Described) -> None:
+        self._request_id = request_id
+        self._described = described
+        self._head: Wire = {
+            "id": response_id(request_id),
+            "object": "response",
+            "created_at": created,
+            "model": model,
+            **described.echo,
+        }
+        self._num_events = 0
+        self._output: list[Wire] = []
+        self._open: str | None = None
+        self._said: list[str] = []
+        self.response: Wire = self._response("in_progress")
+
+    # --- what a stream asks for --------------------------------------------------------------------------------------
+
+    def first_events(self) -> list[Wire]:
+        """The response before anything is said."""
+        return [
+            self._event("response.created", response=self.response),
+            self._event("response.in_progress", response=self.response),
+        ]
+
+    def keep_alive(self) -> Wire:
+        """An event that says nothing new: clients that give up on silence do not count comments."""
+        return self._event("response.in_progress", response=self.response)
+
+    def error_chunk(self, error: RequestError) -> Wire:
+        """The last event of an answer that fails after it began."""
+        code = _ERROR_CODES.get(error.status, "server_error" if error.status >= 500 else error.code or "invalid_prompt")
+        self.response = self._response("failed", error={"code": code, "message": error.message})
+        return self._event("response.failed", response=self.response)
+
+    def encode(self, event: AnswerEvent) -> list[Wire]:
+        """The events that `event` makes: none while waiting."""
+        match event:
+            case Waiting():
+                return []
+            case ReasoningDelta(text):
+                return self._say("summary" if self._described.with_summary else "thoughts", text)
+            case ContentDelta(text):
+                return self._say("message", text)
+            case ToolCallDelta(call):
+                return [*self._close("completed"), *self._call(call)]
+            case Finished(reason, usage):
+                return self._finish("incomplete" if reason == "length" else "completed", usage)
+
+    # --- items -------------------------------------------------------------------------------------------------------
+
+    def _say(self, kind: str, text: str) -> list[Wire]:
+        """A piece of text, in the open item if it is of this kind."""
+        events = [] if self._open == kind else [*self._close("completed"), *self._open_item(kind)]
+        self._said.append(text)
+        return [*events, self._piece(f"{_PIECES[kind][1]}.delta", delta=text)]
+
+    def _open_item(self, kind: str) -> list[Wire]:
+        self._open, self._said = kind, []
+        item = self._item("", "in_progress", with_part=False)
+        return [
+            self._event("response.output_item.added", output_index=len(self._output), item=item),
+            self._part("added", ""),
+        ]
+
+    def _close(self, status: Status) -> list[Wire]:
+        """The end of the open item, if one is open."""
+        if self._open is None:
+            return []
+        said = "".join(self._said)
+        done = [
+            self._piece(f"{_PIECES[self._open][1]}.done", text=said),
+            self._part("done", said),
+            self._add(self._item(said, status, with_part=True)),
+        ]
+        self._open = None
+        return done
+
+    def _call(self, call: ToolCallBlock) -> list[Wire]:
+        """A whole call, which is one piece of its arguments."""
+        body = call_item(call, self._described.tools)
+        field, name = _CALL_PIECES[str(body["type"])]
+        prefix = "fc" if field == "arguments" else "ctc"
+        head = {"id": item_id(prefix, self._request_id, len(self._output))}
+        where = {"item_id": head["id"], "output_index": len(self._output)}
+        said = body[field]
+        named = {"name": body["name"]} if field == "arguments" else {}
+        return [
+            self._event(
+                "response.output_item.added",
+                output_index=len(self._output),
+                item={**head, **body, field: "", "status": "in_progress"},
+            ),
+            self._event(f"{name}.delta", **where, delta=said),
+            self._event(f"{name}.done", **where, **named, **{field: said}),
+            self._add({**head, **body, "status": "completed"}),
+        ]
+
+    def _add(self, item: Wire) -> Wire:
+        done = self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        return done
+
+    def _item(self, said: str, status: Status, *, with_part: bool) -> Wire:
+        """The open item with what it says."""
+        parts = [self._part_of(said)] if with_part else []
+        if self._open == "message":
+            return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": parts}
+        item: Wire = {"id": self._item_id, "type": "reasoning", "summary": [], "status": status}
+        item |= {"summary": parts} if self._open == "summary" else {"content": parts}
+        if self._described.seals_reasoning:
+            item["encrypted_content"] = seal_reasoning(said) if with_part else None
+        return item
+
+    @property
+    def _item_id(self) -> str:
+        return item_id("msg" if self._open == "message" else "rs", self._request_id, len(self._output))
+
+    # --- parts and events --------------------------------------------------------------------------------------------
+
+    @property
+    def _index(self) -> Wire:
+        return {"summary_index": 0} if self._open == "summary" else {"content_index": 0}
+
+    def _part_of(self, said: str) -> Wire:
+        part: Wire = {"type": _PIECES[self._open or "message"][0], "text": said}
+        return {**part, "annotations": [], "logprobs": []} if self._open == "message" else part
+
+    def _part(self, what: str, said: str) -> Wire:
+        name = "reasoning_summary_part" if self._open == "summary" else "content_part"
+        return self._event(f"response.{name}.{what}", **self._where, part=self._part_of(said))
+
+    def _piece(self, name: str, **said: object) -> Wire:
+        event = self._event(name, **self._where, **said)
+        return {**event, "logprobs": []} if self._open == "message" else event
+
+    @property
+    def _where(self) -> Wire:
+        return {"item_id": self._item_id, "output_index": len(self._output), **self._index}
+
+    def _event(self, kind: str, **fields: object) -> Wire:
+        event: Wire = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return event
+
+    # --- the response ------------------------------------------------------------------------------------------------
+
+    def _finish(self, status: Status, usage: Usage) -> list[Wire]:
+        closing = self._close(status)
+        self.response = self._response(status, usage=_encode_usage(usage))
+        return [*closing, self._event(f"response.{status}", response=self.response)]
+
+    def _response(self, status: Status, usage: JsonObject | None = None, error: JsonObject | None = None) -> Wire:
+        return {
+            **self._head,
+            "status": status,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": list(self._output),
+            "usage": usage,
+        }
+
+
+def _encode_usage(usage: Usage) -> Wire:
+    """Cached tokens are part of the input tokens, reasoning tokens of the output tokens."""
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "output_tokens": usage.num_completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+    }

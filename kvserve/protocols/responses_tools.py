@@ -1,0 +1,241 @@
+"""Tools, which of them must be called and the form of the text, as `/v1/responses` spells them -> nouns; calls back.
+
+The model knows functions only. A custom tool becomes a function with one text, a function of a namespace gets the
+namespace before its name; `WireTool` turns a call of theirs back into the item that the client expects.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from kvserve.core import JsonObject, ResponseFormat, ToolCallBlock, ToolChoice, ToolSpec
+from kvserve.errors import BadRequest
+from kvserve.protocols.fields import Fields, filled_text, list_of, mapping, mistyped, text, word
+from kvserve.protocols.json_schema import read_schema
+from kvserve.protocols.openai_tools import read_function, tool_name
+
+CUSTOM_INPUT = "input"
+"""The one parameter of a custom tool."""
+
+_NAMESPACE_SEPARATOR = "__"
+_CUSTOM_PARAMETERS: JsonObject = {
+    "type": "object",
+    "properties": {CUSTOM_INPUT: {"type": "string", "description": "The tool's whole input, as plain text."}},
+    "required": [CUSTOM_INPUT],
+    "additionalProperties": False,
+}
+
+# What a client offers in case the server has it: without it the model does with the others.
+_LEFT_OUT = frozenset(
+    ("web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11", "image_generation")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WireTool:
+    """How the client knows a tool of the model: a function or a custom tool, under `name` in its namespace, if any."""
+
+    kind: Literal["function", "custom"]
+    name: str
+    namespace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTools:
+    """The tools of a request: what the model gets, what the client calls each of them, and the client's own words for
+    those that the model gets."""
+
+    specs: tuple[ToolSpec, ...] = ()
+    wire: Mapping[str, WireTool] = field(default_factory=dict)
+    shown: tuple[JsonObject, ...] = ()
+
+    def name_of(self, wire: WireTool) -> str | None:
+        """The name under which the model knows a tool; None for one that is not among them."""
+        return next((name for name, known in self.wire.items() if known == wire), None)
+
+
+def model_name(name: str, namespace: str | None) -> str:
+    """The one name that the model sees."""
+    return name if namespace is None else f"{namespace}{_NAMESPACE_SEPARATOR}{name}"
+
+
+# --- tools -----------------------------------------------------------------------------------------------------------
+
+type _Tools = list[tuple[ToolSpec, WireTool]]
+
+
+def read_tools(fields: Fields) -> OfferedTools:
+    """`tools` in the client's order. Raises BadRequest, also for two tools of one name."""
+    groups = fields.optional("tools", list_of(_read_tool)) or []
+    tools = [tool for _, group in groups for tool in group]
+    wire = {spec.name: tool for spec, tool in tools}
+    if len(wire) < len(tools):
+        raise BadRequest("tools: two of them have the same name.", param="tools")
+    return OfferedTools(tuple(spec for spec, _ in tools), wire, tuple(said for said, group in groups if group))
+
+
+def _read_tool(value: object, path: str) -> tuple[JsonObject, _Tools]:
+    """The tool as the client wrote it, and what it is to the model: nothing for one that is left out."""
+    tool = mapping(value, path)
+    kind = tool.required("type", text)
+    if kind in _LEFT_OUT:
+        return tool.values, []
+    if kind == "namespace":
+        return tool.values, _read_namespace(tool)
+    return tool.values, [_read_own_tool(value, path)]
+
+
+def _read_own_tool(value: object, path: str) -> tuple[ToolSpec, WireTool]:
+    tool = mapping(value, path)
+    kind = tool.required("type", text)
+    if kind not in _OWN_TOOLS:
+        raise mistyped(f"{path}.type", '"function", "custom" or "namespace" (the server runs no tools itself)', kind)
+    return _OWN_TOOLS[kind](value, path)
+
+
+def _read_function_tool(value: object, path: str) -> tuple[ToolSpec, WireTool]:
+    spec = read_function(value, path)
+    return spec, WireTool("function", spec.name)
+
+
+def _read_custom_tool(value: object, path: str) -> tuple[ToolSpec, WireTool]:
+    tool = mapping(value, path)
+    name = tool.required("name", tool_name)
+    said = [tool.optional("description", text), tool.optional("format", _read_format)]
+    description = "\n\n".join(part for part in said if part) or None
+    return ToolSpec(name, description, _CUSTOM_PARAMETERS), WireTool("custom", name)
+
+
+_OWN_TOOLS: Mapping[str, Callable[[object, str], tuple[ToolSpec, WireTool]]] = {
+    "function": _read_function_tool,
+    "custom": _read_custom_tool,
+}
+
+
+def _read_format(value: object, path: str) -> str | None:
+    """What the model is told of a custom tool's input; it is not enforced."""
+    said = mapping(value, path)
+    if said.required("type", word("text", "grammar")) == "text":
+        return None
+    syntax = said.required("syntax", word("lark", "regex"))
+    return f"The input must match this {syntax} grammar:\n{said.required('definition', filled_text)}"
+
+
+def _read_namespace(namespace: Fields) -> _Tools:
+    """The functions of a namespace; the first one also says what the namespace is for."""
+    name = namespace.required("name", tool_name)
+    about = namespace.optional("description", text)
+    tools: _Tools = []
+    for spec, wire in namespace.required("tools", list_of(_read_own_tool)):
+        described = spec.description
+        if about and not tools:
+            described = "\n\n".join(part for part in (f"{name}: {about}", described) if part)
+        renamed = replace(spec, name=model_name(spec.name, name), description=described)
+        tools.append((renamed, replace(wire, namespace=name)))
+    return tools
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+
+def custom_arguments(said: str) -> str:
+    """A custom tool's input as the arguments of the function that stands for it."""
+    return json.dumps({CUSTOM_INPUT: said}, ensure_ascii=False)
+
+
+def custom_input(arguments: str) -> str:
+    """The input in a call's arguments. Arguments of another form are the input as they are: the tool judges them."""
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        return arguments
+    said = given.get(CUSTOM_INPUT) if isinstance(given, dict) and len(given) == 1 else None
+    return said if isinstance(said, str) else arguments
+
+
+def call_item(call: ToolCallBlock, tools: OfferedTools) -> dict[str, object]:
+    """The item of a call, without id and status."""
+    wire = tools.wire.get(call.name, WireTool("function", call.name))
+    names = {"name": wire.name} | ({"namespace": wire.namespace} if wire.namespace is not None else {})
+    if wire.kind == "custom":
+        return {"type": "custom_tool_call", "call_id": call.call_id, **names, "input": custom_input(call.arguments)}
+    return {"type": "function_call", "call_id": call.call_id, **names, "arguments": call.arguments}
+
+
+# --- choices ---------------------------------------------------------------------------------------------------------
+
+
+def read_tool_choice(fields: Fields, tools: OfferedTools) -> ToolChoice:
+    """`tool_choice`. Raises BadRequest, also for a choice that `tools` cannot meet."""
+    value, path = fields.locate("tool_choice")
+    if value is None:
+        return ToolChoice()
+    choice = _read_choice(value, path, tools)
+    if choice.mode == "required" and not tools.specs:
+        raise BadRequest(f'{path} is "required", but the request has no tools that the model can call.', param=path)
+    return choice
+
+
+def _read_choice(value: object, path: str, tools: OfferedTools) -> ToolChoice:
+    match value:
+        case "auto" | "none" | "required":
+            return ToolChoice(value)
+    if isinstance(value, str):
+        raise mistyped(path, '"auto", "none", "required" or an object', value)
+    choice = mapping(value, path)
+    match choice.required("type", text):
+        case "function" | "custom":
+            return ToolChoice("function", _chosen(choice, tools))
+        case "allowed_tools":
+            return _allowed(choice, tools)
+        case kind:
+            raise mistyped(f"{path}.type", '"function", "custom" or "allowed_tools"', kind)
+
+
+def _chosen(choice: Fields, tools: OfferedTools) -> str:
+    """The model's name of the tool that an object names."""
+    kind: Literal["function", "custom"] = "custom" if choice.values["type"] == "custom" else "function"
+    wire = WireTool(kind, choice.required("name", filled_text), choice.optional("namespace", filled_text))
+    name = tools.name_of(wire)
+    if name is None:
+        raise BadRequest(f"{choice.path} names a tool that is not among the request's tools.", param=choice.path)
+    return name
+
+
+def _allowed(choice: Fields, tools: OfferedTools) -> ToolChoice:
+    """A choice among some of the tools, as far as it can be kept: all of them, or a call of the only one."""
+    mode = choice.required("mode", word("auto", "required"))
+
+    def read(value: object, path: str) -> str:
+        entry = mapping(value, path)
+        entry.required("type", word("function", "custom"))
+        return _chosen(entry, tools)
+
+    names = set(choice.required("tools", list_of(read)))
+    if names == set(tools.wire):
+        return ToolChoice("required" if mode == "required" else "auto")
+    if mode == "required" and len(names) == 1:
+        return ToolChoice("function", names.pop())
+    raise BadRequest(
+        f"{choice.path} allows some of the tools only, which is not supported: send the tools that are allowed.",
+        param=choice.path,
+    )
+
+
+# --- the form of the text --------------------------------------------------------------------------------------------
+
+
+def read_text_format(fields: Fields) -> ResponseFormat:
+    """`text.format`: text, json_object or json_schema. Raises BadRequest."""
+    options = fields.optional("text", mapping)
+    if options is None:
+        return ResponseFormat()
+    options.optional("verbosity", text)
+    said = options.optional("format", mapping)
+    match said.required("type", word("text", "json_object", "json_schema")) if said is not None else "text":
+        case "json_schema" if said is not None:
+            return ResponseFormat("json_schema", said.required("schema", read_schema))
+        case "json_object":
+            return ResponseFormat("json_object")
+    return ResponseFormat()

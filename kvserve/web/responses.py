@@ -1,0 +1,93 @@
+"""The rows of `/v1/responses`: wire body -> turn -> answer, and the responses that are kept. It joins `protocols/` with
+the service.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from urllib.parse import parse_qsl
+
+from kvserve.core import AnswerEvent, Finished, JsonObject
+from kvserve.errors import BadRequest, NotFound, RequestError
+from kvserve.protocols.fields import decode_body
+from kvserve.protocols.responses_listing import list_items
+from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
+from kvserve.protocols.responses_store import ResponseStore, StoredResponse
+from kvserve.protocols.responses_stream import ResponseStreamEncoder
+from kvserve.web.exchange import Exchange
+from kvserve.web.service import WebService
+from kvserve.web.sse import NAMED
+from kvserve.web.turns import stream_turn, whole_answer_events
+
+_FIELD_NAMES = {"messages": "input", "response_format.json_schema.schema": "text.format.schema"}
+"""What is found wrong behind the protocols, where nobody knows this one's names."""
+
+
+def post_response(exchange: Exchange, service: WebService) -> None:
+    """POST /v1/responses."""
+    body, headers = decode_body(exchange.body), exchange.head.as_mapping()
+    request = parse_responses(body, headers, service.defaults, exchange.request_id, service.responses)
+    served = service.resolve_model(request.turn.model)
+    with _own_words():
+        running = service.serve(request.turn, served)
+        encoder = ResponseStreamEncoder(exchange.request_id, served.name, int(time.time()), request.described)
+        keeping = _KeepingEncoder(encoder, request, service.responses)
+        if request.stream:
+            stream_turn(exchange, running, keeping, encoder.first_events(), NAMED)
+            return
+        for event in whole_answer_events(exchange, running):
+            keeping.encode(event)
+    exchange.send_json(200, encoder.response)
+
+
+def get_response(exchange: Exchange, service: WebService) -> None:
+    """GET /v1/responses/{id} and /v1/responses/{id}/input_items."""
+    wanted, _, what = exchange.path_rest.partition("/")
+    query = dict(parse_qsl(exchange.head.query))
+    stored = service.responses.get(wanted)
+    if not what and query.get("stream", "false") != "false":
+        raise BadRequest("stream: a response that is kept is not streamed again.", param="stream")
+    if not what:
+        exchange.send_json(200, stored.body)
+    elif what == "input_items":
+        before = service.responses.items_until(stored.previous) if stored.previous is not None else ()
+        exchange.send_json(200, list_items((*before, *stored.items), query))
+    else:
+        raise NotFound(f"Unknown path {exchange.head.path!r}.")
+
+
+def delete_response(exchange: Exchange, service: WebService) -> None:
+    """DELETE /v1/responses/{id}."""
+    service.responses.delete(exchange.path_rest)
+    exchange.send_json(200, {"id": exchange.path_rest, "object": "response", "deleted": True})
+
+
+class _KeepingEncoder:
+    """The encoder, which keeps the response before the client hears of its end: it may be named at once."""
+
+    def __init__(self, encoder: ResponseStreamEncoder, request: ResponsesRequest, store: ResponseStore) -> None:
+        self._encoder = encoder
+        self._request = request
+        self._store = store
+        self.keep_alive = encoder.keep_alive
+        self.error_chunk = encoder.error_chunk
+
+    def encode(self, event: AnswerEvent) -> Sequence[JsonObject]:
+        """The events of the wire."""
+        events = self._encoder.encode(event)
+        if isinstance(event, Finished) and self._request.store:
+            request = self._request
+            self._store.put(StoredResponse(self._encoder.response, request.items, request.previous_response_id))
+        return events
+
+
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """Lets a RequestError pass that names a field as this protocol does."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param in _FIELD_NAMES:
+            name = _FIELD_NAMES[error.param]
+            error.message, error.param = error.message.replace(error.param, name), name
+        raise
