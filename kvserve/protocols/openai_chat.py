@@ -90,13 +90,13 @@ def parse_chat(
         max_tokens=read_max_tokens(fields, "max_completion_tokens", "max_tokens"),
         stop_strings=read_stop_strings(fields),
         thinking=read_thinking(body),
-        template_arguments=_read_template_arguments(body),
+        template_arguments=read_template_arguments(body),
         session=read_session(body, headers),
     )
     return ChatRequest(turn, stream, include_usage)
 
 
-def _read_template_arguments(body: JsonObject) -> JsonObject:
+def read_template_arguments(body: JsonObject) -> JsonObject:
     """`chat_template_kwargs` without the thinking switches, which the renderer sets."""
     arguments: dict[str, object] = {}
     for place in reversed(places(body, ("chat_template_kwargs",), ("extra_body", "chat_template_kwargs"))):

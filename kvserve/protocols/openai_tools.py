@@ -17,7 +17,7 @@ _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
 def read_tools(fields: Fields) -> tuple[ToolSpec, ...]:
     """`tools` or the legacy `functions`, in the client's order. Raises BadRequest."""
     tools = fields.optional("tools", list_of(_read_tool))
-    functions = fields.optional("functions", list_of(_read_function))
+    functions = fields.optional("functions", list_of(read_function))
     if tools and functions:
         raise BadRequest("functions and tools are both given: give one of them.", param="functions")
     return tuple(tools or functions or ())
@@ -28,21 +28,22 @@ def _read_tool(value: object, path: str) -> ToolSpec:
     kind = tool.optional("type", text) or "function"
     if kind != "function":
         raise mistyped(f"{path}.type", '"function" (no other kind of tool is supported)', kind)
-    return tool.required("function", _read_function)
+    return tool.required("function", read_function)
 
 
-def _read_function(value: object, path: str) -> ToolSpec:
+def read_function(value: object, path: str) -> ToolSpec:
+    """Name, description, parameters and strictness of one function. Raises BadRequest."""
     function = mapping(value, path)
-    parameters = function.optional("parameters", _read_parameters)
+    parameters = function.optional("parameters", read_parameters)
     return ToolSpec(
-        name=function.required("name", _tool_name),
+        name=function.required("name", tool_name),
         description=function.optional("description", text),
         parameters=_NO_PARAMETERS if parameters is None else parameters,
         strict=function.optional("strict", flag) or False,
     )
 
 
-def _tool_name(value: object, path: str) -> str:
+def tool_name(value: object, path: str) -> str:
     """A name that every form of calls can write: no white space, no quotes, nothing that looks like a tag."""
     name = filled_text(value, path)
     if not _TOOL_NAME.fullmatch(name):
@@ -50,7 +51,8 @@ def _tool_name(value: object, path: str) -> str:
     return name
 
 
-def _read_parameters(value: object, path: str) -> JsonObject:
+def read_parameters(value: object, path: str) -> JsonObject:
+    """The JSON schema of a function's arguments, which are an object. Raises BadRequest."""
     schema = read_schema(value, path)
     kinds = schema.get("type")
     if kinds is not None and kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):

@@ -76,8 +76,8 @@ def read_sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
     return replace(defaults, **changes)  # type: ignore[arg-type]  # the table above gives each field its type
 
 
-def read_stop_strings(fields: Fields) -> tuple[str, ...]:
-    """`stop`: one string or several; duplicates count once. Raises BadRequest."""
+def read_stop_strings(fields: Fields, name: str = "stop") -> tuple[str, ...]:
+    """The field of this name: one string or several; duplicates count once. Raises BadRequest."""
 
     def read(value: object, path: str) -> list[str]:
         stops = list_of(filled_text)(value, path) if isinstance(value, list) else [filled_text(value, path)]
@@ -88,7 +88,7 @@ def read_stop_strings(fields: Fields) -> tuple[str, ...]:
             )
         return stops
 
-    return tuple(dict.fromkeys(fields.optional("stop", read) or ()))
+    return tuple(dict.fromkeys(fields.optional(name, read) or ()))
 
 
 def read_max_tokens(fields: Fields, *names: str) -> int | None:

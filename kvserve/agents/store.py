@@ -1,0 +1,247 @@
+"""Agents and their histories in SQLite: those that persist in one file, the others in memory.
+
+A turn is written in one transaction before its client hears of its end, so the history is complete up to the last
+finished turn whatever happens to the process. It knows no wire form and no model.
+"""
+
+import sqlite3
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvserve.agents.message_json import decode_messages, encode_messages
+from kvserve.agents.records import Agent, NewAgent, TurnDone
+from kvserve.core import Message
+from kvserve.errors import Conflict, NotFound, StorageFailure
+
+BUSY_SECONDS = 5.0
+
+_PRAGMAS = """
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = FULL;
+PRAGMA foreign_keys = ON;
+PRAGMA secure_delete = ON;
+"""
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS agents (
+    key INTEGER PRIMARY KEY AUTOINCREMENT, agent_id TEXT NOT NULL UNIQUE, model TEXT, system_prompt TEXT,
+    max_context INTEGER, created_at REAL NOT NULL, last_accessed REAL NOT NULL, num_turns INTEGER NOT NULL DEFAULT 0,
+    first_turn INTEGER NOT NULL DEFAULT 0, context_model TEXT, context_ids BLOB NOT NULL DEFAULT x''
+);
+CREATE TABLE IF NOT EXISTS turns (
+    agent INTEGER NOT NULL REFERENCES agents (key) ON DELETE CASCADE, number INTEGER NOT NULL, messages TEXT NOT NULL,
+    PRIMARY KEY (agent, number)
+) WITHOUT ROWID;
+PRAGMA user_version = 1;
+"""
+_COLUMNS = (
+    "key, agent_id, model, system_prompt, max_context, created_at, last_accessed, num_turns, first_turn, "
+    "context_model, context_ids"
+)
+
+
+class AgentStore:
+    """Safe for several threads. The file is made with the first agent that persists. Everything raises StorageFailure
+    where the file cannot be read or written; nothing is changed then."""
+
+    def __init__(self, file: Path, wall_clock: Callable[[], float] = time.time) -> None:
+        self._persistent = _Shelf(file)
+        self._passing = _Shelf(None)
+        self._shelves = (self._persistent, self._passing)
+        self._wall_clock = wall_clock
+        self._lock = threading.Lock()
+
+    def create(self, new: NewAgent) -> Agent:
+        """A new agent without turns. Raises Conflict if its id is taken."""
+        with self._lock:
+            if any(shelf.find(new.agent_id) is not None for shelf in self._shelves):
+                raise Conflict(f"There is an agent {new.agent_id!r} already.", param="agent_id")
+            shelf = self._persistent if new.is_persistent else self._passing
+            shelf.insert(new, self._wall_clock())
+            return self._agent(new.agent_id)
+
+    def agent(self, agent_id: str) -> Agent:
+        """Raises NotFound."""
+        with self._lock:
+            return self._agent(agent_id)
+
+    def agents(self) -> tuple[Agent, ...]:
+        """All of them, by age."""
+        with self._lock:
+            found = [agent for shelf in self._shelves for agent in shelf.all()]
+        return tuple(sorted(found, key=lambda agent: agent.created_at))
+
+    def num_agents(self) -> int:
+        """How many there are."""
+        with self._lock:
+            return sum(shelf.num_agents() for shelf in self._shelves)
+
+    def history(self, agent: Agent) -> tuple[tuple[Message, ...], ...]:
+        """The messages of each turn, the oldest first."""
+        with self._lock:
+            return self._shelf(agent).turns(agent.key)
+
+    def append(self, agent: Agent, done: TurnDone) -> Agent:
+        """Add a turn behind the agent's last one. Raises NotFound if the agent was deleted meanwhile, also where
+        another one has taken its id, and Conflict where another server has added a turn."""
+        with self._lock:
+            is_added = self._shelf(agent).append(agent, done, self._wall_clock())
+            now = self._agent(agent.agent_id)
+            if now.key != agent.key:
+                raise _unknown(agent.agent_id)
+            if not is_added:
+                raise Conflict(f"Another server has added a turn to agent {agent.agent_id!r}.", param="agent_id")
+            return now
+
+    def delete(self, agent_id: str) -> Agent:
+        """Take an agent away with its history; what it was. Raises NotFound."""
+        with self._lock:
+            agent = self._agent(agent_id)
+            self._shelf(agent).delete(agent.key)
+            return agent
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        with self._lock:
+            for shelf in self._shelves:
+                shelf.close()
+
+    def _agent(self, agent_id: str) -> Agent:
+        for shelf in self._shelves:
+            if (agent := shelf.find(agent_id)) is not None:
+                return agent
+        raise _unknown(agent_id)
+
+    def _shelf(self, agent: Agent) -> "_Shelf":
+        return self._persistent if agent.is_persistent else self._passing
+
+
+class _Shelf:
+    """One database. Its owner holds a lock."""
+
+    def __init__(self, file: Path | None) -> None:
+        """`file` None is memory."""
+        self._file = file
+        self._connection: sqlite3.Connection | None = None
+
+    def find(self, agent_id: str) -> Agent | None:
+        rows = self._read(f"SELECT {_COLUMNS} FROM agents WHERE agent_id = ?", agent_id)
+        return self._agent(rows[0]) if rows else None
+
+    def all(self) -> list[Agent]:
+        return [self._agent(row) for row in self._read(f"SELECT {_COLUMNS} FROM agents")]
+
+    def num_agents(self) -> int:
+        rows = self._read("SELECT COUNT(*) FROM agents")
+        return int(rows[0][0]) if rows else 0
+
+    def turns(self, key: int) -> tuple[tuple[Message, ...], ...]:
+        rows = self._read("SELECT messages FROM turns WHERE agent = ? ORDER BY number", key)
+        try:
+            return tuple(decode_messages(text) for (text,) in rows)
+        except ValueError as error:
+            raise self._failure(error) from error
+
+    def insert(self, new: NewAgent, now: float) -> None:
+        self._write(
+            (
+                "INSERT INTO agents (agent_id, model, system_prompt, max_context, created_at, last_accessed) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (new.agent_id, new.model, new.system_prompt, new.max_context, now, now),
+            )
+        )
+
+    def append(self, agent: Agent, done: TurnDone, now: float) -> bool:
+        """False where the agent is gone, or where somebody else has added this turn."""
+        ids = array("i", done.context_ids).tobytes()
+        changed = self._write(
+            (
+                "UPDATE agents SET num_turns = num_turns + 1, last_accessed = ?, model = ?, system_prompt = ?, "
+                "first_turn = ?, context_model = ?, context_ids = ? WHERE key = ? AND num_turns = ?",
+                (
+                    *(now, done.model, done.system_prompt, done.first_turn, done.context_model, ids),
+                    *(agent.key, agent.num_turns),
+                ),
+            ),
+            (
+                "INSERT INTO turns (agent, number, messages) VALUES (?, ?, ?)",
+                (agent.key, agent.num_turns, encode_messages(done.messages)),
+            ),
+        )
+        return changed
+
+    def delete(self, key: int) -> None:
+        self._write(("DELETE FROM agents WHERE key = ?", (key,)))
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    # --- the database -------------------------------------------------------------------------------------------------
+
+    def _read(self, statement: str, *values: object) -> list[Any]:
+        try:
+            connection = self._opened(may_make=False)
+            return connection.execute(statement, values).fetchall() if connection is not None else []
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:
+            raise self._failure(error) from error
+
+    def _write(self, *statements: tuple[str, tuple[object, ...]]) -> bool:
+        """All in one transaction, or none where the first changes nothing (False)."""
+        try:
+            connection = self._opened(may_make=True)
+            assert connection is not None
+            with connection:
+                for number, (statement, values) in enumerate(statements):
+                    if connection.execute(statement, values).rowcount == 0 and number == 0:
+                        return False
+            return True
+        except (sqlite3.Error, OSError, OverflowError, UnicodeDecodeError) as error:
+            raise self._failure(error) from error
+
+    def _opened(self, *, may_make: bool) -> sqlite3.Connection | None:
+        """The connection; None where there is no file yet and none is to be made."""
+        if self._connection is None and (may_make or self._file is None or self._file.exists()):
+            if self._file is not None:
+                self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._file.touch(mode=0o600)  # before SQLite makes it, readable for others
+            name = ":memory:" if self._file is None else str(self._file)
+            connection = sqlite3.connect(name, timeout=BUSY_SECONDS, check_same_thread=False)
+            try:
+                connection.executescript(_PRAGMAS + _SCHEMA)
+            except sqlite3.Error:
+                connection.close()
+                raise
+            self._connection = connection
+        return self._connection
+
+    def _agent(self, row: tuple[Any, ...]) -> Agent:
+        (key, agent_id, model, system_prompt, max_context, created_at, last_accessed, *rest) = row
+        num_turns, first_turn, context_model, packed = rest
+        ids = array("i")
+        ids.frombytes(packed)
+        return Agent(
+            key=key,
+            agent_id=agent_id,
+            model=model,
+            system_prompt=system_prompt,
+            max_context=max_context,
+            is_persistent=self._file is not None,
+            created_at=created_at,
+            last_accessed=last_accessed,
+            num_turns=num_turns,
+            first_turn=first_turn,
+            context_model=context_model,
+            context_ids=tuple(ids),
+        )
+
+    def _failure(self, error: Exception) -> StorageFailure:
+        return StorageFailure(f"The history of agents in {self._file or 'memory'} cannot be used: {error}.")
+
+
+def _unknown(agent_id: str) -> NotFound:
+    return NotFound(f"There is no agent {agent_id!r}.", param="agent_id")

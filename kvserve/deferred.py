@@ -1,0 +1,117 @@
+"""A turn that cannot begin yet: it waits for its place and is then served like any other. It knows neither models nor
+what is waited for.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from kvserve.core import AnswerEvent, Message, RequestId, Waiting
+
+
+class TurnInProgress(Protocol):
+    """A turn that was taken on: one consumer iterates `events`; `cancel` may come from any thread."""
+
+    @property
+    def request_id(self) -> RequestId:
+        """The id of its request."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Model tokens of the prompt."""
+
+    @property
+    def num_marked_tokens(self) -> int:
+        """Those of them that the client wants to be kept, from the beginning; 0 where it marked nothing."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the watchdog or the server's end cut the answer, so that nothing of it is to be kept."""
+
+    @property
+    def said(self) -> Message:
+        """The answer so far, as a message."""
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """The model's tokens of the conversation so far: the prompt and what was written. Empty before it begins."""
+
+    def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
+        """The answer as it comes; `Waiting` at least every `poll_seconds` while nothing does."""
+
+    def cancel(self) -> None:
+        """Nobody wants the rest. Idempotent."""
+
+
+type Begin = Callable[[], TurnInProgress | None]
+"""Begins the turn, or returns None while it has to wait. Raises RequestError where waiting is in vain."""
+
+
+class DeferredTurn:
+    """Asks `begin` again and again, on the thread of whoever waits; `leave` is called once it no longer does.
+
+    The numbers of tokens are what is known before it begins.
+    """
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        begin: Begin,
+        leave: Callable[[], None],
+        *,
+        num_prompt_tokens: int = 0,
+        num_marked_tokens: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        self._begin = begin
+        self._leave = leave
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_marked_tokens = num_marked_tokens
+        self._running: TurnInProgress | None = None
+        self._is_iterated = False
+        self._cancelled = threading.Event()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._running.num_prompt_tokens if self._running is not None else self._num_prompt_tokens
+
+    @property
+    def num_marked_tokens(self) -> int:
+        return self._running.num_marked_tokens if self._running is not None else self._num_marked_tokens
+
+    @property
+    def is_lost(self) -> bool:
+        return self._running is not None and self._running.is_lost
+
+    @property
+    def said(self) -> Message:
+        return self._running.said if self._running is not None else Message("assistant", ())
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        return self._running.context_ids if self._running is not None else ()
+
+    def cancel(self) -> None:
+        """Nobody waits any more, or wants the rest. Idempotent, from any thread."""
+        self._cancelled.set()
+        if not self._is_iterated:
+            self._leave()
+        if self._running is not None:
+            self._running.cancel()
+
+    def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
+        """`Waiting` until it is its turn, then its answer. Raises RequestError. Cancelled while it waits, it says
+        nothing at all."""
+        self._is_iterated = True
+        try:
+            while (running := self._begin()) is None:
+                if self._cancelled.is_set():
+                    return
+                yield Waiting(0, self._num_prompt_tokens)
+                self._cancelled.wait(poll_seconds)
+        finally:
+            self._leave()
+        self._running = running
+        if self._cancelled.is_set():
+            running.cancel()
+        yield from running.events(poll_seconds)

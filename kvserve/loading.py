@@ -1,0 +1,154 @@
+"""From a model folder to a served model: tokenizer, template, records and output format first, the engine's part once
+its weights are there.
+
+It joins rooms per model. Which model is loaded, and when, is for `roster.py` to say.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import llguidance
+
+from kvserve.catalogue import ModelSource
+from kvserve.config import DiskMode, Settings
+from kvserve.core import RequestDefaults
+from kvserve.engine.fingerprint import model_fingerprint
+from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
+from kvserve.engine.model_files import check_weights
+from kvserve.engine.tool_parser import library_tool_parser
+from kvserve.engine.worker import Engine
+from kvserve.errors import ModelLoadError
+from kvserve.identity import Conversations, IdentitySettings
+from kvserve.output.formats import OutputFormat, select_format
+from kvserve.output.tool_parsers.foreign import ForeignToolForm
+from kvserve.pipeline import ServedModel
+from kvserve.prompt.boundaries import learn_markers
+from kvserve.prompt.images import Images
+from kvserve.prompt.stitch import Stitcher
+from kvserve.prompt.template import ChatTemplate
+from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
+from kvserve.running import Observer
+from kvserve.sessions.archive import Archive, sweep_stale
+from kvserve.wiring import engine_settings
+
+OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMaker:
+    """Makes served models, each with everything of its own. `report` takes lines for a person. Below `records_dir` the
+    records of conversations outlive the process; None: they do not."""
+
+    settings: Settings
+    defaults: RequestDefaults
+    identity: IdentitySettings
+    observe: Observer
+    report: Callable[[str], None]
+    records_dir: Path | None = None
+    disk_cache: DiskMode = "on"
+
+    def describe(self, source: ModelSource) -> ServedModel:
+        """All that a model has without its weights: prompts can be written and counted, its engine has not started.
+
+        Raises ModelLoadError for a folder that cannot be served, as far as that shows without loading it.
+        """
+        folder = source.folder
+        check_folder(folder)
+        check_weights(folder)
+        tokenizer = load_tokenizer(folder)
+        template = ChatTemplate(tokenizer)
+        markers = learn_markers(tokenizer, template)
+        added_tokens = frozenset(token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
+        sizes = expected_sizes(folder, self.settings.max_kv_size)
+        return ServedModel(
+            name=source.name,
+            tokenizer=tokenizer,
+            template=template,
+            markers=markers,
+            stitcher=Stitcher.of(tokenizer, template, markers, self.identity.limits.memo_bytes),
+            output_format=_output_format(self.settings, folder, tokenizer, added_tokens),
+            added_tokens=added_tokens,
+            engine=self._new_engine(folder, tokenizer),
+            defaults=self.defaults,
+            vocab_size=max(sizes.vocab_size, tokenizer.vocab_size),
+            context_limit=sizes.context_limit,
+            observe=self.observe,
+            conversations=Conversations(self.identity, self._archive(folder)),  # last: its file is open from here on
+        )
+
+    def renewed(self, served: ServedModel, source: ModelSource) -> ServedModel:
+        """The same model with an engine that has not started: one that has ended cannot start again."""
+        return replace(served, engine=self._new_engine(source.folder, served.tokenizer))
+
+    def completed(self, served: ServedModel, model: LoadedModel) -> ServedModel:
+        """The same model once its engine has loaded."""
+        return replace(
+            served,
+            vocab_size=model.vocab_size,
+            context_limit=model.context_limit,
+            keeps_kv=model.cache_support.can_keep,
+            images=self._images(served, model),
+        )
+
+    def _images(self, served: ServedModel, model: LoadedModel) -> Images | None:
+        """What reads the images of a model that sees; None where its template has no place for them."""
+        if model.sight is None:
+            return None
+        try:
+            words = model.sight.reader.words(served.template.image_words or model.sight.reader.placeholder)
+        except ModelLoadError as error:
+            self.report(f"Images are refused by {served.name}: {error}")
+            return None
+        return Images(model.sight.reader, words)
+
+    def _archive(self, folder: Path) -> Archive | None:
+        """Where this model's records outlive the process; None where nothing is to."""
+        if self.records_dir is None:
+            return None
+        place = self.records_dir / f"records-{model_fingerprint(folder)[:32]}"
+        oldest = time.time() - self.identity.limits.keep_seconds
+        sweep_stale(self.records_dir, keep=place, older_than=oldest, report=self.report)
+        return Archive(
+            place,
+            max_bytes=self.identity.limits.max_bytes,
+            report=self.report,
+            min_free_bytes=self.settings.disk_cache_min_free_bytes,
+        )
+
+    def _new_engine(self, folder: Path, tokenizer: Tokenizer) -> Engine:
+        return Engine(
+            folder,
+            engine_settings(self.settings, self.disk_cache),
+            grammar_tokenizer=_grammar_tokenizer(tokenizer),
+            report=self.report,
+        )
+
+
+def _grammar_tokenizer(tokenizer: Tokenizer) -> Callable[[int], llguidance.LLTokenizer]:
+    """Makes llguidance's view of the tokenizer when the first request needs one, and keeps it: it takes a second."""
+    made: dict[int, llguidance.LLTokenizer] = {}
+
+    def make(vocab_size: int) -> llguidance.LLTokenizer:
+        if vocab_size not in made:
+            made[vocab_size] = llguidance.LLTokenizer(
+                tokenizer.backend.to_str(),
+                n_vocab=max(vocab_size, tokenizer.vocab_size),
+                eos_token=sorted(tokenizer.stop_token_ids),
+            )
+        return made[vocab_size]
+
+    return make
+
+
+def _output_format(
+    settings: Settings, folder: Path, tokenizer: Tokenizer, added_tokens: frozenset[str]
+) -> OutputFormat:
+    """How the model marks its output; mlx-lm is asked only where the forms read here do not occur in the template."""
+    template = tokenizer.chat_template or ""
+    foreign = None
+    if not any(tag in template for tag in OWN_TOOL_TAGS):
+        parser = library_tool_parser(folder)
+        foreign = ForeignToolForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
+    return select_format(settings.model_family, template, added_tokens, foreign)

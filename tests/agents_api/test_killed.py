@@ -1,0 +1,66 @@
+"""Agents after `kill -9`, with a whole server process and its real files."""
+
+import http.client
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.servers import serving, wait_until
+from tests.models import tiny_model
+
+GREEDY = {"temperature": 0, "repetition_penalty": 1, "max_tokens": 16}
+
+
+def call(port: int, method: str, path: str, body: object = None) -> dict[str, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body))
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        assert response.status in (200, 201), answer
+        return dict(answer)
+    finally:
+        connection.close()
+
+
+def say(port: int, said: str, **fields: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": said}], **GREEDY, **fields}
+    return call(port, "POST", "/v1/agents/durable/generate", body)
+
+
+@pytest.mark.slow
+def test_a_history_is_whole_up_to_the_last_finished_turn(tmp_path: Path) -> None:
+    """Killed in the middle of a third turn: two turns are there, the next one goes on from them, its KV from disk."""
+    flags = (f"--model={tiny_model('qwen3')}", f"--disk-cache={tmp_path / 'kv'}")
+    with serving(tmp_path, *flags, with_proxy=False) as server:
+        server.wait_until_healthy()
+        call(server.port, "POST", "/v1/agents", {"agent_id": "durable", "system_prompt": "Be brief. " * 40})
+        say(server.port, "First.")
+        second = say(server.port, "Second.")
+        before = call(server.port, "GET", "/v1/agents/durable")
+        wait_until(lambda: _is_on_disk(server.port), 20, lambda: "nothing came to the disk")
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        third = {"messages": [{"role": "user", "content": "Third."}], **GREEDY, "max_tokens": 100_000, "stream": True}
+        connection.request("POST", "/v1/agents/durable/generate", json.dumps(third))
+        assert connection.getresponse().read(200)
+        server.end(signal.SIGKILL)
+        connection.close()
+    with serving(tmp_path, *flags, with_proxy=False) as server:
+        server.wait_until_healthy()
+        after = call(server.port, "GET", "/v1/agents/durable")
+        assert (after["messages"], after["num_turns"]) == (before["messages"], 2)
+        assert after["status"] == "warm"
+        body = say(server.port, "Third.")
+        assert body["agent"]["num_turns"] == 3
+        reused = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert reused >= 0.9 * second["usage"]["prompt_tokens"], (body["usage"], second["usage"])
+        assert call(server.port, "GET", "/v1/agents/durable")["status"] == "hot"
+
+
+def _is_on_disk(port: int) -> bool:
+    """Whether the status of a server whose RAM forgot would be `warm`: the disk has written all that it took."""
+    body = call(port, "GET", "/v1/cache")
+    return bool(body.get("disk_bytes")) and not body["disk"]["num_queued_bytes"]
