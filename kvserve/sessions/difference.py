@@ -1,10 +1,22 @@
 """Where two conversations or two prompts part, in a form that a person can read. It compares; it knows no causes."""
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from kvserve.core import Block, ImageBlock, Message, Role, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
+from kvserve.core import (
+    Block,
+    ImageBlock,
+    Message,
+    Role,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+    ToolResultBlock,
+    ToolSpec,
+)
 from kvserve.sessions.writings import same_words, without_ids
 
 MAX_EXCERPT_CHARACTERS = 80
@@ -15,13 +27,18 @@ _PIECE_CHARACTERS = 4_096
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The first message that differs: its index, its role (as it is now; where it is gone, as it was), the first
-    character that differs in its text form, and what stands around there in both: at most 80 characters each."""
+    character that differs in its text form, and what stands around there in both: at most 80 characters each.
 
-    message_index: int
-    role: Role
+    A difference in the list of tools has the role `tools`, no index and the name of the tool, and its character is one
+    of that tool's JSON. One that only the template made has the role `template` where its message is not known.
+    """
+
+    message_index: int | None
+    role: Role | Literal["tools", "template"]
     char: int
     before: str
     after: str
+    tool: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +71,35 @@ def first_difference(before: Sequence[Message], after: Sequence[Message]) -> Dif
 
 def first_text_difference(before: str, after: str) -> TextDifference | None:
     """Where the text `after` is no continuation of `before`; None where it is one."""
+    found = excerpts(before, after)
+    return None if found.char == len(before) else found
+
+
+def first_tool_difference(before: Sequence[ToolSpec], after: Sequence[ToolSpec]) -> Difference | None:
+    """The first tool that is another one now, is new or is gone, whatever their order; None for an equal set."""
+    was, now = ({tool.name: _tool_form(tool) for tool in tools} for tools in (before, after))
+    for name in [*was, *(name for name in now if name not in was)]:
+        was_text, now_text = was.get(name, ""), now.get(name, "")
+        if was_text != now_text:
+            char = common_length(was_text, now_text)
+            return Difference(None, "tools", char, _excerpt(was_text, char), _excerpt(now_text, char), name)
+    return None
+
+
+def excerpts(before: str, after: str) -> TextDifference:
+    """Where two different texts part, also where one is the beginning of the other."""
     char = common_length(before, after)
-    if char == len(before):
-        return None
     return TextDifference(char, _excerpt(before, char), _excerpt(after, char))
 
 
 def text_form(message: Message) -> str:
     """A message as one text: its blocks one after the other, each that is no plain text with a mark before it."""
     return "\n".join(_block_form(block) for block in message.blocks)
+
+
+def _tool_form(tool: ToolSpec) -> str:
+    fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    return json.dumps(fields, ensure_ascii=False, default=dict)
 
 
 def _block_form(block: Block) -> str:

@@ -1,29 +1,56 @@
 """Why a request reused what it did: it is compared with the newest request that went through the same messages.
 
-It knows prompts as model tokens and messages; which rules fired it is told. The words of `cause` are part of the HTTP
-interface (`GET /v1/cache/explain/{request_id}`).
+It knows prompts as model tokens and messages; which rules fired and what the process is set to it is told. The words of
+`cause` are part of the HTTP interface (`GET /v1/cache/explain/{request_id}`); `explanation_words.py` makes sentences.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvserve.core import Message, RequestId
-from kvserve.sessions.difference import Difference, first_difference
+from kvserve.core import Message, RequestId, Reuse, Role, ThinkingBlock, ToolSpec
+from kvserve.sessions.difference import Difference, first_difference, first_tool_difference
+from kvserve.sessions.explanation_place import Decode, has_thinking, message_at, template_difference
 from kvserve.sessions.seen import TurnRecord, pack_ids, packed_common_length
+from kvserve.sessions.writings import same_words
 
 type Cause = Literal[
     "nothing lost",
     "new conversation",
+    "raw prompt",
+    "not seen since the start",
+    "cache cleared",
+    "other model",
+    "setting",
+    "aborted",
+    "evicted",
     "not kept",
     "no checkpoint",
     "tools changed",
+    "thinking switched",
     "template arguments changed",
     "volatile value",
     "message changed",
     "messages left out",
+    "thinking dropped",
     "written differently by the template",
 ]
+
+PLACED: frozenset[Cause] = frozenset(
+    {
+        "setting",
+        "aborted",
+        "tools changed",
+        "thinking switched",
+        "template arguments changed",
+        "volatile value",
+        "message changed",
+        "messages left out",
+        "thinking dropped",
+        "written differently by the template",
+    }
+)
+"""Causes that lie in the prompt: they have a first difference."""
 
 TOLERANCE_TOKENS = 64
 """So many known tokens or fewer may be computed again: that is the distance to a checkpoint, nothing that was lost."""
@@ -31,13 +58,17 @@ TOLERANCE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request as the model saw it: messages, prompt ids, tools' digest, template arguments."""
+    """A request as the model saw it: messages, prompt ids, tools and their digest, template arguments, and the offsets
+    in its ids where messages begin. `packed_ids` are the same ids as a record keeps them, where they are there."""
 
     request_id: RequestId
     messages: Sequence[Message]
     ids: Sequence[int]
     tools_digest: bytes
     template_arguments: Mapping[str, object]
+    tools: Sequence[ToolSpec] = ()
+    starts: Sequence[int] = ()
+    packed_ids: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +77,8 @@ class RulesFired:
 
     They let the model read what it read before (`replayed`), or left a moved value as it was sent (`as_sent`), in the
     first `num_known_messages`, of which `num_rejected` differ without a rule. `dropped`: the messages of the request
-    before, by their index, that a rule takes out of identity.
+    before, by their index, that a rule takes out of identity. `policies`: those that hold; `changed`: the rules whose
+    policy the operator changed.
     """
 
     replayed: frozenset[str] = frozenset()
@@ -54,12 +86,34 @@ class RulesFired:
     num_known_messages: int = 0
     num_rejected: int = 0
     dropped: Mapping[int, str] = field(default_factory=dict)
+    policies: Mapping[str, str] = field(default_factory=dict)
+    changed: frozenset[str] = frozenset()
 
     def behind(self, difference: Difference) -> frozenset[str]:
         """The rules that say why a message differs; none for a change of meaning."""
-        if difference.message_index in self.dropped:
-            return frozenset({self.dropped[difference.message_index]})
-        return self.as_sent if difference.message_index < self.num_known_messages else frozenset()
+        index = difference.message_index
+        if index is None:
+            return frozenset()
+        if index in self.dropped:
+            return frozenset({self.dropped[index]})
+        return self.as_sent if index < self.num_known_messages else frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What decides besides the messages: whether earlier requests were looked at, whether this model's KV can be kept,
+    whether somebody emptied the cache. `rules_off` names the rules, switched off here, under which two messages would
+    be the same; `decode` turns token ids into text."""
+
+    looks_at_records: bool = True
+    can_keep: bool = True
+    was_cleared: bool = False
+    rules_off: Callable[[Message, Message], frozenset[str]] | None = None
+    decode: Decode | None = None
+
+
+NO_REUSE = Reuse()
+USUAL = Circumstances()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +122,8 @@ class Explanation:
 
     `num_shared_tokens` is the common beginning with the request before, its answer included; `source` names what the
     tokens were reused from; `rules` those that had a part in it. `is_rejection`: messages were equal canonically and
-    not for the model, tokens were lost by it, and no rule says why: the key promised too much.
+    not for the model, tokens were lost by it, and no rule says why: the key promised too much. `decided_by` names the
+    setting or field behind the cause `setting`, the model behind `other model`.
     """
 
     request_id: RequestId
@@ -76,72 +131,235 @@ class Explanation:
     num_cached_tokens: int
     num_shared_tokens: int
     source: str
+    reuse: Reuse
     cause: Cause
     rules: tuple[str, ...]
+    policies: Mapping[str, str]
     first_difference: Difference | None
     before: RequestId | None
     is_rejection: bool
-    is_trim_miss: bool
+    decided_by: str | None = None
+
+    @property
+    def is_trim_miss(self) -> bool:
+        """More of the prompt was stored than could be used, for want of a checkpoint."""
+        return self.reuse.is_trim_miss
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """A request beside the one before it: the tokens and the messages that they have in common."""
+
+    asked: Asked
+    before: TurnRecord
+    rules: RulesFired
+    around: Circumstances
+    num_shared: int
+    difference: Difference | None
 
 
 def explain(
-    asked: Asked, before: TurnRecord | None, rules: RulesFired, num_cached_tokens: int, *, is_trim_miss: bool = False
-) -> Explanation:
-    """Compare a request with the one before it (None: nothing of its conversation is known).
-
-    `is_trim_miss`: the engine knew more of the prompt than it had a checkpoint for.
-    """
-    shared = packed_common_length(before.packed_ids, pack_ids(asked.ids)) if before is not None else 0
-    difference = first_difference(before.messages, asked.messages) if before is not None else None
-    cause = _cause(asked, before, rules, num_cached_tokens, shared, difference)
-    if cause == "not kept" and is_trim_miss:
-        cause = "no checkpoint"
-    is_lost = cause not in ("nothing lost", "new conversation", "not kept", "no checkpoint")
-    moved = rules.behind(difference) if difference is not None and cause == "volatile value" else frozenset()
-    return Explanation(
-        request_id=asked.request_id,
-        num_prompt_tokens=len(asked.ids),
-        num_cached_tokens=num_cached_tokens,
-        num_shared_tokens=shared,
-        source=_source(before, num_cached_tokens, shared),
-        cause=cause,
-        rules=tuple(sorted(rules.replayed | moved)),
-        first_difference=difference if is_lost else None,
-        before=before.request_id if before is not None else None,
-        is_rejection=bool(rules.num_rejected) and is_lost,
-        is_trim_miss=is_trim_miss,
-    )
-
-
-def _cause(
     asked: Asked,
     before: TurnRecord | None,
     rules: RulesFired,
     num_cached_tokens: int,
-    shared: int,
-    difference: Difference | None,
-) -> Cause:
-    if before is None:
+    *,
+    reuse: Reuse = NO_REUSE,
+    around: Circumstances = USUAL,
+) -> Explanation:
+    """Compare a request with the one before it (None: nothing of its conversation is known)."""
+    compared = _compared(asked, before, rules, around) if before is not None else None
+    num_shared = compared.num_shared if compared is not None else 0
+    if compared is None or not _is_same_talk(compared):
+        cause: Cause = _without_record(asked, num_cached_tokens, around)
+        difference, before = None, None
+    else:
+        cause = _cause(compared, num_cached_tokens, reuse)
+        difference = _place(compared, cause)
+    rules_off = _rules_off(compared) if compared is not None and cause == "setting" else frozenset()
+    moved = (
+        rules.behind(difference) if difference is not None and cause in ("volatile value", "setting") else frozenset()
+    )
+    named = tuple(sorted(rules.replayed | moved | rules_off))
+    return Explanation(
+        request_id=asked.request_id,
+        num_prompt_tokens=len(asked.ids),
+        num_cached_tokens=num_cached_tokens,
+        num_shared_tokens=num_shared,
+        source=_source(before, num_cached_tokens, num_shared),
+        reuse=reuse,
+        cause=cause,
+        rules=named,
+        policies={
+            name: rules.policies.get(name, "off") for name in named if name in rules.policies or name in rules_off
+        },
+        first_difference=difference,
+        before=before.request_id if before is not None else None,
+        is_rejection=bool(rules.num_rejected) and cause in PLACED,
+        decided_by=_decided_by(rules, around, moved | rules_off) if cause == "setting" else None,
+    )
+
+
+def explain_raw(request_id: RequestId, num_prompt_tokens: int, num_cached_tokens: int, reuse: Reuse) -> Explanation:
+    """A prompt without messages: nothing to compare it with, but what it was found in."""
+    return Explanation(
+        request_id=request_id,
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=num_cached_tokens,
+        num_shared_tokens=num_cached_tokens,
+        source=_source(None, num_cached_tokens, 0),
+        reuse=reuse,
+        cause="raw prompt",
+        rules=(),
+        policies={},
+        first_difference=None,
+        before=None,
+        is_rejection=False,
+    )
+
+
+def _compared(asked: Asked, before: TurnRecord, rules: RulesFired, around: Circumstances) -> _Comparison:
+    packed = asked.packed_ids if asked.packed_ids is not None else pack_ids(asked.ids)
+    shared = packed_common_length(before.packed_ids, packed)
+    return _Comparison(asked, before, rules, around, shared, first_difference(before.messages, asked.messages))
+
+
+# --- causes ----------------------------------------------------------------------------------------------------------
+
+
+def _without_record(asked: Asked, num_cached_tokens: int, around: Circumstances) -> Cause:
+    """The cause where nothing is there to compare with."""
+    answers = [index for index, message in enumerate(asked.messages) if message.role == "assistant"]
+    if not answers:
         return "new conversation"
-    if min(_reachable(before, shared), len(asked.ids) - 1) - num_cached_tokens > TOLERANCE_TOKENS:
-        return "not kept"
-    tail = before.starts[-1] if before.starts else before.num_prompt_tokens
-    if shared >= min(len(before.ids) if difference is not None else tail, len(asked.ids) - 1):
+    # Its KV is there all the same, from a disk that outlived the records for one.
+    end = asked.starts[answers[-1] + 1] if len(asked.starts) > len(asked.messages) else None
+    if end is not None and end - num_cached_tokens <= TOLERANCE_TOKENS:
         return "nothing lost"
-    if shared < tail and before.tools_digest != asked.tools_digest:
-        return "tools changed"
-    if shared < tail and dict(before.template_arguments) != dict(asked.template_arguments):
-        return "template arguments changed"
+    if not around.looks_at_records:
+        return "setting"
+    return "cache cleared" if around.was_cleared else "not seen since the start"
+
+
+def _is_same_talk(compared: _Comparison) -> bool:
+    """Whether the request before belongs to this conversation, or only begins as it does."""
+    now, was = compared.asked.messages, compared.before.messages
+    first_user = next((index for index, message in enumerate(now) if message.role == "user"), None)
+    if first_user is None or compared.rules.num_known_messages > first_user:
+        return True
+    roles: tuple[Role, ...] = ("user", "assistant")
+    for role in roles:
+        mine, theirs = _first(now, role), _first(was, role)
+        if mine is not None and theirs is not None and same_words(mine, theirs):
+            return True
+    return False
+
+
+def _first(messages: Sequence[Message], role: Role) -> Message | None:
+    return next((message for message in messages if message.role == role), None)
+
+
+def _cause(compared: _Comparison, num_cached_tokens: int, reuse: Reuse) -> Cause:
+    asked, before, shared = compared.asked, compared.before, compared.num_shared
+    if min(_reachable(before, shared), len(asked.ids) - 1) - num_cached_tokens > TOLERANCE_TOKENS:
+        if not compared.around.can_keep:
+            return "not kept"
+        return "no checkpoint" if reuse.is_trim_miss else "evicted"
+    if before.num_computed_tokens is not None and _is_behind_the_abort(compared, num_cached_tokens):
+        return "aborted"
+    difference, tail = compared.difference, _tail(before)
+    # where all messages are the same, a few tokens of the answer to the last one may be written otherwise
+    is_whole = difference is None and len(before.ids) - shared <= TOLERANCE_TOKENS
+    if shared >= min(tail if is_whole else len(before.ids), len(asked.ids) - 1):
+        return "nothing lost"
+    index = message_at(before, shared)
+    # A message that differs in the very place where the tokens part is the cause, whatever else has changed.
+    if shared < tail and not (difference is not None and index and difference.message_index == index):
+        if before.tools_digest != asked.tools_digest:
+            return "tools changed"
+        if (changed := _changed_arguments(before, asked)) is not None:
+            return changed
     if difference is None:
-        return "written differently by the template"
-    if rules.behind(difference):
-        return "volatile value"
-    return "message changed" if difference.after else "messages left out"
+        is_thinking = index is not None and has_thinking(before.messages[index])
+        return "thinking dropped" if is_thinking else "written differently by the template"
+    return _message_cause(compared, difference)
+
+
+def _message_cause(compared: _Comparison, difference: Difference) -> Cause:
+    """The cause where a message differs from the one that the model read or wrote."""
+    rules = compared.rules
+    if moved := rules.behind(difference):
+        return "setting" if moved & rules.changed else "volatile value"
+    if _rules_off(compared):
+        return "setting"
+    was, now = _pair(compared)
+    if now is not None and same_words(_without_thinking(was), now):
+        return "thinking dropped"
+    return "message changed" if now is not None else "messages left out"
+
+
+def _is_behind_the_abort(compared: _Comparison, num_cached_tokens: int) -> bool:
+    """Whether what is missing is what the request before would have computed, had its client stayed."""
+    asked, before, shared = compared.asked, compared.before, compared.num_shared
+    if min(shared, len(asked.ids) - 1) - num_cached_tokens > TOLERANCE_TOKENS:
+        return True
+    difference = compared.difference
+    is_answer = len(before.ids) > before.num_prompt_tokens
+    return difference is not None and is_answer and difference.message_index == len(before.messages) - 1
+
+
+def _changed_arguments(before: TurnRecord, asked: Asked) -> Cause | None:
+    was, now = dict(before.template_arguments), dict(asked.template_arguments)
+    if was == now:
+        return None
+    others = [name for name in {*was, *now} if name != "thinking" and was.get(name) != now.get(name)]
+    return "template arguments changed" if others else "thinking switched"
+
+
+def _pair(compared: _Comparison) -> tuple[Message, Message | None]:
+    """The message that differs, as it was and as it is."""
+    difference = compared.difference
+    if difference is None or difference.message_index is None:
+        raise ValueError("no message differs")
+    index, now = difference.message_index, compared.asked.messages
+    return compared.before.messages[index], now[index] if index < len(now) else None
+
+
+def _rules_off(compared: _Comparison) -> frozenset[str]:
+    if compared.difference is None or compared.around.rules_off is None:
+        return frozenset()
+    was, now = _pair(compared)
+    return compared.around.rules_off(was, now) if now is not None else frozenset()
+
+
+def _without_thinking(message: Message) -> Message:
+    blocks = tuple(block for block in message.blocks if not isinstance(block, ThinkingBlock))
+    return Message(message.role, blocks, message.name)
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+def _place(compared: _Comparison, cause: Cause) -> Difference | None:
+    """Where the prompts part, for a cause that lies in the prompt."""
+    if cause not in PLACED:
+        return None
+    if cause == "tools changed":
+        return first_tool_difference(compared.before.tools, compared.asked.tools)
+    if compared.difference is not None and cause not in ("thinking switched", "template arguments changed"):
+        return compared.difference
+    return template_difference(compared.before, compared.asked.ids, compared.num_shared, compared.around.decode)
+
+
+def _tail(before: TurnRecord) -> int:
+    return before.starts[-1] if before.starts else before.num_prompt_tokens
 
 
 def _reachable(before: TurnRecord, shared: int) -> int:
     """Where any model can go on from: the last message's end among the shared tokens, or the end of all that was
     computed. A model whose layers cannot be cut has its states there."""
+    if before.num_computed_tokens is not None:
+        shared = min(shared, before.num_computed_tokens)
     if shared >= len(before.ids) - 1:
         return shared
     return max((start for start in before.starts if start <= shared), default=0)
@@ -150,6 +368,14 @@ def _reachable(before: TurnRecord, shared: int) -> int:
 def _source(before: TurnRecord | None, num_cached_tokens: int, shared: int) -> str:
     if not num_cached_tokens:
         return "nothing"
-    if before is None or num_cached_tokens > shared:
+    if before is None or num_cached_tokens > shared + 1:  # the answer's stop token is no part of the record
         return "another conversation with the same beginning"
     return f"request {before.request_id}"
+
+
+def _decided_by(rules: RulesFired, around: Circumstances, names: frozenset[str]) -> str:
+    if not around.looks_at_records:
+        return "cache_mode"
+    if not rules.policies:
+        return "CACHE_CANONICALIZE_TOOL_CONTEXT"
+    return f"CACHE_RULE_POLICIES ({', '.join(f'{name}={rules.policies.get(name, "off")}' for name in sorted(names))})"

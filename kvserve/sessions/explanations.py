@@ -2,6 +2,7 @@
 
 import threading
 from collections import OrderedDict
+from itertools import islice
 
 from kvserve.core import RequestId
 from kvserve.sessions.explanation import Explanation
@@ -33,6 +34,11 @@ class ExplanationBook:
         """The explanation of a request, None where it is forgotten or never was."""
         with self._lock:
             return self._entries.get(RequestId(request_id))
+
+    def newest(self, max_count: int) -> list[Explanation]:
+        """The last explanations, the newest first."""
+        with self._lock:
+            return list(islice(reversed(self._entries.values()), max_count))
 
     def clear(self) -> None:
         """Forget everything but the count."""

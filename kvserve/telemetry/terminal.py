@@ -16,7 +16,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from kvserve.core import RequestId
+from kvserve.core import RequestId, ReuseTier
 from kvserve.telemetry.bars import Bars
 
 LONG_PREFILL_SECONDS = 2.0
@@ -28,7 +28,10 @@ LengthLimit = Literal["max_tokens", "DEFAULT_MAX_TOKENS", "context limit", "watc
 
 @dataclass(frozen=True, slots=True)
 class BannerFacts:
-    """What is served and where. `proxy_url` None: no proxy runs. URLs without a path, as `http://127.0.0.1:4000`."""
+    """What is served and where. `proxy_url` None: no proxy runs. URLs without a path, as `http://127.0.0.1:4000`.
+
+    `disk` says what KV is on disk, in words.
+    """
 
     version: str
     model_name: str
@@ -38,13 +41,16 @@ class BannerFacts:
     is_demo: bool = False
     needs_api_key: bool = False
     warnings: tuple[str, ...] = ()
+    disk: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
     """One request, over. None where a thing was never reached: no first token, no finish, no error.
 
-    `cut_by` says whose limit a `length` was; `cause` is why less was reused than could have been.
+    `cut_by` says whose limit a `length` was; `cause` is why less was reused than could have been. `tier` is where the
+    cached tokens came from, `num_matched_tokens` how deep the prompt was known, `num_prefilled_tokens` what of it was
+    computed; `seconds` is the whole time since it was submitted.
     """
 
     request_id: RequestId
@@ -61,6 +67,12 @@ class RequestFacts:
     error_status: int | None = None
     notes: tuple[str, ...] = ()
     cause: str | None = None
+    tier: ReuseTier = "nothing"
+    num_matched_tokens: int = 0
+    num_prefilled_tokens: int = 0
+    queue_seconds: float | None = None
+    prefill_seconds: float | None = None
+    seconds: float = 0.0
 
 
 class LoadingBar:
@@ -179,6 +191,7 @@ def banner_lines(facts: BannerFacts) -> list[str]:
     rows = [("LiteLLM", facts.proxy_url), ("kvserve", facts.server_url)]
     lines = [f"kvserve {facts.version} serves {facts.model_name} (context {facts.context_limit:,} tokens)"]
     lines += [f"  {name}  {url}/v1" for name, url in rows if url is not None]
+    lines += [f"  disk    {facts.disk}"] if facts.disk is not None else []
     lines += [f"  try     {curl_line(facts)}"]
     if facts.is_demo:
         lines += [

@@ -23,16 +23,19 @@ LABEL_CHARACTERS = 24
 SHORT_FIELD_BYTES = 1024
 SMALLEST_FILE_BYTES = 4096  # what even an empty file costs, so that a limit on bytes limits the number of files too
 REFILL_FRACTION = 0.9
+_DAY = re.compile(r"\d{4}-\d\d-\d\d")
 
 
 @dataclass(frozen=True, slots=True)
 class TraceLimits:
-    """Bytes of one line and of one file, files kept beside the newest one of a session, bytes of a day's folder."""
+    """Bytes of one line and of one file, files kept beside the newest one of a session, bytes of a day's folder, days
+    whose folders are kept (0: all)."""
 
     max_line_bytes: int = 4 * 2**20
     max_file_bytes: int = 16 * 2**20
     num_older_files: int = 3
     max_day_bytes: int = 512 * 2**20
+    max_days: int = 14
 
 
 class TraceLog:
@@ -105,6 +108,19 @@ class TraceLog:
         day.chmod(0o700)
         self._num_day_bytes = sum(_cost(path) for path in day.iterdir())
         self._day = day
+        self._drop_old_days()
+
+    def _drop_old_days(self) -> None:
+        """Delete the traces of the oldest days. Nothing else in their folders is touched, nor any other folder."""
+        if not self._limits.max_days:
+            return
+        days = sorted(path for path in self._root.iterdir() if _DAY.fullmatch(path.name) and _is_own(path))
+        others = [day for day in days if day != self._day]
+        for day in others[: max(0, len(days) - self._limits.max_days)]:
+            for file in day.glob("cache-session-*.log"):
+                file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # somebody keeps something else there
+                day.rmdir()
 
     def _rotate(self, path: Path) -> None:
         """Move the files of one session one place up; the oldest one is lost."""
@@ -144,6 +160,11 @@ def session_label(session_key: str) -> str:
     is_text = any(char.isspace() for char in session_key)
     readable = "" if is_text else re.sub(r"[^A-Za-z0-9_]+", "-", session_key[:256]).strip("-")[:LABEL_CHARACTERS]
     return f"{readable.rstrip('-') or 'unnamed'}-{digest}"
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a folder is one, and no link to somebody's."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _json_bytes(value: object) -> int:

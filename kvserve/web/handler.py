@@ -120,6 +120,7 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         form = route or next(iter(match.rows.values()), None)
         if form is not None and form.encode_error is not None:
             exchange.encode_error = form.encode_error
+            exchange.own_statuses = form.statuses
         guard.check_host(head, settings)
         exchange.sharing = guard.sharing_headers(guard.check_origin(head, settings))
         allow = ("Allow", ", ".join(match.methods))

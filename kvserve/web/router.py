@@ -11,9 +11,10 @@ type Handle = Callable[[Exchange, WebService], None]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row: `path` is exact, or ends with `*` for any rest, which the function finds in `exchange.path_rest`.
+    """One row: `path` is exact, or has one `*` for anything, which the function finds in `exchange.path_rest`.
 
-    `encode_error` is the error form of the endpoint's protocol; None is the router's own.
+    `encode_error` is the error form of the endpoint's protocol; None is the router's own. `statuses` maps an error's
+    status to another one where the protocol has one of its own.
     """
 
     method: str
@@ -22,6 +23,7 @@ class Route:
     needs_body: bool = False
     needs_key: bool = True
     encode_error: EncodeError | None = None
+    statuses: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +50,22 @@ class Router:
         self.service = service
         self.encode_error = encode_error
         self._exact: dict[str, dict[str, Route]] = {}
-        self._prefixes: dict[str, dict[str, Route]] = {}
+        self._patterns: dict[tuple[str, str], dict[str, Route]] = {}
         for route in routes:
-            table = self._prefixes if route.path.endswith("*") else self._exact
-            table.setdefault(route.path.removesuffix("*"), {})[route.method] = route
+            begin, star, end = route.path.partition("*")
+            rows = self._patterns.setdefault((begin, end), {}) if star else self._exact.setdefault(begin, {})
+            rows[route.method] = route
 
     def find(self, path: str) -> Match:
-        """The exact row, else the longest prefix that leaves a rest, else an empty match."""
+        """The exact row, else the longest pattern that leaves something for its star, else an empty match."""
         if rows := self._exact.get(path):
             return Match(rows)
-        fitting = [prefix for prefix in self._prefixes if path.startswith(prefix) and path != prefix]
+        fitting = [
+            (begin, end)
+            for begin, end in self._patterns
+            if path.startswith(begin) and path.endswith(end) and len(path) > len(begin) + len(end)
+        ]
         if not fitting:
             return Match()
-        prefix = max(fitting, key=len)
-        return Match(self._prefixes[prefix], path[len(prefix) :])
+        begin, end = max(fitting, key=lambda pattern: len(pattern[0]) + len(pattern[1]))
+        return Match(self._patterns[begin, end], path[len(begin) : len(path) - len(end)])

@@ -4,12 +4,18 @@ import time
 
 from kvserve.errors import NotFound
 from kvserve.pipeline import collect
-from kvserve.protocols import openai_chat, openai_completions, openai_models
+from kvserve.protocols import anthropic_errors, anthropic_messages, openai_chat, openai_completions, openai_models
+from kvserve.protocols.anthropic_answers import MessageStreamEncoder, PromptCounts, whole_message
 from kvserve.protocols.fields import decode_body
 from kvserve.protocols.openai_errors import encode_error
+from kvserve.telemetry.metrics import CONTENT_TYPE as METRICS_TYPE
+from kvserve.web.agents import AGENT_ROUTES
+from kvserve.web.dashboard_pages import get_asset, get_events, get_page
 from kvserve.web.exchange import Exchange
+from kvserve.web.responses import delete_response, get_response, post_response
 from kvserve.web.router import Route, Router
 from kvserve.web.service import WebService
+from kvserve.web.sse import NAMED
 from kvserve.web.turns import stream_turn, whole_answer_events
 
 
@@ -45,6 +51,32 @@ def post_completion(exchange: Exchange, service: WebService) -> None:
         exchange.send_json(200, openai_completions.encode_completion(answer, exchange.request_id, served.name, created))
 
 
+def post_messages(exchange: Exchange, service: WebService) -> None:
+    """POST /v1/messages."""
+    body, headers = decode_body(exchange.body), exchange.head.as_mapping()
+    request = anthropic_messages.parse_messages(body, headers, service.defaults, exchange.request_id)
+    served = service.resolve_model(request.turn.model)
+    running = service.serve(request.turn, served)
+    encoder = MessageStreamEncoder(
+        exchange.request_id,
+        served.name,
+        lambda: PromptCounts(running.num_prompt_tokens, running.num_marked_tokens),
+        shows_thinking=request.shows_thinking,
+    )
+    if request.stream:
+        stream_turn(exchange, running, encoder, [], NAMED)
+    else:
+        events = [made for event in whole_answer_events(exchange, running) for made in encoder.encode(event)]
+        exchange.send_json(200, whole_message(events))
+
+
+def post_count_tokens(exchange: Exchange, service: WebService) -> None:
+    """POST /v1/messages/count_tokens."""
+    body, headers = decode_body(exchange.body), exchange.head.as_mapping()
+    turn = anthropic_messages.parse_counted(body, headers, service.defaults, exchange.request_id)
+    exchange.send_json(200, {"input_tokens": service.count_tokens(turn, service.resolve_model(turn.model))})
+
+
 def get_models(exchange: Exchange, service: WebService) -> None:
     """GET /v1/models."""
     exchange.send_json(200, openai_models.encode_model_list(service.list_models()))
@@ -75,6 +107,16 @@ def get_explanation(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(200, service.explain(exchange.path_rest))
 
 
+def get_last_explanation(exchange: Exchange, service: WebService) -> None:
+    """GET /v1/cache/explain, also with `?last`: the newest request that is over."""
+    exchange.send_json(200, service.explain(None))
+
+
+def get_metrics(exchange: Exchange, service: WebService) -> None:
+    """GET /metrics."""
+    exchange.send_body(200, METRICS_TYPE, service.metrics())
+
+
 def delete_cache(exchange: Exchange, service: WebService) -> None:
     """DELETE /v1/cache."""
     service.clear_cache()
@@ -84,12 +126,37 @@ def delete_cache(exchange: Exchange, service: WebService) -> None:
 ROUTES = (
     Route("POST", "/v1/chat/completions", post_chat, needs_body=True),
     Route("POST", "/v1/completions", post_completion, needs_body=True),
+    Route(
+        "POST",
+        "/v1/messages",
+        post_messages,
+        needs_body=True,
+        encode_error=anthropic_errors.encode_error,
+        statuses=anthropic_errors.STATUSES,
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        post_count_tokens,
+        needs_body=True,
+        encode_error=anthropic_errors.encode_error,
+        statuses=anthropic_errors.STATUSES,
+    ),
+    Route("POST", "/v1/responses", post_response, needs_body=True),
+    Route("GET", "/v1/responses/*", get_response),
+    Route("DELETE", "/v1/responses/*", delete_response),
     Route("GET", "/v1/models", get_models),
     Route("GET", "/v1/models/*", get_model),
     Route("GET", "/v1/cache", get_cache),
+    Route("GET", "/v1/cache/explain", get_last_explanation),
     Route("GET", "/v1/cache/explain/*", get_explanation),
     Route("DELETE", "/v1/cache", delete_cache),
     Route("GET", "/health", get_health, needs_key=False),
+    Route("GET", "/metrics", get_metrics),
+    Route("GET", "/dashboard", get_page, needs_key=False),
+    Route("GET", "/dashboard/events", get_events),
+    Route("GET", "/dashboard/*", get_asset, needs_key=False),
+    *AGENT_ROUTES,
 )
 
 

@@ -1,10 +1,13 @@
 """What the web server needs of the process it fronts: contracts only, kept by `app.py` and `pipeline.py`."""
 
 from collections.abc import Iterator, Sequence
+from threading import Semaphore
 from typing import Any, Protocol
 
+from kvserve.agent_turns import Agents
 from kvserve.core import AnswerEvent, JsonObject, RequestDefaults, RequestId, Turn
 from kvserve.protocols.openai_models import ModelCard
+from kvserve.protocols.responses_store import ResponseStore
 
 
 class NamedModel(Protocol):
@@ -21,6 +24,14 @@ class RunningTurn(Protocol):
     @property
     def request_id(self) -> RequestId:
         """The id of its request."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Model tokens of the prompt."""
+
+    @property
+    def num_marked_tokens(self) -> int:
+        """Those of them that the client wants to be kept, from the beginning; 0 where it marked nothing."""
 
     def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
         """The answer as it comes; `Waiting` at least every `poll_seconds` while nothing does; ends after `Finished`.
@@ -39,6 +50,14 @@ class Service[Model: NamedModel](Protocol):
     def defaults(self) -> RequestDefaults:
         """The operator's settings for requests that say nothing."""
 
+    @property
+    def agents(self) -> Agents:
+        """Agents whose history the server keeps."""
+
+    @property
+    def responses(self) -> ResponseStore:
+        """The responses that clients may name again."""
+
     def resolve_model(self, name: str | None) -> Model:
         """The model that serves this name. Raises NotFound in strict mode, NotReady while loading."""
 
@@ -51,11 +70,25 @@ class Service[Model: NamedModel](Protocol):
     def cache_report(self) -> JsonObject:
         """The body of GET /v1/cache. Raises NotReady while loading."""
 
-    def explain(self, request_id: str) -> JsonObject:
-        """The body of GET /v1/cache/explain/{request_id}: what was reused, and why not more. Raises NotFound."""
+    def explain(self, request_id: str | None) -> JsonObject:
+        """The body of GET /v1/cache/explain/{request_id}: what was reused, and why not more; None is the newest request
+        that is over. Raises NotFound."""
+
+    def metrics(self) -> bytes:
+        """The body of GET /metrics, in Prometheus' text format."""
+
+    @property
+    def watchers(self) -> Semaphore:
+        """One for each page that may watch at the same time."""
+
+    def dashboard(self) -> JsonObject:
+        """What the dashboard shows now, about a second old at most."""
 
     def clear_cache(self) -> None:
         """Forget everything that the caches and records keep. Raises NotReady while loading."""
+
+    def count_tokens(self, turn: Turn, served: Model) -> int:
+        """Prompt tokens of a turn that is only counted. Raises BadRequest."""
 
     def serve(self, turn: Turn, served: Model) -> RunningTurn:
         """Submit a turn. Raises RequestError (400, 429, 503) before anything is computed."""

@@ -8,10 +8,11 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import Protocol
 
-from kvserve.core import AnswerEvent, Finished, JsonObject
+from kvserve.core import AnswerEvent, Finished, JsonObject, Waiting
 from kvserve.errors import EngineFailure, NotReady, RequestError
 from kvserve.web.exchange import Exchange
 from kvserve.web.service import RunningTurn
+from kvserve.web.sse import UNNAMED, Framing
 
 
 class StreamEncoder(Protocol):
@@ -27,14 +28,20 @@ class StreamEncoder(Protocol):
         """The last chunk of an answer that fails after it began."""
 
 
-def stream_turn(exchange: Exchange, running: RunningTurn, encoder: StreamEncoder, first: Sequence[JsonObject]) -> None:
-    """Send headers and `first` at once, then every event as it comes, and `[DONE]`. Raises ClientGone, RequestError.
+def stream_turn(
+    exchange: Exchange,
+    running: RunningTurn,
+    encoder: StreamEncoder,
+    first: Sequence[JsonObject],
+    framing: Framing = UNNAMED,
+) -> None:
+    """Send headers and `first` at once, then every event as it comes, and the end. Raises ClientGone, RequestError.
 
     Headers go out before prefill: a proxy in front passes on that its client left only once it has them.
     """
     keep_alive_seconds = exchange.settings.keep_alive_seconds
     try:
-        stream = exchange.open_stream(encoder.error_chunk)
+        stream = exchange.open_stream(encoder.error_chunk, framing)
         stream.send(first)
     except BaseException:
         running.cancel()
@@ -46,6 +53,8 @@ def stream_turn(exchange: Exchange, running: RunningTurn, encoder: StreamEncoder
             now = time.monotonic()
             if not chunks and now - last_output >= keep_alive_seconds:
                 chunks = [encoder.keep_alive()]
+                if isinstance(event, Waiting) and event.num_done_tokens < event.num_prompt_tokens:
+                    stream.comment(f"{event.num_done_tokens} of {event.num_prompt_tokens} prompt tokens are read")
             if chunks:
                 stream.send(chunks)
                 last_output = now

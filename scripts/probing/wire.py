@@ -149,6 +149,10 @@ class Server:
         """Why a request reused what it did, None where that is not offered."""
         return self.get(f"/v1/cache/explain/{request_id}")
 
+    def watch(self) -> Iterator[Json]:
+        """What the dashboard shows, about once per second, until the server ends it. Raises ProbeError."""
+        return self._stream("GET", "/dashboard/events", None)
+
     def clear_cache(self) -> None:
         """DELETE /v1/cache: the server forgets every conversation."""
         status, raw = self._whole("DELETE", "/v1/cache")
@@ -167,10 +171,13 @@ class Server:
             connection.close()
 
     def _events(self, body: Mapping[str, Any]) -> Iterator[Json]:
+        return self._stream("POST", "/v1/chat/completions", json.dumps(body))
+
+    def _stream(self, method: str, path: str, body: str | None) -> Iterator[Json]:
         connection = self._connect()
-        where = f"POST {self.url}/v1/chat/completions"
+        where = f"{method} {self.url}{path}"
         try:
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), self._headers())
+            connection.request(method, path, body, self._headers())
             response = connection.getresponse()
             if response.status != 200:
                 raise ProbeError(f"{where}: {response.status} {response.read()[:600]!r}")

@@ -151,6 +151,31 @@ def test_a_day_that_was_full_before_the_start_is_counted(tmp_path: Path) -> None
     assert "second" in file.name
 
 
+def test_old_days_leave_and_nothing_else_does(tmp_path: Path) -> None:
+    """The newest days stay, today among them; files and folders that are not ours are left alone."""
+    for day in range(10, 21):
+        folder = tmp_path / f"2026-11-{day}"
+        folder.mkdir()
+        (folder / "cache-session-a-0123.log").write_text("turn\n")
+    (tmp_path / "2026-11-11" / "notes.txt").write_text("mine")
+    (tmp_path / "2025-archive").mkdir()
+    (tmp_path / "2026-11-30").mkdir()  # written while the clock was wrong
+    (tmp_path / "2026-11-01").symlink_to(tmp_path / "2025-archive")
+    open_log(tmp_path, [], max_days=4).write("s", "turn")
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    days = ["2026-11-11", "2026-11-19", "2026-11-20", "2026-11-21", "2026-11-30"]
+    assert kept == sorted(["2025-archive", "2026-11-01", *days])
+    assert [path.name for path in (tmp_path / "2026-11-11").iterdir()] == ["notes.txt"]
+
+
+def test_no_limit_on_days_keeps_them_all(tmp_path: Path) -> None:
+    """0 means all."""
+    for day in range(10, 21):
+        (tmp_path / f"2026-11-{day}").mkdir()
+    open_log(tmp_path, [], max_days=0).write("s", "turn")
+    assert len(list(tmp_path.iterdir())) == 12
+
+
 def test_an_event_that_is_too_long_keeps_its_short_fields(tmp_path: Path) -> None:
     """What does not fit is named instead of written."""
     log = open_log(tmp_path, [], max_line_bytes=5000)

@@ -23,6 +23,7 @@ from kvserve.core import (
 )
 from kvserve.errors import NotFound, RequestError
 from kvserve.protocols.openai_models import ModelCard
+from kvserve.protocols.responses_store import ResponseStore
 from kvserve.web.routes import make_router
 from kvserve.web.server import HttpServer, WebSettings
 
@@ -51,6 +52,8 @@ class ScriptedTurn:
 
     def __init__(self, request_id: RequestId, script: tuple[object, ...]) -> None:
         self.request_id = request_id
+        self.num_prompt_tokens = FINISHED.usage.num_prompt_tokens
+        self.num_marked_tokens = 0
         self.cancelled = threading.Event()
         self.ended = threading.Event()
         self._script = script
@@ -90,6 +93,7 @@ class FakeService:
     received: list[Turn] = field(default_factory=list)
     defaults: RequestDefaults = RequestDefaults(SamplingParams(), 128, True, None)
     name: str = "tiny/model"
+    responses: ResponseStore = field(default_factory=lambda: ResponseStore(None, print))
 
     def resolve_model(self, name: str | None) -> "FakeService":
         if name == "refused":
@@ -101,6 +105,9 @@ class FakeService:
 
     def health(self) -> tuple[int, JsonObject]:
         return (200, {"status": "ok"}) if self.is_ready else (503, {"status": "loading"})
+
+    def count_tokens(self, turn: Turn, served: object) -> int:
+        return FINISHED.usage.num_prompt_tokens
 
     def serve(self, turn: Turn, served: object) -> ScriptedTurn:
         if self.refusal is not None:
@@ -159,9 +166,15 @@ class Response:
 
     @property
     def events(self) -> list[str]:
-        """The data of every event of a stream."""
+        """The data of every event of a stream, comments left out."""
         assert self.body.endswith(b"\n\n")
-        return [event.removeprefix("data: ") for event in self.body.decode().split("\n\n")[:-1]]
+        blocks = self.body.decode().split("\n\n")[:-1]
+        return [block.removeprefix("data: ") for block in blocks if not block.startswith(": ")]
+
+    @property
+    def comments(self) -> list[str]:
+        """The comments of a stream: what clients pass over."""
+        return [block[2:] for block in self.body.decode().split("\n\n") if block.startswith(": ")]
 
 
 class RawClient:

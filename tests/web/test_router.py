@@ -17,6 +17,7 @@ ROUTER = Router(
         Route("DELETE", "/a", nothing),
         Route("GET", "/a/*", nothing),
         Route("POST", "/a/b/*", nothing),
+        Route("PUT", "/a/*/end", nothing),
     ),
     FakeService(),
     encode_error,
@@ -37,3 +38,12 @@ def test_the_longest_prefix_wins_and_leaves_the_rest() -> None:
     assert (ROUTER.find("/a/b/c").path_rest, ROUTER.find("/a/b/c").methods) == ("c", ("OPTIONS", "POST"))
     assert ROUTER.find("/a/").rows == {}
     assert ROUTER.find("/ab").rows == {}
+
+
+def test_a_star_may_stand_in_the_middle() -> None:
+    """What comes before and behind it counts for the longest pattern; something has to stand for the star."""
+    match = ROUTER.find("/a/x/y/end")
+    assert (match.path_rest, match.methods) == ("x/y", ("OPTIONS", "PUT"))
+    assert (ROUTER.find("/a/end").path_rest, ROUTER.find("/a/end").methods) == ("end", ("GET", "HEAD", "OPTIONS"))
+    assert ROUTER.find("/a/b/x/end").methods == ("OPTIONS", "PUT"), "the longer of two that fit"
+    assert ROUTER.find("/a//end").methods == ("GET", "HEAD", "OPTIONS"), "nothing stands for the star"

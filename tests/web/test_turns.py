@@ -51,9 +51,11 @@ def test_silence_is_broken_by_empty_deltas() -> None:
     script = (0.55, ContentDelta("at last"), FINISHED)
     with serving(FakeService(script=script), keep_alive_seconds=0.15) as served, served.connect() as client:
         client.send(STREAM_WIRE)
-        got = deltas(client.read_response().events)
+        response = client.read_response()
+        got = deltas(response.events)
         assert got[0] == {"role": "assistant", "content": ""}
         assert got[1:] == [{"reasoning_content": ""}] * 3 + [{"content": "at last"}, {}]
+        assert response.comments == ["1 of 3 prompt tokens are read"] * 3
 
 
 def test_an_error_in_the_middle_is_the_last_event() -> None:

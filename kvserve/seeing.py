@@ -1,0 +1,198 @@
+"""What kvserve sees of its own requests and tells of them: request lines, traces, explanations, numbers.
+
+    started -> runs, as others can watch it -> finished: explained, counted, traced, and one line in the terminal
+
+It joins rooms, and is where a request's text ends: numbers, sessions' names and causes go to `/metrics` and to the
+dashboard; the text around a difference only where DASHBOARD_SHOW_TEXT allows it.
+"""
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvserve.core import JsonObject, Turn
+from kvserve.errors import NotFound, RequestError
+from kvserve.reports import explanation_body, image_line, trace_fields
+from kvserve.running import FinishedTurn, Observer, RunningTurn
+from kvserve.sessions.explanation import Explanation
+from kvserve.sessions.explanation_words import clause
+from kvserve.sessions.explanations import ExplanationBook
+from kvserve.sessions.lineage import BranchId
+from kvserve.sessions.whereabouts import Places
+from kvserve.telemetry.activity import Activity
+from kvserve.telemetry.metrics import Metrics, Reading
+from kvserve.telemetry.terminal import RequestFacts, Terminal
+from kvserve.telemetry.trace import TraceLimits, TraceLog
+from kvserve.watching import Look, dashboard_body, readings
+
+SESSION_HASH_TOKENS = 128
+LOOK_SECONDS = 0.9
+"""Whoever watches shares one look at the server in so many seconds: watching costs the same for one and for many."""
+
+MAX_BRANCHES = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class SeeingSettings:
+    """What the operator decides: traces and for how many days (0: for ever), explanations kept, whether the dashboard
+    may show what was said, whether a line tells where the images of a prompt were cut."""
+
+    log_root: Path
+    writes_traces: bool
+    num_trace_days: int
+    num_explanations: int
+    shows_text: bool
+    shows_image_cuts: bool = False
+
+
+class Seeing:
+    """Everything that one process knows of its requests besides serving them. Safe for several threads.
+
+    `look` says how the server is at the moment; it may block for one step of the engine.
+    """
+
+    def __init__(self, settings: SeeingSettings, terminal: Terminal, look: Callable[[], Look]) -> None:
+        self._settings = settings
+        self._terminal = terminal
+        self._look = look
+        self._trace = TraceLog(
+            settings.log_root,
+            settings.writes_traces,
+            time.time,
+            terminal.error,
+            TraceLimits(max_days=settings.num_trace_days),
+        )
+        self._explanations = ExplanationBook(settings.num_explanations)
+        self._activity = Activity()
+        self._metrics = Metrics(self._readings)
+        self._readers: Places[str] = Places()
+        self._lock = threading.Lock()
+        self._last_of_branch: OrderedDict[tuple[str, BranchId], Explanation] = OrderedDict()
+        self._looking = threading.Lock()
+        self._seen_at = 0.0
+        self._seen: JsonObject = {}
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def observer(self) -> Observer:
+        """Who hears of every request."""
+        return Observer(self._terminal.prefill, self.finished, self.started)
+
+    def started(self, running: RunningTurn) -> None:
+        """A request waits for the engine."""
+        self._activity.begin(running)
+
+    def finished(self, finished: FinishedTurn) -> None:
+        """A request is over: explain it, count it, trace it, and write its line."""
+        explanation = self._explained(finished)
+        facts = replace(finished.facts, cause=clause(explanation) if explanation is not None else None)
+        finished = replace(finished, explanation=explanation, facts=facts)
+        self._activity.end(facts)
+        self._metrics.add(facts, explanation.cause if explanation is not None else None)
+        if explanation is not None:
+            self._explanations.put(explanation)
+            self._note_branch(finished, explanation)
+        if finished.reading is not None:
+            self._readers.put(finished.reading.chains[-1:], facts.model)
+        if self._settings.writes_traces:
+            session = facts.session or _first_tokens_hash(finished.prompt.tokens.ids)
+            self._trace.write(session, "turn", **trace_fields(finished))
+        self._terminal.request_line(facts)
+        if self._settings.shows_image_cuts and finished.prompt.tokens.images:
+            self._terminal.note(image_line(facts, finished.prompt.tokens))
+
+    def refused(self, turn: Turn, model_name: str, error: RequestError) -> None:
+        """A request was not taken: it has its line too."""
+        facts = RequestFacts(turn.request_id, turn.protocol, model_name, error_status=error.status)
+        self._metrics.add(facts, None)
+        self._terminal.request_line(replace(facts, cause=str(error)))
+
+    def clear(self) -> None:
+        """Forget what was said of requests; numbers stay."""
+        self._explanations.clear()
+        self._readers.clear()
+        with self._lock:
+            self._last_of_branch.clear()
+
+    def _explained(self, finished: FinishedTurn) -> Explanation | None:
+        """The explanation, with what only the process knows: that another of its models led this conversation."""
+        explanation, reading = finished.explanation, finished.reading
+        if explanation is None or reading is None:
+            return explanation
+        if explanation.cause in ("not seen since the start", "cache cleared"):
+            reader = self._readers.find(reading.chains)
+            if reader is not None and reader != finished.facts.model:
+                return replace(explanation, cause="other model", decided_by=reader)
+        return explanation
+
+    def _note_branch(self, finished: FinishedTurn, explanation: Explanation) -> None:
+        if finished.branch is None:
+            return
+        with self._lock:
+            key = finished.facts.model, finished.branch.branch_id
+            self._last_of_branch[key] = explanation
+            self._last_of_branch.move_to_end(key)
+            while len(self._last_of_branch) > MAX_BRANCHES:
+                self._last_of_branch.popitem(last=False)
+
+    # --- what is asked of it ------------------------------------------------------------------------------------------
+
+    @property
+    def num_rejections(self) -> int:
+        """The counter `exact_key_rejected_by_model_lcp`."""
+        return self._explanations.num_rejections
+
+    def explain(self, request_id: str | None) -> JsonObject:
+        """The body of GET /v1/cache/explain/{request_id}; an answer's `id` will do, None is the newest request that is
+        over. Raises NotFound."""
+        if request_id is None:
+            newest = self._explanations.newest(1)
+            if not newest:
+                raise NotFound("No request is over yet.")
+            return explanation_body(newest[0])
+        explanation = self._explanations.get(request_id.replace("_", "-").rpartition("-")[2])
+        if explanation is None:
+            kept = self._settings.num_explanations
+            raise NotFound(f"The request {request_id!r} is not known; the last {kept} are.", param="request_id")
+        return explanation_body(explanation)
+
+    def metrics(self) -> bytes:
+        """The body of GET /metrics."""
+        return self._metrics.text()
+
+    def dashboard(self) -> JsonObject:
+        """What the dashboard shows, at most `LOOK_SECONDS` old."""
+        with self._looking:
+            if time.monotonic() - self._seen_at > LOOK_SECONDS:
+                self._seen = self._snapshot()
+                self._seen_at = time.monotonic()
+            return self._seen
+
+    def _snapshot(self) -> JsonObject:
+        look = self._look()
+        with self._lock:
+            last_of_branch = {
+                branch_id: last
+                for (model, branch_id), last in self._last_of_branch.items()
+                if model == look.health["model"]
+            }
+        return dashboard_body(
+            look,
+            now=time.time(),
+            activity=self._activity,
+            explanations=self._explanations.newest(self._settings.num_explanations),
+            last_of_branch=last_of_branch,
+            shows_text=self._settings.shows_text,
+        )
+
+    def _readings(self) -> Iterable[Reading]:
+        return readings(self._look())
+
+
+def _first_tokens_hash(ids: tuple[int, ...]) -> str:
+    """The session of a request that names none: conversations that begin alike share a file."""
+    return hashlib.sha256(repr(ids[:SESSION_HASH_TOKENS]).encode()).hexdigest()[:16]

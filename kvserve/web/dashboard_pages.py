@@ -1,0 +1,86 @@
+"""The dashboard on the wire: its static files, and the stream of what it shows. It knows no value of it.
+
+The files hold nothing of any request, so they need no key; the stream does. Nothing outside of this server is loaded.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvserve.core import JsonObject
+from kvserve.errors import NotFound, NotReady, RequestError
+from kvserve.protocols.openai_errors import encode_error
+from kvserve.web.exchange import Exchange, Header
+from kvserve.web.service import WebService
+
+FILES: Mapping[str, str] = {
+    "index.html": "text/html; charset=utf-8",
+    "page.css": "text/css; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+    "draw.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+"""The files of the page with their content types; no other path is looked at."""
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+PAGE_HEADERS: tuple[Header, ...] = (
+    ("Content-Security-Policy", POLICY),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cache-Control", "no-cache"),
+)
+
+INTERVAL_SECONDS = 1.0
+LOOK_SECONDS = 0.1
+"""How often a stream looks whether its reader is there and whether the server ends."""
+
+_FOLDER = Path(__file__).parent / "dashboard"
+
+
+def get_page(exchange: Exchange, service: WebService) -> None:
+    """GET /dashboard."""
+    _send_file(exchange, "index.html")
+
+
+def get_asset(exchange: Exchange, service: WebService) -> None:
+    """GET /dashboard/{file}."""
+    if exchange.path_rest not in FILES:
+        raise NotFound(f"The dashboard has no file {exchange.path_rest!r}.")
+    _send_file(exchange, exchange.path_rest)
+
+
+def get_events(exchange: Exchange, service: WebService) -> None:
+    """GET /dashboard/events: what the page shows, once per second, until its reader leaves or the server ends.
+
+    A server that drains does not wait for it. Raises NotReady where too many watch already.
+    """
+    watchers = service.watchers
+    if not watchers.acquire(blocking=False):
+        raise NotReady("As many pages watch this server as may; close one of them.", retry_after_seconds=10)
+    try:
+        _watch(exchange, service)
+    finally:
+        watchers.release()
+
+
+def _watch(exchange: Exchange, service: WebService) -> None:
+    exchange.may_keep_connection = False
+    stream = exchange.open_stream(_error_chunk)
+    while not exchange.is_last:
+        stream.send([service.dashboard()])
+        wake_at = time.monotonic() + INTERVAL_SECONDS
+        while not exchange.is_last and (left := wake_at - time.monotonic()) > 0:
+            exchange.check_client()
+            time.sleep(min(left, LOOK_SECONDS))
+    stream.end()
+
+
+def _error_chunk(error: RequestError) -> JsonObject:
+    return encode_error(error)
+
+
+def _send_file(exchange: Exchange, name: str) -> None:
+    exchange.send_body(200, FILES[name], (_FOLDER / name).read_bytes(), PAGE_HEADERS)

@@ -1,0 +1,203 @@
+"""The dashboard's numbers in a terminal, once per second: reuse, requests that run, sessions, the last misses.
+
+It follows /dashboard/events of a running server and shows what stands there; it knows HTTP only.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+
+from probing.report import run
+from probing.wire import Json, ProbeError, Server
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+NUM_SESSIONS = 12
+NUM_MISSES = 6
+AGAIN_SECONDS = 2.0
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Watch a kvserve server in the terminal; end it with Ctrl-C.",
+        allow_abbrev=False,
+        epilog="Exit code: 0, 2 where the server cannot be watched.",
+    )
+    parser.add_argument(
+        "--server-url", default="http://127.0.0.1:8080", metavar="URL", help="kvserve's own port (%(default)s)"
+    )
+    parser.add_argument("--api-key", default="none", metavar="KEY", help="sent as Bearer (%(default)s)")
+    parser.add_argument("--once", action="store_true", help="print the numbers once and end")
+    return parser.parse_args()
+
+
+def screen(state: Json) -> Group:
+    """All that is shown of one event."""
+    parts: list[Table | Tree | Text] = [head(state), figures(state)]
+    if state["running"]:
+        parts.append(running(state["running"]))
+    if state["sessions"]:
+        parts.append(sessions(state["sessions"]))
+    parts.append(misses(state["misses"]) if state["misses"] else Text("Nothing was lost that could have been kept."))
+    return Group(*parts)
+
+
+def head(state: Json) -> Text:
+    """Model, state and version."""
+    health = state["health"]
+    return Text(
+        f"kvserve {health['version']}  {health['model']}  {health['status']}  up {span(health['uptime_seconds'])}",
+        style="bold",
+    )
+
+
+def figures(state: Json) -> Table:
+    """The last hour, first tokens, memory, counters."""
+    health, cache = state["health"], state["cache"] or {}
+    num_prompt, num_cached = (sum(bucket[column] for bucket in state["history"]) for column in (2, 3))
+    num_requests, num_written = (sum(bucket[column] for bucket in state["history"]) for column in (1, 4))
+    first = state["first_token_seconds"]
+    rows = [
+        ("last hour", f"{num_requests:,} requests, {num_written:,} tokens written"),
+        ("prompts", f"{num_cached:,} reused, {num_prompt - num_cached:,} computed ({share(num_cached, num_prompt)})"),
+        ("first token", f"{first['median']:.2f} s median, {first['p95']:.2f} s p95" if first else "-"),
+        ("requests", f"{health['num_running']} running, {health['num_waiting']} waiting"),
+        ("RAM", budget(cache.get("ram_bytes"), cache.get("max_ram_bytes"))),
+    ]
+    if (disk := cache.get("disk")) is not None:
+        rows.append(("disk", budget(disk["total_bytes"], disk["max_bytes"])))
+    if cache.get("num_warmed_tokens") is not None:
+        rows.append(("warmed", f"{cache['num_warmed_tokens']:,} tokens"))
+    rows += [(name, str(number)) for name, number in (cache.get("counters") or {}).items()]
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in rows:
+        table.add_row(Text(name, style="dim"), Text(value))
+    return table
+
+
+def running(requests: list[Json]) -> Table:
+    """Requests that are not over."""
+    table = Table("running", "stage", "prompt", "reused", "written", "seconds", box=None, pad_edge=False)
+    for request in requests:
+        done, total = request["num_done_tokens"], request["num_prompt_tokens"]
+        table.add_row(
+            request["request_id"][:12],
+            request["stage"],
+            f"{done:,} of {total:,} ({share(done, total)})",
+            f"{request['num_cached_tokens']:,}",
+            f"{request['num_generated_tokens']:,}",
+            f"{request['seconds']:.1f}",
+        )
+    return table
+
+
+def sessions(found: list[Json]) -> Tree:
+    """The sessions that were used last, each branch below the one that it left."""
+    tree = Tree(Text(f"sessions ({len(found)})", style="bold"))
+    for session in found[:NUM_SESSIONS]:
+        node = tree.add(Text(f"{session['name']}, {span(session['idle_seconds'])} ago"))
+        nodes: dict[int, Tree] = {}
+        for branch in session["branches"]:
+            parent = nodes.get(branch["parent"], node)
+            nodes[branch["id"]] = parent.add(Text(branch_line(branch)))
+    return tree
+
+
+def branch_line(branch: Json) -> str:
+    """One branch: its size, where it left, and what its last turn reused."""
+    line = f"branch {branch['id']}: {branch['num_turns']} turns, {branch['num_tokens']:,} tokens"
+    if branch["parent"] is not None:
+        line += f", left {branch['parent']} after message {branch['fork_message']}"
+    if (last := branch["last"]) is not None:
+        line += f", {share(last['num_cached_tokens'], last['num_prompt_tokens'])} reused ({last['cause']})"
+    return line
+
+
+def misses(found: list[Json]) -> Text:
+    """The last requests that computed again what could have been kept."""
+    text = Text("computed again", style="bold")
+    for miss in found[:NUM_MISSES]:
+        reused = f"{miss['cached_tokens']:,} of {miss['num_prompt_tokens']:,} reused"
+        text.append(f"\n{miss['request_id'][:12]}  {miss['cause']}{where(miss)}, {reused}", style="not bold")
+        text.append(f"\n  {miss['remedy'] or miss['summary']}", style="not bold dim")
+    return text
+
+
+def where(miss: Json) -> str:
+    """The place of a miss, as message and character."""
+    place = miss["first_difference"]
+    if place is None:
+        return ""
+    what = f"tool {place['tool']}" if place["tool"] else f"message {place['message_index']}"
+    return f" ({what}, char {place['char']})"
+
+
+def share(part: int, whole: int) -> str:
+    """A part in percent."""
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def budget(num_bytes: int | None, limit: int | None) -> str:
+    """Bytes against their limit."""
+    if num_bytes is None:
+        return "-"
+    return size(num_bytes) if not limit else f"{size(num_bytes)} of {size(limit)} ({share(num_bytes, limit)})"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as a person reads them."""
+    for unit in UNITS[:-1]:
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} {UNITS[-1]}"
+
+
+def span(seconds: float) -> str:
+    """A time as a person reads it."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def states(server: Server) -> Iterator[Json]:
+    """What the server tells; a server that ended the stream is asked again. Raises ProbeError for one never reached."""
+    was_reached = False
+    while True:
+        try:
+            for state in server.watch():
+                if "error" in state:
+                    raise ProbeError(f"the stream failed: {state['error']}")
+                was_reached = True
+                yield state
+        except ProbeError:
+            if not was_reached:
+                raise
+        time.sleep(AGAIN_SECONDS)
+
+
+def main() -> int:
+    """Returns the exit code."""
+    options = parse_options()
+    server = Server(options.server_url.rstrip("/").removesuffix("/v1"), options.api_key, 30.0)
+    console = Console()
+    if options.once:
+        console.print(screen(next(states(server))))
+        return 0
+    try:
+        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            for state in states(server):
+                live.update(screen(state), refresh=True)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,138 @@
+"""The dashboard in a real browser, beside a real server with traffic: what a person sees, and what they must not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.browser import EXECUTABLE, Page, browsing
+from tests.serving import CHAT_PATH, AppUnderTest, chat_body, encode_request, serving_app
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed")]
+
+SECRET = "xylophone"
+SYSTEM = {"role": "system", "content": f"You repair every {SECRET}. " * 30}
+KEY = "open-sesame"
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
+    with serving_app(tmp_path_factory.mktemp("dashboard"), prefill_step_size=64) as app:
+        lead(app)
+        yield app
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    with browsing(tmp_path) as page:
+        yield page
+
+
+def lead(app: AppUnderTest) -> None:
+    """A conversation, its edited history, and one of another client."""
+    history = [SYSTEM, {"role": "user", "content": f"Where is the {SECRET}?"}]
+    for number in range(3):
+        said = app.chat(history, session_id="workshop", enable_thinking=False, max_tokens=4).content
+        history += [{"role": "assistant", "content": said}, {"role": "user", "content": f"And number {number}?"}]
+    edited = [*history[:3], {"role": "user", "content": "And number 7?"}, *history[4:]]
+    app.chat(edited, session_id="workshop", enable_thinking=False, max_tokens=4)
+    app.chat("Good morning.", enable_thinking=False, max_tokens=4)
+
+
+def watch(page: Page, app: AppUnderTest) -> None:
+    page.open(f"http://127.0.0.1:{app.port}/dashboard")
+    assert page.eventually("document.getElementById('link').textContent.includes('live')")
+    assert page.eventually("document.querySelectorAll('#figures dd').length > 5")
+
+
+def test_a_person_sees_what_happens(app: AppUnderTest, page: Page, tmp_path: Path) -> None:
+    """Numbers move with traffic, branches nest in their session, the miss says what it was and what would mend it."""
+    watch(page, app)
+    page.look_like(width=1200)
+    assert "branch" in page.text("#sessions") and "workshop" in page.text("#sessions")
+    assert page.value("document.querySelectorAll('#sessions .fork').length") >= 1
+    assert page.value("document.querySelectorAll('#sessions ul ul .fork').length") >= 1, "below the branch that it left"
+    assert "message changed" in page.text("#misses") and "message 3 (user), character 11" in page.text("#misses")
+    before = page.text("#figures")
+    app.chat("Once more.", enable_thinking=False, max_tokens=4)
+    assert page.eventually(f"document.getElementById('figures').innerText !== {before!r}")
+    assert page.value("document.querySelectorAll('#chart rect.reused').length") >= 1
+    page.value("document.querySelector('#misses summary').click()")
+    assert "What would mend it" in page.text("#misses")
+    page.screenshot(tmp_path / "light.png")
+    assert page.complaints == []
+
+
+def test_a_running_request_shows_its_progress(app: AppUnderTest, page: Page, tmp_path: Path) -> None:
+    """A long answer stands among the running requests with its tokens, and is gone when its client is."""
+    watch(page, app)
+    with app.connect() as client:
+        client.send(encode_request("POST", CHAT_PATH, chat_body("Write on.", max_tokens=20_000, stream=True)))
+        assert page.eventually("document.querySelectorAll('#running > li').length === 1", 10)
+        assert page.eventually("/[1-9][0-9,]* written/.test(document.getElementById('running').innerText)", 10)
+        assert page.value("document.querySelector('#running progress').max") > 1
+        page.screenshot(tmp_path / "running.png")
+    assert page.eventually("document.querySelectorAll('#running > li').length === 0", 10)
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_narrow_window_and_dark_mode(app: AppUnderTest, page: Page, tmp_path: Path, dark: bool) -> None:
+    """360 pixels wide nothing hangs over the edge, and dark is dark."""
+    watch(page, app)
+    page.look_like(width=360, dark=dark)
+    assert page.value("document.documentElement.scrollWidth") <= 360
+    level = page.value("Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])")
+    assert level < 60 if dark else level > 200
+    page.screenshot(tmp_path / f"narrow-{dark}.png")
+    assert page.complaints == []
+
+
+def test_the_keyboard_is_enough(app: AppUnderTest, page: Page) -> None:
+    """Tab reaches the skip link, the table and a miss; Enter opens it, and it stays open while numbers come."""
+    watch(page, app)
+    reached = []
+    for _ in range(30):
+        page.press("Tab")
+        reached.append(str(page.value("document.activeElement.tagName + ' ' + document.activeElement.textContent")))
+        if "message changed" in reached[-1]:
+            break
+    assert reached[0].startswith("A Skip") and "message changed" in reached[-1], reached
+    page.press("Enter")
+    assert page.value("document.activeElement.parentElement.open") is True
+    stamp = page.text("#foot")
+    assert page.eventually(f"document.getElementById('foot').innerText !== {stamp!r}", 5)
+    assert page.value("document.activeElement.parentElement.open") is True
+
+
+def test_no_prompt_is_shown_unless_it_is_allowed(app: AppUnderTest, page: Page, tmp_path: Path) -> None:
+    """The secret word stands nowhere on the page; with DASHBOARD_SHOW_TEXT the text around the difference does."""
+    watch(page, app)
+    page.value("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    assert SECRET not in str(page.value("document.documentElement.outerHTML"))
+    assert "And number" not in page.text("body")
+    with serving_app(tmp_path / "open", dashboard_show_text=True) as showing:
+        lead(showing)
+        watch(page, showing)
+        page.value("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        assert "And number 7?" in page.text("#misses")
+
+
+def test_a_server_with_a_key_asks_for_it(page: Page, tmp_path: Path) -> None:
+    """Without the key no number is shown; typed in, it is used and kept in the tab."""
+    with serving_app(tmp_path / "locked", api_key=KEY) as app:
+        page.open(f"http://127.0.0.1:{app.port}/dashboard")
+        assert page.eventually("!document.getElementById('key-form').hidden")
+        assert page.text("#figures") == ""
+        page.type(KEY)
+        page.press("Enter")
+        assert page.eventually("document.getElementById('link').textContent.includes('live')")
+        assert page.value("localStorage.length") == 0
+    assert [each for each in page.complaints if "401" not in each] == []
+
+
+def test_a_server_that_ends_does_not_wait_for_the_page(page: Page, tmp_path: Path) -> None:
+    """The page is told the end of the stream and tries again, until a server answers."""
+    with serving_app(tmp_path) as app:
+        watch(page, app)
+    assert page.eventually("!document.getElementById('link').textContent.includes('live')", 10)

@@ -1,0 +1,117 @@
+"""GET /metrics of a real server: it parses, its totals are those of the requests' usage, and no text gets into it."""
+
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serving import CHAT_PATH, COMPLETION_PATH, AppUnderTest, eventually, serving_app
+from tests.web.fakes import Response
+
+NUM_REQUESTS = 200
+SECRET = "xylophone"
+WORDS = f"The {SECRET} stands beside the window and is played on Sundays. "
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
+    with serving_app(tmp_path_factory.mktemp("metrics"), max_queued_requests=256) as app:
+        yield app
+
+
+def metrics(app: AppUnderTest) -> tuple[str, dict[str, float]]:
+    """The text, and the sums of all samples of a name over their labels."""
+    response = app.get("/metrics")
+    assert response.status == 200 and response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    text = response.body.decode()
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert sample.name.startswith("kvserve_")
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return text, sums
+
+
+def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Chats and raw prompts, streamed or not, alone and continued, with and without sessions, long and short."""
+    for number in range(NUM_REQUESTS):
+        fields: dict[str, Any] = {"max_tokens": 1 + number % 5, "temperature": 0, "stream": number % 3 == 0}
+        if fields["stream"]:
+            fields["stream_options"] = {"include_usage": True}
+        if number % 7 == 0:
+            yield COMPLETION_PATH, {"prompt": WORDS * (1 + number % 4), **fields}
+            continue
+        messages = [{"role": "user", "content": WORDS * (1 + number % 6)}]
+        if number % 4 == 0:
+            messages += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": f"Number {number}?"}]
+        if number % 5 == 0:
+            fields["session_id"] = f"session-{number % 15}"
+        if number % 11 == 0:
+            fields["stop"] = ["e"]
+        yield CHAT_PATH, {"messages": messages, **fields}
+
+
+def usage_of(response: Response) -> Mapping[str, Any]:
+    """The usage of an answer, streamed or not."""
+    assert response.status == 200, response.body
+    if response.headers["content-type"].startswith("text/event-stream"):
+        return dict(json.loads(response.events[-2])["usage"])
+    return dict(response.json["usage"])
+
+
+def test_totals_are_those_of_the_requests(app: AppUnderTest) -> None:
+    """200 mixed requests, four at a time, and some that are refused: prompt, cached, computed and generated tokens."""
+    _, before = metrics(app)
+    with ThreadPoolExecutor(4) as pool:
+        usages = list(pool.map(lambda each: usage_of(app.post(*each)), bodies()))
+    refused = app.post(CHAT_PATH, {"messages": [{"role": "user", "content": "x"}], "logit_bias": {"99999999": 1}})
+    assert refused.status == 400
+    assert eventually(lambda: metrics(app)[1]["kvserve_requests_total"] >= NUM_REQUESTS + 1)
+    text, after = metrics(app)
+
+    def grown(name: str) -> float:
+        return after.get(name, 0.0) - before.get(name, 0.0)
+
+    num_prompt = sum(usage["prompt_tokens"] for usage in usages)
+    num_cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    num_completion = sum(usage["completion_tokens"] for usage in usages)
+    assert num_cached > 0
+    assert grown("kvserve_prompt_tokens_total") == num_prompt
+    assert grown("kvserve_cached_tokens_total") == num_cached
+    assert grown("kvserve_prefill_tokens_total") == num_prompt - num_cached
+    assert grown("kvserve_generation_tokens_total") == num_completion
+    assert grown("kvserve_requests_total") == NUM_REQUESTS + 1
+    assert grown("kvserve_request_errors_total") == 1
+    assert grown("kvserve_prefix_cache_queries_total") == NUM_REQUESTS
+    for name in ("time_to_first_token_seconds", "request_queue_time_seconds", "matched_prefix_tokens"):
+        assert grown(f"kvserve_{name}_count") == NUM_REQUESTS, name
+    report = app.get("/v1/cache").json
+    assert after["kvserve_ram_bytes"] == report["ram_bytes"] > 0
+    assert app.health()["ram_bytes"] == report["ram_bytes"]
+    assert after["kvserve_max_ram_bytes"] == report["max_ram_bytes"]
+    assert after["kvserve_hybrid_trim_miss_total"] == 0 and after["kvserve_up"] == 1
+    assert SECRET not in text and "session-" not in text
+
+
+def test_the_dashboard_and_file_names_hold_no_prompt(app: AppUnderTest) -> None:
+    """The secret word of the prompts stands in no event of the dashboard and in no name of a trace file, also when what
+    was lost lies beside it."""
+    app.chat(WORDS * 2, max_tokens=1)
+    app.chat(
+        [{"role": "user", "content": WORDS}, {"role": "assistant", "content": "x"}, {"role": "user", "content": WORDS}],
+        max_tokens=1,
+    )
+    app.chat(
+        [
+            {"role": "user", "content": WORDS},
+            {"role": "assistant", "content": SECRET},
+            {"role": "user", "content": "?"},
+        ],
+        max_tokens=1,
+    )
+    event = json.dumps(app.app.dashboard())
+    assert '"sessions": [{' in event and SECRET not in event
+    assert not any(SECRET in path.name for path in app.log_root.rglob("*"))

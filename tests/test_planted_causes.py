@@ -1,0 +1,307 @@
+"""Why was it computed again? Twelve causes, each planted in a conversation with a real server and named over HTTP: the
+cause, and the message and the character where the prompts part."""
+
+import copy
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.agents import CARRIER, TOOL, Asked, Conversation, EchoStyle, send
+from tests.models import tiny_model
+from tests.serving import CHAT_PATH, AppUnderTest, encode_request, eventually, serving_app
+
+LONG = "Places are looked at one after the other, and what is there is said in few words. " * 4
+SETTINGS: dict[str, Any] = {
+    "prompt_cache_max_entries_global": 1000,
+    "prompt_cache_max_entries_per_session": 100,
+    "max_kv_size": 32768,
+}
+KEPT = EchoStyle("kept")
+
+
+@pytest.fixture(scope="module")
+def slow_app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
+    """The same with a prefill that takes its time."""
+    with serving_app(tmp_path_factory.mktemp("slow"), "qwen3", prefill_step_size=16, **SETTINGS) as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
+    """A dense model whose template drops old thinking."""
+    with serving_app(tmp_path_factory.mktemp("qwen3"), "qwen3", **SETTINGS) as app:
+        yield app
+
+
+def start(app: AppUnderTest, *, family: str = "qwen3", style: EchoStyle = KEPT, thinking: bool = False) -> Conversation:
+    """A conversation of two turns: the system's words, a question with its answer, and a second one."""
+    app.clear_cache()
+    messages = [{"role": "system", "content": LONG}, {"role": "user", "content": f"Look at the hill. {LONG}"}]
+    talk = Conversation(app, family, style, thinking, messages)
+    talk.ask("A hill is high.", f"It is a hill. {LONG}")
+    talk.say(f"And the lake? {LONG}")
+    return talk
+
+
+def last(app: AppUnderTest) -> dict[str, Any]:
+    """The explanation of the newest request."""
+    response = app.get("/v1/cache/explain?last")
+    assert response.status == 200, response.body
+    return dict(response.json)
+
+
+def place(asked: Asked) -> tuple[Any, Any, Any]:
+    """Message, role and character of the first difference."""
+    difference = asked.explanation["first_difference"]
+    assert difference is not None, asked.explanation
+    assert len(difference["before"]) <= 80 and len(difference["after"]) <= 80
+    return difference["message_index"], difference["role"], difference["char"]
+
+
+def test_an_edited_message(app: AppUnderTest) -> None:
+    """The client changed one word of an old message."""
+    talk = start(app)
+    talk.ask("", "It is a lake.")
+    talk.say("Thanks.")
+    talk.messages[1] = {"role": "user", "content": f"Look at the hall. {LONG}"}
+    asked = talk.ask("", "Gladly.")
+    assert asked.explanation["cause"] == "message changed"
+    assert place(asked) == (1, "user", len("Look at the h"))
+    assert "hill" in asked.explanation["first_difference"]["before"]
+    assert "hall" in asked.explanation["first_difference"]["after"]
+    assert "Append" in asked.explanation["remedy"]
+    assert last(app)["request_id"] == asked.explanation["request_id"]
+    assert "message changed (message 1, character 13)" in app.line_of(asked.body["id"])
+
+
+def test_an_edited_system_prompt_without_any_session(app: AppUnderTest) -> None:
+    """Not even the first message is known, and the conversation is recognised by what was said in it."""
+    talk = start(app)
+    talk.messages[0] = {"role": "system", "content": LONG.replace("few", "two", 1)}
+    asked = talk.ask("", "It is a lake.")
+    assert asked.explanation["cause"] == "message changed"
+    assert place(asked) == (0, "system", LONG.index("few"))
+
+
+def test_thinking_that_the_template_drops(app: AppUnderTest) -> None:
+    """Once the user goes on, the template writes the answer without what was thought before it."""
+    talk = start(app, thinking=True)
+    asked = talk.ask("A lake is deep.", "It is a lake.")
+    assert asked.explanation["cause"] == "thinking dropped"
+    index, role, _ = place(asked)
+    assert (index, role) == (2, "assistant")
+    assert "think" in asked.explanation["first_difference"]["before"]
+    assert "think" not in asked.explanation["first_difference"]["after"]
+    assert "PRESERVE_THINKING" in asked.explanation["remedy"]
+
+
+def test_thinking_that_the_client_drops_costs_nothing(tmp_path: Path) -> None:
+    """The model reads its own thinking again, and the rule is named with its policy; switched off, the setting is."""
+    stripped = EchoStyle("stripped", None)
+    with serving_app(tmp_path / "on", "qwen3_5", **SETTINGS) as app:
+        asked = start(app, family="qwen3_5", style=stripped, thinking=True).ask("A lake is deep.", "It is a lake.")
+        assert asked.explanation["cause"] == "nothing lost", asked.explanation
+        assert asked.explanation["policies"]["thinking"] == "always"
+    with serving_app(tmp_path / "off", "qwen3_5", cache_rule_policies=("thinking=off",), **SETTINGS) as app:
+        asked = start(app, family="qwen3_5", style=stripped, thinking=True).ask("A lake is deep.", "It is a lake.")
+        assert asked.explanation["cause"] == "setting", asked.explanation
+        assert asked.explanation["decided_by"] == "CACHE_RULE_POLICIES (thinking=off)"
+        assert place(asked)[:2] == (2, "assistant")
+
+
+def test_a_new_date(app: AppUnderTest) -> None:
+    """A clock in the history moved: the rule is named, the model reads the new time."""
+    talk = start(app)
+    talk.messages[1] = {"role": "user", "content": f"Look. Current time is 10:15. {LONG}"}
+    talk.ask("", "I look.")
+    talk.say("And now?")
+    talk.messages[1] = {"role": "user", "content": f"Look. Current time is 10:16. {LONG}"}
+    asked = talk.ask("", "I look again.")
+    assert asked.explanation["cause"] == "volatile value"
+    assert asked.explanation["rules"] == ["current_time"]
+    assert asked.explanation["policies"] == {"current_time": "never"}
+    assert place(asked) == (1, "user", len("Look. Current time is 10:1"))
+
+
+def test_a_changed_tool_schema(app: AppUnderTest) -> None:
+    """The tool is named, and the character of its definition."""
+    talk = start(app)
+    changed = copy.deepcopy(TOOL)
+    changed["function"]["parameters"]["properties"]["depth"]["type"] = "string"  # type: ignore[index]
+    asked = talk.ask("", "It is a lake.", tools=[changed])
+    assert asked.explanation["cause"] == "tools changed"
+    difference = asked.explanation["first_difference"]
+    assert (difference["message_index"], difference["role"], difference["tool"]) == (None, "tools", "look")
+    assert "integer" in difference["before"] and "string" in difference["after"]
+
+
+def test_reordered_tools_are_harmless(app: AppUnderTest) -> None:
+    """Another order of the same tools: everything is reused, and the rule that saw to it is named."""
+    other = copy.deepcopy(TOOL)
+    other["function"]["name"] = "walk"  # type: ignore[index]
+    talk = start(app)
+    talk.fields = {"tools": [TOOL, other]}
+    talk.ask("", "It is a lake.")
+    talk.say("And the wood?")
+    talk.fields = {"tools": [other, TOOL]}
+    asked = talk.ask("", "It is a wood.")
+    assert asked.explanation["cause"] == "nothing lost"
+    assert "tools_order" in asked.explanation["rules"]
+    assert asked.num_cached_tokens >= talk.turns[-2].num_tokens - 8
+
+
+def test_an_evicted_conversation(tmp_path: Path) -> None:
+    """Another conversation took its place in a cache that holds one."""
+    settings = {**SETTINGS, "prompt_cache_max_entries_global": 1}
+    with serving_app(tmp_path, "qwen3", disk_cache="off", **settings) as app:
+        talk = start(app)
+        app.chat(f"Something else altogether. {LONG}", max_tokens=2, enable_thinking=False)
+
+        def has_left() -> bool:
+            time.sleep(0.3)  # limits on entries are looked at once per second
+            app.chat("x", max_tokens=1)
+            return bool(app.get("/v1/cache").json["num_evicted_tokens"] > talk.turns[0].num_tokens / 2)
+
+        assert eventually(has_left, 20)
+        asked = talk.ask("", "It is a lake.")
+        assert asked.explanation["cause"] == "evicted", asked.explanation
+        assert asked.explanation["tier"] == "nothing" or asked.num_cached_tokens < talk.turns[0].num_tokens - 64
+        assert "PROMPT_CACHE_MAX_ENTRIES_GLOBAL" in asked.explanation["remedy"]
+
+
+def test_switched_thinking(tmp_path: Path) -> None:
+    """This template says at its very beginning how much the model is to think."""
+    with serving_app(tmp_path, "gpt_oss", **SETTINGS) as app:
+        messages = [{"role": "user", "content": LONG}]
+        body = {"messages": messages, "max_tokens": 4, "temperature": 0}
+        said = send(app, {**body, "reasoning_effort": "low"}).body["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": said or "."}, {"role": "user", "content": "Go on."}]
+        asked = send(app, {**body, "reasoning_effort": "high"})
+        assert asked.explanation["cause"] == "thinking switched", asked.explanation
+        assert "low" in asked.explanation["first_difference"]["before"]
+        assert "high" in asked.explanation["first_difference"]["after"]
+
+
+def test_a_carrier(app: AppUnderTest) -> None:
+    """A message that stood at the end of one request only takes the answer to it along."""
+    talk = start(app, style=EchoStyle("carried", carries=True))
+    asked = talk.ask("", "It is a lake.")
+    assert asked.explanation["cause"] == "volatile value"
+    assert asked.explanation["rules"] == ["openclaw_carrier"]
+    assert place(asked)[0] == 2
+    assert asked.explanation["first_difference"]["before"].startswith(CARRIER["content"][0]["text"][:20])  # type: ignore[index]
+
+
+def test_an_abort(slow_app: AppUnderTest) -> None:
+    """The client left in the middle of the prefill: what it had computed is there, the rest is not."""
+    app, talk = slow_app, start(slow_app)
+    talk.messages[-1] = {"role": "user", "content": f"And the lake? {LONG * 12}"}
+    before = app.num_forward_calls
+    with app.connect() as client:
+        client.send(encode_request("POST", CHAT_PATH, {**talk.request(), "stream": True}))
+        assert eventually(lambda: app.num_forward_calls > before + 3, 20)
+    assert eventually(app.is_idle, 20)
+    assert eventually(lambda: any("cancelled" in line for line in app.lines()), 5)
+    asked = talk.ask("", "It is a lake.")
+    assert asked.explanation["cause"] == "aborted", asked.explanation
+    assert asked.num_cached_tokens > talk.turns[0].num_tokens, "what was computed is reused"
+
+
+def test_a_conversation_from_before_the_start(tmp_path: Path) -> None:
+    """A restart with a cache that does not outlive it: the history is nobody's."""
+    with serving_app(tmp_path, "qwen3", disk_cache="ephemeral", **SETTINGS) as app:
+        talk = start(app)
+    with serving_app(tmp_path, "qwen3", disk_cache="ephemeral", **SETTINGS) as app:
+        talk.app = app
+        asked = talk.ask("", "It is a lake.")
+        assert asked.explanation["cause"] == "not seen since the start"
+        assert asked.explanation["first_difference"] is None
+        assert "restart" in asked.explanation["summary"] and "--ephemeral-cache" in asked.explanation["remedy"]
+
+
+def test_a_conversation_that_comes_back_from_disk(tmp_path: Path) -> None:
+    """The control: with a cache that outlives the restart nothing is lost, and the disk is named."""
+    with serving_app(tmp_path, "qwen3", **SETTINGS) as app:
+        talk = start(app)
+    with serving_app(tmp_path, "qwen3", **SETTINGS) as app:
+        talk.app = app
+        asked = talk.ask("", "It is a lake.")
+        assert (asked.explanation["cause"], asked.explanation["tier"]) == ("nothing lost", "disk"), asked.explanation
+
+
+def test_a_cache_that_was_emptied(app: AppUnderTest) -> None:
+    """DELETE /v1/cache in the middle of a conversation."""
+    talk = start(app)
+    app.clear_cache()
+    assert talk.ask("", "It is a lake.").explanation["cause"] == "cache cleared"
+
+
+def test_another_model(tmp_path: Path) -> None:
+    """The conversation goes on with another model, which has never read it; the one that has is named."""
+    folders = tmp_path / "models"
+    folders.mkdir()
+    (folders / "small").symlink_to(tiny_model("llama"))
+    with serving_app(tmp_path, "qwen3", model_folders=(str(folders),), **SETTINGS) as app:
+        talk = start(app)
+        first = app.served.name
+        asked = send(app, {**talk.request(), "model": "small", "max_tokens": 4})
+        assert asked.body["model"] == "small"
+        assert asked.explanation["cause"] == "other model", asked.explanation
+        assert asked.explanation["decided_by"] == first
+
+
+def test_a_new_conversation(app: AppUnderTest) -> None:
+    """Other words under a known system prompt: that is shared, and nothing is said to be lost."""
+    talk = start(app)
+    messages = [talk.messages[0], {"role": "user", "content": "Something new."}]
+    asked = send(app, {**talk.request(), "messages": messages})
+    assert asked.explanation["cause"] == "new conversation"
+    assert asked.explanation["first_difference"] is None and asked.explanation["remedy"] is None
+    assert asked.num_cached_tokens > 100
+    assert "why:" not in app.line_of(asked.body["id"])
+
+
+def test_a_request_that_wants_no_records(app: AppUnderTest) -> None:
+    """`cache_mode: prefix` is named as what it is."""
+    talk = start(app, thinking=True)
+    asked = talk.ask("A lake is deep.", "It is a lake.", cache_mode="prefix")
+    assert (asked.explanation["cause"], asked.explanation["decided_by"]) == ("setting", "cache_mode")
+
+
+def test_a_raw_prompt_is_explained_too(app: AppUnderTest) -> None:
+    """It has no messages: what it was reused from is told, the same question twice."""
+    body = {"prompt": LONG, "max_tokens": 2, "temperature": 0}
+    app.post("/v1/completions", body)
+    answer = app.post("/v1/completions", body).json
+    told = app.get(f"/v1/cache/explain/{answer['id']}").json
+    assert (told["cause"], told["tier"]) == ("raw prompt", "ram")
+    assert told["cached_tokens"] == told["num_prompt_tokens"] - 1
+
+
+def test_a_row_that_another_one_computes_for_it(slow_app: AppUnderTest) -> None:
+    """Two questions at once on one new system prompt: one of them starts from what the other is just computing."""
+    app = slow_app
+    app.clear_cache()
+    system = {"role": "system", "content": "Live rows share what they compute. " * 150}
+    with ThreadPoolExecutor(2) as pool:
+        asks = [
+            pool.submit(app.post, CHAT_PATH, {"messages": [system, {"role": "user", "content": word}], "max_tokens": 2})
+            for word in ("One.", "Two.")
+        ]
+        answers = [ask.result().json for ask in asks]
+    tiers = {app.get(f"/v1/cache/explain/{answer['id']}").json["tier"] for answer in answers}
+    assert tiers == {"nothing", "live row"}
+
+
+def test_what_is_not_known_is_a_404(tmp_path: Path) -> None:
+    """No request is over yet; an unknown id; only as many are kept as the setting says."""
+    with serving_app(tmp_path, explanations_kept=1) as app:
+        assert app.get("/v1/cache/explain").status == 404
+        first = app.post(CHAT_PATH, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}).json["id"]
+        assert app.get(f"/v1/cache/explain/{first}").status == 200
+        app.chat("b", max_tokens=1)
+        assert app.get(f"/v1/cache/explain/{first}").status == 404
