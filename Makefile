@@ -34,4 +34,4 @@ bench: setup
 	$(PYTHON) -m benchmarks
 
 bench-clients: setup
-	$(PYTHON) -m benchmarks --only open_loop --only own_turn
+	$(PYTHON) -m benchmarks --only open_loop --only real_loop --only own_turn

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks import (
     checkpoint_budget,
+    disk,
     eviction_simulator,
     first_token,
     known_prefix,
@@ -22,8 +23,10 @@ from benchmarks import (
     open_loop,
     own_time,
     own_turn,
+    real_loop,
     restore,
     reuse,
+    seeing,
     sharing,
     stall,
     throughput,
@@ -41,11 +44,14 @@ BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
     "warm_turn": (warm_turn.run, 7),
     "known_prefix": (known_prefix.run, 9),
     "own_turn": (own_turn.run, 9),
+    "seeing": (seeing.run, 15),
     "restore": (restore.run, 25),
+    "disk": (disk.run, 3),
     "sharing": (sharing.run, 3),
     "memory": (memory.run, 1),
     "reuse": (reuse.run, 1),
     "open_loop": (open_loop.run, 1),
+    "real_loop": (real_loop.run, 1),
     "checkpoint_budget": (checkpoint_budget.run, 1),
     "eviction": (eviction_simulator.run, 1),
 }

@@ -144,7 +144,7 @@ class Client:
 
 def _payload(event: bytes) -> dict[str, Any]:
     data = event.removeprefix(b"data: ")
-    payload = {} if data == b"[DONE]" else json.loads(data)
+    payload = {} if data == b"[DONE]" or data.startswith(b": ") else json.loads(data)
     if "error" in payload:
         raise BenchmarkError(f"the stream failed: {payload['error']}")
     return dict(payload)

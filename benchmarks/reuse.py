@@ -19,7 +19,7 @@ from benchmarks.client import BenchmarkError
 from benchmarks.figure import Bound, Figure
 from benchmarks.reuse_oracle import CONVENTIONS, Computed, GreedyModel, Rendering, possible_reuse
 from benchmarks.reuse_scenarios import SCENARIOS, Ask, Reply, Sizes, Talk, Words
-from benchmarks.rig import _server
+from benchmarks.rig import serving
 from kvserve.demo.build import build_model
 
 TOLERANCE_TOKENS = 8
@@ -248,7 +248,7 @@ def _lead_all(family: str, seed: int) -> Iterator[Led]:
     """All conversations on one family, each with a server that knows nothing."""
     with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
         folder = build_model(family, Path(scratch) / "model", answer_tokens=ANSWER_TOKENS)
-        with _server(folder, Path(scratch), {}) as (port, _):
+        with serving(folder, Path(scratch), {}) as (port, _):
             judge = Judge(family, folder, ANSWER_TOKENS)
             words = Words(SIZES, takes_tools=CONVENTIONS[family].takes_tools, seed=seed)
             _settle_in(port, words)

@@ -121,12 +121,12 @@ def open_rig(scale: ModelScale, family: str = "qwen3", **settings: object) -> It
     with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
         folder = build_model(family, Path(scratch) / "model", scale=scale, answer_tokens=None)
         given = {setting_key(name): str(value) for name, value in settings.items()}
-        with _server(folder, Path(scratch), given) as (port, pid):
+        with serving(folder, Path(scratch), given) as (port, pid):
             yield Rig(port, BareModel(folder), Prompts(folder), pid)
 
 
 @contextlib.contextmanager
-def _server(folder: Path, scratch: Path, given: dict[str, str]) -> Iterator[tuple[int, int]]:
+def serving(folder: Path, scratch: Path, given: dict[str, str]) -> Iterator[tuple[int, int]]:
     """The real server on a free port, without LiteLLM and with no settings but these: its port and process id."""
     port = _free_port()
     command = [sys.executable, str(START_SCRIPT), "--model", str(folder), "--port", str(port), "--no-proxy"]

@@ -1,60 +1,61 @@
 """The process: builds the rooms from the settings, starts and stops them in order, and answers for them to `web/`.
 
-    bind 8080 -> start LiteLLM -> load tokenizer and model -> banner -> wait for a signal -> end streams -> stop all
+    bind 8080 -> start LiteLLM -> load the default model -> banner -> wait for a signal -> end streams -> stop all
 
 It joins rooms per process, as `pipeline.py` does per request.
 """
 
-import gc
-import hashlib
+import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-import llguidance
 from rich.console import Console
 
 from kvserve import __version__
-from kvserve.config import Launch, Settings, load_launch, settings_acting_later
+from kvserve.agent_turns import Agents, Models
+from kvserve.agents.store import AgentStore
+from kvserve.catalogue import Catalogue, Disk, ModelSource
+from kvserve.config import Launch, load_launch, settings_acting_later
 from kvserve.core import JsonObject, RequestDefaults, Turn
+from kvserve.deferred import TurnInProgress
 from kvserve.demo.build import build_model
-from kvserve.engine.model import check_folder, resolve_model_folder
-from kvserve.engine.tool_parser import library_tool_parser
-from kvserve.engine.worker import Engine
-from kvserve.errors import KvserveError, NotFound, NotReady, RequestError, StartupError
-from kvserve.identity import Conversations
-from kvserve.output.formats import OutputFormat, select_format
-from kvserve.output.tool_parsers.foreign import ForeignToolForm
-from kvserve.pipeline import ServedModel, serve_turn
-from kvserve.prompt.boundaries import learn_markers
-from kvserve.prompt.stitch import Stitcher
-from kvserve.prompt.template import ChatTemplate
-from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
+from kvserve.engine.model import expected_sizes, resolve_model_folder
+from kvserve.engine.model_files import cached_folder, is_model_folder
+from kvserve.errors import KvserveError, ModelLoadError, NotReady, RequestError, StartupError
+from kvserve.loading import ModelMaker
+from kvserve.pipeline import ServedModel, count_tokens, serve_turn
 from kvserve.protocols.openai_models import ModelCard
+from kvserve.protocols.responses_store import ResponseStore
 from kvserve.proxy.litellm import LitellmProxy
-from kvserve.reports import cache_body, explanation_body, trace_fields
-from kvserve.running import FinishedTurn, Observer, RunningTurn
-from kvserve.sessions.explanations import ExplanationBook
-from kvserve.telemetry.terminal import BannerFacts, RequestFacts, Terminal
-from kvserve.telemetry.trace import TraceLog
+from kvserve.reports import cache_body, disk_line, engine_fields, image_fields
+from kvserve.roster import Callbacks, Roster
+from kvserve.seeing import Seeing
+from kvserve.sessions.lineage import SessionView
+from kvserve.telemetry.terminal import BannerFacts, Terminal
+from kvserve.watching import Look
 from kvserve.web.routes import make_router
 from kvserve.web.server import HttpServer
 from kvserve.wiring import (
-    engine_settings,
+    catalogue_settings,
     identity_settings,
     proxy_settings,
     request_defaults,
+    seeing_settings,
     url_host,
     web_settings,
 )
 
 DEMO_MODEL_NAME = "kvserve-demo-qwen3"
-OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
-SESSION_HASH_TOKENS = 128
+RESPONSES_FILE = "responses.sqlite3"
+AGENTS_FILE = "agents.sqlite3"
+MAX_WATCHERS = 8
+"""Pages that may watch at the same time: each holds a connection and its thread."""
+
 STREAMS_END_SECONDS = 1.5
 ENGINE_STOP_SECONDS = 1.5
 
@@ -103,16 +104,38 @@ class App:
         self._terminal = terminal
         self._started_at = time.time()
         self.is_fetching = False
-        self._served: ServedModel | None = None
-        self._engine: Engine | None = None
         self._proxy: LitellmProxy | None = None
-        self._trace = TraceLog(
-            self._settings.log_root, self._settings.enable_request_logging, time.time, terminal.error
-        )
+        self._watchers = threading.BoundedSemaphore(MAX_WATCHERS)
+        self._seeing = Seeing(seeing_settings(self._settings), terminal, self._look)
         self._server = HttpServer(web_settings(self._settings), make_router(self), terminal.error)
         self._defaults = request_defaults(self._settings)
-        self._identity = identity_settings(self._settings)
-        self._explanations = ExplanationBook()
+        self._catalogue_settings = catalogue_settings(self._settings, self._listed_model_id)
+        maker = ModelMaker(
+            settings=self._settings,
+            defaults=self._defaults,
+            identity=identity_settings(self._settings),
+            observe=self._seeing.observer(),
+            report=terminal.error,
+            records_dir=self._settings.disk_cache_dir if launch.disk_cache == "on" else None,
+            disk_cache=launch.disk_cache,
+        )
+        self._roster = Roster(
+            maker,
+            Callbacks(self._submit, self._seeing.refused, terminal.note),
+            max_waiting=max(1, self._settings.max_queued_requests),
+        )
+        self._agent_store = AgentStore(self._settings.state_dir / AGENTS_FILE)
+        self._agents = Agents(
+            self._agent_store,
+            Models(
+                name_of=self._roster.name_of,
+                resolve=self._roster.resolve,
+                serve=self._roster.serve,
+                count=lambda turn, served: count_tokens(self._roster.countable(turn, served), served),
+                kept=self._kept_tokens,
+            ),
+        )
+        self._responses = ResponseStore(self._settings.state_dir / RESPONSES_FILE, terminal.error)
 
     # --- start and stop -----------------------------------------------------------------------------------------------
 
@@ -122,11 +145,11 @@ class App:
         self._server.start()
         self._start_proxy()
         with self._terminal.loading(self._model_name):
-            served = self._load(stopping)
+            default = ModelSource(self._model_name, self._model_folder())
+            disk = Disk(cached_folder, is_model_folder)
+            served = self._roster.start(Catalogue(default, self._catalogue_settings, disk), stopping)
         if served is None:
             return
-        gc.freeze()  # what is loaded stays: the collector need not walk over it again on the engine's time
-        self._served = served
         self._wait_for_proxy(stopping)
         self._terminal.banner(self._banner(served))
 
@@ -134,12 +157,14 @@ class App:
         """End streams well-formed, then the proxy, the engine and what is left of the sockets."""
         self._server.stop_accepting()
         self._server.close(STREAMS_END_SECONDS)
-        if self._engine is not None:
-            self._engine.stop(0)
+        self._roster.stop(0)
         if self._proxy is not None:
             self._proxy.stop()
-        if self._engine is not None:
-            self._engine.stop(ENGINE_STOP_SECONDS)
+        self._roster.stop(ENGINE_STOP_SECONDS)
+        for known in self._roster.known():
+            known.conversations.close()
+        self._responses.close()
+        self._agent_store.close()
 
     @property
     def port(self) -> int:
@@ -149,44 +174,6 @@ class App:
     @property
     def _model_name(self) -> str:
         return DEMO_MODEL_NAME if self._launch.is_demo else self._settings.model_path
-
-    def _load(self, stopping: threading.Event) -> ServedModel | None:
-        """The served model, or None when the server is told to stop while it loads."""
-        folder = self._model_folder()
-        check_folder(folder)
-        tokenizer = load_tokenizer(folder)
-        self._engine = Engine(
-            folder,
-            engine_settings(self._settings),
-            grammar_tokenizer=_grammar_tokenizer(tokenizer),
-            report=self._terminal.error,
-        )
-        self._engine.start()
-        template = ChatTemplate(tokenizer)
-        added_tokens = frozenset(token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
-        output_format = _output_format(self._settings, folder, tokenizer, added_tokens)
-        while not stopping.is_set():
-            try:
-                model = self._engine.wait_until_ready(0.2)
-            except NotReady:
-                continue
-            markers = learn_markers(tokenizer, template)
-            return ServedModel(
-                name=self._model_name,
-                tokenizer=tokenizer,
-                template=template,
-                markers=markers,
-                stitcher=Stitcher.of(tokenizer, template, markers),
-                conversations=Conversations(self._identity),
-                output_format=output_format,
-                added_tokens=added_tokens,
-                engine=self._engine,
-                defaults=self._defaults,
-                vocab_size=model.vocab_size,
-                context_limit=model.context_limit,
-                observe=Observer(self._terminal.prefill, self._finished),
-            )
-        return None
 
     def _model_folder(self) -> Path:
         if self._launch.is_demo:
@@ -217,7 +204,8 @@ class App:
             stopping.wait(0.1)
 
     def _banner(self, served: ServedModel) -> BannerFacts:
-        warnings = [f"{key} is set, but what it controls is not there yet" for key in self._settings_without_effect()]
+        later = settings_acting_later(self._settings)
+        warnings = [f"{key} is set, but what it controls is not there yet" for key in later]
         if self._settings.normalize_write_tool_content_for_prompt:
             warnings.append("The model does not see the contents of its past write calls, only their digests.")
         if (support := served.engine.status.cache_support) is not None:
@@ -233,11 +221,8 @@ class App:
             is_demo=self._launch.is_demo,
             needs_api_key=self._settings.api_key is not None,
             warnings=tuple(warnings),
+            disk=disk_line(served.engine.cache_report().disk),
         )
-
-    def _settings_without_effect(self) -> tuple[str, ...]:
-        flag = {"on": (), "ephemeral": ("--ephemeral-cache",), "off": ("--no-disk-cache",)}[self._launch.disk_cache]
-        return (*settings_acting_later(self._settings), *flag)
 
     # --- what web/ asks -----------------------------------------------------------------------------------------------
 
@@ -245,115 +230,98 @@ class App:
     def defaults(self) -> RequestDefaults:
         return self._defaults
 
+    @property
+    def agents(self) -> Agents:
+        return self._agents
+
+    @property
+    def responses(self) -> ResponseStore:
+        return self._responses
+
     def resolve_model(self, name: str | None) -> ServedModel:
-        """The loaded model answers to every name, unless MODEL_STRICT is set."""
-        served = self._served
-        if served is None:
-            raise NotReady("The model is still loading.", retry_after_seconds=5)
-        if self._settings.model_strict and name not in (None, served.name, self._listed_model_id):
-            raise NotFound(f"The model {name!r} is not served here; {served.name!r} is.", param="model")
-        return served
+        """The model that this name means, loaded or not; the default one for names that nobody knows."""
+        return self._roster.resolve(name)
 
     def list_models(self) -> Sequence[ModelCard]:
-        served = self._served
-        return [ModelCard(served.name, int(self._started_at), served.context_limit)] if served else []
+        """What can be served, the loaded model first; a model's time is that of its folder."""
+        cards = []
+        for listing in self._roster.listings():
+            folder = listing.source.folder
+            with contextlib.suppress(ModelLoadError, OSError):  # a folder that is being written or taken away
+                context_limit = expected_sizes(folder, self._settings.max_kv_size).context_limit
+                cards.append(ModelCard(listing.name, int(folder.stat().st_mtime), context_limit, listing.alias_of))
+        return cards
 
     def health(self) -> tuple[int, JsonObject]:
-        status = self._engine.status if self._engine is not None else None
-        is_ready = self._served is not None and status is not None and status.state == "ready"
-        support = status.cache_support if status is not None else None
+        roster = self._roster.status()
         body: dict[str, object] = {
-            "status": "ok" if is_ready else status.state if status is not None else "loading",
-            "model": self._model_name,
-            "num_running": status.num_prefilling + status.num_decoding if status else 0,
-            "num_prefilling": status.num_prefilling if status else 0,
-            "num_decoding": status.num_decoding if status else 0,
-            "num_waiting": status.num_waiting if status else 0,
-            "active_memory_bytes": status.active_memory_bytes if status else 0,
-            "is_batched": support.can_batch if support else None,
-            "is_prefix_cached": support.can_keep if support else None,
+            **engine_fields(roster, default_name=self._model_name),
+            "num_agents": self._agents.num_agents,
             "num_open_connections": self._server.num_open_connections,
             "proxy": self._proxy.state.status if self._proxy is not None else "off",
             "uptime_seconds": round(time.time() - self._started_at, 1),
             "version": __version__,
         }
-        return (200 if is_ready else 503), body
+        return (200 if body["status"] in ("ok", "swapping") else 503), body
 
     def cache_report(self) -> JsonObject:
         """The body of GET /v1/cache. Raises NotReady."""
-        served = self._loaded
+        served = self._roster.loaded
         report, totals = served.engine.cache_report(), served.conversations.totals()
-        return cache_body(report, totals, self._explanations.num_rejections)
+        body = cache_body(report, totals, self._seeing.num_rejections)
+        return {**body, **image_fields(served.engine.image_report())}
 
-    def explain(self, request_id: str) -> JsonObject:
-        """The body of GET /v1/cache/explain/{request_id}. Raises NotFound."""
-        explanation = self._explanations.get(request_id.rpartition("-")[2])
-        if explanation is None:
-            raise NotFound(f"The request {request_id!r} is not known; the last thousand are.", param="request_id")
-        return explanation_body(explanation)
+    def explain(self, request_id: str | None) -> JsonObject:
+        return self._seeing.explain(request_id)
+
+    def metrics(self) -> bytes:
+        return self._seeing.metrics()
+
+    @property
+    def watchers(self) -> threading.Semaphore:
+        return self._watchers
+
+    def dashboard(self) -> JsonObject:
+        return self._seeing.dashboard()
+
+    def _look(self) -> Look:
+        """How the server is at the moment, for those who watch it."""
+        cache: JsonObject | None = None
+        sessions: Sequence[SessionView] = ()
+        with contextlib.suppress(NotReady):
+            cache = self.cache_report()
+            sessions = self._roster.loaded.conversations.sessions()
+        return Look(self.health()[1], cache, sessions, time.time())
 
     def clear_cache(self) -> None:
         """Forget everything that is kept. Raises NotReady."""
-        served = self._loaded
-        served.conversations.clear()
-        self._explanations.clear()
+        served = self._roster.loaded
+        for known in self._roster.known():
+            known.conversations.clear()
+        self._seeing.clear()
         served.engine.clear_cache()
 
-    @property
-    def _loaded(self) -> ServedModel:
-        if self._served is None:
-            raise NotReady("The model is still loading.", retry_after_seconds=5)
-        return self._served
+    def _kept_tokens(self, model_name: str, ids: tuple[int, ...], used_at: float) -> tuple[int, int]:
+        """How much of a conversation's KV is in RAM, and how much there or on disk."""
+        with contextlib.suppress(NotReady):
+            served = self._roster.loaded
+            if served.name == model_name:
+                return served.engine.kept_tokens(ids)
+        # what a model has computed goes to the disk before it leaves the memory
+        is_fresh = time.time() - used_at < self._settings.disk_cache_ttl_hours * 3_600
+        return 0, len(ids) if self._launch.disk_cache == "on" and is_fresh else 0
 
-    def serve(self, turn: Turn, served: ServedModel) -> RunningTurn:
-        """Submit a turn; one that is refused has its line in the terminal too."""
+    def count_tokens(self, turn: Turn, served: ServedModel) -> int:
+        return count_tokens(self._roster.countable(turn, served), served)
+
+    def serve(self, turn: Turn, served: ServedModel) -> TurnInProgress:
+        """Submit a turn; one whose model is not loaded waits for it."""
+        return self._roster.serve(turn, served)
+
+    def _submit(self, turn: Turn, served: ServedModel) -> TurnInProgress:
+        """Submit a turn to the model that is loaded; one that is refused has its line in the terminal too."""
         try:
             return serve_turn(turn, served)
         except RequestError as error:
-            self._terminal.request_line(
-                RequestFacts(turn.request_id, turn.protocol, served.name, error_status=error.status, cause=str(error))
-            )
+            self._seeing.refused(turn, served.name, error)
             raise
-
-    def _finished(self, finished: FinishedTurn) -> None:
-        """The request line, the explanation, and the turn in its session's trace file."""
-        facts = finished.facts
-        self._terminal.request_line(facts)
-        if finished.explanation is not None:
-            self._explanations.put(finished.explanation)
-        if self._settings.enable_request_logging:
-            session = facts.session or _first_tokens_hash(finished.prompt.tokens.ids)
-            self._trace.write(session, "turn", **trace_fields(finished))
-
-
-def _first_tokens_hash(ids: tuple[int, ...]) -> str:
-    """The session of a request that names none: conversations that begin alike share a file."""
-    return hashlib.sha256(repr(ids[:SESSION_HASH_TOKENS]).encode()).hexdigest()[:16]
-
-
-def _grammar_tokenizer(tokenizer: Tokenizer) -> Callable[[int], llguidance.LLTokenizer]:
-    """Makes llguidance's view of the tokenizer when the first request needs one, and keeps it: it takes a second."""
-    made: dict[int, llguidance.LLTokenizer] = {}
-
-    def make(vocab_size: int) -> llguidance.LLTokenizer:
-        if vocab_size not in made:
-            made[vocab_size] = llguidance.LLTokenizer(
-                tokenizer.backend.to_str(),
-                n_vocab=max(vocab_size, tokenizer.vocab_size),
-                eos_token=sorted(tokenizer.stop_token_ids),
-            )
-        return made[vocab_size]
-
-    return make
-
-
-def _output_format(
-    settings: Settings, folder: Path, tokenizer: Tokenizer, added_tokens: frozenset[str]
-) -> OutputFormat:
-    """How the model marks its output; mlx-lm is asked only where the forms read here do not occur in the template."""
-    template = tokenizer.chat_template or ""
-    foreign = None
-    if not any(tag in template for tag in OWN_TOOL_TAGS):
-        parser = library_tool_parser(folder)
-        foreign = ForeignToolForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
-    return select_format(settings.model_family, template, added_tokens, foreign)

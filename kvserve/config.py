@@ -74,6 +74,10 @@ NameList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_list)]
 _LATER: JsonDict = {"acts": "later"}
 
 
+DiskMode = Literal["on", "ephemeral", "off"]
+"""KV on disk: across restarts, in a scratch file that vanishes with the process, or not at all."""
+
+
 class Settings(BaseSettings):
     """All settings with their defaults; frozen. Field names are the environment's names in lower case."""
 
@@ -89,7 +93,13 @@ class Settings(BaseSettings):
     model_family: Literal["auto", "qwen3", "glm4", "generic"] = Field(
         "auto", description="Which tool-call and thinking form is tried first."
     )
-    model_strict: bool = Field(False, description="Refuse a request whose `model` is not the one served.")
+    model_strict: bool = Field(False, description="Refuse a `model` that is no model here and no alias.")
+    model_aliases: NameList = Field(
+        (), description="Further names: name=model, by comma; a name may end with *, a model may be `default`."
+    )
+    model_folders: NameList = Field(
+        (), description="Folders by comma whose sub-folders are models that a request may name; it loads one at a time."
+    )
     proxy_model_id: str = Field("openai/{MODEL_PATH}", min_length=1, description="The model name that port 4000 lists.")
     mlx_host: str = Field("127.0.0.1", min_length=1, description="Address that kvserve listens on.")
     mlx_port: Port = Field(8080, description="Port of kvserve itself; 0 takes a free one.")
@@ -118,9 +128,19 @@ class Settings(BaseSettings):
     prompt_cache_session_max_idle_seconds: Seconds = Field(
         1800, description="Idle time after which a session's KV leaves RAM; 0 = never."
     )
+    eviction_interval_seconds: Annotated[float, Field(ge=60, allow_inf_nan=False)] = Field(
+        300, description="How often an idle engine looks for KV whose time is over."
+    )
+    keepalive_interval_seconds: Annotated[float, Field(ge=30, allow_inf_nan=False)] = Field(
+        240,
+        description="How often KV that was marked for 5 minutes counts as used again while its session is not idle.",
+    )
     prompt_cache_block_size: Positive = Field(16, description="Tokens per hashed block.")
     prompt_cache_max_bytes: AutoSize = Field(
         None, description="RAM for the prefix cache; AUTO takes a share of the machine's memory."
+    )
+    session_records_max_bytes: Size = Field(
+        512 * 2**20, description="RAM for records of conversations and of prompts, and as much again on disk."
     )
     cache_use_block_index: bool = Field(
         True, description="Look prefixes up by block hash; false scans, with the same results."
@@ -134,9 +154,7 @@ class Settings(BaseSettings):
         description="Policies of canonical rules other than the table's: rule=always, history, never or off, by comma.",
     )
     cache_vlm_image_identity: bool = Field(
-        True,
-        description="Image markers in the canonical key; digests are verified all the same.",
-        json_schema_extra=_LATER,
+        True, description="Image markers in the canonical key; digests are verified all the same."
     )
     cache_session_partitioning: bool = Field(True, description="Separate turn records and per-session limits.")
     cache_norm_safety_check: bool = Field(
@@ -148,15 +166,17 @@ class Settings(BaseSettings):
         description="Show the model a digest instead of the content of its past write calls.",
     )
     disk_cache_dir: Folder = Field(
-        Path("~/.cache/kvserve").expanduser(), description="Where KV is kept across restarts.", json_schema_extra=_LATER
+        Path("~/.cache/kvserve").expanduser(), description="Where KV and records are kept across restarts."
     )
     disk_cache_max_bytes: AutoSize = Field(
         None,
         description="Cap over all models; AUTO = the smaller of 500 GB and 20 % of free space.",
-        json_schema_extra=_LATER,
+    )
+    disk_cache_min_free_bytes: Size = Field(
+        2 * 10**9, description="What stays free on the volume: below it nothing is written."
     )
     disk_cache_ttl_hours: Annotated[float, Field(gt=0)] = Field(
-        24, description="Idle hours after which KV leaves the disk.", json_schema_extra=_LATER
+        24, description="Idle hours after which KV and records leave the disk."
     )
     default_temperature: Annotated[float, Field(ge=0, le=2)] = Field(0.1, description="Temperature; 0 is greedy.")
     default_top_p: Annotated[float, Field(gt=0, le=1)] = Field(0.9, description="Nucleus sampling; 1 = off.")
@@ -203,9 +223,14 @@ class Settings(BaseSettings):
     )
     enable_request_logging: bool = Field(True, description="Write a trace file per session under LOG_ROOT.")
     log_root: Folder = Field(Path("logs"), description="Where trace files go.")
-    vlm_cache_debug: bool = Field(
-        False, description="Log the first 64 prompt ids and the image cuts.", json_schema_extra=_LATER
+    log_keep_days: Annotated[int, Field(ge=0)] = Field(
+        14, description="Days whose trace files are kept, today among them; 0 = all."
     )
+    explanations_kept: Positive = Field(1000, description="Requests that GET /v1/cache/explain can explain.")
+    dashboard_show_text: bool = Field(
+        False, description="Let the dashboard show the text around a difference, up to 80 characters of a prompt."
+    )
+    vlm_cache_debug: bool = Field(False, description="Log the first 64 prompt ids and the image cuts.")
 
     @classmethod
     def settings_customise_sources(
@@ -232,7 +257,7 @@ class Launch:
     settings: Settings
     is_demo: bool
     with_proxy: bool
-    disk_cache: Literal["on", "ephemeral", "off"]
+    disk_cache: DiskMode
     environment: Mapping[str, str]
 
 
@@ -290,9 +315,7 @@ def load_launch(argv: Sequence[str], *, env_file: Path | None = Path(".env")) ->
         raise _as_setting_error(error) from None
     if not flags.no_proxy and settings.proxy_port == settings.mlx_port:
         raise SettingError("PROXY_PORT", settings.proxy_port, "another port than MLX_PORT")
-    disk_cache: Literal["on", "ephemeral", "off"] = (
-        "ephemeral" if flags.ephemeral_cache else "off" if flags.no_disk_cache else "on"
-    )
+    disk_cache: DiskMode = "ephemeral" if flags.ephemeral_cache else "off" if flags.no_disk_cache else "on"
     return Launch(settings, flags.demo, not flags.no_proxy, disk_cache, dict(os.environ))
 
 
@@ -301,8 +324,10 @@ _EXPECTED = {
     "kv_group_size": "32, 64 or 128",
     "prompt_cache_max_bytes": "AUTO or a positive size such as 8GB",
     "disk_cache_max_bytes": "AUTO or a positive size such as 200GB",
+    "disk_cache_min_free_bytes": "a positive size such as 2GB",
     "max_batch_bytes": "AUTO or a positive size such as 4GB",
     "max_request_body_bytes": "a positive size such as 64MiB",
+    "session_records_max_bytes": "a positive size such as 512MiB",
     "max_header_bytes": "a size of at least 1024 bytes",
 }
 

@@ -4,7 +4,7 @@ A conversation is a tuple of messages, a message a tuple of ordered blocks. Wire
 arrays stop in `engine/`; whatever travels between rooms is one of the types below.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NewType
 
@@ -123,11 +123,18 @@ class ThinkingChoice:
 
 @dataclass(frozen=True, slots=True)
 class SessionHint:
-    """What a client said of its session: a hint for records and logs, never proof of a shared prefix."""
+    """What a client said of its session: a hint for records and logs, never proof of a shared prefix.
+
+    `ttl_seconds`: how long after its last use the prompt is to be kept, 0 not at all; None leaves it to the server.
+    `num_marked_messages` stand before the last place that the client marked for caching, for `marked_seconds` after its
+    last use; None without one.
+    """
 
     session_id: str | None = None
     cache_mode: Literal["full", "prefix"] = "full"
     ttl_seconds: float | None = None
+    num_marked_messages: int | None = None
+    marked_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +142,8 @@ class Turn:
     """One request for one answer, whichever protocol it came in.
 
     Either `messages` (a conversation for the chat template) or `raw_prompt` (text or token ids that go to the model
-    as they are) is given. `max_tokens` None means up to the server's default.
+    as they are) is given. `max_tokens` None means up to the server's default. `images` are those of the messages once
+    they were looked at: from then on a block's `source` is its image's digest.
     """
 
     request_id: RequestId
@@ -153,6 +161,7 @@ class Turn:
     thinking: ThinkingChoice = ThinkingChoice()
     template_arguments: JsonObject = field(default_factory=dict)
     session: SessionHint = SessionHint()
+    images: "tuple[ImageInput, ...]" = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +184,47 @@ class ImageSpan:
     start: int
     end: int
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """What a prompt says for one image: `ids` stand in its place.
+
+    `digest` is that of its pixels and the processor's settings. `grid` counts (frames, rows, columns) of its tokens
+    in families whose positions follow them, else None.
+    """
+
+    digest: str
+    ids: tuple[int, ...]
+    grid: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageWords:
+    """What a model's prompt says around an image: text before and behind its run of ids.
+
+    `guarded` are the tokens that only an image may bring in, not a client who writes them out.
+    """
+
+    head: str
+    tail: str
+    guarded: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredImage:
+    """What a model's processor makes of a picture: its facts, and the vision tower's input by name."""
+
+    facts: ImageFacts
+    tower_input: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """An image of a request. `load` makes the vision tower's input by name; it is asked only where that is needed."""
+
+    facts: ImageFacts
+    load: Callable[[], Mapping[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +251,8 @@ class Written:
     """An assistant's turn that the model wrote here, so that its exact tokens can be said again.
 
     `message` is what the answer was parsed to, `prefix_ids` the end of the prompt from the start of the message that
-    the model went on with (the generation tail), `ids` what the model emitted after it, without the stop token.
+    the model went on with (the generation tail), `ids` what the model emitted after it, without the stop token and
+    without a stop string; where such a string began inside a token, the text before it is tokenised anew.
     `opens_reasoning`: the tail ended inside an opened thinking block.
     """
 
@@ -229,7 +280,9 @@ class Grammar:
 class GenerationRequest:
     """What the engine is asked for: continue `prompt` until a stop token, `max_tokens` or a cancellation.
 
-    `message_starts` and `session` steer what the prefix cache keeps and for how long, never what it reuses.
+    `message_starts`, `session` and `ttl_seconds` (since its last use) steer what the prefix cache keeps and for how
+    long, never what it reuses. `turn_end` is the stop token that later prompts have behind the answer, whichever ended
+    it; None where that is not known. `images` has every image that the prompt's spans name, once.
     """
 
     request_id: RequestId
@@ -240,6 +293,26 @@ class GenerationRequest:
     grammar: Grammar | None = None
     message_starts: tuple[MessageStart, ...] = ()
     session: str | None = None
+    ttl_seconds: float | None = None
+    turn_end: int | None = None
+    images: tuple[ImageInput, ...] = ()
+
+
+ReuseTier = Literal["nothing", "ram", "live row", "disk"]
+"""Where a prompt's beginning came from: `live row` is a request that was computing it at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """How a prompt's beginning was found. `num_matched_tokens` of it were stored, token by token the same, though not
+    all need be usable. `checkpoint` says why there was a state where the row starts (`user`: the end of a user's
+    message); None where any place would do, or nothing was found. `is_trim_miss`: a checkpoint was missing.
+    """
+
+    tier: ReuseTier = "nothing"
+    num_matched_tokens: int = 0
+    checkpoint: str | None = None
+    is_trim_miss: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +322,7 @@ class PrefillProgress:
     num_done_tokens: int
     num_prompt_tokens: int
     num_cached_tokens: int
+    reuse: Reuse = Reuse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,17 +346,13 @@ class GenerationTiming:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDone:
-    """The row left the engine without an error. `num_generated_tokens` counts the stop token too, if there was one.
-
-    `is_trim_miss`: more of the prompt was known than could be used, for want of a checkpoint.
-    """
+    """The row left the engine without an error. `num_generated_tokens` counts the stop token too, if there was one."""
 
     reason: StopReason
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
     timing: GenerationTiming
-    is_trim_miss: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,10 +405,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Nothing new yet: queued, or `num_done_tokens` of the prompt are in the KV cache."""
+    """Nothing new yet: queued, or `num_done_tokens` of the prompt are in the KV cache.
+
+    `num_cached_tokens` of them were there before; None until the prompt was looked up.
+    """
 
     num_done_tokens: int
     num_prompt_tokens: int
+    num_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

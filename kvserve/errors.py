@@ -7,9 +7,10 @@
     |  `- ModelLoadError      the folder, what is wrong with it and what to do
     `- RequestError           answered in the protocol's own error form
        |- BadRequest 400      |- ContextOverflow 400     |- Unauthorized 401      |- Forbidden 403
-       |- NotFound 404        |- MethodNotAllowed 405    |- RequestTimeout 408    |- LengthRequired 411
-       |- BodyTooLarge 413    |- HeadersTooLarge 431     |- QueueFull 429
-       `- NotReady 503        |- MemoryExhausted 503     `- EngineFailure 500
+       |- NotFound 404        |  `- ModelNotFound 404    |- MethodNotAllowed 405  |- RequestTimeout 408
+       |- Conflict 409        |- LengthRequired 411      |- BodyTooLarge 413      |- HeadersTooLarge 431
+       |- QueueFull 429       |- NotReady 503            |- MemoryExhausted 503   |- ModelUnavailable 500
+       |- StorageFailure 500   `- EngineFailure 500
 
 Protocols turn a request error into their wire form; this file knows none of them.
 """
@@ -94,6 +95,18 @@ class NotFound(RequestError):
     status = 404
 
 
+class ModelNotFound(NotFound):
+    """No model of this name is on this machine."""
+
+    code = "model_not_found"
+
+
+class Conflict(RequestError):
+    """What is to be made exists already."""
+
+    status = 409
+
+
 class MethodNotAllowed(RequestError):
     """The path exists, the method does not."""
 
@@ -143,6 +156,20 @@ class MemoryExhausted(RequestError):
 
     status = 503
     code = "memory_exhausted"
+
+
+class ModelUnavailable(RequestError):
+    """The model is here, but it cannot be loaded; another one goes on answering."""
+
+    status = 500
+    code = "model_load_failed"
+
+
+class StorageFailure(RequestError):
+    """What is to be kept cannot be written, or what was kept cannot be read."""
+
+    status = 500
+    code = "storage_failure"
 
 
 class EngineFailure(RequestError):

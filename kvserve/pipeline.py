@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from kvserve.core import (
     Answer,
     AnswerEvent,
+    Block,
     ContentDelta,
     Finished,
     GenerationRequest,
     Grammar,
+    ImageBlock,
     Message,
     MessageStart,
     ReasoningDelta,
@@ -26,6 +28,7 @@ from kvserve.core import (
     TextBlock,
     TokenSequence,
     ToolCallDelta,
+    ToolResultBlock,
     Turn,
     Waiting,
 )
@@ -39,6 +42,7 @@ from kvserve.output.said import Says
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
 from kvserve.prompt.boundaries import MessageMarkers
+from kvserve.prompt.images import Images
 from kvserve.prompt.stitch import Stitched, Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
 from kvserve.prompt.tokenizer import Tokenizer
@@ -67,6 +71,8 @@ class ServedModel:
     vocab_size: int
     context_limit: int
     observe: Observer
+    keeps_kv: bool = True
+    images: Images | None = None
 
 
 def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
@@ -74,6 +80,7 @@ def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
 
     Raises RequestError for what cannot be served (400, 429, 503), before anything is computed.
     """
+    turn = _looked_at(turn, served)
     reading = served.conversations.read(turn) if turn.raw_prompt is None else None
     prompt = _render(turn, reading, served) if reading is not None else _raw_prompt(turn, served)
     max_tokens, cut_by = _max_tokens(turn, served, len(prompt.tokens))
@@ -85,11 +92,62 @@ def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
         stop_tokens=served.tokenizer.stop_token_ids,
         grammar=_grammar(turn, served, prompt, max_tokens),
         message_starts=prompt.message_starts,
+        turn_end=served.stitcher.turn_end,
         session=served.conversations.partition(turn.session),
+        ttl_seconds=turn.session.marked_seconds if turn.session.ttl_seconds is None else turn.session.ttl_seconds,
+        images=turn.images,
     )
     generation = served.engine.submit(request)
-    submitted = Submitted(turn, served.name, reading, prompt, generation, cut_by)
+    submitted = Submitted(
+        turn,
+        served.name,
+        reading,
+        prompt,
+        generation,
+        cut_by,
+        served.tokenizer.encode,
+        served.tokenizer.decode,
+        served.keeps_kv,
+    )
     return RunningTurn(submitted, _answer_reader(turn, served, prompt), served.conversations, served.observe)
+
+
+def count_tokens(turn: Turn, served: ServedModel) -> int:
+    """The prompt's tokens as `serve_turn` would submit them; the engine hears nothing of it. Raises BadRequest."""
+    turn = _looked_at(turn, served)
+    return len(_stitch(turn, served.conversations.read(turn), served)[1].ids)
+
+
+def preview(turn: Turn, served: ServedModel) -> Prompt:
+    """The prompt as `serve_turn` would submit it now; the engine hears nothing of it. Raises BadRequest,
+    ContextOverflow."""
+    turn = _looked_at(turn, served)
+    if turn.raw_prompt is None:
+        prompt = _render(turn, served.conversations.read(turn), served)
+    else:
+        prompt = _raw_prompt(turn, served)
+    _max_tokens(turn, served, len(prompt.tokens))
+    return prompt
+
+
+def without_images(turn: Turn) -> Turn:
+    """The turn without its images, those in tool results too."""
+
+    def without(block: Block) -> Block:
+        if not isinstance(block, ToolResultBlock):
+            return block
+        return replace(block, blocks=tuple(each for each in block.blocks if not isinstance(each, ImageBlock)))
+
+    messages = (
+        replace(message, blocks=tuple(without(block) for block in message.blocks if not isinstance(block, ImageBlock)))
+        for message in turn.messages
+    )
+    return replace(turn, messages=tuple(messages), images=())
+
+
+def _looked_at(turn: Turn, served: ServedModel) -> Turn:
+    """The turn with its images named by what they show; a model that takes none refuses them when it renders."""
+    return turn if served.images is None else served.images.look(turn)
 
 
 def collect(events: Iterable[AnswerEvent]) -> Answer:
@@ -117,12 +175,13 @@ def _render(turn: Turn, reading: Reading, served: ServedModel) -> Prompt:
     text, stitched = _stitch(turn, reading, served)
     return Prompt(
         text=text.text,
-        tokens=TokenSequence(stitched.ids),
+        tokens=TokenSequence(stitched.ids, stitched.images),
         opens_reasoning=text.opens_reasoning,
         continues=text.continues,
         message_starts=_message_starts(turn, reading, served, stitched),
         tail_ids=stitched.tail_ids,
         num_replayed_turns=stitched.num_replayed_turns,
+        num_marked_tokens=_num_marked_tokens(turn, reading, served, stitched),
         notes=(*reading.notes, *text.notes),
     )
 
@@ -131,32 +190,54 @@ def _message_starts(turn: Turn, reading: Reading, served: ServedModel, stitched:
     """Where messages begin, also those that the template writes into another one: there other prompts part from this
     one, and the beginning that they share is wanted."""
     starts = stitched.message_starts
-
-    def parting(messages: tuple[Message, ...]) -> int:
-        other = _stitch(turn, replace(reading, rendered=messages), served)[1]
-        return common_length(stitched.ids, other.ids)
-
     if len(reading.lasting) < len(reading.rendered):
-        starts = (*starts, MessageStart(parting(reading.lasting), is_user=False))
+        parting = _parting(turn, reading, served, stitched, reading.lasting)
+        starts = (*starts, MessageStart(parting, is_user=False))
     first = reading.rendered[0]
     if first.role == "system" and len(reading.rendered) > 1 and starts and starts[0].is_user:
-        end_of_system = parting((first, Message("user", (TextBlock(_NOBODY_SAYS),))))
+        end_of_system = _parting(turn, reading, served, stitched, _and_somebody(first))
         starts = (replace(starts[0], is_user=False), MessageStart(end_of_system, is_user=True), *starts[1:])
     return tuple(sorted(set(starts), key=lambda start: start.offset))
+
+
+def _num_marked_tokens(turn: Turn, reading: Reading, served: ServedModel, stitched: Stitched) -> int:
+    """Tokens before the last place that the client marked for caching; 0 without one."""
+    num_messages = turn.session.num_marked_messages
+    if num_messages is None:
+        return 0
+    if num_messages >= len(reading.rendered):
+        return len(stitched.ids) - len(stitched.tail_ids)
+    return _parting(turn, reading, served, stitched, _and_somebody(*reading.rendered[:num_messages]))
+
+
+def _and_somebody(*messages: Message) -> tuple[Message, ...]:
+    """These messages, and another user's words behind them."""
+    return (*messages, Message("user", (TextBlock(_NOBODY_SAYS),)))
+
+
+def _parting(
+    turn: Turn, reading: Reading, served: ServedModel, stitched: Stitched, messages: tuple[Message, ...]
+) -> int:
+    """How many tokens the prompt has in common with that of other messages."""
+    other = _stitch(turn, replace(reading, rendered=messages), served)[1]
+    return common_length(stitched.ids, other.ids)
 
 
 def _stitch(turn: Turn, reading: Reading, served: ServedModel) -> tuple[PromptText, Stitched]:
     """The text of a turn and its ids."""
     preserve = turn.thinking.preserve
     tools = reading.tools if turn.tool_choice.mode != "none" else ()
+    images = served.images
     text = served.template.write(
-        reading.rendered,
+        reading.rendered if images is None else images.marked(reading.rendered),
         tools,
         thinking=_is_thinking(turn, served),
         preserve_thinking=served.defaults.preserve_thinking if preserve is None else preserve,
         effort=turn.thinking.effort,
         template_arguments=turn.template_arguments,
     )
+    if images is not None:
+        text = images.worded(text, turn.images)
     return text, served.stitcher.tokens(text, reading.writings, Says.under(served.output_format, tools))
 
 

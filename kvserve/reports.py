@@ -6,12 +6,35 @@ It turns values of the rooms into JSON objects and decides nothing. The names ar
 from dataclasses import asdict
 from typing import Any
 
-from kvserve.core import JsonObject
+from kvserve.core import JsonObject, TokenSequence
+from kvserve.engine.disk_cache import DiskReport
 from kvserve.engine.prefix_cache import CacheReport
+from kvserve.engine.vision_tower import ImageReport
 from kvserve.identity import ConversationTotals
+from kvserve.roster import RosterStatus
 from kvserve.running import FinishedTurn
 from kvserve.sessions.difference import text_form
 from kvserve.sessions.explanation import Explanation
+from kvserve.sessions.explanation_words import remedy, summary
+from kvserve.telemetry.terminal import RequestFacts
+
+TRACED = (
+    "source",
+    "tier",
+    "num_matched_tokens",
+    "checkpoint",
+    "cause",
+    "rules",
+    "policies",
+    "decided_by",
+    "first_difference",
+    "hybrid_trim_miss",
+    "exact_key_rejected_by_model_lcp",
+)
+"""The fields of an explanation that stand in a trace."""
+
+
+NUM_SHOWN_IDS = 64
 
 
 def cache_body(report: CacheReport, totals: ConversationTotals, num_rejections: int) -> JsonObject:
@@ -26,16 +49,93 @@ def cache_body(report: CacheReport, totals: ConversationTotals, num_rejections: 
         "num_cached_tokens": report.totals.num_cached_tokens,
         "num_prefill_tokens": report.totals.num_prefill_tokens,
         "ram_bytes": report.stats.ram_bytes,
+        "max_ram_bytes": report.max_bytes,
         "live_bytes": report.stats.live_bytes,
         "num_segments": report.stats.num_segments,
         "num_checkpoints": report.stats.num_checkpoints,
         "num_entries": report.stats.num_entries,
         "num_evicted_tokens": report.stats.num_evicted_tokens,
+        "num_evicted_checkpoints": report.stats.num_evicted_checkpoints,
         "num_sessions": totals.num_sessions,
         "num_branches": totals.num_branches,
         "num_messages": totals.num_messages,
         "num_healing_entries": totals.num_healing_entries,
         "record_bytes": totals.num_bytes,
+        "record_disk_bytes": totals.archive.num_bytes,
+        "num_record_faults": totals.archive.num_faults,
+        "disk_bytes": report.disk.stats.num_bytes if report.disk is not None else 0,
+        "disk": _disk_body(report.disk) if report.disk is not None else None,
+    }
+
+
+def _disk_body(disk: DiskReport) -> JsonObject:
+    """KV on disk: what is there, what was written and came back, and every fault by kind."""
+    stats = disk.stats
+    return {
+        "total_bytes": stats.total_bytes,
+        "max_bytes": stats.max_bytes,
+        "num_segments": stats.num_segments,
+        "num_checkpoints": stats.num_checkpoints,
+        "num_hits": disk.num_restores,
+        "num_restored_tokens": disk.num_restored_tokens,
+        "num_declined": disk.num_declined,
+        "num_read": stats.num_read,
+        "num_read_bytes": stats.num_read_bytes,
+        "num_written": stats.num_written,
+        "num_written_bytes": stats.num_written_bytes,
+        "num_queued_bytes": stats.num_queued_bytes,
+        "num_refused": stats.num_refused,
+        "num_evicted": stats.num_evicted,
+        "is_full": stats.is_full,
+        "num_errors": sum(stats.faults.values()),
+        "errors": stats.faults,
+    }
+
+
+def disk_line(disk: DiskReport | None) -> str:
+    """What the banner says of KV on disk."""
+    if disk is None:
+        return "KV is kept in RAM only"
+    stats = disk.stats
+    return f"{stats.num_bytes / 1e9:.2f} GB of KV in {stats.place} (at most {stats.max_bytes / 1e9:.1f} GB)"
+
+
+def image_fields(report: ImageReport | None) -> dict[str, object]:
+    """What the body of GET /v1/cache says of images, where the model takes any."""
+    return asdict(report) if report is not None else {}
+
+
+def image_line(facts: RequestFacts, tokens: TokenSequence) -> str:
+    """Where the images of a prompt stand and how much of it was found, for whoever looks for a lost hit."""
+    spans = ", ".join(f"[{span.start}, {span.end}) {span.digest[:12]}" for span in tokens.images)
+    ids = " ".join(map(str, tokens.ids[:NUM_SHOWN_IDS]))
+    return f"{facts.request_id} images {spans}; {facts.num_cached_tokens} of {len(tokens)} tokens cached; ids {ids}"
+
+
+def engine_fields(roster: RosterStatus, *, default_name: str) -> JsonObject:
+    """What GET /health says of models and rows. `swapping`: another model is loading, requests wait and are served."""
+    engine = roster.engine
+    support = engine.cache_support if engine is not None else None
+    is_ready = roster.loaded is not None and engine is not None and engine.state == "ready"
+    state: str = "loading" if engine is None else engine.state
+    if not is_ready and roster.loading is not None and roster.has_served:
+        state = "swapping"
+    return {
+        "status": "ok" if is_ready else state,
+        "model": roster.loaded.name if roster.loaded is not None else roster.loading or default_name,
+        "num_running": engine.num_prefilling + engine.num_decoding if engine else 0,
+        "num_prefilling": engine.num_prefilling if engine else 0,
+        "num_decoding": engine.num_decoding if engine else 0,
+        "num_waiting": (engine.num_waiting if engine else 0) + roster.num_waiting,
+        "num_waiting_for_model": roster.num_waiting,
+        "num_swaps": roster.num_swaps,
+        "last_swap": asdict(roster.last_swap) if roster.last_swap is not None else None,
+        "active_memory_bytes": engine.active_memory_bytes if engine else 0,
+        "ram_bytes": engine.held_bytes[0] if engine else 0,
+        "disk_bytes": engine.held_bytes[1] if engine else 0,
+        "is_batched": support.can_batch if support else None,
+        "is_prefix_cached": support.can_keep if support else None,
+        "images": support.image_rule if support else None,
     }
 
 
@@ -48,8 +148,15 @@ def explanation_body(explanation: Explanation) -> JsonObject:
         "cached_tokens": explanation.num_cached_tokens,
         "num_shared_tokens": explanation.num_shared_tokens,
         "source": explanation.source,
+        "tier": explanation.reuse.tier,
+        "num_matched_tokens": explanation.reuse.num_matched_tokens,
+        "checkpoint": explanation.reuse.checkpoint,
         "cause": explanation.cause,
+        "summary": summary(explanation),
+        "remedy": remedy(explanation),
         "rules": list(explanation.rules),
+        "policies": dict(explanation.policies),
+        "decided_by": explanation.decided_by,
         "first_difference": asdict(difference) if difference is not None else None,
         "before": explanation.before,
         "hybrid_trim_miss": int(explanation.is_trim_miss),
@@ -76,8 +183,7 @@ def trace_fields(finished: FinishedTurn) -> dict[str, Any]:
         fields |= {"branch": finished.branch.branch_id, "parent_branch": finished.branch.parent_id}
     if explanation is not None:
         body = explanation_body(explanation)
-        told = ("source", "cause", "rules", "first_difference", "hybrid_trim_miss", "exact_key_rejected_by_model_lcp")
-        fields |= {name: body[name] for name in told}
+        fields |= {name: body[name] for name in TRACED}
     if reading is not None:
         fields["stable_prefix_msg_count"] = reading.num_known_messages
         fields["cache_key_delta_chars"] = reading.num_normalised_chars

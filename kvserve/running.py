@@ -6,9 +6,11 @@ It joins rooms as `pipeline.py` does, which makes it; it runs on the web thread 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
+from kvserve.canonical.policies import rules_off
 from kvserve.core import (
     AnswerEvent,
     Block,
@@ -22,6 +24,7 @@ from kvserve.core import (
     PrefillProgress,
     ReasoningDelta,
     RequestId,
+    Reuse,
     TextBlock,
     ThinkingBlock,
     TokenDelta,
@@ -35,8 +38,10 @@ from kvserve.engine.rows import Generation
 from kvserve.errors import RequestError
 from kvserve.identity import Conversations, Exchanged, Reading
 from kvserve.output.answer import AnswerReader
-from kvserve.sessions.explanation import Asked, Explanation, explain
+from kvserve.sessions.explanation import Asked, Circumstances, Explanation, explain, explain_raw
 from kvserve.sessions.lineage import Branch
+from kvserve.sessions.seen import pack_ids
+from kvserve.telemetry.activity import RunningFacts
 from kvserve.telemetry.terminal import LengthLimit, RequestFacts
 
 
@@ -46,7 +51,8 @@ class Prompt:
 
     `opens_reasoning`: the model's text begins inside its thinking. `continues`: it goes on with the last message, an
     assistant's. `tail_ids` are the tokens from that place's message opener on. `num_replayed_turns` turns of the
-    history have the very ids that the model emitted.
+    history have the very ids that the model emitted. `num_marked_tokens` reach up to where the client marked the
+    prompt for caching.
     """
 
     text: str
@@ -56,6 +62,7 @@ class Prompt:
     message_starts: tuple[MessageStart, ...] = ()
     tail_ids: tuple[int, ...] = ()
     num_replayed_turns: int = 0
+    num_marked_tokens: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -74,15 +81,17 @@ class FinishedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Who hears of a request besides its client; called from web threads."""
+    """Who hears of a request besides its client; called from web threads. `finished` follows every `started`."""
 
     prefill: Callable[[RequestId, int, int], None]
     finished: Callable[[FinishedTurn], None]
+    started: Callable[["RunningTurn"], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A turn as it was given to the engine. `cut_by` is whose limit the answer has."""
+    """A turn as it was given to the engine. `cut_by` is whose limit the answer has, `encode` tokenises its text and
+    `decode` says what ids mean; `keeps_kv`: the model's KV can be kept for other requests."""
 
     turn: Turn
     model_name: str
@@ -90,6 +99,9 @@ class Submitted:
     prompt: Prompt
     generation: Generation
     cut_by: LengthLimit
+    encode: Callable[[str], Sequence[int]]
+    decode: Callable[[Sequence[int]], str]
+    keeps_kv: bool = True
 
 
 class RunningTurn:
@@ -108,11 +120,39 @@ class RunningTurn:
         self._branch: Branch | None = None
         self._num_cached_tokens = 0
         self._num_prefilled_tokens = 0
+        self._is_looked_up = False
+        self._reuse = Reuse()
         self._submitted_at = time.monotonic()
 
     @property
     def request_id(self) -> RequestId:
         return self._submitted.turn.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Model tokens of the prompt."""
+        return len(self._submitted.prompt.tokens)
+
+    @property
+    def num_marked_tokens(self) -> int:
+        """Those of them that the client wants to be kept, from the beginning; 0 where it marked nothing."""
+        return self._submitted.prompt.num_marked_tokens
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the watchdog or the server's end cut the answer, so that nothing of it is kept."""
+        done = self._answer.done
+        return done is not None and done.reason in ("watchdog", "shutdown")
+
+    @property
+    def said(self) -> Message:
+        """The answer so far, as a message."""
+        return Message("assistant", tuple(self._said))
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """The model's tokens of the conversation so far: the prompt and what was written."""
+        return (*self._submitted.prompt.tokens.ids, *self._emitted)
 
     def cancel(self) -> None:
         """Nobody wants the rest: the engine frees the row before its next step."""
@@ -124,6 +164,7 @@ class RunningTurn:
         Raises RequestError if generation failed.
         """
         error: RequestError | None = None
+        self._observe.started(self)
         try:
             for batch in self._submitted.generation.batches(poll_seconds):
                 yield from self._read(batch)
@@ -133,7 +174,7 @@ class RunningTurn:
         finally:
             self.cancel()
             if error is None and (self._num_prefilled_tokens or self._emitted):
-                self._remember()  # a client that left in the middle asks again, or goes on from there
+                self._remember(is_aborted=True)  # a client that left in the middle asks again, or goes on from there
             self._observe.finished(self._finished(error))
 
     def _read(self, batch: list[GenerationEvent]) -> Iterator[AnswerEvent]:
@@ -143,9 +184,11 @@ class RunningTurn:
         deltas = self._answer.feed(tokens)
         if self._answer.is_over:
             self.cancel()
+        was_looked_up = self._is_looked_up
         for event in batch:
             if isinstance(event, PrefillProgress):
-                self._num_cached_tokens = event.num_cached_tokens
+                self._is_looked_up = True
+                self._num_cached_tokens, self._reuse = event.num_cached_tokens, event.reuse
                 self._num_prefilled_tokens = event.num_done_tokens
                 self._observe.prefill(self.request_id, event.num_done_tokens, event.num_prompt_tokens)
         last = batch[-1] if batch else None
@@ -155,12 +198,18 @@ class RunningTurn:
         if isinstance(last, GenerationDone):
             told = [*deltas, *self._answer.finish(last)]
         else:
-            told = [*deltas] or [Waiting(self._num_prefilled_tokens, len(self._submitted.prompt.tokens))]
+            told = [*deltas] or [self._waiting()]
+        if self._is_looked_up and not was_looked_up and not isinstance(told[0], Waiting):
+            told.insert(0, self._waiting())  # what was reused is told before the first word
         for said in told:
             self._note(said)
         if isinstance(told[-1], Finished):
             self._remember()  # before the client hears of the end: its next request may come at once
         yield from told
+
+    def _waiting(self) -> Waiting:
+        cached = self._num_cached_tokens if self._is_looked_up else None
+        return Waiting(self._num_prefilled_tokens, self.num_prompt_tokens, cached)
 
     def _note(self, event: AnswerEvent) -> None:
         """Put a delta to what was said so far."""
@@ -179,18 +228,17 @@ class RunningTurn:
             case ToolCallDelta(call):
                 self._said.append(call)
 
-    def _remember(self) -> None:
+    def _remember(self, *, is_aborted: bool = False) -> None:
         """Keep what was read and written. A turn that the watchdog ended leaves nothing, a second call does nothing."""
-        reading, done = self._submitted.reading, self._answer.done
-        is_lost = done is not None and done.reason in ("watchdog", "shutdown")
-        if reading is None or is_lost or self._is_remembered or self._submitted.turn.session.cache_mode == "prefix":
+        reading, session = self._submitted.reading, self._submitted.turn.session
+        keeps_nothing = session.cache_mode == "prefix" or session.ttl_seconds == 0
+        if reading is None or self.is_lost or self._is_remembered or keeps_nothing:
             return
         self._is_remembered = True
         prompt = self._submitted.prompt
-        is_written = bool(self._said) and bool(self._emitted) and not prompt.continues
-        written = Written(
-            Message("assistant", tuple(self._said)), prompt.tail_ids, tuple(self._emitted), prompt.opens_reasoning
-        )
+        ids = self._said_ids()
+        is_written = bool(self._said) and bool(ids) and not prompt.continues
+        written = Written(Message("assistant", tuple(self._said)), prompt.tail_ids, ids, prompt.opens_reasoning)
         self._branch = self._conversations.remember(
             reading,
             Exchanged(
@@ -200,8 +248,15 @@ class RunningTurn:
                 message_starts=prompt.message_starts,
                 template_arguments=self._template_arguments(),
                 written=written if is_written else None,
+                packed_prompt=self._packed_prompt,
+                num_computed_tokens=self._num_computed_tokens + len(ids) if is_aborted else None,
             ),
         )
+
+    def _said_ids(self) -> tuple[int, ...]:
+        """The tokens of what was said: a stop string and what the model wrote behind it are no part of that."""
+        said = self._answer.said_tokens()
+        return (*self._emitted[: said.num_tokens], *(self._submitted.encode(said.rest) if said.rest else ()))
 
     def _template_arguments(self) -> dict[str, object]:
         """What the rendering depends on besides messages and tools."""
@@ -215,30 +270,70 @@ class RunningTurn:
 
     # --- what is told of it -------------------------------------------------------------------------------------------
 
+    @property
+    def progress(self) -> RunningFacts:
+        """How far it is; from any thread, so the numbers are those of about now."""
+        num_generated = len(self._emitted)
+        return RunningFacts(
+            request_id=self.request_id,
+            protocol=self._submitted.turn.protocol,
+            model=self._submitted.model_name,
+            session=self._submitted.turn.session.session_id,
+            stage="decode" if num_generated else "prefill" if self._is_looked_up else "waiting",
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_done_tokens=self._num_computed_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_generated_tokens=num_generated,
+            seconds=time.monotonic() - self._submitted_at,
+        )
+
+    @cached_property
+    def _packed_prompt(self) -> bytes:
+        """The prompt's ids as a record keeps them: packed once, as a long prompt takes milliseconds."""
+        return pack_ids(self._submitted.prompt.tokens.ids)
+
+    @property
+    def _num_computed_tokens(self) -> int:
+        """Prompt tokens in the KV cache: the last one is there once there is an answer."""
+        return self.num_prompt_tokens if self._answer.num_completion_tokens else self._num_prefilled_tokens
+
     def _finished(self, error: RequestError | None) -> FinishedTurn:
         explanation = self._explanation()
         submitted = self._submitted
-        facts = self._facts(error, explanation)
+        facts = self._facts(error)
         return FinishedTurn(submitted.turn, submitted.reading, submitted.prompt, explanation, self._branch, facts)
 
     def _explanation(self) -> Explanation | None:
-        reading = self._submitted.reading
-        if reading is None:
+        submitted, reading = self._submitted, self._submitted.reading
+        if not self._is_looked_up:
             return None
+        if reading is None:
+            return explain_raw(self.request_id, self.num_prompt_tokens, self._num_cached_tokens, self._reuse)
         asked = Asked(
             self.request_id,
             reading.messages,
-            self._submitted.prompt.tokens.ids,
+            submitted.prompt.tokens.ids,
             reading.tools_digest,
             self._template_arguments(),
+            reading.tools,
+            [start.offset for start in submitted.prompt.message_starts],
+            self._packed_prompt,
         )
-        done = self._answer.done
-        is_trim_miss = done is not None and done.is_trim_miss
-        return explain(asked, reading.before, reading.rules_fired, self._num_cached_tokens, is_trim_miss=is_trim_miss)
+        around = Circumstances(
+            looks_at_records=submitted.turn.session.cache_mode == "full",
+            can_keep=submitted.keeps_kv,
+            was_cleared=self._conversations.was_cleared,
+            rules_off=partial(rules_off, reading.rules),
+            decode=submitted.decode,
+        )
+        return explain(
+            asked, reading.before, reading.rules_fired, self._num_cached_tokens, reuse=self._reuse, around=around
+        )
 
-    def _facts(self, error: RequestError | None, explanation: Explanation | None) -> RequestFacts:
+    def _facts(self, error: RequestError | None) -> RequestFacts:
         answer, done = self._answer, self._answer.done
-        seconds = done.timing.decode_seconds if done else 0.0
+        timing = done.timing if done is not None else None
+        seconds = timing.decode_seconds if timing is not None else 0.0
         reason = answer.finish_reason
         return RequestFacts(
             request_id=self.request_id,
@@ -254,18 +349,13 @@ class RunningTurn:
             cut_by=_whose_limit(done, self._submitted.cut_by) if reason == "length" else None,
             error_status=error.status if error else None,
             notes=self._submitted.prompt.notes,
-            cause=_cause(explanation),
+            tier=self._reuse.tier,
+            num_matched_tokens=self._reuse.num_matched_tokens,
+            num_prefilled_tokens=max(0, self._num_computed_tokens - self._num_cached_tokens),
+            queue_seconds=timing.queue_seconds if timing is not None else None,
+            prefill_seconds=timing.prefill_seconds if timing is not None else None,
+            seconds=time.monotonic() - self._submitted_at,
         )
-
-
-def _cause(explanation: Explanation | None) -> str | None:
-    """Why less was reused than could have been, in a few words; None where nothing was lost."""
-    if explanation is None or explanation.cause in ("nothing lost", "new conversation"):
-        return None
-    place = explanation.first_difference
-    where = f" (message {place.message_index})" if place is not None else ""
-    rules = f" [{', '.join(explanation.rules)}]" if explanation.rules else ""
-    return f"{explanation.cause}{where}{rules}"
 
 
 def _whose_limit(done: GenerationDone | None, own_limit: LengthLimit) -> LengthLimit | None:

@@ -1,14 +1,20 @@
 """The settings of each room, from the settings of the process. It joins rooms and decides nothing."""
 
+from pathlib import Path
+
 from kvserve.canonical.rules import select
-from kvserve.config import Settings
+from kvserve.catalogue import CatalogueSettings
+from kvserve.config import DiskMode, Settings
 from kvserve.core import RequestDefaults, SamplingParams
+from kvserve.engine.disk_open import DiskSettings
 from kvserve.engine.prefix_cache import CacheSettings
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.worker import EngineSettings
 from kvserve.errors import SettingError
 from kvserve.identity import IdentitySettings
 from kvserve.proxy.settings import ProxySettings
+from kvserve.seeing import SeeingSettings
+from kvserve.sessions.stores import StoreLimits
 from kvserve.web.settings import WebSettings
 
 
@@ -28,7 +34,7 @@ def request_defaults(settings: Settings) -> RequestDefaults:
     )
 
 
-def engine_settings(settings: Settings) -> EngineSettings:
+def engine_settings(settings: Settings, disk_cache: DiskMode = "on") -> EngineSettings:
     return EngineSettings(
         max_kv_size=settings.max_kv_size,
         max_concurrent_requests=settings.max_concurrent_requests,
@@ -45,6 +51,8 @@ def engine_settings(settings: Settings) -> EngineSettings:
             max_entries_per_owner=settings.prompt_cache_max_entries_per_session,
             ttl_seconds=settings.prompt_cache_ttl_seconds,
             owner_idle_seconds=settings.prompt_cache_session_max_idle_seconds,
+            keep_alive_seconds=settings.keepalive_interval_seconds,
+            check_seconds=settings.eviction_interval_seconds,
         ),
         kv=KvSettings(
             bits=settings.kv_bits,
@@ -52,6 +60,20 @@ def engine_settings(settings: Settings) -> EngineSettings:
             group_size=settings.kv_group_size,
             start=settings.quantized_kv_start,
         ),
+        disk=_disk_settings(settings, disk_cache),
+        idle_sweep_seconds=min(settings.eviction_interval_seconds, settings.keepalive_interval_seconds / 8),
+    )
+
+
+def _disk_settings(settings: Settings, mode: DiskMode) -> DiskSettings | None:
+    if mode == "off":
+        return None
+    return DiskSettings(
+        folder=settings.disk_cache_dir,
+        max_bytes=settings.disk_cache_max_bytes,
+        min_free_bytes=settings.disk_cache_min_free_bytes,
+        ttl_hours=settings.disk_cache_ttl_hours,
+        is_ephemeral=mode == "ephemeral",
     )
 
 
@@ -64,11 +86,39 @@ def identity_settings(settings: Settings) -> IdentitySettings:
             raise SettingError("CACHE_RULE_POLICIES", pair, "rule=policy pairs, by comma")
         policies[name] = policy
     return IdentitySettings(
-        rules=select(policies, settings.cache_canonicalize_tool_context),
+        rules=select(
+            policies,
+            settings.cache_canonicalize_tool_context,
+            tells_images_apart=settings.cache_vlm_image_identity,
+        ),
         is_partitioned=settings.cache_session_partitioning,
         checks_shortening=settings.cache_norm_safety_check,
         digests_writes=settings.normalize_write_tool_content_for_prompt,
-        session_idle_seconds=settings.prompt_cache_session_max_idle_seconds,
+        limits=StoreLimits(
+            max_bytes=settings.session_records_max_bytes,
+            idle_seconds=settings.prompt_cache_session_max_idle_seconds,
+            keep_seconds=settings.disk_cache_ttl_hours * 3_600,
+        ),
+    )
+
+
+def catalogue_settings(settings: Settings, listed_model_id: str) -> CatalogueSettings:
+    """Raises SettingError for an alias without a model and for a folder that is not there."""
+    aliases: dict[str, str] = {}
+    for pair in settings.model_aliases:
+        name, separator, target = (part.strip() for part in pair.partition("="))
+        if not (separator and name.rstrip("*") and target):
+            raise SettingError("MODEL_ALIASES", pair, "name=model pairs, by comma")
+        aliases[name] = target
+    folders = tuple(Path(folder).expanduser() for folder in settings.model_folders)
+    for folder in folders:
+        if not folder.is_dir():
+            raise SettingError("MODEL_FOLDERS", str(folder), "folders that are there, by comma")
+    return CatalogueSettings(
+        aliases=aliases,
+        folders=folders,
+        default_names=(listed_model_id, listed_model_id.removeprefix("openai/")),
+        is_strict=settings.model_strict,
     )
 
 
@@ -99,6 +149,17 @@ def proxy_settings(settings: Settings, backend_port: int) -> ProxySettings:
         allowed_origins=settings.allowed_origins,
         allowed_hosts=settings.allowed_hosts,
         max_body_bytes=settings.max_request_body_bytes,
+    )
+
+
+def seeing_settings(settings: Settings) -> SeeingSettings:
+    return SeeingSettings(
+        log_root=settings.log_root,
+        writes_traces=settings.enable_request_logging,
+        num_trace_days=settings.log_keep_days,
+        num_explanations=settings.explanations_kept,
+        shows_text=settings.dashboard_show_text,
+        shows_image_cuts=settings.vlm_cache_debug,
     )
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 import kvserve.app
 from kvserve.app import App
-from kvserve.config import Launch, Settings
+from kvserve.config import DiskMode, Launch, Settings
 from kvserve.engine import scheduler as scheduler_module
 from kvserve.pipeline import ServedModel
 from kvserve.telemetry.terminal import Terminal
@@ -131,12 +131,17 @@ class AppUnderTest:
 
 @contextlib.contextmanager
 def serving_app(
-    folder: Path, family: str = "qwen3", *, web: Mapping[str, Any] | None = None, **settings: Any
+    folder: Path,
+    family: str = "qwen3",
+    *,
+    web: Mapping[str, Any] | None = None,
+    disk_cache: DiskMode = "on",
+    **settings: Any,
 ) -> Iterator[AppUnderTest]:
     """A server on a tiny model; `web` changes WebSettings, `settings` the operator's (defaults, whatever the
     environment says). `folder` takes its files. At the end it stops and must leave no thread."""
     threads = set(threading.enumerate())
-    with unstarted_app(folder, family, web=web, **settings) as under_test:
+    with unstarted_app(folder, family, web=web, disk_cache=disk_cache, **settings) as under_test:
         under_test.app.start(threading.Event())
         with _counted(under_test):
             yield under_test
@@ -146,7 +151,12 @@ def serving_app(
 
 @contextlib.contextmanager
 def unstarted_app(
-    folder: Path, family: str = "qwen3", *, web: Mapping[str, Any] | None = None, **settings: Any
+    folder: Path,
+    family: str = "qwen3",
+    *,
+    web: Mapping[str, Any] | None = None,
+    disk_cache: DiskMode = "on",
+    **settings: Any,
 ) -> Iterator[AppUnderTest]:
     """The same, not started yet."""
     values: dict[str, Any] = {name: field.default for name, field in Settings.model_fields.items()}
@@ -157,7 +167,7 @@ def unstarted_app(
         "log_root": folder / "logs",
         "disk_cache_dir": folder / "kv",
     }
-    launch = Launch(Settings(_env_file=None, **(values | settings)), False, False, "on", {})  # type: ignore[call-arg]
+    launch = Launch(Settings(_env_file=None, **(values | settings)), False, False, disk_cache, {})  # type: ignore[call-arg]
     screen = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         real = kvserve.app.web_settings

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import kvserve.app
+import kvserve.loading
 from kvserve.errors import ModelLoadError, PortTaken
 from kvserve.telemetry.log import parse_line
 from tests.engine.odd_caches import Unmergeable, use_cache
@@ -42,8 +42,8 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
 def test_while_the_model_loads_the_server_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests and /health are a 503 that says when to come back, the list is empty; then all is served."""
     go_on = threading.Event()
-    real = kvserve.app.load_tokenizer
-    monkeypatch.setattr(kvserve.app, "load_tokenizer", lambda folder: (go_on.wait(20), real(folder))[1])
+    real = kvserve.loading.load_tokenizer
+    monkeypatch.setattr(kvserve.loading, "load_tokenizer", lambda folder: (go_on.wait(20), real(folder))[1])
     with unstarted_app(tmp_path) as app, ThreadPoolExecutor(1) as pool:
         starting = pool.submit(app.app.start, threading.Event())
         try:
@@ -74,8 +74,8 @@ def test_a_stop_while_the_model_loads_ends_the_start(tmp_path: Path, monkeypatch
     """`start` returns soon, nothing is served, nothing stays."""
     threads = set(threading.enumerate())
     stopping = threading.Event()
-    real = kvserve.app.load_tokenizer
-    monkeypatch.setattr(kvserve.app, "load_tokenizer", lambda folder: (stopping.set(), real(folder))[1])
+    real = kvserve.loading.load_tokenizer
+    monkeypatch.setattr(kvserve.loading, "load_tokenizer", lambda folder: (stopping.set(), real(folder))[1])
     with unstarted_app(tmp_path) as app:
         app.app.start(stopping)
         port = app.port
@@ -247,12 +247,6 @@ def test_nothing_is_written_where_logging_is_off(tmp_path: Path) -> None:
         body = app.post(CHAT_PATH, chat_body(session_id="tale", max_tokens=2)).json
         assert app.line_of(str(body["id"]))
         assert not app.log_root.exists() or not list(app.log_root.rglob("*.log"))
-
-
-def test_settings_without_effect_yet_are_said(tmp_path: Path) -> None:
-    """A changed setting whose feature is not there is a warning in the banner."""
-    with serving_app(tmp_path, vlm_cache_debug=True) as app:
-        assert any("VLM_CACHE_DEBUG is set" in line for line in app.lines())
 
 
 def test_what_the_models_caches_do_not_allow_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,13 @@ JOINERS = (
     "kvserve/running.py",
     "kvserve/identity.py",
     "kvserve/reports.py",
+    "kvserve/seeing.py",
+    "kvserve/watching.py",
     "kvserve/app.py",
+    "kvserve/loading.py",
+    "kvserve/stage.py",
+    "kvserve/roster.py",
+    "kvserve/agent_turns.py",
     "kvserve/wiring.py",
     "kvserve/web/",
 )
@@ -79,9 +85,16 @@ DOORS = (
     Door("only config.py reads the environment", reads_environment, ("kvserve/config.py",)),
     Door("only proxy/ starts processes", starts_process, ("kvserve/proxy/",)),
     Door(
-        "only the engine worker, the disk writer, the web server and the proxy watcher start threads",
+        "only the engine worker, the disk writers, the web server and the proxy watcher start threads",
         starts_thread,
-        ("kvserve/engine/worker.py", "kvserve/cache/disk_tier.py", "kvserve/web/", "kvserve/proxy/"),
+        (
+            "kvserve/engine/worker.py",
+            "kvserve/engine/courier.py",
+            "kvserve/cache/disk_tier.py",
+            "kvserve/sessions/archive.py",
+            "kvserve/web/",
+            "kvserve/proxy/",
+        ),
     ),
 )
 

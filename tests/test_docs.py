@@ -12,7 +12,10 @@ from kvserve.config import Settings, acts_later, parse_flags, setting_key
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = sorted(
-    path for pattern in ("*.md", ".context/**/*.md", ".claude/**/*.md") for path in ROOT.glob(pattern) if path.is_file()
+    path
+    for pattern in ("*.md", "docs/*.md", ".context/**/*.md", ".claude/**/*.md")
+    for path in ROOT.glob(pattern)
+    if path.is_file()
 )
 KEYS = {setting_key(name) for name in Settings.model_fields}
 
@@ -127,8 +130,8 @@ def test_the_readme_names_every_script() -> None:
 def test_what_is_to_be_pasted_is_well_formed() -> None:
     """JSON parses and points at port 4000, Python compiles."""
     configs = [json.loads(block) for block in blocks("json")]
-    assert len(configs) == 2
-    assert all('"baseUrl": "http://127.0.0.1:4000/v1"' in block for block in blocks("json"))
+    assert len(configs) == 3
+    assert all('"baseurl": "http://127.0.0.1:4000/v1"' in block.lower() for block in blocks("json"))
     for block in blocks("python"):
         compile(block, "README.md", "exec")
 

@@ -1,5 +1,7 @@
 """Which conversation a turn continues, and what it is given back of it: nobody's words reach another one's prompt."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from kvserve.core import (
     Written,
 )
 from kvserve.identity import Conversations, Exchanged, IdentitySettings, Reading
+from kvserve.sessions.archive import Archive
+from kvserve.sessions.seen import pack_ids
 
 SYSTEM = Message("system", (TextBlock("You are careful. " * 20),))
 
@@ -39,13 +43,35 @@ def answered(
     reading = conversations.read(turn)
     written = Written(answer, (5,), ids, opens_reasoning=False) if answer is not None else None
     prompt = TokenSequence(tuple(range(100)))
-    conversations.remember(reading, Exchanged(turn.request_id, turn.session, prompt, (), {}, written))
+    packed = pack_ids(prompt.ids)
+    conversations.remember(reading, Exchanged(turn.request_id, turn.session, prompt, (), {}, written, packed))
     return reading
 
 
-@pytest.fixture
-def conversations() -> Conversations:
-    return Conversations(IdentitySettings(DEFAULT_RULES))
+class Restarting(Conversations):
+    """A server that is started anew before every request: it knows what the one before left on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        super().__init__(IdentitySettings(DEFAULT_RULES), self._archive())
+
+    def read(self, turn: Turn) -> Reading:
+        self.close()
+        super().__init__(IdentitySettings(DEFAULT_RULES), self._archive())
+        return super().read(turn)
+
+    def _archive(self) -> Archive:
+        return Archive(self._folder, max_bytes=1 << 30, report=pytest.fail)
+
+
+@pytest.fixture(params=["one life", "many lives"])
+def conversations(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Conversations]:
+    if request.param == "one life":
+        yield Conversations(IdentitySettings(DEFAULT_RULES))
+    else:
+        restarting = Restarting(tmp_path)
+        yield restarting
+        restarting.close()
 
 
 def test_an_answer_gets_its_thinking_and_tokens_back(conversations: Conversations) -> None:
@@ -208,3 +234,21 @@ def test_write_contents_become_digests_and_stay_so() -> None:
         reading = answered(conversations, asked(*history), said("assistant", "Written."))
         assert "SECRET" not in repr(reading.rendered) and "sha256" in repr(reading.rendered)
         assert reading.rendered[2].blocks[0] == ThinkingBlock("Hm.") and reading.num_rejected == 0
+
+
+def test_what_was_put_back_beside_an_edit_is_put_back_again(conversations: Conversations) -> None:
+    """A reminder that is gone from history comes back in each later request, also below a message that was edited."""
+    reminder = "<system-reminder>\nThe to-do list is empty.\n</system-reminder>\n"
+    rules = "<system-reminder>\nContents of /p/RULES.md (project):\n\nAnswer {}.\n</system-reminder>\n"
+    reminded = Message("user", (TextBlock(reminder), TextBlock("Go on.")))
+    done, plain, more = said("assistant", "Done."), said("user", "Go on."), said("user", "And?")
+
+    def first(how: str) -> Message:
+        return Message("user", (TextBlock(rules.format(how)), TextBlock("Begin.")))
+
+    answered(conversations, asked(SYSTEM, first("in English"), done, reminded), said("assistant", "Yes."))
+    talk = [SYSTEM, first("briefly"), done, plain, said("assistant", "Yes."), more]
+    for number in range(3):
+        reading = answered(conversations, asked(*talk), said("assistant", f"Part {number}."))
+        assert reading.messages[1] == first("briefly") and reading.messages[3] == reminded
+        talk += [said("assistant", f"Part {number}."), more]

@@ -20,3 +20,23 @@ def test_the_engine_gets_the_settings_of_quantised_kv(monkeypatch: pytest.Monkey
     }.items():
         monkeypatch.setenv(key, value)
     assert engine_settings(Settings()).kv == KvSettings(4, "turboquant", 32, 0)
+
+
+def test_the_engine_gets_the_intervals_of_lifetimes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to be kept alive is looked for well within its interval, what is over at most every other one."""
+    for name in Settings.model_fields:
+        monkeypatch.delenv(setting_key(name), raising=False)
+    settings = engine_settings(Settings())
+    assert (settings.cache.keep_alive_seconds, settings.cache.check_seconds, settings.idle_sweep_seconds) == (
+        240,
+        300,
+        30,
+    )
+    monkeypatch.setenv("EVICTION_INTERVAL_SECONDS", "60")
+    monkeypatch.setenv("KEEPALIVE_INTERVAL_SECONDS", "800")
+    settings = engine_settings(Settings())
+    assert (settings.cache.keep_alive_seconds, settings.cache.check_seconds, settings.idle_sweep_seconds) == (
+        800,
+        60,
+        60,
+    )
