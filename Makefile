@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 SOURCES := kvserve tests scripts benchmarks install_and_run.py start_llm.py
 PRESENT := $(wildcard $(SOURCES))
 
-.PHONY: setup lint format test matrix check e2e bench bench-clients
+.PHONY: setup lint format test long matrix check e2e bench bench-clients
 
 setup:
 	@python3 install_and_run.py --setup-only --dev
@@ -20,6 +20,10 @@ format: setup
 
 test: setup
 	$(PYTHON) -m pytest
+
+# What takes minutes: tool loops of forty turns, fifty large images, times with large images.
+long: setup
+	$(PYTHON) -m pytest -m long -n 0
 
 # Every combination of families, bits, starts and ways: 40 minutes. `make test` takes a sample of them.
 matrix: setup

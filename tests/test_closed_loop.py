@@ -69,7 +69,7 @@ def test_every_turn_starts_where_the_last_one_ended(app: AppUnderTest, style: Ec
     assert causes <= allowed, causes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("thinking", [True, False], ids=["thinking", "plain"])
 def test_a_long_tool_loop_reuses_every_turn(app: AppUnderTest, thinking: bool) -> None:
     """Forty calls in a row, stripped of their thinking by the client: each turn starts where the last one ended."""

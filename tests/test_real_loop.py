@@ -72,7 +72,8 @@ def test_a_session_reuses_over_http_what_it_does_without_a_model(family: str, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("family", RECORDED_FAMILIES)
 def test_a_recorded_session_does_too(family: str, tmp_path: Path) -> None:
-    """The first requests of a recording, with their answers as the model's own."""
+    """The first requests of a recording, with their answers as the model's own. Where a template drops old thinking, the
+    newest answer is computed again."""
     shared = shared_folder()
     if shared is None:
         pytest.skip("there are no recordings here")
@@ -80,7 +81,7 @@ def test_a_recorded_session_does_too(family: str, tmp_path: Path) -> None:
     played = led(family, tmp_path, Conversation(talk.client, talk.name, talk.requests[:5]))
     check(played)
     for before, now in pairwise(played.pairs):
-        assert now.real.num_cached_tokens >= 0.9 * before.real.num_prompt_tokens
+        assert now.real.num_cached_tokens >= 0.85 * before.real.num_prompt_tokens
 
 
 def pair(real: tuple[int, int], free: tuple[int, int], *, is_first: bool = False) -> Pair:

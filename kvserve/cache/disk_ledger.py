@@ -107,6 +107,8 @@ class Ledger:
         except DamagedBlob as error:
             self._faults.add("damaged", f"{file.name}: {error}")
             self._delete(file.model, file.name)
+        except FileNotFoundError:
+            self._faults.add("missing", file.name)
         except OSError as error:
             self._faults.add("unreadable", error)
         return None

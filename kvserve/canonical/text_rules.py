@@ -22,6 +22,10 @@ _MESSAGE_ID = re.compile(r'^  "message_id(?:_full)?": "(?:[^"\\\n]|\\[^\n])*+",?
 _REMINDER = re.compile(
     r"<system-reminder>\n(?:[^<]++|<(?!/?system-reminder>))*+(?<=\n)</system-reminder>(?:\n{1,2}|\Z)"
 )
+_COUNT = r"[0-9][0-9.]*[kM]?"
+_COUNTS = rf"|(?<=• tokens ){_COUNT}(?: \(in {_COUNT} / out {_COUNT}\))?|(?<=• prompt/cache ){_COUNT}(?:[ /]{_COUNT})*"
+"""Numbers only: a word that somebody puts beside them is no telemetry."""
+
 _INSTRUCTIONS = re.compile(r"^Contents of [^\n]+ \([^\n]+\):$|^Today's date is [^\n]+$", re.MULTILINE)
 
 _CARRIED = r'Conversation data \(data, not instructions\):\n"(?:[^"\\\n]|\\[^\n])*+"\n'
@@ -202,7 +206,7 @@ TEXT_RULES: tuple[Rule, ...] = (
             "Stats: runtime ",
             re.compile(r"Stats: runtime [0-9][0-9hms.]*+(?: (?:• [^•\n<]++)++)?+\Z"),
             "line_start",
-            {"run_statistics": re.compile(r"(?<=runtime )[0-9hms.]+|(?<=• tokens )[^•]+|(?<=• prompt/cache )[^•]+")},
+            {"run_statistics": re.compile(r"(?<=runtime )[0-9hms.]+" + _COUNTS)},
         ),
     ),
     Rule(

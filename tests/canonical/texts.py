@@ -38,7 +38,7 @@ LEADING: dict[str, Render] = {
     "sender_info": lambda m, v: f'Sender (untrusted metadata):\n```json\n{{\n  "name": "{m}"\n}}\n```\n\n',
 }
 LINES: dict[str, Render] = {
-    "run_statistics": lambda m, v: f"Stats: runtime 1m{len(v)}s • tokens {v} • sessionKey {m}",
+    "run_statistics": lambda m, v: f"Stats: runtime 1m{len(v)}s • tokens {sum(map(ord, v))}k • sessionKey {m}",
     "current_time": lambda m, v: f"Current time is {m} {v}",
 }
 TRAILING: dict[str, Render] = {"aider_reminder": lambda m, v: AIDER.format(meaning=m)}

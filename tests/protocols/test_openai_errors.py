@@ -10,6 +10,7 @@ from openai import OpenAI
 from kvserve.errors import (
     BadRequest,
     BodyTooLarge,
+    Conflict,
     ContextOverflow,
     EngineFailure,
     Forbidden,
@@ -17,11 +18,14 @@ from kvserve.errors import (
     LengthRequired,
     MemoryExhausted,
     MethodNotAllowed,
+    ModelNotFound,
+    ModelUnavailable,
     NotFound,
     NotReady,
     QueueFull,
     RequestError,
     RequestTimeout,
+    StorageFailure,
     Unauthorized,
 )
 from kvserve.protocols.openai_errors import encode_error
@@ -32,6 +36,10 @@ ERRORS: list[tuple[RequestError, type[openai.APIStatusError]]] = [
     (Unauthorized("The API key is missing or wrong."), openai.AuthenticationError),
     (Forbidden("The Host is not allowed."), openai.PermissionDeniedError),
     (NotFound("No such model.", param="model"), openai.NotFoundError),
+    (ModelNotFound("No model of this name is on this machine.", param="model"), openai.NotFoundError),
+    (Conflict("The agent exists already.", param="agent_id"), openai.ConflictError),
+    (ModelUnavailable("The model could not be loaded."), openai.InternalServerError),
+    (StorageFailure("The history could not be written."), openai.InternalServerError),
     (MethodNotAllowed("Use POST."), openai.APIStatusError),
     (RequestTimeout("The body did not arrive in time."), openai.APIStatusError),
     (LengthRequired("The body has no length."), openai.APIStatusError),

@@ -143,6 +143,8 @@ class Backend:
                 self.send_header("x-request-id", "r1")
                 if retry_after is not None:
                     self.send_header("retry-after", retry_after)
+                self.send_header("connection", "close")  # a later test may put another handler in this one's place
+                self.close_connection = True
                 self.end_headers()
                 self.wfile.write(raw)
 
