@@ -72,8 +72,8 @@ def test_a_session_reuses_over_http_what_it_does_without_a_model(family: str, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("family", RECORDED_FAMILIES)
 def test_a_recorded_session_does_too(family: str, tmp_path: Path) -> None:
-    """The first requests of a recording, with their answers as the model's own. Where a template drops old thinking, the
-    newest answer is computed again."""
+    """The first requests of a recording, with their answers as the model's own. Where a template drops old thinking,
+    the newest answer is computed again."""
     shared = shared_folder()
     if shared is None:
         pytest.skip("there are no recordings here")
