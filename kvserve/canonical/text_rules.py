@@ -23,8 +23,13 @@ _REMINDER = re.compile(
     r"<system-reminder>\n(?:[^<]++|<(?!/?system-reminder>))*+(?<=\n)</system-reminder>(?:\n{1,2}|\Z)"
 )
 _COUNT = r"[0-9][0-9.]*[kM]?"
-_COUNTS = rf"|(?<=• tokens ){_COUNT}(?: \(in {_COUNT} / out {_COUNT}\))?|(?<=• prompt/cache ){_COUNT}(?:[ /]{_COUNT})*"
-"""Numbers only: a word that somebody puts beside them is no telemetry."""
+_TOKENS = rf"{_COUNT}(?: \(in {_COUNT} / out {_COUNT}\))?"
+_CACHED = rf"{_COUNT}(?:[ /]{_COUNT})*"
+_STATISTICS = re.compile(
+    rf"Stats: runtime [0-9][0-9hms.]*+(?: • (?:tokens {_TOKENS}|prompt/cache {_CACHED}|"
+    r"(?!tokens |prompt/cache )[^•\n<]*[^•\n< ]))*\Z"
+)
+"""Counts are numbers only: a line where somebody put a word beside them is no telemetry."""
 
 _INSTRUCTIONS = re.compile(r"^Contents of [^\n]+ \([^\n]+\):$|^Today's date is [^\n]+$", re.MULTILINE)
 
@@ -204,9 +209,13 @@ TEXT_RULES: tuple[Rule, ...] = (
         "They move while the run is reported; the model was told not to mention them.",
         Form(
             "Stats: runtime ",
-            re.compile(r"Stats: runtime [0-9][0-9hms.]*+(?: (?:• [^•\n<]++)++)?+\Z"),
+            _STATISTICS,
             "line_start",
-            {"run_statistics": re.compile(r"(?<=runtime )[0-9hms.]+" + _COUNTS)},
+            {
+                "run_statistics": re.compile(
+                    rf"(?<=runtime )[0-9hms.]+|(?<=• tokens ){_TOKENS}|(?<=• prompt/cache ){_CACHED}"
+                )
+            },
         ),
     ),
     Rule(

@@ -149,7 +149,7 @@ EVERYTHING = (
     + "\nThanks."
     + TRAILING["aider_reminder"]("red", "")
 )
-VOLATILE = ("blue", "1m3s", "12k")
+VOLATILE = ("blue", "1m3s", "206k")
 
 
 @given(st.data())
