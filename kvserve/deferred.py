@@ -9,8 +9,8 @@ from typing import Protocol
 from kvserve.core import AnswerEvent, Message, RequestId, Waiting
 
 
-class TurnInProgress(Protocol):
-    """A turn that was taken on: one consumer iterates `events`; `cancel` may come from any thread."""
+class RunningTurn(Protocol):
+    """A turn that was taken on, as its client's side needs it: one consumer iterates `events`."""
 
     @property
     def request_id(self) -> RequestId:
@@ -24,6 +24,19 @@ class TurnInProgress(Protocol):
     def num_marked_tokens(self) -> int:
         """Those of them that the client wants to be kept, from the beginning; 0 where it marked nothing."""
 
+    def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
+        """The answer as it comes; `Waiting` at least every `poll_seconds` while nothing does; ends after `Finished`.
+
+        Raises RequestError if generation failed.
+        """
+
+    def cancel(self) -> None:
+        """Nobody wants the rest: the row is freed and the events end soon. Idempotent, from any thread."""
+
+
+class TurnInProgress(RunningTurn, Protocol):
+    """And as those need it who keep its answer."""
+
     @property
     def is_lost(self) -> bool:
         """Whether the watchdog or the server's end cut the answer, so that nothing of it is to be kept."""
@@ -35,12 +48,6 @@ class TurnInProgress(Protocol):
     @property
     def context_ids(self) -> tuple[int, ...]:
         """The model's tokens of the conversation so far: the prompt and what was written. Empty before it begins."""
-
-    def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
-        """The answer as it comes; `Waiting` at least every `poll_seconds` while nothing does."""
-
-    def cancel(self) -> None:
-        """Nobody wants the rest. Idempotent."""
 
 
 type Begin = Callable[[], TurnInProgress | None]

@@ -1,11 +1,12 @@
 """What the web server needs of the process it fronts: contracts only, kept by `app.py` and `pipeline.py`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from threading import Semaphore
 from typing import Any, Protocol
 
 from kvserve.agent_turns import Agents
-from kvserve.core import AnswerEvent, JsonObject, RequestDefaults, RequestId, Turn
+from kvserve.core import JsonObject, RequestDefaults, Turn
+from kvserve.deferred import RunningTurn
 from kvserve.protocols.openai_models import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
 
@@ -16,31 +17,6 @@ class NamedModel(Protocol):
     @property
     def name(self) -> str:
         """The name that answers carry."""
-
-
-class RunningTurn(Protocol):
-    """A submitted turn."""
-
-    @property
-    def request_id(self) -> RequestId:
-        """The id of its request."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Model tokens of the prompt."""
-
-    @property
-    def num_marked_tokens(self) -> int:
-        """Those of them that the client wants to be kept, from the beginning; 0 where it marked nothing."""
-
-    def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
-        """The answer as it comes; `Waiting` at least every `poll_seconds` while nothing does; ends after `Finished`.
-
-        Raises RequestError if generation failed.
-        """
-
-    def cancel(self) -> None:
-        """Nobody wants the rest: the row is freed and the events end soon. Idempotent, from any thread."""
 
 
 class Service[Model: NamedModel](Protocol):

@@ -9,9 +9,9 @@ from contextlib import closing
 from typing import Protocol
 
 from kvserve.core import AnswerEvent, Finished, JsonObject, Waiting
+from kvserve.deferred import RunningTurn
 from kvserve.errors import EngineFailure, NotReady, RequestError
 from kvserve.web.exchange import Exchange
-from kvserve.web.service import RunningTurn
 from kvserve.web.sse import UNNAMED, Framing
 
 
