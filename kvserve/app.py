@@ -20,7 +20,7 @@ from kvserve import __version__
 from kvserve.agent_turns import Agents, Models
 from kvserve.agents.store import AgentStore
 from kvserve.catalogue import Catalogue, Disk, ModelSource
-from kvserve.config import Launch, load_launch, settings_acting_later
+from kvserve.config import Launch, load_launch
 from kvserve.core import JsonObject, RequestDefaults, Turn
 from kvserve.deferred import TurnInProgress
 from kvserve.demo.build import build_model
@@ -204,8 +204,7 @@ class App:
             stopping.wait(0.1)
 
     def _banner(self, served: ServedModel) -> BannerFacts:
-        later = settings_acting_later(self._settings)
-        warnings = [f"{key} is set, but what it controls is not there yet" for key in later]
+        warnings: list[str] = []
         if self._settings.normalize_write_tool_content_for_prompt:
             warnings.append("The model does not see the contents of its past write calls, only their digests.")
         if (support := served.engine.status.cache_support) is not None:

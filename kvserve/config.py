@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
-from pydantic.config import JsonDict
-from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvserve.errors import SettingError
@@ -70,8 +68,6 @@ Size = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
 AutoSize = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_parse_auto_size)]
 Folder = Annotated[Path, BeforeValidator(_parse_path)]
 NameList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_list)]
-
-_LATER: JsonDict = {"acts": "later"}
 
 
 DiskMode = Literal["on", "ephemeral", "off"]
@@ -264,20 +260,6 @@ class Launch:
 def setting_key(name: str) -> str:
     """The name that users know: the field's name in upper case."""
     return name.upper()
-
-
-def acts_later(field: FieldInfo) -> bool:
-    """True for a setting that is accepted and checked, but whose feature is not there yet."""
-    return isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("acts") == "later"
-
-
-def settings_acting_later(settings: Settings) -> tuple[str, ...]:
-    """Keys whose value was changed although nothing reads it yet: the start says so instead of ignoring them."""
-    return tuple(
-        setting_key(name)
-        for name, field in Settings.model_fields.items()
-        if acts_later(field) and getattr(settings, name) != field.default
-    )
 
 
 def parse_flags(argv: Sequence[str]) -> argparse.Namespace:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.config import Settings, acts_later, load_launch, setting_key, settings_acting_later
+from kvserve.config import Settings, load_launch, setting_key
 from kvserve.errors import SettingError
 
 
@@ -109,12 +109,3 @@ def test_the_listed_model_follows_the_path(monkeypatch: pytest.MonkeyPatch) -> N
     assert load_launch([]).settings.listed_model_id == "openai//models/mine"
     monkeypatch.setenv("PROXY_MODEL_ID", "openai/house")
     assert load_launch([]).settings.listed_model_id == "openai/house"
-
-
-def test_settings_that_act_only_later_are_named_when_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A setting whose feature is not there yet is never ignored in silence."""
-    later = {name for name, field in Settings.model_fields.items() if acts_later(field)}
-    for name in sorted(later & {"kv_bits", "vlm_cache_debug"}):
-        monkeypatch.setenv(setting_key(name), {"kv_bits": "8", "vlm_cache_debug": "true"}[name])
-    changed = settings_acting_later(load_launch([]).settings)
-    assert set(changed) == {setting_key(name) for name in later & {"kv_bits", "vlm_cache_debug"}}

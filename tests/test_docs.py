@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.config import Settings, acts_later, parse_flags, setting_key
+from kvserve.config import Settings, parse_flags, setting_key
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def settings_from(pairs: dict[str, str], folder: Path, monkeypatch: pytest.Monke
 
 
 def readme_settings() -> dict[str, list[str]]:
-    """Key -> [default, meaning, acts] of the README's settings tables."""
+    """Key -> [default, meaning] of the README's settings tables."""
     return {key: rest for key, *rest in rows(section("Settings"))}
 
 
@@ -69,13 +69,6 @@ def test_the_readme_has_the_defaults_of_the_program(tmp_path: Path, monkeypatch:
     """The Default column, written into a .env, changes nothing."""
     pairs = {key: "" if default == "(none)" else default for key, (default, *_) in readme_settings().items()}
     assert settings_from(pairs, tmp_path, monkeypatch) == settings_from({}, tmp_path, monkeypatch)
-
-
-def test_the_readme_says_which_settings_act_only_later() -> None:
-    """The last column is `later` exactly where nothing reads the setting yet."""
-    said = {key for key, (*_, acts) in readme_settings().items() if acts == "later"}
-    assert {acts for *_, acts in readme_settings().values()} <= {"now", "later"}
-    assert said == {setting_key(name) for name, field in Settings.model_fields.items() if acts_later(field)}
 
 
 def test_the_example_has_every_setting_with_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

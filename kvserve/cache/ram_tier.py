@@ -1,36 +1,10 @@
-"""Where payloads live: the contract of a tier, and the one in memory. It knows keys and sizes, not prefixes."""
-
-from typing import Protocol
+"""Where payloads live in memory. It knows keys and sizes, not prefixes."""
 
 from kvserve.cache.records import Payload, RecordId
 
 
-class Tier(Protocol):
-    """A place for payloads. A node lives in the index as long as some tier holds what it needs.
-
-    A tier never changes a payload and holds it under one key for ever: what is trimmed or merged is a new record.
-    """
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held."""
-        ...
-
-    def put(self, record_id: RecordId, payload: Payload) -> None:
-        """Hold a payload under a key that is new."""
-        ...
-
-    def get(self, record_id: RecordId) -> Payload | None:
-        """The payload, or None where it is not held or cannot be read: a miss, never an error."""
-        ...
-
-    def drop(self, record_id: RecordId) -> None:
-        """Forget a payload; nothing happens if it is not held."""
-        ...
-
-
 class RamTier:
-    """Payloads in memory. `num_bytes` changes in `put` and `drop` only."""
+    """Payloads by key. A payload never changes and has one key for ever: what is trimmed or merged is a new record."""
 
     def __init__(self) -> None:
         self._payloads: dict[RecordId, Payload] = {}

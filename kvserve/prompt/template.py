@@ -95,11 +95,6 @@ class ChatTemplate:
         self._memories = [(dialect, Memory(MEMORY_BYTES)) for dialect in dialects if dialect is not None]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether conversations become labelled plain text: there is no template, or it renders nothing."""
-        return self._voice is None
-
-    @property
     def accepts_tools(self) -> bool:
         """Whether the template writes tools itself; else they are described in the system message."""
         return self._voice is not None and self._voice.tool_dialect is not None

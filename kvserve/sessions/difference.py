@@ -69,12 +69,6 @@ def first_difference(before: Sequence[Message], after: Sequence[Message]) -> Dif
     return None
 
 
-def first_text_difference(before: str, after: str) -> TextDifference | None:
-    """Where the text `after` is no continuation of `before`; None where it is one."""
-    found = excerpts(before, after)
-    return None if found.char == len(before) else found
-
-
 def first_tool_difference(before: Sequence[ToolSpec], after: Sequence[ToolSpec]) -> Difference | None:
     """The first tool that is another one now, is new or is gone, whatever their order; None for an equal set."""
     was, now = ({tool.name: _tool_form(tool) for tool in tools} for tools in (before, after))
