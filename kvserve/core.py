@@ -298,8 +298,9 @@ class GenerationRequest:
     images: tuple[ImageInput, ...] = ()
 
 
-ReuseTier = Literal["nothing", "ram", "live row", "disk"]
-"""Where a prompt's beginning came from: `live row` is a request that was computing it at the same time."""
+ReuseTier = Literal["nothing", "ram", "live row", "disk", "warmed"]
+"""Where a prompt's beginning came from: `live row` is a request that was computing it at the same time; of what was
+`warmed` a part was computed ahead, and this is the first request to use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,12 +408,14 @@ class Usage:
 class Waiting:
     """Nothing new yet: queued, or `num_done_tokens` of the prompt are in the KV cache.
 
-    `num_cached_tokens` of them were there before; None until the prompt was looked up.
+    `num_cached_tokens` of them were there before; None until the prompt was looked up. `is_idle`: the next event has to
+    be waited for.
     """
 
     num_done_tokens: int
     num_prompt_tokens: int
     num_cached_tokens: int | None = None
+    is_idle: bool = True
 
 
 @dataclass(frozen=True, slots=True)

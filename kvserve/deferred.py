@@ -30,6 +30,13 @@ class RunningTurn(Protocol):
         Raises RequestError if generation failed.
         """
 
+    def wait(self, seconds: float, read: Callable[[], bool]) -> None:
+        """After a `Waiting` that is idle: wait for the next event, at most so long, or longer once the answer comes.
+
+        Meanwhile `read` may be called on another thread, where tokens have arrived: it iterates `events` in the
+        consumer's place, without waiting, and returns False to have the consumer go on itself.
+        """
+
     def cancel(self) -> None:
         """Nobody wants the rest: the row is freed and the events end soon. Idempotent, from any thread."""
 
@@ -105,6 +112,13 @@ class DeferredTurn:
             self._leave()
         if self._running is not None:
             self._running.cancel()
+
+    def wait(self, seconds: float, read: Callable[[], bool]) -> None:
+        """Wait for the next event, or for its turn."""
+        if self._running is not None:
+            self._running.wait(seconds, read)
+        else:
+            self._cancelled.wait(seconds)
 
     def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
         """`Waiting` until it is its turn, then its answer. Raises RequestError. Cancelled while it waits, it says

@@ -7,7 +7,7 @@ It joins rooms as `pipeline.py` does, which makes it; it runs on the web thread 
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from kvserve.canonical.policies import rules_off
@@ -177,6 +177,10 @@ class RunningTurn:
                 self._remember(is_aborted=True)  # a client that left in the middle asks again, or goes on from there
             self._observe.finished(self._finished(error))
 
+    def wait(self, seconds: float, read: Callable[[], bool]) -> None:
+        """Wait for the next event; tokens that come meanwhile are left to `read`, on another thread."""
+        self._submitted.generation.wait(seconds, read)
+
     def _read(self, batch: list[GenerationEvent]) -> Iterator[AnswerEvent]:
         tokens = [event.token for event in batch if isinstance(event, TokenDelta)]
         if not self._answer.is_over:
@@ -200,7 +204,7 @@ class RunningTurn:
         else:
             told = [*deltas] or [self._waiting()]
         if self._is_looked_up and not was_looked_up and not isinstance(told[0], Waiting):
-            told.insert(0, self._waiting())  # what was reused is told before the first word
+            told.insert(0, replace(self._waiting(), is_idle=False))  # what was reused is told before the first word
         for said in told:
             self._note(said)
         if isinstance(told[-1], Finished):

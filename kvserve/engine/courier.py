@@ -1,5 +1,5 @@
-"""Carries what rows have to say to the threads that wait for it, so that the engine thread wakes one thread per step
-instead of one per stream: those would all ask for the interpreter's lock just when the next step needs it.
+"""Carries what rows have to say to whoever reads it, so that a step wakes one thread instead of one per stream: those
+would all ask for the interpreter's lock, and for a core, just when the next step needs them.
 """
 
 import queue

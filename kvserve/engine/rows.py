@@ -4,9 +4,9 @@
 thread alone.
 """
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,14 @@ from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.courier import call_now
 from kvserve.errors import EngineFailure, KvserveError
 
+type Reader = Callable[[], bool]
+"""Reads what has arrived, on a thread that is not its own; False: its own one has to go on. It neither blocks nor
+raises."""
+
+DECODING_POLL_SECONDS = 0.25
+"""The longest wait for the next token of an answer that has begun: every token is an occasion to look at the client, so
+that looks in between would only cost the model's threads their processors."""
+
 
 class Generation:
     """The client's end of a row: events come out, a cancellation goes in."""
@@ -34,7 +42,11 @@ class Generation:
         """`carry` takes what delivers an event to its client's thread, and calls it in order."""
         self.request = request
         self._carry = carry
-        self._events: queue.SimpleQueue[GenerationEvent] = queue.SimpleQueue()
+        self._news = threading.Condition()
+        self._arrived: deque[GenerationEvent] = deque()
+        self._has_begun = False
+        self._reader: Reader | None = None
+        self._is_read_elsewhere = False
         self._cancelled = threading.Event()
 
     @property
@@ -47,10 +59,11 @@ class Generation:
 
     def put(self, event: GenerationEvent) -> None:
         """Deliver one event; called by the engine thread only."""
-        self._carry(partial(self._events.put, event))
+        self._carry(partial(self._deliver, event))
 
     def batches(self, poll_seconds: float) -> Iterator[list[GenerationEvent]]:
-        """Yield all events that have arrived since the last look, an empty list after `poll_seconds` without one.
+        """Yield all events that have arrived since the last look, an empty list after `poll_seconds` without one, or
+        `DECODING_POLL_SECONDS` where that is longer and tokens have begun to come.
 
         Ends after the list that holds the row's last event. One consumer.
         """
@@ -60,14 +73,45 @@ class Generation:
             if batch and isinstance(batch[-1], GenerationDone | GenerationFailed):
                 return
 
+    def wait(self, seconds: float, read: Reader) -> None:
+        """Wait for an event, as long as `batches` would. Tokens that arrive meanwhile are left to `read`, which is
+        called on the thread that brings them: it wakes once for all streams, their own threads once for each."""
+        with self._news:
+            if self._arrived:
+                return
+            self._reader = read
+            self._news.wait(self._patience(seconds))
+            self._reader = None
+            while self._is_read_elsewhere:
+                self._news.wait()
+
+    def _deliver(self, event: GenerationEvent) -> None:
+        with self._news:
+            self._arrived.append(event)
+            read = self._reader if isinstance(event, TokenDelta) else None
+            if read is None:
+                self._reader = None
+                self._news.notify_all()
+                return
+            self._is_read_elsewhere = True
+        goes_on = read()
+        with self._news:
+            self._is_read_elsewhere = False
+            if not goes_on or self._reader is None:
+                self._reader = None
+                self._news.notify_all()
+
     def _take(self, poll_seconds: float) -> list[GenerationEvent]:
-        batch: list[GenerationEvent] = []
-        try:
-            batch.append(self._events.get(timeout=poll_seconds))
-            while True:
-                batch.append(self._events.get_nowait())
-        except queue.Empty:
-            return batch
+        with self._news:
+            if not self._arrived and poll_seconds:
+                self._news.wait(self._patience(poll_seconds))
+            batch = list(self._arrived)
+            self._arrived.clear()
+        self._has_begun |= bool(batch) and isinstance(batch[-1], TokenDelta)
+        return batch
+
+    def _patience(self, seconds: float) -> float:
+        return max(seconds, DECODING_POLL_SECONDS) if self._has_begun else seconds
 
 
 @dataclass(slots=True, eq=False)

@@ -2,10 +2,11 @@
 endpoint and no protocol's fields.
 """
 
+import contextlib
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 
@@ -19,6 +20,8 @@ from kvserve.web.sse import UNNAMED, EventStream, Framing, encode_json
 
 type Header = tuple[str, str]
 type EncodeError = Callable[[RequestError], JsonObject]
+type CountError = Callable[[str, int], None]
+"""Hears the endpoint (empty: none) and the status of each error that is answered."""
 
 _CLIENT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OVERLOADED = 529
@@ -45,11 +48,13 @@ class Exchange:
         settings: WebSettings,
         connections: ConnectionTable,
         encode_error: EncodeError,
+        count_error: CountError,
     ) -> None:
         self.request_id = new_request_id()
         self.settings = settings
         self.body = b""
         self.path_rest = ""
+        self.endpoint = ""
         self.sharing: tuple[Header, ...] = ()
         self.encode_error = encode_error
         self.own_statuses: Mapping[int, int] = {}
@@ -58,8 +63,11 @@ class Exchange:
         self._connection = connection
         self._reader = reader
         self._connections = connections
+        self._count_error = count_error
         self._head: RequestHead | None = None
         self._stream: EventStream | None = None
+        self._may_wait = True
+        self._rest = b""
 
     @property
     def head(self) -> RequestHead:
@@ -82,10 +90,37 @@ class Exchange:
         """Whether no further request is wanted: an answer without an end of its own is to end now."""
         return self._connections.is_draining
 
+    @property
+    def client_is_gone(self) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return self._reader.peer_is_gone()
+
     def check_client(self) -> None:
         """Raises ClientGone if nobody waits for the answer any more."""
-        if self._reader.peer_is_gone():
+        if self.client_is_gone:
             raise ClientGone
+
+    @contextlib.contextmanager
+    def without_waiting(self) -> Iterator[None]:
+        """What the socket does not take at once inside of this is kept for `send_rest`: the thread has others to serve.
+
+        Leave it to one thread at a time.
+        """
+        self._may_wait = False
+        try:
+            yield
+        finally:
+            self._may_wait = True
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether something is kept for `send_rest`."""
+        return bool(self._rest)
+
+    def send_rest(self) -> None:
+        """Send what was kept back. Raises ClientGone."""
+        if self._rest:
+            self._send(b"")
 
     def send_json(self, status: int, payload: JsonObject, headers: Iterable[Header] = ()) -> None:
         """Answer with one JSON object. Raises ClientGone."""
@@ -119,6 +154,8 @@ class Exchange:
 
     def fail(self, error: RequestError, headers: Iterable[Header] = ()) -> None:
         """Answer with the error: as a status and JSON, or inside the stream if one is open. Raises ClientGone."""
+        status = self.own_statuses.get(error.status, error.status)
+        self._count_error(self.endpoint, status)
         if self._stream is not None:
             self._stream.fail(error)
         elif self.has_answered:
@@ -128,7 +165,6 @@ class Exchange:
             if seconds is None:
                 seconds = _RETRY_AFTER_SECONDS.get(error.status)
             retry = [] if seconds is None else [("Retry-After", str(seconds))]
-            status = self.own_statuses.get(error.status, error.status)
             self.send_json(status, self.encode_error(error), [*retry, *headers])
 
     def _answer_head(self, status: int, headers: Iterable[Header]) -> bytes:
@@ -151,8 +187,12 @@ class Exchange:
     def _send(self, data: bytes) -> None:
         """Most writes fit into the socket's buffer: they cost one system call, and no wait for the interpreter's lock
         behind another one."""
+        data, self._rest = self._rest + data, b""
         try:
-            if rest := data[self._send_at_once(data) :]:
+            rest = data[self._send_at_once(data) :]
+            if rest and not self._may_wait:
+                self._rest = rest
+            elif rest:
                 # sendall holds the timeout for all of the data: a client that reads a byte now and then gains nothing.
                 self._connection.settimeout(self.settings.write_timeout_seconds)
                 self._connection.sendall(rest)

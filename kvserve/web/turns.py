@@ -12,7 +12,7 @@ from kvserve.core import AnswerEvent, Finished, JsonObject, Waiting
 from kvserve.deferred import RunningTurn
 from kvserve.errors import EngineFailure, NotReady, RequestError
 from kvserve.web.exchange import Exchange
-from kvserve.web.sse import UNNAMED, Framing
+from kvserve.web.sse import UNNAMED, EventStream, Framing
 
 
 class StreamEncoder(Protocol):
@@ -39,38 +39,82 @@ def stream_turn(
 
     Headers go out before prefill: a proxy in front passes on that its client left only once it has them.
     """
-    keep_alive_seconds = exchange.settings.keep_alive_seconds
     try:
         stream = exchange.open_stream(encoder.error_chunk, framing)
         stream.send(first)
     except BaseException:
         running.cancel()
         raise
-    last_output = time.monotonic()
-    with closing(watched_events(exchange, running)) as events:
-        for event in events:
-            chunks = encoder.encode(event)
-            now = time.monotonic()
-            if not chunks and now - last_output >= keep_alive_seconds:
-                chunks = [encoder.keep_alive()]
-                if isinstance(event, Waiting) and event.num_done_tokens < event.num_prompt_tokens:
-                    stream.comment(f"{event.num_done_tokens} of {event.num_prompt_tokens} prompt tokens are read")
-            if chunks:
-                stream.send(chunks)
-                last_output = now
+    _Streaming(exchange, running, encoder, stream).run()
     stream.end()
 
 
-def watched_events(exchange: Exchange, running: RunningTurn) -> Generator[AnswerEvent]:
-    """The events up to `Finished`, with a look at the client before each one.
+class _Streaming:
+    """An answer on its way to its client. It runs on the connection's thread; while that one waits, tokens are sent by
+    the thread that brings them, never by both at once."""
 
-    Raises ClientGone when nobody listens, NotReady where the server's end left no `Finished`, EngineFailure where
-    something else did. Whatever stops the iteration early cancels the turn.
+    def __init__(self, exchange: Exchange, running: RunningTurn, encoder: StreamEncoder, stream: EventStream) -> None:
+        self._exchange = exchange
+        self._running = running
+        self._encoder = encoder
+        self._stream = stream
+        self._events = complete_events(exchange, running, poll_seconds=0)
+        self._is_over = False
+        self._failure: BaseException | None = None
+        self._last_output = time.monotonic()
+
+    def run(self) -> None:
+        """Send everything. Raises ClientGone, RequestError."""
+        with closing(self._events):
+            self._send_arrived()
+            while not self._is_over:
+                self._running.wait(self._exchange.settings.poll_seconds, self._send_elsewhere)
+                if self._failure is not None:
+                    raise self._failure
+                self._exchange.send_rest()
+                self._exchange.check_client()
+                self._send_arrived()
+
+    def _send_elsewhere(self) -> bool:
+        """What has arrived, sent on another thread. False where this one's own is needed: the client is gone or does
+        not read, or something failed."""
+        if self._exchange.client_is_gone:
+            return False
+        try:
+            with self._exchange.without_waiting():
+                self._send_arrived()
+        except BaseException as error:  # noqa: BLE001 - raised again where it belongs
+            self._failure = error
+        return not (self._failure or self._is_over or self._exchange.has_rest)
+
+    def _send_arrived(self) -> None:
+        for event in self._events:
+            self._send(event)
+            if isinstance(event, Waiting) and event.is_idle:
+                return
+        self._is_over = True
+
+    def _send(self, event: AnswerEvent) -> None:
+        chunks = self._encoder.encode(event)
+        now = time.monotonic()
+        if not chunks and now - self._last_output >= self._exchange.settings.keep_alive_seconds:
+            chunks = [self._encoder.keep_alive()]
+            if isinstance(event, Waiting) and event.num_done_tokens < event.num_prompt_tokens:
+                self._stream.comment(f"{event.num_done_tokens} of {event.num_prompt_tokens} prompt tokens are read")
+        if chunks:
+            self._stream.send(chunks)
+            self._last_output = now
+
+
+def complete_events(exchange: Exchange, running: RunningTurn, poll_seconds: float) -> Generator[AnswerEvent]:
+    """The events up to `Finished`.
+
+    Raises NotReady where the server's end left no `Finished`, EngineFailure where something else did. Whatever stops
+    the iteration early cancels the turn.
     """
     is_complete = False
     try:
-        for event in running.events(exchange.settings.poll_seconds):
-            exchange.check_client()
+        for event in running.events(poll_seconds):
             if exchange.must_stop:
                 running.cancel()
             is_complete = isinstance(event, Finished)
@@ -84,10 +128,11 @@ def watched_events(exchange: Exchange, running: RunningTurn) -> Generator[Answer
 
 
 def whole_answer_events(exchange: Exchange, running: RunningTurn) -> Generator[AnswerEvent]:
-    """The same for an answer that is sent whole: one that the server's end cut short raises NotReady instead of
-    passing for complete."""
-    with closing(watched_events(exchange, running)) as events:
+    """The same for an answer that is sent whole, with a look at the client before each event: one that the server's end
+    cut short raises NotReady instead of passing for complete, and ClientGone is raised when nobody listens."""
+    with closing(complete_events(exchange, running, exchange.settings.poll_seconds)) as events:
         for event in events:
+            exchange.check_client()
             if exchange.must_stop:
                 raise NotReady("The server is shutting down; the answer was not finished.")
             yield event

@@ -13,19 +13,26 @@ from kvserve.core import (
     AnswerEvent,
     ContentDelta,
     Finished,
+    GenerationRequest,
     JsonObject,
     RequestDefaults,
     RequestId,
     SamplingParams,
+    TokenDelta,
+    TokenSequence,
     Turn,
     Usage,
     Waiting,
 )
+from kvserve.engine.rows import Generation
 from kvserve.errors import NotFound, RequestError
 from kvserve.protocols.openai_models import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.web.routes import make_router
 from kvserve.web.server import HttpServer, WebSettings
+
+PATIENCE_SECONDS = 60.0
+"""How long a test waits for what has to come, on however busy a machine; it proves nothing by that time."""
 
 FINISHED = Finished("stop", Usage(num_prompt_tokens=3, num_cached_tokens=1, num_completion_tokens=2))
 HELLO = (Waiting(0, 3), ContentDelta("Hel"), ContentDelta("lo"), FINISHED)
@@ -37,18 +44,19 @@ SETTINGS = WebSettings(
     max_header_bytes=4096,
     max_header_count=30,
     max_connections=64,
-    header_timeout_seconds=2.0,
-    body_timeout_seconds=2.0,
-    write_timeout_seconds=2.0,
-    idle_timeout_seconds=5.0,
-    linger_seconds=0.3,
+    header_timeout_seconds=PATIENCE_SECONDS,
+    body_timeout_seconds=PATIENCE_SECONDS,
+    write_timeout_seconds=PATIENCE_SECONDS,
+    idle_timeout_seconds=PATIENCE_SECONDS,
+    linger_seconds=0.1,
     keep_alive_seconds=5.0,
     poll_seconds=0.02,
 )
 
 
 class ScriptedTurn:
-    """Events from a script; a number waits that many seconds, `None` blocks until cancelled, an error is raised."""
+    """Events from a script; a number waits that many seconds, `None` blocks until cancelled, a `threading.Event` until
+    it is set, an error is raised."""
 
     def __init__(self, request_id: RequestId, script: tuple[object, ...]) -> None:
         self.request_id = request_id
@@ -64,14 +72,17 @@ class ScriptedTurn:
         finally:
             self.ended.set()
 
+    def wait(self, seconds: float, read: Callable[[], bool]) -> None:
+        self.cancelled.wait(seconds)
+
     def cancel(self) -> None:
         self.cancelled.set()
 
     def _events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
         for step in self._script:
-            if step is None or isinstance(step, float):
-                end = time.monotonic() + (3600 if step is None else step)
-                while time.monotonic() < end:
+            if step is None or isinstance(step, float | threading.Event):
+                end = time.monotonic() + (step if isinstance(step, float) else 3600)
+                while time.monotonic() < end and not (isinstance(step, threading.Event) and step.is_set()):
                     if self.cancelled.wait(poll_seconds):
                         yield FINISHED
                         return
@@ -82,11 +93,40 @@ class ScriptedTurn:
                 yield step  # type: ignore[misc]
 
 
+class BroughtTurn(ScriptedTurn):
+    """Words that another thread brings, as the engine's courier does: the script is what each token says, or raises."""
+
+    def __init__(self, request_id: RequestId, script: tuple[object, ...]) -> None:
+        super().__init__(request_id, script)
+        request = GenerationRequest(request_id, TokenSequence((1, 2, 3)), len(script), SamplingParams(), frozenset())
+        self.generation = Generation(request)
+        self.threads: list[str] = []
+
+    def wait(self, seconds: float, read: Callable[[], bool]) -> None:
+        self.generation.wait(seconds, read)
+
+    def wait_until_idle(self) -> None:
+        """Until its own thread waits: the next token is read where it arrives."""
+        assert eventually(lambda: self.generation._reader is not None)
+
+    def _events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
+        for batch in self.generation.batches(poll_seconds):
+            for event in batch:
+                self.threads.append(threading.current_thread().name)
+                said = self._script[event.token] if isinstance(event, TokenDelta) else FINISHED
+                if isinstance(said, Exception):
+                    raise said
+                yield said  # type: ignore[misc]
+            if not batch:
+                yield Waiting(3, 3)
+
+
 @dataclass
 class FakeService:
     """The process behind the server: every turn plays `script`; submitting may fail with `refusal`."""
 
     script: tuple[object, ...] = HELLO
+    turn: type[ScriptedTurn] = ScriptedTurn
     refusal: RequestError | None = None
     is_ready: bool = True
     turns: "queue.Queue[ScriptedTurn]" = field(default_factory=queue.Queue)
@@ -94,6 +134,7 @@ class FakeService:
     defaults: RequestDefaults = RequestDefaults(SamplingParams(), 128, True, None)
     name: str = "tiny/model"
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(None, print))
+    errors: list[tuple[str, int]] = field(default_factory=list)
 
     def resolve_model(self, name: str | None) -> "FakeService":
         if name == "refused":
@@ -102,6 +143,9 @@ class FakeService:
 
     def list_models(self) -> list[ModelCard]:
         return [ModelCard(self.name, 1, 4096)]
+
+    def count_error(self, endpoint: str, status: int) -> None:
+        self.errors.append((endpoint, status))
 
     def health(self) -> tuple[int, JsonObject]:
         return (200, {"status": "ok"}) if self.is_ready else (503, {"status": "loading"})
@@ -113,7 +157,7 @@ class FakeService:
         if self.refusal is not None:
             raise self.refusal
         self.received.append(turn)
-        running = ScriptedTurn(turn.request_id, self.script)
+        running = self.turn(turn.request_id, self.script)
         self.turns.put(running)
         return running
 
@@ -141,7 +185,7 @@ def serving(service: FakeService | None = None, **changes: object) -> Iterator[S
     try:
         yield Served(server, service, reports)
     finally:
-        assert server.close(2.0), "a connection's thread is still alive"
+        assert server.close(PATIENCE_SECONDS), "a connection's thread is still alive"
 
 
 @dataclass(frozen=True)
@@ -181,7 +225,7 @@ class RawClient:
     """A TCP client that sends what it is told and reads answers strictly."""
 
     def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS)
         self.file = self.socket.makefile("rb")
 
     def __enter__(self) -> "RawClient":
@@ -249,7 +293,7 @@ def encode_request(
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> bool:
     """Whether the condition holds within the time."""
     end = time.monotonic() + seconds
     while not condition():

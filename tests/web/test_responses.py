@@ -8,7 +8,16 @@ import pytest
 from kvserve.core import ContentDelta, Finished, ReasoningDelta, ToolCallBlock, ToolCallDelta, Usage
 from kvserve.errors import BadRequest, ContextOverflow, EngineFailure, MemoryExhausted, QueueFull, RequestError
 from tests.protocols.responses_wire import put_together
-from tests.web.fakes import FINISHED, FakeService, RawClient, Served, encode_request, eventually, serving
+from tests.web.fakes import (
+    FINISHED,
+    PATIENCE_SECONDS,
+    FakeService,
+    RawClient,
+    Served,
+    encode_request,
+    eventually,
+    serving,
+)
 
 PATH = "/v1/responses"
 CALL = ToolCallDelta(ToolCallBlock("call1", "look", '{"at": "é\\u2028"}'))
@@ -167,8 +176,8 @@ def test_other_methods_are_refused() -> None:
 
 
 def _left(served: Served) -> bool:
-    turn = served.service.turns.get(timeout=5)
-    return turn.cancelled.wait(5) and turn.ended.wait(5)
+    turn = served.service.turns.get(timeout=PATIENCE_SECONDS)
+    return turn.cancelled.wait(PATIENCE_SECONDS) and turn.ended.wait(PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -178,4 +187,7 @@ def test_a_client_that_leaves_ends_the_turn(stream: bool) -> None:
         with served.connect() as client:
             client.send(encode_request("POST", PATH, {"input": "hi", "stream": stream}))
             assert eventually(lambda: not served.service.turns.empty())
+            if stream:  # before that nobody has asked for the turn's events, and they have no end
+                client.read_head()
+                client.read_chunk()
         assert _left(served)

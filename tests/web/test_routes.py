@@ -55,6 +55,28 @@ def test_models_with_slashes_in_their_names() -> None:
         assert (response.status, response.error["param"]) == (404, "model")
 
 
+def test_models_for_clients_of_anthropics_api() -> None:
+    """Their header chooses the form, of errors too; HEAD and pages work."""
+    version = {"anthropic-version": "2023-06-01"}
+    with serving() as served, served.connect() as client:
+        page = client.request("GET", "/v1/models?limit=1", headers=version).json
+        [entry] = page["data"]  # type: ignore[misc]
+        assert (entry["type"], entry["id"], page["has_more"], page["last_id"]) == (
+            "model",
+            "tiny/model",
+            False,
+            "tiny/model",
+        )
+        assert client.request("GET", "/v1/models/tiny/model", headers=version).json == entry
+        for path, status, kind in (
+            ("/v1/models/tiny", 404, "not_found_error"),
+            ("/v1/models?limit=x", 400, "invalid_request_error"),
+        ):
+            response = client.request("GET", path, headers=version)
+            assert (response.status, response.json["type"]) == (status, "error")
+            assert response.error["type"] == kind
+
+
 def test_health_says_ready_or_loading() -> None:
     """The service's status is the answer's."""
     with serving(FakeService(is_ready=False)) as served, served.connect() as client:

@@ -9,9 +9,21 @@ import time
 
 import pytest
 
-from kvserve.core import ContentDelta
+from kvserve.core import ContentDelta, GenerationDone, GenerationTiming, TokenDelta
 from kvserve.errors import EngineFailure
-from tests.web.fakes import CHAT, FINISHED, HELLO, FakeService, RawClient, encode_request, eventually, serving
+from tests.web.fakes import (
+    CHAT,
+    FINISHED,
+    HELLO,
+    PATIENCE_SECONDS,
+    BroughtTurn,
+    FakeService,
+    RawClient,
+    Served,
+    encode_request,
+    eventually,
+    serving,
+)
 
 STREAM = {**CHAT, "stream": True}
 STREAM_WIRE = encode_request("POST", "/v1/chat/completions", STREAM)
@@ -48,14 +60,20 @@ def test_each_delta_is_a_write_of_its_own() -> None:
 
 def test_silence_is_broken_by_empty_deltas() -> None:
     """After the set time without output a chunk that says nothing is sent, again and again, and none in between."""
-    script = (0.55, ContentDelta("at last"), FINISHED)
+    is_enough = threading.Event()
+    script = (is_enough, ContentDelta("at last"), FINISHED)
     with serving(FakeService(script=script), keep_alive_seconds=0.15) as served, served.connect() as client:
         client.send(STREAM_WIRE)
-        response = client.read_response()
-        got = deltas(response.events)
-        assert got[0] == {"role": "assistant", "content": ""}
-        assert got[1:] == [{"reasoning_content": ""}] * 3 + [{"content": "at last"}, {}]
-        assert response.comments == ["1 of 3 prompt tokens are read"] * 3
+        client.read_head()
+        assert b'"role":"assistant"' in client.read_chunk()
+        started = time.monotonic()
+        for _ in range(3):
+            assert client.read_chunk() == b": 1 of 3 prompt tokens are read\n\n"
+            assert b'"delta":{"reasoning_content":""}' in client.read_chunk()
+        assert time.monotonic() - started > 0.3
+        is_enough.set()
+        while b"at last" not in (chunk := client.read_chunk()):
+            assert b'"reasoning_content":""' in chunk or chunk.startswith(b": ")
 
 
 def test_an_error_in_the_middle_is_the_last_event() -> None:
@@ -166,3 +184,86 @@ def test_waiting_costs_no_cpu() -> None:
         assert time.process_time() - started < 0.5
         for client in clients:
             client.close()
+
+
+def brought(served: Served) -> BroughtTurn:
+    """The turn of the request that came, once its own thread waits for tokens."""
+    turn = served.service.turns.get(timeout=PATIENCE_SECONDS)
+    assert isinstance(turn, BroughtTurn)
+    turn.wait_until_idle()
+    return turn
+
+
+def bring(turn: BroughtTurn, *tokens: int) -> None:
+    """Each of these tokens, on this thread."""
+    for token in tokens:
+        turn.wait_until_idle()
+        turn.generation.put(TokenDelta(token))
+
+
+DONE = GenerationDone("length", 3, 0, 2, GenerationTiming(0.0, 0.0, 0.0))
+
+
+def test_words_are_sent_by_the_thread_that_brings_them_and_the_end_by_the_stream_s_own() -> None:
+    """The stream is what it would be on one thread."""
+    service = FakeService(script=(ContentDelta("Hel"), ContentDelta("lo")), turn=BroughtTurn)
+    with serving(service) as served, served.connect() as client:
+        client.send(STREAM_WIRE)
+        turn = brought(served)
+        bring(turn, 0, 1)
+        turn.wait_until_idle()
+        turn.generation.put(DONE)
+        got = deltas(client.read_response().events)
+        assert got == [{"role": "assistant", "content": ""}, {"content": "Hel"}, {"content": "lo"}, {}]
+        assert turn.threads[:2] == ["MainThread"] * 2 and turn.threads[2] != "MainThread"
+    assert turn.ended.is_set() and not turn.cancelled.is_set()
+
+
+def test_a_client_that_does_not_read_holds_nobody_up() -> None:
+    """What its socket does not take is left to its own thread, which waits for it; the others' words go out. Nothing of
+    it is lost when it reads again."""
+    service = FakeService(script=(ContentDelta("x" * 30_000_000), ContentDelta("lo")), turn=BroughtTurn)
+    with (
+        serving(service, write_timeout_seconds=PATIENCE_SECONDS) as served,
+        served.connect() as slow,
+        served.connect() as quick,
+    ):
+        slow.send(STREAM_WIRE)
+        stuck = brought(served)
+        quick.send(STREAM_WIRE)
+        turn = brought(served)
+        bring(stuck, 0)
+        bring(turn, 1)
+        turn.wait_until_idle()
+        turn.generation.put(DONE)
+        assert deltas(quick.read_response().events)[1] == {"content": "lo"}
+        stuck.generation.put(TokenDelta(1))
+        stuck.generation.put(DONE)
+        got = deltas(slow.read_response().events)
+        assert [len(str(delta)) for delta in got[1:]] == [30_000_000 + len("{'content': ''}"), 17, 2]
+        assert stuck.threads[0] == "MainThread" and "MainThread" not in stuck.threads[1:]
+
+
+def test_what_fails_on_another_thread_is_told_by_the_stream_s_own() -> None:
+    """The error is the stream's last event, and the thread that brought the token knows nothing of it."""
+    service = FakeService(script=(ContentDelta("a"), EngineFailure("row failed")), turn=BroughtTurn)
+    with serving(service) as served, served.connect() as client:
+        client.send(STREAM_WIRE)
+        bring(brought(served), 0, 1)
+        events = client.read_response().events
+        assert json.loads(events[-2])["error"]["message"] == "row failed" and events[-1] == "[DONE]"
+        assert served.reports == []
+
+
+def test_a_client_that_left_is_noticed_with_the_next_word() -> None:
+    """The turn is cancelled and ended by its own thread, which no poll would have woken."""
+    service = FakeService(script=(ContentDelta("a"), ContentDelta("b")), turn=BroughtTurn)
+    with serving(service, poll_seconds=PATIENCE_SECONDS) as served:
+        client = served.connect()
+        client.send(STREAM_WIRE)
+        turn = brought(served)
+        bring(turn, 0)
+        client.close()
+        while not turn.cancelled.wait(0.05):  # until the end of the connection has arrived
+            turn.generation.put(TokenDelta(1))
+        assert turn.ended.wait(PATIENCE_SECONDS) and eventually(lambda: served.server.num_live_threads == 0)
