@@ -24,8 +24,10 @@ from kvserve.identity import Conversations, IdentitySettings
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from kvserve.pipeline import ServedModel
+from kvserve.prewarming import warm_learned
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.images import Images
+from kvserve.prompt.images_remote import RemotePictures
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
@@ -48,6 +50,7 @@ class ModelMaker:
     report: Callable[[str], None]
     records_dir: Path | None = None
     disk_cache: DiskMode = "on"
+    remote: RemotePictures | None = None
 
     def describe(self, source: ModelSource) -> ServedModel:
         """All that a model has without its weights: prompts can be written and counted, its engine has not started.
@@ -83,14 +86,16 @@ class ModelMaker:
         return replace(served, engine=self._new_engine(source.folder, served.tokenizer))
 
     def completed(self, served: ServedModel, model: LoadedModel) -> ServedModel:
-        """The same model once its engine has loaded."""
-        return replace(
+        """The same model once its engine has loaded; what it was asked most often is computed once nobody waits."""
+        completed = replace(
             served,
             vocab_size=model.vocab_size,
             context_limit=model.context_limit,
             keeps_kv=model.cache_support.can_keep,
             images=self._images(served, model),
         )
+        warm_learned(completed, self.settings.prewarm_prefixes)
+        return completed
 
     def _images(self, served: ServedModel, model: LoadedModel) -> Images | None:
         """What reads the images of a model that sees; None where its template has no place for them."""
@@ -101,7 +106,7 @@ class ModelMaker:
         except ModelLoadError as error:
             self.report(f"Images are refused by {served.name}: {error}")
             return None
-        return Images(model.sight.reader, words)
+        return Images(model.sight.reader, words, remote=self.remote)
 
     def _archive(self, folder: Path) -> Archive | None:
         """Where this model's records outlive the process; None where nothing is to."""

@@ -9,7 +9,7 @@
 This file joins rooms and knows no wire format. It runs on web threads and never touches an array.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvserve.core import (
@@ -128,6 +128,30 @@ def preview(turn: Turn, served: ServedModel) -> Prompt:
         prompt = _raw_prompt(turn, served)
     _max_tokens(turn, served, len(prompt.tokens))
     return prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What several prompts begin with, and the messages that begin in it."""
+
+    tokens: TokenSequence
+    message_starts: tuple[MessageStart, ...]
+
+
+def shared_beginning(turns: Sequence[Turn], served: ServedModel) -> Beginning:
+    """What the prompts of all these turns have in common, as `serve_turn` would write them now; their images were
+    looked at, the engine hears nothing of it. Raises BadRequest, and ValueError for no turn."""
+    stitched = [_stitch(turn, served.conversations.read(turn), served)[1] for turn in turns]
+    if not stitched:
+        raise ValueError("There is no prompt without a turn.")
+    first = stitched[0]
+    num_tokens = min([len(first.ids), *(common_length(first.ids, other.ids) for other in stitched[1:])])
+    if (cut := next((span for span in first.images if span.start < num_tokens < span.end), None)) is not None:
+        num_tokens = cut.start
+    return Beginning(
+        TokenSequence(first.ids[:num_tokens], tuple(span for span in first.images if span.end <= num_tokens)),
+        tuple(start for start in first.message_starts if start.offset < num_tokens),
+    )
 
 
 def without_images(turn: Turn) -> Turn:

@@ -77,6 +77,21 @@ CACHE_ROWS: tuple[Row, ...] = (
     Row("evicted_tokens", "Tokens whose KV has left the cache.", "counter", ("num_evicted_tokens",)),
     Row("evicted_checkpoints", "States that have left the cache.", "counter", ("num_evicted_checkpoints",)),
     Row("warmed_tokens", "Tokens that were computed ahead of requests.", "counter", ("num_warmed_tokens",)),
+    Row(
+        "warmed_used_tokens",
+        "Tokens of them that a request started from.",
+        "counter",
+        ("warming", "num_used_tokens"),
+    ),
+    Row(
+        "warmed_wasted_tokens",
+        "Tokens of them that were computed in vain.",
+        "counter",
+        ("warming", "num_wasted_tokens"),
+    ),
+    Row("warming_seconds", "Time that was spent on it.", "counter", ("warming", "seconds")),
+    Row("warming_jobs_waiting", "Prefixes that are to be computed ahead.", "gauge", ("warming", "num_jobs_waiting")),
+    Row("warming_jobs_failed", "Prefixes that could not be computed.", "counter", ("warming", "num_jobs_failed")),
     Row("vlm_retreat", "Cuts that would have divided an image.", "counter", ("counters", "vlm_retreat")),
     Row("hybrid_trim_miss", "Prompts for which a checkpoint was missing.", "counter", ("counters", "hybrid_trim_miss")),
     Row(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvserve.engine.row_bytes import RowBytes
+from kvserve.errors import MemoryExhausted
 
 ANSWER_ALLOWANCE_TOKENS = 2048
 """An answer's share in a row's bytes at admission. Agents ask for 32,000 tokens and use a few hundred of them, so
@@ -36,6 +37,16 @@ class Budget:
     def can_ever_hold(self, num_tokens: int) -> bool:
         """False for a row that does not fit even alone."""
         return self.row_bytes(num_tokens) <= self.max_bytes
+
+    def check(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raises MemoryExhausted for a row that does not fit even alone."""
+        num_tokens = self.reserved_tokens(num_prompt_tokens, max_tokens)
+        if not self.can_ever_hold(num_tokens):
+            raise MemoryExhausted(
+                f"This request needs about {self.row_bytes(num_tokens) / 2**30:.2f} GiB of KV memory; "
+                f"{self.max_bytes / 2**30:.2f} GiB may be used (MAX_BATCH_BYTES).",
+                retry_after_seconds=60,
+            )
 
     def can_hold(self, num_tokens: int, reserved: Sequence[int], padding_bytes: float) -> bool:
         """True if a row fits beside the rows with these reservations and the padding of their batches."""

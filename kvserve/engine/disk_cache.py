@@ -7,7 +7,7 @@ It belongs to the engine thread. A fault of the disk makes a row start from less
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import BlockHasher
@@ -128,6 +128,13 @@ class DiskCache:
         found = self.tier.index.find(run, hasher.start().extended(run)).written()
         ends = [step.end for step in found.steps if step.checkpoint is not None] if self._needs_checkpoints else []
         return max(ends, default=0) if self._needs_checkpoints else found.depth
+
+    def discard(self, tokens: TokenSequence, paths: Sequence[KeptPath], hasher: BlockHasher) -> None:
+        """Forget what serves only these paths and the conversation of `tokens`."""
+        run, index = pack(tokens), self.tier.index
+        for path in paths:
+            self.tier.discard(index.exclusive(path.run, path.chain))
+        self.tier.discard(index.exclusive(run, hasher.start().extended(run)))
 
     @property
     def answer_stride_tokens(self) -> int:

@@ -8,27 +8,28 @@
 Everything here belongs to the engine thread. An array is copied on its way in and on its way out.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
 
 from kvserve.cache.block_hash import BlockHasher
-from kvserve.cache.checkpoints import MessageEnd, PromptOutline, Stop, plan_stops
+from kvserve.cache.checkpoints import Stop, plan_stops
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.in_flight import InFlight, Wait, plan_wait
 from kvserve.cache.records import BoundaryKind, CacheStats, Limits
 from kvserve.cache.token_run import TokenRun
 from kvserve.cache.tree import Match, PrefixTree
 from kvserve.cache.trie import Lease
-from kvserve.core import MessageStart, Reuse, ReuseTier, TokenSequence
+from kvserve.cache.warmed import WarmedTokens
+from kvserve.core import Reuse, ReuseTier, TokenSequence
 from kvserve.engine.disk_cache import DiskCache, DiskReport, Hold
 from kvserve.engine.model import LoadedModel
+from kvserve.engine.row_outline import is_of_session, outline, owner_of, tokens_of
 from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
+from kvserve.engine.warming import WarmReport
 
 CLEAR_AFTER_BYTES = 64 * 2**20
 """MLX keeps freed buffers for reuse; after an eviction of this size they are given back."""
@@ -91,6 +92,7 @@ class CacheReport:
     num_hybrid_trim_misses: int
     max_bytes: int
     disk: DiskReport | None = None
+    warming: WarmReport | None = None
 
 
 class PrefixCache:
@@ -121,6 +123,7 @@ class PrefixCache:
         )
         self._num_hybrid_trim_misses = 0
         self._totals = Totals()
+        self.warmed = WarmedTokens(lambda tokens: self.kept_tokens(tokens)[1])
 
     # --- a row's life -------------------------------------------------------------------------------------------------
 
@@ -132,7 +135,7 @@ class PrefixCache:
         prefilling = [(tenancy, num_done) for tenancy, num_done in prefilling if not tenancy.lease.is_detached]
         if not prefilling:
             return None
-        tokens = _tokens(row)
+        tokens = tokens_of(row)
         flights = [
             InFlight(tenancy.prompt, num_done, tenancy.lease.num_tokens, tuple(stop.offset for stop in tenancy.stops))
             for tenancy, num_done in prefilling
@@ -145,12 +148,17 @@ class PrefixCache:
         self._add_stop(awaited, wait)
         return awaited, wait.offset
 
-    def enter(self, row: Row) -> tuple[Tenancy, list[Any], int]:
-        """Restore what is known of a row's tokens: its tenancy, live caches, and how many tokens they hold."""
-        tokens = _tokens(row)
+    def enter(self, row: Row, *, is_ahead: bool = False) -> tuple[Tenancy, list[Any], int]:
+        """Restore what is known of a row's tokens: its tenancy, live caches, and how many tokens they hold.
+
+        `is_ahead`: nobody asked for this row, so it is no use of anything and becomes nobody's entry.
+        """
+        tokens = tokens_of(row)
         match = self._tree.lookup(tokens)
-        self._note_reuse(row, match)
-        lease = self._tree.acquire(match, owner=_owner(row), ttl_seconds=row.request.ttl_seconds)
+        if not is_ahead:
+            self._note_reuse(row, match)
+        owner = None if is_ahead else owner_of(row)
+        lease = self._tree.acquire(match, owner=owner, ttl_seconds=row.request.ttl_seconds)
         if not self._model.cache_support.can_keep or row.request.ttl_seconds == 0:
             self._tree.release(lease)  # a row that stands on nothing leaves nothing behind, and nobody waits for it
         try:
@@ -167,7 +175,7 @@ class PrefixCache:
         state = match.state.payload if match.state is not None else None
         caches = self._layout.restore(pieces, state, num_next)  # type: ignore[arg-type]
         stops = plan_stops(
-            _outline(tokens, row.request.message_starts),
+            outline(tokens, row.request.message_starts),
             num_usable_tokens=match.num_usable_tokens,
             num_matched_tokens=match.num_matched_tokens,
             needs_checkpoints=self._needs_checkpoints,
@@ -188,7 +196,7 @@ class PrefixCache:
     def hold(self, row: Row) -> Hold:
         """Keep what a row will start from until it enters: room is made for it before it does. What only the disk has
         of it begins to come back."""
-        tokens = _tokens(row)
+        tokens = tokens_of(row)
         if self._disk is not None:
             return self._disk.hold(tokens)
         return Hold(tokens, self._tree.acquire(self._tree.lookup(tokens)), is_settled=True)
@@ -217,7 +225,7 @@ class PrefixCache:
         """Take in what a prefill has computed up to the planned stop `num_done`; nothing where it does not stop."""
         stop = tenancy.stop_at(num_done)
         if stop is not None:
-            self._extend(tenancy, _tokens(tenancy.row), caches, num_done, stop.kind)
+            self._extend(tenancy, tokens_of(tenancy.row), caches, num_done, stop.kind)
 
     def extend(self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int]) -> None:
         """Take in the KV of `tokens`, all that a row's caches hold between two steps."""
@@ -268,7 +276,9 @@ class PrefixCache:
         is_trim_miss = match.num_trim_missed_tokens > TRIM_MISS_TOLERANCE_TOKENS + tail
         self._num_hybrid_trim_misses += is_trim_miss
         if not row.generated:  # a row that enters again has its prompt from itself
+            is_warmed = self.warmed.use(match.run, match.chain, match.num_usable_tokens) > 0
             tier: ReuseTier = "live row" if row.has_waited_for_row else "disk" if row.has_come_from_disk else "ram"
+            tier = "warmed" if is_warmed else tier
             row.reuse = Reuse(
                 tier=tier if match.num_usable_tokens else "nothing",
                 num_matched_tokens=match.num_matched_tokens,
@@ -282,6 +292,14 @@ class PrefixCache:
         """How much of a conversation RAM has, and how much RAM or the disk has; to ask is no use of it."""
         in_ram = self._tree.known_depth(tokens)
         return in_ram, max(in_ram, self._disk.known_depth(tokens, self.hasher) if self._disk is not None else 0)
+
+    def discard(self, tokens: TokenSequence, session: str) -> None:
+        """Forget what only this session and this conversation use, on disk too."""
+        paths = self._tree.discard(tokens, lambda owner: is_of_session(owner, session))
+        if self._disk is not None:
+            self._disk.discard(tokens, paths, self.hasher)
+        del paths
+        mx.clear_cache()
 
     def account_live(self, num_bytes: float) -> None:
         """Say what the live rows' own caches hold: they count in the budget."""
@@ -322,6 +340,7 @@ class PrefixCache:
         if self._disk is not None:
             self._disk.tier.clear()
         self.clear()
+        self.warmed.clear()
 
     def use_disk(self, tier: DiskTier, *, is_ram_lent: bool = False) -> None:
         """From now on what is kept is written to disk too, and comes back from there. `is_ram_lent`: RAM keeps what
@@ -349,6 +368,7 @@ class PrefixCache:
     def forget(self) -> None:
         """Begin anew: nothing kept, nothing counted."""
         self.clear()
+        self.warmed.forget()
         self._totals = Totals()
         self._num_hybrid_trim_misses = 0
 
@@ -368,28 +388,3 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant of the tree does not hold."""
         self._tree.check_integrity()
-
-
-def _owner(row: Row) -> str:
-    """Whose entry a row becomes: a branch of a session begins with its own system prompt and first user message."""
-    ids, starts = row.request.prompt.ids, row.request.message_starts
-    ends = (following.offset for start, following in pairwise(starts) if start.is_user)
-    beginning = hashlib.sha256(repr(ids[: next(ends, len(ids))]).encode()).hexdigest()
-    return f"{row.request.session or ''}/{beginning[:16]}"
-
-
-def _tokens(row: Row) -> TokenSequence:
-    """All tokens of a row: a row that enters a second time has generated some already."""
-    prompt = row.request.prompt
-    return TokenSequence((*prompt.ids, *row.generated), prompt.images) if row.generated else prompt
-
-
-def _outline(tokens: TokenSequence, starts: Sequence[MessageStart]) -> PromptOutline:
-    """What the plan needs to know of a prompt. A message ends where the next one begins."""
-    ends = tuple(
-        MessageEnd(following.offset, "user" if start.is_user else "assistant", start.is_user)
-        for start, following in pairwise(starts)
-    )
-    first_user = next((start.offset for start in starts if start.is_user), 0)
-    is_led = bool(starts) and first_user > starts[0].offset
-    return PromptOutline(len(tokens), ends, first_user if is_led else None, tokens.images)

@@ -9,7 +9,7 @@ row gets its step. Everything here belongs to the engine thread.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,9 +20,11 @@ from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
 from kvserve.engine.disk_cache import Hold
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
-from kvserve.engine.prefix_cache import PrefixCache, Tenancy
+from kvserve.engine.prefix_cache import CacheReport, PrefixCache, Tenancy
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import processors_for, sampler_for
+from kvserve.engine.warmer import Warmer
+from kvserve.engine.warming import WarmSettings
 from kvserve.errors import EngineFailure
 
 CHUNK_SECONDS_BESIDE_STREAMS = 0.25
@@ -59,6 +61,7 @@ class Scheduler:
         prefill_step_size: int,
         watchdog_seconds: float,
         report: Callable[[str], None],
+        warming: WarmSettings,
     ) -> None:
         self.cache = cache
         self._model = model
@@ -72,6 +75,7 @@ class Scheduler:
         self._pool = DecodePool(model, budget.max_rows)
         self._tenancies: dict[Row, Tenancy] = {}
         self._chunk_length = ChunkLength(prefill_step_size)
+        self.warmer = Warmer(model, budget, cache, self._chunk_length, warming)
         self._num_stretches = 0
         self._stretch_ends_at: float | None = None
 
@@ -88,7 +92,8 @@ class Scheduler:
         return not (self._waiting or self._arrivals or self._prefilling or self._pool.num_rows)
 
     def add(self, row: Row) -> None:
-        """Queue a row behind those that wait."""
+        """Queue a row behind those that wait; what nobody asked for makes way."""
+        self.warmer.pause()
         self._rows = [each for each in self._rows if not each.is_over]
         self._rows.append(row)
         self._waiting.append(row)
@@ -96,6 +101,8 @@ class Scheduler:
     def tick(self) -> None:
         """Free rows that must go, admit rows that fit, then one chunk of prefill or, where a stretch of prefill is at
         its end, one token for every stream."""
+        if not self.is_idle:
+            self.warmer.note_busy()
         self._drop_leavers()
         self.cache.account_live(self._live_bytes())
         self._admit()
@@ -127,13 +134,25 @@ class Scheduler:
         """Let leave what has outlived its time, also when nobody asks for anything."""
         self.cache.account_live(self._live_bytes())
         self.cache.make_room()
+        self.warmer.look()
 
     def do_idle_work(self) -> bool:
         """One small piece of work that no request waits for. Returns whether there was any."""
-        return self.cache.do_disk_work() or self.cache.coalesce()
+        self.cache.account_live(self._live_bytes())
+        return self.cache.do_disk_work() or self.cache.coalesce() or self.warmer.step()
+
+    def seconds_to_rest(self, at_most: float) -> float:
+        """How long an idle engine may wait before it looks at what nobody asked for."""
+        due = self.warmer.seconds_until_due()
+        return at_most if due is None else min(due, at_most)
+
+    def report(self) -> CacheReport:
+        """What is kept and was done, also ahead of requests."""
+        return replace(self.cache.report(), warming=self.warmer.report())
 
     def keep_running(self) -> None:
         """Keep what running rows have computed so far: nothing will run on."""
+        self.warmer.drop_all("shutdown")
         for prefill in self._prefilling:
             self._keep_rest(prefill.tenancy, prefill.caches, prefill.tokens[: prefill.num_done])
         for row in self._pool.rows():
@@ -145,6 +164,7 @@ class Scheduler:
         broke; generators, caches and what was kept of prompts are thrown away."""
         rows = [row for row in self._rows if not row.is_over]
         self._rows.clear()
+        self.warmer.drop_all("the engine begins anew")
         self._pool.discard()
         self._stretch_ends_at = None
         self._waiting.clear()
@@ -208,7 +228,8 @@ class Scheduler:
     def _live_bytes(self) -> float:
         """What live rows hold; one that has not begun to decode counts with its whole prompt."""
         beginning = [*(arrival.row for arrival in self._arrivals), *(prefill.row for prefill in self._prefilling)]
-        return self._pool.held_bytes() + sum(self._model.sizes.peak(row.num_tokens) for row in beginning)
+        live = self._pool.held_bytes() + sum(self._model.sizes.peak(row.num_tokens) for row in beginning)
+        return live + self.warmer.live_bytes()
 
     def _begin_arrivals(self) -> None:
         """Start the rows that nothing keeps waiting: restore what is known of their tokens and prefill the rest."""

@@ -14,12 +14,13 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from kvserve.core import GenerationFailed, GenerationRequest, RequestId, SamplingParams, TokenSequence
+from kvserve.core import GenerationRequest, SamplingParams, TokenSequence
 from kvserve.engine.admission import Budget, half_of_the_rest
 from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.courier import Courier
 from kvserve.engine.disk_open import DiskSettings, open_disk
 from kvserve.engine.fingerprint import kv_fingerprint, model_fingerprint
+from kvserve.engine.first_tokens import draw_two_tokens
 from kvserve.engine.model import CacheSupport, LoadedModel, load
 from kvserve.engine.prefix_cache import CacheReport, CacheSettings, PrefixCache
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
@@ -29,7 +30,8 @@ from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.self_check import check_caches
 from kvserve.engine.vision_check import with_images_tried
 from kvserve.engine.vision_tower import FEATURE_BYTES, ImageReport
-from kvserve.errors import ContextOverflow, EngineFailure, MemoryExhausted, ModelLoadError, NotReady, QueueFull
+from kvserve.engine.warming import Warming, WarmJob, WarmSettings
+from kvserve.errors import ContextOverflow, EngineFailure, ModelLoadError, NotReady, QueueFull
 
 ERRAND_TIMEOUT_SECONDS = 30.0
 FLUSH_SECONDS = 20.0
@@ -52,6 +54,7 @@ class EngineSettings:
     disk: DiskSettings | None = None
     idle_sweep_seconds: float = 30.0
     image_feature_bytes: int = FEATURE_BYTES
+    warming: WarmSettings = WarmSettings()
 
 
 type Errand = Callable[[Scheduler | None], None]
@@ -161,19 +164,34 @@ class Engine:
             raise
         return generation
 
+    def warm(self, job: WarmJob) -> Warming:
+        """Have this prefix's KV computed once nobody waits for anything; neither waits nor raises."""
+        warming = Warming(job)
+        try:
+            self.wait_until_ready(0)
+            self._put(lambda scheduler: scheduler.warmer.add(warming) if scheduler else warming.drop("shutdown"))
+        except (NotReady, ModelLoadError):
+            warming.drop("not ready")
+        return warming
+
     def cache_report(self) -> CacheReport:
         """What the prefix cache holds and has done. Raises NotReady."""
-        return self._ask(lambda scheduler: scheduler.cache.report())
+        return self._ask(lambda scheduler: scheduler.report())
 
     def kept_tokens(self, ids: tuple[int, ...]) -> tuple[int, int]:
         """How many of these tokens' KV RAM has, and how many RAM or the disk. Raises NotReady."""
         return self._ask(lambda scheduler: scheduler.cache.kept_tokens(TokenSequence(ids)))
+
+    def discard(self, ids: tuple[int, ...], session: str) -> None:
+        """Forget what serves only this conversation and this session, on disk too. Raises NotReady."""
+        self._ask(lambda scheduler: scheduler.cache.discard(TokenSequence(ids), session))
 
     def clear_cache(self) -> None:
         """Forget everything that is kept, on disk too; running rows go on. Raises NotReady."""
         sight = self.wait_until_ready(0).sight
 
         def empty(scheduler: Scheduler) -> None:
+            scheduler.warmer.drop_all("cleared")
             scheduler.cache.empty()
             if sight is not None:
                 sight.tower.clear()
@@ -241,14 +259,7 @@ class Engine:
         if num_prompt_tokens >= model.context_limit:
             raise ContextOverflow(num_prompt_tokens, model.context_limit)
         check_sampling(request.sampling, model.vocab_size)
-        budget = self._budget(model)
-        num_tokens = budget.reserved_tokens(num_prompt_tokens, request.max_tokens)
-        if not budget.can_ever_hold(num_tokens):
-            raise MemoryExhausted(
-                f"This request needs about {budget.row_bytes(num_tokens) / 2**30:.2f} GiB of KV memory; "
-                f"{budget.max_bytes / 2**30:.2f} GiB may be used (MAX_BATCH_BYTES).",
-                retry_after_seconds=60,
-            )
+        self._budget(model).check(num_prompt_tokens, request.max_tokens)
 
     def _budget(self, model: LoadedModel) -> Budget:
         return Budget(
@@ -288,7 +299,7 @@ class Engine:
             model = replace(model, cache_support=replace(support, notes=(*support.notes, *model.kv_notes)))
             model = with_images_tried(model, self._settings.image_feature_bytes)
             scheduler = self._new_scheduler(model)
-            _warm_up(scheduler, self._settings.default_sampling)
+            draw_two_tokens(scheduler, self._settings.default_sampling)
             scheduler.cache.forget()
             self._open_disk(scheduler, model)
         except ModelLoadError as error:
@@ -311,6 +322,7 @@ class Engine:
             prefill_step_size=self._settings.prefill_step_size,
             watchdog_seconds=self._settings.watchdog_seconds,
             report=self._report,
+            warming=self._settings.warming,
         )
 
     def _open_disk(self, scheduler: Scheduler, model: LoadedModel) -> None:
@@ -363,7 +375,7 @@ class Engine:
         if not scheduler.is_idle or self._stopping.is_set():
             return self._inbox.get_nowait()
         try:
-            return self._inbox.get(timeout=self._settings.idle_sweep_seconds)
+            return self._inbox.get(timeout=scheduler.seconds_to_rest(self._settings.idle_sweep_seconds))
         except queue.Empty:
             scheduler.sweep()
             raise
@@ -382,18 +394,3 @@ class Engine:
         except queue.Empty:
             for row in rows:
                 row.finish("shutdown")
-
-
-def _warm_up(scheduler: Scheduler, sampling: SamplingParams) -> None:
-    """Draw two tokens as a request would: kernels are compiled at their first use, which can take seconds.
-
-    Raises ModelLoadError for a model that loads but cannot generate.
-    """
-    request = GenerationRequest(RequestId("warm-up"), TokenSequence((0, 0)), 2, sampling, frozenset())
-    generation = Generation(request)
-    scheduler.add(Row(generation, lambda: None))
-    while not scheduler.is_idle:
-        scheduler.tick()
-    for batch in generation.batches(0):
-        if batch and isinstance(batch[-1], GenerationFailed):
-            raise ModelLoadError(f"The model was loaded, but it cannot generate: {batch[-1].error}")

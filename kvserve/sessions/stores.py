@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvserve.sessions.archive import Archive, ArchiveTotals, Upkeep
+from kvserve.sessions.beginnings import Beginnings
 from kvserve.sessions.healing import HealingStore
 from kvserve.sessions.journal import UNWRITTEN, Rows
 from kvserve.sessions.lineage import SessionIndex
@@ -17,7 +18,8 @@ RECORDS_SHARE = 8 / 32
 HEALING_SHARE = 4 / 32
 LINEAGE_SHARE = 2 / 32
 TOOLS_SHARE = 1 / 32
-MEMO_SHARE = 5 / 32
+BEGINNINGS_SHARE = 1 / 64
+MEMO_SHARE = 9 / 64
 """How the bytes of one setting are shared out; the last is for what `prompt/` remembers of earlier prompts."""
 
 LINEAGE_BYTES_PER_MESSAGE = 512
@@ -74,6 +76,7 @@ class Stores:
             max_tool_bytes=int(limits.max_bytes * TOOLS_SHARE),
             journal=journal,
         )
+        self.beginnings = Beginnings(max_bytes=int(limits.max_bytes * BEGINNINGS_SHARE), journal=journal)
         self.index = SessionIndex(
             max_messages=int(limits.max_bytes * LINEAGE_SHARE / LINEAGE_BYTES_PER_MESSAGE),
             idle_seconds=limits.idle_seconds if self._archive is None else limits.keep_seconds,
@@ -84,6 +87,7 @@ class Stores:
         self.turns.load(rows)
         self.healing.load(rows)
         self.index.load(rows)
+        self.beginnings.load(rows)
 
     def now(self) -> float:
         """Seconds since the epoch."""
@@ -105,6 +109,7 @@ class Stores:
         self.healing.clear()
         self.turns.clear()
         self.index.clear()
+        self.beginnings.clear()
         self.flush()
 
     def flush(self) -> bool:
@@ -123,6 +128,7 @@ class Stores:
         self.turns.put_all()
         self.healing.put_all()
         self.index.put_all()
+        self.beginnings.put_all()
 
     def expire(self) -> None:
         """Forget what was not used for so long that its rows may go."""
@@ -130,6 +136,7 @@ class Stores:
         self.turns.expire(now)
         self.healing.expire(now)
         self.index.expire(now)
+        self.beginnings.expire(now)
 
     def make_room(self) -> None:
         """Forget the least recently used tenth: its rows are larger than what they are in RAM."""

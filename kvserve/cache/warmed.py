@@ -1,0 +1,135 @@
+"""What was computed ahead of requests and what came of it: used, or in vain. It knows tokens and counts, no arrays.
+
+A token counts once: as used when a request first starts from it, as wasted when it leaves unused or when what was to
+come instead of it is known.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvserve.cache.block_hash import HashChain
+from kvserve.cache.token_run import TokenRun, common_end
+from kvserve.core import TokenSequence
+
+MAX_RUNS = 128
+"""What was warmed longer ago than so many times, and never used, was in vain."""
+
+NUM_RUNS_PER_LOOK = 4
+"""To ask where a long prefix is costs a millisecond, and nobody is in a hurry."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmedTotals:
+    """Tokens computed ahead, those of them that a request started from, and those that nobody will."""
+
+    num_warmed_tokens: int = 0
+    num_used_tokens: int = 0
+    num_wasted_tokens: int = 0
+
+    @property
+    def num_unused_tokens(self) -> int:
+        """Still there, and not used yet."""
+        return self.num_warmed_tokens - self.num_used_tokens - self.num_wasted_tokens
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """Tokens `[first_unused, end)` of a prefix that were computed ahead and that no request has started from."""
+
+    tokens: TokenSequence
+    run: TokenRun
+    chain: HashChain
+    first_unused: int
+    end: int
+    key: str | None
+
+
+class WarmedTokens:
+    """The one owner of these counts. Belongs to the engine thread; totals may be read anywhere."""
+
+    def __init__(self, known_depth: Callable[[TokenSequence], int]) -> None:
+        """`known_depth` says how much of a prompt a request could start from now, in RAM or on disk."""
+        self._known_depth = known_depth
+        self._runs: list[_Run] = []
+        self._totals = WarmedTotals()
+
+    def add(
+        self, tokens: TokenSequence, run: TokenRun, chain: HashChain, start: int, end: int, key: str | None
+    ) -> None:
+        """The tokens `[start, end)` of `tokens` were computed and are kept. `run` and `chain` reach at least to `end`;
+        `key` is whose next request it is for."""
+        if end <= start:
+            return
+        self._count(num_warmed_tokens=end - start)
+        self._runs.append(_Run(tokens, run.part(0, end), chain.truncated(end), start, end, key))
+        for old in self._runs[:-MAX_RUNS]:
+            self._waste(old, old.first_unused)
+
+    def use(self, run: TokenRun, chain: HashChain, num_tokens: int) -> int:
+        """A request starts from `[0, num_tokens)` of this: how many of them were warmed and not used before."""
+        num_used = 0
+        for each in list(self._runs):
+            common = min(num_tokens, _common(each, run, chain))
+            if common > each.first_unused:
+                num_used += common - each.first_unused
+                each.first_unused = common
+                self._forget_if_over(each)
+        self._count(num_used_tokens=num_used)
+        return num_used
+
+    def replace(self, key: str, run: TokenRun, chain: HashChain) -> None:
+        """Whoever `key` names will go on with this instead: what it does not begin with was in vain."""
+        for each in [each for each in self._runs if each.key == key]:
+            self._waste(each, max(each.first_unused, _common(each, run, chain)))
+
+    def look(self) -> None:
+        """Ask of a few whether they are still there; those that are go to the end of the line."""
+        for each in self._runs[:NUM_RUNS_PER_LOOK]:
+            self._waste(each, max(each.first_unused, self._known_depth(each.tokens)))
+            if each in self._runs:
+                self._runs.remove(each)
+                self._runs.append(each)
+
+    def clear(self) -> None:
+        """Nothing is there any more."""
+        for each in list(self._runs):
+            self._waste(each, each.first_unused)
+
+    def forget(self) -> None:
+        """Begin anew: nothing counted."""
+        self._runs.clear()
+        self._totals = WarmedTotals()
+
+    def totals(self) -> WarmedTotals:
+        """What was counted so far."""
+        return self._totals
+
+    def _waste(self, run: _Run, end: int) -> None:
+        """What lies behind `end` is gone or not wanted."""
+        self._count(num_wasted_tokens=max(0, run.end - end))
+        run.end = min(run.end, end)
+        self._forget_if_over(run)
+
+    def _forget_if_over(self, run: _Run) -> None:
+        if run.first_unused >= run.end:
+            self._runs.remove(run)
+
+    def _count(self, *, num_warmed_tokens: int = 0, num_used_tokens: int = 0, num_wasted_tokens: int = 0) -> None:
+        self._totals = WarmedTotals(
+            self._totals.num_warmed_tokens + num_warmed_tokens,
+            self._totals.num_used_tokens + num_used_tokens,
+            self._totals.num_wasted_tokens + num_wasted_tokens,
+        )
+
+
+def _common(one: _Run, run: TokenRun, chain: HashChain) -> int:
+    """How many tokens a prefix has in common with another one, at most to its own end."""
+    limit = min(one.end, run.end)
+    low, high = 0, min(len(one.chain.hashes), len(chain.hashes), limit // chain.block_size)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one.chain.hashes[middle - 1] == chain.hashes[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return common_end(one.run, run, low * chain.block_size, limit)

@@ -1,0 +1,39 @@
+"""What the prefix cache reads off a row: its tokens, whose entry it becomes, and where its messages end. No arrays."""
+
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+
+from kvserve.cache.checkpoints import MessageEnd, PromptOutline
+from kvserve.core import MessageStart, TokenSequence
+from kvserve.engine.rows import Row
+
+
+def owner_of(row: Row) -> str:
+    """Whose entry a row becomes: a branch of a session begins with its own system prompt and first user message."""
+    ids, starts = row.request.prompt.ids, row.request.message_starts
+    ends = (following.offset for start, following in pairwise(starts) if start.is_user)
+    beginning = hashlib.sha256(repr(ids[: next(ends, len(ids))]).encode()).hexdigest()
+    return f"{row.request.session or ''}/{beginning[:16]}"
+
+
+def is_of_session(owner: str, session: str) -> bool:
+    """Whether an entry is one of this session's; rows without a session belong to none."""
+    return bool(session) and owner.rpartition("/")[0] == session
+
+
+def tokens_of(row: Row) -> TokenSequence:
+    """All tokens of a row: a row that enters a second time has generated some already."""
+    prompt = row.request.prompt
+    return TokenSequence((*prompt.ids, *row.generated), prompt.images) if row.generated else prompt
+
+
+def outline(tokens: TokenSequence, starts: Sequence[MessageStart]) -> PromptOutline:
+    """What the plan needs to know of a prompt. A message ends where the next one begins."""
+    ends = tuple(
+        MessageEnd(following.offset, "user" if start.is_user else "assistant", start.is_user)
+        for start, following in pairwise(starts)
+    )
+    first_user = next((start.offset for start in starts if start.is_user), 0)
+    is_led = bool(starts) and first_user > starts[0].offset
+    return PromptOutline(len(tokens), ends, first_user if is_led else None, tokens.images)

@@ -1,0 +1,326 @@
+"""Computes the KV of prefixes while no request runs or waits, one short chunk at a time.
+
+    waiting -> restored from RAM and disk -> prefilled -> kept in the tree        nobody hears of it but its handle
+        ^-------- a request came: what was computed is kept, the rest goes on later
+
+Everything here belongs to the engine thread.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvserve.cache.checkpoints import Stop
+from kvserve.cache.token_run import pack
+from kvserve.engine.admission import Budget
+from kvserve.engine.disk_cache import Hold
+from kvserve.engine.model import LoadedModel
+from kvserve.engine.prefill import ChunkLength, Prefill
+from kvserve.engine.prefix_cache import PrefixCache, Tenancy
+from kvserve.engine.rows import Generation, Row
+from kvserve.engine.time_share import TimeShare
+from kvserve.engine.warming import Warming, WarmKind, WarmReport, WarmResult, WarmSettings, WarmState
+
+MAX_JOBS = 64
+DISK_WAIT_SECONDS = 0.02
+LONG_PREFIX_TOKENS = 4096
+"""So long a prefix leaves buffers behind that MLX would keep for ever."""
+
+RANKS: Mapping[WarmKind, int] = {"prewarm": 0, "next_turn": 1, "learned": 2}
+"""Who comes first: a client waits for the first, a session's next request may come at any moment."""
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """A job with what was done for it so far."""
+
+    warming: Warming
+    num_cached_tokens: int | None = None
+    num_computed_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Stint:
+    """A task that is worked on: until it is put down it holds KV as a row would. `[counted, num_done)` of its prefill
+    was computed and not told yet."""
+
+    task: _Task
+    row: Row
+    hold: Hold
+    prefill: Prefill | None = None
+    end: int = 0
+    counted: int = 0
+
+
+class Warmer:
+    """The jobs of one model, each worked on alone."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        budget: Budget,
+        cache: PrefixCache,
+        chunk_length: ChunkLength,
+        settings: WarmSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`chunk_length` is the scheduler's: what one learns of the model's speed serves the other."""
+        self._model = model
+        self._budget = budget
+        self._cache = cache
+        self._chunk_length = chunk_length
+        self._settings = settings
+        self._clock = clock
+        self._share = TimeShare(settings.time_share, clock)
+        self._waiting: list[_Task] = []
+        self._stint: _Stint | None = None
+        self._quiet_until = 0.0
+        self._ended: dict[WarmState, int] = {"done": 0, "dropped": 0, "failed": 0}
+        self._seconds = 0.0
+
+    # --- what the scheduler asks --------------------------------------------------------------------------------------
+
+    def add(self, warming: Warming) -> None:
+        """Take a job, or refuse it at once where it can never be computed."""
+        task = _Task(warming)
+        reason = self._refusal(warming)
+        if reason is not None:
+            self._end(task, "dropped", reason)
+            return
+        try:
+            self._replace(task)
+        except Exception as error:  # noqa: BLE001 - the rows that compute have nothing to do with it
+            self._end(task, "failed", _described(error))
+            return
+        self._waiting.append(task)
+        if self._stint is not None and RANKS[warming.job.kind] < RANKS[self._stint.task.warming.job.kind]:
+            self.pause()
+        if len(self._waiting) > MAX_JOBS:
+            oldest = max(self._waiting, key=lambda each: RANKS[each.warming.job.kind])  # of equals the first
+            self._waiting.remove(oldest)
+            self._end(oldest, "dropped", "full")
+
+    def note_busy(self) -> None:
+        """Rows compute."""
+        self._quiet_until = self._clock() + self._settings.grace_seconds
+
+    def pause(self) -> None:
+        """A row comes: what was computed so far goes into the tree, and nothing is held any more."""
+        if (stint := self._stint) is None:
+            return
+        try:
+            self._put_down(stint)
+        except Exception as error:  # noqa: BLE001 - the row that comes has nothing to do with it
+            self._end(stint.task, "failed", _described(error))
+        else:
+            self._waiting.insert(0, stint.task)
+
+    def drop_all(self, reason: str) -> None:
+        """End every job; what was computed and can be kept is kept."""
+        self.pause()
+        tasks, self._waiting = self._waiting, []
+        for task in tasks:
+            self._end(task, "dropped", reason)
+
+    def step(self) -> bool:
+        """One short piece of work, where there is any to be done now. Whether there was."""
+        if self._clock() < self._quiet_until:
+            return False
+        self._drop_cancelled()
+        if self._stint is None:
+            self._begin_next()
+        if (stint := self._stint) is None:
+            return False
+        started = self._clock()
+        try:
+            is_over = self._advance(stint)
+            self._account(stint.task, self._clock() - started)
+            if is_over:
+                self._finish(stint)
+        except Exception as error:  # noqa: BLE001 - a prefix that fails is not tried again, and touches no row
+            self._fail(stint, error)
+        if self._stint is stint and not self._is_due(stint.task):
+            self.pause()
+        return True
+
+    def seconds_until_due(self) -> float | None:
+        """How long an idle engine may sleep before it looks again; None: as long as it likes."""
+        tasks = [self._stint.task] if self._stint is not None else self._waiting
+        waits = [self._share.seconds_until_due() if _is_own_idea(task) else 0.0 for task in tasks]
+        return max(min(waits), self._quiet_until - self._clock(), 0.0) if waits else None
+
+    def live_bytes(self) -> float:
+        """What the prefix that is computed now holds."""
+        if self._stint is None or self._stint.prefill is None:
+            return 0.0
+        return self._model.sizes.peak(self._stint.row.num_tokens)
+
+    def look(self) -> None:
+        """See whether what was warmed is still there."""
+        self._cache.warmed.look()
+
+    def report(self) -> WarmReport:
+        """What became of the jobs; what has left meanwhile is looked for while nobody waits for a token."""
+        if self._clock() >= self._quiet_until:
+            self.look()
+        num_waiting = len(self._waiting) + (self._stint is not None)
+        ended = self._ended
+        return WarmReport(
+            self._cache.warmed.totals(), num_waiting, ended["done"], ended["dropped"], ended["failed"], self._seconds
+        )
+
+    # --- which one ----------------------------------------------------------------------------------------------------
+
+    def _refusal(self, warming: Warming) -> str | None:
+        """Why a job can never be computed."""
+        num_tokens = len(warming.job.tokens)
+        if not self._model.cache_support.can_keep:
+            return "no cache"
+        if not num_tokens:
+            return "empty"
+        if num_tokens >= self._model.context_limit or not self._budget.can_ever_hold(num_tokens + 1):
+            return "too long"
+        return "budget" if not self._share.is_open and warming.job.kind != "prewarm" else None
+
+    def _replace(self, task: _Task) -> None:
+        """A later job takes the place of an earlier one for the same next request."""
+        key = task.warming.job.key
+        if key is None:
+            return
+        if self._stint is not None and self._stint.task.warming.job.key == key:
+            self.pause()
+        for old in [old for old in self._waiting if old.warming.job.key == key]:
+            self._waiting.remove(old)
+            self._end(old, "dropped", "replaced")
+        run = pack(task.warming.job.tokens)
+        self._cache.warmed.replace(key, run, self._cache.hasher.start().extended(run))
+
+    def _drop_cancelled(self) -> None:
+        if self._stint is not None and self._stint.task.warming.is_cancelled:
+            self.pause()
+        for task in [task for task in self._waiting if task.warming.is_cancelled]:
+            self._waiting.remove(task)
+            self._end(task, "dropped", "cancelled")
+
+    def _begin_next(self) -> None:
+        """Work on the first of those that may be worked on; of sessions the one that was heard of last."""
+        due = [task for task in self._waiting if self._is_due(task)]
+        if not due:
+            return
+        rank = min(RANKS[task.warming.job.kind] for task in due)
+        of_rank = [task for task in due if RANKS[task.warming.job.kind] == rank]
+        task = of_rank[-1] if rank == RANKS["next_turn"] else of_rank[0]
+        self._waiting.remove(task)
+        row = Row(Generation(task.warming.job.as_request(), _to_nobody), _nothing)
+        try:
+            hold = self._cache.hold(row)
+        except Exception as error:  # noqa: BLE001 - a prefix that fails is not tried again
+            self._end(task, "failed", _described(error))
+            return
+        self._stint = _Stint(task, row, hold)
+
+    def _is_due(self, task: _Task) -> bool:
+        return not _is_own_idea(task) or self._share.seconds_until_due() <= 0
+
+    # --- computing ----------------------------------------------------------------------------------------------------
+
+    def _advance(self, stint: _Stint) -> bool:
+        """Wait for the disk, enter, or compute a chunk. Whether all is there then."""
+        if (prefill := stint.prefill) is None:
+            if self._cache.is_restoring(stint.hold):
+                self._cache.await_disk(DISK_WAIT_SECONDS)
+                return False
+            prefill = stint.prefill = self._entered(stint)
+        elif prefill.num_done < stint.end:
+            num_tokens = prefill.step(self._model, self._chunk_length, self._settings.chunk_seconds)
+            stint.task.num_computed_tokens += num_tokens
+            self._cache.measured_prefill(self._chunk_length.tokens_per_second)
+            self._cache.keep(prefill.tenancy, prefill.caches, prefill.num_done)
+        return prefill.num_done >= stint.end
+
+    def _entered(self, stint: _Stint) -> Prefill:
+        images = self._model.images(stint.row.request)
+        self._cache.make_room(self._model.sizes.peak(stint.row.num_tokens))
+        tenancy, caches, num_done = self._cache.enter(stint.row, is_ahead=True)
+        self._cache.let_go(stint.hold)
+        stint.counted = num_done
+        task = stint.task
+        if task.num_cached_tokens is None:
+            task.num_cached_tokens = num_done
+        most = self._most_tokens(task) - task.num_computed_tokens
+        stint.end = min(len(task.warming.job.tokens), num_done + max(0, most))
+        if tenancy.stop_at(stint.end) is None:
+            tenancy.stops = sorted([*tenancy.stops, Stop(stint.end, "stride")], key=lambda stop: stop.offset)
+        return Prefill(stint.row, tenancy, caches, num_done, images=images)
+
+    def _most_tokens(self, task: _Task) -> int:
+        job = task.warming.job
+        if job.max_tokens is not None:
+            return job.max_tokens
+        return self._settings.max_tokens if _is_own_idea(task) else len(job.tokens)
+
+    def _finish(self, stint: _Stint) -> None:
+        self._put_down(stint)
+        if stint.row.num_tokens >= LONG_PREFIX_TOKENS:
+            mx.clear_cache()
+        is_whole = stint.end >= len(stint.task.warming.job.tokens)
+        self._end(stint.task, "done" if is_whole else "dropped", "" if is_whole else "budget")
+
+    def _fail(self, stint: _Stint, error: Exception) -> None:
+        """Leave what was kept before, and nothing else."""
+        self._stint = None
+        self._end(stint.task, "failed", _described(error))
+        self._cache.let_go(stint.hold)
+        if stint.prefill is not None:
+            self._cache.leave(stint.prefill.tenancy)
+
+    def _put_down(self, stint: _Stint) -> None:
+        """Take in all that was computed and let everything go. Raises what keeping it raises."""
+        self._stint = None
+        self._cache.let_go(stint.hold)
+        if (prefill := stint.prefill) is None:
+            return
+        try:
+            if prefill.num_done > stint.counted:
+                self._cache.extend(prefill.tenancy, prefill.caches, prefill.tokens[: prefill.num_done])
+                self._count_warmed(stint, prefill.tenancy)
+        finally:
+            self._cache.leave(prefill.tenancy)
+
+    # --- accounts -----------------------------------------------------------------------------------------------------
+
+    def _count_warmed(self, stint: _Stint, tenancy: Tenancy) -> None:
+        """What is kept now and was not there before."""
+        prompt, key, lease = stint.row.request.prompt, stint.task.warming.job.key, tenancy.lease
+        self._cache.warmed.add(prompt, tenancy.prompt, lease.chain, stint.counted, lease.num_tokens, key)
+
+    def _account(self, task: _Task, seconds: float) -> None:
+        task.seconds += seconds
+        self._seconds += seconds
+        if _is_own_idea(task):
+            self._share.spend(seconds)
+
+    def _end(self, task: _Task, state: WarmState, reason: str) -> None:
+        self._ended[state] += 1
+        num_tokens, num_cached = len(task.warming.job.tokens), task.num_cached_tokens or 0
+        task.warming.end(WarmResult(state, num_tokens, num_cached, task.num_computed_tokens, task.seconds, reason))
+
+
+def _is_own_idea(task: _Task) -> bool:
+    """Whether no client asked for it."""
+    return task.warming.job.kind != "prewarm"
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _to_nobody(_deliver: Callable[[], None]) -> None:
+    """What a row of nobody's has to say."""
+
+
+def _nothing() -> None:
+    """Nobody counts these rows."""

@@ -1,0 +1,150 @@
+"""Hears when turns are over, and has what follows them computed while nobody asks for anything: next-turn warming.
+
+It joins rooms per process and has a thread of its own, so that no answer waits for a guess. What is guessed is
+`foresight.py`'s, when it is computed the engine's.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from kvserve.core import RequestId
+from kvserve.engine.warming import Warming
+from kvserve.foresight import Foresight, Over, over, turn_before
+from kvserve.pipeline import ServedModel
+from kvserve.running import FinishedTurn, Observer, RunningTurn
+
+QUIET_SECONDS = 0.05
+"""For so long nobody asks for anything before a guess is made: a client that goes on at once shares no core with it."""
+
+MAX_PENDING = 16
+MAX_JOBS = 256
+
+
+class NextTurns:
+    """The guesses for one process, newest turn first. Safe for several threads.
+
+    `find` gives the loaded model of a name, None where another one is loaded; `report` takes lines for a person.
+    """
+
+    def __init__(self, find: Callable[[str], ServedModel | None], report: Callable[[str], None]) -> None:
+        self._find = find
+        self._report = report
+        self._foresight = Foresight()
+        self._changed = threading.Condition()
+        self._running: dict[RequestId, RunningTurn] = {}
+        self._quiet_since = 0.0
+        self._pending: OrderedDict[RequestId, Over] = OrderedDict()
+        self._jobs: OrderedDict[RequestId, Warming] = OrderedDict()
+        self._guessing: RequestId | None = None
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+
+    # --- web threads --------------------------------------------------------------------------------------------------
+
+    def beside(self, observer: Observer) -> Observer:
+        """An observer that tells this one too."""
+
+        def started(running: RunningTurn) -> None:
+            self.started(running)
+            observer.started(running)
+
+        def finished(finished: FinishedTurn) -> None:
+            self.finished(finished)
+            observer.finished(finished)
+
+        return Observer(observer.prefill, finished, started)
+
+    def started(self, running: RunningTurn) -> None:
+        """Somebody wants something: guesses wait."""
+        with self._changed:
+            self._running[running.request_id] = running
+
+    def finished(self, finished: FinishedTurn) -> None:
+        """A turn is over, and the one after it may be guessed."""
+        request_id = finished.turn.request_id
+        with self._changed:
+            running = self._running.pop(request_id, None)
+            self._quiet_since = time.monotonic()
+            turn = over(finished, running) if running is not None else None
+            if turn is not None and not self._is_stopping:
+                self._pending[request_id] = turn
+                self._begin()
+            while len(self._pending) > MAX_PENDING:
+                self._pending.popitem(last=False)
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Forget conversations and their guesses."""
+        with self._changed:
+            self._foresight.clear()
+            self._guessing = None
+            for request_id in [*self._pending, *self._jobs]:
+                self._drop(request_id)
+
+    @property
+    def num_pending(self) -> int:
+        """Turns that are over and whose next one is still to be guessed."""
+        with self._changed:
+            return len(self._pending) + (self._guessing is not None)
+
+    def stop(self) -> None:
+        """End the thread; idempotent."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _drop(self, request_id: RequestId) -> None:
+        if self._guessing == request_id:
+            self._guessing = None
+        self._pending.pop(request_id, None)
+        if (job := self._jobs.pop(request_id, None)) is not None:
+            job.cancel()
+
+    def _begin(self) -> None:
+        """Have a thread; a server that is never asked needs none."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvserve-next-turns", daemon=True)
+            self._thread.start()
+
+    # --- the thread of its own ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (turn := self._next()) is not None:
+            try:
+                self._guess(turn)
+            except Exception as error:  # noqa: BLE001 - a guess that fails must not be the last one
+                self._report(f"The next turn could not be guessed: {type(error).__name__}: {error}")
+            finally:
+                with self._changed:
+                    self._guessing = None
+
+    def _next(self) -> Over | None:
+        """The newest turn, once nobody has asked for anything for a moment; None at the end."""
+        with self._changed:
+            while not self._is_stopping:
+                is_free = bool(self._pending) and not self._running
+                wait_seconds = QUIET_SECONDS - (time.monotonic() - self._quiet_since)
+                if is_free and wait_seconds <= 0:
+                    self._guessing, turn = self._pending.popitem()
+                    return turn
+                self._changed.wait(wait_seconds if is_free else None)
+        return None
+
+    def _guess(self, turn: Over) -> None:
+        if (before := turn_before(turn)) is not None:
+            with self._changed:
+                self._drop(before.request_id)  # what was to come next is there
+        served = self._find(turn.model)
+        job = self._foresight.job_after(turn, served) if served is not None else None
+        if served is None or job is None:
+            return
+        with self._changed:
+            if self._guessing == turn.turn.request_id and not self._is_stopping:
+                self._jobs[turn.turn.request_id] = served.engine.warm(job)
+                while len(self._jobs) > MAX_JOBS:
+                    self._jobs.popitem(last=False)

@@ -1,0 +1,121 @@
+"""The system prompts that conversations begin with are counted, bounded, and known again after a restart."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvserve.core import ImageSpan, MessageStart
+from kvserve.sessions.beginnings import MAX_BEGINNINGS, MIN_TOKENS, Beginnings
+from kvserve.sessions.seen import pack_ids
+from tests.sessions.samples import Notebook
+
+STARTS = (MessageStart(1, is_user=False), MessageStart(40, is_user=True), MessageStart(50, is_user=False))
+
+
+def prompt(system: int, user: int = 0) -> bytes:
+    """A prompt of 60 tokens, the first 40 of them one system prompt's."""
+    return pack_ids(range(system * 1000, system * 1000 + 40), range(user, user + 20))
+
+
+def used(beginnings: Beginnings, system: int, times: int, now: float = 0.0, until: float | None = None) -> None:
+    for user in range(times):
+        beginnings.count(prompt(system, user), STARTS, now=now, until=until)
+
+
+def systems(beginnings: Beginnings, num: int = MAX_BEGINNINGS) -> list[tuple[int, int]]:
+    """Which system prompts are the most used, and how often they were."""
+    return [(each.ids[0] // 1000, each.num_uses) for each in beginnings.most_used(num)]
+
+
+def test_the_most_used_come_first() -> None:
+    """By number of uses, of equal ones the last used first; one use is none."""
+    beginnings = Beginnings()
+    for system, times in ((1, 2), (2, 5), (3, 1), (4, 2)):
+        used(beginnings, system, times, now=system)
+    assert systems(beginnings) == [(2, 5), (4, 2), (1, 2)]
+    assert systems(beginnings, 1) == [(2, 5)]
+    assert systems(beginnings, 0) == []
+    [first] = beginnings.most_used(1)
+    assert (first.ids, first.first_message) == (tuple(range(2000, 2040)), 1)
+
+
+@pytest.mark.parametrize(
+    ("starts", "images"),
+    [
+        ((), ()),
+        ((MessageStart(0, is_user=True), MessageStart(40, is_user=False)), ()),
+        ((MessageStart(0, is_user=False),), ()),
+        ((MessageStart(0, is_user=False), MessageStart(MIN_TOKENS - 1, is_user=True)), ()),
+        (STARTS, (ImageSpan(30, 45, "a"),)),
+    ],
+    ids=["no messages", "no system", "no user", "too short", "a picture in it"],
+)
+def test_what_is_no_beginning_is_not_counted(starts: tuple[MessageStart, ...], images: tuple[ImageSpan, ...]) -> None:
+    """A conversation without a system prompt, a short one, one with a picture in it."""
+    beginnings = Beginnings()
+    for _ in range(3):
+        beginnings.count(prompt(1), starts, images, now=0)
+    assert beginnings.most_used(9) == ()
+
+
+def test_they_are_known_again() -> None:
+    """What was written down is there after a restart; what was not to last is not, nor what was cleared or is old."""
+    book = Notebook()
+    before = Beginnings(journal=book)
+    used(before, 1, 2, until=10_000.0)
+    used(before, 2, 3, until=20_000.0)
+    used(before, 3, 4)
+    after = Beginnings(journal=book)
+    after.load(book.rows())
+    assert [system for system, _ in systems(after)] == [2, 1]
+    after.expire(15_000.0)
+    assert [system for system, _ in systems(after)] == [2]
+    after.clear()
+    assert not book.bodies
+    after.load({})
+    assert systems(after) == []
+
+
+def test_everything_can_be_told_again() -> None:
+    """A journal that begins anew gets all that is to last."""
+    beginnings, book = Beginnings(), Notebook()
+    used(beginnings, 1, 2, until=10_000.0)
+    beginnings._journal = book
+    beginnings.put_all()
+    assert len(book.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [lambda body: body[:-4] + b"\0\0\0\1", lambda body: body[:10], lambda body: body[:-1]]
+)
+def test_a_row_that_does_not_fit_is_refused(change: object) -> None:
+    """Other tokens under the same name, a row that is cut."""
+    book = Notebook()
+    used(Beginnings(journal=book), 1, 2, until=10_000.0)
+    [(place, body)] = book.bodies.items()
+    book.bodies[place] = change(body)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="beginning"):
+        Beginnings().load(book.rows())
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    """The number and the bytes are bounded; its row goes too."""
+    book = Notebook()
+    beginnings = Beginnings(journal=book)
+    for system in range(1, MAX_BEGINNINGS + 3):
+        used(beginnings, system, 2, until=10_000.0)
+    assert {system for system, _ in systems(beginnings)} == set(range(3, MAX_BEGINNINGS + 3))
+    assert len(book.bodies) == MAX_BEGINNINGS
+    small = Beginnings(max_bytes=3 * 160)
+    for system in range(1, 6):
+        used(small, system, 2)
+    assert {system for system, _ in systems(small)} == {3, 4, 5}
+
+
+@given(st.lists(st.integers(1, 6), max_size=60))
+def test_uses_add_up(order: list[int]) -> None:
+    """Whatever the order, each is counted as often as it was used."""
+    beginnings = Beginnings()
+    for now, system in enumerate(order):
+        beginnings.count(prompt(system), STARTS, now=float(now))
+    assert dict(systems(beginnings)) == {each: order.count(each) for each in set(order) if order.count(each) > 1}
