@@ -126,8 +126,8 @@ class FrozenOracle:
         if self._convention.alternates:  # another may follow in the same turn: the words end before the token
             ends += [end - 1 for end in ends]
             roles = ["user" if message["role"] == "tool" else message["role"] for message in messages]
-            for number, pair in enumerate(pairwise(roles), 1):
-                if pair == ("user", "user"):
+            for number, (before, behind) in enumerate(pairwise(roles), 1):
+                if before == behind and before != "system":
                     part = self._ids(messages[:number], tools, thinking=thinking, is_open=False)
                     ends.append(common_prefix(prompt, part))
         if self._convention.folds_system and messages[0]["role"] == "system":

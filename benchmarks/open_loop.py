@@ -1,31 +1,34 @@
 """Recorded sessions of real clients through the server's own path without a model, against the most possible reuse.
 
     python -m benchmarks.open_loop [--real] [--shared FOLDER] [--family NAME] [--client NAME] [--requests]
+                                   [--save] [--missing] [--seconds N]
 
 Every request of a recording or a conversation of the corpus is parsed, recognised, rendered, stitched, looked up and
 kept as a server would (`model_free.py`), with the recorded answer as what the model wrote; each conversation meets a
 server that knows nothing. What was possible is found out beside it (`frozen.py`); that a real server reuses as much, by
-`--real` (`real_loop.py`). Exit code 1 when a bound is missed.
+`--real` (`real_loop.py`). With `--save` each conversation's row is kept as soon as it is known, so that a table can be
+measured in parts: `--missing` plays what is not there yet, `--seconds` begins nothing after that time. Exit code 1 when
+a bound is missed.
 """
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from benchmarks import real_loop
 from benchmarks.figure import Bound, Figure
 from benchmarks.frozen import FrozenOracle, Possible
+from benchmarks.kept import WHOLE, KeptRows, Part
 from benchmarks.model_free import ModelFree, Told
 from benchmarks.recordings import Conversation, read_corpus, read_recordings, shared_folder
 from benchmarks.reuse_oracle import CONVENTIONS, RECORDED_FAMILIES
 from kvserve.demo.build import build_model
 
 TOLERANCE = 0.01
-RESULTS = Path(__file__).parent / "results" / "open_loop.md"
-
 FLOORS: tuple[tuple[str, tuple[str, ...], float], ...] = (
     ("PI", ("pi-0.87-qwen", "pi-0.87-plain-reasoning"), 0.96),
     ("OpenClaw", ("openclaw-2026.9.6", "openclaw-2026.9.6-toolloop"), 0.985),
@@ -63,17 +66,40 @@ class Played:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """Reused prompt tokens : prompt tokens, and the same of what was possible."""
+class Counts:
+    """Tokens of some requests: of the prompts how many the server knew, of the oracle's prompts how many could be."""
 
-    num_requests: int
-    num_prompt_tokens: int
-    reuse: float
-    oracle: float
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_frozen_tokens: int = 0
+    num_possible_tokens: int = 0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def reuse(self) -> float:
+        return self.num_cached_tokens / max(self.num_prompt_tokens, 1)
+
+    @property
+    def oracle(self) -> float:
+        return self.num_possible_tokens / max(self.num_frozen_tokens, 1)
 
     @property
     def is_at_oracle(self) -> bool:
         return self.reuse >= self.oracle - TOLERANCE
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One conversation on one family: the request that began it and those after it."""
+
+    client: str
+    name: str
+    family: str
+    first: Counts
+    later: Counts
 
 
 def play(conversation: Conversation, family: str, model: ModelFree, oracle: FrozenOracle) -> Played:
@@ -87,33 +113,44 @@ def play(conversation: Conversation, family: str, model: ModelFree, oracle: Froz
     return Played(conversation.client, conversation.name, family, requests)
 
 
-def shares(played: Iterable[Played], *, with_first: bool) -> Shares:
-    """Pooled over all requests, those that begin a conversation only with `with_first`."""
-    counted = [each for one in played for each in one.requests if with_first or not each.is_first]
-    prompts = sum(each.told.num_prompt_tokens for each in counted)
-    frozen = sum(each.possible.num_prompt_tokens for each in counted)
-    return Shares(
-        len(counted),
-        prompts,
-        sum(each.told.num_cached_tokens for each in counted) / max(prompts, 1),
-        sum(each.possible.num_reusable_tokens for each in counted) / max(frozen, 1),
-    )
+def row_of(played: Played) -> Row:
+    """What is kept of it: its sums."""
+    first, later = Counts(), Counts()
+    for each in played.requests:
+        counts = Counts(
+            1,
+            each.told.num_prompt_tokens,
+            each.told.num_cached_tokens,
+            each.possible.num_prompt_tokens,
+            each.possible.num_reusable_tokens,
+        )
+        first, later = (first + counts, later) if each.is_first else (first, later + counts)
+    return Row(played.client, played.name, played.family, first, later)
 
 
-def conversations(shared: Path, client: str | None = None) -> list[Conversation]:
-    """What is played, of one client or of all."""
+def pooled(rows: Iterable[Row], *, with_first: bool) -> Counts:
+    """All requests of the rows together, those that begin a conversation only with `with_first`."""
+    return sum((row.first + row.later if with_first else row.later for row in rows), Counts())
+
+
+def conversations(shared: Path, clients: Sequence[str] | None = None) -> list[Conversation]:
+    """What is played, of some clients or of all."""
     found = [*read_recordings(shared), *read_corpus(shared)]
-    return [each for each in found if client in (None, each.client)]
+    return [each for each in found if clients is None or each.client in clients]
 
 
-def play_all(talks: Sequence[Conversation], families: Sequence[str]) -> Iterator[Played]:
-    """Every conversation on every family."""
+def play_all(talks: Sequence[Conversation], families: Sequence[str], part: Part = WHOLE) -> Iterator[Played]:
+    """Every conversation on every family, as far as they belong to the part."""
     for family in families:
+        if part.is_over() or not (wanted := part.of(talks, family)):
+            continue
         with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
             folder = build_model(family, Path(scratch) / "model")
             model = ModelFree(folder, is_cuttable=CONVENTIONS[family].is_cuttable)
             oracle = FrozenOracle(family, folder)
-            for talk in talks:
+            for talk in wanted:
+                if part.is_over():
+                    return
                 yield play(talk, family, model, oracle)
 
 
@@ -126,16 +163,16 @@ def run(_num_rounds: int) -> list[Figure]:
     if shared is None:
         print("open_loop: there are no recorded conversations here, nothing was compared", file=sys.stderr)
         return []
-    played = list(play_all(conversations(shared), RECORDED_FAMILIES))
-    print("\n".join(table(played)), flush=True)
-    return [figure for family in RECORDED_FAMILIES for figure in _figures(played, family)]
+    rows = [row_of(played) for played in play_all(conversations(shared), RECORDED_FAMILIES)]
+    print("\n".join(table(rows)), flush=True)
+    return [figure for family in RECORDED_FAMILIES for figure in _figures(rows, family)]
 
 
-def _figures(played: Sequence[Played], family: str) -> Iterator[Figure]:
-    of_family = [one for one in played if one.family == family]
+def _figures(rows: Sequence[Row], family: str) -> Iterator[Figure]:
+    of_family = [row for row in rows if row.family == family]
     clients = {
-        one.client: shares([each for each in of_family if each.client == one.client], with_first=False)
-        for one in of_family
+        client: pooled([row for row in of_family if row.client == client], with_first=False)
+        for client in dict.fromkeys(row.client for row in of_family)
     }
     worst = min(clients, key=lambda client: clients[client].reuse - clients[client].oracle)
     yield Figure(
@@ -147,34 +184,36 @@ def _figures(played: Sequence[Played], family: str) -> Iterator[Figure]:
         f"{worst}: {clients[worst].reuse:.4f} : {clients[worst].oracle:.4f}",
     )
     for kind, names, floor in FLOORS:
-        share = shares([one for one in of_family if one.client in names], with_first=False)
-        if share.num_requests:
+        counts = pooled([row for row in of_family if row.client in names], with_first=False)
+        if counts.num_requests:
             yield Figure(
                 "open_loop",
                 f"reuse of {kind}, {family}",
                 "",
-                (share.reuse,),
-                Bound("at least", floor) if floor <= share.oracle else None,
-                f"oracle {share.oracle:.4f}; {share.num_requests} requests, {share.num_prompt_tokens:,} prompt tokens",
+                (counts.reuse,),
+                Bound("at least", floor) if floor <= counts.oracle else None,
+                f"oracle {counts.oracle:.4f}; {counts.num_requests} requests, "
+                f"{counts.num_prompt_tokens:,} prompt tokens",
             )
 
 
-def table(played: Sequence[Played]) -> Iterator[str]:
+def table(rows: Sequence[Row]) -> Iterator[str]:
     """Client x family: reuse, oracle, floor and whether both hold, as the lines of a Markdown table."""
+    families = dict.fromkeys(row.family for row in rows)
     yield f"| {' | '.join(HEADINGS)} |"
     yield "|---" * len(HEADINGS) + "|"
-    for client in dict.fromkeys(one.client for one in played):
-        for family in dict.fromkeys(one.family for one in played):
-            yield _row(client, family, [one for one in played if (one.client, one.family) == (client, family)], None)
+    for client in dict.fromkeys(row.client for row in rows):
+        for family in families:
+            if some := [row for row in rows if (row.client, row.family) == (client, family)]:
+                yield _line(client, family, some, None)
     for kind, names, floor in FLOORS:
-        for family in dict.fromkeys(one.family for one in played):
-            some = [one for one in played if one.client in names and one.family == family]
-            if some:
-                yield _row(f"**{kind}**", family, some, floor)
+        for family in families:
+            if some := [row for row in rows if row.client in names and row.family == family]:
+                yield _line(f"**{kind}**", family, some, floor)
 
 
-def _row(name: str, family: str, played: Sequence[Played], floor: float | None) -> str:
-    warm, every = shares(played, with_first=False), shares(played, with_first=True)
+def _line(name: str, family: str, rows: Sequence[Row], floor: float | None) -> str:
+    warm, every = pooled(rows, with_first=False), pooled(rows, with_first=True)
     misses = [] if warm.is_at_oracle else ["oracle"]
     if floor is not None and warm.reuse < floor <= warm.oracle:
         misses.append("floor")
@@ -211,58 +250,76 @@ def _losses(played: Sequence[Played]) -> Iterator[str]:
 
 def main() -> int:
     """Print the table; returns 1 when a bound is missed."""
-    parser = argparse.ArgumentParser(prog="benchmarks.open_loop", description="Reuse on recorded client sessions.")
-    parser.add_argument("--shared", type=Path, default=shared_folder(), help="folder with recordings and corpus")
-    parser.add_argument("--family", action="append", choices=RECORDED_FAMILIES, help="only this family")
-    parser.add_argument("--client", help="only this recording or file of the corpus")
-    parser.add_argument("--requests", action="store_true", help="every request with what was lost, and why")
-    parser.add_argument("--real", action="store_true", help="a sample through the real server over HTTP instead")
-    parser.add_argument("--save", action="store_true", help=f"write the table to {RESULTS.name} in results")
-    arguments = parser.parse_args()
-    if arguments.shared is None or not arguments.shared.is_dir():
-        parser.exit(2, "There are no recordings: give --shared FOLDER.\n")
+    arguments = _parse()
     families = arguments.family or RECORDED_FAMILIES
     if arguments.real:
-        return _compare(arguments.shared, families, arguments.client, shows_requests=arguments.requests)
+        return _compare(arguments, families)
     talks = conversations(arguments.shared, arguments.client)
-    if not talks:
-        parser.exit(2, "There is no such client.\n")
-    played = list(play_all(talks, families))
-    if arguments.requests:
-        print("\n".join(_losses(played)), end="\n\n")
-    lines = list(table(played))
+    rows = []
+    for played in play_all(talks, families, KEPT.part(is_missing=arguments.missing, seconds=arguments.seconds)):
+        rows.append(row_of(played))
+        if arguments.save:
+            KEPT.put(rows[-1:])
+        if arguments.requests:
+            print("\n".join(_losses([played])), flush=True)
+    lines = list(table(KEPT.read() if arguments.save else rows))
     print("\n".join(lines))
-    if arguments.save:
-        RESULTS.write_text(_report(talks, lines), encoding="utf-8")
     return 1 if any("MISSED" in line for line in lines) else 0
 
 
-def _compare(shared: Path, families: Sequence[str], client: str | None, *, shows_requests: bool) -> int:
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.open_loop", description="Reuse on recorded client sessions.")
+    parser.add_argument("--shared", type=Path, default=shared_folder(), help="folder with recordings and corpus")
+    parser.add_argument("--family", action="append", choices=RECORDED_FAMILIES, help="only this family")
+    parser.add_argument("--client", action="append", help="only this recording or file of the corpus")
+    parser.add_argument("--requests", action="store_true", help="every request with what was lost, and why")
+    parser.add_argument("--real", action="store_true", help="a sample through the real server over HTTP instead")
+    parser.add_argument("--save", action="store_true", help="keep every row in results; the table is that of all rows")
+    parser.add_argument("--missing", action="store_true", help="only conversations whose row is not kept yet")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no conversation after that time")
+    arguments = parser.parse_args()
+    if arguments.shared is None or not arguments.shared.is_dir():
+        parser.exit(2, "There are no recordings: give --shared FOLDER.\n")
+    if not conversations(arguments.shared, arguments.client):
+        parser.exit(2, "There is no such client.\n")
+    return arguments
+
+
+def _compare(arguments: argparse.Namespace, families: Sequence[str]) -> int:
     """Print the table of the real server beside the path without a model; returns 1 where a request differs."""
-    played = []
-    for one in real_loop.pair_all(shared, families, client):
-        played.append(one)
-        if shows_requests:
-            print("\n".join(real_loop.requests([one])), flush=True)
-    print("\n".join(real_loop.table(played)))
-    return 1 if real_loop.num_differing(played) else 0
+    kept = real_loop.KEPT
+    part = kept.part(is_missing=arguments.missing, seconds=arguments.seconds)
+    rows = []
+    for played in real_loop.pair_all(arguments.shared, families, arguments.client, part):
+        rows.append(real_loop.row_of(played))
+        if arguments.save:
+            kept.put(rows[-1:])
+        if arguments.requests:
+            print("\n".join(real_loop.requests([played])), flush=True)
+    rows = kept.read() if arguments.save else rows
+    print("\n".join(real_loop.table(rows)))
+    return 1 if any(row.num_differing for row in rows) else 0
 
 
-def _report(talks: Sequence[Conversation], lines: Sequence[str]) -> str:
-    num_requests = sum(len(talk.requests) for talk in talks)
+def report(rows: Sequence[Row]) -> str:
+    """The file that keeps the table."""
+    talks = {(row.client, row.name): row.first.num_requests + row.later.num_requests for row in rows}
     return f"""# Reuse on recorded sessions of real clients
 
-`python -m benchmarks.open_loop --save`: {len(talks)} conversations, {num_requests} requests, each conversation through
-the server's own path without a model, with the recorded answers as what the model wrote. Reuse and oracle are shares of
-prompt tokens, pooled, without the request that begins a conversation (nothing can be known of it); the last column
-counts it too. The oracle renders the client's bodies, their volatile spans frozen, with transformers, and looks how
-much of each prompt an earlier one of its conversation had, answer included; where layers cannot be cut (qwen3_5,
+`python -m benchmarks.open_loop --save`: {len(talks)} conversations, {sum(talks.values())} requests, each conversation
+through the server's own path without a model, with the recorded answers as what the model wrote. Reuse and oracle are
+shares of prompt tokens, pooled, without the request that begins a conversation (nothing can be known of it); the last
+column counts it too. The oracle renders the client's bodies, their volatile spans frozen, with transformers, and looks
+how much of each prompt an earlier one of its conversation had, answer included; where layers cannot be cut (qwen3_5,
 gemma3), up to the end of a message. A row passes when reuse >= oracle - {TOLERANCE} and, in the last rows, reuse >=
 floor. No server reaches a floor that lies above the oracle: there the template itself writes in the next prompt what it
 wrote before in another way.
 
-{chr(10).join(lines)}
+{chr(10).join(table(rows))}
 """
+
+
+KEPT = KeptRows("open_loop", Row, report)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,25 @@
 """Recorded sessions through the real server over HTTP: what it says it reused, beside the same path without a model.
 
     python -m benchmarks.open_loop --real [--shared FOLDER] [--family NAME] [--client NAME] [--requests]
+                                          [--save] [--missing] [--seconds N]
 
-Every recorded session, and of each file of the corpus two conversations of at most 16k tokens, with
-a tiny real model of each family. Of an answer of the corpus its first tokens are written, on both sides: a CPU draws a
+Every recorded session, and of each file of the corpus the first two conversations of at most 16k tokens, with a tiny
+real model of each family. Of an answer of the corpus its first tokens are written, on both sides: a CPU draws a
 few hundred tokens a second. No request may differ: both sides prefill, keep and look up the same tokens, and the real
 one only adds arrays to them. Exit code 1 when one does.
 """
 
+import contextlib
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
 
 from benchmarks.figure import Bound, Figure
+from benchmarks.kept import WHOLE, KeptRows, Part
 from benchmarks.led_server import LedServer, led_server
 from benchmarks.model_free import ModelFree, Told
 from benchmarks.recordings import (
@@ -48,7 +52,10 @@ SCALES = {
 }
 """As little attention as there can be, where fewer heads are possible."""
 
-HEADINGS = ("client", "family", "requests", "prompt tokens", "over HTTP", "without a model", "requests that differ")
+HEADINGS = (
+    *("client", "conversation", "family", "requests", "longest prompt", "prompt tokens"),
+    *("over HTTP", "without a model", "requests that differ"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,39 @@ class Paired:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is kept of one conversation on one family: its sums without the first request, `num_differing` with it."""
+
+    client: str
+    name: str
+    family: str
+    num_requests: int
+    num_longest_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_free_prompt_tokens: int
+    num_free_cached_tokens: int
+    num_differing: int
+
+
+def row_of(played: Paired) -> Row:
+    """Its sums."""
+    warm = [pair for pair in played.pairs if not pair.is_first]
+    return Row(
+        played.client,
+        played.name,
+        played.family,
+        len(played.pairs),
+        max(pair.real.num_prompt_tokens for pair in played.pairs),
+        sum(pair.real.num_prompt_tokens for pair in warm),
+        sum(pair.real.num_cached_tokens for pair in warm),
+        sum(pair.free.num_prompt_tokens for pair in warm),
+        sum(pair.free.num_cached_tokens for pair in warm),
+        num_differing([played]),
+    )
+
+
 def pair_up(talk: Conversation, family: str, server: LedServer, model: ModelFree) -> Paired:
     """Lead a conversation with both, which know nothing of it."""
     server.forget()
@@ -103,10 +143,10 @@ def pair_up(talk: Conversation, family: str, server: LedServer, model: ModelFree
     return Paired(talk.client, talk.name, family, tuple(pairs), prompts, cached)
 
 
-def sample(shared: Path, client: str | None, model: ModelFree) -> list[Conversation]:
+def sample(shared: Path, clients: Sequence[str] | None, model: ModelFree) -> list[Conversation]:
     """The recordings, and the first conversations of each file of the corpus that are short enough."""
-    found = [talk for talk in read_recordings(shared) if client in (None, talk.client)]
-    talks = (talk for talk in read_corpus(shared) if client in (None, talk.client))
+    found = [talk for talk in read_recordings(shared) if clients is None or talk.client in clients]
+    talks = (talk for talk in read_corpus(shared) if clients is None or talk.client in clients)
     for _, of_file in groupby(talks, key=lambda talk: talk.client):
         short = (talk for talk in of_file if _num_tokens(talk, model) <= MAX_CONVERSATION_TOKENS)
         found += islice(short, NUM_PER_FILE)
@@ -127,18 +167,29 @@ def _num_characters(request: Request) -> int:
     return len(str(request.body))
 
 
-def pair_all(shared: Path, families: Sequence[str], client: str | None = None) -> Iterator[Paired]:
-    """Every conversation of the sample on every family."""
-    talks: list[Conversation] | None = None
+def pair_all(
+    shared: Path, families: Sequence[str], clients: Sequence[str] | None = None, part: Part = WHOLE
+) -> Iterator[Paired]:
+    """The conversations of the sample on every family, as far as they belong to the part."""
+    with _model_free(RECORDED_FAMILIES[0]) as (_, model):  # whichever families are asked for, the sample is the same
+        talks = sample(shared, clients, model)
     for family in families:
-        with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
-            scale = SCALES.get(family, TINY)
-            folder = build_model(family, Path(scratch) / "model", scale=scale, answer_tokens=None)
-            model = ModelFree(folder, is_cuttable=CONVENTIONS[family].is_cuttable)
-            talks = sample(shared, client, model) if talks is None else talks
-            with led_server(folder, Path(scratch)) as server:
-                for talk in talks:
-                    yield pair_up(talk, family, server, model)
+        if part.is_over() or not (wanted := part.of(talks, family)):
+            continue
+        with _model_free(family) as (folder, model), led_server(folder, folder.parent) as server:
+            for talk in wanted:
+                if part.is_over():
+                    return
+                yield pair_up(talk, family, server, model)
+
+
+@contextlib.contextmanager
+def _model_free(family: str) -> Iterator[tuple[Path, ModelFree]]:
+    """A tiny model's folder in a folder of its own, and the path without a model for it."""
+    with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
+        scale = SCALES.get(family, TINY)
+        folder = build_model(family, Path(scratch) / "model", scale=scale, answer_tokens=None)
+        yield folder, ModelFree(folder, is_cuttable=CONVENTIONS[family].is_cuttable)
 
 
 # --- figures and tables ----------------------------------------------------------------------------------------------
@@ -150,28 +201,28 @@ def run(_num_rounds: int) -> list[Figure]:
     if shared is None:
         print("real_loop: there are no recorded conversations here, nothing was compared", file=sys.stderr)
         return []
-    played = list(pair_all(shared, RECORDED_FAMILIES))
-    print("\n".join(table(played)), flush=True)
-    return [_figure(family, [one for one in played if one.family == family]) for family in RECORDED_FAMILIES]
+    rows = [row_of(played) for played in pair_all(shared, RECORDED_FAMILIES)]
+    print("\n".join(table(rows)), flush=True)
+    return [_figure(family, [row for row in rows if row.family == family]) for family in RECORDED_FAMILIES]
 
 
-def _figure(family: str, played: Sequence[Paired]) -> Figure:
-    pairs = [pair for one in played for pair in one.pairs]
-    real, free = (reuse(played, is_real=is_real) for is_real in (True, False))
+def _figure(family: str, rows: Sequence[Row]) -> Figure:
+    real, free = _shares(rows)
     return Figure(
         "real_loop",
         f"requests whose reuse over HTTP is not that without a model, {family}",
         "",
-        (float(num_differing(played)),),
+        (float(sum(row.num_differing for row in rows)),),
         Bound("at most", 0),
-        f"of {len(pairs)} in {len(played)} conversations; reuse {real:.4f} : {free:.4f}",
+        f"of {sum(row.num_requests for row in rows)} in {len(rows)} conversations; reuse {real:.4f} : {free:.4f}",
     )
 
 
-def reuse(played: Iterable[Paired], *, is_real: bool) -> float:
-    """Reused prompt tokens : prompt tokens, pooled, without the requests that begin a conversation."""
-    told = [pair.real if is_real else pair.free for one in played for pair in one.pairs if not pair.is_first]
-    return sum(each.num_cached_tokens for each in told) / max(1, sum(each.num_prompt_tokens for each in told))
+def _shares(rows: Sequence[Row]) -> tuple[float, float]:
+    """Reused prompt tokens : prompt tokens on both sides, pooled, without the requests that begin a conversation."""
+    real = sum(row.num_cached_tokens for row in rows) / max(1, sum(row.num_prompt_tokens for row in rows))
+    free = sum(row.num_free_cached_tokens for row in rows) / max(1, sum(row.num_free_prompt_tokens for row in rows))
+    return real, free
 
 
 def num_differing(played: Iterable[Paired]) -> int:
@@ -179,24 +230,29 @@ def num_differing(played: Iterable[Paired]) -> int:
     return sum(sum(not pair.is_same for pair in one.pairs) + (not one.sums_agree) for one in played)
 
 
-def table(played: Sequence[Paired]) -> Iterator[str]:
-    """Client x family: reuse on both sides and how many requests differ, as the lines of a Markdown table."""
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Each conversation on each family, then each family: reuse on both sides and how many requests differ."""
     yield f"| {' | '.join(HEADINGS)} |"
     yield "|---" * len(HEADINGS) + "|"
-    for client in dict.fromkeys(one.client for one in played):
-        for family in dict.fromkeys(one.family for one in played):
-            some = [one for one in played if (one.client, one.family) == (client, family)]
-            warm = [pair for one in some for pair in one.pairs if not pair.is_first]
-            cells = [
-                client,
-                family,
-                str(len(warm)),
-                f"{sum(pair.real.num_prompt_tokens for pair in warm):,}",
-                f"{reuse(some, is_real=True):.4f}",
-                f"{reuse(some, is_real=False):.4f}",
-                str(num_differing(some)),
-            ]
-            yield f"| {' | '.join(cells)} |"
+    for row in rows:
+        yield _line((row.client, row.name, row.family), [row])
+    for family in dict.fromkeys(row.family for row in rows):
+        some = [row for row in rows if row.family == family]
+        yield _line(("**all**", f"{len(some)} conversations", family), some)
+
+
+def _line(name: tuple[str, ...], rows: Sequence[Row]) -> str:
+    real, free = _shares(rows)
+    cells = (
+        *name,
+        str(sum(row.num_requests for row in rows)),
+        f"{max(row.num_longest_tokens for row in rows):,}",
+        f"{sum(row.num_prompt_tokens for row in rows):,}",
+        f"{real:.4f}",
+        f"{free:.4f}",
+        str(sum(row.num_differing for row in rows)),
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def requests(played: Sequence[Paired]) -> Iterator[str]:
@@ -211,3 +267,24 @@ def requests(played: Sequence[Paired]) -> Iterator[str]:
             )
         if not one.sums_agree:
             yield f"{one.client} {one.name} {one.family}: GET /v1/cache adds up to something else  DIFFERS"
+
+
+def report(rows: Sequence[Row]) -> str:
+    """The file that keeps the table."""
+    measured = Counter(row.family for row in rows)
+    found = ", ".join(f"{measured[family]} on {family}" for family in RECORDED_FAMILIES)
+    return f"""# Reuse over HTTP beside the same path without a model
+
+`python -m benchmarks.open_loop --real --save`: every recorded session and, of each file of the corpus, the first
+{NUM_PER_FILE} conversations whose longest prompt has at most {MAX_CONVERSATION_TOKENS:,} tokens on
+{RECORDED_FAMILIES[0]}; a file of which there are fewer has no more that fit. Each meets a server with a tiny real
+model, over HTTP, which writes the recorded answers (of the corpus their first {CORPUS_ANSWER_TOKENS} tokens), and the
+same path without a model. Shares of prompt tokens are without the request that begins a conversation; requests, and
+those that differ in prompt or cached tokens, are with it. A conversation for which `GET /v1/cache` adds up to something
+else counts as one that differs. Conversations measured so far: {found}; `--missing` measures the others.
+
+{chr(10).join(table(rows))}
+"""
+
+
+KEPT = KeptRows("real_loop", Row, report)

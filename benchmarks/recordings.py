@@ -4,6 +4,7 @@ They lie in `shared/` in or beside the repository. It knows the forms of these f
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,15 +98,18 @@ def read_recordings(shared: Path) -> Iterator[Conversation]:
 
 
 def read_corpus(shared: Path) -> Iterator[Conversation]:
-    """The conversations of the corpus, less those with images."""
+    """The conversations of the corpus, less those with images. Two of one id in a file have names of their own."""
     for file in sorted((shared / "corpus").glob("*.jsonl")):
         if file.stem == IMAGES:
             continue
+        seen: Counter[str] = Counter()
         for line in file.read_text("utf-8").splitlines():
             record = json.loads(line)
+            seen[record["id"]] += 1
+            name = record["id"] if seen[record["id"]] == 1 else f"{record['id']} ({seen[record['id']]})"
             pool, tools = record["pool"], record.get("tools") or []
             requests = tuple(_collected(pool, tools, request) for request in record["requests"])
-            yield Conversation(file.stem, record["id"], requests)
+            yield Conversation(file.stem, name, requests)
 
 
 def _recorded(row: Wire) -> Request:

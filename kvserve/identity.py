@@ -22,12 +22,13 @@ from kvserve.canonical.canonicalise import (
     num_chars,
 )
 from kvserve.canonical.familiar import Familiar
-from kvserve.canonical.layout import is_dropped
+from kvserve.canonical.layout import is_dropped, same_arguments
 from kvserve.canonical.policies import changed, policies
 from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.write_calls import with_write_content_digested
 from kvserve.core import Message, MessageStart, RequestId, SessionHint, TokenSequence, ToolSpec, Turn, Written
 from kvserve.sessions.archive import Archive, ArchiveTotals
+from kvserve.sessions.beginnings import Beginning
 from kvserve.sessions.explanation import RulesFired
 from kvserve.sessions.lineage import Branch, SessionView, session_key
 from kvserve.sessions.seen import Seen, Step, TurnRecord, pack_ids
@@ -205,6 +206,8 @@ class Conversations:
         None where there is nothing to know it by: messages without identity, and no answer.
         """
         until = self._stores.until(exchanged.session.ttl_seconds)
+        packed, now = exchanged.packed_prompt, self._stores.now()
+        self._stores.beginnings.count(packed, exchanged.message_starts, exchanged.prompt.images, now=now, until=until)
         messages, steps = reading.messages, list(_steps(reading))
         written = exchanged.written
         if written is not None:
@@ -247,6 +250,10 @@ class Conversations:
             now=self._stores.now(),
             until=until,
         )
+
+    def most_used_beginnings(self, num: int) -> tuple[Beginning, ...]:
+        """What prompts have begun with most often, up to the first user's words."""
+        return self._stores.beginnings.most_used(num)
 
     def totals(self) -> ConversationTotals:
         """What is kept now."""
@@ -349,7 +356,7 @@ class Conversations:
         )
         if message.role != "assistant" or not may_heal:
             return _Recognised(message)
-        healed = self._healing.heal(message, place)
+        healed = self._healing.heal(message, place, same_arguments)
         return _Recognised(healed, self._healing.find(place), frozenset({"healing"} if healed is not message else ()))
 
 

@@ -1,19 +1,22 @@
 """What the benchmarks compute from what they measured; the measuring itself is theirs alone."""
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import open_loop, real_loop
 from benchmarks.frozen import FrozenOracle, Possible
+from benchmarks.kept import RESULTS, KeptRows, Part
 from benchmarks.memory import slope
 from benchmarks.model_free import ModelFree, Told
-from benchmarks.open_loop import Judged, Played, play, shares
+from benchmarks.open_loop import Counts, Judged, Played, Row, play, pooled, report, row_of, table
 from benchmarks.prompts import num_common
 from benchmarks.recordings import Conversation, Reply, Request, shared_folder
-from benchmarks.reuse_oracle import CONVENTIONS
+from benchmarks.reuse_oracle import CONVENTIONS, RECORDED_FAMILIES
 from tests.models import tiny_model
 
 
@@ -49,11 +52,71 @@ def told(num_prompt: int, num_cached: int, num_possible: int, *, is_first: bool 
 def test_shares_are_pooled_over_tokens_and_leave_first_requests_out() -> None:
     """A long prompt counts for more than a short one; what nobody can know counts only when asked for."""
     first, short, long = told(50, 0, 0, is_first=True), told(100, 50, 60), told(300, 300, 300)
-    played = [Played("c", "one", "f", (first, short)), Played("c", "two", "f", (long,))]
-    warm, every = shares(played, with_first=False), shares(played, with_first=True)
+    rows = [row_of(Played("c", "one", "f", (first, short))), row_of(Played("c", "two", "f", (long,)))]
+    warm, every = pooled(rows, with_first=False), pooled(rows, with_first=True)
     assert (warm.num_requests, warm.reuse, warm.oracle) == (2, 0.875, 0.9)
     assert (every.num_requests, every.reuse, every.oracle) == (3, 350 / 450, 360 / 450)
     assert not warm.is_at_oracle
+
+
+def row(client: str, name: str, family: str, num_cached: int, num_possible: int = 90) -> Row:
+    return Row(client, name, family, Counts(1, 50, 0, 50, 0), Counts(2, 100, num_cached, 100, num_possible))
+
+
+def test_a_table_measured_in_parts_is_that_of_one_run(tmp_path: Path) -> None:
+    """Each part brings its rows, in whatever order; a row that is measured again replaces the one before."""
+    rows = [row("opencode", "a", "qwen3", 90), row("opencode", "b", "qwen3", 80), row("opencode", "a", "gemma3", 70)]
+    one, parts = tmp_path / "one", tmp_path / "parts"
+    one.mkdir()
+    parts.mkdir()
+    KeptRows("open_loop", Row, report, one).put(rows)
+    kept = KeptRows("open_loop", Row, report, parts)
+    kept.put([rows[2]])
+    kept.put([row("opencode", "b", "qwen3", 1), rows[0]])
+    assert kept.put([rows[1]]) == kept.read() == rows
+    assert {file.name: file.read_text() for file in one.iterdir()} == {
+        file.name: file.read_text() for file in parts.iterdir()
+    }
+
+
+def test_a_part_leaves_out_what_is_kept(tmp_path: Path) -> None:
+    """Told apart by client, conversation and family; over when its seconds have passed."""
+    kept = KeptRows("open_loop", Row, report, tmp_path)
+    kept.put([row("c", "a", "qwen3", 90)])
+    talks = [Conversation("c", name, ()) for name in "ab"]
+    part = kept.part(is_missing=True, seconds=1000)
+    assert [talk.name for talk in part.of(talks, "qwen3")] == ["b"]
+    assert part.of(talks, "gemma3") == talks
+    assert kept.part(is_missing=False, seconds=0) == Part(end=pytest.approx(0, abs=1e12))
+    assert kept.part(is_missing=False, seconds=0).is_over() and not part.is_over()
+
+
+def test_the_kept_tables_are_those_of_their_rows() -> None:
+    """Nobody edits the Markdown; no bound is missed, no request differs, each conversation is there on every family."""
+    rows = open_loop.KEPT.read()
+    families = Counter((row.client, row.name) for row in rows)
+    assert set(families.values()) == {len(RECORDED_FAMILIES)}
+    assert not [line for line in table(rows) if "MISSED" in line]
+    paired = real_loop.KEPT.read()
+    assert not [row for row in paired if row.num_differing]
+    for name, text in (("open_loop", report(rows)), ("real_loop", real_loop.report(paired))):
+        assert (RESULTS / f"{name}.md").read_text("utf-8") == text
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "num_possible", "verdict"),
+    [
+        (97, 98, "pass"),
+        (96, 98, "MISSED (oracle)"),
+        (95, 96, "MISSED (floor)"),
+        (94, 99, "MISSED (oracle, floor)"),
+        (94, 95, "pass, the floor lies above the oracle"),
+    ],
+)
+def test_the_verdict_over_a_kind_of_traffic(num_cached: int, num_possible: int, verdict: str) -> None:
+    """More than a hundredth below the oracle, or below a floor that the oracle reaches, is a miss."""
+    line = list(table([row("pi-0.87-qwen", "n", "qwen3", num_cached, num_possible)]))[-1]
+    assert line.split(" | ")[0] == "| **PI**" and line.split(" | ")[7] == verdict
 
 
 def wire(*messages: tuple[str, str]) -> Request:
@@ -75,6 +138,18 @@ def test_the_oracle_is_not_lowered_by_a_volatile_value_but_by_a_meaning() -> Non
     assert other.num_reusable_tokens < 8 < moved.num_reusable_tokens
 
 
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_the_oracle_knows_where_words_end_that_are_joined_to_the_next(role: str) -> None:
+    """Where turns must alternate a message ends inside its turn, and a state can be kept there."""
+    oracle = FrozenOracle("gemma3", tiny_model("gemma3"))
+    talk = [("user", "Look."), ("assistant", "I look."), *([("user", "Well?")] if role == "assistant" else [])]
+    known = [*talk, (role, "It is a hill with a tree on it. " * 8)]
+    other = {"user": "assistant", "assistant": "user"}[role]
+    first = oracle.judge(wire(*known, (other, "And?"), ("user", "So?")))
+    joined = oracle.judge(wire(*known, (role, "And a lake."), ("user", "So?")))
+    assert joined.num_reusable_tokens > 0.8 * first.num_prompt_tokens
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_a_conversation_without_a_model_reuses_prompt_and_answer(family: str) -> None:
     """The path without a model starts each turn where the last one ended, as the oracle beside it says."""
@@ -87,9 +162,9 @@ def test_a_conversation_without_a_model_reuses_prompt_and_answer(family: str) ->
         ModelFree(folder, is_cuttable=is_cuttable),
         FrozenOracle(family, folder),
     )
-    share = shares([played], with_first=False)
-    assert share.oracle > 0.5
-    assert share.is_at_oracle
+    counts = pooled([row_of(played)], with_first=False)
+    assert counts.oracle > 0.5
+    assert counts.is_at_oracle
 
 
 def test_recordings_are_looked_for_in_and_beside_a_repository(tmp_path: Path) -> None:

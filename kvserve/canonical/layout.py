@@ -132,9 +132,14 @@ def canonical_arguments(arguments: str) -> str:
 def _canonical_json(arguments: str) -> str:
     try:
         value = _DECODER.decode(arguments)
-    except (ValueError, RecursionError):
+    except (ValueError, ArithmeticError, RecursionError):  # broken, or beyond what the parser takes
         return arguments
     return _ENCODER.encode(value) if isinstance(value, dict) else arguments
+
+
+def same_arguments(one: str, other: str) -> bool:
+    """Whether the arguments of two calls say the same."""
+    return one == other or canonical_arguments(one) == canonical_arguments(other)
 
 
 _memoised = lru_cache(maxsize=2_048)(_canonical_json)

@@ -1,15 +1,14 @@
 """What the model wrote at a place of a conversation, so that an echo which lost thinking or raw calls gets them back.
 
 A place is the chain digest at the assistant's message: it stands for the content and the calls there and for all that
-precedes, so the same "Done." in two conversations is two places. It knows no templates and no tokens' meaning.
+precedes, so the same "Done." in two conversations is two places. It knows no templates and no tokens' meaning; when the
+arguments of two calls say the same, it is told.
 """
 
-import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from functools import partial
 from itertools import dropwhile
 
@@ -17,6 +16,9 @@ from kvserve.core import Block, Message, TextBlock, ThinkingBlock, ToolCallBlock
 from kvserve.sessions.journal import UNWRITTEN, Journal, Rows
 from kvserve.sessions.message_rows import dump, number, parse, seconds, written_of, written_row
 from kvserve.sessions.writings import same_writing, written_bytes
+
+type SameArguments = Callable[[str, str], bool]
+"""Whether two texts of arguments say the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +85,12 @@ class HealingStore:
             self._entries.move_to_end(chain)
             return entry.wrote if isinstance(entry.wrote, Written) else None
 
-    def heal(self, message: Message, chain: bytes) -> Message:
+    def heal(self, message: Message, chain: bytes, same_arguments: SameArguments) -> Message:
         """The message with what the client lost of the model's words; the same object where there is nothing to add."""
         if message.role != "assistant":
             return message
         written = self.find(chain)
-        return message if written is None else healed(message, written.message)
+        return message if written is None else healed(message, written.message, same_arguments)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -150,7 +152,7 @@ def _body(wrote: Written | Ambiguous, until: float | None, serial: int) -> bytes
 # --- one message -----------------------------------------------------------------------------------------------------
 
 
-def healed(sent: Message, wrote: Message) -> Message:
+def healed(sent: Message, wrote: Message, same_arguments: SameArguments) -> Message:
     """What a client sent of an assistant's message with the thinking and the raw call texts that the model wrote.
 
     Only where it says the same: equal text (white space around it aside), the same calls with equal arguments, and no
@@ -162,7 +164,10 @@ def healed(sent: Message, wrote: Message) -> Message:
         and _text(sent) == _text(wrote)
         and _thinking(sent) in ("", _thinking(wrote))
         and len(sent_calls) == len(wrote_calls)
-        and all(map(_is_same_call, sent_calls, wrote_calls))
+        and all(
+            one.name == other.name and same_arguments(one.arguments, other.arguments)
+            for one, other in zip(sent_calls, wrote_calls, strict=True)
+        )
     ):
         return sent
     raw = iter(wrote_calls)
@@ -221,28 +226,3 @@ def _thinking(message: Message) -> str:
 
 def _calls(message: Message) -> list[ToolCallBlock]:
     return [block for block in message.blocks if isinstance(block, ToolCallBlock)]
-
-
-def _is_same_call(one: ToolCallBlock, other: ToolCallBlock) -> bool:
-    return one.name == other.name and same_arguments(one.arguments, other.arguments)
-
-
-def same_arguments(one: str, other: str) -> bool:
-    """Whether two JSON texts say the same: order of keys, spacing and escapes aside; true is not 1. What cannot be
-    parsed is the same only as text."""
-    if one == other:
-        return True
-    try:
-        # numbers as they are written: two that round to one float are not equal
-        pairs = [(json.loads(one, parse_float=Decimal), json.loads(other, parse_float=Decimal))]
-    except (ValueError, ArithmeticError, RecursionError):  # broken, or beyond what the parser takes
-        return False
-    while pairs:
-        left, right = pairs.pop()
-        if isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():
-            pairs += [(left[key], right[key]) for key in left]
-        elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
-            pairs += zip(left, right, strict=True)
-        elif isinstance(left, dict | list) or isinstance(left, bool) != isinstance(right, bool) or left != right:
-            return False
-    return True

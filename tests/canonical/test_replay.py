@@ -1,7 +1,6 @@
 """The law of replay: the model is never blinded; and what each kind of message gets back from the past."""
 
 import json
-from dataclasses import dataclass
 from itertools import product
 
 import pytest
@@ -10,98 +9,17 @@ from hypothesis import strategies as st
 
 from kvserve.canonical.canonicalise import canonicalise
 from kvserve.canonical.replay import replay
-from kvserve.canonical.rules import DEFAULT_RULES, select
+from kvserve.canonical.rules import select
 from kvserve.core import Block, ImageBlock, Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
-from tests.canonical.texts import HAS_VOLATILE, LEADING, LINES, TRAILING
-
-RENDER = {**LEADING, **LINES, **TRAILING}
-OMITTED = {*LEADING, *TRAILING}
-"""Rules that let the client leave a span out."""
-
-
-def user(*texts: str) -> Message:
-    return Message("user", tuple(TextBlock(text) for text in texts))
-
+from tests.canonical.texts import LEADING, LINES, TRAILING
+from tests.canonical.versions import Version, echoes, may_be_as_seen, user, versions
+from tests.laws import num_examples
 
 # --- the law ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A place for one span: what stands there in one version of a message, as (meaning, volatile), or nothing."""
-
-    rule: str
-    said: tuple[str, str] | None
-
-    def text(self) -> str:
-        return "" if self.said is None else RENDER[self.rule](*self.said)
-
-
-@dataclass(frozen=True)
-class Version:
-    """One version of a user message: blocks of leading spans, and a body of fixed lines with line spans, and a tail."""
-
-    leading: tuple[Slot, ...]
-    lines: tuple[str | Slot, ...]
-    trailing: Slot
-    is_one_block: bool
-
-    def slots(self) -> list[Slot]:
-        return [*self.leading, *(line for line in self.lines if isinstance(line, Slot)), self.trailing]
-
-    def message(self, texts: list[str] | None = None) -> Message:
-        """The message, with `texts` in the slots instead of what they say."""
-        said = iter([slot.text() for slot in self.slots()] if texts is None else texts)
-        leading = [next(said) for _ in self.leading]
-        body = "\n".join(line if isinstance(line, str) else next(said) for line in self.lines) + next(said)
-        if self.is_one_block:
-            return user("".join([*leading, body]))
-        return user(*(text for text in leading if text), body)
-
-
-WORDS = st.sampled_from(["red", "blue", "1", "22"])
-FIXED = st.text(alphabet="ab \n<`*.é日", min_size=1, max_size=8).map(lambda text: "x" + text + "x")
-
-
-def said(rule: str) -> st.SearchStrategy[tuple[str, str] | None]:
-    some = st.tuples(WORDS, WORDS)
-    return st.none() | some if rule in OMITTED else some
-
-
-@st.composite
-def versions(draw: st.DrawFn) -> tuple[Version, Version]:
-    """Two versions of one message; the client may have edited anything in between."""
-    leading = draw(st.lists(st.sampled_from(sorted(LEADING)), max_size=3, unique=True))
-    lines = ["", *draw(st.lists(FIXED | st.sampled_from(sorted(LINES)), max_size=3)), "."]
-    lines[0], is_one_block = draw(FIXED), draw(st.booleans())
-    edited = draw(st.booleans())
-
-    def version(fixed: list[str]) -> Version:
-        return Version(
-            tuple(Slot(rule, draw(said(rule))) for rule in leading),
-            tuple(Slot(line, draw(said(line))) if line in LINES else line for line in fixed),
-            Slot("aider_reminder", draw(said("aider_reminder"))),
-            is_one_block,
-        )
-
-    seen = version(lines)
-    if edited:
-        at = draw(st.sampled_from([i for i, line in enumerate(lines) if line not in LINES]))
-        lines = [*lines[:at], draw(FIXED), *lines[at + 1 :]]
-    return version(lines), seen
-
-
-def may_be_as_seen(fresh: Slot, seen: Slot, in_history: bool) -> bool:
-    """The law, said independently: only where the policy allows it, and only for what is left out or means the same."""
-    if not DEFAULT_RULES.replays(fresh.rule, in_history=in_history) or seen.said is None:
-        return False
-    if fresh.said is None:
-        return fresh.rule in OMITTED
-    return fresh.said[0] == seen.said[0] and fresh.rule in HAS_VOLATILE
-
-
 @given(versions(), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(80), deadline=None)
 def test_the_model_is_never_blinded(pair: tuple[Version, Version], in_history: bool) -> None:
     """Every edit survives, but for spans whose policy allows it and whose meaning is unchanged or left out."""
     fresh, seen = pair
@@ -117,25 +35,8 @@ def test_the_model_is_never_blinded(pair: tuple[Version, Version], in_history: b
         assert result in [fresh.message(list(texts)) for texts in product(*choices)]
 
 
-@st.composite
-def echoes(draw: st.DrawFn) -> tuple[Version, Version]:
-    """A message, and what a client sends for it that edits nothing: spans left out, volatile parts moved."""
-
-    def echoed(slot: Slot) -> Slot:
-        said = [slot.said]
-        if slot.said is not None and slot.rule in HAS_VOLATILE:
-            said.append((slot.said[0], draw(WORDS)))
-        if slot.rule in OMITTED and DEFAULT_RULES.replays(slot.rule, in_history=True):
-            said.append(None)
-        return Slot(slot.rule, draw(st.sampled_from(said)))
-
-    _, seen = draw(versions())
-    lines = tuple(echoed(line) if isinstance(line, Slot) else line for line in seen.lines)
-    return Version(tuple(map(echoed, seen.leading)), lines, echoed(seen.trailing), seen.is_one_block), seen
-
-
 @given(echoes())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 def test_what_means_the_same_is_read_as_before(pair: tuple[Version, Version]) -> None:
     """Where nothing was added or edited but volatile parts, history is rendered exactly as the model saw it."""
     fresh, seen = pair
@@ -153,7 +54,7 @@ VOLATILE = ("blue", "1m3s", "206k")
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(120), deadline=None)
 def test_any_edit_of_one_character_survives(data: st.DataObject) -> None:
     """Inserted, deleted or changed anywhere outside of volatile parts, it reaches the model."""
     at = data.draw(st.integers(0, len(EVERYTHING) - 1))
@@ -167,7 +68,7 @@ def test_any_edit_of_one_character_survives(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 def test_random_messages_never_gain_what_nobody_sent(data: st.DataObject) -> None:
     """Whatever is put together from pieces of spans: the result has the identity of what was sent, and the same fixed
     text; between messages of different identity nothing passes."""

@@ -8,6 +8,7 @@ from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.rules import RULES
 from kvserve.canonical.spans import canonical_text, find_spans
 from kvserve.core import Message, Role, TextBlock
+from tests.laws import num_examples
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.119.710; cc_entrypoint=sdk-cli; cch=818ce;"
 LINE_RULES = tuple(rule for rule in RULES if rule.scope == "line" and rule.form is not None)
@@ -26,7 +27,7 @@ ROLES = st.sampled_from(("system", "user"))
 
 
 @given(TEXTS, ROLES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(120), deadline=None)
 def test_no_span_of_a_line_rule_leaves_its_line(text: str, role: Role) -> None:
     """Nor does it take in what a template writes behind the last word of a message."""
     for span in find_spans(text, role, RuleSet(LINE_RULES)):
@@ -35,7 +36,7 @@ def test_no_span_of_a_line_rule_leaves_its_line(text: str, role: Role) -> None:
 
 
 @given(TEXTS, TEXTS, ROLES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(120), deadline=None)
 def test_a_line_is_normalised_by_itself(before: str, after: str, role: Role) -> None:
     """A text cut at a line's end has the canonical form of its parts."""
 
@@ -46,7 +47,7 @@ def test_a_line_is_normalised_by_itself(before: str, after: str, role: Role) -> 
 
 
 @given(st.lists(TEXTS, max_size=4), ROLES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 def test_a_block_is_normalised_by_itself(texts: list[str], role: Role) -> None:
     """Two blocks that only together look like a recorded form are no recorded form."""
 

@@ -18,6 +18,7 @@ from kvserve.sessions.archive_file import FILE_NAME, open_file
 from kvserve.sessions.journal import Kind
 
 ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_SECONDS = 60.0
 
 
 class Owner:
@@ -72,7 +73,7 @@ def owned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     yield make
     for owner in owners:
-        owner.archive.close(5)
+        owner.archive.close(PATIENCE_SECONDS)
     assert not [thread for thread in threading.enumerate() if thread.name == "kvserve-records"]
 
 
@@ -90,15 +91,15 @@ def test_the_next_process_finds_what_was_told(owned: Callable[..., Owner], tmp_p
     for number in range(100):
         owner.put(bytes([number % 10]), str(number).encode())
     owner.drop(b"\x03")
-    assert owner.archive.flush(5)
+    assert owner.archive.flush(PATIENCE_SECONDS)
     owner.put(b"last")
-    owner.archive.close(5)
+    owner.archive.close(PATIENCE_SECONDS)
     assert kept(tmp_path) == owner.rows and len(owner.rows) == 10
     again = owned()
     assert dict(again.found["node"]) == {key: body for (_, key), body in owner.rows.items()}
     again.rows = dict(owner.rows)
     again.start().drop(b"last")
-    again.archive.close(5)
+    again.archive.close(PATIENCE_SECONDS)
     assert kept(tmp_path) == again.rows and again.archive.totals().num_faults == 0
 
 
@@ -109,25 +110,25 @@ def test_nobody_waits_for_the_disk(owned: Callable[..., Owner]) -> None:
 
     def slow() -> bytes:
         hangs.set()
-        assert goes_on.wait(5)
+        assert goes_on.wait(PATIENCE_SECONDS)
         return b"slow"
 
     owner.archive.put("node", b"slow", slow)
-    assert hangs.wait(5)
+    assert hangs.wait(PATIENCE_SECONDS)
     started = time.perf_counter()
     for number in range(1_000):
         owner.put(number.to_bytes(2))
-    assert time.perf_counter() - started < 0.5
+    assert time.perf_counter() - started < PATIENCE_SECONDS / 2, "it did not wait for the write"
     assert not owner.archive.flush(0.05)
     goes_on.set()
-    assert owner.archive.flush(5) and owner.archive.totals().num_rows == 1_001
+    assert owner.archive.flush(PATIENCE_SECONDS) and owner.archive.totals().num_rows == 1_001
 
 
 def test_a_full_disk_is_said_once_and_tried_again(owned: Callable[..., Owner], tmp_path: Path) -> None:
     """Nothing is lost meanwhile, the newest state is what is written once there is room."""
     owner = owned().start()
     owner.put(b"before")
-    assert owner.archive.flush(5)
+    assert owner.archive.flush(PATIENCE_SECONDS)
     connection = owner.file._connection
     connection.execute("PRAGMA max_page_count = 8")
     for number in range(20):
@@ -137,10 +138,10 @@ def test_a_full_disk_is_said_once_and_tried_again(owned: Callable[..., Owner], t
     assert len(owner.lines) == 1 and "full" in owner.lines[0], owner.lines
     owner.put(b"big", b"small")
     owner.put(b"after")
-    assert owner.archive.flush(5)
+    assert owner.archive.flush(PATIENCE_SECONDS)
     assert len(owner.lines) == 2 and "again" in owner.lines[1]
     assert owner.archive.totals().num_faults == 1 and owner.archive.totals().is_on
-    owner.archive.close(5)
+    owner.archive.close(PATIENCE_SECONDS)
     assert kept(tmp_path) == owner.rows
 
 
@@ -151,14 +152,14 @@ def test_a_disk_that_takes_nothing_for_long_is_given_up(
     monkeypatch.setattr(archive, "MAX_PENDING", 100)
     owner = owned().start()
     owner.put(b"before")
-    assert owner.archive.flush(5)
+    assert owner.archive.flush(PATIENCE_SECONDS)
     owner.file._connection.execute("PRAGMA max_page_count = 8")
     for number in range(200):
         owner.put(number.to_bytes(2), b"x" * 10_000)
-    assert owner.archive.flush(5) and not owner.archive.totals().is_on
+    assert owner.archive.flush(PATIENCE_SECONDS) and not owner.archive.totals().is_on
     owner.put(b"after")
     assert not owner.archive._pending
-    owner.archive.close(5)
+    owner.archive.close(PATIENCE_SECONDS)
     assert set(kept(tmp_path)) == {("node", b"before")}
 
 
@@ -167,15 +168,15 @@ def test_what_is_to_stay_free_stays_free(owned: Callable[..., Owner], tmp_path: 
     owner = owned().start()
     owner.put(b"a")
     owner.put(b"b")
-    assert owner.archive.flush(5)
+    assert owner.archive.flush(PATIENCE_SECONDS)
     owner.archive._min_free_bytes = 1 << 62
     owner.drop(b"a")
-    assert owner.archive.flush(5) and owner.archive.totals().num_rows == 1
+    assert owner.archive.flush(PATIENCE_SECONDS) and owner.archive.totals().num_rows == 1
     owner.put(b"c")
     assert not owner.archive.flush(0.2) and len(owner.lines) == 1 and "stay free" in owner.lines[0]
     owner.archive._min_free_bytes = 0
-    assert owner.archive.flush(5)
-    owner.archive.close(5)
+    assert owner.archive.flush(PATIENCE_SECONDS)
+    owner.archive.close(PATIENCE_SECONDS)
     assert kept(tmp_path) == owner.rows and len(owner.rows) == 2
 
 
@@ -183,11 +184,11 @@ def test_a_disk_that_became_read_only_keeps_the_server_alive(owned: Callable[...
     """The same as a full one; what was written before is there."""
     owner = owned().start()
     owner.put(b"before")
-    assert owner.archive.flush(5)
+    assert owner.archive.flush(PATIENCE_SECONDS)
     owner.file._connection.execute("PRAGMA query_only = ON")
     owner.put(b"never")
     assert not owner.archive.flush(0.2)
-    owner.archive.close(5)
+    owner.archive.close(PATIENCE_SECONDS)
     assert set(kept(tmp_path)) == {("node", b"before")}
     assert owner.archive.totals().num_faults == 1
 
@@ -197,12 +198,12 @@ def test_a_file_that_breaks_is_replaced_by_all_that_is_held(owned: Callable[...,
     owner = owned().start()
     for number in range(50):
         owner.put(bytes([number]), b"x" * 1_000)
-    assert owner.archive.flush(5)
+    assert owner.archive.flush(PATIENCE_SECONDS)
     owner.file._connection.execute("UPDATE rows SET digest = 'broken'")
     owner.put(b"\x07", b"new")
-    assert owner.archive.flush(5)
+    assert owner.archive.flush(PATIENCE_SECONDS)
     assert len(owner.lines) == 1 and "anew" in owner.lines[0]
-    owner.archive.close(5)
+    owner.archive.close(PATIENCE_SECONDS)
     assert kept(tmp_path) == owner.rows and len(owner.rows) == 50
 
 
@@ -210,13 +211,13 @@ def test_a_folder_that_somebody_cleared_is_filled_again(owned: Callable[..., Own
     """Removed under the running server: the next write makes it whole."""
     owner = owned(tmp_path / "cache").start()
     owner.put(b"before")
-    assert owner.archive.flush(5)
+    assert owner.archive.flush(PATIENCE_SECONDS)
     for file in (tmp_path / "cache").iterdir():
         file.unlink()
     (tmp_path / "cache").rmdir()
     owner.put(b"after")
-    assert owner.archive.flush(5)
-    owner.archive.close(5)
+    assert owner.archive.flush(PATIENCE_SECONDS)
+    owner.archive.close(PATIENCE_SECONDS)
     assert kept(tmp_path / "cache") == owner.rows
 
 
@@ -225,11 +226,11 @@ def test_a_disk_that_breaks_every_file_is_left_alone(owned: Callable[..., Owner]
     owner = owned().start()
     for number in range(archive.MAX_RENEWALS + 1):
         owner.put(b"a", bytes([number]))
-        owner.archive.flush(5)
+        owner.archive.flush(PATIENCE_SECONDS)
         if owner.archive._file is not None:
             owner.file._connection.execute("UPDATE rows SET digest = 'broken'")
     owner.put(b"a")
-    owner.archive.flush(5)
+    owner.archive.flush(PATIENCE_SECONDS)
     assert not owner.archive.totals().is_on
     owner.put(b"b")
     assert owner.archive.flush(0)
@@ -252,7 +253,7 @@ def test_the_second_of_two_servers_keeps_its_rows_in_ram(owned: Callable[..., Ow
     second.put(b"b")
     assert not second.archive.totals().is_on and "another server" in second.lines[0]
     first.put(b"c")
-    first.archive.close(5)
+    first.archive.close(PATIENCE_SECONDS)
     assert kept(tmp_path) == first.rows
 
 
@@ -260,11 +261,11 @@ def test_what_is_found_and_makes_no_sense_is_begun_anew(owned: Callable[..., Own
     """The owner may refuse what it is given."""
     owner = owned().start()
     owner.put(b"a")
-    owner.archive.close(5)
+    owner.archive.close(PATIENCE_SECONDS)
     again = owned()
     again.archive.reject("a riddle")
     again.start().put(b"b")
-    again.archive.close(5)
+    again.archive.close(PATIENCE_SECONDS)
     assert kept(tmp_path) == again.rows and "a riddle" in again.lines[0]
 
 
@@ -276,11 +277,11 @@ def test_a_row_that_cannot_be_written_costs_itself_only(owned: Callable[..., Own
     def broken() -> bytes:
         raise RecursionError("too deep")
 
-    owner.archive.flush(5)
+    owner.archive.flush(PATIENCE_SECONDS)
     owner.archive.put("node", b"a", broken)
     owner.put(b"b")
-    assert owner.archive.flush(5)
-    owner.archive.close(5)
+    assert owner.archive.flush(PATIENCE_SECONDS)
+    owner.archive.close(PATIENCE_SECONDS)
     assert set(kept(tmp_path)) == {("node", b"b")} and "too deep" in owner.lines[0]
 
 
@@ -289,17 +290,17 @@ def test_a_writer_that_breaks_is_given_up(owned: Callable[..., Owner], tmp_path:
     """A defect of ours costs records, and is said; nobody waits for it, and what was written stays."""
     owner = owned().start()
     owner.put(b"a")
-    assert owner.archive.flush(5)
+    assert owner.archive.flush(PATIENCE_SECONDS)
 
     def broken() -> bytes:
         raise ZeroDivisionError
 
     owner.archive.put("node", b"b", broken)
-    assert owner.archive.flush(5) and not owner.archive.totals().is_on
+    assert owner.archive.flush(PATIENCE_SECONDS) and not owner.archive.totals().is_on
     assert "writer has ended" in owner.lines[0]
     owner.put(b"c")
     assert owner.archive.flush(0)
-    owner.archive.close(5)
+    owner.archive.close(PATIENCE_SECONDS)
     assert set(kept(tmp_path)) == {("node", b"a")}
 
 
@@ -308,10 +309,10 @@ def test_a_file_over_its_bytes_makes_its_owner_forget(owned: Callable[..., Owner
     owner = owned(max_bytes=20_000).start()
     for number in range(64):
         owner.put(bytes([number]), b"x" * 1_000)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not owner.archive.flush(1) or owner.archive.totals().num_bytes > 20_000:
         assert time.monotonic() < deadline
-    owner.archive.close(5)
+    owner.archive.close(PATIENCE_SECONDS)
     assert 0 < len(owner.rows) < 20 and kept(tmp_path) == owner.rows
 
 
@@ -332,8 +333,10 @@ def test_old_archives_of_other_models_go(tmp_path: Path) -> None:
 CHILD = """
 import sys, time
 from pathlib import Path
+from kvserve.sessions import archive as archive_module
 from kvserve.sessions.archive import Archive, Upkeep
 
+archive_module.GATHER_SECONDS = 0.01  # far less than the second that is asked for, for a machine that is busy
 archive = Archive(Path(sys.argv[1]), max_bytes=1 << 30, report=print)
 found = [int.from_bytes(key) for key, _ in archive.take_rows().get("node", ())]
 first = max(found, default=-1) + 1

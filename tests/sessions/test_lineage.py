@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from kvserve.sessions.lineage import Branch, SessionIndex, SessionKey, anchors_of, session_key
+from tests.laws import num_examples
 from tests.sessions.samples import Notebook, chains_of
 
 ONE, TWO = SessionKey("id:one"), SessionKey("id:two")
@@ -279,7 +280,9 @@ class LineageMachine(RuleBasedStateMachine):
 
 def test_lineage_knows_what_whole_strings_know() -> None:
     """Any order of turns, rewinds, sub-agents, windows and repeats: the same branches, parents and forks."""
-    run_state_machine_as_test(LineageMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(
+        LineageMachine, settings=settings(max_examples=num_examples(30), stateful_step_count=30, deadline=None)
+    )
 
 
 def test_many_threads_leave_the_index_whole() -> None:

@@ -8,6 +8,7 @@ from kvserve.sessions.archive import Archive
 from kvserve.sessions.lineage import SessionKey
 from kvserve.sessions.seen import Step
 from kvserve.sessions.stores import (
+    BEGINNINGS_SHARE,
     HEALING_SHARE,
     LINEAGE_SHARE,
     MEMO_SHARE,
@@ -211,8 +212,8 @@ def test_texts_that_are_larger_on_disk_stay_within_the_bytes(tmp_path: Path) -> 
 
 def test_the_shares_are_a_whole() -> None:
     """One setting, nothing beside it."""
-    shares = (PATHS_SHARE, RECORDS_SHARE, HEALING_SHARE, LINEAGE_SHARE, TOOLS_SHARE, MEMO_SHARE)
-    assert sum(shares) == 1.0 and StoreLimits(max_bytes=3200).memo_bytes == 500
+    shares = (PATHS_SHARE, RECORDS_SHARE, HEALING_SHARE, LINEAGE_SHARE, TOOLS_SHARE, BEGINNINGS_SHARE, MEMO_SHARE)
+    assert sum(shares) == 1.0 and StoreLimits(max_bytes=3200).memo_bytes == 450
 
 
 def test_without_an_archive_nothing_is_written() -> None:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvserve.core import Message, Written
 from kvserve.sessions.turns import Seen, Step, TurnStore
+from tests.laws import num_examples
 from tests.sessions.samples import Notebook, assistant, chains_of, record_of, user, written
 
 NEVER = 1e12
@@ -247,4 +248,6 @@ class BoundedTurnMachine(TurnMachine):
 @pytest.mark.parametrize("machine", [TurnMachine, BoundedTurnMachine])
 def test_the_store_knows_what_plain_dicts_know(machine: type[TurnMachine]) -> None:
     """Any order of turns, branches, edits, clocks, repeated and aborted requests: the same paths, nobody else's."""
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=num_examples(25), stateful_step_count=30, deadline=None)
+    )

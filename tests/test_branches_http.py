@@ -1,0 +1,138 @@
+"""Several agents in one session, and a client that goes back: over HTTP everybody gets a fresh server's answer."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.agents import Asked, Conversation, EchoStyle, send
+from tests.serving import CHAT_PATH, AppUnderTest, encode_request, eventually, serving_app
+
+SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 4}
+STYLE = EchoStyle("stripped", None, own_ids=True, compact=True)
+SESSION = {"session_id": "one"}
+SLACK_TOKENS = 8
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+def apps(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[AppUnderTest, AppUnderTest]]:
+    """Two servers of one model: one that remembers, one that knows nothing of a conversation when it is asked."""
+    family = str(request.param)
+    with (
+        serving_app(tmp_path_factory.mktemp("old"), family) as old,
+        serving_app(tmp_path_factory.mktemp("new"), family) as new,
+    ):
+        old.family = new.family = family  # type: ignore[attr-defined]
+        yield old, new
+
+
+def begin(app: AppUnderTest, words: str) -> Conversation:
+    """A conversation of the session that all share, with the same system prompt."""
+    user = {"role": "user", "content": words}
+    return Conversation(app, app.family, STYLE, False, [dict(SYSTEM), user], SESSION)  # type: ignore[attr-defined]
+
+
+def turn(talk: Conversation, number: int) -> Asked:
+    """A call, its result, and the answer to it."""
+    talk.ask("", f"I look at {number}.", f"hill {number}")
+    talk.answer_calls(f"a tree {number}")
+    asked = talk.ask("", f"There is a tree, {number}.")
+    talk.say(f"And behind it, {number}?")
+    return asked
+
+
+def check_fresh(apps: tuple[AppUnderTest, AppUnderTest], talk: Conversation) -> Asked:
+    """What the server that remembers answers now. Its prompt says what that of a server without a memory says, though
+    the tokens of old answers are those that the model drew; and from these very tokens the other one answers the same.
+    """
+    old, new = apps
+    new.clear_cache()
+    body: dict[str, Any] = {**talk.request(), "max_tokens": 12}
+    remembering, fresh = send(old, body), send(new, body)
+    assert _text(old, remembering) == _text(new, fresh)
+    new.clear_cache()
+    plain = {"max_tokens": 12, "temperature": 0, "repetition_penalty": 1}
+    again = new.post("/v1/completions", {"prompt": list(remembering.prompt_ids), **plain})
+    assert again.status == 200, again.body
+    message = remembering.body["choices"][0]["message"]
+    said = (message.get("reasoning_content") or "") + (message.get("content") or "")
+    assert said and said.strip() == again.json["choices"][0]["text"].strip()
+    assert remembering.explanation["exact_key_rejected_by_model_lcp"] == 0
+    return remembering
+
+
+def _text(app: AppUnderTest, asked: Asked) -> str:
+    """A prompt's text without what says nothing: white space, and the empty thinking that a prompt ended with."""
+    return "".join(app.served.tokenizer.decode(asked.prompt_ids).split()).replace("<think></think>", "")
+
+
+def test_sub_agents_between_a_parents_turns(apps: tuple[AppUnderTest, AppUnderTest]) -> None:
+    """Two helpers take turns with their parent in its session: each goes on where it was, and nobody reads another."""
+    apps[0].clear_cache()
+    talks = [begin(apps[0], words) for words in ("Plan it.", "You are the left one.", "You are the right one.")]
+    last: dict[int, Asked] = {}
+    for number in range(2):
+        for place, talk in enumerate(talks):
+            last[place] = turn(talk, number * 10 + place)
+    for place, talk in enumerate(talks):
+        asked = check_fresh(apps, talk)
+        assert asked.num_cached_tokens >= last[place].num_tokens - SLACK_TOKENS
+    assert apps[0].get("/v1/cache").json["counters"]["exact_key_rejected_by_model_lcp"] == 0
+
+
+def test_two_clients_on_one_session_id(apps: tuple[AppUnderTest, AppUnderTest]) -> None:
+    """The same answers to other words, in turns: neither's thinking, calls or results reach the other's prompt."""
+    apps[0].clear_cache()
+    ann, bob = begin(apps[0], "I am Ann."), begin(apps[0], "I am Bob.")
+    for number in range(2):
+        turn(ann, number)
+        turn(bob, number)
+    for talk, own, other in ((ann, "Ann", "Bob"), (bob, "Bob", "Ann")):
+        text = apps[0].served.tokenizer.decode(check_fresh(apps, talk).prompt_ids)
+        assert own in text and other not in text
+
+
+def test_a_rewound_conversation(apps: tuple[AppUnderTest, AppUnderTest]) -> None:
+    """Back to an older turn and on in another way, then on with the first one: both are whole."""
+    apps[0].clear_cache()
+    talk = begin(apps[0], "Begin.")
+    first = turn(talk, 0)
+    rewound = begin(apps[0], "Begin.")
+    rewound.messages[:] = [dict(message) for message in talk.messages]
+    second = turn(talk, 1)
+    rewound.messages[-1] = {"role": "user", "content": "No, look at the lake."}
+    assert check_fresh(apps, rewound).num_cached_tokens >= first.num_tokens - SLACK_TOKENS
+    turn(rewound, 2)
+    assert check_fresh(apps, talk).num_cached_tokens >= second.num_tokens - SLACK_TOKENS
+
+
+def test_an_edited_old_message(apps: tuple[AppUnderTest, AppUnderTest]) -> None:
+    """The edit is read, what stood there is not, and the unedited conversation is known as before."""
+    apps[0].clear_cache()
+    talk = begin(apps[0], "Begin.")
+    turn(talk, 0)
+    last = turn(talk, 1)
+    edited = begin(apps[0], "Begin.")
+    edited.messages[:] = [dict(message) for message in talk.messages]
+    place = next(index for index, message in enumerate(edited.messages) if message["role"] == "tool")
+    edited.messages[place] = {**edited.messages[place], "content": "a lake 0"}
+    text = apps[0].served.tokenizer.decode(check_fresh(apps, edited).prompt_ids)
+    assert "a lake 0" in text and "a tree 0" not in text
+    assert check_fresh(apps, talk).num_cached_tokens >= last.num_tokens - SLACK_TOKENS
+
+
+def test_an_aborted_turn_that_is_sent_again(apps: tuple[AppUnderTest, AppUnderTest]) -> None:
+    """The client leaves while the answer comes, and asks again: a whole answer, and nothing of the half one."""
+    apps[0].clear_cache()
+    talk = begin(apps[0], "Begin.")
+    turn(talk, 0)
+    with apps[0].connect() as client:
+        client.send(encode_request("POST", CHAT_PATH, {**talk.request(), "max_tokens": 4_000, "stream": True}))
+        client.read_head()
+        client.read_chunk()
+    assert eventually(lambda: any("cancelled" in line for line in apps[0].lines()))
+    assert eventually(apps[0].is_idle)
+    asked = check_fresh(apps, talk)
+    assert asked.num_cached_tokens >= talk.turns[-1].num_tokens - SLACK_TOKENS
