@@ -111,6 +111,10 @@ class Seeing:
         self._metrics.add(facts, None)
         self._terminal.request_line(replace(facts, cause=str(error)))
 
+    def count_error(self, endpoint: str, status: int) -> None:
+        """An error was answered, also one that no model heard of."""
+        self._metrics.add_http_error(endpoint, status)
+
     def clear(self) -> None:
         """Forget what was said of requests; numbers stay."""
         self._explanations.clear()

@@ -10,9 +10,20 @@ from dataclasses import replace
 
 from PIL import Image
 
-from kvserve.core import ImageBlock, ImageFacts, ImageInput, ImageWords, MeasuredImage, Message, ToolResultBlock, Turn
+from kvserve.core import (
+    Block,
+    ImageBlock,
+    ImageFacts,
+    ImageInput,
+    ImageWords,
+    MeasuredImage,
+    Message,
+    ToolResultBlock,
+    Turn,
+)
 from kvserve.errors import BadRequest
-from kvserve.prompt.images_source import ImageLimits, read_image
+from kvserve.prompt.images_remote import RemotePictures, Visit
+from kvserve.prompt.images_source import ImageLimits, decode_image, is_remote, read_image
 from kvserve.prompt.images_text import with_marks, with_words
 from kvserve.prompt.memo import Memo
 from kvserve.prompt.template import PromptText
@@ -30,10 +41,13 @@ type Reader = Callable[[Image.Image], MeasuredImage]
 class Images:
     """One model's images."""
 
-    def __init__(self, reader: Reader, words: ImageWords, limits: ImageLimits = LIMITS) -> None:
+    def __init__(
+        self, reader: Reader, words: ImageWords, limits: ImageLimits = LIMITS, remote: RemotePictures | None = None
+    ) -> None:
         self._reader = reader
         self._words = words
         self._limits = limits
+        self._remote = remote
         self._known: Memo[ImageFacts] = Memo(MEMO_BYTES)
 
     def look(self, turn: Turn) -> Turn:
@@ -42,9 +56,10 @@ class Images:
         A picture that was measured before is not decoded again, unless the model must look at it again.
         """
         inputs: dict[str, ImageInput] = {}
+        visit = self._remote.visit() if self._remote is not None else None
 
         def digest_of(block: ImageBlock) -> ImageBlock:
-            image = self._input(block.source)
+            image = self._input(block.source, visit)
             # The same pixels in another file are the same image; the first has been measured, if any was.
             inputs.setdefault(image.facts.digest, image)
             return ImageBlock(image.facts.digest)
@@ -61,29 +76,41 @@ class Images:
         runs = {image.facts.digest: image.facts.ids for image in images}
         return replace(prompt, text=with_words(prompt.text, self._words), runs=runs)
 
-    def _input(self, source: str) -> ImageInput:
-        key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
+    def _input(self, source: str, visit: Visit | None) -> ImageInput:
+        """What a picture is known by: a data URL by its text, one behind an address by the bytes that are there now."""
+        if visit is None or not is_remote(source):
+            key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
+            return self._of(key, lambda: read_image(source, self._limits))
+        content = visit.read(source, self._limits.max_bytes)
+        return self._of(hashlib.sha256(content).digest(), lambda: decode_image(content, self._limits))
+
+    def _of(self, key: bytes, picture: Callable[[], Image.Image]) -> ImageInput:
         facts = self._known.get(key)
         if facts is not None:
-            return ImageInput(facts, lambda: self._measured(source).tower_input)
-        measured = self._measured(source)
+            return ImageInput(facts, lambda: self._reader(picture()).tower_input)
+        measured = self._reader(picture())
         self._known.put(key, measured.facts, _FACTS_BYTES + _BYTES_PER_TOKEN * len(measured.facts.ids))
         return ImageInput(measured.facts, lambda: measured.tower_input)
-
-    def _measured(self, source: str) -> MeasuredImage:
-        return self._reader(read_image(source, self._limits))
 
 
 def _with_images(message: Message, name: Callable[[ImageBlock], ImageBlock]) -> Message:
     """The message with its images replaced, those in tool results too. The same object where there are none."""
+    if not any(_holds_image(block) for block in message.blocks):
+        return message
     if message.role == "assistant" and any(isinstance(block, ImageBlock) for block in message.blocks):
         raise BadRequest("An assistant's message cannot hold an image.", param="messages")
     blocks = tuple(
         name(block)
         if isinstance(block, ImageBlock)
         else replace(block, blocks=tuple(name(b) if isinstance(b, ImageBlock) else b for b in block.blocks))
-        if isinstance(block, ToolResultBlock) and any(isinstance(b, ImageBlock) for b in block.blocks)
+        if isinstance(block, ToolResultBlock)
         else block
         for block in message.blocks
     )
-    return message if blocks == message.blocks else replace(message, blocks=blocks)
+    return replace(message, blocks=blocks)
+
+
+def _holds_image(block: Block) -> bool:
+    if isinstance(block, ToolResultBlock):
+        return any(isinstance(part, ImageBlock) for part in block.blocks)
+    return isinstance(block, ImageBlock)

@@ -1,6 +1,6 @@
-"""An image as a client sends it, to an upright RGB picture, within limits. It knows Pillow and URLs, no model.
+"""An image as a client sends it, to an upright RGB picture, within limits. It knows Pillow and data URLs, no model.
 
-Only bytes that the request itself carries are read: nothing is fetched and no file is opened.
+Only bytes are read: nothing is fetched here and no file is opened.
 """
 
 import base64
@@ -36,7 +36,16 @@ def read_image(source: str, limits: ImageLimits) -> Image.Image:
 
     Raises BadRequest for anything else than a whole, small enough image in one of `FORMATS`.
     """
-    content = _bytes_of(source, limits)
+    return decode_image(_bytes_of(source, limits), limits)
+
+
+def is_remote(source: str) -> bool:
+    """Whether it is an address of another server, which the operator may have allowed."""
+    return source[:8].lower() == "https://"
+
+
+def decode_image(content: bytes, limits: ImageLimits) -> Image.Image:
+    """The picture in a file's bytes, as `read_image` gives it. Raises BadRequest."""
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             _check_size(image, limits)
@@ -56,8 +65,9 @@ def _bytes_of(source: str, limits: ImageLimits) -> bytes:
     if match is None:
         shown = source[:_NUM_SHOWN_CHARS] + ("..." if len(source) > _NUM_SHOWN_CHARS else "")
         raise BadRequest(
-            f"Images are taken as data: URLs only (data:image/png;base64,...), not from {shown!r}: this server fetches "
-            "nothing and opens no files. Send the image's bytes in the request.",
+            f"Images are taken as data: URLs (data:image/png;base64,...), not from {shown!r}: this server fetches "
+            "nothing and opens no files, but for https: addresses of the hosts in IMAGE_HOSTS. Send the image's bytes "
+            "in the request.",
             param="messages",
         )
     if "base64" not in match["parameters"].lower().split(";"):

@@ -38,11 +38,12 @@ def mark_of(digest: str) -> str:
 def with_marks(messages: Iterable[Message], words: ImageWords) -> tuple[Message, ...]:
     """The messages with a mark for every image, whose `source` is its digest, and typed placeholders cut.
 
-    The text right before and behind an image stays on its line: templates write nothing between parts.
+    The text right before and behind an image stays on its line: templates write nothing between parts. A message in
+    which nothing is to be marked is the same object, so that who knows it need not look at it again.
     """
     return tuple(
         message
-        if message.role == "assistant"
+        if message.role == "assistant" or not any(_needs_marks(block, words) for block in message.blocks)
         else replace(message, blocks=tuple(_marked_blocks(message.blocks, words)))
         for message in messages
     )
@@ -50,6 +51,8 @@ def with_marks(messages: Iterable[Message], words: ImageWords) -> tuple[Message,
 
 def with_words(text: str, words: ImageWords) -> str:
     """A rendered prompt with the family's words around every image's mark."""
+    if EDGE not in text:
+        return text
     return _MARK.sub(lambda mark: f"{words.head}{mark[0]}{words.tail}" if mark[1] else mark[0], text)
 
 
@@ -77,6 +80,17 @@ def encode_marked(
         start = mark.end()
     ids += encode(text[start:])
     return MarkedIds(tuple(ids), tuple(images))
+
+
+def _needs_marks(block: Block, words: ImageWords) -> bool:
+    """Whether it holds an image, or a text of which something is to be cut."""
+    match block:
+        case TextBlock(text):
+            return EDGE in text or any(token in text for token in words.guarded)
+        case ToolResultBlock():
+            return any(_needs_marks(part, words) for part in block.blocks)
+        case _:
+            return isinstance(block, ImageBlock)
 
 
 def _marked_blocks(blocks: Sequence[Block], words: ImageWords) -> Iterator[Block]:

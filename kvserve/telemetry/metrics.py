@@ -169,6 +169,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._state = _State({total.name: Counter() for total in TOTALS}, {each.name: {} for each in DISTRIBUTIONS})
         self._causes: Counter[str] = Counter()
+        self._http_errors: Counter[Labels] = Counter()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -183,6 +184,11 @@ class Metrics:
                     self._observe(distribution, (facts.model,), value)
             if cause is not None:
                 self._causes[cause] += 1
+
+    def add_http_error(self, endpoint: str, status: int) -> None:
+        """An error was answered; `endpoint` is one of the server's own, or empty: never what a client wrote."""
+        with self._lock:
+            self._http_errors[endpoint, str(status)] += 1
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format (`CONTENT_TYPE`)."""
@@ -213,6 +219,13 @@ class Metrics:
         )
         _fill(causes, {(cause,): count for cause, count in self._causes.items()})
         yield causes
+        errors = CounterMetricFamily(
+            PREFIX + "http_errors",
+            "Requests that were answered with an error, also those that no model heard of, by endpoint and status.",
+            labels=["endpoint", "status"],
+        )
+        _fill(errors, self._http_errors)
+        yield errors
 
     def _histograms(self) -> Iterator[Metric]:
         for distribution in DISTRIBUTIONS:

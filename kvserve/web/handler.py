@@ -76,7 +76,15 @@ class ConnectionHandler(BaseHTTPRequestHandler):
 
     def _new_exchange(self) -> Exchange:
         front = self._front
-        return Exchange(self.connection, self._reader, front.settings, front.connections, front.router.encode_error)
+        router = front.router
+        return Exchange(
+            self.connection,
+            self._reader,
+            front.settings,
+            front.connections,
+            router.encode_error,
+            router.service.count_error,
+        )
 
     def _serve(self, exchange: Exchange) -> None:
         try:
@@ -118,6 +126,7 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         head, settings = exchange.head, self._front.settings
         route = match.row(head.method)
         form = route or next(iter(match.rows.values()), None)
+        exchange.endpoint = form.path if form is not None else ""
         if form is not None and form.encode_error is not None:
             exchange.encode_error = form.encode_error
             exchange.own_statuses = form.statuses

@@ -1,10 +1,18 @@
 """The endpoint table, and one function per row: wire body -> turn -> answer. It joins `protocols/` with the service."""
 
 import time
+from urllib.parse import parse_qsl
 
 from kvserve.errors import NotFound
 from kvserve.pipeline import collect
-from kvserve.protocols import anthropic_errors, anthropic_messages, openai_chat, openai_completions, openai_models
+from kvserve.protocols import (
+    anthropic_errors,
+    anthropic_messages,
+    anthropic_models,
+    openai_chat,
+    openai_completions,
+    openai_models,
+)
 from kvserve.protocols.anthropic_answers import MessageStreamEncoder, PromptCounts, whole_message
 from kvserve.protocols.fields import decode_body
 from kvserve.protocols.openai_errors import encode_error
@@ -12,6 +20,7 @@ from kvserve.telemetry.metrics import CONTENT_TYPE as METRICS_TYPE
 from kvserve.web.agents import AGENT_ROUTES
 from kvserve.web.dashboard_pages import get_asset, get_events, get_page
 from kvserve.web.exchange import Exchange
+from kvserve.web.prewarm import post_prewarm
 from kvserve.web.responses import delete_response, get_response, post_response
 from kvserve.web.router import Route, Router
 from kvserve.web.service import WebService
@@ -78,17 +87,30 @@ def post_count_tokens(exchange: Exchange, service: WebService) -> None:
 
 
 def get_models(exchange: Exchange, service: WebService) -> None:
-    """GET /v1/models."""
+    """GET /v1/models, in the form of the API that the client speaks."""
+    if _speaks_anthropic(exchange):
+        query = dict(parse_qsl(exchange.head.query))
+        exchange.send_json(200, anthropic_models.encode_model_list(service.list_models(), query))
+        return
     exchange.send_json(200, openai_models.encode_model_list(service.list_models()))
 
 
 def get_model(exchange: Exchange, service: WebService) -> None:
     """GET /v1/models/{name}; names contain slashes."""
+    is_anthropic = _speaks_anthropic(exchange)
     cards = {card.name: card for card in service.list_models()}
     card = cards.get(exchange.path_rest)
     if card is None:
         raise NotFound(f"The model {exchange.path_rest!r} is not served here.", param="model")
-    exchange.send_json(200, openai_models.encode_model(card))
+    exchange.send_json(200, (anthropic_models if is_anthropic else openai_models).encode_model(card))
+
+
+def _speaks_anthropic(exchange: Exchange) -> bool:
+    """Whether the client speaks Anthropic's API, where a path belongs to both; its errors take that form then."""
+    if exchange.head.get(anthropic_models.VERSION_HEADER) is None:
+        return False
+    exchange.encode_error, exchange.own_statuses = anthropic_errors.encode_error, anthropic_errors.STATUSES
+    return True
 
 
 def get_health(exchange: Exchange, service: WebService) -> None:
@@ -148,6 +170,7 @@ ROUTES = (
     Route("GET", "/v1/models", get_models),
     Route("GET", "/v1/models/*", get_model),
     Route("GET", "/v1/cache", get_cache),
+    Route("POST", "/v1/cache/prewarm", post_prewarm, needs_body=True),
     Route("GET", "/v1/cache/explain", get_last_explanation),
     Route("GET", "/v1/cache/explain/*", get_explanation),
     Route("DELETE", "/v1/cache", delete_cache),

@@ -206,7 +206,12 @@ class _Listener(ThreadingHTTPServer):
     def _refuse(self, connection: socket.socket) -> None:
         front = self._front
         exchange = Exchange(
-            connection, ConnectionReader(connection), front.settings, front.connections, front.router.encode_error
+            connection,
+            ConnectionReader(connection),
+            front.settings,
+            front.connections,
+            front.router.encode_error,
+            front.router.service.count_error,
         )
         with contextlib.suppress(ClientGone, OSError):
             exchange.fail(NotReady("The server has as many connections as it may have; try again soon."))

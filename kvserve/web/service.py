@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from kvserve.agent_turns import Agents
 from kvserve.core import JsonObject, RequestDefaults, Turn
 from kvserve.deferred import RunningTurn
+from kvserve.prewarming import Prewarming
 from kvserve.protocols.openai_models import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
 
@@ -53,6 +54,9 @@ class Service[Model: NamedModel](Protocol):
     def metrics(self) -> bytes:
         """The body of GET /metrics, in Prometheus' text format."""
 
+    def count_error(self, endpoint: str, status: int) -> None:
+        """A request is answered with an error; `endpoint` is its row of the endpoint table, empty where it has none."""
+
     @property
     def watchers(self) -> Semaphore:
         """One for each page that may watch at the same time."""
@@ -65,6 +69,9 @@ class Service[Model: NamedModel](Protocol):
 
     def count_tokens(self, turn: Turn, served: Model) -> int:
         """Prompt tokens of a turn that is only counted. Raises BadRequest."""
+
+    def prewarm(self, turn: Turn, served: Model) -> Prewarming:
+        """Have what requests like this begin with computed soon. Raises RequestError."""
 
     def serve(self, turn: Turn, served: Model) -> RunningTurn:
         """Submit a turn. Raises RequestError (400, 429, 503) before anything is computed."""

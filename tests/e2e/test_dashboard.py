@@ -60,6 +60,8 @@ def test_a_person_sees_what_happens(app: AppUnderTest, page: Page, tmp_path: Pat
     page.value("document.querySelector('#misses summary').click()")
     assert "What would mend it" in page.text("#misses")
     page.screenshot(tmp_path / "light.png")
+    page.look_like(width=1200, dark=True)
+    page.screenshot(tmp_path / "dark.png")
     assert page.complaints == []
 
 
@@ -82,6 +84,8 @@ def test_a_narrow_window_and_dark_mode(app: AppUnderTest, page: Page, tmp_path: 
     watch(page, app)
     page.look_like(width=360, dark=dark)
     assert page.value("document.documentElement.scrollWidth") <= 360
+    drawn = "document.querySelector('#chart svg').viewBox.baseVal.width"
+    assert page.eventually(f"{drawn} <= 360"), "the chart is drawn for the window, not shrunk with its letters"
     level = page.value("Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])")
     assert level < 60 if dark else level > 200
     page.screenshot(tmp_path / f"narrow-{dark}.png")

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from kvserve.prompt.cuts import Cutter
 from kvserve.prompt.tokenizer import Tokenizer
+from tests.laws import num_examples
 from tests.prompt.samples import byte_level_backend, sentencepiece_backend, tokenizer_of
 from tests.prompt.turns import FAMILIES, family
 
@@ -45,7 +46,7 @@ def test_pieces_have_the_ids_of_the_whole_text(name: str) -> None:
     cutter = Cutter(tokenizer, names)
     assert cutter.tokens == set(names)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=num_examples(60), deadline=None)
     @given(texts_with(names))
     def check(text: str) -> None:
         assert pieced(tokenizer, cutter, text) == tokenizer.encode(text)
@@ -115,7 +116,7 @@ def test_normalisers_and_prefixes_do_no_harm(kind: str) -> None:
     cutter = Cutter(tokenizer, [MARK, "<|other|>"])
     assert cutter.tokens == {MARK}
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=num_examples(80), deadline=None)
     @given(texts_with([MARK, "<|other|>"]))
     def check(text: str) -> None:
         assert pieced(tokenizer, cutter, text) == tokenizer.encode(text)

@@ -40,6 +40,15 @@ def test_images_in_tool_results_are_marked() -> None:
     assert message.blocks == (ToolResultBlock("c", (TextBlock(f"done{mark_of(DIGEST)}"),)),)
 
 
+def test_what_needs_no_mark_is_the_same_object() -> None:
+    """A long history of text costs no new messages; a placeholder in a tool's result does."""
+    plain = Message("user", (TextBlock("a < b"), TextBlock("c")))
+    result = Message("tool", (ToolResultBlock("c", (TextBlock("done"),)),))
+    assert all(a is b for a, b in zip(with_marks([plain, result], WORDS), (plain, result), strict=True))
+    [guarded] = with_marks([Message("tool", (ToolResultBlock("c", (TextBlock("<pad>"),)),))], WORDS)
+    assert guarded.blocks == (ToolResultBlock("c", (TextBlock(f"<{BARRIER}pad>"),)),)
+
+
 def test_other_blocks_stay_where_they_are() -> None:
     """Calls and an assistant's words are not touched."""
     assistant = Message("assistant", (TextBlock("<pad>"), ToolCallBlock("c", "look", "{}")))

@@ -11,6 +11,7 @@ from kvserve.core import Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolR
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
+from tests.laws import num_examples
 from tests.prompt.samples import byte_level_backend, conversations, tokenizer_of
 from tests.prompt.test_cuts import added_names, texts_with
 from tests.prompt.turns import FAMILIES, HEADERS, LOOK, Talk, family
@@ -23,7 +24,7 @@ def test_ids_are_those_of_the_whole_text(name: str) -> None:
     forgetful = Stitcher.of(of.tokenizer, of.template, of.markers)
     forgetful._known._max_bytes = 0
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=num_examples(60), deadline=None)
     @given(texts_with(added_names(of.tokenizer)), st.booleans(), st.booleans())
     def check(text: str, opens_reasoning: bool, continues: bool) -> None:
         prompt = PromptText(text, opens_reasoning, continues=continues)
@@ -42,7 +43,7 @@ def test_rendered_conversations_have_the_ids_of_their_text(name: str) -> None:
     """What templates make of agents' conversations, users who write special tokens included."""
     of = family(name)
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=num_examples(25), deadline=None)
     @given(conversations(), st.booleans(), texts_with(added_names(of.tokenizer)))
     def check(messages: tuple[Message, ...], thinking: bool, text: str) -> None:
         said = (*messages, Message("user", (TextBlock(text),)))

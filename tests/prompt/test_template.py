@@ -228,11 +228,11 @@ def test_rendering_costs_what_jinja_and_the_tokenizer_cost() -> None:
     dicts = [{"role": "user", "content": text[i : i + 400]} for i in range(0, len(text), 400)]
     ours, bare = [], []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         template.render(messages, TOOLS, thinking=True)
-        ours.append(time.perf_counter() - start)
-        start = time.perf_counter()
+        ours.append(time.process_time() - start)
+        start = time.process_time()
         stock.apply_chat_template(dicts, add_generation_prompt=True, tokenize=False)
         tokenizer.encode(text)
-        bare.append(time.perf_counter() - start)
+        bare.append(time.process_time() - start)
     assert min(ours) < 2 * min(bare) + 0.02, (ours, bare)

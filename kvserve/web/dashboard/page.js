@@ -58,8 +58,11 @@ at("key-form").addEventListener("submit", (event) => {
 
 // --- showing -----------------------------------------------------------------------------------------------------------
 
+let newest = null;
+
 function show(state) {
   if (state.error) return;
+  newest = state;
   say(at("model"), `${state.health.model} (${state.health.status})`);
   const minutes = lastMinutes(state);
   showFigures(state, minutes);
@@ -105,11 +108,13 @@ function showFigures(state, minutes) {
     ["Tokens computed", short(hour.prompt - hour.cached)],
     ["Tokens written", short(hour.generated)],
     ["First token, median", first ? seconds(first.median) : "-"],
-    ["First token, slowest 5 %", first ? seconds(first.p95) : "-"],
+    ["First token, slowest 5\u00A0%", first ? seconds(first.p95) : "-"],
     ["Running and waiting", `${health.num_running} and ${health.num_waiting}`],
   ];
   const warmed = state.cache?.num_warmed_tokens;
   if (warmed !== undefined) figures.push(["Computed ahead of time", short(warmed)]);
+  const won = state.cache?.warming?.num_used_tokens;
+  if (won !== undefined) figures.push(["Of these used by requests", short(won)]);
   pairs(at("figures"), figures);
 }
 
@@ -127,6 +132,9 @@ function showHistory(minutes) {
       cells.forEach((text, index) => say(row.children[index], text));
     });
 }
+
+// The chart's letters keep their size: it is drawn anew for another width, not stretched.
+addEventListener("resize", () => newest && showHistory(lastMinutes(newest)));
 
 const STAGES = { waiting: "waits", prefill: "reads the prompt", decode: "writes" };
 
@@ -250,6 +258,7 @@ function showCounters(state) {
   const cache = state.cache ?? {};
   const entries = Object.entries(cache.counters ?? {});
   if (cache.disk) entries.push(["Tokens back from disk", cache.disk.num_restored_tokens], ["Disk errors", cache.disk.num_errors]);
+  if (cache.warming) entries.push(["Tokens computed ahead in vain", cache.warming.num_wasted_tokens]);
   for (const [name, word] of Object.entries(WORDS)) {
     if (cache[name] !== undefined) entries.push([word, cache[name]]);
   }
