@@ -21,7 +21,7 @@ from kvserve.agents.store import AgentStore
 from kvserve.agents.window import answer_room, first_turn_shown
 from kvserve.core import AnswerEvent, Finished, Message, RequestId, TextBlock, Turn, Waiting
 from kvserve.deferred import TurnInProgress
-from kvserve.errors import BadRequest, ContextOverflow, QueueFull, StorageFailure
+from kvserve.errors import BadRequest, ContextOverflow, NotFound, QueueFull, StorageFailure
 from kvserve.pipeline import ServedModel
 from kvserve.protocols.agents import AgentCard, AgentNote, CreateRequest
 
@@ -32,13 +32,15 @@ NUM_QUEUED_TURNS = 64
 @dataclass(frozen=True, slots=True)
 class Models:
     """What agents ask of the process: what a model is called, the model itself, to submit a turn, to count its prompt,
-    and of how much of a conversation, last used at some time, KV is kept: (tokens in RAM, tokens in RAM or on disk)."""
+    of how much of a conversation, last used at some time, KV is kept: (tokens in RAM, tokens in RAM or on disk), and to
+    let a conversation's KV go: the model's name, its tokens, and the session that its turns had."""
 
     name_of: Callable[[str | None], str]
     resolve: Callable[[str | None], ServedModel]
     serve: Callable[[Turn, ServedModel], TurnInProgress]
     count: Callable[[Turn, ServedModel], int]
     kept: Callable[[str, tuple[int, ...], float], tuple[int, int]]
+    let_go: Callable[[str, tuple[int, ...], str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +113,13 @@ class Agents:
         return [*_system(agent.system_prompt), *(message for turn in turns for message in turn)]
 
     def delete(self, agent_id: str) -> None:
-        """Take an agent and its history away; a turn of it that runs is answered, but kept nowhere. Raises NotFound."""
-        self._store.delete(agent_id)
+        """Take an agent, its history and its KV away; a turn of it that runs is answered, but kept nowhere.
+
+        Raises NotFound.
+        """
+        agent = self._store.delete(agent_id)
+        if agent.context_model is not None:
+            self._models.let_go(agent.context_model, agent.context_ids, _session(agent_id))
 
     def _card(self, agent: Agent) -> AgentCard:
         return AgentCard(
@@ -191,7 +198,11 @@ class Agents:
                 context_model=shown.served.name,
                 context_ids=running.context_ids,
             )
-            agent = self._store.append(agent, done)
+            try:
+                agent = self._store.append(agent, done)
+            except NotFound:  # deleted while it answered
+                self._models.let_go(shown.served.name, running.context_ids, "")  # the id may be another's by now
+                raise
         return AgentNote(
             agent_id=agent.agent_id,
             num_turns=agent.num_turns,
@@ -206,7 +217,7 @@ class Agents:
         served = self._models.resolve(model)
         system_prompt, new = _with_system(agent, turn.messages)
         turns = self._store.history(agent)
-        hint = replace(turn.session, session_id=f"agent:{agent.agent_id}")  # whatever session its client has of its own
+        hint = replace(turn.session, session_id=_session(agent.agent_id))  # whatever session its client has of its own
         turn = replace(turn, model=model, session=hint)
 
         def shown_from(first: int) -> Turn:
@@ -292,6 +303,13 @@ class AgentTurn:
         if not self._is_iterated:
             self._leave()
 
+    def wait(self, seconds: float, read: Callable[[], bool]) -> None:
+        """Wait for the next event, or for its turn."""
+        if self._running is not None:
+            self._running.wait(seconds, read)
+        else:
+            self._cancelled.wait(seconds)
+
     def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
         """`Waiting` until it is its turn, then the answer; ends without `Finished` where it was cancelled before."""
         self._is_iterated = True
@@ -317,6 +335,11 @@ class AgentTurn:
                     is_whole = not (self._cancelled.is_set() or running.is_lost)
                     self._note = self._keep(shown, running, is_whole=is_whole)
                 yield event
+
+
+def _session(agent_id: str) -> str:
+    """The session of an agent's turns."""
+    return f"agent:{agent_id}"
 
 
 def _system(prompt: str | None) -> tuple[Message, ...]:

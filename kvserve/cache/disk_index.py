@@ -228,6 +228,25 @@ class DiskIndex:
 
     # --- removing -----------------------------------------------------------------------------------------------------
 
+    def exclusive(self, run: TokenRun, chain: HashChain) -> list[BlobName]:
+        """The blobs that serve only a prefix: from its end up to a branch, or to the end of system and tools."""
+        with self._lock:
+            position = self._find(run, chain)
+            node, tail = position.node, list[Node]()
+            if position.depth < node.end:  # what is known goes on with other tokens
+                return []
+            while node.parent is not None and len(node.children) == bool(tail) and not self._ends_system(node):
+                tail.append(node)
+                node = node.parent
+            states = [self._entries[node.checkpoint.record_id].name for node in tail if node.checkpoint is not None]
+            rows = {entry.record_id: entry.name for entry in map(self._entry_of, tail)}
+            whole = [name for record_id, name in rows.items() if set(self._trie.holders[record_id]) <= set(tail)]
+            return [*states, *whole]
+
+    def _ends_system(self, node: Node) -> bool:
+        entry = self._entry_of(node)
+        return node.end == entry.head.tokens.end and entry.head.boundary == "system"
+
     def forget(self, name: BlobName) -> list[BlobName]:
         """Forget a blob and all that stand on it, whose names this returns; nothing where it is not known."""
         with self._lock:

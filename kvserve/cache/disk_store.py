@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Buffer, Iterator, Sequence
 from dataclasses import dataclass
@@ -159,14 +160,25 @@ class FolderStore:
         return True
 
     def files(self) -> Iterator[StoredFile]:
-        """Every complete file of every model. Raises OSError."""
+        """Every complete file of every model. Raises OSError.
+
+        What another server deletes during the walk is left out.
+        """
+        for path in self._blob_paths():
+            try:
+                found = path.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(found.st_mode):
+                yield StoredFile(path.parent.name, BlobName(path.stem), found.st_size, found.st_mtime)
+
+    def _blob_paths(self) -> Iterator[Path]:
         for folder in self._folders():
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    if FILE_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                        found = entry.stat(follow_symlinks=False)
-                        name = BlobName(entry.name.removesuffix(SUFFIX))
-                        yield StoredFile(folder.name, name, found.st_size, found.st_mtime)
+            try:
+                names = os.listdir(folder)
+            except FileNotFoundError:
+                continue
+            yield from (folder / name for name in names if FILE_NAME.fullmatch(name))
 
     def sweep(self) -> None:
         """Remove what writers that died left half-written, and empty folders of other models."""

@@ -13,7 +13,8 @@ import errno
 import threading
 import time
 from collections import deque
-from collections.abc import Buffer, Callable, Sequence
+from collections.abc import Buffer, Callable, Iterable, Sequence
+from functools import partial
 
 from kvserve.cache.disk_blob import Blob, BlobName, DamagedBlob, Tensor, num_bytes_of, pack_blob, unpack_blob
 from kvserve.cache.disk_faults import Faults
@@ -173,6 +174,13 @@ class DiskTier:
                 load.is_cancelled = True
         self.index.clear()
         return self._order(self._ledger.clear, timeout_seconds)
+
+    def discard(self, names: Iterable[BlobName]) -> None:
+        """Forget blobs and what stands on them; the files go a moment later, behind what waits to be written."""
+        gone = [each for name in names for each in self.index.forget(name)]
+        with self._wake:
+            self._orders.extend(partial(self._ledger.discard, name) for name in gone)
+            self._wake.notify_all()
 
     def close(self, timeout_seconds: float) -> bool:
         """Write what waits, then end the thread. False if that took too long: what was not written is lost."""

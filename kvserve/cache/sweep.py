@@ -8,7 +8,7 @@ own that is not over are pinned: they go after all others.
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -295,6 +295,28 @@ def exclusive_tail(leaf: Node) -> list[Node]:
         tail.append(node)
         node = node.parent
     return tail
+
+
+def exclusive_nodes(nodes: Iterable[Node], is_owned: Callable[[Node], bool]) -> list[Node]:
+    """The nodes that lead to owned leaves and to nobody else's, deepest first: no live row is behind them, nor the end
+    of system and tools. A leaf that is nobody's entry stays or goes with what it stands on."""
+    ours: set[Node] = set()
+    others: set[Node] = set()
+    ordered = sorted((node for node in nodes if node.parent is not None), key=lambda node: -node.start)
+    for node in ordered:
+        children = node.children.values()
+        is_theirs = bool(node.leases) or node.kind == "system" or any(child in others for child in children)
+        is_ours = is_owned(node) or any(child in ours for child in children)
+        is_entry = node.sequence_end is not None and node.sequence_end.owner is not None
+        if is_theirs or (is_entry and not is_owned(node)):
+            others.add(node)
+        elif is_ours:
+            ours.add(node)
+    gone: set[Node] = set()
+    for node in reversed(ordered):  # what is nobody's goes with its parent
+        if node in ours or node.parent in gone:
+            gone.add(node)
+    return [node for node in ordered if node in gone]
 
 
 def _previous_checkpoint(node: Node) -> int:

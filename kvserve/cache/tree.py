@@ -33,7 +33,7 @@ from kvserve.cache.records import (
     State,
 )
 from kvserve.cache.store import CutPayload, Store
-from kvserve.cache.sweep import Sweep
+from kvserve.cache.sweep import Sweep, exclusive_nodes
 from kvserve.cache.token_run import TokenRun, image_around, join, pack
 from kvserve.cache.trie import Lease, Node, Position, SequenceEnd, Trie
 from kvserve.core import TokenSequence
@@ -291,6 +291,23 @@ class PrefixTree:
         return KeptPath(run, replace(self._hasher.start(), hashes=hashes), tuple(parts))
 
     # --- limits -------------------------------------------------------------------------------------------------------
+
+    def discard(self, tokens: TokenSequence, is_owner: Callable[[str], bool]) -> list[KeptPath]:
+        """Forget what serves only the conversation of `tokens` and the entries of these owners: each up to a branch of
+        others, a live row, or the end of system and tools. Returns the paths as they were; drop them soon."""
+        named = self._names.name(tokens, "")
+        position = self._trie.find(self._trie.root(""), named.run, named.chain)
+        last = position.node if position.depth == position.node.end else None
+
+        def is_owned(node: Node) -> bool:
+            end = node.sequence_end
+            return node is last or (end is not None and end.owner is not None and is_owner(end.owner))
+
+        gone = exclusive_nodes(self._trie.nodes(), is_owned)
+        paths = [self._kept(node) for node in gone if not node.children]
+        self._store.remove_leaves(gone)
+        self._store.take_departures()
+        return paths
 
     def account_live(self, num_bytes: int) -> None:
         """Say how many bytes the live rows' own caches hold: they count in the limit."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -137,7 +137,7 @@ class Guard:
             if origin is not None and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                 await answer(send, 204, b"", preflight_headers(origin, headers))
                 return
-            route = find_route(scope["method"], scope["path"])
+            route = find_route(scope["method"], scope["path"], headers)
             check_access(headers, self._rules.access, needs_key=route.needs_key)
             await self._pass_on(route, scope, receive, AnswerFilter(send, origin))
         except RequestError as error:
@@ -242,9 +242,9 @@ class AnswerFilter:
         return status, error_body(failure), [*json_header(), *kept]
 
 
-def find_route(method: str, path: str) -> Route:
-    """The route of a path. Raises NotFound or MethodNotAllowed."""
-    if methods := native_methods(path):
+def find_route(method: str, path: str, headers: Container[str] = ()) -> Route:
+    """The route of a path, for a request with headers of these names. Raises NotFound or MethodNotAllowed."""
+    if methods := native_methods(path, headers):
         if method not in methods:
             raise MethodNotAllowed(f"This path takes {' and '.join(methods)}.")
         return Route(method, is_native=True)

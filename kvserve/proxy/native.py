@@ -3,7 +3,7 @@ gets them. It knows LiteLLM's pass-through endpoints and no protocol.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 
 from kvserve.proxy.asgi import App, HeaderList, Message, Receive, Scope, Send
@@ -20,6 +20,10 @@ NATIVE_PATHS: Mapping[str, tuple[str, ...]] = {
 }
 """Path, or its beginning where it ends with `*`, and the methods that are passed on."""
 
+ANTHROPIC_VERSION = "anthropic-version"
+ANTHROPIC_PATHS: Mapping[str, tuple[str, ...]] = {"/v1/models": ("GET",), "/v1/models/*": ("GET",)}
+"""The same for requests with this header: LiteLLM lists its models as OpenAI does, whoever asks."""
+
 # LiteLLM has routes of its own under most of the native paths, which rewrite bodies and ids. This one it has not, and
 # from outside the guard lets nobody reach it.
 _PLACE = "/as-it-is"
@@ -31,11 +35,12 @@ _RAW_BODY = "litellm_pass_through_raw_body"
 ENVELOPE = b"{}"
 
 
-def native_methods(path: str) -> tuple[str, ...]:
-    """What is passed on under a path; nothing if it is none of these."""
-    begins = [name[:-1] for name in NATIVE_PATHS if name.endswith("*")]
+def native_methods(path: str, headers: Container[str] = ()) -> tuple[str, ...]:
+    """What is passed on under a path, with headers of these names; nothing if it is none of these."""
+    paths = {**NATIVE_PATHS, **(ANTHROPIC_PATHS if ANTHROPIC_VERSION in headers else {})}
+    begins = [name[:-1] for name in paths if name.endswith("*")]
     begin = max((begin for begin in begins if path.startswith(begin) and path != begin), key=len, default="")
-    return NATIVE_PATHS.get(path) or NATIVE_PATHS.get(f"{begin}*", ())
+    return paths.get(path) or paths.get(f"{begin}*", ())
 
 
 def pass_through_endpoint(backend_url: str) -> Json:

@@ -20,7 +20,7 @@ from kvserve.cache.token_run import TokenRun, pack
 from kvserve.core import TokenSequence
 
 MODEL, OTHER = "0" * 32, "f" * 32
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 60.0
 ROOMY = DiskLimits(max_bytes=10**12, min_free_bytes=0, ttl_seconds=3600, max_queued_bytes=10**9)
 HASHER = BlockHasher(4, "fingerprint")
 

@@ -95,13 +95,13 @@ def test_a_block_has_tokens() -> None:
 
 
 def test_a_long_prompt_is_hashed_in_milliseconds() -> None:
-    """100,000 tokens take about 8 ms; the bound leaves room for a busy machine."""
+    """100,000 tokens take about 8 ms of a processor; the bound leaves room for a busy machine's slower one."""
     rng = random.Random(1)
     tokens = TokenSequence(tuple(rng.randrange(150_000) for _ in range(100_000)))
     hasher = BlockHasher(16, "model")
     seconds = []
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.thread_time()
         hasher.start().extended(tokens)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.thread_time() - started)
     assert min(seconds) < 0.06

@@ -12,6 +12,7 @@ from kvserve.cache.disk_catalog import Books, Catalog, Listed, is_passing
 from kvserve.cache.disk_scratch import MemoryBooks
 from kvserve.cache.token_run import pack
 from kvserve.core import ImageSpan, TokenSequence
+from tests.laws import num_examples
 
 ROOT = BlobHead("m", "segment", "", pack(TokenSequence((1, 2, 3), (ImageSpan(1, 2, "cat"),))), "system")
 CHILD = BlobHead("m", "segment", ROOT.name, pack(TokenSequence((1, 2, 3, 4)), 3), "user")
@@ -36,7 +37,7 @@ def answers(books: Books) -> object:
     return listed, books.names(), [victim.name for victim in victims], families, old
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=num_examples(30))
 @given(steps)
 def test_file_and_memory_say_the_same(tmp_path: Path, todo: list[tuple[str, BlobHead, int]]) -> None:
     """Also after the file was closed and opened again."""

@@ -5,6 +5,7 @@ import os
 import shutil
 import sqlite3
 import stat
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from kvserve.cache import disk_ledger, disk_store, disk_tier
 from kvserve.cache.disk_blob import BlobName
 from kvserve.cache.disk_store import FolderStore
 from tests.cache.disks import MODEL, OTHER, ROOMY, WAIT_SECONDS, Disk, named, names_of
+from tests.laws import num_examples
 
 LONG = list(range(100, 140))
 BRANCH = [*LONG[:25], *range(200, 220)]
@@ -228,7 +230,7 @@ def test_a_missing_blob_is_a_miss(full: Path) -> None:
         assert rows == LATER[: len(rows)] and disk.faults["missing"] == 1
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=num_examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_no_byte_of_any_file_leads_to_other_kv(
     tmp_path_factory: pytest.TempPathFactory, written: Path, data: st.DataObject
@@ -434,17 +436,18 @@ def test_what_nobody_used_for_too_long_leaves(full: Path) -> None:
 
 def test_a_queue_that_is_full_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound counts bytes; what is refused is asked for again once the queue is empty."""
-    slow = FolderStore.write
+    may_write, real = threading.Event(), FolderStore.write
 
-    def write_slowly(self: FolderStore, name: BlobName, parts: object) -> int:
-        time.sleep(0.2)
-        return slow(self, name, parts)  # type: ignore[arg-type]
+    def write(self: FolderStore, name: BlobName, parts: object) -> int:
+        assert may_write.wait(WAIT_SECONDS)
+        return real(self, name, parts)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(FolderStore, "write", write_slowly)
+    monkeypatch.setattr(FolderStore, "write", write)
     with Disk(tmp_path, replace(ROOMY, max_queued_bytes=200)) as disk:
         assert disk.say(LONG, flush=False)
         assert not disk.say(list(range(1, 40)), flush=False)
         assert disk.tier.stats().num_refused == 1 and not disk.tier.take_lost()
+        may_write.set()
         assert disk.tier.flush(WAIT_SECONDS) and disk.tier.take_lost() and not disk.tier.take_lost()
 
 

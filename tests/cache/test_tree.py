@@ -305,7 +305,7 @@ def test_negative_control_images_without_digests_are_mixed_up(monkeypatch: pytes
 
 @pytest.mark.parametrize("needs_checkpoints", [False, True])
 def test_bookkeeping_of_a_long_prompt_takes_milliseconds(needs_checkpoints: bool) -> None:
-    """Lookup, insert and eviction of 100,000 known tokens take a few ms; the bound is for busy machines."""
+    """Lookup, insert and eviction of 100,000 known tokens take a few ms of a processor."""
     rng = random.Random(1)
     prompt = TokenSequence(tuple(rng.randrange(150_000) for _ in range(100_000)))
     tree = make_tree(needs_checkpoints=needs_checkpoints, block_size=16)
@@ -316,13 +316,13 @@ def test_bookkeeping_of_a_long_prompt_takes_milliseconds(needs_checkpoints: bool
     tree.release(lease)
     seconds = []
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.thread_time()
         lease = tree.acquire(tree.lookup(prompt))
         tree.extend(lease, prompt, 100_000, lambda _start, _end: empty, lambda: WholeState(()))
         tree.mark_end(lease)
         tree.release(lease)
         tree.evict()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.thread_time() - started)
     assert min(seconds) < 0.08
 
 

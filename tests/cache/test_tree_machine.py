@@ -23,6 +23,7 @@ from tests.cache.payloads import (
     make_tree,
     short_digest,
 )
+from tests.laws import num_examples
 
 atom = st.one_of(st.integers(0, 1), st.integers(0, 2), st.sampled_from(["cat", "dog"]))
 atoms = st.lists(atom, min_size=1, max_size=12)
@@ -243,7 +244,7 @@ def test_the_tree_knows_what_a_set_of_prefixes_knows(machine: type[TreeMachine])
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=120,
+            max_examples=num_examples(50),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -1,4 +1,5 @@
-"""Real agent clients from npm, each with a HOME of its own: how they are installed, configured and asked.
+"""Real agent clients from npm, each with a HOME of its own: how they are installed, configured and asked. The lines of
+their configurations are the README's.
 
 They are installed into CLIENTS_HOME or a folder below the user's cache, and kept there. They run with a dead proxy for
 everything but loopback, so they speak to nobody else.
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.e2e import pasted
 
 PACKAGES = {
     "node24": ("node@24", "node"),
@@ -100,7 +103,7 @@ class Pi(Client):
 
     def say(self, text: str, *flags: str) -> list[dict[str, Any]]:
         """One turn; returns the events that PI printed. `-c` continues the last conversation."""
-        printed = self.start("pi", "-p", *flags, "--mode", "json", "--provider", "kvserve", "--model", "local", text)
+        printed = self.start("pi", "-p", *flags, "--mode", "json", *pasted.command("PI"), text)
         return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
@@ -109,8 +112,8 @@ class OpenClaw(Client):
 
     def say(self, text: str) -> dict[str, Any]:
         """One turn of the only conversation; returns the report that OpenClaw printed."""
-        arguments = ("agent", "--local", "--agent", "main", "--session-id", "s1", "--json", "-m", text)
-        printed = self.start("openclaw", *arguments)
+        arguments = ("--session-id", "s1", "--json", "-m", text)
+        printed = self.start("openclaw", *pasted.command("OpenClaw"), *arguments)
         return dict(json.loads(printed[printed.index("{") :]))
 
 
@@ -125,10 +128,8 @@ class ClaudeCode(Client):
         printed = self.start(
             "claude",
             *("-p", text, *flags, "--output-format", "json", "--allowedTools", "Bash,Read"),
-            ANTHROPIC_BASE_URL=f"http://127.0.0.1:{self.port}",
-            ANTHROPIC_API_KEY="none",
             DISABLE_AUTOUPDATER="1",
-            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+            **pasted.variables("Claude Code", self.port),
         )
         return dict(json.loads(printed))
 
@@ -145,14 +146,7 @@ def set_up_anthropic_pi(home: Path, port: int, max_tokens: int) -> Pi:
     """PI, configured to speak Anthropic's API to the server on this port."""
     for folder in ("node24", "pi"):
         install(folder)
-    model = {"id": "local", "reasoning": True, "input": ["text"], "contextWindow": 131072, "maxTokens": max_tokens}
-    provider = {
-        "baseUrl": f"http://127.0.0.1:{port}",
-        "api": "anthropic-messages",
-        "apiKey": "none",
-        "models": [model],
-    }
-    return Pi(_home(home, ".pi/agent/models.json", {"providers": {"kvserve": provider}}))
+    return Pi(_home(home, ".pi/agent/models.json", pasted.configuration("PI", port, max_tokens, 1)))
 
 
 class Codex(Client):
@@ -166,21 +160,14 @@ class Codex(Client):
 
 
 CODEX_CONFIG = """\
-model = "local"
-model_provider = "kvserve"
 approval_policy = "never"
 sandbox_mode = "danger-full-access"
 check_for_update_on_startup = false
-
+{pasted}
 [analytics]
 enabled = false
-
-[model_providers.kvserve]
-name = "kvserve"
-base_url = "http://127.0.0.1:{port}/v1"
-wire_api = "responses"
 """
-"""As in the README, with what a run without a person needs."""
+"""What a run without a person needs, around the README's lines."""
 
 
 def set_up_codex(home: Path, port: int) -> Codex:
@@ -189,7 +176,7 @@ def set_up_codex(home: Path, port: int) -> Codex:
         install(folder)
     settings = home / ".codex" / "config.toml"
     settings.parent.mkdir(parents=True)
-    settings.write_text(CODEX_CONFIG.format(port=port), "utf-8")
+    settings.write_text(CODEX_CONFIG.format(pasted=pasted.block("Codex", "toml", port)), "utf-8")
     (home / "project").mkdir()
     return Codex(home)
 
@@ -201,7 +188,7 @@ class Opencode(Client):
         """One turn; returns the events that opencode printed. `-c` continues the last conversation."""
         printed = self.start(
             "opencode",
-            *("run", "--model", "kvserve/local", "--format", "json", *flags, text),
+            *("run", *pasted.command("opencode"), "--format", "json", *flags, text),
             OPENCODE_DISABLE_AUTOUPDATE="1",
         )
         return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
@@ -211,23 +198,9 @@ def set_up_opencode(home: Path, port: int, package: str, max_tokens: int) -> Ope
     """opencode for the server on this port as the README says; the provider's package chooses the protocol."""
     for folder in ("node24", "opencode"):
         install(folder)
-    model = {
-        "name": "kvserve",
-        "reasoning": True,
-        "tool_call": True,
-        "interleaved": {"field": "reasoning_content"},
-        "limit": {"context": 131072, "output": max_tokens},
-    }
-    provider = {
-        "npm": package,
-        "name": "kvserve",
-        "options": {"baseURL": f"http://127.0.0.1:{port}/v1", "apiKey": "none"},
-        "models": {"local": model},
-    }
-    configuration = {
-        **{"autoupdate": False, "share": "disabled", "permission": {"*": "allow"}},
-        "provider": {"kvserve": provider},
-    }
+    configuration = pasted.configuration("opencode", port, max_tokens)
+    configuration["provider"]["kvserve"]["npm"] = package
+    configuration |= {"autoupdate": False, "share": "disabled", "permission": {"*": "allow"}}
     return Opencode(_home(home, ".config/opencode/opencode.json", configuration))
 
 
@@ -235,49 +208,15 @@ def set_up_pi(home: Path, port: int, max_tokens: int) -> Pi:
     """PI, configured for the server on this port as the README says."""
     for folder in ("node24", "pi"):
         install(folder)
-    model = {
-        "id": "local",
-        "reasoning": True,
-        "input": ["text"],
-        "contextWindow": 131072,
-        "maxTokens": max_tokens,
-        "compat": {
-            "supportsDeveloperRole": False,
-            "supportsReasoningEffort": False,
-            "thinkingFormat": "qwen-chat-template",
-            "maxTokensField": "max_tokens",
-        },
-    }
-    base_url = f"http://127.0.0.1:{port}/v1"
-    provider = {"baseUrl": base_url, "api": "openai-completions", "apiKey": "none", "models": [model]}
-    return Pi(_home(home, ".pi/agent/models.json", {"providers": {"kvserve": provider}}))
+    return Pi(_home(home, ".pi/agent/models.json", pasted.configuration("PI", port, max_tokens)))
 
 
 def set_up_openclaw(home: Path, port: int, max_tokens: int) -> OpenClaw:
     """OpenClaw, configured for the server on this port as the README says; it works in its project folder."""
     for folder in ("node24", "openclaw"):
         install(folder)
-    model = {
-        "id": "local",
-        "name": "kvserve",
-        "reasoning": True,
-        "input": ["text"],
-        "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
-        "contextWindow": 131072,
-        "maxTokens": max_tokens,
-        "compat": {"thinkingFormat": "qwen-chat-template", "supportsPromptCacheKey": True},
-    }
-    base_url = f"http://127.0.0.1:{port}/v1"
-    provider = {"baseUrl": base_url, "apiKey": "none", "api": "openai-completions", "models": [model]}
-    defaults = {
-        "model": {"primary": "kvserve/local"},
-        "models": {"kvserve/local": {"alias": "kvserve"}},
-        "workspace": str(home / "project"),
-    }
-    configuration = {
-        "agents": {"defaults": defaults},
-        "models": {"mode": "merge", "providers": {"kvserve": provider}},
-    }
+    configuration = pasted.configuration("OpenClaw", port, max_tokens)
+    configuration["agents"]["defaults"]["workspace"] = str(home / "project")
     return OpenClaw(_home(home, ".openclaw/openclaw.json", configuration))
 
 

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
+from tests.e2e.five_turns import SCALES
+from tests.e2e.scripted import ScriptedServer, scripted_server
 from tests.e2e.servers import ServerProcess
+from tests.models import tiny_model
 
 API_KEY = "a-secret-key"
 CONTEXT_LIMIT = 8192
@@ -54,6 +57,17 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     stage = Stage(tmp_path_factory.mktemp("e2e"))
     yield stage
     stage.clear()
+
+
+@pytest.fixture(scope="module", params=SCALES)
+def scripted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, stage: Stage
+) -> Iterator[ScriptedServer]:
+    """A server whose model writes what a test says, on a dense model and on a hybrid one."""
+    stage.clear()
+    model = tiny_model(request.param, scale=SCALES[request.param])
+    with scripted_server(tmp_path_factory.mktemp("scripted"), model) as server:
+        yield server
 
 
 @pytest.fixture

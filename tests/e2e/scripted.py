@@ -10,7 +10,7 @@ import io
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -121,9 +121,19 @@ class ScriptedServer:
             for f in sorted((dict(event.fields) for event in events), key=lambda fields: str(fields["time"]))
         ]
 
-    def wait_for_turns(self, number: int) -> list[TracedTurn]:
-        """The requests, once so many have their line; it is written just after the last byte of the answer."""
-        return wait_until(lambda: found if len(found := self.turns()) >= number else None, 10, self.screen.getvalue)
+    def wait_for_turns(self, first: int, number: int, counts: Callable[[TracedTurn], bool]) -> list[TracedTurn]:
+        """From the `first` on the requests that count, once so many have their line; it is written just after the last
+        byte of the answer."""
+
+        def look() -> list[TracedTurn] | None:
+            found = [turn for turn in self.turns()[first:] if counts(turn)]
+            return found if len(found) >= number else None
+
+        return wait_until(look, 60, self.screen.getvalue)
+
+    def port_of(self, front: str) -> int:
+        """The port of kvserve itself, or of LiteLLM in front of it."""
+        return {"kvserve": self.app.port, "litellm": self.proxy_port}[front]
 
     def counters(self) -> dict[str, int]:
         """The correctness counters."""

@@ -152,6 +152,17 @@ def test_a_conversation_is_read_from_the_cache(claude: Anthropic) -> None:
     assert 0 < (second.usage.cache_creation_input_tokens or 0) < 40
 
 
+def test_the_models_are_listed(claude: Anthropic) -> None:
+    """In this API's form, on both ports; each is found by its name, others are not."""
+    listed = list(claude.models.list(limit=1))
+    assert listed[0].id == MODEL and listed[0].type == "model"
+    found = claude.models.retrieve(MODEL)
+    assert found == listed[0] and (found.max_input_tokens or 0) > 0
+    with pytest.raises(anthropic.NotFoundError) as raised:
+        claude.models.retrieve("nobody/nothing")
+    _details(raised.value, "not_found_error")
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 

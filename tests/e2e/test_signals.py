@@ -51,7 +51,7 @@ def check_end(server: ServerProcess, number: signal.Signals, streams: Sequence[C
     assert server.process.returncode == 0, server.screen
     assert seconds < END_SECONDS
     for stream in streams:
-        assert len(stream.finish(1.0).finish_reasons) == 1
+        assert len(stream.finish(60.0).finish_reasons) == 1
     assert not is_alive(proxy)
     assert server.proxy_port is not None
     assert can_listen(server.port)
@@ -95,7 +95,7 @@ def test_a_signal_reaches_every_request(tmp_path: Path, number: signal.Signals) 
         assert server.process.returncode == 0, server.screen
         assert seconds < END_SECONDS
         for stream in (decoding, prefilling, waiting):
-            assert len(stream.finish(1.0).finish_reasons) == 1
+            assert len(stream.finish(60.0).finish_reasons) == 1
         assert "Traceback" not in server.screen
 
 
@@ -108,7 +108,7 @@ def test_a_killed_server_takes_litellm_with_it(tmp_path: Path) -> None:
         stream.wait_for_output()
         server.end(signal.SIGKILL)
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
-            stream.finish(5.0)
+            stream.finish(60.0)
         wait_until(lambda: not is_alive(proxy), END_SECONDS, lambda: "LiteLLM outlives its server")
     with serving(tmp_path, model_flag(), port=server.port, proxy_port=server.proxy_port) as successor:
         successor.wait_until_proxy_ready()

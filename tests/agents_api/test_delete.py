@@ -1,0 +1,91 @@
+"""What a deleted agent leaves of its KV, in RAM and on disk: nothing but what others use too."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.agents_api.test_http import GREEDY, create, delete, get, told
+from tests.serving import CHAT_PATH, AppUnderTest, eventually, serving_app
+
+SYSTEM = "You look at places and say what is there, one thing after the other. " * 12
+ALONE: dict[str, Any] = {"max_kv_size": 4096, "warm_next_turn": False, "prewarm_prefixes": 0}
+"""Nothing is computed ahead, which could come after the deletion."""
+STORY = "{name}: the quick brown fox jumps over the lazy dog and reads the file again. "
+
+
+def talk(app: AppUnderTest, name: str) -> list[dict[str, Any]]:
+    """Two turns of an agent; its history, as a chat would send it."""
+    create(app, name, system_prompt=SYSTEM)
+    for number in range(2):
+        told(app, name, STORY.format(name=name) * 12 + str(number))
+    return [dict(message) for message in get(app, name)["messages"]]
+
+
+def num_cached(app: AppUnderTest, name: str, history: list[dict[str, Any]]) -> tuple[int, int]:
+    """How many tokens are known of an agent's conversation that goes on, and of how many; asking keeps none."""
+    messages = [*history, {"role": "user", "content": "?"}]
+    body = {"messages": messages, **GREEDY, "max_tokens": 1, "ttl": 0, "session_id": f"agent:{name}"}
+    usage: Any = app.post(CHAT_PATH, body).json["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"]), int(usage["prompt_tokens"])
+
+
+def stored(app: AppUnderTest) -> tuple[int, int]:
+    """Bytes in RAM and on disk, once all is written."""
+    report: Any = {}
+
+    def is_settled() -> bool:
+        report.update(app.get("/v1/cache").json)
+        return not report["disk"]["num_queued_bytes"]
+
+    assert eventually(is_settled)
+    return int(report["ram_bytes"]), int(report["disk_bytes"])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_the_kv_of_a_deleted_agent_leaves_at_once(family: str, tmp_path: Path) -> None:
+    """Its own part only: the system prompt that both agents have stays, and so does all of the other one."""
+    with serving_app(tmp_path, family, **ALONE) as app:
+        other, one = talk(app, "other"), talk(app, "one")
+        known = num_cached(app, "other", other)
+        before, begun = num_cached(app, "one", one), stored(app)
+        assert before[0] > 0.9 * before[1] and known[0] > 0.9 * known[1]
+        assert delete(app, "one").status == 200
+        assert eventually(lambda: stored(app)[0] < 0.8 * begun[0] and stored(app)[1] < 0.8 * begun[1]), stored(app)
+        system, _ = num_cached(app, "one", one[:1])
+        assert num_cached(app, "one", one)[0] <= system + 32 < 0.5 * before[0]
+        assert system > 100 and num_cached(app, "other", other) == known
+    with serving_app(tmp_path, family, **ALONE) as app:
+        assert num_cached(app, "one", one)[0] <= system + 32, "the disk has it no more"
+        assert num_cached(app, "other", other)[0] >= known[0] - 32, "and all of the other one"
+
+
+def test_without_a_disk_the_order_does_not_matter(tmp_path: Path) -> None:
+    """A file of KV may begin with what others use and stay for that; RAM is cut where they part."""
+    with serving_app(tmp_path, disk_cache="off", **ALONE) as app:
+        one, other = talk(app, "one"), talk(app, "other")
+        known = num_cached(app, "other", other)
+        assert delete(app, "one").status == 200
+        system, _ = num_cached(app, "one", one[:1])
+        assert 100 < num_cached(app, "one", one)[0] <= system + 32
+        assert num_cached(app, "other", other) == known
+
+
+def test_without_deletion_a_restart_finds_it(tmp_path: Path) -> None:
+    """The control: the disk would have had it."""
+    with serving_app(tmp_path, **ALONE) as app:
+        one = talk(app, "one")
+        known = num_cached(app, "one", one)
+    with serving_app(tmp_path, **ALONE) as app:
+        assert num_cached(app, "one", one)[0] >= known[0] - 32
+
+
+def test_after_a_restart_only_the_disk_has_it(tmp_path: Path) -> None:
+    """Deleted by a server that never computed it, it is gone for the next one."""
+    with serving_app(tmp_path, **ALONE) as app:
+        one = talk(app, "one")
+    with serving_app(tmp_path, **ALONE) as app:
+        assert delete(app, "one").status == 200
+    with serving_app(tmp_path, **ALONE) as app:
+        cached, num_tokens = num_cached(app, "one", one)
+        assert cached < 0.5 * num_tokens

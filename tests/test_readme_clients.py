@@ -1,0 +1,54 @@
+"""The README's lines for clients can be pasted: each block is whole, and all of them name the port that is open."""
+
+import json
+import re
+import tomllib
+from typing import Any
+
+import pytest
+
+from tests.e2e import pasted
+from tests.e2e.clients import PACKAGES
+
+SECTIONS = {"claude": "Claude Code", "codex": "Codex", "opencode": "opencode", "pi": "PI", "openclaw": "OpenClaw"}
+SDKS = ("The anthropic SDK", "The openai SDK")
+
+
+def test_every_client_that_is_tried_has_a_section() -> None:
+    """And every section with lines to paste is one that is tried; aider is not."""
+    assert set(SECTIONS) == set(PACKAGES) - {"node24"}
+    readme = pasted.README.read_text("utf-8")
+    part = readme[readme.index("## Point your client at it") : readme.index("## Endpoints")]
+    assert set(re.findall(r"^### (.*)$", part, re.MULTILINE)) == {*SECTIONS.values(), *SDKS, "aider"}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_configurations_of_pi(number: int) -> None:
+    """Over both APIs, under the names that the command has."""
+    configured: dict[str, Any] = pasted.configuration("PI", 1234, 7, number)
+    [(name, provider)] = configured["providers"].items()
+    [model] = provider["models"]
+    assert ("--provider", name, "--model", model["id"]) == pasted.command("PI")
+    assert model["maxTokens"] == 7 and "127.0.0.1:1234" in provider["baseUrl"]
+
+
+def test_configurations_of_the_others() -> None:
+    """Their forms are right, and the commands name what is configured."""
+    opencode = pasted.configuration("opencode", 1234, 7)["provider"]
+    [(name, provider)] = opencode.items()
+    assert ("--model", f"{name}/{next(iter(provider['models']))}") == pasted.command("opencode")
+    assert provider["models"]["local"]["limit"]["output"] == 7
+    assert {"@ai-sdk/openai", provider["npm"]} <= set(re.findall(r"@ai-sdk/[a-z-]+", pasted.section("opencode")))
+    codex = tomllib.loads(pasted.block("Codex", "toml", 1234))
+    assert codex["model_providers"][codex["model_provider"]]["base_url"] == "http://127.0.0.1:1234/v1"
+    openclaw = pasted.configuration("OpenClaw", 1234, 7)
+    [(name, provider)] = openclaw["models"]["providers"].items()
+    assert openclaw["agents"]["defaults"]["model"]["primary"] == f"{name}/{provider['models'][0]['id']}"
+    assert pasted.variables("Claude Code", 1234)["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1234"
+    assert "4000" not in json.dumps([opencode, codex, openclaw])
+
+
+@pytest.mark.parametrize("sdk", SDKS)
+def test_lines_for_sdks_are_python(sdk: str) -> None:
+    """They compile; that they run is tried end to end."""
+    compile(pasted.block(sdk, "python", 1234), sdk, "exec")
