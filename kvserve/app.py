@@ -28,7 +28,9 @@ from kvserve.engine.model import expected_sizes, resolve_model_folder
 from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.errors import KvserveError, ModelLoadError, NotReady, RequestError, StartupError
 from kvserve.loading import ModelMaker
+from kvserve.next_turns import NextTurns
 from kvserve.pipeline import ServedModel, count_tokens, serve_turn
+from kvserve.prewarming import Prewarming, prewarm
 from kvserve.protocols.openai_models import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.proxy.litellm import LitellmProxy
@@ -44,6 +46,7 @@ from kvserve.wiring import (
     catalogue_settings,
     identity_settings,
     proxy_settings,
+    remote_pictures,
     request_defaults,
     seeing_settings,
     url_host,
@@ -110,14 +113,17 @@ class App:
         self._server = HttpServer(web_settings(self._settings), make_router(self), terminal.error)
         self._defaults = request_defaults(self._settings)
         self._catalogue_settings = catalogue_settings(self._settings, self._listed_model_id)
+        self._next_turns = NextTurns(self._loaded_as, terminal.error) if self._settings.warm_next_turn else None
+        observer = self._seeing.observer()
         maker = ModelMaker(
             settings=self._settings,
             defaults=self._defaults,
             identity=identity_settings(self._settings),
-            observe=self._seeing.observer(),
+            observe=self._next_turns.beside(observer) if self._next_turns is not None else observer,
             report=terminal.error,
             records_dir=self._settings.disk_cache_dir if launch.disk_cache == "on" else None,
             disk_cache=launch.disk_cache,
+            remote=remote_pictures(self._settings),
         )
         self._roster = Roster(
             maker,
@@ -133,6 +139,7 @@ class App:
                 serve=self._roster.serve,
                 count=lambda turn, served: count_tokens(self._roster.countable(turn, served), served),
                 kept=self._kept_tokens,
+                let_go=self._let_go,
             ),
         )
         self._responses = ResponseStore(self._settings.state_dir / RESPONSES_FILE, terminal.error)
@@ -157,6 +164,8 @@ class App:
         """End streams well-formed, then the proxy, the engine and what is left of the sockets."""
         self._server.stop_accepting()
         self._server.close(STREAMS_END_SECONDS)
+        if self._next_turns is not None:
+            self._next_turns.stop()
         self._roster.stop(0)
         if self._proxy is not None:
             self._proxy.stop()
@@ -273,6 +282,10 @@ class App:
     def explain(self, request_id: str | None) -> JsonObject:
         return self._seeing.explain(request_id)
 
+    def count_error(self, endpoint: str, status: int) -> None:
+        """An error is answered: count it, whether or not a model hears of it."""
+        self._seeing.count_error(endpoint, status)
+
     def metrics(self) -> bytes:
         return self._seeing.metrics()
 
@@ -298,7 +311,16 @@ class App:
         for known in self._roster.known():
             known.conversations.clear()
         self._seeing.clear()
+        if self._next_turns is not None:
+            self._next_turns.clear()
         served.engine.clear_cache()
+
+    def _loaded_as(self, model_name: str) -> ServedModel | None:
+        """The loaded model, if this is its name."""
+        with contextlib.suppress(NotReady):
+            served = self._roster.loaded
+            return served if served.name == model_name else None
+        return None
 
     def _kept_tokens(self, model_name: str, ids: tuple[int, ...], used_at: float) -> tuple[int, int]:
         """How much of a conversation's KV is in RAM, and how much there or on disk."""
@@ -310,8 +332,20 @@ class App:
         is_fresh = time.time() - used_at < self._settings.disk_cache_ttl_hours * 3_600
         return 0, len(ids) if self._launch.disk_cache == "on" and is_fresh else 0
 
+    def _let_go(self, model_name: str, ids: tuple[int, ...], session: str) -> None:
+        """Forget the KV of a conversation that nobody will go on with; what is not loaded ages out on disk."""
+        if (served := self._loaded_as(model_name)) is not None:
+            with contextlib.suppress(NotReady):
+                served.engine.discard(ids, session)
+
     def count_tokens(self, turn: Turn, served: ServedModel) -> int:
         return count_tokens(self._roster.countable(turn, served), served)
+
+    def prewarm(self, turn: Turn, served: ServedModel) -> Prewarming:
+        """Have what requests like this begin with computed soon; no other model is loaded for it."""
+        if (loaded := self._loaded_as(served.name)) is None:
+            raise NotReady(f"{served.name} is not loaded now.", retry_after_seconds=10)
+        return prewarm(turn, loaded)
 
     def serve(self, turn: Turn, served: ServedModel) -> TurnInProgress:
         """Submit a turn; one whose model is not loaded waits for it."""

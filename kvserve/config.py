@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvserve.errors import SettingError
@@ -55,6 +55,16 @@ def _parse_list(value: object) -> object:
     return tuple(item.strip() for item in value.split(",") if item.strip()) if isinstance(value, str) else value
 
 
+def _check_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """Lower-case host names, each with `:port` where it is not 443; no addresses in numbers, no patterns."""
+    label = "[a-z0-9_](?:[a-z0-9_-]*[a-z0-9_])?"
+    hosts = tuple(host.lower().removesuffix(":443") for host in hosts)
+    for host in hosts:
+        if not re.fullmatch(rf"(?:{label}\.)*(?!\d+(?::|$)){label}(?::[1-9]\d{{0,4}})?", host):
+            raise ValueError(f"{host!r} is no host name")
+    return hosts
+
+
 def _parse_path(value: object) -> object:
     return Path(value).expanduser() if isinstance(value, str) else value
 
@@ -68,6 +78,7 @@ Size = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
 AutoSize = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_parse_auto_size)]
 Folder = Annotated[Path, BeforeValidator(_parse_path)]
 NameList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_list)]
+HostList = Annotated[NameList, AfterValidator(_check_hosts)]
 
 
 DiskMode = Literal["on", "ephemeral", "off"]
@@ -174,6 +185,18 @@ class Settings(BaseSettings):
     disk_cache_ttl_hours: Annotated[float, Field(gt=0)] = Field(
         24, description="Idle hours after which KV and records leave the disk."
     )
+    warm_next_turn: bool = Field(
+        True, description="While idle, compute what the next request of each session must begin with."
+    )
+    prewarm_prefixes: Annotated[int, Field(ge=0, le=64)] = Field(
+        4, description="System prompts with tools, the most used ones, that an idle server computes at its start."
+    )
+    warm_max_tokens: Positive = Field(
+        32768, description="Most tokens that are computed for one prefix that no client asked for."
+    )
+    warm_max_time_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.5, description="Share of the time that may go into what no client asked for; 0 = none of it."
+    )
     default_temperature: Annotated[float, Field(ge=0, le=2)] = Field(0.1, description="Temperature; 0 is greedy.")
     default_top_p: Annotated[float, Field(gt=0, le=1)] = Field(0.9, description="Nucleus sampling; 1 = off.")
     default_top_k: Annotated[int, Field(ge=0)] = Field(40, description="Draw from the k likeliest tokens; 0 = off.")
@@ -225,6 +248,16 @@ class Settings(BaseSettings):
     explanations_kept: Positive = Field(1000, description="Requests that GET /v1/cache/explain can explain.")
     dashboard_show_text: bool = Field(
         False, description="Let the dashboard show the text around a difference, up to 80 characters of a prompt."
+    )
+    image_hosts: HostList = Field(
+        (),
+        description="Hosts whose https pictures are fetched, by comma, with :port where it is not 443; others never.",
+    )
+    image_fetch_seconds: PositiveSeconds = Field(
+        20, description="Time for all pictures that one request lets the server fetch."
+    )
+    image_fetch_max_bytes: Size = Field(
+        64 * 2**20, description="Most bytes of all pictures that one request lets the server fetch; of one, 32 MiB."
     )
     vlm_cache_debug: bool = Field(False, description="Log the first 64 prompt ids and the image cuts.")
 
@@ -310,6 +343,8 @@ _EXPECTED = {
     "max_batch_bytes": "AUTO or a positive size such as 4GB",
     "max_request_body_bytes": "a positive size such as 64MiB",
     "session_records_max_bytes": "a positive size such as 512MiB",
+    "image_hosts": "host names by comma, such as images.example.com or cdn.example.com:8443",
+    "image_fetch_max_bytes": "a positive size such as 64MiB",
     "max_header_bytes": "a size of at least 1024 bytes",
 }
 

@@ -10,6 +10,7 @@ from kvserve.core import JsonObject, TokenSequence
 from kvserve.engine.disk_cache import DiskReport
 from kvserve.engine.prefix_cache import CacheReport
 from kvserve.engine.vision_tower import ImageReport
+from kvserve.engine.warming import WarmReport
 from kvserve.identity import ConversationTotals
 from kvserve.roster import RosterStatus
 from kvserve.running import FinishedTurn
@@ -48,6 +49,8 @@ def cache_body(report: CacheReport, totals: ConversationTotals, num_rejections: 
         "num_prompt_tokens": report.totals.num_prompt_tokens,
         "num_cached_tokens": report.totals.num_cached_tokens,
         "num_prefill_tokens": report.totals.num_prefill_tokens,
+        "num_warmed_tokens": report.warming.tokens.num_warmed_tokens if report.warming is not None else 0,
+        "warming": _warming_body(report.warming) if report.warming is not None else None,
         "ram_bytes": report.stats.ram_bytes,
         "max_ram_bytes": report.max_bytes,
         "live_bytes": report.stats.live_bytes,
@@ -65,6 +68,22 @@ def cache_body(report: CacheReport, totals: ConversationTotals, num_rejections: 
         "num_record_faults": totals.archive.num_faults,
         "disk_bytes": report.disk.stats.num_bytes if report.disk is not None else 0,
         "disk": _disk_body(report.disk) if report.disk is not None else None,
+    }
+
+
+def _warming_body(warming: WarmReport) -> JsonObject:
+    """What was computed ahead of requests and what came of it."""
+    tokens = warming.tokens
+    return {
+        "num_warmed_tokens": tokens.num_warmed_tokens,
+        "num_used_tokens": tokens.num_used_tokens,
+        "num_wasted_tokens": tokens.num_wasted_tokens,
+        "num_unused_tokens": tokens.num_unused_tokens,
+        "num_jobs_waiting": warming.num_waiting,
+        "num_jobs_done": warming.num_done,
+        "num_jobs_dropped": warming.num_dropped,
+        "num_jobs_failed": warming.num_failed,
+        "seconds": round(warming.seconds, 3),
     }
 
 

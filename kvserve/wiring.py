@@ -9,9 +9,11 @@ from kvserve.core import RequestDefaults, SamplingParams
 from kvserve.engine.disk_open import DiskSettings
 from kvserve.engine.prefix_cache import CacheSettings
 from kvserve.engine.quantised import KvSettings
+from kvserve.engine.warming import WarmSettings
 from kvserve.engine.worker import EngineSettings
 from kvserve.errors import SettingError
 from kvserve.identity import IdentitySettings
+from kvserve.prompt.images_remote import RemoteLimits, RemotePictures
 from kvserve.proxy.settings import ProxySettings
 from kvserve.seeing import SeeingSettings
 from kvserve.sessions.stores import StoreLimits
@@ -61,6 +63,7 @@ def engine_settings(settings: Settings, disk_cache: DiskMode = "on") -> EngineSe
             start=settings.quantized_kv_start,
         ),
         disk=_disk_settings(settings, disk_cache),
+        warming=WarmSettings(max_tokens=settings.warm_max_tokens, time_share=settings.warm_max_time_share),
         idle_sweep_seconds=min(settings.eviction_interval_seconds, settings.keepalive_interval_seconds / 8),
     )
 
@@ -150,6 +153,12 @@ def proxy_settings(settings: Settings, backend_port: int) -> ProxySettings:
         allowed_hosts=settings.allowed_hosts,
         max_body_bytes=settings.max_request_body_bytes,
     )
+
+
+def remote_pictures(settings: Settings) -> RemotePictures | None:
+    """What fetches pictures of the hosts that are allowed; None where none is."""
+    limits = RemoteLimits(settings.image_fetch_seconds, settings.image_fetch_max_bytes)
+    return RemotePictures(settings.image_hosts, limits) if settings.image_hosts else None
 
 
 def seeing_settings(settings: Settings) -> SeeingSettings:
