@@ -30,18 +30,21 @@ from benchmarks import (
     sharing,
     stall,
     throughput,
+    vision,
     warm_turn,
+    warming,
 )
 from benchmarks.client import BenchmarkError
 from benchmarks.figure import Figure, markdown_table
 
 BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
-    "throughput": (throughput.run, 5),
+    "throughput": (throughput.run, 11),
     "own_time": (own_time.run, 5),
     "first_token": (first_token.run, 5),
     "stall": (stall.run, 3),
     "mixed_lengths": (mixed_lengths.run, 5),
     "warm_turn": (warm_turn.run, 7),
+    "warming": (warming.run, 10),
     "known_prefix": (known_prefix.run, 9),
     "own_turn": (own_turn.run, 9),
     "seeing": (seeing.run, 15),
@@ -50,6 +53,7 @@ BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
     "sharing": (sharing.run, 3),
     "memory": (memory.run, 1),
     "reuse": (reuse.run, 1),
+    "vision": (vision.run, 9),
     "open_loop": (open_loop.run, 1),
     "real_loop": (real_loop.run, 1),
     "checkpoint_budget": (checkpoint_budget.run, 1),

@@ -24,6 +24,7 @@ from kvserve.engine.admission import Budget
 from kvserve.engine.prefix_cache import CacheSettings, PrefixCache
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.scheduler import Scheduler
+from kvserve.engine.warming import WarmSettings
 from kvserve.prompt.boundaries import MessageMarkers, learn_markers
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
@@ -91,6 +92,7 @@ class Known:
             prefill_step_size=2048,
             watchdog_seconds=0,
             report=_fail,
+            warming=WarmSettings(),
         )
         for end in self.offsets[2:]:
             self._serve(self.ids[:end])

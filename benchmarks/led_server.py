@@ -124,10 +124,11 @@ def _told(path: str, usage: Mapping[str, Any]) -> Told:
 
 @contextlib.contextmanager
 def led_server(folder: Path, scratch: Path) -> Iterator[LedServer]:
-    """Serve the model in `folder` on a free port with default settings, without LiteLLM and without a disk."""
+    """Serve the model in `folder` on a free port with default settings, without LiteLLM, a disk or warming."""
     values: dict[str, Any] = {name: field.default for name, field in Settings.model_fields.items()}
     values |= {"model_path": str(folder), "mlx_port": 0, "state_dir": scratch / "state", "log_root": scratch / "logs"}
     values |= {"disk_cache_dir": scratch / "kv", "enable_request_logging": False}
+    values |= {"warm_next_turn": False}  # what an idle engine does between two requests is nobody's answer
     settings = Settings(_env_file=None, **values)  # type: ignore[call-arg]  # pydantic-settings reads it from kwargs
     app = App(Launch(settings, False, False, "off", {}), Terminal(Console(file=io.StringIO())))
     server = LedServer(app)

@@ -24,6 +24,7 @@ from kvserve.identity import Conversations
 from kvserve.output.formats import select_format
 from kvserve.pipeline import ServedModel, serve_turn
 from kvserve.prompt.boundaries import learn_markers
+from kvserve.prompt.images import Images
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
@@ -134,6 +135,14 @@ class PlaybackEngine:
             pass
 
 
+def _images(model: LoadedModel, template: ChatTemplate) -> Images | None:
+    """What reads the pictures of a vision checkpoint."""
+    if model.sight is None:
+        return None
+    reader = model.sight.reader
+    return Images(reader, reader.words(template.image_words or reader.placeholder))
+
+
 class ModelFree:
     """One model's template and tokenizer behind the server's own code, with default settings and memory without end."""
 
@@ -163,6 +172,7 @@ class ModelFree:
             vocab_size=model.vocab_size,
             context_limit=CONTEXT_TOKENS,
             observe=Observer(lambda *_: None, self._finished),
+            images=_images(model, template),
         )
 
     def forget(self) -> None:

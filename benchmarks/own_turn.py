@@ -8,7 +8,7 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -76,7 +76,8 @@ class Loop:
 class Turns:
     """A conversation that a server knows, and its next turn, again and again with other words."""
 
-    def __init__(self, family: str, folder: Path) -> None:
+    def __init__(self, family: str, folder: Path, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._model = ModelFree(folder, is_cuttable=CONVENTIONS[family].is_cuttable)
         self._loop = Loop()
         self._numbers = count(NUM_MESSAGES)
@@ -89,9 +90,9 @@ class Turns:
         number = next(self._numbers)
         request = Request(self._loop.body(f"part {number} is as long as the one before\n" * 20), None)
         body = json.dumps(request.body).encode()
-        started = time.perf_counter()
+        started = self._clock()
         running = self._model.start(body, request, number)
-        seconds = time.perf_counter() - started
+        seconds = self._clock() - started
         told = self._model.end(running)
         if told.num_cached_tokens < 0.99 * self.num_tokens:
             raise BenchmarkError(f"only {told.num_cached_tokens} of {told.num_prompt_tokens} tokens were known")

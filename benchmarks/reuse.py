@@ -63,10 +63,18 @@ class Judged:
 class Judge:
     """Follows a server's run from the moment it knows nothing. Raises BenchmarkError where the two disagree."""
 
-    def __init__(self, family: str, folder: Path, answer_tokens: int) -> None:
+    def __init__(
+        self,
+        family: str,
+        folder: Path,
+        answer_tokens: int,
+        *,
+        rendering: Rendering | None = None,
+        model: GreedyModel | None = None,
+    ) -> None:
         self._convention = CONVENTIONS[family]
-        self._rendering = Rendering(folder, self._convention)
-        self._model = GreedyModel(folder)
+        self._rendering = Rendering(folder, self._convention) if rendering is None else rendering
+        self._model = GreedyModel(folder) if model is None else model
         self._answer_tokens = answer_tokens
         self._computed = Computed()
         self._emitted: dict[str, list[int]] = {}

@@ -39,15 +39,15 @@ class Rig:
 
     def health(self) -> dict[str, Any]:
         """The body of `/health`."""
-        return _ask(self.port, "GET", "/health")[1]
+        return ask(self.port, "GET", "/health")[1]
 
     def cache(self) -> dict[str, Any]:
         """The body of `GET /v1/cache`."""
-        return _ask(self.port, "GET", "/v1/cache")[1]
+        return ask(self.port, "GET", "/v1/cache")[1]
 
     def clear_cache(self) -> None:
         """Let the server forget all KV."""
-        _ask(self.port, "DELETE", "/v1/cache")
+        ask(self.port, "DELETE", "/v1/cache")
 
     def server_rss_bytes(self) -> int:
         """Physical memory of the server's process."""
@@ -133,7 +133,8 @@ def serving(folder: Path, scratch: Path, given: dict[str, str]) -> Iterator[tupl
     own = {setting_key(name) for name in Settings.model_fields}
     environment = {key: value for key, value in os.environ.items() if key.upper() not in own}
     environment |= {"STATE_DIR": str(scratch / "run"), "LOG_ROOT": str(scratch / "logs"), "HF_HUB_OFFLINE": "1"}
-    environment |= {"DISK_CACHE_DIR": str(scratch / "disk"), **given}
+    # idle work of the server would fall on whatever is measured meanwhile
+    environment |= {"DISK_CACHE_DIR": str(scratch / "disk"), "WARM_NEXT_TURN": "false", **given}
     log = scratch / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=scratch, env=environment, stdout=output, stderr=output)
@@ -153,13 +154,13 @@ def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) ->
     deadline = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            if _ask(port, "GET", "/health")[0] == 200:
+            if ask(port, "GET", "/health")[0] == 200:
                 return
         time.sleep(0.1)
     raise BenchmarkError(f"the server did not start:\n{log.read_text('utf-8')[-2000:]}")
 
 
-def _ask(port: int, method: str, path: str) -> tuple[int, dict[str, Any]]:
+def ask(port: int, method: str, path: str) -> tuple[int, dict[str, Any]]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request(method, path)

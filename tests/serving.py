@@ -20,6 +20,7 @@ from rich.console import Console
 
 import kvserve.app
 from kvserve.app import App
+from kvserve.cache.disk_tier import DiskTier
 from kvserve.config import DiskMode, Launch, Settings
 from kvserve.engine import scheduler as scheduler_module
 from kvserve.pipeline import ServedModel
@@ -82,9 +83,9 @@ class AppUnderTest:
         with self.connect() as client:
             return client.request("POST", path, body, {"Connection": "close", **(headers or {})})
 
-    def get(self, path: str) -> Response:
+    def get(self, path: str, headers: Mapping[str, str] | None = None) -> Response:
         with self.connect() as client:
-            return client.request("GET", path, None, {"Connection": "close"})
+            return client.request("GET", path, None, {"Connection": "close", **(headers or {})})
 
     def clear_cache(self) -> None:
         """DELETE /v1/cache."""
@@ -139,9 +140,14 @@ def serving_app(
     **settings: Any,
 ) -> Iterator[AppUnderTest]:
     """A server on a tiny model; `web` changes WebSettings, `settings` the operator's (defaults, whatever the
-    environment says). `folder` takes its files. At the end it stops and must leave no thread."""
+    environment says). `folder` takes its files; what they hold is read, however slow a busy machine's disk was found to
+    be. At the end it stops and must leave no thread."""
     threads = set(threading.enumerate())
-    with unstarted_app(folder, family, web=web, disk_cache=disk_cache, **settings) as under_test:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        unstarted_app(folder, family, web=web, disk_cache=disk_cache, **settings) as under_test,
+    ):
+        patch.setattr(DiskTier, "read_rate", None)
         under_test.app.start(threading.Event())
         with _counted(under_test):
             yield under_test
@@ -166,6 +172,8 @@ def unstarted_app(
         "state_dir": folder / "state",
         "log_root": folder / "logs",
         "disk_cache_dir": folder / "kv",
+        "prewarm_prefixes": 0,
+        "warm_next_turn": False,  # reuse and forward passes are those of the requests alone
     }
     launch = Launch(Settings(_env_file=None, **(values | settings)), False, False, disk_cache, {})  # type: ignore[call-arg]
     screen = io.StringIO()

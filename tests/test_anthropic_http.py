@@ -201,11 +201,11 @@ def test_lifetimes_of_requests(app: AppUnderTest) -> None:
     for _ in range(2):
         assert ask(app, WORDS * 3, thinking=OFF, ttl=0)["usage"]["cache_read_input_tokens"] == 0
     assert app.get("/v1/cache").json["num_segments"] == 0
-    ask(app, "One " + WORDS * 3, thinking=OFF, ttl=1)
+    ask(app, "One " + WORDS * 3, thinking=OFF, ttl=100)
     ask(app, "Two " + WORDS * 3, thinking=OFF, cache_control=MARK)
     ask(app, "Three " + WORDS * 3, thinking=OFF)
     assert eventually(lambda: app.is_idle() and app.get("/v1/cache").json["num_entries"] == 3)
-    time.sleep(1.1)
+    app.served.engine._ask(lambda scheduler: setattr(scheduler.cache._tree, "_clock", lambda: time.monotonic() + 150))
     ask(app, "Four " + WORDS * 3, thinking=OFF)
     assert eventually(lambda: app.is_idle() and app.get("/v1/cache").json["num_entries"] == 3)
 

@@ -1,21 +1,19 @@
 """Recorded sessions of Claude Code and of PI over Anthropic's API, through the server's own path without a model."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.frozen import FrozenOracle
-from benchmarks.model_free import ModelFree
-from benchmarks.open_loop import play, shares
-from benchmarks.recordings import MESSAGES, Conversation, Reply, Request, read_recordings, shared_folder
-from benchmarks.reuse_oracle import CONVENTIONS
-from kvserve.core import RequestId
-from kvserve.pipeline import count_tokens
-from kvserve.protocols.anthropic_messages import parse_counted
+from benchmarks.open_loop import play, pooled, row_of
+from benchmarks.recordings import Conversation, Request, read_recordings, shared_folder
 from tests.models import tiny_model
+from tests.recorded_company import is_no_worse, lead, model_of
 
 CLIENTS = ("pi-0.87-anthropic", "claude-code-2.1.119", "claude-code-2.1.330")
 FAMILIES = ("qwen3", "qwen3_5")
 BEST_OF_OTHERS = {("claude-code", "qwen3"): 0.992, ("claude-code", "qwen3_5"): 0.989}
-"""What the best server measured beside this one reuses, where that can be reached: the edit of CLAUDE.md costs more."""
+"""What the best server measured beside this one reuses, where that can be reached: see the test without thinking."""
 
 
 def conversation(client: str) -> Conversation:
@@ -26,17 +24,14 @@ def conversation(client: str) -> Conversation:
     return talks[0]
 
 
-def model_of(family: str) -> ModelFree:
-    return ModelFree(tiny_model(family), is_cuttable=CONVENTIONS[family].is_cuttable)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("client", CLIENTS)
 def test_as_much_is_reused_as_was_possible(client: str, family: str) -> None:
     """Reuse is the oracle's, to a hundredth; the oracle reads the bodies with code of its own."""
     talk = conversation(client)
-    share = shares([play(talk, family, model_of(family), FrozenOracle(family, tiny_model(family)))], with_first=False)
+    played = play(talk, family, model_of(family), FrozenOracle(family, tiny_model(family)))
+    share = pooled([row_of(played)], with_first=False)
     print(f"{client}, {family}: reuse {share.reuse:.4f}, oracle {share.oracle:.4f}, {share.num_prompt_tokens:,} tokens")
     assert share.num_requests == len(talk.requests) - 1 and share.oracle > 0.85
     assert share.is_at_oracle
@@ -44,34 +39,36 @@ def test_as_much_is_reused_as_was_possible(client: str, family: str) -> None:
         assert share.reuse >= best
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("client", CLIENTS[1:])
+def test_without_thinking_in_prompts_it_is_the_best_of_others(client: str, family: str) -> None:
+    """A dense model's template takes old thinking away, which costs; servers that never show it reach more, and so does
+    this one on the same sessions without thinking."""
+    talk = conversation(client)
+    played = [_without_thinking(request) for request in talk.requests]
+    model, oracle = model_of(family), FrozenOracle(family, tiny_model(family))
+    share = pooled([row_of(play(replace(talk, requests=tuple(played)), family, model, oracle))], with_first=False)
+    print(f"{client} without thinking, {family}: reuse {share.reuse:.4f}, oracle {share.oracle:.4f}")
+    assert share.reuse >= BEST_OF_OTHERS["claude-code", family]
+
+
+def _without_thinking(request: Request) -> Request:
+    """The same request without a thought, in its messages and in its answer."""
+    messages = [
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [block for block in message["content"] if block["type"] != "thinking"]}
+        for message in request.body["messages"]
+    ]
+    reply = replace(request.reply, reasoning="") if request.reply is not None else None
+    return replace(request, body={**request.body, "messages": messages}, reply=reply)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_side_requests_and_counts_cost_nothing(family: str) -> None:
+@pytest.mark.parametrize("client", [*(pytest.param(name, marks=pytest.mark.long) for name in CLIENTS[:2]), CLIENTS[2]])
+def test_side_requests_and_counts_cost_nothing(client: str, family: str) -> None:
     """Titles and other small questions under the same session, and a count before each request: the same reuse."""
-    talk = conversation("claude-code-2.1.330")
-    runs = []
-    for has_company in (False, True):
-        model, cached = model_of(family), []
-        for number, request in enumerate(talk.requests):
-            if has_company:
-                body = {key: value for key, value in request.body.items() if key != "max_tokens"}
-                counted = count_tokens(
-                    parse_counted(body, request.headers, model.served.defaults, RequestId("count")), model.served
-                )
-                model.serve(_side_request(request, number), 1_000 + number)
-            told = model.serve(request, number)
-            cached.append((told.num_cached_tokens, told.num_prompt_tokens))
-            assert not has_company or counted == told.num_prompt_tokens
-        runs.append(cached)
-    alone, in_company = runs
-    assert all(other[0] >= one[0] and other[1] == one[1] for one, other in zip(alone, in_company, strict=True))
-
-
-def _side_request(request: Request, number: int) -> Request:
-    """A small question of the same client beside its conversation."""
-    body = {
-        **{key: request.body[key] for key in ("model", "metadata", "max_tokens", "stream")},
-        "system": [{"type": "text", "text": "Write a title of at most five words for the conversation."}],
-        "messages": [{"role": "user", "content": f"Part {number}: {request.body['messages'][-1]['content']!s:.400}"}],
-    }
-    return Request(body, Reply(content="A title"), request.headers, MESSAGES)
+    talk = conversation(client)
+    assert is_no_worse(lead(talk, family, in_company=False), lead(talk, family, in_company=True))

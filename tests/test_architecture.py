@@ -21,6 +21,9 @@ JOINERS = (
     "kvserve/stage.py",
     "kvserve/roster.py",
     "kvserve/agent_turns.py",
+    "kvserve/foresight.py",
+    "kvserve/next_turns.py",
+    "kvserve/prewarming.py",
     "kvserve/wiring.py",
     "kvserve/web/",
 )
@@ -85,13 +88,14 @@ DOORS = (
     Door("only config.py reads the environment", reads_environment, ("kvserve/config.py",)),
     Door("only proxy/ starts processes", starts_process, ("kvserve/proxy/",)),
     Door(
-        "only the engine worker, the disk writers, the web server and the proxy watcher start threads",
+        "only the engine worker, the disk writers, who guesses, the web server and the proxy watcher start threads",
         starts_thread,
         (
             "kvserve/engine/worker.py",
             "kvserve/engine/courier.py",
             "kvserve/cache/disk_tier.py",
             "kvserve/sessions/archive.py",
+            "kvserve/next_turns.py",
             "kvserve/web/",
             "kvserve/proxy/",
         ),

@@ -72,6 +72,11 @@ def test_the_demo_takes_no_model() -> None:
         ("GENERATION_WATCHDOG_SECONDS", "nan", "finite"),
         ("MODEL_FAMILY", "llama", "'auto', 'qwen3', 'glm4' or 'generic'"),
         ("MAX_QUEUED_REQUESTS", "-1", "greater than or equal to 0"),
+        ("IMAGE_HOSTS", "127.0.0.1", "host names by comma"),
+        ("IMAGE_HOSTS", "[::1]:443", "host names by comma"),
+        ("IMAGE_HOSTS", "*.example.com", "host names by comma"),
+        ("IMAGE_HOSTS", "https://example.com", "host names by comma"),
+        ("IMAGE_FETCH_SECONDS", "0", "greater than 0"),
     ],
 )
 def test_a_wrong_value_names_key_value_and_expectation(
@@ -95,6 +100,12 @@ def test_sizes_have_units(monkeypatch: pytest.MonkeyPatch, written: str, size: i
     """Bytes, decimal and binary units, AUTO where the machine decides."""
     monkeypatch.setenv("MAX_BATCH_BYTES", written)
     assert load_launch([]).settings.max_batch_bytes == size
+
+
+def test_hosts_of_pictures_are_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In lower case, with a port where it is not that of https."""
+    monkeypatch.setenv("IMAGE_HOSTS", "Images.Example.com:443, cdn.example.com:8443,nas")
+    assert load_launch([]).settings.image_hosts == ("images.example.com", "cdn.example.com:8443", "nas")
 
 
 def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """A turn that waits for its place: silence, then its answer; whoever leaves is gone."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -23,6 +23,9 @@ class Running:
 
     def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
         yield from (ContentDelta("Hello"), DONE)
+
+    def wait(self, seconds: float, read: Callable[[], bool]) -> None:
+        self.is_waited_for = True
 
     def cancel(self) -> None:
         self.is_cancelled = True

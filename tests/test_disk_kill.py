@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.servers import ServerProcess, serving
+from tests.e2e.servers import ServerProcess, serving, wait_until
 from tests.models import tiny_model
 
 OTHERS = ("qwen3", "gemma3", "gpt_oss", "glm4_moe_lite")
@@ -52,15 +52,34 @@ def answer(server: ServerProcess, prompt: tuple[str, str], max_tokens: int = 16)
     return text, usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"]
 
 
+def wait_until_written(server: ServerProcess) -> None:
+    """Until the disk has bytes, none is queued, and that has been so for a second."""
+    looks: list[int] = []
+
+    def is_settled() -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        try:
+            connection.request("GET", "/v1/cache")
+            report = json.loads(connection.getresponse().read())
+        finally:
+            connection.close()
+        num_bytes = report["disk_bytes"] if not report["disk"]["num_queued_bytes"] else 0
+        looks.append(num_bytes)
+        time.sleep(0.1)
+        return num_bytes > 0 and looks[-10:] == [num_bytes] * 10
+
+    wait_until(is_settled, 60, lambda: f"not settled: {looks}")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("family", ["qwen3_5", *(pytest.param(family, marks=pytest.mark.e2e) for family in OTHERS)])
 def test_a_killed_server_is_warm_again(family: str, tmp_path: Path) -> None:
-    """Three seconds after the last answer: the prompt is known, the text is the same."""
+    """Once the disk has taken what there was: the prompt is known, the text is the same."""
     model = str(tiny_model(family))
     with serving(tmp_path, "--model", model, with_proxy=False) as server:
         expected, _ = answer(server.wait_until_healthy(), PROMPTS[0])
-        time.sleep(3)
+        wait_until_written(server)
         server.end(signal.SIGKILL)
     with serving(tmp_path, "--model", model, with_proxy=False) as server:
         text, share = answer(server.wait_until_healthy(), PROMPTS[0])

@@ -123,8 +123,8 @@ def test_the_readme_names_every_script() -> None:
 def test_what_is_to_be_pasted_is_well_formed() -> None:
     """JSON parses and points at port 4000, Python compiles."""
     configs = [json.loads(block) for block in blocks("json")]
-    assert len(configs) == 3
-    assert all('"baseurl": "http://127.0.0.1:4000/v1"' in block.lower() for block in blocks("json"))
+    assert len(configs) == 4
+    assert all('"baseurl": "http://127.0.0.1:4000' in block.lower() for block in blocks("json"))
     for block in blocks("python"):
         compile(block, "README.md", "exec")
 

@@ -32,8 +32,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
         model_strict=True,
         max_kv_size=CONTEXT,
         max_request_body_bytes=BODY_LIMIT,
-        body_timeout_seconds=0.3,
-        header_timeout_seconds=0.3,
+        body_timeout_seconds=1.0,
+        header_timeout_seconds=1.0,
     ) as app:
         yield app
 
@@ -215,7 +215,6 @@ def _raw(small: AppUnderTest, data: bytes, *, half_close: bool = False) -> Respo
         client.send(data)
         if half_close:
             client.socket.shutdown(socket.SHUT_WR)
-        client.socket.settimeout(5)
         try:
             if not client.socket.recv(1, socket.MSG_PEEK):
                 return None

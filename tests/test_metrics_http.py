@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,3 +116,29 @@ def test_the_dashboard_and_file_names_hold_no_prompt(app: AppUnderTest) -> None:
     event = json.dumps(app.app.dashboard())
     assert '"sessions": [{' in event and SECRET not in event
     assert not any(SECRET in path.name for path in app.log_root.rglob("*"))
+
+
+def test_errors_that_no_model_hears_of_are_counted(tmp_path: Path) -> None:
+    """By endpoint and status, streamed or not; a path or method that a client made up becomes no label."""
+    with serving_app(tmp_path, api_key="k", model_strict=True, web={"max_body_bytes": 2_000}) as app:
+        own, chat = {"Authorization": "Bearer k"}, [{"role": "user", "content": "Hello."}]
+        expected = {
+            (CHAT_PATH, "401"): app.post(CHAT_PATH, {"messages": chat}),
+            (CHAT_PATH, "413"): app.post(CHAT_PATH, {"messages": chat, "user": "x" * 3_000}, own),
+            (CHAT_PATH, "400"): app.post(CHAT_PATH, {"messages": 7}, own),
+            (CHAT_PATH, "404"): app.post(CHAT_PATH, {"messages": chat, "model": "nobody"}, own),
+            (CHAT_PATH, "403"): app.post(CHAT_PATH, {}, {**own, "Origin": "https://evil.test"}),
+            ("/v1/messages", "400"): app.post("/v1/messages", {"messages": chat, "stream": True}, own),
+            ("", "404"): app.post(f"/{SECRET}", {}, own),
+            ("/v1/cache/explain/*", "404"): app.get(f"/v1/cache/explain/{SECRET}", own),
+            ("/health", "405"): app.post("/health", {}, own),
+        }
+        assert {key: str(response.status) for key, response in expected.items()} == {key: key[1] for key in expected}
+        with app.connect() as client:
+            client.send(b"nonsense\r\n\r\n")
+            assert client.read_response().status == 400
+        text = app.get("/metrics", own).body.decode()
+        [family] = [each for each in text_string_to_metric_families(text) if each.name == "kvserve_http_errors"]
+        counted = {(sample.labels["endpoint"], sample.labels["status"]): sample.value for sample in family.samples}
+        assert counted == {**dict.fromkeys(expected, 1.0), ("", "400"): 1.0}
+        assert SECRET not in text

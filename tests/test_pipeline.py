@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvserve.core import Message, TextBlock
 from tests.engine.engines import FAMILIES
+from tests.laws import num_examples
 from tests.serving import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -368,7 +369,7 @@ def test_whatever_shape_a_conversation_has_it_is_answered(
     """Roles in any order, empty and missing parts, calls without results and results without calls: all are served."""
     with serving_app(tmp_path_factory.mktemp(any_family), any_family) as app, app.connect() as client:
 
-        @settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+        @settings(max_examples=num_examples(6), suppress_health_check=[HealthCheck.too_slow])
         @given(st.lists(_messages, min_size=1, max_size=5), st.booleans(), st.sampled_from(["on", "off", "low"]))
         def ask(messages: list[Any], with_tools: bool, thinking: str) -> None:
             tools = {"tools": TOOLS[:1]} if with_tools else {}

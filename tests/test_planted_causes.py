@@ -166,7 +166,7 @@ def test_an_evicted_conversation(tmp_path: Path) -> None:
             app.chat("x", max_tokens=1)
             return bool(app.get("/v1/cache").json["num_evicted_tokens"] > talk.turns[0].num_tokens / 2)
 
-        assert eventually(has_left, 20)
+        assert eventually(has_left)
         asked = talk.ask("", "It is a lake.")
         assert asked.explanation["cause"] == "evicted", asked.explanation
         assert asked.explanation["tier"] == "nothing" or asked.num_cached_tokens < talk.turns[0].num_tokens - 64
@@ -203,9 +203,9 @@ def test_an_abort(slow_app: AppUnderTest) -> None:
     before = app.num_forward_calls
     with app.connect() as client:
         client.send(encode_request("POST", CHAT_PATH, {**talk.request(), "stream": True}))
-        assert eventually(lambda: app.num_forward_calls > before + 3, 20)
-    assert eventually(app.is_idle, 20)
-    assert eventually(lambda: any("cancelled" in line for line in app.lines()), 5)
+        assert eventually(lambda: app.num_forward_calls > before + 3)
+    assert eventually(app.is_idle)
+    assert eventually(lambda: any("cancelled" in line for line in app.lines()))
     asked = talk.ask("", "It is a lake.")
     assert asked.explanation["cause"] == "aborted", asked.explanation
     assert asked.num_cached_tokens > talk.turns[0].num_tokens, "what was computed is reused"

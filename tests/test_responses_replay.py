@@ -3,24 +3,36 @@
 import pytest
 
 from benchmarks.frozen import FrozenOracle
-from benchmarks.model_free import ModelFree
-from benchmarks.open_loop import play, shares
-from benchmarks.recordings import read_recordings, shared_folder
-from benchmarks.reuse_oracle import CONVENTIONS
+from benchmarks.open_loop import play, pooled, row_of
+from benchmarks.recordings import Conversation, read_recordings, shared_folder
 from tests.models import tiny_model
+from tests.recorded_company import is_no_worse, lead, model_of
+
+FAMILIES = ("qwen3", "qwen3_5")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_codex_reuses_what_is_possible(family: str) -> None:
-    """Reuse is the oracle's, to a hundredth; the oracle reads the bodies with code of its own."""
+def conversation() -> Conversation:
     shared = shared_folder()
     talks = [talk for talk in read_recordings(shared) if talk.client == "codex"] if shared is not None else []
     if not talks:
         pytest.skip("needs the recordings in shared/ in or beside the repository")
-    folder = tiny_model(family)
-    model = ModelFree(folder, is_cuttable=CONVENTIONS[family].is_cuttable)
-    share = shares([play(talks[0], family, model, FrozenOracle(family, folder))], with_first=False)
+    return talks[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_codex_reuses_what_is_possible(family: str) -> None:
+    """Reuse is the oracle's, to a hundredth; the oracle reads the bodies with code of its own."""
+    oracle = FrozenOracle(family, tiny_model(family))
+    share = pooled([row_of(play(conversation(), family, model_of(family), oracle))], with_first=False)
     print(f"{family}: reuse {share.reuse:.4f}, oracle {share.oracle:.4f}, {share.num_prompt_tokens:,} prompt tokens")
     assert share.num_requests == 10 and share.oracle > 0.9
     assert share.is_at_oracle
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_side_requests_cost_nothing(family: str) -> None:
+    """Titles and other small questions under the same session and key: the same reuse."""
+    talk = conversation()
+    assert is_no_worse(lead(talk, family, in_company=False), lead(talk, family, in_company=True))

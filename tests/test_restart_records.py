@@ -52,7 +52,7 @@ SLOW = pytest.mark.slow
         ("qwen3_5", STRIPPED),
         pytest.param("qwen3", STRIPPED, marks=SLOW),
         pytest.param("gemma3", STYLES[3], marks=SLOW),
-        pytest.param("glm4_moe_lite", STYLES[1], marks=SLOW),
+        pytest.param("glm4_moe_lite", STYLES[1], marks=pytest.mark.long),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -74,8 +74,7 @@ def test_the_next_prompt_is_the_one_without_a_restart(tmp_path: Path, family: st
         for name in ("num_messages", "num_sessions", "num_branches", "num_healing_entries", "record_bytes"):
             assert after[name] == before[name] > 0, name
         go_on(talk, NUM_TURNS)
-        is_declined = app.get("/v1/cache").json["disk"]["num_declined"] > 0  # prefilling was quicker than reading
-    assert is_declined or talk.turns[NUM_TURNS].num_cached_tokens == whole.turns[NUM_TURNS].num_cached_tokens
+    assert talk.turns[NUM_TURNS].num_cached_tokens == whole.turns[NUM_TURNS].num_cached_tokens
     assert talk.turns[NUM_TURNS].prompt_ids == whole.turns[NUM_TURNS].prompt_ids
     assert talk.turns[NUM_TURNS].explanation["before"] is not None
     assert talk.turns[NUM_TURNS].explanation["exact_key_rejected_by_model_lcp"] == 0

@@ -1,6 +1,6 @@
 """The queue for models under any order of events: nobody starves, no row is cut, one engine at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -17,6 +17,7 @@ from kvserve.catalogue import Catalogue, CatalogueSettings, Disk, ModelSource
 from kvserve.core import AnswerEvent, Finished, RequestId, SamplingParams, Turn, Usage, Waiting
 from kvserve.errors import ModelLoadError, ModelUnavailable, NotReady
 from kvserve.roster import Callbacks, Roster
+from tests.laws import num_examples
 
 MODELS = ("a", "b", "c", "broken")
 DONE = Finished("stop", Usage(1, 0, 1))
@@ -109,6 +110,9 @@ class FakeRunning:
         self.cancel()
         yield DONE
 
+    def wait(self, seconds: float, read: Callable[[], bool]) -> None:
+        """Whoever looks step by step waits for nothing."""
+
     def cancel(self) -> None:
         self.engine.num_rows -= not self.has_left
         self.is_over = self.has_left = True
@@ -165,7 +169,7 @@ def no_prompts() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(STEPS, st.integers(0, 3))
 def test_every_request_is_answered_by_its_model_or_told_why_not(steps: list[Any], patience: int) -> None:
     """Whatever comes in whichever order: at the end all rows that stayed have had their answer."""

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kvserve.cache.disk_tier import DiskTier
 from kvserve.core import (
     GenerationDone,
     GenerationFailed,
@@ -59,6 +60,15 @@ WINDOWED = frozenset({"gemma3", "gemma4", "gpt_oss"})
 CUTTABLE = frozenset(FAMILIES) - HYBRID - WINDOWED
 """Families whose every layer can be cut at any token."""
 
+KINDS = frozenset({"qwen3", "qwen3_5", "gemma3", "gpt_oss", "glm4_moe_lite"})
+"""One family for each kind of caches: plain, recurrent, with windows, with windows and sinks, latent."""
+
+
+def of_each_kind(families: Sequence[str]) -> list[Any]:
+    """Parameters: the families of KINDS in every run, the others, whose caches are like theirs, in `make long`."""
+    return [pytest.param(family, marks=() if family in KINDS else pytest.mark.long) for family in families]
+
+
 MESSAGE_TOKENS = 48
 TAIL_TOKENS = 4
 NUM_ANSWER_TOKENS = 48
@@ -97,16 +107,23 @@ def running_engine(
     *,
     grammar_tokenizer: Callable[[int], Any] = lambda _: None,
     report: Callable[[str], None] = lambda _: None,
+    reading_pays: bool = True,
     **settings: Any,
 ) -> Iterator[Engine]:
-    """An engine that has loaded the tiny model of a family; stopped afterwards."""
+    """An engine that has loaded the tiny model of a family; stopped afterwards.
+
+    `reading_pays`: what the disk has is read, however slow a busy machine's disk was found to be.
+    """
     engine = Engine(tiny_model(family), engine_settings(**settings), grammar_tokenizer=grammar_tokenizer, report=report)
-    engine.start()
-    try:
-        engine.wait_until_ready(60)
-        yield engine
-    finally:
-        engine.stop(20)
+    with pytest.MonkeyPatch.context() as patch:
+        if reading_pays:
+            patch.setattr(DiskTier, "read_rate", None)
+        engine.start()
+        try:
+            engine.wait_until_ready(60)
+            yield engine
+        finally:
+            engine.stop(60)
 
 
 def request(
@@ -133,7 +150,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [300 + (position * 7919 + seed * 104729 + position * position * 31) % 600 for position in range(length)]
 
 
-def collect(generation: Generation, *, poll_seconds: float = 30) -> Result:
+def collect(generation: Generation, *, poll_seconds: float = 60) -> Result:
     """Wait for a row to end."""
     tokens: list[int] = []
     progress: list[PrefillProgress] = []

@@ -24,6 +24,7 @@ from kvserve.cache.token_run import TokenRun
 from kvserve.engine.blobs import DTYPES, NotReadable, NotStorable, decode_kv, decode_state, encode_kv, encode_state
 from kvserve.engine.snapshot import KvSlice, StateSnapshot
 from tests.engine.odd_caches import Unmergeable
+from tests.laws import num_examples
 
 
 def same(one: Any, other: Any) -> bool:
@@ -74,7 +75,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 @given(trees)
 def test_every_state_tree_comes_back(tree: Any) -> None:
     """Nested lists, tuples and dicts, None, numbers, strings, arrays of every type, empty and zero-width ones."""

@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 
 from kvserve.core import GenerationRequest
+from kvserve.engine import decode as decode_module
 from kvserve.engine.decode import DecodePool, Decoder, extra_padding_tokens
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.rows import Generation, Row
@@ -17,12 +18,35 @@ def model() -> LoadedModel:
     return load(tiny_model("qwen3"), 131072)
 
 
+class OneTick:
+    """A clock for which every step takes the same time, whatever the machine is busy with."""
+
+    def __init__(self) -> None:
+        self._ticks = 0
+
+    def perf_counter(self) -> float:
+        self._ticks += 1
+        return self._ticks / 1000
+
+
+@pytest.fixture
+def even_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step of any group costs a millisecond."""
+    monkeypatch.setattr(decode_module, "time", OneTick())
+
+
+def long_prompt(model: LoadedModel) -> list[int]:
+    """So long that padding a short row to it costs more than reading the weights."""
+    return prompt_of(100 + model.active_weight_bytes // int(model.kv_bytes_per_token))
+
+
 def enter(pool: DecodePool, model: LoadedModel, each: GenerationRequest) -> Row:
-    """Prefill in one piece and let the row decode."""
+    """Prefill in pieces (the scores of one piece grow with its square) and let the row decode."""
     row = Row(Generation(each), lambda: None)
     caches = model.new_caches()
-    if len(each.prompt) > 1:
-        model.module(mx.array([each.prompt.ids[:-1]]), cache=caches)
+    ids = each.prompt.ids[:-1]
+    for start in range(0, len(ids), 128):
+        model.module(mx.array([ids[start : start + 128]]), cache=caches)
         mx.eval([cache.state for cache in caches])
     pool.enter(row, caches, Decoder(sampler_for(each.sampling, model.vocab_size), [], False))
     return row
@@ -50,38 +74,38 @@ def test_a_long_row_gets_a_generator_of_its_own(model: LoadedModel) -> None:
     pool.discard()
 
 
-def test_groups_take_turns_by_time_per_row(model: LoadedModel) -> None:
+def test_groups_take_turns_by_time_per_row(model: LoadedModel, even_steps: None) -> None:
     """Three short rows get about three quarters of the time beside one long row, not half of it."""
     pool = DecodePool(model, 8)
     short = [enter(pool, model, request(prompt_of(20, seed), 10_000)) for seed in range(3)]
-    long = enter(pool, model, request(prompt_of(4000), 10_000))
-    for _ in range(20):
+    long = enter(pool, model, request(long_prompt(model), 10_000))
+    for _ in range(5):
         pool.step_all()
-    for _ in range(300):
+    for _ in range(120):
         pool.step()
     used = {len(group.rows): group.used_seconds for group in pool._groups}
-    assert used[3] == pytest.approx(used[1], rel=0.25), "time per row is what is levelled"
-    assert len(short[0].generated) > 1.5 * len(long.generated)
+    assert used[3] == pytest.approx(used[1], rel=0.1), "time per row is what is levelled"
+    assert len(short[0].generated) > 2.5 * len(long.generated)
     pool.discard()
 
 
 def test_every_row_gets_a_token_in_step_all(model: LoadedModel) -> None:
     """Between two prefill chunks nobody is left out, whatever the groups have used so far."""
     pool = DecodePool(model, 8)
-    rows = [enter(pool, model, request(prompt_of(length), 100)) for length in (20, 3000)]
+    rows = [enter(pool, model, request(prompt_of(length), 100)) for length in (20, len(long_prompt(model)))]
     for _ in range(3):
         pool.step_all()
     assert [len(row.generated) for row in rows] == [2, 2], "the first step only computes the last prompt token"
     pool.discard()
 
 
-def test_a_late_group_does_not_catch_up_on_time_it_was_not_there(model: LoadedModel) -> None:
+def test_a_late_group_does_not_catch_up_on_time_it_was_not_there(model: LoadedModel, even_steps: None) -> None:
     """A new group starts level with the busiest-served one, else it would stall the others until it caught up."""
     pool = DecodePool(model, 8)
     early = enter(pool, model, request(prompt_of(20), 10_000))
-    for _ in range(100):
+    for _ in range(40):
         pool.step()
-    enter(pool, model, request(prompt_of(4000), 10_000))
+    enter(pool, model, request(long_prompt(model), 10_000))
     before = len(early.generated)
     for _ in range(30):
         pool.step()

@@ -1,4 +1,8 @@
-"""The prefix cache on every family: what is reused, and that a warm row writes exactly what a cold one writes."""
+"""The prefix cache on every family: what is reused, and that a warm row writes exactly what a cold one writes.
+
+Mixed batches of warm and cold rows are compared for all families in every run, the rest for one family of each kind of
+caches, and for all in `make long`.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -22,13 +26,17 @@ from tests.engine.engines import (
     collect,
     generate,
     generate_with_logits,
+    of_each_kind,
     prompt_of,
     running_engine,
     turn,
 )
 
+ALL = (*FAMILIES, "qwen3_5_vl")
+of_all = pytest.mark.parametrize("family", ALL, indirect=True)
 
-@pytest.fixture(scope="module", params=(*FAMILIES, "qwen3_5_vl"))
+
+@pytest.fixture(scope="module", params=of_each_kind(ALL))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -136,6 +144,7 @@ def test_logits_are_those_of_a_cold_row(engine: Engine, family: str) -> None:
         assert_close(warm_logits, cold_logits, **({"tolerance": 0} if same_chunks else {}))
 
 
+@of_all
 def test_warm_and_cold_rows_share_a_batch(engine: Engine, family: str) -> None:
     """Two warm rows, from different depths, beside two cold ones: each writes what it writes alone."""
     prompts = [[*BASE, *prompt_of(50, 1)], [*BASE[:96], *prompt_of(30, 2)], prompt_of(200, 7), prompt_of(33, 8)]
@@ -181,41 +190,46 @@ def test_what_a_cancelled_row_computed_is_kept(engine: Engine) -> None:
 
 def test_rows_that_share_a_prefix_in_flight_compute_it_once(engine: Engine) -> None:
     """Agents that start together prefill their common prompt once and answer as alone."""
-    common = prompt_of(700)
+    common = prompt_of(400)
     prompts = [[*common, *prompt_of(40, seed)] for seed in range(1, 5)]
     alone = [cold(engine, prompt, 16) for prompt in prompts]
     together = generate(engine, *(turn(prompt, 16) for prompt in prompts))
     for warm, expected in zip(together, alone, strict=True):
         assert_exact(warm, expected)
-    assert sorted(cached(result) for result in together) == [0, 700, 700, 700]
+    assert sorted(cached(result) for result in together) == [0, 400, 400, 400]
 
 
-def test_a_parent_that_was_evicted_is_computed_again(family: str) -> None:
+def test_a_parent_that_was_evicted_is_computed_again(engine: Engine, family: str) -> None:
     """Under a small budget old branches leave; a prompt that finds less than before is answered as exactly."""
-    probe = 2**18
-    with running_engine(family, cache=replace(CACHE, max_bytes=probe * 12)) as engine:
-        expected = cold(engine, [*BASE, *prompt_of(20, 1)])
-        generate(engine, turn(BASE))
-        for seed in range(10, 20):
-            generate(engine, turn(prompt_of(600, seed), 4))
-        [warm] = generate(engine, turn([*BASE, *prompt_of(20, 1)]))
-        report = engine.cache_report().stats
+    longer = [*BASE, *prompt_of(20, 1)]
+    expected = cold(engine, longer)
+    sizes = engine.wait_until_ready().sizes
+    max_bytes = int(sizes.peak(460) + sizes.kept(0, 800))
+    with running_engine(family, cache=replace(CACHE, max_bytes=max_bytes)) as small:
+        generate(small, turn(BASE, 4))
+        for seed in range(10, 14):
+            generate(small, turn(prompt_of(400, seed), 4))
+        [warm] = generate(small, turn(longer))
+        report = small.cache_report().stats
         assert report.num_evicted_tokens > 0
-        assert report.ram_bytes <= probe * 12
+        assert report.ram_bytes <= max_bytes
         assert_exact(warm, expected)
-        engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+        small._ask(lambda scheduler: scheduler.cache.check_integrity())
 
 
 def test_the_watchdog_leaves_no_answer_but_whole_prompt_segments(engine: Engine) -> None:
     """A row that was ended keeps nothing of its answer; a retry of its prompt starts from what was complete."""
-    engine._ask(lambda scheduler: setattr(scheduler, "_watchdog_seconds", 1.0))
+    running, tokens, end = engine.submit(turn(BASE, 100_000)), [], None
     try:
-        [ended] = generate(engine, turn(BASE, 100_000))
+        for batch in running.batches(60):
+            tokens += [event.token for event in batch if isinstance(event, TokenDelta)]
+            end = next((event for event in batch if isinstance(event, GenerationDone)), end)
+            if len(tokens) >= 40:  # from here on its time is over
+                engine._ask(lambda scheduler: setattr(scheduler, "_watchdog_seconds", 1e-6))
     finally:
         engine._ask(lambda scheduler: setattr(scheduler, "_watchdog_seconds", 0))
-    assert isinstance(ended.end, GenerationDone)
-    assert ended.end.reason == "watchdog"
-    [retry] = generate(engine, turn([*BASE, *ended.tokens[:40], *prompt_of(20, 1)], 4))
+    assert end is not None and end.reason == "watchdog"
+    [retry] = generate(engine, turn([*BASE, *tokens[:40], *prompt_of(20, 1)], 4))
     assert 240 <= cached(retry) <= len(BASE)
 
 
@@ -234,22 +248,21 @@ def test_coalescing_changes_nothing(engine: Engine) -> None:
     assert_exact(warm, cold(engine, tokens))
 
 
-def test_a_budget_of_little_more_than_one_conversation_still_reuses_it(family: str) -> None:
+def test_a_budget_of_little_more_than_one_conversation_still_reuses_it(engine: Engine, family: str) -> None:
     """Room for a row is not made by evicting what that very row starts from."""
-    with running_engine(family) as engine:
-        row_bytes = engine.wait_until_ready().row_bytes(1500)
-    with running_engine(family, cache=replace(CACHE, max_bytes=int(row_bytes * 1.6))) as engine:
-        [first] = generate(engine, turn(prompt_of(1500), 2))
-        [again] = generate(engine, turn(prompt_of(1500), 2))
-        assert cached(again) >= 1490
+    row_bytes = engine.wait_until_ready().row_bytes(800)
+    with running_engine(family, cache=replace(CACHE, max_bytes=int(row_bytes * 1.6))) as small:
+        [first] = generate(small, turn(prompt_of(800), 2))
+        [again] = generate(small, turn(prompt_of(800), 2))
+        assert cached(again) >= 790
         assert_exact(again, first.tokens)
 
 
 def test_a_row_does_not_wait_for_one_that_stores_nothing(engine: Engine) -> None:
     """After a clear, rows in flight keep nothing; another with the same prompt starts at once and is exact."""
-    prompt = prompt_of(3000)
+    prompt = prompt_of(1500)
     first = engine.submit(turn(prompt, 4))
-    for batch in first.batches(30):
+    for batch in first.batches(60):
         if batch:
             break
     engine.clear_cache()
@@ -259,7 +272,7 @@ def test_a_row_does_not_wait_for_one_that_stores_nothing(engine: Engine) -> None
 
 def test_memory_of_a_cleared_cache_is_given_back(engine: Engine) -> None:
     """DELETE means that the arrays are gone."""
-    generate(engine, turn(prompt_of(3000), 2))
+    generate(engine, turn(prompt_of(1200), 2))
     held = engine.cache_report().stats.ram_bytes
     before = mx.get_active_memory()
     engine.clear_cache()

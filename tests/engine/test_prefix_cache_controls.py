@@ -28,6 +28,7 @@ from tests.engine.engines import (
     cached,
     generate,
     generate_with_logits,
+    of_each_kind,
     prompt_of,
     running_engine,
     turn,
@@ -257,7 +258,7 @@ class Prepared:
         generate(self.engine, turn(OTHER, 1))
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=of_each_kind(FAMILIES))
 def prepared(request: pytest.FixtureRequest) -> Iterator[Prepared]:
     family = str(request.param)
     with running_engine(family) as engine:

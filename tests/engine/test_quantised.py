@@ -12,6 +12,7 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from kvserve.engine.quantised import BatchPackedCache, PackedCache, Quantiser, Scheme, Uniform
 from kvserve.engine.turboquant import Turbo
+from tests.laws import num_examples
 
 HEADS, WIDTH = 2, 32
 SCHEMES: list[Scheme] = [Uniform(8, 32), Uniform(4, 32), Turbo(4)]
@@ -68,7 +69,7 @@ LENGTHS = st.lists(st.integers(0, 300), min_size=1, max_size=3)
 
 
 @given(st.sampled_from(SCHEMES[1:]), LENGTHS, st.lists(st.one_of(LENGTHS, st.integers(0, 7)), max_size=5))
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 def test_a_batch_is_its_rows(scheme: Scheme, lengths: list[int], actions: list[list[int] | int]) -> None:
     """Rows join (a list of lengths), leave (an odd number names who stays) and decode (even) in any order."""
     rows = merged(scheme, lengths, 0)

@@ -64,14 +64,14 @@ def test_every_family_is_batched_and_kept_at_little_cost(family: str, monkeypatc
 
 
 def test_the_check_takes_a_fraction_of_a_second() -> None:
-    """On a tiny model, where the passes themselves cost next to nothing."""
+    """Of the processors' time, on a tiny model, where the passes themselves cost next to nothing."""
     model = qwen3()
     seconds = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.process_time()
         check_caches(model)
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.3
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 0.6
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)

@@ -1,4 +1,8 @@
-"""Images in the engine: what it writes is what mlx-vlm writes, cold, warm, branched and in batches of all kinds."""
+"""Images in the engine: what it writes is what mlx-vlm writes, cold, warm, branched and in batches of all kinds.
+
+Rules, ids and cold and warm answers are compared for all families in every run, the rest for three of them and in
+`make long` for all.
+"""
 
 from collections.abc import Iterator
 
@@ -9,7 +13,7 @@ from mlx_vlm.utils import prepare_inputs
 
 from kvserve.engine.worker import Engine
 from tests.engine.engines import assert_exact, cached, generate, running_engine
-from tests.engine.visions import VISION, Prompted, Writer, for_processor, picture, vlm, vlm_answer
+from tests.engine.visions import QUICK, VISION, Prompted, Writer, for_processor, picture, vlm, vlm_answer
 
 RULES = {
     "qwen3_5_vl": "anywhere",
@@ -43,7 +47,15 @@ class Sighted:
         return self.model.sight.tower.num_calls
 
 
-@pytest.fixture(scope="module", params=VISION)
+of_all = pytest.mark.parametrize("sighted", VISION, indirect=True)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(family, marks=() if family in (*QUICK, "qwen3_vl") else pytest.mark.long) for family in VISION
+    ],
+)
 def sighted(request: pytest.FixtureRequest) -> Iterator[Sighted]:
     with running_engine(request.param, prefill_step_size=64) as engine:
         yield Sighted(request.param, engine)
@@ -59,6 +71,7 @@ def shapes(writer: Writer) -> dict[str, Prompted]:
     }
 
 
+@of_all
 def test_the_rule_is_found_at_load_and_said(sighted: Sighted) -> None:
     """Where a prefill may pause follows from trying it, and the notes say it."""
     support = sighted.model.cache_support
@@ -67,6 +80,7 @@ def test_the_rule_is_found_at_load_and_said(sighted: Sighted) -> None:
     assert support.can_batch and support.can_keep
 
 
+@of_all
 @pytest.mark.parametrize("shape", ["none", "one", "not square", "two", "twice"])
 def test_ids_are_those_of_the_processor(sighted: Sighted, shape: str) -> None:
     """The prompt's tokens, images expanded, are what mlx-vlm's processor makes of the same text and pictures."""
@@ -79,6 +93,7 @@ def test_ids_are_those_of_the_processor(sighted: Sighted, shape: str) -> None:
     assert len(prompted.tokens.images) == len(prompted.pictures)
 
 
+@of_all
 @pytest.mark.parametrize("shape", ["none", "one", "not square", "two", "twice"])
 def test_cold_is_what_mlx_vlm_writes(sighted: Sighted, shape: str) -> None:
     """24 greedy tokens equal those of `stream_generate`, in chunks that cut images where the family allows it."""
@@ -86,6 +101,7 @@ def test_cold_is_what_mlx_vlm_writes(sighted: Sighted, shape: str) -> None:
     assert sighted.cold(prompted) == vlm_answer(sighted.family, prompted)
 
 
+@of_all
 def test_warm_is_cold(sighted: Sighted) -> None:
     """The next turn restores the image's KV, looks at nothing, and writes what a cold engine writes."""
     first = sighted.writer.prompt("What is this? ", picture(1), " Say it.")

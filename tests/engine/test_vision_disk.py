@@ -11,7 +11,7 @@ from tests.engine.visions import QUICK, VISION, picture
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in VISION]
+    "family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.long) for family in VISION]
 )
 def test_after_a_restart_the_image_is_there(family: str, tmp_path: Path) -> None:
     """Its KV comes from disk; the tower of the new process is not asked; another image shares nothing past it."""

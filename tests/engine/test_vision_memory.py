@@ -11,7 +11,7 @@ FEATURE_BYTES = 2**19
 KV_BYTES = 2**20
 
 
-@pytest.mark.parametrize("num_images", [12, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_images", [8, pytest.param(50, marks=(pytest.mark.long, pytest.mark.timeout(600)))])
 def test_memory_stays_flat(num_images: int) -> None:
     """Features and KV within their budgets after every image, and no more memory in the end than after the first."""
     cache = type(CACHE)(**{name: getattr(CACHE, name) for name in CACHE.__slots__} | {"max_bytes": KV_BYTES})

@@ -38,7 +38,7 @@ def reference(family: str, prompt: list[int], num_tokens: int) -> tuple[int, ...
     return tuple(int(token) for token, _ in steps)
 
 
-def wait_for(condition, seconds: float = 10) -> None:
+def wait_for(condition, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
@@ -153,9 +153,9 @@ def test_more_rows_than_a_generators_default_all_decode() -> None:
 def test_a_rows_clock_starts_with_its_own_first_chunk() -> None:
     """Rows that are admitted together compute one after the other; what they wait for each other is queueing."""
     with running_engine(prefill_step_size=64) as engine:
-        rows = [engine.submit(request(prompt_of(3000, seed), 1)) for seed in range(4)]
+        rows = [engine.submit(request(prompt_of(1000, seed), 1)) for seed in range(4)]
         queued = [collect(row).end.timing.queue_seconds for row in rows]  # type: ignore[union-attr]
-    assert queued[0] < 0.1 < max(queued)
+    assert 2 * min(queued) < max(queued)
 
 
 def test_rows_beyond_the_memory_budget_wait_for_their_turn() -> None:
@@ -251,11 +251,11 @@ def test_running_streams_get_a_step_between_prefill_chunks() -> None:
     with running_engine(prefill_step_size=256) as engine:
         running = engine.submit(request(prompt_of(40), 100_000))
         first_token(running)
-        long = engine.submit(request(prompt_of(6000), 4))
+        long = engine.submit(request(prompt_of(3000), 4))
         num_chunks = len(collect(long).progress)
         running.cancel()
         num_tokens = len(collect(running).tokens)
-    assert num_chunks >= 6000 // 256
+    assert num_chunks >= 3000 // 256
     assert num_tokens >= num_chunks
 
 
@@ -274,7 +274,7 @@ def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.Mon
     with running_engine() as engine:
         num_rows_per_step.clear()
         arrived = threading.Event()
-        engine._put(lambda _: bool(arrived.wait(10)))
+        engine._put(lambda _: bool(arrived.wait(60)))
         rows = [engine.submit(request(prompt_of(40, seed), 8)) for seed in range(4)]
         arrived.set()
         for row in rows:
@@ -323,7 +323,7 @@ def test_a_row_between_two_stages_is_not_lost_when_the_engine_breaks(
     with running_engine() as engine:
         monkeypatch.setattr(PrefixCache, broken, failing)
         rows = [engine.submit(request(prompt_of(40, seed), 4)) for seed in range(3)]
-        ends = [collect(row, poll_seconds=10).end for row in rows]
+        ends = [collect(row, poll_seconds=60).end for row in rows]
         assert all(isinstance(end, GenerationDone | GenerationFailed) for end in ends)
         wait_for(lambda: engine.status.num_waiting == engine.status.num_prefilling == engine.status.num_decoding == 0)
         [again] = generate(engine, request(prompt_of(40), 4))
@@ -334,10 +334,10 @@ def test_a_row_between_two_stages_is_not_lost_when_the_engine_breaks(
 def test_what_a_cancelled_prefill_computed_is_kept(family: str) -> None:
     """A client that gives up in the middle of its prompt and asks again starts from about where it was."""
     with running_engine(family, prefill_step_size=64) as engine:
-        prompt = prompt_of(6000)
+        prompt = prompt_of(2500)
         row = engine.submit(request(prompt, 4))
         done = 0
-        for batch in row.batches(10):
+        for batch in row.batches(60):
             done = max([done, *(event.num_done_tokens for event in batch if isinstance(event, PrefillProgress))])
             if done >= 640:
                 row.cancel()
@@ -394,7 +394,7 @@ def test_a_model_that_cannot_generate_is_an_error_of_the_start(monkeypatch: pyte
     engine = Engine(tiny_model("qwen3"), engine_settings(), grammar_tokenizer=lambda _: None, report=lambda _: None)
     engine.start()
     with pytest.raises(ModelLoadError, match=r"could not be loaded: ValueError: no second call"):
-        engine.wait_until_ready(20)
+        engine.wait_until_ready(60)
     engine.stop()
 
 
@@ -404,7 +404,7 @@ def test_whatever_goes_wrong_while_loading_reaches_whoever_waits(monkeypatch: py
     engine = Engine(tiny_model("qwen3"), engine_settings(), grammar_tokenizer=lambda _: None, report=lambda _: None)
     engine.start()
     with pytest.raises(ModelLoadError, match="ZeroDivisionError"):
-        engine.wait_until_ready(20)
+        engine.wait_until_ready(60)
     assert engine.status.state == "failed"
     engine.stop()
 
@@ -414,6 +414,6 @@ def test_a_folder_without_a_model_is_an_error_of_the_start(tmp_path) -> None:
     engine = Engine(tmp_path, engine_settings(), grammar_tokenizer=lambda _: None, report=lambda _: None)
     engine.start()
     with pytest.raises(ModelLoadError, match=r"config\.json"):
-        engine.wait_until_ready(20)
+        engine.wait_until_ready(60)
     assert engine.status.state == "failed"
     engine.stop()

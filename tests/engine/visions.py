@@ -37,8 +37,8 @@ from tests.models import tiny_model
 
 VISION = ("qwen3_5_vl", "qwen3_vl", "gemma3_vl", "gemma4_vl", "glm4v")
 QUICK = ("qwen3_5_vl", "gemma4_vl")
-"""A hybrid that may pause anywhere, and a family with windows that takes images whole; the others are slow tests where
-the matrix has them already."""
+"""A hybrid that may pause anywhere, and a family with windows that takes images whole; where the matrix has the others
+already they are left to `make long`."""
 
 NUM_ANSWER_TOKENS = 24
 

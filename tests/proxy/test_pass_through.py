@@ -282,9 +282,9 @@ EMPTY_TEXT = {"id": "cmpl-1", "object": "text_completion", "created": 7, "model"
 @pytest.mark.parametrize(
     ("path", "script"),
     [
-        ("/v1/chat/completions", Script(events=[STREAM[0], chunk({}), *STREAM[1:]], pause_seconds=1.3)),
-        ("/v1/chat/completions", Script(hold_seconds=2.5)),
-        ("/v1/completions", Script(events=[EMPTY_TEXT, EMPTY_TEXT], pause_seconds=1.3)),
+        ("/v1/chat/completions", Script(events=[STREAM[0], chunk({}), STREAM[-1]], pause_seconds=1.6)),
+        ("/v1/chat/completions", Script(hold_seconds=3.2)),
+        ("/v1/completions", Script(events=[EMPTY_TEXT, EMPTY_TEXT], pause_seconds=1.6)),
     ],
     ids=["in a chat", "before its first piece", "in a completion"],
 )
@@ -298,8 +298,8 @@ def test_a_silent_stream_is_kept_alive(client: Client, backend: Backend, path: s
             times.append(time.monotonic())
             if b"[DONE]" in line:
                 break
-    assert times[-1] - times[0] > 2.4
-    assert max(later - earlier for earlier, later in pairwise(times)) < 2.3
+    assert times[-1] - times[0] > 3.1
+    assert max(later - earlier for earlier, later in pairwise(times)) < 3.0, "the interval is a second"
 
 
 def test_empty_deltas_that_arrive(client: Client, backend: Backend) -> None:
@@ -409,26 +409,23 @@ def test_deep_nesting_is_answered(client: Client, backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("body", "script"),
     [
-        ({"stream": True}, Script(events=STREAM * 50, pause_seconds=0.05)),
-        ({"stream": True}, Script(hold_seconds=5)),
-        ({}, Script(hold_seconds=5)),
+        ({"stream": True}, Script(events=STREAM * 1000, pause_seconds=0.05)),
+        ({"stream": True}, Script(hold_seconds=200)),
+        ({}, Script(hold_seconds=200)),
     ],
     ids=["in the stream", "before the first event", "without a stream"],
 )
 def test_a_client_that_leaves_is_noticed(
     client: Client, backend: Backend, body: dict[str, Any], script: Script
 ) -> None:
-    """LiteLLM drops its connection to the backend soon after the client dropped its own."""
+    """LiteLLM drops its connection to the backend when the client dropped its own, long before the answer's end."""
     backend.follow(script)
     connection = client.open({"model": "m", "messages": []} | body)
     while not backend.received:
         time.sleep(0.01)
     time.sleep(0.2)
-    left = time.monotonic()
     connection.close()
-    noticed = backend.wait_until_left(3.0)
-    assert noticed is not None
-    assert noticed - left < 2.0
+    assert backend.wait_until_left(60) is not None
 
 
 def test_a_backend_that_is_gone_is_an_error_answer(client: Client, backend: Backend) -> None:

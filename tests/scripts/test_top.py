@@ -14,7 +14,7 @@ def test_one_look_shows_requests_sessions_and_the_miss(server: AppUnderTest) -> 
     app_chat(server, history)
     edited = [SYSTEM, {"role": "user", "content": "How many swans were there?"}, *history[2:]]
     app_chat(server, edited)
-    assert eventually(lambda: server.app.dashboard()["misses"] != [], 5)
+    assert eventually(lambda: server.app.dashboard()["misses"] != [])
     done = run_script("top.py", "--server-url", f"http://127.0.0.1:{server.port}", "--once")
     assert done.returncode == 0, done.stderr
     shown = " ".join(done.stdout.split())

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers import glm, hermes, qwen_coder
 from kvserve.output.tool_parsers.form import NotACall, ParsedCall
+from tests.laws import num_examples
 from tests.models import tiny_model
 
 FORMS = (glm, qwen_coder, hermes)
@@ -64,7 +65,7 @@ def strings_of(call: ParsedCall) -> list[str]:
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__.rpartition(".")[2])
 @given(typed_calls())
-@settings(max_examples=300)
+@settings(max_examples=num_examples(120))
 @example((ParsedCall("f", {"a": "x</tool_call>y</parameter></function>"}), ToolSpec("f", None, {})))
 @example((ParsedCall("f", {"a": "</arg_value>", "b": " </parameter>\n"}), ToolSpec("f", None, {})))
 @example((ParsedCall("f", {"a": "\n\nx\n", "b": ""}), ToolSpec("f", None, {})))
