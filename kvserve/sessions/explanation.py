@@ -186,7 +186,7 @@ def explain(
         num_prompt_tokens=len(asked.ids),
         num_cached_tokens=num_cached_tokens,
         num_shared_tokens=num_shared,
-        source=_source(before, num_cached_tokens, num_shared),
+        source=_source(before, num_cached_tokens, num_shared, reuse),
         reuse=reuse,
         cause=cause,
         rules=named,
@@ -207,7 +207,7 @@ def explain_raw(request_id: RequestId, num_prompt_tokens: int, num_cached_tokens
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=num_cached_tokens,
         num_shared_tokens=num_cached_tokens,
-        source=_source(None, num_cached_tokens, 0),
+        source=_source(None, num_cached_tokens, 0, reuse),
         reuse=reuse,
         cause="raw prompt",
         rules=(),
@@ -365,11 +365,11 @@ def _reachable(before: TurnRecord, shared: int) -> int:
     return max((start for start in before.starts if start <= shared), default=0)
 
 
-def _source(before: TurnRecord | None, num_cached_tokens: int, shared: int) -> str:
+def _source(before: TurnRecord | None, num_cached_tokens: int, shared: int, reuse: Reuse) -> str:
     if not num_cached_tokens:
         return "nothing"
     if before is None or num_cached_tokens > shared + 1:  # the answer's stop token is no part of the record
-        return "another conversation with the same beginning"
+        return "what was computed ahead" if reuse.tier == "warmed" else "another conversation with the same beginning"
     return f"request {before.request_id}"
 
 

@@ -100,6 +100,8 @@ def test_a_first_request_has_nothing_before_it() -> None:
     fresh = explain(first, None, RulesFired(), 0)
     assert (fresh.cause, fresh.source, fresh.before) == ("new conversation", "nothing", None)
     assert explain(first, None, RulesFired(), 50).source == "another conversation with the same beginning"
+    warmed = explain(first, None, RulesFired(), 50, reuse=Reuse("warmed", 50))
+    assert warmed.source == "what was computed ahead"
 
 
 @pytest.mark.parametrize(
