@@ -16,7 +16,7 @@ from kvserve.canonical.canonicalise import canonicalise
 from kvserve.core import Block, Message, RequestId, TextBlock, ToolCallBlock, ToolResultBlock, Turn
 from kvserve.engine.warming import WarmJob
 from kvserve.identity import Reading
-from kvserve.pipeline import Beginning, ServedModel, shared_beginning
+from kvserve.pipeline import ServedModel, SharedBeginning, shared_beginning
 from kvserve.running import FinishedTurn, RunningTurn
 from kvserve.sessions.habits import Habits, History, history_after, learn, place_of
 from kvserve.sessions.seen import TurnRecord, common_length
@@ -144,7 +144,7 @@ def _identity_in(turn: Over) -> Callable[[Message], bytes]:
 # --- the guess -------------------------------------------------------------------------------------------------------
 
 
-def guessed(turn: Over, habits: Habits, served: ServedModel) -> Beginning | None:
+def guessed(turn: Over, habits: Habits, served: ServedModel) -> SharedBeginning | None:
     """What the prompt of the next request begins with, as far as that is known; None where nothing is."""
     identity = _identity_in(turn)
     history = history_after(habits, turn.turn.messages, turn.running.said, lambda message: not identity(message))

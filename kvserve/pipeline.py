@@ -131,14 +131,14 @@ def preview(turn: Turn, served: ServedModel) -> Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class SharedBeginning:
     """What several prompts begin with, and the messages that begin in it."""
 
     tokens: TokenSequence
     message_starts: tuple[MessageStart, ...]
 
 
-def shared_beginning(turns: Sequence[Turn], served: ServedModel) -> Beginning:
+def shared_beginning(turns: Sequence[Turn], served: ServedModel) -> SharedBeginning:
     """What the prompts of all these turns have in common, as `serve_turn` would write them now; their images were
     looked at, the engine hears nothing of it. Raises BadRequest, and ValueError for no turn."""
     stitched = [_stitch(turn, served.conversations.read(turn), served)[1] for turn in turns]
@@ -148,7 +148,7 @@ def shared_beginning(turns: Sequence[Turn], served: ServedModel) -> Beginning:
     num_tokens = min([len(first.ids), *(common_length(first.ids, other.ids) for other in stitched[1:])])
     if (cut := next((span for span in first.images if span.start < num_tokens < span.end), None)) is not None:
         num_tokens = cut.start
-    return Beginning(
+    return SharedBeginning(
         TokenSequence(first.ids[:num_tokens], tuple(span for span in first.images if span.end <= num_tokens)),
         tuple(start for start in first.message_starts if start.offset < num_tokens),
     )

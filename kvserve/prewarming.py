@@ -13,7 +13,7 @@ from kvserve.core import Message, MessageStart, TextBlock, TokenSequence, Turn
 from kvserve.engine.warming import Warming, WarmJob
 from kvserve.errors import ContextOverflow, EngineFailure, NotReady
 from kvserve.foresight import FIRST_WORDS
-from kvserve.pipeline import Beginning, ServedModel, preview, shared_beginning
+from kvserve.pipeline import ServedModel, SharedBeginning, preview, shared_beginning
 
 WAIT_SECONDS = 600.0
 """An engine that found no time in so long will find none."""
@@ -72,7 +72,7 @@ def raise_for(warming: Warming) -> None:
         raise NotReady("The model does not compute now.", retry_after_seconds=10)
 
 
-def _beginning(turn: Turn, looked_at: Turn, served: ServedModel) -> Beginning:
+def _beginning(turn: Turn, looked_at: Turn, served: ServedModel) -> SharedBeginning:
     """Behind a user's words or a tool's result comes the answer: all but the generation tail is shared. Behind anything
     else come somebody's words, which are not known."""
     if turn.messages and turn.messages[-1].role in ("user", "tool"):
@@ -81,7 +81,7 @@ def _beginning(turn: Turn, looked_at: Turn, served: ServedModel) -> Beginning:
         tokens = TokenSequence(
             prompt.tokens.ids[:num_tokens], tuple(span for span in prompt.tokens.images if span.end <= num_tokens)
         )
-        return Beginning(tokens, tuple(start for start in prompt.message_starts if start.offset < num_tokens))
+        return SharedBeginning(tokens, tuple(start for start in prompt.message_starts if start.offset < num_tokens))
     return shared_beginning([_with_words(looked_at, words) for words in FIRST_WORDS], served)
 
 
