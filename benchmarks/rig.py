@@ -97,7 +97,10 @@ def rounds(num_rounds: int, *measure: Callable[[], Any]) -> list[list[Any]]:
 def answer_pair(
     rig: Rig, num_streams: int, prompt_tokens: int, answer_tokens: int, num_rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds of `num_streams` answers at once, over HTTP and bare, per round."""
+    """Seconds of `num_streams` answers at once, over HTTP and bare, per round.
+
+    A round is HTTP, bare, bare, HTTP: a machine that becomes slower or faster meanwhile favours neither.
+    """
 
     def over_http() -> float:
         seconds = rig.answer_seconds([rig.prompts.make(prompt_tokens) for _ in range(num_streams)], answer_tokens)
@@ -108,8 +111,9 @@ def answer_pair(
         prompts = [rig.prompts.make(prompt_tokens).ids for _ in range(num_streams)]
         return rig.bare.generation_seconds(prompts, answer_tokens)
 
-    http_seconds, bare_seconds = rounds(num_rounds, over_http, bare)
-    return http_seconds, bare_seconds
+    http_first, bare_first, bare_last, http_last = rounds(num_rounds, over_http, bare, bare, over_http)
+    http_seconds, bare_seconds = zip(http_first, http_last, strict=True), zip(bare_first, bare_last, strict=True)
+    return [sum(pair) / 2 for pair in http_seconds], [sum(pair) / 2 for pair in bare_seconds]
 
 
 @contextlib.contextmanager

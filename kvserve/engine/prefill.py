@@ -5,6 +5,7 @@ something else is more urgent.
 """
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,18 +21,22 @@ FIRST_CHUNK_TOKENS = 256
 """Before anything was measured: small enough for a large model, large enough to measure."""
 
 ALIGNMENT_TOKENS = 16
+NUM_NEWEST_CHUNKS = 3
 
 
 @dataclass(slots=True)
 class ChunkLength:
     """How many tokens the next chunk has, so that it takes about the seconds it may take.
 
-    The rate is that of the last chunk: attention makes later tokens of a long prompt dearer, and the machine may be
-    busy with other things.
+    The rate is that of the newest chunks: attention makes later tokens of a long prompt dearer, and the machine may be
+    busy with other things. It is the slowest of them, because what made one slow may come back with the next, and a
+    running stream waits for the longest chunk, not for the average.
     """
 
     max_tokens: int
     tokens_per_second: float | None = None
+    """Of the newest chunk."""
+    _newest: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_NEWEST_CHUNKS))
 
     def within(self, seconds: float, num_last_tokens: int) -> int:
         """Tokens that fit into `seconds`, a multiple of 16 between 16 and `max_tokens`.
@@ -40,19 +45,20 @@ class ChunkLength:
         prompt, at another depth, and a stream must not pay for the difference.
         """
         cap = min(2 * num_last_tokens or FIRST_CHUNK_TOKENS, self.max_tokens)
-        if self.tokens_per_second is None:
+        if not self._newest:
             return cap
-        fitting = int(self.tokens_per_second * seconds) // ALIGNMENT_TOKENS * ALIGNMENT_TOKENS
+        fitting = int(min(self._newest) * seconds) // ALIGNMENT_TOKENS * ALIGNMENT_TOKENS
         return max(ALIGNMENT_TOKENS, min(fitting, cap))
 
     def fits(self, num_tokens: int, seconds: float) -> bool:
         """Whether so many tokens are likely to take no longer than `seconds`."""
-        return self.tokens_per_second is not None and num_tokens <= self.tokens_per_second * seconds
+        return bool(self._newest) and num_tokens <= min(self._newest) * seconds
 
     def measured(self, num_tokens: int, seconds: float) -> None:
         """Learn from a chunk that was long enough to mean something."""
         if num_tokens >= ALIGNMENT_TOKENS and seconds > 0:
             self.tokens_per_second = num_tokens / seconds
+            self._newest.append(self.tokens_per_second)
 
 
 @dataclass(slots=True, eq=False)

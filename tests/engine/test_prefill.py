@@ -1,6 +1,6 @@
 """The length of prefill chunks follows measured time."""
 
-from kvserve.engine.prefill import FIRST_CHUNK_TOKENS, ChunkLength
+from kvserve.engine.prefill import FIRST_CHUNK_TOKENS, NUM_NEWEST_CHUNKS, ChunkLength
 
 
 def test_the_first_chunk_is_short_the_next_follow_the_clock() -> None:
@@ -9,9 +9,23 @@ def test_the_first_chunk_is_short_the_next_follow_the_clock() -> None:
     assert length.within(0.25, 0) == FIRST_CHUNK_TOKENS
     length.measured(256, 0.5)
     assert length.within(0.25, 4096) == 128
-    length.measured(128, 0.125)
+    for _ in range(NUM_NEWEST_CHUNKS):
+        length.measured(128, 0.125)
     assert length.within(0.25, 4096) == 256
     assert length.within(0.27, 4096) == 272
+
+
+def test_the_slowest_of_the_newest_chunks_counts() -> None:
+    """One slow chunk makes the next ones shorter at once, a quick one among slow ones does not make them longer."""
+    length = ChunkLength(max_tokens=2048)
+    for _ in range(NUM_NEWEST_CHUNKS):
+        length.measured(256, 0.25)
+    assert (length.within(0.25, 4096), length.fits(256, 0.25)) == (256, True)
+    length.measured(256, 0.5)
+    assert (length.within(0.25, 4096), length.fits(256, 0.25)) == (128, False)
+    length.measured(256, 0.125)
+    assert (length.within(0.25, 4096), length.fits(256, 0.25)) == (128, False)
+    assert length.tokens_per_second == 2048
 
 
 def test_a_chunk_stays_between_its_bounds() -> None:
@@ -19,7 +33,8 @@ def test_a_chunk_stays_between_its_bounds() -> None:
     length = ChunkLength(max_tokens=512)
     length.measured(256, 1000.0)
     assert length.within(0.25, 4096) == 16
-    length.measured(256, 0.0001)
+    for _ in range(NUM_NEWEST_CHUNKS):
+        length.measured(256, 0.0001)
     assert length.within(0.25, 4096) == 512
 
 
