@@ -3,10 +3,12 @@
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -136,6 +138,27 @@ def test_stopping_ends_streams_well_formed(tmp_path: Path) -> None:
     assert refused.status == 503 and refused.error["code"] == "not_ready"
     ends = [line for line in app.lines() if "openai_chat" in line]
     assert len(ends) == 3 and not any("max_tokens" in line for line in ends), "it was nobody's limit"
+
+
+def test_the_banner_waits_for_the_proxy_as_long_as_it_may(tmp_path: Path) -> None:
+    """PROXY_STARTUP_WAIT_SECONDS while LiteLLM starts, and not at all once it answers, however long that may be."""
+    proxy = SimpleNamespace(state=SimpleNamespace(status="starting"), stop=lambda: None)
+    with unstarted_app(tmp_path, proxy_startup_wait_seconds=0.3) as app:
+        app.app._proxy = cast(Any, proxy)
+        begun = time.monotonic()
+        app.app._wait_for_proxy(threading.Event())
+        assert time.monotonic() - begun >= 0.3
+    proxy.state.status = "ready"
+    with unstarted_app(tmp_path, proxy_startup_wait_seconds=10_000) as app:
+        app.app._proxy = cast(Any, proxy)
+        app.app._wait_for_proxy(threading.Event())
+
+
+def test_the_family_that_is_set_comes_first(app: AppUnderTest, tmp_path: Path) -> None:
+    """MODEL_FAMILY decides which form of calls is tried first; without it the template does."""
+    assert app.served.output_format.tool_forms[0].name == "hermes"
+    with serving_app(tmp_path, model_family="glm4") as other:
+        assert other.served.output_format.tool_forms[0].name == "glm"
 
 
 # --- what it answers for itself ---------------------------------------------------------------------------------------
