@@ -105,6 +105,36 @@ def test_a_cancelled_row_is_gone_in_prefill_and_in_decode() -> None:
         assert (engine.status.num_waiting, engine.status.num_prefilling) == (0, 0)
 
 
+@pytest.mark.parametrize(("prompt_tokens", "max_tokens"), [(20_000, 16), (40, 100_000)], ids=["prefill", "decode"])
+def test_a_cancelled_row_is_gone_within_one_step(
+    monkeypatch: pytest.MonkeyPatch, prompt_tokens: int, max_tokens: int
+) -> None:
+    """From the moment on at which the client is gone the model computes one step at most for nobody."""
+    rows: list[Generation] = []
+    num_calls = num_calls_at_leave = 0
+    with running_engine(prefill_step_size=64) as engine:
+        module = engine.wait_until_ready().module
+        real_call = type(module).__call__
+
+        def leaving(self, *args, **kwargs):
+            nonlocal num_calls, num_calls_at_leave
+            num_calls += 1
+            if rows and num_calls == 6:
+                rows[0].cancel()
+                num_calls_at_leave = num_calls
+            return real_call(self, *args, **kwargs)
+
+        monkeypatch.setattr(type(module), "__call__", leaving)
+        generate(engine, request([301], 1))
+        num_of_another, num_calls = num_calls, 0
+        rows.append(engine.submit(request(prompt_of(prompt_tokens), max_tokens)))
+        assert collect(rows[0]).end.reason == "cancelled"  # type: ignore[union-attr]
+        assert (engine.status.num_prefilling, engine.status.num_decoding) == (0, 0)
+        generate(engine, request([301], 1))  # so that whatever was under way is over
+    assert num_calls_at_leave == 6
+    assert num_calls - num_of_another <= num_calls_at_leave + 1
+
+
 def test_a_row_that_waits_can_be_cancelled() -> None:
     """A cancelled row leaves the queue without being computed."""
     with running_engine(max_concurrent_requests=1) as engine:
