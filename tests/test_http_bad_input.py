@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.fields_read import chat_fields, completion_fields, without_indices
 from tests.serving import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -49,6 +50,8 @@ def _schema(schema: object) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+BAD_IDS = [True, [], {}, "x" * 513]
 COMMON_MISTYPED: dict[str, list[Any]] = {
     "model": [1, [], {}, True],
     "stream": ["yes", 1, [], {}],
@@ -67,19 +70,38 @@ COMMON_MISTYPED: dict[str, list[Any]] = {
     "logit_bias": ["x", [], 5, {"a": 1}, {"-1": 1}, {"5": "x"}, {"5": 101}, {"999999": 1}, {"5": 10**30}],
     "stop": [5, {}, True, [5], [None], "", ["x"] * 17, "x" * 513],
     "user": [5, [], {}],
+    "store": ["x", 1, []],
+    "service_tier": [5, True, []],
+    "verbosity": [5, True, {}],
     "metadata": ["x", 5, []],
     "n": [2, 0, "1", [], True],
     "extra_body": [5, "x", []],
-    "session_id": [True, [], {}, "x" * 513],
+    **dict.fromkeys(("session_id", "conversation_id", "thread_id", "chat_id", "prompt_cache_key"), BAD_IDS),
     "cache_mode": ["half", 5, []],
     "ttl": ["soon", -1, [], True],
+    "chat_template_kwargs": [5, "x", [], {"enable_thinking": "perhaps"}],
+    "enable_thinking": ["perhaps", 5, []],
+    "thinking": ["perhaps", 5, [], {"type": "perhaps"}],
+    "reasoning": ["perhaps", 5, []],
+    "reasoning_effort": ["perhaps", 5, []],
+    "preserve_thinking": ["perhaps", 5, [], "high"],
+    "clear_thinking": ["perhaps", 5, [], "high"],
 }
 CHAT_MISTYPED: dict[str, list[Any]] = {
     **COMMON_MISTYPED,
     "logprobs": [True, 5, "x"],
     "top_logprobs": [5, "x"],
-    "messages": [None, [], "hello", 5, {}, [5], ["hi"], [None], [[]]],
+    "messages": [None, [], "hello", 5, {}, [5], ["hi"], [None], [[]], [{"role": "user", "content": [PICTURE]}]],
     "messages[0].role": [[{"role": role, "content": "x"}] for role in ("wizard", "", 5, None, [], "User")],
+    "messages[0].name": [[{"role": "user", "content": "x", "name": name}] for name in (5, True, [], {})],
+    "messages[0].tool_call_id": [[{"role": "tool", "content": "x", "tool_call_id": name}] for name in (5, True, [])],
+    **{
+        f"messages[0].{field}": [[{"role": "assistant", "content": "x", field: said}] for said in (5, True, [], {})]
+        for field in ("reasoning_content", "reasoning", "reasoning_text", "refusal")
+    },
+    "messages[0].function_call": [
+        [{"role": "assistant", "function_call": call}] for call in (5, "x", [], {}, {"name": 5})
+    ],
     "messages[0].content": [[{"role": "user", "content": content}] for content in (5, True, {}, [5])],
     "messages[0].content[0]": [
         [{"role": "user", "content": [part]}]
@@ -89,7 +111,6 @@ CHAT_MISTYPED: dict[str, list[Any]] = {
             {"type": "text"},
             {"type": "text", "text": 5},
             {"type": "image_url"},
-            {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}},
         )
     ],
     "messages[1].tool_calls": [
@@ -132,11 +153,9 @@ CHAT_MISTYPED: dict[str, list[Any]] = {
         _schema({"type": "string", "pattern": "(unclosed"}),
         _schema({"enum": []}),
     ],
-    "chat_template_kwargs": [5, "x", [], {"messages": []}, {"enable_thinking": "perhaps"}],
-    "enable_thinking": ["perhaps", 5, []],
-    "thinking": ["perhaps", 5, [], {"type": "perhaps"}],
-    "reasoning": ["perhaps", 5, []],
-    "reasoning_effort": ["perhaps", 5, []],
+    "functions": [5, "x", {}, [5], [{}], [{"name": 5}], [{"name": "look", "parameters": 5}]],
+    "function_call": ["sometimes", 5, [], {}, {"name": 5}, {"name": "missing"}],
+    "chat_template_kwargs": [*COMMON_MISTYPED["chat_template_kwargs"], {"messages": []}],
 }
 COMPLETION_MISTYPED: dict[str, list[Any]] = {
     **COMMON_MISTYPED,
@@ -150,6 +169,12 @@ FIELD_CASES = [
     *[(CHAT_PATH, field, value) for field, values in CHAT_MISTYPED.items() for value in values],
     *[(COMPLETION_PATH, field, value) for field, values in COMPLETION_MISTYPED.items() for value in values],
 ]
+
+
+def test_every_field_that_is_read_has_wrong_values_here() -> None:
+    """The tables above name what the parsers look up at the top level and in messages: no field is forgotten."""
+    assert {without_indices(field) for field in CHAT_MISTYPED} - {"messages[].content[]"} == chat_fields()
+    assert set(COMPLETION_MISTYPED) == completion_fields()
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETION_PATH])
@@ -167,7 +192,7 @@ def test_a_field_of_the_wrong_type_is_named_and_costs_no_step(small: AppUnderTes
                 body["tools"] = [TOOL]
             response = client.request("POST", path, body)
             named = str(response.error["param"] if response.status >= 400 else None)
-            if response.status != 400 or not is_error_form(response) or not named.startswith(field.partition("[")[0]):
+            if response.status != 400 or not is_error_form(response) or not named.startswith(field):
                 wrong.append((field, value, response.status, named))
     assert not wrong
     assert small.num_forward_calls == before

@@ -8,6 +8,7 @@ import pytest
 
 from kvserve.proxy.litellm import LitellmProxy
 from kvserve.proxy.settings import ProxySettings
+from tests.proxy.reached import Reached
 from tests.proxy.stubs import KEY, LISTED, Backend, Client, Proxies, Script, free_port
 
 
@@ -19,9 +20,16 @@ def session_backend() -> Iterator[Backend]:
 
 
 @pytest.fixture(scope="session")
-def proxies(session_backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxies]:
+def reached(tmp_path_factory: pytest.TempPathFactory) -> Reached:
+    """What the proxies of the session speak to."""
+    return Reached(tmp_path_factory.mktemp("reached"))
+
+
+@pytest.fixture(scope="session")
+def proxies(session_backend: Backend, reached: Reached, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxies]:
     """Both LiteLLMs, started side by side: that costs 10 to 20 seconds once."""
     folder: Path = tmp_path_factory.mktemp("state")
+    environment = reached.watching(os.environ)
     reports: list[str] = []
     ports = free_port(), free_port()
     started: list[LitellmProxy] = []
@@ -37,7 +45,7 @@ def proxies(session_backend: Backend, tmp_path_factory: pytest.TempPathFactory) 
                 max_body_bytes=4 * 2**20,
                 keep_alive_seconds=1.0,
             )
-            proxy = LitellmProxy(settings, dict(os.environ), reports.append)
+            proxy = LitellmProxy(settings, environment, reports.append)
             started.append(proxy)
             proxy.start()
         for proxy in started:

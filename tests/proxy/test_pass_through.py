@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.fields_read import chat_fields, completion_fields
+from tests.proxy.reached import Reached
 from tests.proxy.stubs import ANSWER, KEY, LISTED, STREAM, USAGE, Backend, Client, Proxies, Script, chunk
 
 RECORDINGS = Path(__file__).resolve().parents[3] / "shared" / "recordings"
@@ -33,6 +35,9 @@ MESSAGES: list[dict[str, Any]] = [
         "reasoning": "aha",
         "thinking_blocks": [{"type": "thinking", "thinking": "x"}],
     },
+    {"role": "assistant", "content": None, "reasoning_text": "oh", "refusal": "no"},
+    {"role": "assistant", "content": None, "function_call": {"name": "read", "arguments": "{}"}},
+    {"role": "function", "name": "read", "content": "text"},
     {
         "role": "user",
         "content": [{"type": "text", "text": "and \u00e9\u4e2d\U0001f600?"}, {"type": "other", "x": None}],
@@ -76,6 +81,8 @@ FIELDS: dict[str, Any] = {
     # thinking and templates
     "chat_template_kwargs": {"enable_thinking": False, "preserve_thinking": True},
     "enable_thinking": False,
+    "preserve_thinking": True,
+    "clear_thinking": False,
     "reasoning": {"effort": "low"},
     "reasoning_effort": "none",
     # sampling
@@ -92,15 +99,24 @@ FIELDS: dict[str, Any] = {
     "stop": ["END"],
     "n": 1,
     "logprobs": False,
+    "top_logprobs": 0,
     "max_tokens": 9,
     "max_completion_tokens": 7,
     # tools and form
     "tools": [TOOL],
     "tool_choice": "auto",
     "parallel_tool_calls": False,
+    "functions": [TOOL["function"]],
+    "function_call": "auto",
     "response_format": {"type": "json_object"},
     "store": False,
     "field_of_tomorrow": {"a": [1, 2.5, "x", True, None]},
+}
+
+
+COMPLETION_FIELDS: dict[str, Any] = {
+    **{"max_tokens": 4, "top_k": 3, "user": "u", "session_id": "s"},
+    **{"echo": False, "suffix": "", "best_of": 1},
 }
 
 
@@ -108,6 +124,13 @@ def arrived(backend: Backend) -> dict[str, Any]:
     """The one body that the backend got."""
     assert len(backend.received) == 1
     return backend.received[0].body
+
+
+def test_the_lists_name_every_field_that_the_server_reads() -> None:
+    """What the server's parsers look up is sent through the proxy here, messages' own fields included."""
+    of_messages = {f"messages[].{name}" for message in MESSAGES for name in message}
+    assert chat_fields() <= {"model", "messages", "stream", "stream_options", *FIELDS, *of_messages}
+    assert completion_fields() - chat_fields() <= {"prompt", *COMPLETION_FIELDS}
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -200,7 +223,7 @@ def test_text_completions_pass(client: Client, backend: Backend, stream: bool, p
     end = text | {"choices": [choice | {"text": "", "finish_reason": "length"}]}
     whole = text | {"choices": [choice | {"finish_reason": "length"}], "usage": USAGE}
     backend.follow(Script(answer=whole, events=[text, end]))
-    body = {"model": "m", "prompt": prompt, "max_tokens": 4, "top_k": 3, "user": "u", "session_id": "s", "echo": False}
+    body = {"model": "m", "prompt": prompt, **COMPLETION_FIELDS}
     reply = client.post("/v1/completions", body | ({"stream": True} if stream else {}))
     assert reply.status == 200, reply.raw
     got = arrived(backend)
@@ -306,7 +329,9 @@ def test_empty_deltas_that_arrive(client: Client, backend: Backend) -> None:
     """An empty `reasoning_content` passes when it is sent; a delta without any field would not."""
     events = [STREAM[0], *(chunk({"reasoning_content": ""}) for _ in range(4)), *STREAM[1:]]
     backend.follow(Script(events=events))
-    assert len(client.chat({"model": "m", "messages": [], "stream": True}).events()) >= len(events)
+    arrived = client.chat({"model": "m", "messages": [], "stream": True}).events()
+    deltas = [choice["delta"] for event in arrived for choice in event["choices"]]
+    assert [delta.get("reasoning_content") for delta in deltas].count("") == 4
 
 
 def test_a_monotonous_stream_is_not_cut(client: Client, backend: Backend) -> None:
@@ -524,6 +549,16 @@ def test_a_body_over_the_limit_is_a_413(client: Client, backend: Backend) -> Non
     big = b'{"model":"m","messages":[],"x":"' + b"x" * (5 * 2**20) + b'"}'
     assert client.send("POST", "/v1/chat/completions", big).status == 413
     assert not backend.received
+
+
+def test_nobody_but_the_backend_is_called(client: Client, backend: Backend, proxies: Proxies, reached: Reached) -> None:
+    """LiteLLM looks up no name and opens no connection outside this machine: not at its start, not for a request."""
+    assert client.chat({"model": "gpt-5", "messages": MESSAGES, "tools": [TOOL]}).status == 200
+    assert client.send("GET", "/v1/models").status == 200
+    pid = proxies.open.state.pid
+    assert pid is not None
+    assert "127.0.0.1" in reached.hosts(pid), "the watch sees at least how the backend is called"
+    assert reached.hosts(pid) <= {"127.0.0.1", "::1", "localhost", "a file"}
 
 
 def test_the_proxies_ran_undisturbed(proxies: Proxies) -> None:
