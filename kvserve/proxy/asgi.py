@@ -5,6 +5,8 @@ neither LiteLLM nor who may speak.
 import asyncio
 import json
 import math
+import re
+import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -29,6 +31,8 @@ _ANTHROPIC_ERROR_TYPES = {
     429: "rate_limit_error",
 }
 _BODY_TIMEOUT_SECONDS = 60.0
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_headers(scope: Scope) -> dict[str, list[str]]:
@@ -69,9 +73,15 @@ async def read_body(receive: Receive, max_bytes: int, headers: Headers) -> bytes
 
 
 def parse_json_object(raw: bytes) -> dict[str, object]:
-    """The JSON object in `raw`. Raises BadRequest for anything else."""
+    """The JSON object in `raw`. Raises BadRequest for anything else.
+
+    Half a character, which clients send that cut text by UTF-16 units, becomes U+FFFD as on the server's own port:
+    LiteLLM's HTTP client could not write it down again.
+    """
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite_float)
+        if _ESCAPED_SURROGATE.search(raw):
+            value = _mended(value)
     except UnicodeDecodeError:
         raise BadRequest("The body is not UTF-8.") from None
     except (ValueError, RecursionError) as error:
@@ -79,6 +89,16 @@ def parse_json_object(raw: bytes) -> dict[str, object]:
         raise BadRequest(f"The body is not valid JSON: {reason}.") from None
     if not isinstance(value, dict):
         raise BadRequest("The body must be a JSON object.")
+    return value
+
+
+def _mended(value: Any) -> Any:
+    if isinstance(value, str):
+        return _LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, dict):
+        return {_mended(key): _mended(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_mended(child) for child in value]
     return value
 
 
@@ -103,6 +123,19 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return await receive()
 
     return replaying_receive
+
+
+def with_request_id(send: Send) -> Send:
+    """A `send` that gives an answer an `x-request-id` where the backend, which was not asked, gave none."""
+
+    async def naming_send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers: HeaderList = list(message["headers"])
+            if not any(name.lower() == b"x-request-id" for name, _ in headers):
+                message["headers"] = [*headers, (b"x-request-id", f"proxy{secrets.token_hex(12)}".encode())]
+        await send(message)
+
+    return naming_send
 
 
 async def answer(send: Send, status: int, body: bytes, headers: HeaderList) -> None:

@@ -29,6 +29,7 @@ from kvserve.proxy.asgi import (
     read_json_object,
     replay,
     sharing_headers,
+    with_request_id,
 )
 from kvserve.proxy.envelope import chat_envelope, completion_envelope
 from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange
@@ -124,7 +125,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, self._warm_before_ready(scope, send))
         elif scope["type"] == "http":
-            await self._serve(scope, receive, send)
+            await self._serve(scope, receive, with_request_id(send))
         else:  # nothing behind the proxy speaks WebSocket
             await receive()
             await send({"type": "websocket.close", "code": 1008})

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvserve.errors import MethodNotAllowed, NotFound
-from kvserve.proxy.asgi import App, Message, Receive, Scope, Send
+from kvserve.errors import BadRequest, MethodNotAllowed, NotFound
+from kvserve.protocols.fields import decode_body
+from kvserve.proxy.asgi import App, Message, Receive, Scope, Send, parse_json_object
 from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange, UpstreamError
 from kvserve.proxy.guard import ROUTES, Guard, GuardRules, find_route
 
@@ -84,6 +85,19 @@ def test_litellm_sees_the_envelope_and_the_hook_the_body() -> None:
     assert (exchange.body, exchange.headers) == (json.loads(raw), {"User-Agent": "a"})
 
 
+HALVES = rb'{"m\udc00": [{"content": "\ud83d \ud83d\ude00 \\ud83d \uDE00\ud83d"}, 5], "model": "m"}'
+
+
+def test_halves_of_characters_are_mended_as_the_server_does() -> None:
+    """Clients cut text in the middle of an emoji; LiteLLM's HTTP client could not write such a body down again."""
+    body = parse_json_object(HALVES)
+    assert body == decode_body(HALVES)
+    assert json.dumps(body, ensure_ascii=False).encode("utf-8")
+    assert body == {"m\ufffd": [{"content": "\ufffd \U0001f600 \\ud83d \ufffd\ufffd"}, 5], "model": "m"}
+    with pytest.raises(BadRequest, match="nested too deeply"):
+        parse_json_object(b'{"x": ' + b"[" * 5000 + rb'"\ud83d"' + b"]" * 5000 + b"}")
+
+
 def test_litellm_never_sees_an_origin() -> None:
     """It would answer for it with a wildcard."""
     inner = Inner()
@@ -132,6 +146,27 @@ def test_the_request_id_is_the_backends() -> None:
     """LiteLLM hides it under a name of its own."""
     inner = Inner(headers=[(b"llm_provider-x-request-id", b"r1"), (b"x-request-id", b"other")])
     assert header(call(inner, scope_of(), piece(b"{}")), b"x-request-id") == b"r1"
+
+
+@pytest.mark.parametrize(
+    ("scope", "status"),
+    [
+        (scope_of("GET", "/v1/models"), 200),
+        (scope_of("GET", "/health/readiness"), 200),
+        (scope_of("OPTIONS", origin="http://localhost:4000", access_control_request_method="POST"), 204),
+        (scope_of(host="evil.example"), 403),
+        (scope_of(path="/config/update"), 404),
+        (scope_of("GET"), 405),
+        (scope_of(content_length="1001"), 413),
+    ],
+)
+def test_what_no_backend_answered_has_an_id_of_its_own(scope: Scope, status: int) -> None:
+    """LiteLLM's own answers and the guard's refusals can be told apart too, each by another id."""
+    answers = [call(Inner(), {**scope}, piece(b"{}")) for _ in range(2)]
+    assert [sent[0]["status"] for sent in answers] == [status] * 2
+    ids = [[value for name, value in sent[0]["headers"] if name == b"x-request-id"] for sent in answers]
+    assert [len(values) for values in ids] == [1, 1]
+    assert ids[0][0] and ids[0] != ids[1]
 
 
 @pytest.mark.parametrize(

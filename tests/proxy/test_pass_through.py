@@ -142,6 +142,14 @@ def test_every_field_arrives_as_it_was_sent(client: Client, backend: Backend, st
     assert arrived(backend) == body | added
 
 
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+def test_half_a_character_costs_nothing_but_itself(client: Client, backend: Backend, stream: bytes) -> None:
+    """A history that a client cut in the middle of an emoji is served through the proxy as it is without it."""
+    half = b'{"messages": [{"role": "user", "content": "a \\ud83d b"}], "stream": ' + stream + b"}"
+    assert client.send("POST", "/v1/chat/completions", half).status == 200
+    assert arrived(backend)["messages"] == [{"role": "user", "content": "a \ufffd b"}]
+
+
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
