@@ -217,11 +217,14 @@ class PrefixTree:
         if lease.is_detached:
             return Extension(start, end, end, False)
         run = pack(tokens, lease.chain.num_tokens, end)
-        self._trie.move(lease, self._trie.walk(Position(lease.node, start), run, end))
+        known = self._trie.walk(Position(lease.node, start), run, end)
+        first_new = known.depth
+        # Before the lease moves: where rows cannot be had it stays whole, and the row's next stop tries again.
+        rows = take_rows(first_new, end) if first_new < end else None
+        self._trie.move(lease, known)
         lease.chain = lease.chain.extended(run)
-        first_new = lease.num_tokens
         if first_new < end:
-            self._grow(lease, run, take_rows(first_new, end))
+            self._grow(lease, run, rows)
         has_new_checkpoint = self._finish_at(lease, take_state, kind)
         self._touch(lease.node, self._clock(), num_uses=0)
         return Extension(start, first_new, end, has_new_checkpoint)

@@ -199,6 +199,29 @@ def test_a_lease_keeps_its_place_when_others_split_it() -> None:
     assert_exact(tree.lookup(tokens(*range(20), 80, 81)), tokens(*range(20), 80, 81))
 
 
+@pytest.mark.parametrize("fails", ["rows", "state"])
+def test_a_stop_that_cannot_be_kept_costs_no_later_one(fails: str) -> None:
+    """Memory runs out while rows or a state are copied: the lease stays whole, and the next stop keeps all of it."""
+
+    def out_of_memory(*_: int) -> Rows:
+        raise MemoryError
+
+    tree = make_tree(needs_checkpoints=True)
+    store(tree, tokens(*range(10), 50, 51), (10, 12))
+    row = tokens(*range(10), *range(20, 40))
+    lease = tree.acquire(tree.lookup(row))
+    take_rows = out_of_memory if fails == "rows" else rows_of(row)
+    with pytest.raises(MemoryError):
+        tree.extend(lease, row, 23, take_rows, out_of_memory)  # type: ignore[arg-type]
+    tree.check_integrity()
+    tree.extend(lease, row, 30, rows_of(row), lambda: WholeState(keys_of(row)))
+    tree.check_integrity()
+    longer = tokens(*row.ids, 60)
+    match = tree.lookup(longer)
+    assert match.num_usable_tokens == 30
+    assert_exact(match, longer)
+
+
 def test_after_clear_a_live_row_goes_on_alone() -> None:
     """Emptying the cache detaches live rows: what they add is not kept, nothing fails."""
     tree = make_tree(needs_checkpoints=True)
