@@ -228,14 +228,17 @@ class DiskIndex:
 
     # --- removing -----------------------------------------------------------------------------------------------------
 
-    def exclusive(self, run: TokenRun, chain: HashChain) -> list[BlobName]:
-        """The blobs that serve only a prefix: from its end up to a branch, or to the end of system and tools."""
+    def exclusive(self, run: TokenRun, chain: HashChain, start: int = 0) -> list[BlobName]:
+        """The blobs that serve only a prefix: from its end up to a branch, or to the end of system and tools; with
+        `start` only those that begin there or behind it."""
         with self._lock:
             position = self._find(run, chain)
             node, tail = position.node, list[Node]()
             if position.depth < node.end:  # what is known goes on with other tokens
                 return []
             while node.parent is not None and len(node.children) == bool(tail) and not self._ends_system(node):
+                if node.start < start:
+                    break
                 tail.append(node)
                 node = node.parent
             states = [self._entries[node.checkpoint.record_id].name for node in tail if node.checkpoint is not None]

@@ -36,6 +36,14 @@ class Counters:
     num_evicted_tokens: int = 0
     num_evicted_checkpoints: int = 0
 
+    def note_lookup(self, num_matched_tokens: int, num_usable_tokens: int, *, is_image_retreat: bool) -> None:
+        """A prompt was looked up, and this was found."""
+        self.num_lookups += 1
+        self.num_hits += num_usable_tokens > 0
+        self.num_matched_tokens += num_matched_tokens
+        self.num_usable_tokens += num_usable_tokens
+        self.num_image_retreats += is_image_retreat
+
 
 @dataclass(slots=True)
 class Departures:

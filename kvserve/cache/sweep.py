@@ -297,6 +297,18 @@ def exclusive_tail(leaf: Node) -> list[Node]:
     return tail
 
 
+def added_tail(last: Node, start: int) -> list[Node]:
+    """A place and its ancestors that begin at `start` or behind it, upwards to one that somebody else needs."""
+    tail: list[Node] = []
+    node = last
+    while node.parent is not None and node.start >= start and len(node.children) == bool(tail):
+        if node.leases or node.sequence_end is not None:
+            break
+        tail.append(node)
+        node = node.parent
+    return tail
+
+
 def exclusive_nodes(nodes: Iterable[Node], is_owned: Callable[[Node], bool]) -> list[Node]:
     """The nodes that lead to owned leaves and to nobody else's, deepest first: no live row is behind them, nor the end
     of system and tools. A leaf that is nobody's entry stays or goes with what it stands on."""

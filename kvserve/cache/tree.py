@@ -33,7 +33,7 @@ from kvserve.cache.records import (
     State,
 )
 from kvserve.cache.store import CutPayload, Store
-from kvserve.cache.sweep import Sweep, exclusive_nodes
+from kvserve.cache.sweep import Sweep, added_tail, exclusive_nodes
 from kvserve.cache.token_run import TokenRun, image_around, join, pack
 from kvserve.cache.trie import Lease, Node, Position, SequenceEnd, Trie
 from kvserve.core import TokenSequence
@@ -131,12 +131,7 @@ class PrefixTree:
             chain=named.chain,
             version=self._trie.version,
         )
-        counters = self._store.counters
-        counters.num_lookups += 1
-        counters.num_hits += usable.depth > 0
-        counters.num_matched_tokens += position.depth
-        counters.num_usable_tokens += usable.depth
-        counters.num_image_retreats += cause == "inside_image"
+        self._store.counters.note_lookup(position.depth, usable.depth, is_image_retreat=cause == "inside_image")
         return match
 
     def _usable(self, position: Position, tokens: TokenSequence) -> tuple[Position, MatchCause]:
@@ -311,6 +306,16 @@ class PrefixTree:
         self._store.remove_leaves(gone)
         self._store.take_departures()
         return paths
+
+    def retract(self, lease: Lease, start: int) -> KeptPath | None:
+        """The row left, and what it added from `start` on goes with it, up to where others go on, stand or ended.
+        Returns the path as it was; drop it soon."""
+        path = self.kept(lease)
+        self.release(lease)
+        if path is not None and lease.num_tokens == lease.node.end:
+            self._store.remove_leaves(added_tail(lease.node, start))
+            self._store.take_departures()
+        return path
 
     def account_live(self, num_bytes: int) -> None:
         """Say how many bytes the live rows' own caches hold: they count in the limit."""

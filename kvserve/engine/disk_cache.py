@@ -136,6 +136,10 @@ class DiskCache:
             self.tier.discard(index.exclusive(path.run, path.chain))
         self.tier.discard(index.exclusive(run, hasher.start().extended(run)))
 
+    def retract(self, path: KeptPath, start: int) -> None:
+        """Forget what serves only this path, from `start` on."""
+        self.tier.discard(self.tier.index.exclusive(path.run, path.chain, start))
+
     @property
     def answer_stride_tokens(self) -> int:
         """After so many tokens of an answer the row is kept while it goes on."""

@@ -237,6 +237,13 @@ class PrefixCache:
         self.extend(tenancy, caches, tokens)
         self._tree.mark_end(tenancy.lease)
 
+    def retract_answer(self, tenancy: Tenancy) -> None:
+        """The row is gone, and what was kept of its answer meanwhile goes with it, from the disk too."""
+        start = tenancy.row.answer_kept_from
+        path = self._tree.retract(tenancy.lease, start) if start is not None else None
+        if self._disk is not None and path is not None and start is not None:
+            self._disk.retract(path, start)
+
     def leave(self, tenancy: Tenancy) -> None:
         """The row is gone; segments that were complete stay."""
         self._tree.release(tenancy.lease)
@@ -265,6 +272,9 @@ class PrefixCache:
         is_new = extension.num_new_tokens or extension.has_new_checkpoint
         if self._disk is not None and is_new and (path := self._tree.kept(tenancy.lease)) is not None:
             self._disk.save(path, extension.start)
+        row = tenancy.row
+        if row.answer_kept_from is None and extension.num_new_tokens and end > len(row.request.prompt):
+            row.answer_kept_from = extension.first_new
 
     def _add_stop(self, tenancy: Tenancy, wait: Wait) -> None:
         if wait.is_new_stop:

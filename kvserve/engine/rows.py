@@ -119,6 +119,7 @@ class Row:
     """What the engine knows of one request. Times are `time.monotonic()` seconds, None until they happen.
 
     `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
+    `answer_kept_from`: where what was kept of its answer while it went on begins, None as long as there is nothing.
     """
 
     generation: Generation
@@ -131,6 +132,7 @@ class Row:
     reuse: Reuse = Reuse()
     has_waited_for_row: bool = False
     has_come_from_disk: bool = False
+    answer_kept_from: int | None = None
     generated: list[int] = field(default_factory=list)
     num_generator_failures: int = 0
     failure: Exception | None = None

@@ -193,7 +193,16 @@ class Scheduler:
             left = self._pool.remove(row)
             row.finish(reason)
             # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
+            if reason == "watchdog":
+                self._retract_answer(row)
             self._release(row, left if reason == "cancelled" else None)
+
+    def _retract_answer(self, row: Row) -> None:
+        try:
+            if (tenancy := self._tenancies.get(row)) is not None:
+                self.cache.retract_answer(tenancy)
+        except Exception as error:  # noqa: BLE001 - the answer is over; its neighbours have nothing to do with it
+            self._report(f"KV of an ended answer could not be dropped: {type(error).__name__}: {error}")
 
     def _drop_arrival(self, row: Row) -> None:
         for arrival in [arrival for arrival in self._arrivals if arrival.row is row]:

@@ -1,5 +1,7 @@
 """The tree against a plain set of prefixes: whatever happens, both know the same and nothing is lost or mixed up."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvserve.cache.records import Limits
 from kvserve.cache.tree import Match, PrefixTree
-from kvserve.cache.trie import Lease
+from kvserve.cache.trie import Lease, Node
 from kvserve.core import TokenSequence
 from tests.cache.payloads import (
     Atom,
@@ -100,6 +102,27 @@ class TreeMachine(RuleBasedStateMachine):
             end = data.draw(st.integers(leases[0].num_tokens, len(tokens)))
             self.extend(tokens, leases, end, with_state)
 
+    @rule(data=st.data())
+    def rows_cannot_be_copied(self, data: st.DataObject) -> None:
+        """Memory runs out where a row stops: nothing has changed, and it may stop again later."""
+        if not self.rows:
+            return
+        tokens, leases = data.draw(st.sampled_from(self.rows))
+        end = data.draw(st.integers(leases[0].num_tokens, len(tokens)))
+
+        def fail(_start: int, _end: int) -> Rows:
+            raise MemoryError
+
+        is_known = leases[0].is_detached or end == leases[0].num_tokens or keys_of(tokens)[:end] in self.stored
+        for tree, lease in zip(self.trees, leases, strict=True):
+            before = lease.num_tokens
+            try:
+                tree.extend(lease, tokens, end, fail)
+            except MemoryError:
+                assert not is_known and lease.num_tokens == before
+            else:
+                assert is_known
+
     @rule(data=st.data(), owner=owners, num_stops=st.integers(1, 3), stays=st.booleans())
     def whole_row(self, data: st.DataObject, owner: str | None, num_stops: int, stays: bool) -> None:
         """A request from its lookup to its end, with a state wherever it stops."""
@@ -145,6 +168,23 @@ class TreeMachine(RuleBasedStateMachine):
                 tree.mark_end(lease)
             tree.release(lease)
 
+    @rule(data=st.data())
+    def retract_row(self, data: st.DataObject) -> None:
+        """A row that is ended takes with it what lies behind a place, and nothing that anybody else needs."""
+        if not self.rows:
+            return
+        tokens, leases = self.rows.pop(data.draw(st.integers(0, len(self.rows) - 1)))
+        start, end = data.draw(st.integers(0, len(tokens))), leases[0].num_tokens
+        needed = set[tuple[Key, ...]]()
+        for nodes in self.trees[0].sequences():
+            if nodes[-1].sequence_end is not None:
+                needed |= {key for key in self.stored if key == path_of(nodes)[: len(key)]}
+        for tree, lease in zip(self.trees, leases, strict=True):
+            tree.retract(lease, start)
+        gone = self.stored - contents(self.trees[0])[0] - {()}
+        assert gone <= {keys_of(tokens)[:n] for n in range(start + 1, end + 1)} - needed
+        self.forget_what_left()
+
     # --- housekeeping -------------------------------------------------------------------------------------------------
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 100.0]))
@@ -167,9 +207,18 @@ class TreeMachine(RuleBasedStateMachine):
                 assert all(leaf.leases for leaf in leaves)
             entries = [leaf for leaf in leaves if leaf.sequence_end is not None and not leaf.leases]
             assert len(entries) <= self.limits.max_entries
+            by_owner = Counter(end.owner for leaf in entries if (end := leaf.sequence_end) and end.owner is not None)
+            assert max(by_owner.values(), default=0) <= self.limits.max_entries_per_owner
+            assert not [leaf for leaf in leaves if not leaf.leases and self.is_over(leaf)]
             if stats.checkpoint_bytes > self.limits.max_checkpoint_bytes:
                 assert all(node.leases for nodes in tree.sequences() for node in nodes if node.checkpoint)
         self.forget_what_left()
+
+    def is_over(self, leaf: Node) -> bool:
+        """Whether a leaf has outlived its own time limit or, without one, the general limit."""
+        own = leaf.sequence_end.ttl_seconds if leaf.sequence_end is not None else None
+        limit = self.limits.ttl_seconds if own is None else own
+        return 0 < limit < self.clock.now - leaf.last_used_at
 
     def forget_what_left(self) -> None:
         left = [contents(tree) for tree in self.trees]
@@ -219,6 +268,11 @@ class CheckpointTreeMachine(TreeMachine):
     """The same for a model with layers that cannot be cut."""
 
     needs_checkpoints = True
+
+
+def path_of(nodes: Sequence[Node]) -> tuple[Key, ...]:
+    """All tokens of a path."""
+    return tuple(node.tokens.key_at(place) for node in nodes for place in range(node.start, node.end))
 
 
 def contents(tree: PrefixTree) -> tuple[set[tuple[Key, ...]], set[tuple[Key, ...]]]:

@@ -13,7 +13,7 @@ import pytest
 from kvserve.cache.disk_blob import BlobName
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.disk_tier import DiskTier
-from kvserve.core import TokenDelta
+from kvserve.core import TokenDelta, TokenSequence
 from kvserve.demo.build import TINY
 from kvserve.engine import disk_cache
 from kvserve.engine.disk_cache import DiskCache, DiskReport
@@ -365,6 +365,43 @@ def test_a_long_answer_is_kept_while_it_is_written(
         assert len(ends) >= 4 and cached(warm) >= len(BASE) + 128
         assert_exact(warm, cold(engine, longer, 16))
         assert_exact(first, cold(engine, BASE, 300))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_of_an_answer_that_the_watchdog_ended_nothing_stays(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was kept of it while it was written leaves RAM and disk; the prompt, and another answer to it, stay."""
+    for name in ("ANSWER_STRIDE_TOKENS", "CHECKPOINT_STRIDE_TOKENS"):
+        monkeypatch.setattr(disk_cache, name, 64)
+    with running_engine(family, disk=on(tmp_path)) as engine:
+        [other] = generate(engine, turn([*BASE, 7], 100))
+        running, tokens, kept_bytes = engine.submit(turn(BASE, 100_000)), list[int](), 0
+        try:
+            for batch in running.batches(60):
+                tokens += [event.token for event in batch if isinstance(event, TokenDelta)]
+                if len(tokens) > 160:
+                    kept_bytes = kept_bytes or engine.cache_report().stats.ram_bytes
+                    engine._ask(lambda scheduler: setattr(scheduler, "_watchdog_seconds", 1e-6))
+        finally:
+            engine._ask(lambda scheduler: setattr(scheduler, "_watchdog_seconds", 0))
+        engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+        assert kept_bytes > engine.cache_report().stats.ram_bytes, "some of it was kept meanwhile"
+        settle(engine)
+        # Where a state is needed, it is that of the other prompt's tail.
+        num_known = len(BASE) if family in CUTTABLE else len(BASE) + 1 - TAIL_TOKENS
+        paths = {(*BASE, *tokens, 5): num_known, (*BASE, 7, *other.tokens, 5): len(BASE) + 101}
+        for path, depth in paths.items():
+            sequence = TokenSequence(path)
+            assert engine._ask(lambda scheduler, sequence=sequence: scheduler.cache.kept_tokens(sequence)) == (
+                depth,
+                depth,
+            )
+    with running_engine(family, disk=on(tmp_path)) as engine:
+        longer = [*BASE, *tokens[:100], 6]
+        [warm] = generate(engine, turn(longer, 8))
+        assert cached(warm) == num_known and disk_of(engine).stats.faults == {}
+        assert_exact(warm, cold(engine, longer, 8))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
