@@ -4,7 +4,7 @@ It knows nodes, records and tiers; not when something is added or which record s
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.records import (
@@ -141,6 +141,17 @@ class Store:
         first = node.segment.tokens.start
         payload = self.ram.get(node.segment.record_id)
         return Piece(node.segment, payload, node.start - first, min(node.end, end) - first)
+
+    def pieces_to(self, node: Node, end: int) -> tuple[Piece, ...]:
+        """The rows `[0, end)` of the path to a node, `end` inside it. Neighbours in one record are one piece, because a
+        restore pays for each: states stand inside records."""
+        pieces: list[Piece] = []
+        for each in node.path():
+            piece = self.piece_of(each, end)
+            if pieces and pieces[-1].segment is piece.segment:
+                piece = replace(pieces.pop(), end_row=piece.end_row)
+            pieces.append(piece)
+        return tuple(pieces)
 
     def state_of(self, node: Node) -> State | None:
         """The checkpoint at a node's end with its payload."""

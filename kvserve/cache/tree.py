@@ -123,7 +123,7 @@ class PrefixTree:
             num_prompt_tokens=len(tokens),
             num_matched_tokens=position.depth,
             num_usable_tokens=usable.depth,
-            pieces=tuple(self._store.piece_of(node, usable.depth) for node in usable.node.path()),
+            pieces=self._store.pieces_to(usable.node, usable.depth),
             state=state,
             cause=cause,
             node=usable.node,

@@ -47,6 +47,7 @@ def test_many_short_turns_become_few_records(needs_checkpoints: bool) -> None:
         prompt = tokens(*range(length), 9999)
         match = tree.lookup(prompt)
         assert match.num_usable_tokens == (length // 10 * 10 if needs_checkpoints else length)
+        assert len(match.pieces) <= stats.num_segments, "each record is one piece, however many states stand inside"
         assert_exact(match, prompt)
 
 
