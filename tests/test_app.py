@@ -234,7 +234,15 @@ def test_the_watchdog_ends_an_answer_with_length(tmp_path: Path, stream: bool) -
         body: Any = chunks_of(response)[-1] if stream else response.json
         assert body["choices"][0]["finish_reason"] == "length"
         assert "length (watchdog)" in app.line_of(body["id"])
-        assert eventually(app.is_idle) and app.chat(max_tokens=2).finish_reason == "length"
+        assert eventually(app.is_idle)
+        assert _num_remembered(app) == (0, 0, 0), "no turn record, no healing entry"
+        assert app.chat(max_tokens=2).finish_reason == "length"
+        assert min(_num_remembered(app)[:2]) > 0
+
+
+def _num_remembered(app: AppUnderTest) -> tuple[int, int, int]:
+    told: Any = app.get("/v1/cache").json
+    return told["num_messages"], told["num_branches"], told["num_healing_entries"]
 
 
 def test_a_turn_is_written_to_the_file_of_its_session(app: AppUnderTest) -> None:

@@ -273,6 +273,10 @@ class Scheduler:
         wait = self.cache.wait_for(arrival.row, in_flight)
         arrival.awaited, arrival.awaited_tokens = wait or (None, 0)
         arrival.row.has_waited_for_row |= wait is not None
+        for prefill in self._prefilling:
+            if wait == (prefill.tenancy, prefill.num_done):  # its state there is gone after its next chunk
+                self._keep(prefill)
+                return False
         return wait is not None
 
     def _is_restoring(self, arrival: Arrival) -> bool:

@@ -123,6 +123,19 @@ def test_a_divergence_once_found_is_reused_the_next_time(engine: Engine) -> None
     assert_exact(warm, cold(engine, third))
 
 
+def test_a_retreat_behind_the_last_checkpoint_is_counted(engine: Engine, family: str) -> None:
+    """A prompt that matches further than any state serves it counts, in the totals and on its row, where states are
+    needed at all; one that finds its state does not."""
+    before = engine.cache_report().num_hybrid_trim_misses
+    generate(engine, request(BASE, 1))  # nobody said where its messages end
+    [missed] = generate(engine, turn([*BASE[:215], *prompt_of(80, 4)], 1))
+    is_miss = family not in CUTTABLE
+    assert (cached(missed), missed.progress[-1].reuse.num_matched_tokens) == (0 if is_miss else 215, 215)
+    assert missed.progress[-1].reuse.is_trim_miss == is_miss
+    generate(engine, turn([*BASE[:215], *prompt_of(80, 5)], 1))
+    assert engine.cache_report().num_hybrid_trim_misses == before + is_miss
+
+
 def test_logits_are_those_of_a_cold_row(engine: Engine, family: str) -> None:
     """Next turn, branch, rewind, divergence in a message: at each of 48 steps the logits of a cold server, too.
 
