@@ -223,8 +223,7 @@ class PrefixCache:
 
     def keep(self, tenancy: Tenancy, caches: Sequence[Any], num_done: int) -> None:
         """Take in what a prefill has computed up to the planned stop `num_done`; nothing where it does not stop."""
-        stop = tenancy.stop_at(num_done)
-        if stop is not None:
+        if (stop := tenancy.stop_at(num_done)) is not None:
             self._extend(tenancy, tokens_of(tenancy.row), caches, num_done, stop.kind)
 
     def extend(self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int]) -> None:
@@ -259,8 +258,11 @@ class PrefixCache:
     def _extend(
         self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any], end: int, kind: BoundaryKind
     ) -> None:
-        # Room is made first: the tier is never above its budget, not even for a moment.
-        self.make_room(self._model.sizes.kept(tenancy.lease.num_tokens, end))
+        # Room is made first: the tier is never above its budget, but for what goes through RAM to the disk.
+        num_bytes = self._model.sizes.kept(tenancy.lease.num_tokens, end)
+        self.make_room(num_bytes)
+        if self._disk is None and self._tree.num_ram_bytes + num_bytes > self._max_bytes:
+            return  # live rows stand on the rest
         extension = self._tree.extend(
             tenancy.lease,
             tokens,
@@ -272,9 +274,7 @@ class PrefixCache:
         is_new = extension.num_new_tokens or extension.has_new_checkpoint
         if self._disk is not None and is_new and (path := self._tree.kept(tenancy.lease)) is not None:
             self._disk.save(path, extension.start)
-        row = tenancy.row
-        if row.answer_kept_from is None and extension.num_new_tokens and end > len(row.request.prompt):
-            row.answer_kept_from = extension.first_new
+        tenancy.row.note_kept(extension.first_new, end)
 
     def _add_stop(self, tenancy: Tenancy, wait: Wait) -> None:
         if wait.is_new_stop:

@@ -159,6 +159,11 @@ class Row:
             and (now - self.prefill_started_at > watchdog_seconds)
         )
 
+    def note_kept(self, start: int, end: int) -> None:
+        """The KV of its tokens `[start, end)` is kept from now on."""
+        if self.answer_kept_from is None and start < end and end > len(self.request.prompt):
+            self.answer_kept_from = start
+
     def report_progress(self, num_done_tokens: int) -> None:
         num_prompt_tokens = len(self.request.prompt)
         self.generation.put(PrefillProgress(num_done_tokens, num_prompt_tokens, self.num_cached_tokens, self.reuse))

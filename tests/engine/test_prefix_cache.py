@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from kvserve.cache.ram_tier import RamTier
 from kvserve.core import GenerationDone, TokenDelta
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.worker import Engine
@@ -310,6 +311,30 @@ def test_a_budget_of_little_more_than_one_conversation_still_reuses_it(engine: E
         [again] = generate(small, turn(prompt_of(800), 2))
         assert cached(again) >= 790
         assert_exact(again, first.tokens)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.1])
+def test_the_tier_is_never_above_its_budget(
+    engine: Engine, family: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for a moment, though live rows stand on more than fits: the rest is not kept, and no token changes."""
+    prompts = [prompt_of(800, seed) for seed in range(3)]
+    alone = [cold(engine, prompt, 8) for prompt in prompts]
+    max_bytes, peak = int(share * engine.wait_until_ready().row_bytes(800)), 0
+    put = RamTier.put
+
+    def watched(tier: RamTier, *arguments: Any) -> None:
+        nonlocal peak
+        put(tier, *arguments)
+        peak = max(peak, tier.num_bytes)
+
+    with running_engine(family, cache=replace(CACHE, max_bytes=max_bytes)) as small:
+        monkeypatch.setattr(RamTier, "put", watched)
+        for _ in range(2):
+            for result, expected in zip(generate(small, *(turn(each, 8) for each in prompts)), alone, strict=True):
+                assert_exact(result, expected)
+        assert 0 < peak <= max_bytes
+        small._ask(lambda scheduler: scheduler.cache.check_integrity())
 
 
 def test_a_row_does_not_wait_for_one_that_stores_nothing(engine: Engine) -> None:
