@@ -139,6 +139,7 @@ def test_what_leaves_ram_comes_back(family: str, tmp_path: Path) -> None:
     small = replace(CACHE, max_bytes=2**19)
     with running_engine(family, disk=on(tmp_path), cache=small) as engine:
         first = generate(engine, *(turn(prompt, 8) for prompt in prompts))
+        settle(engine)
         again = [generate(engine, turn(prompt, 8))[0] for prompt in prompts]
         for one, other in zip(first, again, strict=True):
             assert_exact(other, one.tokens)
