@@ -54,16 +54,25 @@ class Kept:
 
 
 def run(num_rounds: int) -> list[Figure]:
-    """With idle work after every turn, which has a bound, and without any, against one segment that has it all."""
+    """With idle work after every turn, which has a bound, and without any, against one segment that has it all; then
+    with a state behind every turn."""
+    return [*_figures(num_rounds, num_states=0), *_figures(num_rounds, num_states=1)]
+
+
+def _figures(num_rounds: int, num_states: int) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
         model = weightless_model(
-            build_model("qwen3", Path(scratch) / "model"), num_layers=NUM_LAYERS, num_heads=NUM_HEADS, head_dim=HEAD_DIM
+            build_model("qwen3", Path(scratch) / "model"),
+            num_layers=NUM_LAYERS,
+            num_heads=NUM_HEADS,
+            head_dim=HEAD_DIM,
+            num_states=num_states,
         )
     whole = _kept(model, num_turns=1, has_idle_time=False)
     busy = _kept(model, num_turns=NUM_TURNS, has_idle_time=False)
     idle = _kept(model, num_turns=NUM_TURNS, has_idle_time=True)
     one, many, joined = rounds(num_rounds, whole.restore_seconds, busy.restore_seconds, idle.restore_seconds)
-    name = f"restoring {NUM_TURNS} turns of {TURN_TOKENS} tokens"
+    name = f"restoring {NUM_TURNS} turns of {TURN_TOKENS} tokens{', a state behind each' if num_states else ''}"
     return [
         _figure(f"{name}, idle work between them : one segment", joined, one, idle, Bound("at most", 1.3)),
         _figure(f"{name}, never idle : one segment", many, one, busy, None),
