@@ -31,6 +31,7 @@ from kvserve.sessions.archive import Archive, ArchiveTotals
 from kvserve.sessions.beginnings import Beginning
 from kvserve.sessions.explanation import RulesFired
 from kvserve.sessions.lineage import Branch, SessionView, session_key
+from kvserve.sessions.raw_prompts import RawPrompts
 from kvserve.sessions.seen import Seen, Step, TurnRecord, pack_ids
 from kvserve.sessions.stores import StoreLimits, Stores
 from kvserve.sessions.whereabouts import Places
@@ -169,6 +170,7 @@ class Conversations:
         self._stores = Stores(settings.limits, archive)
         self._healing, self._turns, self._index = self._stores.healing, self._stores.turns, self._stores.index
         self._openings: Places[bytes] = Places()
+        self.raw_prompts = RawPrompts()
         self.was_cleared = False
 
     def read(self, turn: Turn) -> Reading:
@@ -262,7 +264,7 @@ class Conversations:
             num_sessions=lineage.num_sessions,
             num_branches=lineage.num_branches,
             num_messages=turns.num_nodes,
-            num_bytes=turns.num_bytes + turns.num_record_bytes,
+            num_bytes=turns.num_bytes + turns.num_record_bytes + self.raw_prompts.num_bytes,
             num_healing_entries=len(self._healing),
             archive=self._stores.archive_totals(),
         )
@@ -275,6 +277,7 @@ class Conversations:
         """Forget every conversation."""
         self.was_cleared = True
         self._openings.clear()
+        self.raw_prompts.clear()
         self._familiar.clear()
         self._stores.clear()
 

@@ -83,6 +83,7 @@ def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
     turn = _looked_at(turn, served)
     reading = served.conversations.read(turn) if turn.raw_prompt is None else None
     prompt = _render(turn, reading, served) if reading is not None else _raw_prompt(turn, served)
+    session = served.conversations.partition(turn.session)
     max_tokens, cut_by = _max_tokens(turn, served, len(prompt.tokens))
     request = GenerationRequest(
         request_id=turn.request_id,
@@ -93,7 +94,7 @@ def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
         grammar=_grammar(turn, served, prompt, max_tokens),
         message_starts=prompt.message_starts,
         turn_end=served.stitcher.turn_end,
-        session=served.conversations.partition(turn.session),
+        session=session,
         ttl_seconds=turn.session.marked_seconds if turn.session.ttl_seconds is None else turn.session.ttl_seconds,
         images=turn.images,
     )
@@ -108,6 +109,7 @@ def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
         served.tokenizer.encode,
         served.tokenizer.decode,
         served.keeps_kv,
+        served.conversations.raw_prompts.nearest(prompt.text, session) if reading is None else None,
     )
     return RunningTurn(submitted, _answer_reader(turn, served, prompt), served.conversations, served.observe)
 

@@ -38,8 +38,10 @@ from kvserve.engine.rows import Generation
 from kvserve.errors import RequestError
 from kvserve.identity import Conversations, Exchanged, Reading
 from kvserve.output.answer import AnswerReader
-from kvserve.sessions.explanation import Asked, Circumstances, Explanation, explain, explain_raw
+from kvserve.sessions.explanation import Asked, Circumstances, Explanation, explain
+from kvserve.sessions.explanation_raw import RawAsked, explain_raw
 from kvserve.sessions.lineage import Branch
+from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import pack_ids
 from kvserve.telemetry.activity import RunningFacts
 from kvserve.telemetry.terminal import LengthLimit, RequestFacts
@@ -91,7 +93,8 @@ class Observer:
 @dataclass(frozen=True, slots=True)
 class Submitted:
     """A turn as it was given to the engine. `cut_by` is whose limit the answer has, `encode` tokenises its text and
-    `decode` says what ids mean; `keeps_kv`: the model's KV can be kept for other requests."""
+    `decode` says what ids mean; `keeps_kv`: the model's KV can be kept for other requests. `raw_before`: what a raw
+    prompt is compared with."""
 
     turn: Turn
     model_name: str
@@ -102,6 +105,7 @@ class Submitted:
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[Sequence[int]], str]
     keeps_kv: bool = True
+    raw_before: RawRecord | None = None
 
 
 class RunningTurn:
@@ -236,11 +240,15 @@ class RunningTurn:
         """Keep what was read and written. A turn that the watchdog ended leaves nothing, a second call does nothing."""
         reading, session = self._submitted.reading, self._submitted.turn.session
         keeps_nothing = session.cache_mode == "prefix" or session.ttl_seconds == 0
-        if reading is None or self.is_lost or self._is_remembered or keeps_nothing:
+        if self.is_lost or self._is_remembered or keeps_nothing:
             return
         self._is_remembered = True
         prompt = self._submitted.prompt
         ids = self._said_ids()
+        num_computed_tokens = self._num_computed_tokens + len(ids) if is_aborted else None
+        if reading is None:
+            self._remember_raw(ids, num_computed_tokens)
+            return
         is_written = bool(self._said) and bool(ids) and not prompt.continues
         written = Written(Message("assistant", tuple(self._said)), prompt.tail_ids, ids, prompt.opens_reasoning)
         self._branch = self._conversations.remember(
@@ -253,8 +261,24 @@ class RunningTurn:
                 template_arguments=self._template_arguments(),
                 written=written if is_written else None,
                 packed_prompt=self._packed_prompt,
-                num_computed_tokens=self._num_computed_tokens + len(ids) if is_aborted else None,
+                num_computed_tokens=num_computed_tokens,
             ),
+        )
+
+    def _remember_raw(self, ids: tuple[int, ...], num_computed_tokens: int | None) -> None:
+        """Keep a raw prompt and what was written to it, for the next one to be compared with."""
+        prompt = self._submitted.prompt
+        said = "".join(block.text for block in self._said if isinstance(block, TextBlock))
+        self._conversations.raw_prompts.remember(
+            RawRecord(
+                request_id=self.request_id,
+                session=self._conversations.partition(self._submitted.turn.session),
+                text=prompt.text + said,
+                num_prompt_characters=len(prompt.text),
+                packed_ids=self._packed_prompt + pack_ids(ids),
+                starts=tuple(start.offset for start in prompt.message_starts),
+                num_computed_tokens=num_computed_tokens,
+            )
         )
 
     def _said_ids(self) -> tuple[int, ...]:
@@ -312,7 +336,7 @@ class RunningTurn:
         if not self._is_looked_up:
             return None
         if reading is None:
-            return explain_raw(self.request_id, self.num_prompt_tokens, self._num_cached_tokens, self._reuse)
+            return self._raw_explanation()
         asked = Asked(
             self.request_id,
             reading.messages,
@@ -332,6 +356,13 @@ class RunningTurn:
         )
         return explain(
             asked, reading.before, reading.rules_fired, self._num_cached_tokens, reuse=self._reuse, around=around
+        )
+
+    def _raw_explanation(self) -> Explanation:
+        submitted, prompt = self._submitted, self._submitted.prompt
+        asked = RawAsked(self.request_id, prompt.text, prompt.tokens.ids, self._packed_prompt, submitted.decode)
+        return explain_raw(
+            asked, submitted.raw_before, self._num_cached_tokens, reuse=self._reuse, can_keep=submitted.keeps_kv
         )
 
     def _facts(self, error: RequestError | None) -> RequestFacts:

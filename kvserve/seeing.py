@@ -22,6 +22,7 @@ from kvserve.sessions.explanation import Explanation
 from kvserve.sessions.explanation_words import clause
 from kvserve.sessions.explanations import ExplanationBook
 from kvserve.sessions.lineage import BranchId
+from kvserve.sessions.raw_prompts import text_digests
 from kvserve.sessions.whereabouts import Places
 from kvserve.telemetry.activity import Activity
 from kvserve.telemetry.metrics import Metrics, Reading
@@ -98,6 +99,8 @@ class Seeing:
             self._note_branch(finished, explanation)
         if finished.reading is not None:
             self._readers.put(finished.reading.chains[-1:], facts.model)
+        else:
+            self._readers.put(text_digests(finished.prompt.text), facts.model)
         if self._settings.writes_traces:
             session = facts.session or _first_tokens_hash(finished.prompt.tokens.ids)
             self._trace.write(session, "turn", **trace_fields(finished))
@@ -123,14 +126,15 @@ class Seeing:
             self._last_of_branch.clear()
 
     def _explained(self, finished: FinishedTurn) -> Explanation | None:
-        """The explanation, with what only the process knows: that another of its models led this conversation."""
+        """The explanation, with what only the process knows: that another of its models led this conversation, or has
+        read this raw prompt or the beginning of it."""
         explanation, reading = finished.explanation, finished.reading
-        if explanation is None or reading is None:
+        if explanation is None or explanation.cause not in ("not seen since the start", "cache cleared", "new prompt"):
             return explanation
-        if explanation.cause in ("not seen since the start", "cache cleared"):
-            reader = self._readers.find(reading.chains)
-            if reader is not None and reader != finished.facts.model:
-                return replace(explanation, cause="other model", decided_by=reader)
+        # of a raw prompt at least about a quarter: a line that many prompts begin with says nothing
+        reader = self._readers.find(reading.chains if reading is not None else text_digests(finished.prompt.text)[-3:])
+        if reader is not None and reader != finished.facts.model:
+            return replace(explanation, cause="other model", decided_by=reader)
         return explanation
 
     def _note_branch(self, finished: FinishedTurn, explanation: Explanation) -> None:

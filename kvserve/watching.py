@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from kvserve.core import JsonObject
 from kvserve.reports import explanation_body
-from kvserve.sessions.explanation import Explanation
+from kvserve.sessions.explanation import NO_MISS, Explanation
 from kvserve.sessions.lineage import Branch, BranchId, SessionView
 from kvserve.telemetry.activity import Activity, RunningFacts
 from kvserve.telemetry.metrics import Reading
@@ -20,7 +20,6 @@ from kvserve.telemetry.trace import session_label
 MAX_SESSIONS = 40
 MAX_BRANCHES = 200
 MAX_MISSES = 20
-NO_MISS = frozenset({"nothing lost", "new conversation", "raw prompt"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,8 +134,11 @@ def where(miss: Json) -> str:
     place = miss["first_difference"]
     if place is None:
         return ""
-    what = f"tool {place['tool']}" if place["tool"] else f"message {place['message_index']}"
-    return f" ({what}, char {place['char']})"
+    if place["tool"]:
+        what = f"tool {place['tool']}, "
+    else:
+        what = "" if place["message_index"] is None else f"message {place['message_index']}, "
+    return f" ({what}char {place['char']})"
 
 
 def share(part: int, whole: int) -> str:

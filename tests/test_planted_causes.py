@@ -273,12 +273,12 @@ def test_a_request_that_wants_no_records(app: AppUnderTest) -> None:
 
 
 def test_a_raw_prompt_is_explained_too(app: AppUnderTest) -> None:
-    """It has no messages: what it was reused from is told, the same question twice."""
+    """It has no messages: what it was reused from is told, the same question twice (`test_planted_raw_causes.py`)."""
     body = {"prompt": LONG, "max_tokens": 2, "temperature": 0}
     app.post("/v1/completions", body)
     answer = app.post("/v1/completions", body).json
     told = app.get(f"/v1/cache/explain/{answer['id']}").json
-    assert (told["cause"], told["tier"]) == ("raw prompt", "ram")
+    assert (told["cause"], told["tier"]) == ("nothing lost", "ram")
     assert told["cached_tokens"] == told["num_prompt_tokens"] - 1
 
 

@@ -30,11 +30,12 @@ class Difference:
     character that differs in its text form, and what stands around there in both: at most 80 characters each.
 
     A difference in the list of tools has the role `tools`, no index and the name of the tool, and its character is one
-    of that tool's JSON. One that only the template made has the role `template` where its message is not known.
+    of that tool's JSON. One that only the template made has the role `template` where its message is not known. One in
+    a raw prompt has the role `prompt`, and its character is one of the whole text.
     """
 
     message_index: int | None
-    role: Role | Literal["tools", "template"]
+    role: Role | Literal["tools", "template", "prompt"]
     char: int
     before: str
     after: str
@@ -65,7 +66,7 @@ def first_difference(before: Sequence[Message], after: Sequence[Message]) -> Dif
             shown = common_length(was_text, now_text)
         else:
             shown = char
-        return Difference(index, now.role, char, _excerpt(was_text, shown), _excerpt(now_text, shown))
+        return Difference(index, now.role, char, excerpt(was_text, shown), excerpt(now_text, shown))
     return None
 
 
@@ -76,14 +77,14 @@ def first_tool_difference(before: Sequence[ToolSpec], after: Sequence[ToolSpec])
         was_text, now_text = was.get(name, ""), now.get(name, "")
         if was_text != now_text:
             char = common_length(was_text, now_text)
-            return Difference(None, "tools", char, _excerpt(was_text, char), _excerpt(now_text, char), name)
+            return Difference(None, "tools", char, excerpt(was_text, char), excerpt(now_text, char), name)
     return None
 
 
 def excerpts(before: str, after: str) -> TextDifference:
     """Where two different texts part, also where one is the beginning of the other."""
     char = common_length(before, after)
-    return TextDifference(char, _excerpt(before, char), _excerpt(after, char))
+    return TextDifference(char, excerpt(before, char), excerpt(after, char))
 
 
 def text_form(message: Message) -> str:
@@ -123,6 +124,7 @@ def common_length(one: str, other: str) -> int:
     return limit if start >= limit else end
 
 
-def _excerpt(text: str, char: int) -> str:
+def excerpt(text: str, char: int) -> str:
+    """What stands around a character: at most 80 characters."""
     start = max(0, char - _CHARACTERS_BEFORE)
     return text[start : start + MAX_EXCERPT_CHARACTERS]

@@ -11,13 +11,14 @@ from typing import Literal
 from kvserve.core import Message, RequestId, Reuse, Role, ThinkingBlock, ToolSpec
 from kvserve.sessions.difference import Difference, first_difference, first_tool_difference
 from kvserve.sessions.explanation_place import Decode, has_thinking, message_at, template_difference
+from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import TurnRecord, pack_ids, packed_common_length
 from kvserve.sessions.writings import same_words
 
 type Cause = Literal[
     "nothing lost",
     "new conversation",
-    "raw prompt",
+    "new prompt",
     "not seen since the start",
     "cache cleared",
     "other model",
@@ -34,6 +35,8 @@ type Cause = Literal[
     "messages left out",
     "thinking dropped",
     "written differently by the template",
+    "prompt changed",
+    "tokenised differently",
 ]
 
 PLACED: frozenset[Cause] = frozenset(
@@ -48,9 +51,14 @@ PLACED: frozenset[Cause] = frozenset(
         "messages left out",
         "thinking dropped",
         "written differently by the template",
+        "prompt changed",
+        "tokenised differently",
     }
 )
 """Causes that lie in the prompt: they have a first difference."""
+
+NO_MISS: frozenset[Cause] = frozenset({"nothing lost", "new conversation", "new prompt"})
+"""Causes with which nothing was computed again that could have been kept."""
 
 TOLERANCE_TOKENS = 64
 """So many known tokens or fewer may be computed again: that is the distance to a checkpoint, nothing that was lost."""
@@ -186,7 +194,7 @@ def explain(
         num_prompt_tokens=len(asked.ids),
         num_cached_tokens=num_cached_tokens,
         num_shared_tokens=num_shared,
-        source=_source(before, num_cached_tokens, num_shared, reuse),
+        source=source_of(before, num_cached_tokens, num_shared, reuse),
         reuse=reuse,
         cause=cause,
         rules=named,
@@ -197,24 +205,6 @@ def explain(
         before=before.request_id if before is not None else None,
         is_rejection=bool(rules.num_rejected) and cause in PLACED,
         decided_by=_decided_by(rules, around, moved | rules_off) if cause == "setting" else None,
-    )
-
-
-def explain_raw(request_id: RequestId, num_prompt_tokens: int, num_cached_tokens: int, reuse: Reuse) -> Explanation:
-    """A prompt without messages: nothing to compare it with, but what it was found in."""
-    return Explanation(
-        request_id=request_id,
-        num_prompt_tokens=num_prompt_tokens,
-        num_cached_tokens=num_cached_tokens,
-        num_shared_tokens=num_cached_tokens,
-        source=_source(None, num_cached_tokens, 0, reuse),
-        reuse=reuse,
-        cause="raw prompt",
-        rules=(),
-        policies={},
-        first_difference=None,
-        before=None,
-        is_rejection=False,
     )
 
 
@@ -261,7 +251,7 @@ def _first(messages: Sequence[Message], role: Role) -> Message | None:
 
 def _cause(compared: _Comparison, num_cached_tokens: int, reuse: Reuse) -> Cause:
     asked, before, shared = compared.asked, compared.before, compared.num_shared
-    if min(_reachable(before, shared), len(asked.ids) - 1) - num_cached_tokens > TOLERANCE_TOKENS:
+    if min(reachable(before, shared), len(asked.ids) - 1) - num_cached_tokens > TOLERANCE_TOKENS:
         if not compared.around.can_keep:
             return "not kept"
         return "no checkpoint" if reuse.is_trim_miss else "evicted"
@@ -355,7 +345,7 @@ def _tail(before: TurnRecord) -> int:
     return before.starts[-1] if before.starts else before.num_prompt_tokens
 
 
-def _reachable(before: TurnRecord, shared: int) -> int:
+def reachable(before: TurnRecord | RawRecord, shared: int) -> int:
     """Where any model can go on from: the last message's end among the shared tokens, or the end of all that was
     computed. A model whose layers cannot be cut has its states there."""
     if before.num_computed_tokens is not None:
@@ -365,7 +355,8 @@ def _reachable(before: TurnRecord, shared: int) -> int:
     return max((start for start in before.starts if start <= shared), default=0)
 
 
-def _source(before: TurnRecord | None, num_cached_tokens: int, shared: int, reuse: Reuse) -> str:
+def source_of(before: TurnRecord | RawRecord | None, num_cached_tokens: int, shared: int, reuse: Reuse) -> str:
+    """What the tokens were reused from, in words."""
     if not num_cached_tokens:
         return "nothing"
     if before is None or num_cached_tokens > shared + 1:  # the answer's stop token is no part of the record

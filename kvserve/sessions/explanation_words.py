@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvserve.sessions.explanation import Cause, Explanation
+from kvserve.sessions.explanation import NO_MISS, Cause, Explanation
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ WORDS: Mapping[Cause, Words] = {
     "new conversation": Words(
         "No earlier request of this conversation is known; a common beginning was reused{checkpoint}."
     ),
-    "raw prompt": Words(
-        "A raw prompt has no messages to compare: it was reused as far as it was known{checkpoint}.",
+    "new prompt": Words(
+        "No earlier raw prompt that is remembered goes on like this one; a common beginning was reused{checkpoint}."
     ),
     "not seen since the start": Words(
         "The history holds answers that this server has not read or written since it started: it began before a "
@@ -32,8 +32,8 @@ WORDS: Mapping[Cause, Words] = {
         "Empty the cache (DELETE /v1/cache) between conversations, not within one.",
     ),
     "other model": Words(
-        "The conversation was read by another model before: {decided_by}. KV of one model means nothing to another.",
-        "Send every request of a conversation to the same model.",
+        "What is sent was read by another model before: {decided_by}. KV of one model means nothing to another.",
+        "Send every request of a conversation, or of a text, to the same model.",
     ),
     "setting": Words(
         "A setting kept the conversation from being recognised: {decided_by}{place}.",
@@ -44,7 +44,7 @@ WORDS: Mapping[Cause, Words] = {
         "Let the client wait for the end, or send the part of the answer that it has read.",
     ),
     "evicted": Words(
-        "What was kept of this conversation has left the cache since.",
+        "What was kept of this conversation or prompt has left the cache since.",
         "Raise PROMPT_CACHE_MAX_BYTES, PROMPT_CACHE_MAX_ENTRIES_GLOBAL or PROMPT_CACHE_MAX_ENTRIES_PER_SESSION, or, "
         "for long pauses, PROMPT_CACHE_TTL_SECONDS and PROMPT_CACHE_SESSION_MAX_IDLE_SECONDS.",
     ),
@@ -88,6 +88,14 @@ WORDS: Mapping[Cause, Words] = {
         "The messages are the same, but the template writes them differently now{place}.",
         "The template decides this; one that writes history as it was first written loses nothing.",
     ),
+    "prompt changed": Words(
+        "An earlier raw prompt was sent again and is another one{place}; the text behind that was computed again.",
+        "Put what changes behind what stays: a prompt is reused up to the first character that differs.",
+    ),
+    "tokenised differently": Words(
+        "The text of an earlier raw prompt and its answer is the same, but its tokens are others{place}.",
+        "Let prompts and answers end where a word or a line ends: text that goes on within one changes its tokens.",
+    ),
 }
 
 
@@ -104,7 +112,7 @@ def remedy(explanation: Explanation) -> str | None:
 
 def clause(explanation: Explanation) -> str | None:
     """The cause in a few words, for the request line; None where nothing was lost that could have been kept."""
-    if explanation.cause in ("nothing lost", "new conversation", "raw prompt"):
+    if explanation.cause in NO_MISS:
         return None
     rules = f" [{', '.join(explanation.rules)}]" if explanation.rules else ""
     decided_by = f": {explanation.decided_by}" if explanation.decided_by is not None else ""
@@ -128,6 +136,8 @@ def _place(explanation: Explanation, *, short: bool) -> str:
         return ""
     if place.tool is not None:
         where = f"tool {place.tool}, character {place.char}"
+    elif place.role == "prompt":
+        where = f"character {place.char}"
     elif place.message_index is None:
         where = f"character {place.char} of a message"
     else:

@@ -7,7 +7,7 @@ import pytest
 
 from kvserve.core import RequestId, Reuse
 from kvserve.sessions.difference import Difference
-from kvserve.sessions.explanation import PLACED, Cause, Explanation
+from kvserve.sessions.explanation import NO_MISS, PLACED, Cause, Explanation
 from kvserve.sessions.explanation_words import WORDS, clause, remedy, summary
 
 CAUSES: tuple[Cause, ...] = get_args(Cause.__value__)
@@ -36,7 +36,7 @@ def test_every_cause_has_its_words(cause: Cause) -> None:
     sentences = f"{summary(told)} {remedy(told)} {clause(told)}"
     assert "{" not in sentences and "SECRET" not in sentences
     assert ("message 3" in sentences) == (cause in PLACED)
-    has_remedy = cause not in ("nothing lost", "new conversation", "raw prompt")
+    has_remedy = cause not in NO_MISS
     assert (remedy(told) is not None) == has_remedy == (clause(told) is not None)
 
 
@@ -50,3 +50,5 @@ def test_places_are_named_as_they_are_known() -> None:
     joined = replace(TOLD, cause="thinking switched", first_difference=Difference(None, "template", 9, "a", "b"))
     assert "tool look, character 9" in (clause(tools) or "")
     assert "character 9 of a message" in summary(joined)
+    raw = replace(TOLD, cause="prompt changed", first_difference=Difference(None, "prompt", 9, "a", "b"))
+    assert "(character 9)" in (clause(raw) or "") and "from character 9 on;" in summary(raw)

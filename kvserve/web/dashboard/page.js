@@ -181,6 +181,7 @@ function place(difference) {
   if (difference.tool) return `at tool ${difference.tool}, character ${count(difference.char)}`;
   const message = difference.message_index === null ? "a message" : `message ${difference.message_index}`;
   return `at ${message} (${difference.role}), character ${count(difference.char)}`;
+  if (difference.role === "prompt") return `at character ${count(difference.char)}`;
 }
 
 const source = (miss) => (miss.tier === "nothing" ? "nowhere" : `${shorter(miss.source)} (${miss.tier})`);

@@ -1,0 +1,97 @@
+"""The raw prompts that a model has read last, for whoever asks why the next one reused no more.
+
+They have no messages, so they are known by their text; it knows no causes.
+"""
+
+import hashlib
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvserve.core import RequestId
+from kvserve.sessions.difference import common_length
+from kvserve.sessions.seen import PACKED
+
+MAX_PROMPTS = 32
+MAX_BYTES = 16 * 2**20
+
+SHORTEST_DIGESTED = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RawRecord:
+    """One raw prompt and what was written to it: `text` and `packed_ids` (`pack_ids`) hold both, the prompt first.
+
+    `session`: whose records it belongs to. `starts`: the offset in model tokens where each message of the prompt begins
+    that its markers tell. `num_computed_tokens`: of a request whose client left, how many of the tokens were computed;
+    None for a complete one.
+    """
+
+    request_id: RequestId
+    session: str | None
+    text: str
+    num_prompt_characters: int
+    packed_ids: bytes
+    starts: tuple[int, ...]
+    num_computed_tokens: int | None = None
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The model tokens, read-only and without a copy."""
+        view: Sequence[int] = memoryview(self.packed_ids).cast(PACKED)
+        return view
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that Python holds for it, roughly."""
+        return sys.getsizeof(self.text) + len(self.packed_ids)
+
+
+class RawPrompts:
+    """At most so many records and bytes, the oldest goes first. Safe for several threads."""
+
+    def __init__(self, max_prompts: int = MAX_PROMPTS, max_bytes: int = MAX_BYTES) -> None:
+        self._max_prompts = max_prompts
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._records: deque[RawRecord] = deque()
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all records."""
+        return self._num_bytes
+
+    def remember(self, record: RawRecord) -> None:
+        """The model has read this; one that is larger than all may be is not kept."""
+        with self._lock:
+            self._records.append(record)
+            self._num_bytes += record.num_bytes
+            while len(self._records) > self._max_prompts or self._num_bytes > self._max_bytes:
+                self._num_bytes -= self._records.popleft().num_bytes
+
+    def nearest(self, text: str, session: str | None) -> RawRecord | None:
+        """The record of this session that has most in common with the text at its beginning, the newest among equals;
+        None where none is known."""
+        with self._lock:
+            records = [record for record in self._records if record.session == session]
+        return max(reversed(records), key=lambda record: common_length(record.text, text), default=None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._records.clear()
+            self._num_bytes = 0
+
+
+def text_digests(text: str) -> list[bytes]:
+    """Digests of a raw prompt's first 256, 512, 1,024 ... characters and, last, of all of it: prompts that begin alike
+    share the first ones."""
+    digest, digests, start, end = hashlib.sha256(b"raw prompt:"), [], 0, SHORTEST_DIGESTED
+    while start < len(text):
+        digest.update(text[start:end].encode("utf-8", "surrogatepass"))
+        digests.append(digest.digest())
+        start, end = end, 2 * end
+    return digests

@@ -1,0 +1,58 @@
+"""Raw prompts that were read: the one that begins most like a text is found, within its session and within limits."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvserve.core import RequestId
+from kvserve.sessions.raw_prompts import SHORTEST_DIGESTED, RawPrompts, RawRecord, text_digests
+from kvserve.sessions.seen import pack_ids
+
+
+def record(name: str, text: str, session: str | None = None) -> RawRecord:
+    return RawRecord(
+        request_id=RequestId(name),
+        session=session,
+        text=text,
+        num_prompt_characters=len(text),
+        packed_ids=pack_ids(map(ord, text)),
+        starts=(),
+    )
+
+
+def test_the_longest_common_beginning_counts_and_then_the_newest() -> None:
+    """What another session read is not compared with."""
+    prompts = RawPrompts()
+    for name, text in (("a", "one two"), ("b", "one tree"), ("c", "one tree"), ("d", "other")):
+        prompts.remember(record(name, text))
+    prompts.remember(record("e", "one tree house", session="s"))
+    found = [prompts.nearest(text, None) for text in ("one tree house", "one two!", "zebra")]
+    assert [each.request_id for each in found if each is not None] == ["c", "a", "d"]
+    mine = prompts.nearest("one", "s")
+    assert mine is not None and mine.request_id == "e"
+    assert prompts.nearest("one", "t") is None
+
+
+def test_records_and_bytes_are_bounded() -> None:
+    """The oldest goes; one that is larger than all may be takes no place; cleared, nothing is left."""
+    prompts = RawPrompts(max_prompts=2, max_bytes=4_000)
+    for name in "abc":
+        prompts.remember(record(name, name * 100))
+    oldest = prompts.nearest("a" * 100, None)
+    assert oldest is not None and oldest.request_id == "c", "a is forgotten"
+    assert 0 < prompts.num_bytes <= 4_000
+    prompts.remember(record("large", "x" * 4_000))
+    assert prompts.nearest("x", None) is None and prompts.num_bytes == 0
+    prompts.remember(record("d", "d"))
+    prompts.clear()
+    assert prompts.nearest("d", None) is None and prompts.num_bytes == 0
+
+
+@given(st.text(max_size=40), st.integers(0, 60), st.text(max_size=9), st.text(max_size=9))
+def test_texts_share_the_digests_of_what_they_begin_with(piece: str, times: int, one: str, other: str) -> None:
+    """As many as lie in the common beginning, and the last one only where the texts are equal."""
+    beginning = piece * times
+    mine, theirs = text_digests(beginning + one), text_digests(beginning + other)
+    num_shared = len([length for n in range(9) if (length := SHORTEST_DIGESTED * 2**n) <= len(beginning)])
+    assert mine[:num_shared] == theirs[:num_shared]
+    assert (mine == theirs) == (one == other)
+    assert mine[-1:] != theirs[-1:] or one == other
