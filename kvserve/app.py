@@ -303,7 +303,7 @@ class App:
         with contextlib.suppress(NotReady):
             cache = self.cache_report()
             sessions = self._roster.loaded.conversations.sessions()
-        return Look(self.health()[1], cache, sessions, time.time())
+        return Look(self.health()[1], cache, sessions, time.time(), self._roster.waiting())
 
     def clear_cache(self) -> None:
         """Forget everything that is kept. Raises NotReady."""

@@ -20,6 +20,7 @@ from kvserve.engine.worker import EngineStatus
 from kvserve.errors import ModelLoadError, ModelNotFound, ModelUnavailable, NotReady, QueueFull, RequestError
 from kvserve.pipeline import ServedModel, preview, without_images
 from kvserve.stage import KnownModel, Maker, Stage, Swap
+from kvserve.telemetry.activity import RunningFacts
 
 ABANDONED_SECONDS = 60.0
 """A place in the queue that nobody has asked after for this long is given up."""
@@ -52,8 +53,10 @@ class RosterStatus:
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """A request's place in the queue for a model."""
+    """A request's place in the queue for a model; its prompt is `num_prompt_tokens` long as far as that is known."""
 
+    turn: Turn
+    num_prompt_tokens: int
     model: str
     since: float
     asked_at: float
@@ -166,6 +169,12 @@ class Roster:
                 last_swap=stage.last_swap,
             )
 
+    def waiting(self) -> list[RunningFacts]:
+        """The requests that wait for another model to be loaded, in the order of their queue."""
+        with self._lock:
+            now = self._clock()
+            return [_facts(ticket, now) for ticket in self._tickets]
+
     def _described(self, source: ModelSource) -> ServedModel:
         if (known := self._known_as(source.name)) is not None:
             return known.served
@@ -193,7 +202,7 @@ class Roster:
                 return self._callbacks.submit(turn, loaded)
         with self._telling(turn, served.name):
             prompt = preview(self.countable(turn, served), served)
-            ticket = self._queue(served.name)
+            ticket = self._queue(turn, served.name, len(prompt.tokens))
         return DeferredTurn(
             turn.request_id,
             lambda: self._begin(turn, ticket),
@@ -235,7 +244,7 @@ class Roster:
 
     # --- the queue ----------------------------------------------------------------------------------------------------
 
-    def _queue(self, name: str) -> _Ticket:
+    def _queue(self, turn: Turn, name: str, num_prompt_tokens: int) -> _Ticket:
         """A place in the queue. Raises ModelUnavailable for a model that failed just now, QueueFull, NotReady."""
         with self._lock:
             self._check_open()
@@ -244,7 +253,7 @@ class Roster:
             if len(self._tickets) >= self._max_waiting:
                 raise QueueFull(f"{len(self._tickets)} requests wait for another model already.", retry_after_seconds=5)
             now = self._clock()
-            ticket = _Ticket(name, now, now)
+            ticket = _Ticket(turn, num_prompt_tokens, name, now, now)
             self._tickets.append(ticket)
             return ticket
 
@@ -304,3 +313,19 @@ class Roster:
         is_busy = self._num_entering or any(self._may_enter(ticket.model, ticket.since) for ticket in self._tickets)
         if wanted is not None and not is_busy and not self._stage.has_rows:
             self._stage.begin(wanted.model, wanted.since)
+
+
+def _facts(ticket: _Ticket, now: float) -> RunningFacts:
+    """A request that waits, as those see it who watch the server."""
+    return RunningFacts(
+        request_id=ticket.turn.request_id,
+        protocol=ticket.turn.protocol,
+        model=ticket.model,
+        session=ticket.turn.session.session_id,
+        stage="waiting for model",
+        num_prompt_tokens=ticket.num_prompt_tokens,
+        num_done_tokens=0,
+        num_cached_tokens=0,
+        num_generated_tokens=0,
+        seconds=now - ticket.since,
+    )

@@ -25,12 +25,13 @@ MAX_MISSES = 20
 @dataclass(frozen=True, slots=True)
 class Look:
     """A server at one moment, in seconds since the epoch: the bodies of `/health` and `/v1/cache` (None while no model
-    answers), and its sessions."""
+    answers), its sessions, and the requests that wait for another model."""
 
     health: JsonObject
     cache: JsonObject | None
     sessions: Sequence[SessionView]
     seen_at: float
+    waiting: Sequence[RunningFacts] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,9 @@ def dashboard_body(
 ) -> JsonObject:
     """One event of `/dashboard/events`. `explanations` come newest first; `now` in seconds since the epoch."""
     times = activity.first_token_times()
+    running = activity.running()
+    begun = {facts.request_id for facts in running}  # the look came first: what waited then may run by now
+    waiting = [facts for facts in look.waiting if facts.request_id not in begun]
     misses = islice((each for each in explanations if each.cause not in NO_MISS), MAX_MISSES)
     return {
         "time": round(now, 3),
@@ -136,7 +140,7 @@ def dashboard_body(
         "cache": look.cache,
         "history": [_columns(asdict(bucket)) for bucket in activity.history()],
         "first_token_seconds": asdict(times) if times is not None else None,
-        "running": [_running(facts) for facts in activity.running()],
+        "running": [_running(facts) for facts in (*running, *waiting)],
         "sessions": _sessions(look, last_of_branch),
         "misses": [_miss(each, shows_text) for each in misses],
         "causes": _causes(explanations),

@@ -88,7 +88,7 @@ def running(requests: list[Json]) -> Table:
         done, total = request["num_done_tokens"], request["num_prompt_tokens"]
         table.add_row(
             request["request_id"][:12],
-            request["stage"],
+            stage(request),
             f"{done:,} of {total:,} ({share(done, total)})",
             f"{request['num_cached_tokens']:,}",
             f"{request['num_generated_tokens']:,}",
@@ -101,6 +101,11 @@ def sessions(found: list[Json]) -> Tree:
     """The sessions that were used last, each branch below the one that it left."""
     tree = Tree(Text(f"sessions ({len(found)})", style="bold"))
     for session in found[:NUM_SESSIONS]:
+def stage(request: Json) -> str:
+    """Where a request is, and for which model it waits."""
+    return f"waiting for {request['model']}" if request["stage"] == "waiting for model" else request["stage"]
+
+
         node = tree.add(Text(f"{session['name']}, {span(session['idle_seconds'])} ago"))
         nodes: dict[int, Tree] = {}
         for branch in session["branches"]:

@@ -1,14 +1,14 @@
 """One look at a server: as numbers to scrape, and as what the dashboard shows, without any prompt's text."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvserve.core import RequestId, Reuse
 from kvserve.sessions.difference import Difference
 from kvserve.sessions.explanation import Explanation
 from kvserve.sessions.lineage import Branch, BranchId, SessionKey, SessionView
-from kvserve.telemetry.activity import Activity
+from kvserve.telemetry.activity import Activity, RunningFacts
 from kvserve.watching import MAX_BRANCHES, MAX_MISSES, Look, dashboard_body, readings
 
 MISS = Explanation(
@@ -78,6 +78,38 @@ def test_branches_know_their_parents_and_their_last_turn() -> None:
     one, two = third["branches"]
     assert (one["id"], one["parent"], two["id"], two["parent"]) == (1, None, 2, 1)
     assert one["last"]["num_cached_tokens"] == 40 and two["last"] is None
+
+
+@dataclass
+class Request:
+    """A request that has begun."""
+
+    request_id: RequestId
+
+    @property
+    def progress(self) -> RunningFacts:
+        return RunningFacts(self.request_id, "chat", "tiny", None, "prefill", 100, 60, 0, 0, 0.5)
+
+
+def test_requests_that_wait_for_a_model_are_listed_behind_those_that_run() -> None:
+    """For which model, how long, and their session as a label; one that has begun since the look stands there once."""
+
+    def waits(name: str, session: str | None) -> RunningFacts:
+        return RunningFacts(RequestId(name), "chat", "large", session, "waiting for model", 40, 0, 0, 0, 3.21987)
+
+    activity = Activity()
+    activity.begin(Request(RequestId("begun")))
+    seen = replace(look(), waiting=(waits("begun", None), waits("w1", "build-7"), waits("w2", "please fix my house")))
+    told = dashboard_body(seen, now=1.0, activity=activity, explanations=(), last_of_branch={}, shows_text=False)
+    shown: Any = json.loads(json.dumps(told))["running"]
+    assert [(each["request_id"], each["stage"]) for each in shown] == [
+        ("begun", "prefill"),
+        ("w1", "waiting for model"),
+        ("w2", "waiting for model"),
+    ]
+    assert (shown[0]["num_done_tokens"], shown[0]["num_prompt_tokens"]) == (60, 100), "the progress of its prefill"
+    assert (shown[1]["model"], shown[1]["seconds"], shown[1]["num_prompt_tokens"]) == ("large", 3.22, 40)
+    assert shown[1]["session"].startswith("build-7") and "house" not in shown[2]["session"]
 
 
 def test_what_is_shown_is_bounded() -> None:

@@ -19,7 +19,8 @@ NUM_BUCKETS = 360
 NUM_TIMES = 256
 MAX_RUNNING = 1_024
 
-Stage = Literal["waiting", "prefill", "decode"]
+Stage = Literal["waiting for model", "waiting", "prefill", "decode"]
+"""Where a request is: until its `model` is loaded, in the engine's queue, or computed."""
 
 
 @dataclass(frozen=True, slots=True)

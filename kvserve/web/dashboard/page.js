@@ -138,6 +138,8 @@ addEventListener("resize", () => newest && showHistory(lastMinutes(newest)));
 
 const STAGES = { waiting: "waits", prefill: "reads the prompt", decode: "writes" };
 
+const stage = (request) => (request.stage === "waiting for model" ? `waits for ${request.model}` : STAGES[request.stage]);
+
 function showRunning(running) {
   say(at("num-running"), running.length ? `(${running.length})` : "");
   at("no-running").hidden = running.length > 0;
@@ -146,7 +148,7 @@ function showRunning(running) {
     (row, request) => {
       const [head, bar, foot] = row.children;
       say(head.children[0], request.request_id.slice(0, 12));
-      say(head.children[1], `${STAGES[request.stage]}, ${seconds(request.seconds)}${request.session ? `, session ${request.session}` : ""}`);
+      say(head.children[1], `${request.protocol}, ${stage(request)}, ${seconds(request.seconds)}${request.session ? `, session ${request.session}` : ""}`);
       bar.max = Math.max(1, request.num_prompt_tokens);
       bar.value = request.num_done_tokens;
       bar.setAttribute("aria-label", `prompt of ${request.request_id.slice(0, 12)}`);
