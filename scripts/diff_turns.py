@@ -5,14 +5,13 @@ It reads trace files (LOG_ROOT/<date>/cache-session-*.log) and knows their line 
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from probing.options import share
 from probing.report import Expectations, run
-from probing.wire import Json, ProbeError
+from probing.traces import events, trace_files
 
 CONTEXT_CHARS = 60
 
@@ -53,14 +52,6 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def trace_files(paths: Sequence[Path]) -> list[Path]:
-    """The files that the paths name. Raises ProbeError where there is none."""
-    files = [file for path in paths for file in (sorted(path.glob("cache-session-*.log")) if path.is_dir() else [path])]
-    if not files:
-        raise ProbeError(f"no cache-session-*.log in {', '.join(map(str, paths))}")
-    return files
-
-
 def sessions(files: Sequence[Path], field: str) -> dict[str, list[TracedTurn]]:
     """The turns of each session in the order of time; older files of a session (.1.log, ...) belong to it."""
     found: dict[str, list[TracedTurn]] = {}
@@ -73,17 +64,8 @@ def sessions(files: Sequence[Path], field: str) -> dict[str, list[TracedTurn]]:
 
 
 def read_turns(file: Path, field: str) -> Iterator[TracedTurn]:
-    """The turns of one file; a line that was cut is skipped and said. Raises ProbeError where it cannot be read."""
-    try:
-        lines = file.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProbeError(f"{file}: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            name, fields = parse_line(line)
-        except ValueError as error:
-            print(f"{file}:{number}: not a whole event ({error})", file=sys.stderr)
-            continue
+    """The turns of one file. Raises ProbeError where it cannot be read."""
+    for name, fields in events(file):
         if name == "turn":
             yield TracedTurn(
                 time=str(fields.get("time", "")),
@@ -92,18 +74,6 @@ def read_turns(file: Path, field: str) -> Iterator[TracedTurn]:
                 num_prompt_tokens=int(fields.get("num_prompt_tokens") or 0),
                 num_cached_tokens=int(fields.get("num_cached_tokens") or 0),
             )
-
-
-def parse_line(line: str) -> tuple[str, Json]:
-    """An event's name and its fields. Raises ValueError for a line that holds none."""
-    name, _, rest = line.rstrip("\n").partition(" ")
-    fields: Json = {}
-    decoder = json.JSONDecoder()
-    while rest:
-        key, _, rest = rest.partition("=")
-        fields[key], end = decoder.raw_decode(rest)
-        rest = rest[end + 1 :]
-    return name, fields
 
 
 def num_common(one: str, other: str) -> int:

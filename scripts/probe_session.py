@@ -1,23 +1,31 @@
 """Four conversations that show how a server treats a history that stays, drifts, is edited or gets an insertion.
 
-Every assistant turn in the history is the script's own, so that every server is asked the same. It knows HTTP only.
+Every assistant turn in the history is the script's own, so that every server is asked the same. It knows HTTP, and the
+server's trace files where it is told their place.
 """
 
 import argparse
 import secrets
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 from probing import pi
 from probing.drift import DRIFTS
 from probing.options import Target, make_parser, target_of
 from probing.report import REPLY_HEADER, Expectations, Table, reply_cells, run
+from probing.traces import events, trace_files
 from probing.wire import Json, ProbeError, Reply
 
 NUM_TURNS = 4
 EDITED_TURN = 2
 """The turn whose newest message, a tool's result, is edited later, or gets another message behind it."""
+
+TRACE_SECONDS = 5.0
+"""A server may write a request's trace after its client has heard the end."""
 
 
 def parse_options() -> argparse.Namespace:
@@ -44,6 +52,12 @@ def parse_options() -> argparse.Namespace:
         "--system-chars", type=int, default=4000, metavar="N", help="length of project instructions (%(default)s)"
     )
     parser.add_argument("--max-tokens", type=int, default=24, metavar="N", help="of an answer (%(default)s)")
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        metavar="PATH",
+        help="a folder of the server's trace files (LOG_ROOT/<date>): expect every request there, and print its causes",
+    )
     return parser.parse_args()
 
 
@@ -54,12 +68,15 @@ class Probe:
     target: Target
     options: argparse.Namespace
     expectations: Expectations = field(default_factory=Expectations)
+    replies: list[Reply] = field(default_factory=list)
 
     def ask(self, messages: Sequence[Json], **fields: object) -> Reply:
         """One greedy answer without thinking, which templates drop from history in ways of their own."""
-        return self.target.chat.chat(
+        reply = self.target.chat.chat(
             pi.chat_body(self.target.model, messages, max_tokens=self.options.max_tokens, thinking=False, **fields)
         )
+        self.replies.append(reply)
+        return reply
 
     def expect_prompt_reused(self, reply: Reply, before: Reply, name: str) -> None:
         """Expect that all of an earlier prompt was reused, but for the place where its answer began."""
@@ -175,6 +192,30 @@ def explain(probe: Probe, reply: Reply) -> Json | None:
     return explanation
 
 
+def expect_traces(probe: Probe, folder: Path) -> None:
+    """Expect an event of every request in the trace files, with the tokens that its answer told."""
+    sent = {reply.request_id: reply for reply in probe.replies}
+    end = time.monotonic() + TRACE_SECONDS
+    while True:
+        turns = [fields for file in trace_files([folder]) for name, fields in events(file) if name == "turn"]
+        traced = [turn for turn in turns if turn.get("request_id") in sent]
+        if len(traced) >= len(sent) or time.monotonic() > end:
+            break
+        time.sleep(0.2)
+    causes = Counter(str(turn.get("cause")) for turn in traced)
+    print("--    causes: " + ", ".join(f"{cause} ({number})" for cause, number in causes.most_common()))
+    num_same = sum(
+        (turn.get("num_prompt_tokens"), turn.get("num_cached_tokens"))
+        == (reply.num_prompt_tokens, reply.num_cached_tokens)
+        for turn in traced
+        if (reply := sent[turn["request_id"]])
+    )
+    probe.expectations.expect(
+        len(traced) == num_same == len(sent),
+        f"{num_same} of {len(sent)} requests stand in the traces as they were answered",
+    )
+
+
 MODES: Mapping[str, Callable[[Probe], None]] = {
     "normal": normal,
     "drift": drift,
@@ -190,6 +231,8 @@ def main() -> int:
     for name in MODES if options.mode == "all" else (options.mode,):
         print(f"=== {name}: {MODES[name].__doc__}")
         MODES[name](probe)
+    if options.traces is not None:
+        expect_traces(probe, options.traces)
     return probe.expectations.exit_code
 
 

@@ -1,13 +1,14 @@
 """The session probe against a real server: each of its conversations, and what it says when one goes wrong."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvserve.core import Turn
 from tests.scripts.conftest import addresses, run_script
-from tests.serving import AppUnderTest
+from tests.serving import AppUnderTest, eventually
 
 SHORT = ["--system-chars", "1000", "--max-tokens", "8"]
 NUM_TURNS_BEFORE_THE_EDIT = 4
@@ -29,6 +30,20 @@ def test_a_changed_history_is_computed_again(server: AppUnderTest, mode: str) ->
     assert done.returncode == 0, done.stdout + done.stderr
     for sentence in ("reuse ends at the change", "the answer is the one of an empty cache"):
         assert f"ok    {sentence}" in done.stdout
+
+
+def test_every_request_stands_in_the_traces(server: AppUnderTest, tmp_path: Path) -> None:
+    """With the tokens that its answer told, and its cause; traces of somebody else's requests are exit code 1."""
+    server.chat("The day has a folder now.", max_tokens=1)
+    assert eventually(lambda: any(server.log_root.rglob("cache-session-*.log")))
+    day = max(server.log_root.iterdir())
+    done = run_script("probe_session.py", "insert", *addresses(server), *SHORT, "--traces", str(day))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok    7 of 7 requests stand in the traces as they were answered" in done.stdout
+    assert "messages left out" in done.stdout or "message changed" in done.stdout
+    (tmp_path / "cache-session-other.log").write_text('turn request_id="req0" num_prompt_tokens=7\n')
+    other = run_script("probe_session.py", "normal", *addresses(server), *SHORT, "--traces", str(tmp_path))
+    assert other.returncode == 1 and "FAIL  0 of 4 requests stand in the traces" in other.stdout, other.stdout
 
 
 def test_a_turn_that_loses_more_than_allowed_is_exit_code_1(server: AppUnderTest) -> None:
