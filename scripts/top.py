@@ -71,9 +71,13 @@ def figures(state: Json) -> Table:
         ("RAM", budget(cache.get("ram_bytes"), cache.get("max_ram_bytes"))),
     ]
     if (disk := cache.get("disk")) is not None:
-        rows.append(("disk", budget(disk["total_bytes"], disk["max_bytes"])))
-    if cache.get("num_warmed_tokens") is not None:
-        rows.append(("warmed", f"{cache['num_warmed_tokens']:,} tokens"))
+        rows.append(("disk", f"{budget(disk['total_bytes'], disk['max_bytes'])}, {disk['num_errors']:,} errors"))
+    if (warming := cache.get("warming")) is not None:
+        used, wasted = warming["num_used_tokens"], warming["num_wasted_tokens"]
+        spent = f"{warming['num_warmed_tokens']:,} tokens in {span(warming['seconds'])}"
+        rows.append(("warmed", f"{spent}, {used:,} used by requests, {wasted:,} in vain"))
+    if state["causes"]:
+        rows.append(("causes", ", ".join(f"{cause} {number:,}" for cause, number in state["causes"].items())))
     rows += [(name, str(number)) for name, number in (cache.get("counters") or {}).items()]
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in rows:
@@ -97,15 +101,15 @@ def running(requests: list[Json]) -> Table:
     return table
 
 
-def sessions(found: list[Json]) -> Tree:
-    """The sessions that were used last, each branch below the one that it left."""
-    tree = Tree(Text(f"sessions ({len(found)})", style="bold"))
-    for session in found[:NUM_SESSIONS]:
 def stage(request: Json) -> str:
     """Where a request is, and for which model it waits."""
     return f"waiting for {request['model']}" if request["stage"] == "waiting for model" else request["stage"]
 
 
+def sessions(found: list[Json]) -> Tree:
+    """The sessions that were used last, each branch below the one that it left."""
+    tree = Tree(Text(f"sessions ({len(found)})", style="bold"))
+    for session in found[:NUM_SESSIONS]:
         node = tree.add(Text(f"{session['name']}, {span(session['idle_seconds'])} ago"))
         nodes: dict[int, Tree] = {}
         for branch in session["branches"]:

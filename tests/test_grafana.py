@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks for metrics that exist, and for nothing else."""
+"""The Grafana dashboard asks for metrics that exist, and for nothing else; so do the documents."""
 
 import json
 import re
@@ -13,7 +13,7 @@ FILE = Path(__file__).resolve().parent.parent / "docs" / "grafana-dashboard.json
 def names() -> set[str]:
     """Every name that stands in /metrics."""
     rows = {f"{row.name}_total" if row.kind == "counter" else row.name for row in (*HEALTH_ROWS, *CACHE_ROWS)}
-    totals = {f"{total.name}_total" for total in TOTALS} | {"explained_requests_total", "up"}
+    totals = {f"{total.name}_total" for total in TOTALS} | {"explained_requests_total", "http_errors_total", "up"}
     histograms = {f"{each.name}_{part}" for each in DISTRIBUTIONS for part in ("bucket", "sum", "count")}
     return {PREFIX + name for name in rows | totals | histograms}
 
@@ -28,3 +28,12 @@ def test_every_panel_asks_for_something_that_is_there() -> None:
         for target in panel["targets"]:
             asked = set(re.findall(r"kvserve_\w+", target["expr"]))
             assert asked and asked <= names(), (panel["title"], asked - names())
+
+
+def test_the_documents_name_metrics_that_are_there() -> None:
+    """A histogram by its name, a counter with its suffix."""
+    known = names() | {PREFIX + each.name for each in DISTRIBUTIONS}
+    for document in (FILE.parent / "seeing.md", FILE.parent.parent / "README.md", FILE.parent.parent / "CHANGELOG.md"):
+        named = set(re.findall(r"\bkvserve_\w+", document.read_text("utf-8")))
+        assert named <= known, (document.name, named - known)
+    assert len(re.findall(r"kvserve_\w+", (FILE.parent / "seeing.md").read_text("utf-8"))) > 10

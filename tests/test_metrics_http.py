@@ -98,8 +98,8 @@ def test_totals_are_those_of_the_requests(app: AppUnderTest) -> None:
 
 
 def test_the_dashboard_and_file_names_hold_no_prompt(app: AppUnderTest) -> None:
-    """The secret word of the prompts stands in no event of the dashboard and in no name of a trace file, also when what
-    was lost lies beside it."""
+    """The secret word of the prompts stands in no event of the dashboard and in no name of a file, of traces, KV or
+    records, also when what was lost lies beside it or somebody calls a session by it."""
     app.chat(WORDS * 2, max_tokens=1)
     app.chat(
         [{"role": "user", "content": WORDS}, {"role": "assistant", "content": "x"}, {"role": "user", "content": WORDS}],
@@ -112,10 +112,22 @@ def test_the_dashboard_and_file_names_hold_no_prompt(app: AppUnderTest) -> None:
             {"role": "user", "content": "?"},
         ],
         max_tokens=1,
+        session_id=f"please tune my {SECRET}",
     )
+    for day in range(2):
+        body = {"prompt": f"Day {day}. {WORDS * 3}", "max_tokens": 1, "user": SECRET}
+        assert app.post(COMPLETION_PATH, body).status == 200
+
+    def has_last_miss() -> bool:
+        misses: Any = app.app.dashboard()["misses"]
+        return any(each["cause"] == "prompt changed" for each in misses)
+
+    assert eventually(has_last_miss)
     event = json.dumps(app.app.dashboard())
     assert '"sessions": [{' in event and SECRET not in event
-    assert not any(SECRET in path.name for path in app.log_root.rglob("*"))
+    assert SECRET not in metrics(app)[0]
+    names = [path.name for path in app.log_root.parent.rglob("*")]
+    assert any(name.startswith("cache-session-") for name in names) and not any(SECRET in name for name in names)
 
 
 def test_errors_that_no_model_hears_of_are_counted(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 cause, and the message and the character where the prompts part."""
 
 import copy
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -92,8 +93,7 @@ def test_thinking_that_the_template_drops(app: AppUnderTest) -> None:
     talk = start(app, thinking=True)
     asked = talk.ask("A lake is deep.", "It is a lake.")
     assert asked.explanation["cause"] == "thinking dropped"
-    index, role, _ = place(asked)
-    assert (index, role) == (2, "assistant")
+    assert place(asked) == (2, "assistant", len("<|im_start|>assistant\n"))
     assert "think" in asked.explanation["first_difference"]["before"]
     assert "think" not in asked.explanation["first_difference"]["after"]
     assert "PRESERVE_THINKING" in asked.explanation["remedy"]
@@ -137,6 +137,7 @@ def test_a_changed_tool_schema(app: AppUnderTest) -> None:
     difference = asked.explanation["first_difference"]
     assert (difference["message_index"], difference["role"], difference["tool"]) == (None, "tools", "look")
     assert "integer" in difference["before"] and "string" in difference["after"]
+    assert difference["char"] == json.dumps({**TOOL["function"], "strict": False}).index("integer")  # type: ignore[dict-item]
 
 
 def test_reordered_tools_are_harmless(app: AppUnderTest) -> None:
@@ -170,6 +171,7 @@ def test_an_evicted_conversation(tmp_path: Path) -> None:
         asked = talk.ask("", "It is a lake.")
         assert asked.explanation["cause"] == "evicted", asked.explanation
         assert asked.explanation["tier"] == "nothing" or asked.num_cached_tokens < talk.turns[0].num_tokens - 64
+        assert asked.explanation["first_difference"] is None, "the client changed nothing"
         assert "PROMPT_CACHE_MAX_ENTRIES_GLOBAL" in asked.explanation["remedy"]
 
 
@@ -182,8 +184,10 @@ def test_switched_thinking(tmp_path: Path) -> None:
         messages += [{"role": "assistant", "content": said or "."}, {"role": "user", "content": "Go on."}]
         asked = send(app, {**body, "reasoning_effort": "high"})
         assert asked.explanation["cause"] == "thinking switched", asked.explanation
-        assert "low" in asked.explanation["first_difference"]["before"]
-        assert "high" in asked.explanation["first_difference"]["after"]
+        difference = asked.explanation["first_difference"]
+        assert (difference["message_index"], difference["role"]) == (None, "template"), "no message differs"
+        shown = min(difference["char"], 24)  # characters before the place
+        assert difference["before"][shown:].startswith("low") and difference["after"][shown:].startswith("high")
 
 
 def test_a_carrier(app: AppUnderTest) -> None:
@@ -192,7 +196,7 @@ def test_a_carrier(app: AppUnderTest) -> None:
     asked = talk.ask("", "It is a lake.")
     assert asked.explanation["cause"] == "volatile value"
     assert asked.explanation["rules"] == ["openclaw_carrier"]
-    assert place(asked)[0] == 2
+    assert place(asked) == (2, "assistant", 0), "the answer stands where it stood"
     assert asked.explanation["first_difference"]["before"].startswith(CARRIER["content"][0]["text"][:20])  # type: ignore[index]
 
 
@@ -208,6 +212,7 @@ def test_an_abort(slow_app: AppUnderTest) -> None:
     assert eventually(lambda: any("cancelled" in line for line in app.lines()))
     asked = talk.ask("", "It is a lake.")
     assert asked.explanation["cause"] == "aborted", asked.explanation
+    assert asked.explanation["first_difference"] is None, "the same is asked again"
     assert asked.num_cached_tokens > talk.turns[0].num_tokens, "what was computed is reused"
 
 
@@ -252,6 +257,7 @@ def test_another_model(tmp_path: Path) -> None:
         assert asked.body["model"] == "small"
         assert asked.explanation["cause"] == "other model", asked.explanation
         assert asked.explanation["decided_by"] == first
+        assert asked.explanation["first_difference"] is None, "the client changed nothing"
 
 
 def test_a_new_conversation(app: AppUnderTest) -> None:

@@ -51,6 +51,8 @@ def test_the_request_after_it_computes_its_user_turn_only(tmp_path: Path, family
         chat = ask(app, "List the files.", **tools)
         assert chat == expected
         assert chat.num_cached_tokens == answer["tokens"], "it starts where the user's words begin"
+        told = app.get("/v1/cache/explain?last").json
+        assert (told["tier"], told["source"]) == ("warmed", "what was computed ahead"), told
         after = warming(app)
         assert (after["num_used_tokens"], after["num_unused_tokens"]) == (answer["tokens"], 0)
         again = app.post(PATH, {"messages": [system_message()], **tools}).json

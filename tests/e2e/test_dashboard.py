@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.browser import EXECUTABLE, Page, browsing
-from tests.serving import CHAT_PATH, AppUnderTest, chat_body, encode_request, serving_app
+from tests.models import tiny_model
+from tests.serving import CHAT_PATH, COMPLETION_PATH, AppUnderTest, chat_body, encode_request, eventually, serving_app
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium is installed")]
 
@@ -73,9 +74,51 @@ def test_a_running_request_shows_its_progress(app: AppUnderTest, page: Page, tmp
         assert page.eventually("document.querySelectorAll('#running > li').length === 1", 10)
         assert page.eventually("/[1-9][0-9,]* written/.test(document.getElementById('running').innerText)", 10)
         assert page.value("document.querySelector('#running progress').max") > 1
+        assert page.value("(({ value, max }) => value === max)(document.querySelector('#running progress'))"), (
+            "all read"
+        )
         page.screenshot(tmp_path / "running.png")
     assert page.eventually("document.querySelectorAll('#running > li').length === 0", 10)
     assert page.complaints == []
+
+
+def test_a_request_that_waits_for_a_model_is_listed(page: Page, tmp_path: Path) -> None:
+    """With that model's name and its session, below the one that runs; as a running one once the model is there."""
+    folders = tmp_path / "models"
+    folders.mkdir()
+    (folders / "small").symlink_to(tiny_model("llama"))
+    with serving_app(tmp_path / "two", model_folders=(str(folders),)) as app:
+        watch(page, app)
+        with app.connect() as running, app.connect() as waiting:
+            running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=20_000)))
+            assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
+            body = chat_body("Next.", model="small", stream=True, max_tokens=20_000, session_id="workshop")
+            waiting.send(encode_request("POST", CHAT_PATH, body))
+            assert page.eventually("document.querySelectorAll('#running > li').length === 2", 10)
+            listed = page.text("#running > li:last-child")
+            assert "waits for small" in listed and "session workshop-" in listed and "openai_chat" in listed, listed
+            page.screenshot(tmp_path / "waiting.png")
+            running.close()
+            assert page.eventually("document.getElementById('running').innerText.includes('writes')", 30)
+            assert page.eventually("!document.getElementById('running').innerText.includes('waits for')", 10)
+        assert page.eventually("document.querySelectorAll('#running > li').length === 0", 10)
+        assert page.complaints == []
+
+
+def test_memory_and_a_raw_prompt_are_shown(app: AppUnderTest, page: Page) -> None:
+    """RAM and disk against their budgets; a raw prompt that was changed has its character and no message."""
+    text = f"The {SECRET} by the window, the piano by the door and the drum by the stairs are tuned on Sundays. " * 3
+    for day in range(2):
+        assert app.post(COMPLETION_PATH, {"prompt": f"Day {day}. {text}", "max_tokens": 1}).status == 200
+    watch(page, app)
+    assert page.eventually("document.getElementById('misses').innerText.includes('prompt changed at character 4')")
+    report = app.get("/v1/cache").json
+    assert page.value("document.querySelector('meter[aria-label=RAM]').max") == report["max_ram_bytes"]
+    assert 0 < page.value("document.querySelector('meter[aria-label=RAM]').value") <= report["max_ram_bytes"]
+    assert page.value("document.querySelector('meter[aria-label=Disk]').max") == report["disk"]["max_bytes"]  # type: ignore[index]
+    assert "exact_key_rejected_by_model_lcp" in page.text("#counters") and "Cause: prompt changed" in page.text(
+        "#counters"
+    )
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -181,9 +181,9 @@ function createMiss(miss) {
 function place(difference) {
   if (!difference) return "";
   if (difference.tool) return `at tool ${difference.tool}, character ${count(difference.char)}`;
+  if (difference.role === "prompt") return `at character ${count(difference.char)}`;
   const message = difference.message_index === null ? "a message" : `message ${difference.message_index}`;
   return `at ${message} (${difference.role}), character ${count(difference.char)}`;
-  if (difference.role === "prompt") return `at character ${count(difference.char)}`;
 }
 
 const source = (miss) => (miss.tier === "nothing" ? "nowhere" : `${shorter(miss.source)} (${miss.tier})`);
@@ -261,7 +261,10 @@ function showCounters(state) {
   const cache = state.cache ?? {};
   const entries = Object.entries(cache.counters ?? {});
   if (cache.disk) entries.push(["Tokens back from disk", cache.disk.num_restored_tokens], ["Disk errors", cache.disk.num_errors]);
-  if (cache.warming) entries.push(["Tokens computed ahead in vain", cache.warming.num_wasted_tokens]);
+  if (cache.warming) {
+    entries.push(["Tokens computed ahead in vain", cache.warming.num_wasted_tokens],
+      ["Seconds spent ahead of time", cache.warming.seconds]);
+  }
   for (const [name, word] of Object.entries(WORDS)) {
     if (cache[name] !== undefined) entries.push([word, cache[name]]);
   }
