@@ -274,9 +274,8 @@ class RunningTurn:
                 request_id=self.request_id,
                 session=self._conversations.partition(self._submitted.turn.session),
                 text=prompt.text + said,
-                num_prompt_characters=len(prompt.text),
                 packed_ids=self._packed_prompt + pack_ids(ids),
-                starts=tuple(start.offset for start in prompt.message_starts),
+                num_prompt_tokens=self.num_prompt_tokens,
                 num_computed_tokens=num_computed_tokens,
             )
         )

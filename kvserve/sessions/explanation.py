@@ -251,7 +251,7 @@ def _first(messages: Sequence[Message], role: Role) -> Message | None:
 
 def _cause(compared: _Comparison, num_cached_tokens: int, reuse: Reuse) -> Cause:
     asked, before, shared = compared.asked, compared.before, compared.num_shared
-    if min(reachable(before, shared), len(asked.ids) - 1) - num_cached_tokens > TOLERANCE_TOKENS:
+    if min(_reachable(before, shared), len(asked.ids) - 1) - num_cached_tokens > TOLERANCE_TOKENS:
         if not compared.around.can_keep:
             return "not kept"
         return "no checkpoint" if reuse.is_trim_miss else "evicted"
@@ -345,7 +345,7 @@ def _tail(before: TurnRecord) -> int:
     return before.starts[-1] if before.starts else before.num_prompt_tokens
 
 
-def reachable(before: TurnRecord | RawRecord, shared: int) -> int:
+def _reachable(before: TurnRecord, shared: int) -> int:
     """Where any model can go on from: the last message's end among the shared tokens, or the end of all that was
     computed. A model whose layers cannot be cut has its states there."""
     if before.num_computed_tokens is not None:

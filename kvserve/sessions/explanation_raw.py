@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 from kvserve.core import RequestId, Reuse
 from kvserve.sessions.difference import Difference, common_length, excerpt
-from kvserve.sessions.explanation import TOLERANCE_TOKENS, Cause, Explanation, reachable, source_of
+from kvserve.sessions.explanation import TOLERANCE_TOKENS, Cause, Explanation, source_of
 from kvserve.sessions.explanation_place import Decode
 from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import packed_common_length
 
-TAIL_CHARACTERS = 64
-"""What ends with the same so many characters behind a difference was read again because of it; fewer are a phrase that
-many prompts end with."""
+SAMPLE_CHARACTERS = 64
+MAX_SAMPLES = 32
+"""If so many characters in a row stand behind a difference in both texts, they were read again because of it; fewer are
+a phrase that many prompts have. So many places are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,8 @@ def _gone(
             return "not kept"
         if min(computed, last) - reuse.num_matched_tokens > TOLERANCE_TOKENS:
             return "evicted"
-        if reuse.is_trim_miss and min(reachable(before, num_shared), last) - num_cached_tokens > TOLERANCE_TOKENS:
-            return "no checkpoint"
+        if reuse.is_trim_miss and num_shared >= min(before.num_prompt_tokens, last):
+            return "no checkpoint"  # where prompts part within, none was to be expected
     return "aborted" if min(num_shared, last) - max(computed, num_cached_tokens) > TOLERANCE_TOKENS else None
 
 
@@ -82,13 +83,15 @@ def _parted(asked: RawAsked, before: RawRecord, num_shared: int) -> tuple[Cause,
             return "nothing lost", None
         char = max(0, len(now) - len(asked.decode(asked.ids[num_shared:])))
         cause: Cause = "tokenised differently"
-    elif any(_stands_behind(was[:end], now, char) for end in (before.num_prompt_characters, len(was))):
+    elif _is_read_again(was, now, char):
         cause = "prompt changed"
     else:
         return "new prompt", None
     return cause, Difference(None, "prompt", char, excerpt(was, char), excerpt(now, char))
 
 
-def _stands_behind(was: str, now: str, char: int) -> bool:
-    """Whether the end of a text stands, behind the character where they part, in both."""
-    return len(was) - TAIL_CHARACTERS > char and was[-TAIL_CHARACTERS:] in now[char:]
+def _is_read_again(was: str, now: str, char: int) -> bool:
+    """Whether text that stands behind the character where they part stands there in both."""
+    ends, rest = len(was) - SAMPLE_CHARACTERS + 1, now[char:]
+    step = max(1, (ends - char) // MAX_SAMPLES)
+    return any(was[start : start + SAMPLE_CHARACTERS] in rest for start in range(char, ends, step))

@@ -54,7 +54,7 @@ WORDS: Mapping[Cause, Words] = {
     ),
     "no checkpoint": Words(
         "More of the prompt is stored, but this model's layers need a copy of their state, and none was kept there.",
-        "Raise PROMPT_CACHE_MAX_BYTES: half of it is for such copies.",
+        "Raise PROMPT_CACHE_MAX_BYTES, half of which is for such copies; they are made where messages and answers end.",
     ),
     "tools changed": Words(
         "The list of tools is another one{place}, and it stands at the beginning of the prompt.",

@@ -24,17 +24,15 @@ SHORTEST_DIGESTED = 256
 class RawRecord:
     """One raw prompt and what was written to it: `text` and `packed_ids` (`pack_ids`) hold both, the prompt first.
 
-    `session`: whose records it belongs to. `starts`: the offset in model tokens where each message of the prompt begins
-    that its markers tell. `num_computed_tokens`: of a request whose client left, how many of the tokens were computed;
-    None for a complete one.
+    `session`: whose records it belongs to. `num_computed_tokens`: of a request whose client left, how many tokens were
+    computed; None for a complete one.
     """
 
     request_id: RequestId
     session: str | None
     text: str
-    num_prompt_characters: int
     packed_ids: bytes
-    starts: tuple[int, ...]
+    num_prompt_tokens: int
     num_computed_tokens: int | None = None
 
     @property
@@ -73,11 +71,11 @@ class RawPrompts:
                 self._num_bytes -= self._records.popleft().num_bytes
 
     def nearest(self, text: str, session: str | None) -> RawRecord | None:
-        """The record of this session that has most in common with the text at its beginning, the newest among equals;
-        None where none is known."""
+        """The record of this session that has most in common with the text at its beginning and least behind that, the
+        newest among equals; None where none is known."""
         with self._lock:
             records = [record for record in self._records if record.session == session]
-        return max(reversed(records), key=lambda record: common_length(record.text, text), default=None)
+        return max(reversed(records), key=lambda each: (common_length(each.text, text), -len(each.text)), default=None)
 
     def clear(self) -> None:
         """Forget everything."""

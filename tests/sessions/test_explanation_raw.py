@@ -18,9 +18,8 @@ BEFORE = RawRecord(
     request_id=RequestId("one"),
     session=None,
     text=TEXT + ANSWER,
-    num_prompt_characters=LENGTH,
     packed_ids=pack_ids(map(ord, TEXT + ANSWER)),
-    starts=(),
+    num_prompt_tokens=LENGTH,
 )
 
 
@@ -50,6 +49,8 @@ def known(num_cached: int) -> Reuse:
         (TEXT.replace("Line 3", "Lime 3") + ANSWER + "Go on.", 80, "prompt changed", TEXT.index("Line 3") + 2),
         (TEXT + "W" + ANSWER + "Go on.", LENGTH + 1, "prompt changed", LENGTH + 1),
         (TEXT[:-30] + "Another question. " * 9, LENGTH - 30, "new prompt", None),
+        (TEXT[:-30] + "Another question.", LENGTH - 30, "nothing lost", None),
+        (TEXT.replace("Line 3", "Lime 3")[:-70] + "An end. " * 40, 80, "prompt changed", TEXT.index("Line 3") + 2),
         ("Something else altogether. " * 20, 0, "new prompt", None),
         (TEXT.replace("Line 15", "Lime 15"), 100, "evicted", None),
     ],
@@ -86,16 +87,28 @@ def test_a_client_that_left_is_the_cause() -> None:
     assert explain_raw(asked(TEXT), part, 200, reuse=known(200)).cause == "aborted"
     assert explain_raw(asked(TEXT), part, LENGTH - 1, reuse=known(LENGTH - 1)).cause == "nothing lost"
     assert explain_raw(asked(TEXT), part, 0, reuse=known(0)).cause == "evicted"
+    more = asked(TEXT + "And all of that was computed for somebody else. " * 3)
+    assert explain_raw(more, part, LENGTH, reuse=known(LENGTH)).cause == "nothing lost"
 
 
 def test_what_this_model_cannot_keep_and_a_missing_checkpoint() -> None:
     """Told apart from what has left: it is stored, or never was. Between two checkpoints nothing is missing."""
     assert explain_raw(asked(TEXT), BEFORE, 0, reuse=known(0), can_keep=False).cause == "not kept"
     missed = Reuse("nothing", LENGTH, is_trim_miss=True)
+    assert explain_raw(asked(TEXT), BEFORE, 0, reuse=missed).cause == "no checkpoint"
+    assert explain_raw(asked(TEXT + "Another question. " * 9), BEFORE, 0, reuse=missed).cause == "no checkpoint"
     assert explain_raw(
         asked(TEXT + ANSWER + "!"), BEFORE, 0, reuse=replace(missed, num_matched_tokens=10**4)
     ).cause == ("no checkpoint")
     assert explain_raw(asked(TEXT[:-30] + "Another."), BEFORE, 0, reuse=missed).cause == "new prompt"
+    again = asked(TEXT + ANSWER)  # its last message is computed again, as it is meant to be
+    assert explain_raw(again, BEFORE, 300, reuse=Reuse("ram", len(again.ids))).cause == "nothing lost"
+
+
+def test_a_phrase_that_stands_in_the_new_prompt_is_no_change() -> None:
+    """What is shorter than a sample says nothing, wherever it stands again."""
+    phrase = replace(BEFORE, text="What is it?", packed_ids=pack_ids(map(ord, "What is it?")))
+    assert explain_raw(asked("A lake. What is it? " * 9), phrase, 0, reuse=known(0)).cause == "new prompt"
 
 
 def test_nothing_to_compare_with() -> None:

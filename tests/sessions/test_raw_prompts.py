@@ -13,16 +13,15 @@ def record(name: str, text: str, session: str | None = None) -> RawRecord:
         request_id=RequestId(name),
         session=session,
         text=text,
-        num_prompt_characters=len(text),
         packed_ids=pack_ids(map(ord, text)),
-        starts=(),
+        num_prompt_tokens=len(text),
     )
 
 
-def test_the_longest_common_beginning_counts_and_then_the_newest() -> None:
+def test_the_longest_common_beginning_counts_then_what_goes_on_least_then_the_newest() -> None:
     """What another session read is not compared with."""
     prompts = RawPrompts()
-    for name, text in (("a", "one two"), ("b", "one tree"), ("c", "one tree"), ("d", "other")):
+    for name, text in (("a", "one two"), ("b", "one tree"), ("c", "one tree"), ("d", "other"), ("f", "one tree!")):
         prompts.remember(record(name, text))
     prompts.remember(record("e", "one tree house", session="s"))
     found = [prompts.nearest(text, None) for text in ("one tree house", "one two!", "zebra")]
