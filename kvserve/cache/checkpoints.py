@@ -56,7 +56,10 @@ def _users(outline: PromptOutline) -> Iterator[int]:
 
 
 def _tail(outline: PromptOutline) -> Iterator[int]:
-    return (end.offset for end in outline.message_ends[-1:])
+    """Before what makes the model answer. A raw prompt has no messages: it goes on behind its end."""
+    if not outline.message_ends:
+        yield outline.num_tokens - 1
+    yield from (end.offset for end in outline.message_ends[-1:])
 
 
 def _newest(outline: PromptOutline) -> Iterator[int]:

@@ -62,6 +62,13 @@ def test_where_all_can_be_cut_only_the_anchor_and_distance_count() -> None:
     assert [(stop.offset, stop.kind) for stop in stops] == [(480, "system"), (1986, "stride"), (3493, "stride")]
 
 
+def test_a_raw_prompt_is_kept_to_its_end() -> None:
+    """It has no messages; sent again, or with more behind it, it starts from where its prefill ended."""
+    assert [(stop.offset, stop.kind) for stop in plan(PromptOutline(502))] == [(501, "tail")]
+    assert plan(PromptOutline(502), needs=False) == ()
+    assert plan(PromptOutline(1)) == ()
+
+
 def test_a_stride_has_tokens() -> None:
     """A stride of 0 is refused."""
     with pytest.raises(ValueError, match="stride"):

@@ -85,6 +85,17 @@ def test_a_repeated_prompt_computes_its_tail_only(engine: Engine, family: str) -
     assert cached(again) == min(len(BASE) - 1, known_of_base(family))
 
 
+def test_a_repeated_raw_prompt_computes_its_last_token_only(engine: Engine) -> None:
+    """Nobody said where its messages end, and it may have none: sent again, or with more behind it, all is reused."""
+    [first], [again] = generate(engine, request(BASE, 48)), generate(engine, request(BASE, 48))
+    assert_exact(again, first.tokens)
+    longer = [*BASE[:-1], *prompt_of(40, 9)]
+    [warm] = generate(engine, request(longer, 48))
+    assert (cached(again), cached(warm)) == (len(BASE) - 1, len(BASE) - 1)
+    engine.clear_cache()
+    assert_exact(warm, generate(engine, request(longer, 48))[0].tokens)
+
+
 def test_a_branch_reuses_up_to_where_it_leaves(engine: Engine) -> None:
     """Two conversations that part at a message's end share everything before it."""
     generate(engine, turn([*BASE, *prompt_of(50, 1)]))
