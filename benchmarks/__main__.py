@@ -47,7 +47,7 @@ BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
     "warming": (warming.run, 10),
     "known_prefix": (known_prefix.run, 9),
     "own_turn": (own_turn.run, 9),
-    "seeing": (seeing.run, 15),
+    "seeing": (seeing.run, 41),
     "restore": (restore.run, 25),
     "disk": (disk.run, 3),
     "sharing": (sharing.run, 3),
