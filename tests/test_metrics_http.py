@@ -1,18 +1,21 @@
 """GET /metrics of a real server: it parses, its totals are those of the requests' usage, and no text gets into it."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.anthropic_serving import MESSAGES_PATH
 from tests.serving import CHAT_PATH, COMPLETION_PATH, AppUnderTest, eventually, serving_app
 from tests.web.fakes import Response
 
 NUM_REQUESTS = 200
+RESPONSES_PATH = "/v1/responses"
 SECRET = "xylophone"
 WORDS = f"The {SECRET} stands beside the window and is played on Sundays. "
 
@@ -37,8 +40,19 @@ def metrics(app: AppUnderTest) -> tuple[str, dict[str, float]]:
 
 
 def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Chats and raw prompts, streamed or not, alone and continued, with and without sessions, long and short."""
+    """Every protocol and raw prompts, streamed or not, alone and continued, in sessions or not, long and short."""
     for number in range(NUM_REQUESTS):
+        if number % 13 == 0:
+            asked = [{"role": "user", "content": f"{WORDS}{number}"}]
+            yield (
+                MESSAGES_PATH,
+                {"messages": asked, "max_tokens": 1 + number % 5, "stream": number % 2 == 0, "model": "x"},
+            )
+            continue
+        if number % 17 == 0:
+            limits = {"max_output_tokens": 1 + number % 5, "stream": number % 2 == 0, "store": False}
+            yield RESPONSES_PATH, {"input": WORDS * (1 + number % 3), "model": "x", **limits}
+            continue
         fields: dict[str, Any] = {"max_tokens": 1 + number % 5, "temperature": 0, "stream": number % 3 == 0}
         if fields["stream"]:
             fields["stream_options"] = {"include_usage": True}
@@ -55,19 +69,39 @@ def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
         yield CHAT_PATH, {"messages": messages, **fields}
 
 
-def usage_of(response: Response) -> Mapping[str, Any]:
-    """The usage of an answer, streamed or not."""
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a prompt, those of them that were reused, and tokens of the answer."""
+
+    num_prompt: int
+    num_cached: int
+    num_completion: int
+
+
+def usage_of(path: str, response: Response) -> Usage:
+    """The usage of an answer, streamed or not, as its protocol tells it."""
     assert response.status == 200, response.body
-    if response.headers["content-type"].startswith("text/event-stream"):
-        return dict(json.loads(response.events[-2])["usage"])
-    return dict(response.json["usage"])
+    is_streamed = response.headers["content-type"].startswith("text/event-stream")
+    events = [event.rpartition("\ndata: ")[2] for event in response.events] if is_streamed else []
+    if path == MESSAGES_PATH:
+        found = dict(json.loads(events[0])["message"]["usage"] if is_streamed else response.json["usage"])
+        if is_streamed:
+            found |= json.loads(events[-2])["usage"]
+        num_cached = found["cache_read_input_tokens"]
+        num_prompt = found["input_tokens"] + num_cached + found["cache_creation_input_tokens"]
+        return Usage(num_prompt, num_cached, found["output_tokens"])
+    if path == RESPONSES_PATH:
+        found = json.loads(events[-1])["response"]["usage"] if is_streamed else response.json["usage"]
+        return Usage(found["input_tokens"], found["input_tokens_details"]["cached_tokens"], found["output_tokens"])
+    found = json.loads(events[-2])["usage"] if is_streamed else response.json["usage"]
+    return Usage(found["prompt_tokens"], found["prompt_tokens_details"]["cached_tokens"], found["completion_tokens"])
 
 
 def test_totals_are_those_of_the_requests(app: AppUnderTest) -> None:
     """200 mixed requests, four at a time, and some that are refused: prompt, cached, computed and generated tokens."""
     _, before = metrics(app)
     with ThreadPoolExecutor(4) as pool:
-        usages = list(pool.map(lambda each: usage_of(app.post(*each)), bodies()))
+        usages = list(pool.map(lambda each: usage_of(each[0], app.post(*each)), bodies()))
     refused = app.post(CHAT_PATH, {"messages": [{"role": "user", "content": "x"}], "logit_bias": {"99999999": 1}})
     assert refused.status == 400
     assert eventually(lambda: metrics(app)[1]["kvserve_requests_total"] >= NUM_REQUESTS + 1)
@@ -76,9 +110,9 @@ def test_totals_are_those_of_the_requests(app: AppUnderTest) -> None:
     def grown(name: str) -> float:
         return after.get(name, 0.0) - before.get(name, 0.0)
 
-    num_prompt = sum(usage["prompt_tokens"] for usage in usages)
-    num_cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
-    num_completion = sum(usage["completion_tokens"] for usage in usages)
+    num_prompt = sum(usage.num_prompt for usage in usages)
+    num_cached = sum(usage.num_cached for usage in usages)
+    num_completion = sum(usage.num_completion for usage in usages)
     assert num_cached > 0
     assert grown("kvserve_prompt_tokens_total") == num_prompt
     assert grown("kvserve_cached_tokens_total") == num_cached

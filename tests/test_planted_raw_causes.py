@@ -129,8 +129,8 @@ def test_another_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
 def test_a_model_whose_states_are_kept_at_some_places_only(tmp_path: Path, family: str) -> None:
-    """A raw prompt has one at its end, so what goes on behind it loses nothing. Where prompts part within it there is none,
-    and what is computed again is not called reused; a change is one all the same."""
+    """A raw prompt has one at its end, so what goes on behind it loses nothing. Where prompts part within it there is
+    none, and what is computed again is not called reused; a change is one all the same."""
     with serving_app(tmp_path, family, **SETTINGS) as app:
         said, _ = ask(app, TEXT)
         longer = f"{TEXT}{said} {'And more of it. ' * 30}"
