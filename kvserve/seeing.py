@@ -18,7 +18,7 @@ from kvserve.core import JsonObject, Turn
 from kvserve.errors import NotFound, RequestError
 from kvserve.reports import explanation_body, image_line, trace_fields
 from kvserve.running import FinishedTurn, Observer, RunningTurn
-from kvserve.sessions.explanation import Explanation
+from kvserve.sessions.explanation import TOLERANCE_TOKENS, Explanation
 from kvserve.sessions.explanation_words import clause
 from kvserve.sessions.explanations import ExplanationBook
 from kvserve.sessions.lineage import BranchId
@@ -131,6 +131,8 @@ class Seeing:
         explanation, reading = finished.explanation, finished.reading
         if explanation is None or explanation.cause not in ("not seen since the start", "cache cleared", "new prompt"):
             return explanation
+        if reading is None and max(explanation.num_cached_tokens, explanation.num_shared_tokens) > TOLERANCE_TOKENS:
+            return explanation  # this model has read the beginning itself, whoever else has meanwhile
         # of a raw prompt at least about a quarter: a line that many prompts begin with says nothing
         reader = self._readers.find(reading.chains if reading is not None else text_digests(finished.prompt.text)[-3:])
         if reader is not None and reader != finished.facts.model:

@@ -125,6 +125,9 @@ def test_another_model(tmp_path: Path) -> None:
         assert (told["cause"], told["decided_by"]) == ("other model", app.served.name), told
         _, told = ask(app, "Something else altogether. " * 20, model="small")
         assert (told["cause"], told["decided_by"]) == ("new prompt", None)
+        _, told = ask(app, f"{TEXT[:1100]}{' Another question.' * 50}")
+        assert (told["cause"], told["decided_by"]) == ("new prompt", None), "it had read the beginning itself"
+        assert told["cached_tokens"] > 64, told
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])

@@ -20,7 +20,8 @@ WORDS: Mapping[Cause, Words] = {
         "No earlier request of this conversation is known; a common beginning was reused{checkpoint}."
     ),
     "new prompt": Words(
-        "No earlier raw prompt that is remembered goes on like this one; a common beginning was reused{checkpoint}."
+        "No earlier raw prompt that is remembered goes on like this one; what is known of its beginning was reused"
+        "{checkpoint}."
     ),
     "not seen since the start": Words(
         "The history holds answers that this server has not read or written since it started: it began before a "

@@ -18,6 +18,8 @@ MAX_PROMPTS = 32
 MAX_BYTES = 16 * 2**20
 
 SHORTEST_DIGESTED = 256
+TELLING_CHARACTERS = 64
+"""What fewer characters two prompts begin with says nothing of how they go on."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -72,10 +74,20 @@ class RawPrompts:
 
     def nearest(self, text: str, session: str | None) -> RawRecord | None:
         """The record of this session that has most in common with the text at its beginning and least behind that, the
-        newest among equals; None where none is known."""
+        newest among equals; None where none is known.
+
+        Where next to nothing is common, as when a prompt's first word changes each time, the one of like length counts.
+        """
         with self._lock:
             records = [record for record in self._records if record.session == session]
-        return max(reversed(records), key=lambda each: (common_length(each.text, text), -len(each.text)), default=None)
+
+        def likeness(record: RawRecord) -> tuple[int, int]:
+            num_common = common_length(record.text, text)
+            return num_common, -len(record.text) if num_common >= TELLING_CHARACTERS else -abs(
+                len(record.text) - len(text)
+            )
+
+        return max(reversed(records), key=likeness, default=None)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -20,15 +20,25 @@ def record(name: str, text: str, session: str | None = None) -> RawRecord:
 
 def test_the_longest_common_beginning_counts_then_what_goes_on_least_then_the_newest() -> None:
     """What another session read is not compared with."""
-    prompts = RawPrompts()
-    for name, text in (("a", "one two"), ("b", "one tree"), ("c", "one tree"), ("d", "other"), ("f", "one tree!")):
-        prompts.remember(record(name, text))
-    prompts.remember(record("e", "one tree house", session="s"))
-    found = [prompts.nearest(text, None) for text in ("one tree house", "one two!", "zebra")]
+    prompts, head = RawPrompts(), "All of them begin with the same words. " * 2
+    for name, text in (("a", "one two"), ("b", "one tree"), ("c", "one tree"), ("f", "one tree!")):
+        prompts.remember(record(name, head + text))
+    prompts.remember(record("d", "other"))
+    prompts.remember(record("e", f"{head}one tree house", session="s"))
+    found = [prompts.nearest(text, None) for text in (f"{head}one tree house", f"{head}one two!", "zebra")]
     assert [each.request_id for each in found if each is not None] == ["c", "a", "d"]
     mine = prompts.nearest("one", "s")
     assert mine is not None and mine.request_id == "e"
     assert prompts.nearest("one", "t") is None
+
+
+def test_a_prompt_whose_first_word_changes_is_found_beside_short_ones() -> None:
+    """They have as much in common with it: nothing."""
+    prompts, text = RawPrompts(), "What stays is long. " * 20
+    for name, each in (("a", "Hello."), ("b", f"1a81 {text}"), ("c", "A question?")):
+        prompts.remember(record(name, each))
+    found = prompts.nearest(f"2b93 {text}", None)
+    assert found is not None and found.request_id == "b"
 
 
 def test_records_and_bytes_are_bounded() -> None:

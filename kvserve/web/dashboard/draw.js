@@ -80,7 +80,7 @@ export function chart(minutes, sentence, width) {
   const [height, left, bottom] = [150, 44, 18];
   const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": sentence });
   svg.append(shape("title", {}, sentence), hatching());
-  const most = Math.max(1, ...minutes.map((minute) => minute.prompt));
+  const most = Math.max(2, ...minutes.map((minute) => minute.prompt));
   const step = (width - left) / minutes.length;
   const y = (share) => (height - bottom) * (1 - share) + 4 * share;
   for (const share of [0, 0.5, 1]) {
