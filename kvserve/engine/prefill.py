@@ -34,9 +34,12 @@ class ChunkLength:
     """
 
     max_tokens: int
-    tokens_per_second: float | None = None
-    """Of the newest chunk."""
     _newest: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_NEWEST_CHUNKS))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The rate of the newest chunk; None before there was one."""
+        return self._newest[-1] if self._newest else None
 
     def within(self, seconds: float, num_last_tokens: int) -> int:
         """Tokens that fit into `seconds`, a multiple of 16 between 16 and `max_tokens`.
@@ -57,8 +60,7 @@ class ChunkLength:
     def measured(self, num_tokens: int, seconds: float) -> None:
         """Learn from a chunk that was long enough to mean something."""
         if num_tokens >= ALIGNMENT_TOKENS and seconds > 0:
-            self.tokens_per_second = num_tokens / seconds
-            self._newest.append(self.tokens_per_second)
+            self._newest.append(num_tokens / seconds)
 
 
 @dataclass(slots=True, eq=False)

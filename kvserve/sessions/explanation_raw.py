@@ -70,7 +70,7 @@ def _gone(
         if min(computed, last) - reuse.num_matched_tokens > TOLERANCE_TOKENS:
             return "evicted"
         if reuse.is_trim_miss and num_shared >= min(before.num_prompt_tokens, last):
-            return "no checkpoint"  # where prompts part within, none was to be expected
+            return "no checkpoint"  # not where prompts part within: states are far apart there
     return "aborted" if min(num_shared, last) - max(computed, num_cached_tokens) > TOLERANCE_TOKENS else None
 
 

@@ -82,10 +82,8 @@ class RawPrompts:
             records = [record for record in self._records if record.session == session]
 
         def likeness(record: RawRecord) -> tuple[int, int]:
-            num_common = common_length(record.text, text)
-            return num_common, -len(record.text) if num_common >= TELLING_CHARACTERS else -abs(
-                len(record.text) - len(text)
-            )
+            num_common, length = common_length(record.text, text), len(record.text)
+            return num_common, -length if num_common >= TELLING_CHARACTERS else -abs(length - len(text))
 
         return max(reversed(records), key=likeness, default=None)
 
