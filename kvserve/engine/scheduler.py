@@ -23,12 +23,11 @@ from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefix_cache import CacheReport, PrefixCache, Tenancy
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import processors_for, sampler_for
+from kvserve.engine.stretches import Stretches
 from kvserve.engine.warmer import Warmer
 from kvserve.engine.warming import WarmSettings
 from kvserve.errors import EngineFailure
 
-CHUNK_SECONDS_BESIDE_STREAMS = 0.25
-CHUNK_SECONDS_ALONE = 1.0
 DISK_WAIT_SECONDS = 0.02
 """How long nobody listens to clients while all that is to be done is to wait for the disk."""
 
@@ -76,8 +75,7 @@ class Scheduler:
         self._tenancies: dict[Row, Tenancy] = {}
         self._chunk_length = ChunkLength(prefill_step_size)
         self.warmer = Warmer(model, budget, cache, self._chunk_length, warming)
-        self._num_stretches = 0
-        self._stretch_ends_at: float | None = None
+        self._stretches = Stretches(self._chunk_length)
 
     @property
     def num_prefilling(self) -> int:
@@ -107,12 +105,12 @@ class Scheduler:
         self.cache.account_live(self._live_bytes())
         self._admit()
         self._begin_arrivals()
-        if (prefill := self._next_prefill()) is not None:
+        has_streams = bool(self._pool.num_rows)
+        if (prefill := self._stretches.next(self._prefilling, is_beside_streams=has_streams)) is not None:
             self._prefill_chunk(prefill)
-        elif self._stretch_ends_at is not None:
-            self._stretch_ends_at = None
+        elif self._stretches.end():
             self._settle(self._pool.step_all())
-        elif self._pool.num_rows or not self._arrivals:
+        elif has_streams or not self._arrivals:
             self._settle(self._pool.step())
         else:
             self.cache.await_disk(DISK_WAIT_SECONDS)
@@ -166,7 +164,7 @@ class Scheduler:
         self._rows.clear()
         self.warmer.drop_all("the engine begins anew")
         self._pool.discard()
-        self._stretch_ends_at = None
+        self._stretches.end()
         self._waiting.clear()
         self._arrivals.clear()
         self._prefilling.clear()
@@ -291,33 +289,11 @@ class Scheduler:
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
-    def _next_prefill(self) -> Prefill | None:
-        """Whose chunk is computed now; None at the end of a stretch.
-
-        A stretch is one chunk, and what is left of its time for prompts that end within it, also for those that came
-        meanwhile: short prompts that come together then decode together from the start, instead of one entering per
-        step. Oldest and shortest begin a stretch by turns: neither a long prompt nor a flood of short ones starves the
-        others.
-        """
-        if not self._prefilling:
-            return None
-        shortest = min(self._prefilling, key=lambda prefill: prefill.num_left)
-        if self._stretch_ends_at is not None:
-            return shortest if self._chunk_length.fits(shortest.num_left, self._seconds_left()) else None
-        seconds = CHUNK_SECONDS_BESIDE_STREAMS if self._pool.num_rows else CHUNK_SECONDS_ALONE
-        self._stretch_ends_at = time.monotonic() + seconds
-        self._num_stretches += 1
-        return self._prefilling[0] if self._num_stretches % 2 else shortest
-
-    def _seconds_left(self) -> float:
-        """Of the stretch that runs."""
-        return (self._stretch_ends_at or 0.0) - time.monotonic()
-
     def _prefill_chunk(self, prefill: Prefill) -> None:
         prefill.row.prefill_started_at = prefill.row.prefill_started_at or time.monotonic()
         try:
             if prefill.num_left:
-                num_tokens = prefill.step(self._model, self._chunk_length, self._seconds_left())
+                num_tokens = prefill.step(self._model, self._chunk_length, self._stretches.chunk_seconds())
                 self.cache.count(num_prefill_tokens=num_tokens)
                 self.cache.measured_prefill(self._chunk_length.tokens_per_second)
                 self._keep(prefill)

@@ -11,7 +11,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache
 
 from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, TokenDelta
-from kvserve.engine import scheduler as scheduler_module
+from kvserve.engine import stretches as stretches_module
 from kvserve.engine import worker as worker_module
 from kvserve.engine.decode import DecodePool, Step
 from kvserve.engine.prefill import Prefill
@@ -198,7 +198,7 @@ def test_rows_beyond_the_memory_budget_wait_for_their_turn() -> None:
 
 def test_a_row_whose_sampler_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seeded row's broken sampler ends that row with an error; its neighbours' text is that of a quiet run."""
-    real = scheduler_module.sampler_for
+    real = stretches_module.sampler_for
 
     def breaking(params, vocab_size):
         sampler = real(params, vocab_size)
@@ -209,7 +209,7 @@ def test_a_row_whose_sampler_raises_fails_alone(monkeypatch: pytest.MonkeyPatch)
 
     with running_engine() as engine:
         quiet = generate(engine, request(prompt_of(40), 24), request(prompt_of(70, 1), 24))
-        monkeypatch.setattr(scheduler_module, "sampler_for", breaking)
+        monkeypatch.setattr(stretches_module, "sampler_for", breaking)
         rows = [
             request(prompt_of(40), 24),
             request(prompt_of(50, 2), 24, temperature=1.0, seed=13),
@@ -269,7 +269,7 @@ def test_an_engine_defect_fails_the_rows_and_serving_goes_on(monkeypatch: pytest
         running = engine.submit(request(prompt_of(40), 100_000))
         first_token(running)
         with monkeypatch.context() as patch:
-            patch.setattr(scheduler_module.Scheduler, "_admit", lambda _: 1 / 0)
+            patch.setattr(stretches_module.Scheduler, "_admit", lambda _: 1 / 0)
             assert isinstance(collect(running).end, GenerationFailed)
         assert len(generate(engine, request(prompt_of(40), 8))[0].tokens) == 8
         assert engine.status.num_waiting == 0
@@ -290,9 +290,9 @@ def test_running_streams_get_a_step_between_prefill_chunks() -> None:
 
 
 def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four short prompts are prefilled within one chunk's time: the first step that any of them gets has all four."""
-    monkeypatch.setattr(scheduler_module, "CHUNK_SECONDS_BESIDE_STREAMS", 30.0)
-    monkeypatch.setattr(scheduler_module, "CHUNK_SECONDS_ALONE", 30.0)
+    """Four short prompts are prefilled within one stretch: the first step that any of them gets has all four."""
+    monkeypatch.setattr(stretches_module, "CHUNK_SECONDS_BESIDE_STREAMS", 30.0)
+    monkeypatch.setattr(stretches_module, "STRETCH_SECONDS_ALONE", 30.0)
     num_rows_per_step: list[int] = []
     step_all = DecodePool.step_all
 
@@ -314,7 +314,7 @@ def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.Mon
 
 def test_a_short_prompt_that_comes_during_another_ones_prefill_enters_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine looks for new requests before it ends a stretch of prefill: the first decode step has both rows."""
-    monkeypatch.setattr(scheduler_module, "CHUNK_SECONDS_ALONE", 30.0)
+    monkeypatch.setattr(stretches_module, "STRETCH_SECONDS_ALONE", 30.0)
     num_rows_per_step: list[int] = []
     step_all, step = DecodePool.step_all, Prefill.step
     rows = []
