@@ -275,8 +275,8 @@ def _settle_in(port: int, words: Words) -> None:
 def _timed(family: str, scenario: str, requests: Sequence[Judged], port: int, judge: Judge) -> Led:
     """Ask the last requests that were reused almost whole again, of a server that knows nothing.
 
-    It has forgotten in which tokens the model wrote what the client echoes, so its prompt may be another one of the same
-    text, with another answer: the judge looks at it as at a first request.
+    It has forgotten in which tokens the model wrote what the client echoes, so its prompt may be another one of the
+    same text, with another answer: the judge looks at it as at a first request.
     """
     mostly = [each for each in requests if each.reply.num_cached_tokens > MOSTLY_REUSED * each.reply.num_prompt_tokens]
     pairs: list[tuple[float, float]] = []

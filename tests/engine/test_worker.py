@@ -11,6 +11,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache
 
 from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, TokenDelta
+from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine import stretches as stretches_module
 from kvserve.engine import worker as worker_module
 from kvserve.engine.decode import DecodePool, Step
@@ -198,7 +199,7 @@ def test_rows_beyond_the_memory_budget_wait_for_their_turn() -> None:
 
 def test_a_row_whose_sampler_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seeded row's broken sampler ends that row with an error; its neighbours' text is that of a quiet run."""
-    real = stretches_module.sampler_for
+    real = scheduler_module.sampler_for
 
     def breaking(params, vocab_size):
         sampler = real(params, vocab_size)
@@ -209,7 +210,7 @@ def test_a_row_whose_sampler_raises_fails_alone(monkeypatch: pytest.MonkeyPatch)
 
     with running_engine() as engine:
         quiet = generate(engine, request(prompt_of(40), 24), request(prompt_of(70, 1), 24))
-        monkeypatch.setattr(stretches_module, "sampler_for", breaking)
+        monkeypatch.setattr(scheduler_module, "sampler_for", breaking)
         rows = [
             request(prompt_of(40), 24),
             request(prompt_of(50, 2), 24, temperature=1.0, seed=13),
@@ -269,7 +270,7 @@ def test_an_engine_defect_fails_the_rows_and_serving_goes_on(monkeypatch: pytest
         running = engine.submit(request(prompt_of(40), 100_000))
         first_token(running)
         with monkeypatch.context() as patch:
-            patch.setattr(stretches_module.Scheduler, "_admit", lambda _: 1 / 0)
+            patch.setattr(scheduler_module.Scheduler, "_admit", lambda _: 1 / 0)
             assert isinstance(collect(running).end, GenerationFailed)
         assert len(generate(engine, request(prompt_of(40), 8))[0].tokens) == 8
         assert engine.status.num_waiting == 0
