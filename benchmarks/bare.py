@@ -3,7 +3,8 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generation_stream
@@ -15,6 +16,38 @@ type KvPieces = list[list[tuple[mx.array, mx.array]]]
 
 PREFILL_CHUNK_TOKENS = 2048
 """The length of chunk that mlx-lm prefills with unless told otherwise."""
+
+
+class BareAnswers:
+    """Answers of one `BatchGenerator` on their way, slice by slice (`slices.Answers`)."""
+
+    def __init__(self, module: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+        self._generator = BatchGenerator(module)
+        self._prompts = [list(prompt) for prompt in prompts]
+        self._num_tokens = num_tokens
+        self._num_running = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        mx.synchronize(generation_stream)
+        self._generator.close()
+
+    def run(self, seconds: float | None) -> bool:
+        """One slice; the step that is in flight at its end is waited for."""
+        ends_at = time.perf_counter() + (seconds or 0.0)
+        if self._prompts:
+            self._num_running = len(self._prompts)
+            self._generator.insert(self._prompts, max_tokens=[self._num_tokens] * len(self._prompts))
+            self._prompts = []
+        while self._num_running:
+            _, responses = self._generator.next()
+            self._num_running -= sum(response.finish_reason is not None for response in responses)
+            if responses if seconds is None else time.perf_counter() >= ends_at:
+                mx.synchronize(generation_stream)
+                break
+        return not self._num_running
 
 
 class BareModel:
@@ -32,19 +65,9 @@ class BareModel:
         arrays = [array for cache in caches for array in (cache.keys, cache.values)]
         return sum(array.nbytes // array.shape[2] for array in arrays)
 
-    def generation_seconds(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
-        """Greedy answers of `num_tokens` each in one `BatchGenerator`, from inserting the prompts to the last token."""
-        generator = BatchGenerator(self._module)
-        started = time.perf_counter()
-        generator.insert([list(prompt) for prompt in prompts], max_tokens=[num_tokens] * len(prompts))
-        num_running = len(prompts)
-        while num_running:
-            _, responses = generator.next()
-            num_running -= sum(response.finish_reason is not None for response in responses)
-        seconds = time.perf_counter() - started
-        mx.synchronize(generation_stream)
-        generator.close()
-        return seconds
+    def answers(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> "BareAnswers":
+        """Greedy answers of `num_tokens` each in one `BatchGenerator`."""
+        return BareAnswers(self._module, prompts, num_tokens)
 
     def first_token_seconds(self, prompt: Sequence[int], chunk_tokens: int) -> float:
         """Prefill of the prompt on plain caches in chunks of so many tokens, and the first token."""

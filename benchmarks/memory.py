@@ -85,8 +85,8 @@ def _readings(rig: Rig) -> Readings:
     readings, rng = Readings(), random.Random(0)
     told: list[list[Message]] = []
     for num_done in range(NUM_AT_ONCE, NUM_REQUESTS + 1, NUM_AT_ONCE):
-        asked = [_next(rig, told, rng) for _ in range(NUM_AT_ONCE)]
-        told = [*told, *_served(rig, asked, readings)][-6:]
+        asked = [next_conversation(rig, told, rng) for _ in range(NUM_AT_ONCE)]
+        told = [*told, *served(rig, asked, readings)][-6:]
         _poll(rig, readings)
         if num_done > NUM_WARM_UP:
             readings.num_requests.append(num_done)
@@ -96,14 +96,14 @@ def _readings(rig: Rig) -> Readings:
     return readings
 
 
-def _next(rig: Rig, told: Sequence[list[Message]], rng: random.Random) -> list[Message]:
+def next_conversation(rig: Rig, told: Sequence[list[Message]], rng: random.Random) -> list[Message]:
     """A new conversation or, one time in three, another turn of one that is not long yet."""
     message = rig.prompts.message("user", rng.randint(*PROMPT_TOKENS))
     short = [messages for messages in told if len(messages) < 6]
     return [*rng.choice(short), message] if short and rng.random() < 1 / 3 else [message]
 
 
-def _served(rig: Rig, asked: Sequence[list[Message]], readings: Readings) -> list[list[Message]]:
+def served(rig: Rig, asked: Sequence[list[Message]], readings: Readings) -> list[list[Message]]:
     """The conversations with their answers; polls while they run."""
     last_poll = time.perf_counter()
 

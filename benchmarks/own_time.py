@@ -3,7 +3,8 @@
 from statistics import median
 
 from benchmarks.figure import Bound, Figure
-from benchmarks.rig import Rig, answer_pair, open_rig
+from benchmarks.rig import Rig, open_rig
+from benchmarks.slices import answer_pair
 from kvserve.demo.build import TINY
 
 NUM_STREAMS = (1, 8)

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bare import BareModel
-from benchmarks.client import BenchmarkError, Client
-from benchmarks.prompts import Prompt, Prompts
+from benchmarks.client import BenchmarkError
+from benchmarks.prompts import Prompts
 from kvserve.config import Settings, setting_key
 from kvserve.demo.build import ModelScale, build_model
 
@@ -63,21 +63,6 @@ class Rig:
             time.sleep(0.02)
         time.sleep(0.1)
 
-    def answer_seconds(self, prompts: list[Prompt], num_tokens: int) -> float:
-        """All answers over HTTP at once, from the first request to the last token.
-
-        Raises BenchmarkError unless every prompt and every answer had the tokens that bare mlx-lm is given.
-        """
-        with Client(self.port) as client:
-            streams = [client.chat(prompt.text, num_tokens) for prompt in prompts]
-            client.run_until(lambda: all(stream.ended_at is not None for stream in streams))
-        for prompt, stream in zip(prompts, streams, strict=True):
-            usage = stream.usage()
-            found = (usage["prompt_tokens"], usage["completion_tokens"])
-            if found != (len(prompt.ids), num_tokens):
-                raise BenchmarkError(f"tokens of prompt and answer are {found}, not {(len(prompt.ids), num_tokens)}")
-        return max(stream.ended_at or 0.0 for stream in streams) - streams[0].sent_at
-
 
 def rounds(num_rounds: int, *measure: Callable[[], Any]) -> list[list[Any]]:
     """Let measurements take turns, the order turned each round; returns the values of each, one per round.
@@ -92,28 +77,6 @@ def rounds(num_rounds: int, *measure: Callable[[], Any]) -> list[list[Any]]:
             if number >= 0:
                 values.append(value)
     return found
-
-
-def answer_pair(
-    rig: Rig, num_streams: int, prompt_tokens: int, answer_tokens: int, num_rounds: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of `num_streams` answers at once, over HTTP and bare, per round.
-
-    A round is HTTP, bare, bare, HTTP: a machine that becomes slower or faster meanwhile favours neither.
-    """
-
-    def over_http() -> float:
-        seconds = rig.answer_seconds([rig.prompts.make(prompt_tokens) for _ in range(num_streams)], answer_tokens)
-        rig.settle()
-        return seconds
-
-    def bare() -> float:
-        prompts = [rig.prompts.make(prompt_tokens).ids for _ in range(num_streams)]
-        return rig.bare.generation_seconds(prompts, answer_tokens)
-
-    http_first, bare_first, bare_last, http_last = rounds(num_rounds, over_http, bare, bare, over_http)
-    http_seconds, bare_seconds = zip(http_first, http_last, strict=True), zip(bare_first, bare_last, strict=True)
-    return [sum(pair) / 2 for pair in http_seconds], [sum(pair) / 2 for pair in bare_seconds]
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ On the slow model, whose decode step takes 10 ms or more, as that of a model in 
 from statistics import median
 
 from benchmarks.figure import Bound, Figure
-from benchmarks.rig import Rig, answer_pair, open_rig
+from benchmarks.rig import Rig, open_rig
+from benchmarks.slices import answer_pair
 from kvserve.demo.build import SLOW
 
 NUM_STREAMS = (1, 4, 8)
