@@ -38,7 +38,7 @@ from benchmarks.client import BenchmarkError
 from benchmarks.figure import Figure, markdown_table
 
 BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
-    "throughput": (throughput.run, 9),
+    "throughput": (throughput.run, 7),
     "own_time": (own_time.run, 5),
     "first_token": (first_token.run, 5),
     "stall": (stall.run, 3),
