@@ -16,6 +16,7 @@ from benchmarks.prompts import Prompt
 from benchmarks.rig import Rig
 
 SLICE_SECONDS = 1.0
+NAP_SECONDS = 0.01
 
 
 class Answers(Protocol):
@@ -32,7 +33,7 @@ class HttpAnswers:
         self._rig = rig
         self._prompts = prompts
         self._num_tokens = num_tokens
-        self._client = Client(rig.port)
+        self._client = Client(rig.port, NAP_SECONDS)
         self._streams: list[Stream] = []
 
     def __enter__(self) -> Self:
