@@ -26,6 +26,7 @@ from kvserve.engine import scheduler as scheduler_module
 from kvserve.pipeline import ServedModel
 from kvserve.telemetry.terminal import Terminal
 from tests.models import tiny_model
+from tests.starts import remembered_starts
 from tests.web.fakes import RawClient, Response, encode_request, eventually
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
@@ -183,10 +184,11 @@ def unstarted_app(
         patch.setattr(kvserve.app, "web_settings", lambda settings: replace(real(settings), **changes))
         app = App(launch, Terminal(Console(file=screen, width=200)))
     under_test = AppUnderTest(app, screen, folder / "logs")
-    try:
-        yield under_test
-    finally:
-        app.stop()
+    with remembered_starts():
+        try:
+            yield under_test
+        finally:
+            app.stop()
 
 
 @contextlib.contextmanager

@@ -28,7 +28,9 @@ from kvserve.engine.prefix_cache import CacheSettings
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.worker import Engine, EngineSettings
+from tests.laws import sampled
 from tests.models import tiny_model
+from tests.starts import remembered_starts
 
 CACHE = CacheSettings(
     max_bytes=2**30,
@@ -66,7 +68,7 @@ KINDS = frozenset({"qwen3", "qwen3_5", "gemma3", "gpt_oss", "glm4_moe_lite"})
 
 def of_each_kind(families: Sequence[str]) -> list[Any]:
     """Parameters: the families of KINDS in every run, the others, whose caches are like theirs, in `make long`."""
-    return [pytest.param(family, marks=() if family in KINDS else pytest.mark.long) for family in families]
+    return sampled(families, KINDS)
 
 
 MESSAGE_TOKENS = 48
@@ -118,9 +120,10 @@ def running_engine(
     with pytest.MonkeyPatch.context() as patch:
         if reading_pays:
             patch.setattr(DiskTier, "read_rate", None)
-        engine.start()
         try:
-            engine.wait_until_ready(60)
+            with remembered_starts():
+                engine.start()
+                engine.wait_until_ready(60)
             yield engine
         finally:
             engine.stop(60)

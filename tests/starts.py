@@ -1,0 +1,65 @@
+"""What a start finds out about a tiny model is found out once per process, by whichever test starts it first.
+
+The trial of a model's caches and the probing of its chat template take two thirds of a start, and always find the same:
+they depend on the model's folder, on how its KV is quantised, on the classes of its caches and on the template alone.
+Tests of the two themselves call `check_caches` and `ChatTemplate` directly, where nothing is remembered.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvserve.engine import worker
+from kvserve.engine.fingerprint import model_fingerprint
+from kvserve.engine.leaves import leaves
+from kvserve.engine.model import CacheSupport, LoadedModel
+from kvserve.engine.quantised import FULL_PRECISION, KvSettings
+from kvserve.prompt import template
+
+_loading = threading.local()
+"""Which model the thread of an engine is just loading, and with which quantisation of KV."""
+
+_verdicts: dict[Any, CacheSupport] = {}
+_voices: dict[Any, Any] = {}
+
+_load, _check_caches, _probed = worker.load, worker.check_caches, template._probed
+
+
+def _load_and_note(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> LoadedModel:
+    _loading.model = (model_fingerprint(folder), kv)
+    return _load(folder, max_kv_size, kv)
+
+
+def _check_caches_once(model: LoadedModel) -> CacheSupport:
+    """A test's own classes of caches are part of the key. What raised is tried again, a model of unknown origin too."""
+    loaded = _loading.__dict__.pop("model", None)
+    if loaded is None:
+        return _check_caches(model)
+    key = (*loaded, tuple(type(leaf) for leaf in leaves(model.new_caches())))
+    if key not in _verdicts:
+        _verdicts[key] = _check_caches(model)
+    return _verdicts[key]
+
+
+def _probed_once(compiled: Any) -> Any:
+    """What was found out is shared: it is frozen, and the compiled template in it is safe for threads."""
+    key = (compiled.source, tuple(sorted(compiled._variables.items())))
+    if key not in _voices:
+        _voices[key] = _probed(compiled)
+    return _voices[key]
+
+
+@contextmanager
+def remembered_starts() -> Iterator[None]:
+    """Meanwhile a start takes from the ones before what it would find out again. What a test has replaced stays so."""
+    with pytest.MonkeyPatch.context() as patch:
+        if worker.load is _load and worker.check_caches is _check_caches:
+            patch.setattr(worker, "load", _load_and_note)
+            patch.setattr(worker, "check_caches", _check_caches_once)
+        if template._probed is _probed:
+            patch.setattr(template, "_probed", _probed_once)
+        yield
