@@ -1,22 +1,28 @@
 """`start_llm.py` as a process: what it says and returns when it cannot start, readiness, and its end by a signal.
 
-Here without LiteLLM, which takes 10 to 20 s; `tests/e2e/test_signals.py` ends whole servers.
+Here without LiteLLM, which takes 10 to 20 s; `tests/e2e/test_signals.py` ends whole servers. A process imports for
+seconds before it says anything, so every start that fails is led in this process too, by the `main` that it runs, and
+most of them as a process of their own in `make long` only.
 """
 
 import http.client
 import json
+import os
 import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.servers import ChatStream, ServerProcess, serving, spawn, wait_until
+from kvserve.app import main
+from tests.e2e.servers import ChatStream, ServerProcess, environment, serving, spawn, wait_until
 from tests.models import tiny_model
 from tests.proxy.stubs import free_port
 
@@ -40,13 +46,11 @@ class Refused:
     settings: dict[str, object] = field(default_factory=dict)
     env_file: str | None = None
     damage: Callable[[Path], object] | None = None
-    is_long: bool = False
-    """Whether another case stands for it in every run: a start costs seconds of imports."""
 
 
-def damaged(name: str, damage: Callable[[Path], object], *named: str, is_long: bool = False) -> Refused:
+def damaged(name: str, damage: Callable[[Path], object], *named: str) -> Refused:
     """A start with a copy of a tiny model of which something was taken away or changed."""
-    return Refused(name, named, flags=(), damage=damage, is_long=is_long)
+    return Refused(name, named, flags=(), damage=damage)
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -60,20 +64,17 @@ def truncate(path: Path) -> None:
 
 CASES = [
     Refused("a wrong setting", ("KV_BITS", "'5'", "OFF, 4 or 8"), settings={"KV_BITS": "5"}),
-    Refused("a wrong flag", ("MLX_PORT", "'eighty'", "integer"), flags=("--demo", "--port=eighty"), is_long=True),
+    Refused("a wrong flag", ("MLX_PORT", "'eighty'", "integer"), flags=("--demo", "--port=eighty")),
     Refused("a wrong line in .env", ("MODEL_FAMILY", "'gpt9'", "qwen3"), env_file="MODEL_FAMILY=gpt9\n"),
     Refused("a host that is not ours", ("MLX_HOST", "'192.0.2.1'"), settings={"MLX_HOST": "192.0.2.1"}),
     Refused("no such folder", ("MODEL_PATH", "./absent", "config.json"), flags=("--model=./absent",)),
-    damaged("no config", lambda folder: (folder / "config.json").unlink(), "config.json", is_long=True),
+    damaged("no config", lambda folder: (folder / "config.json").unlink(), "config.json"),
     damaged("cut weights", lambda folder: truncate(folder / "model.safetensors"), "could not be loaded"),
-    damaged("a cut tokenizer", lambda folder: truncate(folder / "tokenizer.json"), "tokenizer.json", is_long=True),
-    damaged(
-        "an unknown architecture",
-        lambda folder: edit_config(folder, model_type="imaginary9"),
-        "'imaginary9'",
-        is_long=True,
-    ),
+    damaged("a cut tokenizer", lambda folder: truncate(folder / "tokenizer.json"), "tokenizer.json"),
+    damaged("an unknown architecture", lambda folder: edit_config(folder, model_type="imaginary9"), "'imaginary9'"),
 ]
+AS_A_PROCESS = ("a wrong setting", "cut weights")
+"""In every run: what is refused before the package has done anything, and what a thread of the server finds out."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def error_paragraph(ending: Ending) -> str:
     return lines[-1].partition("error: ")[2]
 
 
-def start(case: Refused, folder: Path) -> "subprocess.Popen[bytes]":
+def flags_of(case: Refused, folder: Path) -> list[str]:
+    """The flags of a start, after making the files that it finds in `folder`."""
     folder.mkdir()
     flags = list(case.flags)
     if case.env_file is not None:
@@ -104,7 +106,39 @@ def start(case: Refused, folder: Path) -> "subprocess.Popen[bytes]":
         flags.append(f"--model={folder / 'model'}")
     if not any(flag.startswith("--port") for flag in flags):
         flags.append("--port=0")
-    return spawn(folder, "--no-proxy", *flags, **case.settings)
+    return ["--no-proxy", *flags]
+
+
+def start(case: Refused, folder: Path) -> "subprocess.Popen[bytes]":
+    return spawn(folder, *flags_of(case, folder), **case.settings)
+
+
+@contextmanager
+def in_folder(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
+    """As a process that was started in a folder with these settings: its environment, its handlers of signals."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(os, "environ", environment(folder, settings))
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def ending_here(
+    folder: Path, settings: Mapping[str, object], capture: pytest.CaptureFixture[str], *flags: str
+) -> Ending:
+    """What `main` returns in this process, and what it wrote; it must leave no thread."""
+    threads = set(threading.enumerate())
+    with in_folder(folder, settings):
+        return_code = main(flags)
+    left = [thread for thread in threading.enumerate() if thread not in threads and thread.is_alive()]
+    assert not left, left
+    out, err = capture.readouterr()
+    assert out == ""
+    return Ending(return_code, err)
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +162,23 @@ def endings(
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.long if case.is_long else (), id=case.name) for case in CASES]
+    "case",
+    [pytest.param(case, marks=() if case.name in AS_A_PROCESS else pytest.mark.long, id=case.name) for case in CASES],
 )
 def test_what_cannot_start_says_why(endings: Callable[[str], Ending], case: Refused) -> None:
     """One paragraph that names what is wrong, and an exit code that is not 0."""
-    ending = endings(case.name)
+    check_refused(endings(case.name), case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_main_says_why_and_leaves_no_thread(case: Refused, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same without a process around it."""
+    folder = tmp_path / "start"
+    flags = flags_of(case, folder)
+    check_refused(ending_here(folder, case.settings, capsys, *flags), case)
+
+
+def check_refused(ending: Ending, case: Refused) -> None:
     paragraph = error_paragraph(ending)
     assert ending.return_code == 1
     assert all(word in paragraph for word in case.named), paragraph
@@ -192,10 +238,10 @@ def _own_pid() -> int:
     return int(Path("/proc/self").resolve().name)
 
 
-def test_one_port_for_both_is_refused(tmp_path: Path) -> None:
+def test_one_port_for_both_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """LiteLLM cannot listen where kvserve does: the start says so instead of serving half."""
     port = free_port()
-    ending = refused_start(tmp_path, f"--port={port}", f"--proxy-port={port}")
+    ending = ending_here(tmp_path, {}, capsys, "--demo", f"--port={port}", f"--proxy-port={port}")
     assert str(port) in error_paragraph(ending)
     assert ending.return_code == 1
 
