@@ -10,7 +10,8 @@ from tests.wire_agents import ANTHROPIC_WIRES, RESPONSES_WIRES, Talk, Wire
 FAMILIES = ("qwen3", "qwen3_5")
 SETTINGS = {"prompt_cache_max_entries_global": 1000, "prompt_cache_max_entries_per_session": 100, "max_kv_size": 32768}
 WIRES = (*ANTHROPIC_WIRES, *RESPONSES_WIRES)
-NUM_TURNS = 5
+NUM_TURNS = 4
+"""Two calls, an answer, and what follows a person's words."""
 TOLERANCE = 8
 """Tokens at the end of a turn that a template may write otherwise, such as the end of an answer."""
 

@@ -26,7 +26,7 @@ SETTINGS: Mapping[str, Any] = {
 }
 """Templates that could keep old thinking are not asked to, and the engine's share of time is no part of these tests."""
 
-THOUGHT, SAID = "Where is it, then? " * 6, "It is over there. " * 4
+THOUGHT, SAID = "Where is it, then? " * 3, "It is over there. " * 4
 FAMILIES = ("qwen3", "qwen3_5")
 """Layers that can be cut anywhere, and states that cannot."""
 

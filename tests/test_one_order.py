@@ -13,9 +13,10 @@ from kvserve.core import GenerationRequest, RequestId, Turn
 from kvserve.pipeline import serve_turn
 from kvserve.protocols.anthropic_messages import parse_messages
 from kvserve.protocols.openai_chat import parse_chat
+from tests.laws import num_examples
 from tests.models import tiny_model
 
-NUM_CONVERSATIONS_PER_FILE = 2
+NUM_CONVERSATIONS_PER_FILE = num_examples(1)
 MAX_BODY_CHARS = 120_000
 SHARED = shared_folder()
 pytestmark = pytest.mark.skipif(SHARED is None, reason="needs the recorded conversations")

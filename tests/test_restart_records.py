@@ -15,7 +15,7 @@ from tests.serving import AppUnderTest, serving_app
 
 SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 4}
 STRIPPED = next(style for style in STYLES if style.name == "stripped")
-NUM_TURNS = 5
+NUM_TURNS = 3
 
 
 @contextmanager
@@ -57,7 +57,7 @@ SLOW = pytest.mark.slow
     ids=lambda value: getattr(value, "name", value),
 )
 def test_the_next_prompt_is_the_one_without_a_restart(tmp_path: Path, family: str, style: EchoStyle) -> None:
-    """Five turns, a restart, the sixth: the model reads the very tokens that an uninterrupted server has it read, its
+    """Three turns, a restart, the fourth: the model reads the very tokens that an uninterrupted server has it read, its
     own turns among them as it wrote them, it computes no more of them, and the explanation knows the request before."""
     with server(tmp_path / "whole", family) as app:
         whole = conversation(app, family, style)

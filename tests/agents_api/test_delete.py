@@ -8,7 +8,7 @@ import pytest
 from tests.agents_api.test_http import GREEDY, create, delete, get, told
 from tests.serving import CHAT_PATH, AppUnderTest, eventually, serving_app
 
-SYSTEM = "You look at places and say what is there, one thing after the other. " * 12
+SYSTEM = "You look at places and say what is there, one thing after the other. " * 6
 ALONE: dict[str, Any] = {"max_kv_size": 4096, "warm_next_turn": False, "prewarm_prefixes": 0}
 """Nothing is computed ahead, which could come after the deletion."""
 STORY = "{name}: the quick brown fox jumps over the lazy dog and reads the file again. "
@@ -18,7 +18,7 @@ def talk(app: AppUnderTest, name: str) -> list[dict[str, Any]]:
     """Two turns of an agent; its history, as a chat would send it."""
     create(app, name, system_prompt=SYSTEM)
     for number in range(2):
-        told(app, name, STORY.format(name=name) * 12 + str(number))
+        told(app, name, STORY.format(name=name) * 6 + str(number))
     return [dict(message) for message in get(app, name)["messages"]]
 
 
