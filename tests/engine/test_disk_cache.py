@@ -39,6 +39,7 @@ from tests.engine.engines import (
     turn,
 )
 from tests.engine.odd_caches import Unmergeable, use_cache
+from tests.laws import THREE_KINDS, sampled
 from tests.models import tiny_model
 
 FAMILIES = ("qwen3", "qwen3_5", "gemma3", "gpt_oss", "glm4_moe_lite")
@@ -78,7 +79,7 @@ def usable(num_tokens: int, family: str) -> int:
     return num_tokens - 1 if family in CUTTABLE else num_tokens - TAIL_TOKENS
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(FAMILIES, THREE_KINDS))
 def test_a_restart_is_warm_and_exact(family: str, tmp_path: Path) -> None:
     """Repeated and continued prompts reuse all that was computed before, and write what a cold one writes."""
     with running_engine(family, disk=on(tmp_path / "kv")) as engine:

@@ -1,7 +1,8 @@
 """The prefix cache on every family: what is reused, and that a warm row writes exactly what a cold one writes.
 
-Mixed batches of warm and cold rows are compared for all families in every run, the rest for one family of each kind of
-caches, and for all in `make long`.
+In every run mixed batches of warm and cold rows are compared for all families, logits and what can be reused at all for
+one family of each kind of caches, ways through a conversation for three kinds, and what the scheduler decides, to which
+all states are alike, for two (`tests.laws.sampled`). `make long` has all for all.
 """
 
 import gc
@@ -35,9 +36,12 @@ from tests.engine.engines import (
     running_engine,
     turn,
 )
+from tests.laws import THREE_KINDS, TWO_KINDS, sampled
 
 ALL = (*FAMILIES, "qwen3_5_vl")
 of_all = pytest.mark.parametrize("family", ALL, indirect=True)
+of_three_kinds = pytest.mark.parametrize("family", sampled(ALL, THREE_KINDS), indirect=True)
+of_two_kinds = pytest.mark.parametrize("family", sampled(ALL, TWO_KINDS), indirect=True)
 
 
 @pytest.fixture(scope="module", params=of_each_kind(ALL))
@@ -68,6 +72,7 @@ def known_of_base(family: str) -> int:
     return len(BASE) if family in CUTTABLE else len(BASE) - TAIL_TOKENS
 
 
+@of_three_kinds
 def test_the_next_turn_reuses_prompt_and_answer(engine: Engine) -> None:
     """A prompt that goes on where the answer ended reuses all of both and is answered as by a cold server."""
     [first] = generate(engine, turn(BASE))
@@ -96,6 +101,7 @@ def test_a_repeated_raw_prompt_computes_its_last_token_only(engine: Engine) -> N
     assert_exact(warm, generate(engine, request(longer, 48))[0].tokens)
 
 
+@of_three_kinds
 def test_a_branch_reuses_up_to_where_it_leaves(engine: Engine) -> None:
     """Two conversations that part at a message's end share everything before it."""
     generate(engine, turn([*BASE, *prompt_of(50, 1)]))
@@ -105,6 +111,7 @@ def test_a_branch_reuses_up_to_where_it_leaves(engine: Engine) -> None:
     assert_exact(warm, cold(engine, other))
 
 
+@of_three_kinds
 def test_a_rewind_goes_back_to_an_earlier_message(engine: Engine) -> None:
     """After a longer conversation an earlier message is answered anew, from its own checkpoint."""
     [first] = generate(engine, turn(BASE))
@@ -116,6 +123,7 @@ def test_a_rewind_goes_back_to_an_earlier_message(engine: Engine) -> None:
     assert_exact(warm, cold(engine, rewound))
 
 
+@of_three_kinds
 def test_a_divergence_in_the_middle_of_a_message_is_exact(engine: Engine, family: str) -> None:
     """A prompt that leaves the known one inside a message reuses up to there, or from the last checkpoint before."""
     generate(engine, turn(BASE))
@@ -125,6 +133,7 @@ def test_a_divergence_in_the_middle_of_a_message_is_exact(engine: Engine, family
     assert_exact(warm, cold(engine, edited))
 
 
+@of_three_kinds
 def test_a_divergence_once_found_is_reused_the_next_time(engine: Engine) -> None:
     """The prefill that discovers where two prompts part leaves a checkpoint right there for the third."""
     generate(engine, turn(BASE))
@@ -199,6 +208,7 @@ def test_warm_and_cold_rows_share_a_batch(engine: Engine, family: str) -> None:
         assert_exact(warm, expected)
 
 
+@of_three_kinds
 def test_joining_late_and_leaving_early_disturbs_nobody(engine: Engine, family: str) -> None:
     """A warm row that joins a running batch and one that leaves it: the rows that stay write what they write alone."""
     stays, joins = prompt_of(100, 5), [*BASE, *prompt_of(20, 6)]
@@ -217,6 +227,7 @@ def test_joining_late_and_leaving_early_disturbs_nobody(engine: Engine, family: 
     assert cached(result) == known_of_base(family)
 
 
+@of_two_kinds
 def test_what_a_cancelled_row_computed_is_kept(engine: Engine) -> None:
     """A client that leaves after some tokens finds prompt and answer up to there when it comes back."""
     running = engine.submit(turn(BASE, 10_000))
@@ -231,6 +242,7 @@ def test_what_a_cancelled_row_computed_is_kept(engine: Engine) -> None:
     assert_exact(warm, cold(engine, longer))
 
 
+@of_two_kinds
 def test_rows_that_share_a_prefix_in_flight_compute_it_once(engine: Engine) -> None:
     """Agents that start together prefill their common prompt once and answer as alone."""
     common = prompt_of(400)
@@ -242,6 +254,7 @@ def test_rows_that_share_a_prefix_in_flight_compute_it_once(engine: Engine) -> N
     assert sorted(cached(result) for result in together) == [0, 400, 400, 400]
 
 
+@of_two_kinds
 def test_prompts_that_part_where_the_other_row_just_is_share_all_before(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +278,7 @@ def test_prompts_that_part_where_the_other_row_just_is_share_all_before(
         assert_exact(joiner, cold(engine, [*common, *prompt_of(100, 2)], 8))
 
 
+@of_three_kinds
 def test_a_parent_that_was_evicted_is_computed_again(engine: Engine, family: str) -> None:
     """Under a small budget old branches leave; a prompt that finds less than before is answered as exactly."""
     longer = [*BASE, *prompt_of(20, 1)]
@@ -283,6 +297,7 @@ def test_a_parent_that_was_evicted_is_computed_again(engine: Engine, family: str
         small._ask(lambda scheduler: scheduler.cache.check_integrity())
 
 
+@of_two_kinds
 def test_the_watchdog_leaves_no_answer_but_whole_prompt_segments(engine: Engine) -> None:
     """A row that was ended keeps nothing of its answer; a retry of its prompt starts from what was complete."""
     running, tokens, end = engine.submit(turn(BASE, 100_000)), [], None
@@ -299,6 +314,7 @@ def test_the_watchdog_leaves_no_answer_but_whole_prompt_segments(engine: Engine)
     assert 240 <= cached(retry) <= len(BASE)
 
 
+@of_two_kinds
 def test_coalescing_changes_nothing(engine: Engine) -> None:
     """A conversation of many small segments is one of few after idle work, with the same text."""
     tokens = list(prompt_of(60))
@@ -314,6 +330,7 @@ def test_coalescing_changes_nothing(engine: Engine) -> None:
     assert_exact(warm, cold(engine, tokens))
 
 
+@of_two_kinds
 def test_a_budget_of_little_more_than_one_conversation_still_reuses_it(engine: Engine, family: str) -> None:
     """Room for a row is not made by evicting what that very row starts from."""
     row_bytes = engine.wait_until_ready().row_bytes(800)
@@ -325,13 +342,14 @@ def test_a_budget_of_little_more_than_one_conversation_still_reuses_it(engine: E
 
 
 @pytest.mark.parametrize("share", [0.3, 1.1])
+@of_two_kinds
 def test_the_tier_is_never_above_its_budget(
     engine: Engine, family: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not for a moment, though live rows stand on more than fits: the rest is not kept, and no token changes."""
-    prompts = [prompt_of(800, seed) for seed in range(3)]
+    prompts = [prompt_of(400, seed) for seed in range(3)]
     alone = [cold(engine, prompt, 8) for prompt in prompts]
-    max_bytes, peak = int(share * engine.wait_until_ready().row_bytes(800)), 0
+    max_bytes, peak = int(share * engine.wait_until_ready().row_bytes(400)), 0
     put = RamTier.put
 
     def watched(tier: RamTier, *arguments: Any) -> None:
@@ -348,6 +366,7 @@ def test_the_tier_is_never_above_its_budget(
         small._ask(lambda scheduler: scheduler.cache.check_integrity())
 
 
+@of_two_kinds
 def test_a_row_does_not_wait_for_one_that_stores_nothing(engine: Engine) -> None:
     """After a clear, rows in flight keep nothing; another with the same prompt starts at once and is exact."""
     prompt = prompt_of(1500)
@@ -360,6 +379,7 @@ def test_a_row_does_not_wait_for_one_that_stores_nothing(engine: Engine) -> None
     assert_exact(second, collect(first).tokens)
 
 
+@of_two_kinds
 def test_memory_of_a_cleared_cache_is_given_back(engine: Engine) -> None:
     """DELETE means that the arrays are gone."""
     generate(engine, turn(prompt_of(1200), 2))

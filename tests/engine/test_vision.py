@@ -1,10 +1,11 @@
 """Images in the engine: what it writes is what mlx-vlm writes, cold, warm, branched and in batches of all kinds.
 
-Rules, ids and cold and warm answers are compared for all families in every run, the rest for three of them and in
-`make long` for all.
+Rules, and ids and cold and warm answers of some prompt, are compared for all families in every run, the rest for three
+of them and in `make long` for all.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +15,7 @@ from mlx_vlm.utils import prepare_inputs
 from kvserve.engine.worker import Engine
 from tests.engine.engines import assert_exact, cached, generate, running_engine
 from tests.engine.visions import QUICK, VISION, Prompted, Writer, for_processor, picture, vlm, vlm_answer
+from tests.laws import sampled
 
 RULES = {
     "qwen3_5_vl": "anywhere",
@@ -48,14 +50,10 @@ class Sighted:
 
 
 of_all = pytest.mark.parametrize("sighted", VISION, indirect=True)
+EVERY_RUN = (*QUICK, "qwen3_vl")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(family, marks=() if family in (*QUICK, "qwen3_vl") else pytest.mark.long) for family in VISION
-    ],
-)
+@pytest.fixture(scope="module", params=sampled(VISION, EVERY_RUN))
 def sighted(request: pytest.FixtureRequest) -> Iterator[Sighted]:
     with running_engine(request.param, prefill_step_size=64) as engine:
         yield Sighted(request.param, engine)
@@ -80,8 +78,25 @@ def test_the_rule_is_found_at_load_and_said(sighted: Sighted) -> None:
     assert support.can_batch and support.can_keep
 
 
-@of_all
-@pytest.mark.parametrize("shape", ["none", "one", "not square", "two", "twice"])
+def shaped() -> list[Any]:
+    """Shapes and families. In every run: all shapes with EVERY_RUN, and with the two families whose positions or
+    windows are like those of one of them a prompt with two images between its words."""
+    return [
+        pytest.param(
+            shape,
+            family,
+            id=f"{shape}-{family}",
+            marks=() if family in EVERY_RUN or shape == "two" else pytest.mark.long,
+        )
+        for family in VISION
+        for shape in ("none", "one", "not square", "two", "twice")
+    ]
+
+
+of_all_shapes = pytest.mark.parametrize(("shape", "sighted"), shaped(), indirect=["sighted"])
+
+
+@of_all_shapes
 def test_ids_are_those_of_the_processor(sighted: Sighted, shape: str) -> None:
     """The prompt's tokens, images expanded, are what mlx-vlm's processor makes of the same text and pictures."""
     prompted = shapes(sighted.writer)[shape]
@@ -93,8 +108,7 @@ def test_ids_are_those_of_the_processor(sighted: Sighted, shape: str) -> None:
     assert len(prompted.tokens.images) == len(prompted.pictures)
 
 
-@of_all
-@pytest.mark.parametrize("shape", ["none", "one", "not square", "two", "twice"])
+@of_all_shapes
 def test_cold_is_what_mlx_vlm_writes(sighted: Sighted, shape: str) -> None:
     """24 greedy tokens equal those of `stream_generate`, in chunks that cut images where the family allows it."""
     prompted = shapes(sighted.writer)[shape]
