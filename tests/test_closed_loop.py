@@ -2,23 +2,22 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.agents import STYLES, THINKS, Conversation, EchoStyle, common_length, send
+from tests.laws import THREE_KINDS, sampled
 from tests.serving import AppUnderTest, serving_app, writing
 
 SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 4}
 FAMILIES = ("qwen3", "qwen3_5", "gemma3", "glm4_moe_lite")
-EVERY_RUN = ("qwen3", "qwen3_5", "gemma3")
-"""Plain, recurrent and windowed caches; latent ones can be cut like plain ones."""
+EVERY_RUN = THREE_KINDS
+"""Latent caches can be cut like plain ones."""
 SETTINGS = {"prompt_cache_max_entries_global": 1000, "prompt_cache_max_entries_per_session": 100, "max_kv_size": 32768}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(family, marks=() if family in EVERY_RUN else pytest.mark.long) for family in FAMILIES],
-)
+@pytest.fixture(scope="module", params=sampled(FAMILIES, EVERY_RUN))
 def app(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
     with serving_app(tmp_path_factory.mktemp(str(request.param)), str(request.param), **SETTINGS) as app:
         app.family = str(request.param)  # type: ignore[attr-defined]
@@ -53,8 +52,29 @@ def reusable(talk: Conversation, turn: int) -> int:
     return before.num_tokens if shared == len(before.prompt_ids) else shared
 
 
-@pytest.mark.parametrize("thinking", [True, False], ids=["thinking", "plain"])
-@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
+def cells() -> list[Any]:
+    """Families, styles, with thinking and without. In every run: each style once per family that thinks, and without
+    thinking what the styles then still differ in, which is how calls come back and whether a carrier is sent."""
+
+    def is_in_every_run(family: str, style: EchoStyle, thinking: bool) -> bool:
+        shows = style.name == "stripped" if family in THINKS else style.name in ("kept", "carried")
+        return family in EVERY_RUN and (thinking or shows)
+
+    return [
+        pytest.param(
+            family,
+            style,
+            thinking,
+            id=f"{family}-{style.name}-{'thinking' if thinking else 'plain'}",
+            marks=() if is_in_every_run(family, style, thinking) else pytest.mark.long,
+        )
+        for family in FAMILIES
+        for thinking in (True, False)
+        for style in STYLES
+    ]
+
+
+@pytest.mark.parametrize(("app", "style", "thinking"), cells(), indirect=["app"])
 def test_every_turn_starts_where_the_last_one_ended(app: AppUnderTest, style: EchoStyle, thinking: bool) -> None:
     """Prompt and completion of the turn before are reused, but for what the template itself writes differently."""
     talk = start(app, style, thinking=thinking)

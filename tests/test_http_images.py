@@ -12,6 +12,7 @@ from PIL import Image
 
 import kvserve.app
 from tests.engine.visions import QUICK, VISION, data_url, picture
+from tests.laws import sampled
 from tests.prompt.test_images_remote import certificate, running_host, sends
 from tests.prompt.test_images_source import BAD, encoded
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, serving_app
@@ -68,10 +69,7 @@ def all_but_the_tail(body: dict[str, Any]) -> bool:
     return found >= total - MAX_TAIL_TOKENS
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(family, marks=() if family in QUICK else pytest.mark.long) for family in VISION],
-)
+@pytest.fixture(scope="module", params=sampled(VISION, QUICK))
 def app(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
     folder = tmp_path_factory.mktemp(request.param)
     with serving_app(folder, family=request.param) as under_test:

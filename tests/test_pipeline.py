@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvserve.core import Message, TextBlock
 from tests.engine.engines import FAMILIES
-from tests.laws import num_examples
+from tests.laws import TWO_KINDS, num_examples, sampled
 from tests.serving import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -81,6 +81,8 @@ def app(family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUn
 
 
 thinking = pytest.mark.parametrize("thinking", ["on", "off"])
+whatever_form = pytest.mark.parametrize("family", sampled(CALLS, TWO_KINDS), indirect=True)
+"""For what does not depend on how a family marks its thinking and its calls."""
 
 
 def _without_space(app: AppUnderTest) -> dict[str, Any]:
@@ -176,6 +178,7 @@ def test_a_stop_string_cuts_the_content_exactly(app: AppUnderTest, family: str, 
         assert answer.num_completion_tokens <= len(app.served.tokenizer.encode(text))
 
 
+@whatever_form
 def test_a_stop_string_in_free_text_cuts_at_its_first_occurrence(app: AppUnderTest) -> None:
     """Whatever the model says: with a piece of it as stop string the same text comes up to that piece."""
     free = app.both(thinking="off", max_tokens=32)
@@ -187,6 +190,7 @@ def test_a_stop_string_in_free_text_cuts_at_its_first_occurrence(app: AppUnderTe
         assert answer.finish_reason == "stop" and answer.num_completion_tokens <= free.num_completion_tokens
 
 
+@whatever_form
 def test_the_beginning_of_a_stop_string_is_not_lost(app: AppUnderTest, family: str) -> None:
     """What was held back because it might have become one comes at the end."""
     with writing(app, _written(family, "", "One, two, thr")) as fields:
@@ -235,6 +239,7 @@ def test_a_json_object_parses(app: AppUnderTest, thinking: str) -> None:
     assert isinstance(json.loads(answer.content), dict) and answer.finish_reason == "stop"
 
 
+@whatever_form
 def test_a_form_that_does_not_fit_is_cut_with_length(app: AppUnderTest) -> None:
     """A limit that no JSON fits into gives what was written, and says so."""
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
@@ -272,6 +277,7 @@ def test_counts_add_up(app: AppUnderTest, thinking: str) -> None:
     assert answer.num_cached_tokens is not None and 0 <= answer.num_cached_tokens < len(prompt.ids)
 
 
+@whatever_form
 def test_the_request_line_counts_as_the_usage_does(app: AppUnderTest, family: str) -> None:
     """The stop token is a token in both."""
     with writing(app, _written(family, "", "All is well.")) as fields:
@@ -283,6 +289,7 @@ def test_the_request_line_counts_as_the_usage_does(app: AppUnderTest, family: st
     assert line.endswith("stop")
 
 
+@whatever_form
 def test_a_limit_beyond_the_context_is_clamped(app: AppUnderTest) -> None:
     """Prompt and answer together fill the context exactly, and the request line says whose limit that was."""
     prompt = [300 + number % 500 for number in range(CONTEXT - 30)]
@@ -295,6 +302,7 @@ def test_a_limit_beyond_the_context_is_clamped(app: AppUnderTest) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["Once upon a time there was", [301, 302, 303, 304]])
+@whatever_form
 def test_a_completion_is_all_text(app: AppUnderTest, prompt: object) -> None:
     """The prompt goes in as it is, tags come out as text, streamed as whole; a stop string ends it."""
     text = "<think>Two</think> and three, and that is all."

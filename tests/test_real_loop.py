@@ -16,7 +16,9 @@ from benchmarks.real_loop import Pair, Paired, num_differing, pair_up, row_of, t
 from benchmarks.recordings import RECORDED_CLIENTS, Conversation, Reply, Request, read_recordings, shared_folder
 from benchmarks.reuse_oracle import CONVENTIONS, RECORDED_FAMILIES
 from tests.agents import CARRIER, TOOL
+from tests.laws import sampled
 from tests.models import tiny_model
+from tests.starts import remembered_starts
 
 SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 8}
 CLIENT = RECORDED_CLIENTS[0]
@@ -47,7 +49,7 @@ def agent_session() -> Conversation:
 
 def led(family: str, folder: Path, talk: Conversation) -> Paired:
     model = tiny_model(family)
-    with led_server(model, folder) as server:
+    with remembered_starts(), led_server(model, folder) as server:
         return pair_up(talk, family, server, ModelFree(model, is_cuttable=CONVENTIONS[family].is_cuttable))
 
 
@@ -63,7 +65,7 @@ def check(played: Paired) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(name, marks=() if name in ("qwen3_5", "gemma3") else pytest.mark.long) for name in RECORDED_FAMILIES],
+    sampled(RECORDED_FAMILIES, ("qwen3_5", "gemma3")),
 )
 def test_a_session_reuses_over_http_what_it_does_without_a_model(family: str, tmp_path: Path) -> None:
     """Thinking, calls, a message that is gone from the next request, a client that leaves, an edited history."""
@@ -73,7 +75,7 @@ def test_a_session_reuses_over_http_what_it_does_without_a_model(family: str, tm
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(name, marks=() if name == "qwen3_5" else pytest.mark.long) for name in RECORDED_FAMILIES],
+    sampled(RECORDED_FAMILIES, ("qwen3_5",)),
 )
 def test_a_recorded_session_does_too(family: str, tmp_path: Path) -> None:
     """The first requests of a recording, with their answers as the model's own. Where a template drops old thinking,

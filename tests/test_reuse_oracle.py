@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,12 +11,14 @@ from benchmarks.reuse import TOLERANCE_TOKENS, Judge, Judged, chat, clear_cache,
 from benchmarks.reuse_oracle import CONVENTIONS
 from benchmarks.reuse_scenarios import SCENARIOS, Ask, Reply, Sizes, Words
 from kvserve.engine import prefix_cache
+from tests.laws import THREE_KINDS, TWO_KINDS, sampled
 from tests.models import tiny_model
 from tests.serving import AppUnderTest, serving_app
 
 ANSWER_TOKENS = 12
-LONG = ("glm4_moe_lite",)
-"""Its caches can be cut at any token, as qwen3's can: left to `make long`."""
+USER_TURNS = "user turns"
+EVERY_RUN = (*THREE_KINDS, "gpt_oss")
+"""glm4_moe_lite's caches can be cut at any token, as qwen3's can: left to `make long`."""
 SIZES = Sizes(system_words=80, user_words=12, result_words=30, num_turns=3)
 
 
@@ -42,10 +45,7 @@ class Served:
         return self.send(ask)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(family, marks=pytest.mark.long if family in LONG else ()) for family in CONVENTIONS],
-)
+@pytest.fixture(scope="module", params=sampled(CONVENTIONS, EVERY_RUN))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tiny_model(request.param, answer_tokens=20)
     with serving_app(tmp_path_factory.mktemp("served"), model_path=str(folder)) as app:
@@ -57,7 +57,22 @@ def assert_nothing_is_computed_twice(requests: list[Judged]) -> None:
     assert max(each.num_missed_tokens for each in requests) <= TOLERANCE_TOKENS
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+def cells() -> list[Any]:
+    """Every scenario with TWO_KINDS in every run; of the windowed families, whose states are kept as the recurrent ones
+    are, the one that the controls below are played with."""
+    return [
+        pytest.param(
+            family,
+            scenario,
+            id=f"{family}-{scenario}",
+            marks=() if family in TWO_KINDS or (family in EVERY_RUN and scenario == USER_TURNS) else pytest.mark.long,
+        )
+        for family in CONVENTIONS
+        for scenario in SCENARIOS
+    ]
+
+
+@pytest.mark.parametrize(("served", "scenario"), cells(), indirect=["served"])
 def test_whatever_was_computed_is_reused(served: Served, scenario: str) -> None:
     """Each request of the conversation starts where all that the server ever computed for it ends."""
     requests = served.lead(scenario)
@@ -67,7 +82,7 @@ def test_whatever_was_computed_is_reused(served: Served, scenario: str) -> None:
 
 def test_a_server_that_forgets_is_noticed(served: Served) -> None:
     """Negative control: emptied before each request, the server answers the same and reuses nothing."""
-    requests = served.lead("user turns", served.send_to_emptied)
+    requests = served.lead(USER_TURNS, served.send_to_emptied)
     assert all(each.reply.num_cached_tokens == 0 for each in requests)
     with pytest.raises(AssertionError):
         assert_nothing_is_computed_twice(requests)
