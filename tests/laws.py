@@ -1,7 +1,7 @@
 """How much of a law every run tries, in examples and in parameters, and what `make long` adds. It knows no law."""
 
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import pytest
@@ -29,3 +29,8 @@ def sampled(values: Iterable[Any], in_every_run: Container[Any]) -> list[Any]:
     caches where logits are compared, every situation with TWO_KINDS at least, and every negative control.
     """
     return [pytest.param(value, marks=() if value in in_every_run else pytest.mark.long) for value in values]
+
+
+def sampled_cells(is_in_every_run: Callable[..., bool]) -> pytest.MarkDecorator:
+    """The same for a test of several parameters: asked with all of them by name, which combinations run every time."""
+    return pytest.mark.sampled_cells(where=is_in_every_run)

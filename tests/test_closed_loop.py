@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.agents import STYLES, THINKS, Conversation, EchoStyle, common_length, send
-from tests.laws import THREE_KINDS, sampled
+from tests.laws import THREE_KINDS, sampled, sampled_cells
 from tests.serving import AppUnderTest, serving_app, writing
 
 SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 4}
@@ -52,29 +51,15 @@ def reusable(talk: Conversation, turn: int) -> int:
     return before.num_tokens if shared == len(before.prompt_ids) else shared
 
 
-def cells() -> list[Any]:
-    """Families, styles, with thinking and without. In every run: each style once per family that thinks, and without
-    thinking what the styles then still differ in, which is how calls come back and whether a carrier is sent."""
-
-    def is_in_every_run(family: str, style: EchoStyle, thinking: bool) -> bool:
-        shows = style.name == "stripped" if family in THINKS else style.name in ("kept", "carried")
-        return family in EVERY_RUN and (thinking or shows)
-
-    return [
-        pytest.param(
-            family,
-            style,
-            thinking,
-            id=f"{family}-{style.name}-{'thinking' if thinking else 'plain'}",
-            marks=() if is_in_every_run(family, style, thinking) else pytest.mark.long,
-        )
-        for family in FAMILIES
-        for thinking in (True, False)
-        for style in STYLES
-    ]
+def is_in_every_run(app: str, style: EchoStyle, thinking: bool) -> bool:
+    """Each style once per family that thinks; without thinking what the styles then still differ in, which is how calls
+    come back and, where a family has none, whether a carrier is sent."""
+    return thinking or (style.name == "stripped" if app in THINKS else style.name in ("kept", "carried"))
 
 
-@pytest.mark.parametrize(("app", "style", "thinking"), cells(), indirect=["app"])
+@pytest.mark.parametrize("thinking", [True, False], ids=["thinking", "plain"])
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
+@sampled_cells(is_in_every_run)
 def test_every_turn_starts_where_the_last_one_ended(app: AppUnderTest, style: EchoStyle, thinking: bool) -> None:
     """Prompt and completion of the turn before are reused, but for what the template itself writes differently."""
     talk = start(app, style, thinking=thinking)

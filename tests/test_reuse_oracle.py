@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,7 +10,7 @@ from benchmarks.reuse import TOLERANCE_TOKENS, Judge, Judged, chat, clear_cache,
 from benchmarks.reuse_oracle import CONVENTIONS
 from benchmarks.reuse_scenarios import SCENARIOS, Ask, Reply, Sizes, Words
 from kvserve.engine import prefix_cache
-from tests.laws import THREE_KINDS, TWO_KINDS, sampled
+from tests.laws import THREE_KINDS, TWO_KINDS, sampled, sampled_cells
 from tests.models import tiny_model
 from tests.serving import AppUnderTest, serving_app
 
@@ -57,22 +56,14 @@ def assert_nothing_is_computed_twice(requests: list[Judged]) -> None:
     assert max(each.num_missed_tokens for each in requests) <= TOLERANCE_TOKENS
 
 
-def cells() -> list[Any]:
-    """Every scenario with TWO_KINDS in every run; of the windowed families, whose states are kept as the recurrent ones
-    are, the one that the controls below are played with."""
-    return [
-        pytest.param(
-            family,
-            scenario,
-            id=f"{family}-{scenario}",
-            marks=() if family in TWO_KINDS or (family in EVERY_RUN and scenario == USER_TURNS) else pytest.mark.long,
-        )
-        for family in CONVENTIONS
-        for scenario in SCENARIOS
-    ]
+def is_in_every_run(served: str, scenario: str) -> bool:
+    """Every scenario with TWO_KINDS; with the windowed families, whose states are kept as the recurrent ones are, the
+    one that the controls below are played with."""
+    return served in TWO_KINDS or scenario == USER_TURNS
 
 
-@pytest.mark.parametrize(("served", "scenario"), cells(), indirect=["served"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@sampled_cells(is_in_every_run)
 def test_whatever_was_computed_is_reused(served: Served, scenario: str) -> None:
     """Each request of the conversation starts where all that the server ever computed for it ends."""
     requests = served.lead(scenario)

@@ -5,7 +5,6 @@ of them and in `make long` for all.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +14,7 @@ from mlx_vlm.utils import prepare_inputs
 from kvserve.engine.worker import Engine
 from tests.engine.engines import assert_exact, cached, generate, running_engine
 from tests.engine.visions import QUICK, VISION, Prompted, Writer, for_processor, picture, vlm, vlm_answer
-from tests.laws import sampled
+from tests.laws import sampled, sampled_cells
 
 RULES = {
     "qwen3_5_vl": "anywhere",
@@ -78,25 +77,18 @@ def test_the_rule_is_found_at_load_and_said(sighted: Sighted) -> None:
     assert support.can_batch and support.can_keep
 
 
-def shaped() -> list[Any]:
-    """Shapes and families. In every run: all shapes with EVERY_RUN, and with the two families whose positions or
-    windows are like those of one of them a prompt with two images between its words."""
-    return [
-        pytest.param(
-            shape,
-            family,
-            id=f"{shape}-{family}",
-            marks=() if family in EVERY_RUN or shape == "two" else pytest.mark.long,
-        )
-        for family in VISION
-        for shape in ("none", "one", "not square", "two", "twice")
-    ]
+def is_in_every_run(sighted: str, shape: str) -> bool:
+    """All shapes with EVERY_RUN, and with the two families whose positions or windows are like those of one of them a
+    prompt with two images between its words."""
+    return sighted in EVERY_RUN or shape == "two"
 
 
-of_all_shapes = pytest.mark.parametrize(("shape", "sighted"), shaped(), indirect=["sighted"])
+shaped = pytest.mark.parametrize("shape", ["none", "one", "not square", "two", "twice"])
 
 
-@of_all_shapes
+@of_all
+@shaped
+@sampled_cells(is_in_every_run)
 def test_ids_are_those_of_the_processor(sighted: Sighted, shape: str) -> None:
     """The prompt's tokens, images expanded, are what mlx-vlm's processor makes of the same text and pictures."""
     prompted = shapes(sighted.writer)[shape]
@@ -108,7 +100,9 @@ def test_ids_are_those_of_the_processor(sighted: Sighted, shape: str) -> None:
     assert len(prompted.tokens.images) == len(prompted.pictures)
 
 
-@of_all_shapes
+@of_all
+@shaped
+@sampled_cells(is_in_every_run)
 def test_cold_is_what_mlx_vlm_writes(sighted: Sighted, shape: str) -> None:
     """24 greedy tokens equal those of `stream_generate`, in chunks that cut images where the family allows it."""
     prompted = shapes(sighted.writer)[shape]
