@@ -25,8 +25,8 @@ def sampled(values: Iterable[Any], in_every_run: Container[Any]) -> list[Any]:
 
     The default run is to stay below ten minutes on two cores, and a law that runs with nine families is nine times as
     dear as one. Only a repetition may be left out: every family is in the default run where text is compared with that
-    of a cold server (`test_warm_and_cold_rows_share_a_batch`) and of mlx-lm (`engine/test_worker.py`), each kind of
-    caches where logits are compared, every situation with TWO_KINDS at least, and every negative control.
+    of a cold server (`test_warm_and_cold_rows_share_a_batch`) and of mlx-lm (`engine/test_worker.py`), THREE_KINDS are
+    where logits are compared, every situation is there with TWO_KINDS at least, and so is every planted fault.
     """
     return [pytest.param(value, marks=() if value in in_every_run else pytest.mark.long) for value in values]
 

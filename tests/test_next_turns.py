@@ -13,6 +13,7 @@ from kvserve.foresight import MIN_NEW_TOKENS, Foresight
 from kvserve.next_turns import NextTurns
 from tests import agents
 from tests.agents import STYLES, Asked, Conversation, EchoStyle
+from tests.laws import sampled
 from tests.serving import CHAT_PATH, AppUnderTest, Chat, chat_body, encode_request, eventually, serving_app
 
 SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 4}
@@ -109,7 +110,7 @@ def test_after_a_pause_only_what_is_new_is_prefilled(app: AppUnderTest, style: E
     assert after["num_jobs_failed"] == 0 and after["num_wasted_tokens"] == before["num_wasted_tokens"]
 
 
-@pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", sampled(FAMILIES, ("qwen3_5",)))
 def test_without_warming_the_same_turns_prefill_more(family: str, tmp_path: Path) -> None:
     """The control: thinking that was dropped and answers behind a carrier are read again on the request's own time."""
     with serving_app(tmp_path, family, **SETTINGS) as app:

@@ -84,6 +84,9 @@ thinking = pytest.mark.parametrize("thinking", ["on", "off"])
 whatever_form = pytest.mark.parametrize("family", sampled(CALLS, TWO_KINDS), indirect=True)
 """For what does not depend on how a family marks its thinking and its calls."""
 
+whatever_call = pytest.mark.parametrize("family", sampled(CALLS, (*TWO_KINDS, "gpt_oss")), indirect=True)
+"""For what does not depend on the form of its calls: glm4_moe_lite thinks as qwen3_5 does."""
+
 
 def _without_space(app: AppUnderTest) -> dict[str, Any]:
     """Fields that keep a random model from filling JSON with white space, as far as the form allows that."""
@@ -163,6 +166,7 @@ def test_a_call_cut_by_the_limit_stays_content(app: AppUnderTest, family: str) -
 
 
 @thinking
+@whatever_call
 def test_a_stop_string_cuts_the_content_exactly(app: AppUnderTest, family: str, thinking: str) -> None:
     """The text ends before it wherever the tokens' borders are; in thinking it means nothing."""
     thought = "Where, two." if thinking == "on" else ""
@@ -215,6 +219,7 @@ def test_a_forced_call_comes_in_the_form_of_the_family(app: AppUnderTest, thinki
 
 
 @thinking
+@whatever_call
 def test_json_of_a_schema_parses_and_obeys(app: AppUnderTest, family: str, thinking: str) -> None:
     """The content is the JSON and nothing else; thinking that finds no end is ended at half of the limit."""
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
@@ -231,6 +236,7 @@ def test_json_of_a_schema_parses_and_obeys(app: AppUnderTest, family: str, think
 
 
 @thinking
+@whatever_call
 def test_a_json_object_parses(app: AppUnderTest, thinking: str) -> None:
     """Any object will do; the bias only makes a random model come to an end."""
     tokenizer = app.served.tokenizer
@@ -248,6 +254,7 @@ def test_a_form_that_does_not_fit_is_cut_with_length(app: AppUnderTest) -> None:
 
 
 @pytest.mark.parametrize("schema", [{"const": "<think>"}, {"$ref": "#"}], ids=["tag", "endless"])
+@whatever_call
 def test_a_form_that_the_grammar_cannot_keep_is_never_passed_off_as_kept(
     app: AppUnderTest, schema: Mapping[str, Any]
 ) -> None:
@@ -264,6 +271,7 @@ def test_a_form_that_the_grammar_cannot_keep_is_never_passed_off_as_kept(
 
 
 @thinking
+@whatever_call
 def test_counts_add_up(app: AppUnderTest, thinking: str) -> None:
     """Prompt tokens are those of the rendered prompt, completion tokens what was drawn; the total is their sum."""
     said = "How warm is it in Oslo?"
@@ -323,6 +331,7 @@ def test_a_completion_is_all_text(app: AppUnderTest, prompt: object) -> None:
 
 
 @thinking
+@whatever_call
 def test_an_assistant_message_at_the_end_is_continued(app: AppUnderTest, thinking: str) -> None:
     """The model goes on where the message stops: the answer is what a raw continuation of that prompt is."""
     messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, two,"}]

@@ -1,8 +1,8 @@
 """The prefix cache on every family: what is reused, and that a warm row writes exactly what a cold one writes.
 
-In every run mixed batches of warm and cold rows are compared for all families, logits and what can be reused at all for
-one family of each kind of caches, ways through a conversation for three kinds, and what the scheduler decides, to which
-all states are alike, for two (`tests.laws.sampled`). `make long` has all for all.
+In every run mixed batches of warm and cold rows are compared for all families, repeated prompts for one family of each
+kind of caches, logits and where a conversation may be gone back to for three kinds, and the rest, to which all states
+are alike, for two (`tests.laws.sampled`). `make long` has all for all.
 """
 
 import gc
@@ -72,7 +72,7 @@ def known_of_base(family: str) -> int:
     return len(BASE) if family in CUTTABLE else len(BASE) - TAIL_TOKENS
 
 
-@of_three_kinds
+@of_two_kinds
 def test_the_next_turn_reuses_prompt_and_answer(engine: Engine) -> None:
     """A prompt that goes on where the answer ended reuses all of both and is answered as by a cold server."""
     [first] = generate(engine, turn(BASE))
@@ -90,6 +90,7 @@ def test_a_repeated_prompt_computes_its_tail_only(engine: Engine, family: str) -
     assert cached(again) == min(len(BASE) - 1, known_of_base(family))
 
 
+@of_three_kinds
 def test_a_repeated_raw_prompt_computes_its_last_token_only(engine: Engine) -> None:
     """Nobody said where its messages end, and it may have none: sent again, or with more behind it, all is reused."""
     [first], [again] = generate(engine, request(BASE, 48)), generate(engine, request(BASE, 48))
@@ -101,7 +102,7 @@ def test_a_repeated_raw_prompt_computes_its_last_token_only(engine: Engine) -> N
     assert_exact(warm, generate(engine, request(longer, 48))[0].tokens)
 
 
-@of_three_kinds
+@of_two_kinds
 def test_a_branch_reuses_up_to_where_it_leaves(engine: Engine) -> None:
     """Two conversations that part at a message's end share everything before it."""
     generate(engine, turn([*BASE, *prompt_of(50, 1)]))
@@ -157,6 +158,7 @@ def test_a_retreat_behind_the_last_checkpoint_is_counted(engine: Engine, family:
     assert engine.cache_report().num_hybrid_trim_misses == before + is_miss
 
 
+@of_three_kinds
 def test_logits_are_those_of_a_cold_row(engine: Engine, family: str) -> None:
     """Next turn, branch, rewind, divergence in a message: at each of 48 steps the logits of a cold server, too.
 
@@ -181,6 +183,7 @@ def test_logits_are_those_of_a_cold_row(engine: Engine, family: str) -> None:
         assert_close(warm_logits, cold_logits, **({"tolerance": 0} if same_chunks else {}))
 
 
+@of_three_kinds
 def test_with_equal_chunks_the_logits_are_the_same_to_the_bit(family: str) -> None:
     """Where all chunks of both prefills end at the same tokens a warm row computes the very numbers of a cold one."""
     shapes = {"branch": (288, [*BASE, *prompt_of(50, 2)]), "rewind": (192, [*BASE[:192], *prompt_of(70, 3)])}
@@ -208,7 +211,7 @@ def test_warm_and_cold_rows_share_a_batch(engine: Engine, family: str) -> None:
         assert_exact(warm, expected)
 
 
-@of_three_kinds
+@of_two_kinds
 def test_joining_late_and_leaving_early_disturbs_nobody(engine: Engine, family: str) -> None:
     """A warm row that joins a running batch and one that leaves it: the rows that stay write what they write alone."""
     stays, joins = prompt_of(100, 5), [*BASE, *prompt_of(20, 6)]
@@ -278,7 +281,7 @@ def test_prompts_that_part_where_the_other_row_just_is_share_all_before(
         assert_exact(joiner, cold(engine, [*common, *prompt_of(100, 2)], 8))
 
 
-@of_three_kinds
+@of_two_kinds
 def test_a_parent_that_was_evicted_is_computed_again(engine: Engine, family: str) -> None:
     """Under a small budget old branches leave; a prompt that finds less than before is answered as exactly."""
     longer = [*BASE, *prompt_of(20, 1)]

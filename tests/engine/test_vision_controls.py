@@ -11,13 +11,14 @@ from kvserve.engine.vision import RopeShift
 from kvserve.engine.vision_row import RowImages
 from kvserve.engine.vision_tower import Features, Tower
 from tests.engine.engines import generate, running_engine
-from tests.engine.test_vision import Sighted
+from tests.engine.test_vision import EVERY_RUN, Sighted
 from tests.engine.visions import VISION, Prompted, picture
+from tests.laws import sampled
 
 MROPE = ("qwen3_5_vl", "qwen3_vl", "glm4v")
 
 
-@pytest.fixture(scope="module", params=VISION)
+@pytest.fixture(scope="module", params=sampled(VISION, EVERY_RUN))
 def sighted(request: pytest.FixtureRequest) -> Iterator[Sighted]:
     with running_engine(request.param, prefill_step_size=64) as engine:
         yield Sighted(request.param, engine)

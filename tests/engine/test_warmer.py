@@ -32,6 +32,7 @@ from tests.engine.engines import (
     turn,
 )
 from tests.engine.odd_caches import RefusesCopies, use_cache
+from tests.laws import TWO_KINDS, sampled
 
 FAMILIES = ("qwen3", "qwen3_5", "gemma3")
 """Every layer can be cut; recurrent layers; sliding windows."""
@@ -68,7 +69,7 @@ def tier_of(result: Result) -> str:
     return result.progress[-1].reuse.tier
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=sampled(FAMILIES, TWO_KINDS))
 def shared_engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     with running_engine(request.param, warming=AT_ONCE) as engine:
         yield engine
@@ -169,7 +170,7 @@ def watched_chunks(on_chunk: Callable[[str, int], None]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(FAMILIES, TWO_KINDS))
 def test_a_request_waits_for_one_chunk_at_most(family: str) -> None:
     """It comes while a chunk is computed: the next one is its own, and the job goes on when it has its answer."""
     chunks: list[str] = []
