@@ -13,6 +13,7 @@ from kvserve.engine.warming import WarmSettings
 from kvserve.prewarming import warm_learned
 from kvserve.wiring import engine_settings
 from tests.engine.visions import QUICK, data_url, picture
+from tests.laws import THREE_KINDS, TWO_KINDS, sampled
 from tests.serving import AppUnderTest, chat_body, eventually, serving_app
 from tests.web.fakes import encode_request
 
@@ -22,7 +23,6 @@ PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "read", "description": "Reads.", "parameters": PARAMETERS}}]
 ANTHROPIC_TOOLS = [{"name": "read", "description": "Reads.", "input_schema": PARAMETERS}]
 PATH = "/v1/cache/prewarm"
-FAMILIES = ("qwen3", "qwen3_5", "gemma3")
 
 
 def system_message(text: str = SYSTEM) -> dict[str, str]:
@@ -38,7 +38,7 @@ def warming(app: AppUnderTest) -> dict[str, Any]:
     return dict(app.get("/v1/cache").json["warming"])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(THREE_KINDS, TWO_KINDS))
 def test_the_request_after_it_computes_its_user_turn_only(tmp_path: Path, family: str) -> None:
     """System and tools are there; the text is that of a server that knows nothing."""
     tools = {} if family == "gemma3" else {"tools": TOOLS}

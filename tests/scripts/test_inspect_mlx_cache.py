@@ -11,16 +11,12 @@ from mlx_lm.utils import load_model
 
 from kvserve.engine.disk_open import DiskSettings
 from tests.engine.engines import TAIL_TOKENS, assert_exact, cached, cold, generate, prompt_of, running_engine, turn
+from tests.laws import THREE_KINDS, sampled
 from tests.models import tiny_model
 from tests.scripts.conftest import run_script
 from tests.serving import AppUnderTest
 
-FAMILIES = (
-    "qwen3_5",
-    "gemma3",
-    pytest.param("qwen3", marks=pytest.mark.slow),
-    pytest.param("glm4_moe_lite", marks=pytest.mark.slow),
-)
+FAMILIES = sampled((*THREE_KINDS, "glm4_moe_lite"), THREE_KINDS)
 PROMPT = prompt_of(300)
 NUM_ANSWER_TOKENS = 16
 
