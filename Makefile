@@ -21,13 +21,14 @@ format: setup
 test: setup
 	$(PYTHON) -m pytest
 
-# What takes minutes: tool loops of forty turns, fifty large images, times with large images, the laws of the caches on
-# families whose caches are like those of another one; then every law with ten times as many examples.
+# What takes minutes: tool loops of forty turns, fifty large images, times with large images, and what shows once more
+# what every run shows: the laws of the caches on families whose caches are like those of another one, starts that fail
+# as processes of their own; then every law with ten times as many examples.
 long: setup
 	$(PYTHON) -m pytest -m long -n 0
 	MORE_EXAMPLES=10 $(PYTHON) -m pytest --timeout 1200 $(shell grep -rl --include='test_*.py' num_examples tests)
 
-# Every combination of families, bits, starts and ways: 40 minutes. `make test` takes a sample of them.
+# Every combination of families, bits, starts and ways: 40 minutes. `make test` takes a sample of them, `make long` more.
 matrix: setup
 	FULL_MATRIX=1 $(PYTHON) -m pytest tests/engine/test_kv_quantisation.py
 

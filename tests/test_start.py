@@ -147,7 +147,8 @@ def endings(
 ) -> Iterator[Callable[[str], Ending]]:
     """The starts that fail and are asked for, side by side: most of a start's time is imports."""
     root = tmp_path_factory.mktemp("refused")
-    asked = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    asking = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    asked = [item.callspec.params["case"] for item in asking if "endings" in item.fixturenames]
     started = {case.name: start(case, root / case.name.replace(" ", "-")) for case in CASES if case in asked}
 
     def ending(name: str) -> Ending:
