@@ -19,7 +19,7 @@ from typing import Protocol
 from kvserve.agents.records import Agent, NewAgent, TurnDone
 from kvserve.agents.store import AgentStore
 from kvserve.agents.window import answer_room, first_turn_shown
-from kvserve.core import AnswerEvent, Finished, Message, RequestId, TextBlock, Turn, Waiting
+from kvserve.core import AnswerEvent, Finished, Message, RequestId, TextBlock, TokenSequence, Turn, Waiting
 from kvserve.deferred import TurnInProgress
 from kvserve.errors import BadRequest, ContextOverflow, NotFound, QueueFull, StorageFailure
 from kvserve.pipeline import ServedModel
@@ -39,8 +39,8 @@ class Models:
     resolve: Callable[[str | None], ServedModel]
     serve: Callable[[Turn, ServedModel], TurnInProgress]
     count: Callable[[Turn, ServedModel], int]
-    kept: Callable[[str, tuple[int, ...], float], tuple[int, int]]
-    let_go: Callable[[str, tuple[int, ...], str], None]
+    kept: Callable[[str, TokenSequence, float], tuple[int, int]]
+    let_go: Callable[[str, TokenSequence, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Agents:
         """
         agent = self._store.delete(agent_id)
         if agent.context_model is not None:
-            self._models.let_go(agent.context_model, agent.context_ids, _session(agent_id))
+            self._models.let_go(agent.context_model, agent.context, _session(agent_id))
 
     def _card(self, agent: Agent) -> AgentCard:
         return AgentCard(
@@ -140,7 +140,7 @@ class Agents:
         """Where most of the conversation's KV is."""
         if agent.context_model is None:
             return "cold"
-        in_ram, kept = self._models.kept(agent.context_model, agent.context_ids, agent.last_accessed)
+        in_ram, kept = self._models.kept(agent.context_model, agent.context, agent.last_accessed)
         half = agent.num_context_tokens / 2
         return "hot" if in_ram > half else "warm" if kept > half else "cold"
 
@@ -196,12 +196,12 @@ class Agents:
                 system_prompt=shown.system_prompt,
                 first_turn=shown.first_turn,
                 context_model=shown.served.name,
-                context_ids=running.context_ids,
+                context=running.context,
             )
             try:
                 agent = self._store.append(agent, done)
             except NotFound:  # deleted while it answered
-                self._models.let_go(shown.served.name, running.context_ids, "")  # the id may be another's by now
+                self._models.let_go(shown.served.name, running.context, "")  # the id may be another's by now
                 raise
         return AgentNote(
             agent_id=agent.agent_id,

@@ -21,7 +21,7 @@ from kvserve.agent_turns import Agents, Models
 from kvserve.agents.store import AgentStore
 from kvserve.catalogue import Catalogue, Disk, ModelSource
 from kvserve.config import Launch, load_launch
-from kvserve.core import JsonObject, RequestDefaults, Turn
+from kvserve.core import JsonObject, RequestDefaults, TokenSequence, Turn
 from kvserve.deferred import TurnInProgress
 from kvserve.demo.build import build_model
 from kvserve.engine.model import expected_sizes, resolve_model_folder
@@ -322,21 +322,21 @@ class App:
             return served if served.name == model_name else None
         return None
 
-    def _kept_tokens(self, model_name: str, ids: tuple[int, ...], used_at: float) -> tuple[int, int]:
+    def _kept_tokens(self, model_name: str, tokens: TokenSequence, used_at: float) -> tuple[int, int]:
         """How much of a conversation's KV is in RAM, and how much there or on disk."""
         with contextlib.suppress(NotReady):
             served = self._roster.loaded
             if served.name == model_name:
-                return served.engine.kept_tokens(ids)
+                return served.engine.kept_tokens(tokens)
         # what a model has computed goes to the disk before it leaves the memory
         is_fresh = time.time() - used_at < self._settings.disk_cache_ttl_hours * 3_600
-        return 0, len(ids) if self._launch.disk_cache == "on" and is_fresh else 0
+        return 0, len(tokens) if self._launch.disk_cache == "on" and is_fresh else 0
 
-    def _let_go(self, model_name: str, ids: tuple[int, ...], session: str) -> None:
+    def _let_go(self, model_name: str, tokens: TokenSequence, session: str) -> None:
         """Forget the KV of a conversation that nobody will go on with; what is not loaded ages out on disk."""
         if (served := self._loaded_as(model_name)) is not None:
             with contextlib.suppress(NotReady):
-                served.engine.discard(ids, session)
+                served.engine.discard(tokens, session)
 
     def count_tokens(self, turn: Turn, served: ServedModel) -> int:
         return count_tokens(self._roster.countable(turn, served), served)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from kvserve.core import AnswerEvent, Message, RequestId, Waiting
+from kvserve.core import AnswerEvent, Message, RequestId, TokenSequence, Waiting
 
 
 class RunningTurn(Protocol):
@@ -53,7 +53,7 @@ class TurnInProgress(RunningTurn, Protocol):
         """The answer so far, as a message."""
 
     @property
-    def context_ids(self) -> tuple[int, ...]:
+    def context(self) -> TokenSequence:
         """The model's tokens of the conversation so far: the prompt and what was written. Empty before it begins."""
 
 
@@ -102,8 +102,8 @@ class DeferredTurn:
         return self._running.said if self._running is not None else Message("assistant", ())
 
     @property
-    def context_ids(self) -> tuple[int, ...]:
-        return self._running.context_ids if self._running is not None else ()
+    def context(self) -> TokenSequence:
+        return self._running.context if self._running is not None else TokenSequence(())
 
     def cancel(self) -> None:
         """Nobody waits any more, or wants the rest. Idempotent, from any thread."""

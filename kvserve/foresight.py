@@ -79,7 +79,7 @@ class Foresight:
         guess = guessed(turn, line.habits, served) if served.keeps_kv else None
         if guess is None:
             return None
-        num_known = common_length(turn.running.context_ids, guess.tokens.ids)
+        num_known = common_length(turn.running.context.ids, guess.tokens.ids)
         if len(guess.tokens) - num_known <= MIN_NEW_TOKENS:
             return None
         digests = frozenset(span.digest for span in guess.tokens.images)

@@ -154,9 +154,10 @@ class RunningTurn:
         return Message("assistant", tuple(self._said))
 
     @property
-    def context_ids(self) -> tuple[int, ...]:
+    def context(self) -> TokenSequence:
         """The model's tokens of the conversation so far: the prompt and what was written."""
-        return (*self._submitted.prompt.tokens.ids, *self._emitted)
+        prompt = self._submitted.prompt.tokens
+        return TokenSequence((*prompt.ids, *self._emitted), prompt.images)
 
     def cancel(self) -> None:
         """Nobody wants the rest: the engine frees the row before its next step."""

@@ -4,7 +4,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvserve.core import AnswerEvent, ContentDelta, Finished, Message, RequestId, TextBlock, Usage, Waiting
+from kvserve.core import (
+    AnswerEvent,
+    ContentDelta,
+    Finished,
+    Message,
+    RequestId,
+    TextBlock,
+    TokenSequence,
+    Usage,
+    Waiting,
+)
 from kvserve.deferred import DeferredTurn
 from kvserve.errors import ModelUnavailable
 
@@ -16,7 +26,7 @@ class Running:
 
     request_id = RequestId("r")
     num_prompt_tokens, num_marked_tokens, is_lost = 7, 5, True
-    said, context_ids = Message("assistant", (TextBlock("Hello"),)), (1, 2, 3)
+    said, context = Message("assistant", (TextBlock("Hello"),)), TokenSequence((1, 2, 3))
 
     def __init__(self) -> None:
         self.is_cancelled = False
@@ -59,11 +69,11 @@ def test_it_waits_and_then_says_what_the_turn_says() -> None:
     place = Place()
     turn = place.turn()
     assert (turn.num_prompt_tokens, turn.num_marked_tokens, turn.is_lost) == (9, 4, False)
-    assert (turn.said, turn.context_ids) == (Message("assistant", ()), ())
+    assert (turn.said, turn.context) == (Message("assistant", ()), TokenSequence(()))
     assert list(turn.events(0)) == [Waiting(0, 9), Waiting(0, 9), ContentDelta("Hello"), DONE]
     assert place.num_left == 1 and not place.running.is_cancelled
     assert (turn.num_prompt_tokens, turn.num_marked_tokens, turn.is_lost) == (7, 5, True)
-    assert (turn.said, turn.context_ids) == (place.running.said, (1, 2, 3))
+    assert (turn.said, turn.context) == (place.running.said, TokenSequence((1, 2, 3)))
 
 
 def test_cancelled_while_it_waits_it_never_begins() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvserve.core import Message
+from kvserve.core import Message, TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Agent:
     """An agent as it stands after its last finished turn. `key` is never given out twice, an id can be.
 
     Times are seconds since the epoch. Its history has `num_turns` turns, of which prompts show those from `first_turn`
-    on. `context_ids` are the model's tokens of the conversation after that turn, for the model `context_model`.
+    on. `context` are the model's tokens of the conversation after that turn, for the model `context_model`.
     """
 
     key: int
@@ -37,11 +37,11 @@ class Agent:
     num_turns: int
     first_turn: int
     context_model: str | None
-    context_ids: tuple[int, ...]
+    context: TokenSequence
 
     @property
     def num_context_tokens(self) -> int:
-        return len(self.context_ids)
+        return len(self.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,4 +53,4 @@ class TurnDone:
     system_prompt: str | None
     first_turn: int
     context_model: str
-    context_ids: Sequence[int]
+    context: TokenSequence

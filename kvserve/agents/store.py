@@ -4,6 +4,7 @@ A turn is written in one transaction before its client hears of its end, so the 
 finished turn whatever happens to the process. It knows no wire form and no model.
 """
 
+import json
 import sqlite3
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 from kvserve.agents.message_json import decode_messages, encode_messages
 from kvserve.agents.records import Agent, NewAgent, TurnDone
-from kvserve.core import Message
+from kvserve.core import ImageSpan, Message, TokenSequence
 from kvserve.errors import Conflict, NotFound, StorageFailure
 
 BUSY_SECONDS = 5.0
@@ -29,7 +30,8 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS agents (
     key INTEGER PRIMARY KEY AUTOINCREMENT, agent_id TEXT NOT NULL UNIQUE, model TEXT, system_prompt TEXT,
     max_context INTEGER, created_at REAL NOT NULL, last_accessed REAL NOT NULL, num_turns INTEGER NOT NULL DEFAULT 0,
-    first_turn INTEGER NOT NULL DEFAULT 0, context_model TEXT, context_ids BLOB NOT NULL DEFAULT x''
+    first_turn INTEGER NOT NULL DEFAULT 0, context_model TEXT, context_ids BLOB NOT NULL DEFAULT x'',
+    context_images TEXT NOT NULL DEFAULT '[]'
 );
 CREATE TABLE IF NOT EXISTS turns (
     agent INTEGER NOT NULL REFERENCES agents (key) ON DELETE CASCADE, number INTEGER NOT NULL, messages TEXT NOT NULL,
@@ -39,8 +41,10 @@ PRAGMA user_version = 1;
 """
 _COLUMNS = (
     "key, agent_id, model, system_prompt, max_context, created_at, last_accessed, num_turns, first_turn, "
-    "context_model, context_ids"
+    "context_model, context_ids, context_images"
 )
+_LATER_COLUMN = "context_images TEXT NOT NULL DEFAULT '[]'"
+"""What the first files did not have."""
 
 
 class AgentStore:
@@ -156,13 +160,15 @@ class _Shelf:
 
     def append(self, agent: Agent, done: TurnDone, now: float) -> bool:
         """False where the agent is gone, or where somebody else has added this turn."""
-        ids = array("i", done.context_ids).tobytes()
+        ids = array("i", done.context.ids).tobytes()
+        images = json.dumps([(span.start, span.end, span.digest) for span in done.context.images])
         changed = self._write(
             (
                 "UPDATE agents SET num_turns = num_turns + 1, last_accessed = ?, model = ?, system_prompt = ?, "
-                "first_turn = ?, context_model = ?, context_ids = ? WHERE key = ? AND num_turns = ?",
+                "first_turn = ?, context_model = ?, context_ids = ?, "
+                "context_images = ? WHERE key = ? AND num_turns = ?",
                 (
-                    *(now, done.model, done.system_prompt, done.first_turn, done.context_model, ids),
+                    *(now, done.model, done.system_prompt, done.first_turn, done.context_model, ids, images),
                     *(agent.key, agent.num_turns),
                 ),
             ),
@@ -213,6 +219,7 @@ class _Shelf:
             connection = sqlite3.connect(name, timeout=BUSY_SECONDS, check_same_thread=False)
             try:
                 connection.executescript(_PRAGMAS + _SCHEMA)
+                _add_later_column(connection)
             except sqlite3.Error:
                 connection.close()
                 raise
@@ -221,7 +228,7 @@ class _Shelf:
 
     def _agent(self, row: tuple[Any, ...]) -> Agent:
         (key, agent_id, model, system_prompt, max_context, created_at, last_accessed, *rest) = row
-        num_turns, first_turn, context_model, packed = rest
+        num_turns, first_turn, context_model, packed, images = rest
         ids = array("i")
         ids.frombytes(packed)
         return Agent(
@@ -236,11 +243,31 @@ class _Shelf:
             num_turns=num_turns,
             first_turn=first_turn,
             context_model=context_model,
-            context_ids=tuple(ids),
+            context=TokenSequence(tuple(ids), self._images(images)),
         )
+
+    def _images(self, text: str) -> tuple[ImageSpan, ...]:
+        try:
+            return tuple(ImageSpan(int(start), int(end), str(digest)) for start, end, digest in json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise self._failure(error) from error
 
     def _failure(self, error: Exception) -> StorageFailure:
         return StorageFailure(f"The history of agents in {self._file or 'memory'} cannot be used: {error}.")
+
+
+def _add_later_column(connection: sqlite3.Connection) -> None:
+    """Give a file from before images were kept what it lacks; where two servers open it, one of them does."""
+
+    def is_there() -> bool:
+        return any(row[1] == "context_images" for row in connection.execute("PRAGMA table_info(agents)"))
+
+    if is_there():
+        return
+    with connection:
+        connection.execute("BEGIN IMMEDIATE")
+        if not is_there():
+            connection.execute(f"ALTER TABLE agents ADD COLUMN {_LATER_COLUMN}")
 
 
 def _unknown(agent_id: str) -> NotFound:

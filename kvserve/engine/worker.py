@@ -178,13 +178,13 @@ class Engine:
         """What the prefix cache holds and has done. Raises NotReady."""
         return self._ask(lambda scheduler: scheduler.report())
 
-    def kept_tokens(self, ids: tuple[int, ...]) -> tuple[int, int]:
+    def kept_tokens(self, tokens: TokenSequence) -> tuple[int, int]:
         """How many of these tokens' KV RAM has, and how many RAM or the disk. Raises NotReady."""
-        return self._ask(lambda scheduler: scheduler.cache.kept_tokens(TokenSequence(ids)))
+        return self._ask(lambda scheduler: scheduler.cache.kept_tokens(tokens))
 
-    def discard(self, ids: tuple[int, ...], session: str) -> None:
+    def discard(self, tokens: TokenSequence, session: str) -> None:
         """Forget what serves only this conversation and this session, on disk too. Raises NotReady."""
-        self._ask(lambda scheduler: scheduler.cache.discard(TokenSequence(ids), session))
+        self._ask(lambda scheduler: scheduler.cache.discard(tokens, session))
 
     def clear_cache(self) -> None:
         """Forget everything that is kept, on disk too; running rows go on. Raises NotReady."""

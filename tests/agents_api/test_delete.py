@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.agents_api.test_http import GREEDY, create, delete, get, told
+from tests.engine.visions import data_url, picture
 from tests.serving import CHAT_PATH, AppUnderTest, eventually, serving_app
 
 SYSTEM = "You look at places and say what is there, one thing after the other. " * 6
@@ -87,5 +88,38 @@ def test_after_a_restart_only_the_disk_has_it(tmp_path: Path) -> None:
     with serving_app(tmp_path, **ALONE) as app:
         assert delete(app, "one").status == 200
     with serving_app(tmp_path, **ALONE) as app:
+        cached, num_tokens = num_cached(app, "one", one)
+        assert cached < 0.5 * num_tokens
+
+
+def looks(app: AppUnderTest, name: str) -> list[dict[str, Any]]:
+    """The same of an agent that was shown a picture."""
+    create(app, name, system_prompt=SYSTEM)
+    shown = {"type": "image_url", "image_url": {"url": data_url(picture(1, 256, 256))}}
+    told(app, name, [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, shown]}])
+    told(app, name, STORY.format(name=name))
+    return [dict(message) for message in get(app, name)["messages"]]
+
+
+def test_the_status_of_an_agent_that_saw_a_picture(tmp_path: Path) -> None:
+    """Its KV is in RAM: hot; after a restart on disk: warm. An image's tokens are told by what it shows."""
+    with serving_app(tmp_path, "qwen3_vl", **ALONE) as app:
+        looks(app, "one")
+        assert eventually(lambda: get(app, "one")["status"] == "hot")
+    with serving_app(tmp_path, "qwen3_vl", **ALONE) as app:
+        assert get(app, "one")["status"] == "warm"
+
+
+def test_a_picture_that_only_the_disk_has_leaves_with_its_agent(tmp_path: Path) -> None:
+    """Deleted by a server that never computed it, the picture's KV is gone for the next one."""
+    with serving_app(tmp_path, "qwen3_vl", **ALONE) as app:
+        one = looks(app, "one")
+        known = num_cached(app, "one", one)
+        assert known[0] > 0.9 * known[1]
+    with serving_app(tmp_path, "qwen3_vl", **ALONE) as app:
+        before = stored(app)[1]
+        assert delete(app, "one").status == 200
+        assert eventually(lambda: stored(app)[1] < 0.6 * before), (before, stored(app))
+    with serving_app(tmp_path, "qwen3_vl", **ALONE) as app:
         cached, num_tokens = num_cached(app, "one", one)
         assert cached < 0.5 * num_tokens

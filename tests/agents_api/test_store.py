@@ -1,15 +1,18 @@
 """Agents in SQLite: histories in order, turns that are whole or not there, and files that cannot be used."""
 
 import os
+import sqlite3
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvserve.agents.records import NewAgent, TurnDone
 from kvserve.agents.store import AgentStore
-from kvserve.core import Message, TextBlock, ThinkingBlock, ToolCallBlock
+from kvserve.core import ImageSpan, Message, TextBlock, ThinkingBlock, TokenSequence, ToolCallBlock
 from kvserve.errors import Conflict, NotFound, StorageFailure
 
 QUESTION = Message("user", (TextBlock("What is it?"),))
@@ -17,7 +20,7 @@ ANSWER = Message("assistant", (ThinkingBlock("hm"), TextBlock("It is."), ToolCal
 
 
 def done(*messages: Message, first_turn: int = 0, ids: tuple[int, ...] = (1, 2, 3)) -> TurnDone:
-    return TurnDone(messages or (QUESTION, ANSWER), "m", "Be brief.", first_turn, "served/m", ids)
+    return TurnDone(messages or (QUESTION, ANSWER), "m", "Be brief.", first_turn, "served/m", TokenSequence(ids))
 
 
 @pytest.fixture
@@ -29,16 +32,31 @@ def test_a_history_is_read_as_it_was_written(file: Path) -> None:
     """Turn by turn, with what the agent is after each, also by another store on the same file."""
     store = AgentStore(file, wall_clock=iter([10.0, 20.0, 30.0]).__next__)
     agent = store.create(NewAgent("one", "m", "Be brief.", 4096))
-    assert (agent.num_turns, agent.created_at, agent.last_accessed, agent.context_ids) == (0, 10.0, 10.0, ())
+    assert (agent.num_turns, agent.created_at, agent.last_accessed, agent.context) == (0, 10.0, 10.0, TokenSequence(()))
     agent = store.append(agent, done(ids=tuple(range(1000))))
-    agent = store.append(agent, done(QUESTION, first_turn=1, ids=(7, 200_000)))
+    context = TokenSequence((7, 200_000), (ImageSpan(1, 2, "a" * 64),))
+    agent = store.append(agent, replace(done(QUESTION, first_turn=1), context=context))
     assert (agent.num_turns, agent.first_turn, agent.last_accessed) == (2, 1, 30.0)
-    assert (agent.context_ids, agent.num_context_tokens, agent.context_model) == ((7, 200_000), 2, "served/m")
+    assert (agent.context, agent.num_context_tokens, agent.context_model) == (context, 2, "served/m")
     store.close()
     again = AgentStore(file)
     assert again.agent("one") == agent
     assert again.history(agent) == ((QUESTION, ANSWER), (QUESTION,))
     again.close()
+
+
+def test_a_file_from_before_images_were_kept_is_read(file: Path) -> None:
+    """Its agents go on, and from their next turn on it is kept where their images stand; by two stores at once, too."""
+    store = AgentStore(file)
+    agent = store.append(store.create(NewAgent("one")), done())
+    store.close()
+    with closing(sqlite3.connect(file)) as old, old:
+        old.execute("ALTER TABLE agents DROP COLUMN context_images")
+    first, second = AgentStore(file), AgentStore(file)
+    assert first.agent("one") == second.agent("one") == agent
+    context = TokenSequence((7, 7), (ImageSpan(0, 2, "a" * 64),))
+    first.append(agent, replace(done(), context=context))
+    assert second.agent("one").context == context
 
 
 def test_what_was_written_is_there_without_a_close(file: Path) -> None:
