@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
 
-from kvserve.core import GenerationRequest
+from kvserve.core import GenerationRequest, ImageSpan
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.leaves import leaves
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
@@ -73,6 +73,14 @@ class LoadedModel:
     def is_packed(self, num_tokens: int) -> bool:
         """Whether the caches of a row that hold so many tokens are quantised."""
         return self.quantiser is not None and self.quantiser.is_due(num_tokens)
+
+    def packed_from(self, images: Sequence[ImageSpan]) -> int | None:
+        """Where the KV of a row with these images is converted, if it is: where quantised KV starts or, inside an image
+        that is computed in one piece, behind that."""
+        start = self.sizes.packed_from
+        if start is None or self.sight is None or self.sight.rule != "whole":
+            return start
+        return next((span.end for span in images if span.start < start < span.end), start)
 
     def ready(self, caches: list[Any], num_tokens: int) -> list[Any]:
         """A row's caches, which hold so many tokens, as its next token needs them. They are consumed."""

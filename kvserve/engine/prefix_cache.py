@@ -19,14 +19,14 @@ from kvserve.cache.checkpoints import Stop, plan_stops
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.in_flight import InFlight, Wait, plan_wait
 from kvserve.cache.records import BoundaryKind, CacheStats, Limits
-from kvserve.cache.token_run import TokenRun
+from kvserve.cache.token_run import TokenRun, image_around
 from kvserve.cache.tree import Match, PrefixTree
 from kvserve.cache.trie import Lease
 from kvserve.cache.warmed import WarmedTokens
 from kvserve.core import Reuse, ReuseTier, TokenSequence
 from kvserve.engine.disk_cache import DiskCache, DiskReport, Hold
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.row_outline import is_of_session, outline, owner_of, tokens_of
+from kvserve.engine.row_outline import is_of_session, outline, owner_of, tokens_of, with_stop
 from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
 from kvserve.engine.warming import WarmReport
@@ -182,16 +182,9 @@ class PrefixCache:
         )
         if not self._needs_checkpoints:  # rows alone serve others: the whole prompt is kept before the answer begins
             stops = (*stops, Stop(len(tokens) - 1, "stride"))
-        stops = self._with_start(stops, match.num_usable_tokens, len(tokens) - 1)
+        packed_from = self._model.packed_from(tokens.images)
+        stops = with_stop(stops, packed_from, match.num_usable_tokens, len(tokens) - 1)
         return Tenancy(row, lease, match.run, list(stops)), caches, match.num_usable_tokens
-
-    def _with_start(self, stops: tuple[Stop, ...], first: int, last: int) -> tuple[Stop, ...]:
-        """The stops of a prefill from `first` to `last`, and the one where its KV is converted: no segment has both
-        forms."""
-        start = self._model.sizes.packed_from
-        if start is None or not first < start <= last or any(stop.offset == start for stop in stops):
-            return stops
-        return tuple(sorted((*stops, Stop(start, "stride")), key=lambda stop: stop.offset))
 
     def hold(self, row: Row) -> Hold:
         """Keep what a row will start from until it enters: room is made for it before it does. What only the disk has
@@ -227,9 +220,13 @@ class PrefixCache:
             self._extend(tenancy, tokens_of(tenancy.row), caches, num_done, stop.kind)
 
     def extend(self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int]) -> None:
-        """Take in the KV of `tokens`, all that a row's caches hold between two steps."""
+        """Take in the KV of `tokens`, all that a row's caches hold between two steps, but nothing of half an image."""
         sequence = TokenSequence(tuple(tokens), tenancy.row.request.prompt.images)
-        self._extend(tenancy, sequence, caches, len(sequence), "answer")
+        image = image_around(sequence.images, len(sequence))
+        if image is None:
+            self._extend(tenancy, sequence, caches, len(sequence), "answer")
+        elif not self._needs_checkpoints and image.start > tenancy.lease.num_tokens:
+            self._extend(tenancy, sequence, caches, image.start, "answer")
 
     def finish(self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int]) -> None:
         """Take in the KV of `tokens`, all that a row's caches hold when it has left its batch, and mark its end."""
@@ -263,11 +260,12 @@ class PrefixCache:
         self.make_room(num_bytes)
         if self._disk is None and self._tree.num_ram_bytes + num_bytes > self._max_bytes:
             return  # live rows stand on the rest
+        packed_from = self._model.packed_from(tokens.images)
         extension = self._tree.extend(
             tenancy.lease,
             tokens,
             end,
-            take_rows=lambda start, stop: self._layout.read_kv(caches, start, stop),
+            take_rows=lambda start, stop: self._layout.read_kv(caches, start, stop, packed_from),
             take_state=(lambda: self._layout.read_state(caches)) if self._needs_checkpoints else None,  # type: ignore[arg-type, return-value]
             kind=kind,
         )

@@ -1,10 +1,11 @@
-"""What the prefix cache reads off a row: its tokens, whose entry it becomes, and where its messages end. No arrays."""
+"""What the prefix cache reads off a row: its tokens, whose entry it becomes, where its messages end and where it stops.
+No arrays."""
 
 import hashlib
 from collections.abc import Sequence
 from itertools import pairwise
 
-from kvserve.cache.checkpoints import MessageEnd, PromptOutline
+from kvserve.cache.checkpoints import MessageEnd, PromptOutline, Stop
 from kvserve.core import MessageStart, TokenSequence
 from kvserve.engine.rows import Row
 
@@ -37,3 +38,11 @@ def outline(tokens: TokenSequence, starts: Sequence[MessageStart]) -> PromptOutl
     first_user = next((start.offset for start in starts if start.is_user), 0)
     is_led = bool(starts) and first_user > starts[0].offset
     return PromptOutline(len(tokens), ends, first_user if is_led else None, tokens.images)
+
+
+def with_stop(stops: tuple[Stop, ...], packed_from: int | None, first: int, last: int) -> tuple[Stop, ...]:
+    """The stops of a prefill from `first` to `last`, and the one where its KV is converted: no segment has both
+    forms."""
+    if packed_from is None or not first < packed_from <= last or any(stop.offset == packed_from for stop in stops):
+        return stops
+    return tuple(sorted((*stops, Stop(packed_from, "stride")), key=lambda stop: stop.offset))

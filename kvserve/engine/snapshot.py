@@ -71,14 +71,17 @@ class CacheLayout:
         """True when any prefix of a row can be restored from its segments alone."""
         return all(kind in ("cut", "none") for kind in self._kinds)
 
-    def read_kv(self, caches: Sequence[Any], start: int, end: int) -> KvSlice:
-        """Copy the KV of the tokens `[start, end)` out of a row's caches.
+    def read_kv(self, caches: Sequence[Any], start: int, end: int, packed_from: int | None = None) -> KvSlice:
+        """Copy the KV of the tokens `[start, end)` out of a row's caches. `packed_from` is where those are converted;
+        None: where quantised KV starts.
 
         Raises ValueError where the caches do not have these tokens in the form in which they are kept.
         """
         cut = [leaf for leaf, kind in self._with_kinds(caches) if kind == "cut"]
         is_packed = any(isinstance(leaf, PackedCache) for leaf in cut)
-        border = self._quantiser.start if self._quantiser is not None and cut else None
+        border = None
+        if self._quantiser is not None and cut:
+            border = self._quantiser.start if packed_from is None else packed_from
         if border is not None and start < end and (start < border if is_packed else border < end):
             raise ValueError(f"The tokens [{start}, {end}) are not kept as they are: quantised KV starts at {border}.")
         leaves = tuple(tuple(mx.contiguous(array[..., start:end, :]) for array in _kv_arrays(leaf)) for leaf in cut)

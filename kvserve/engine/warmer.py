@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvserve.cache.checkpoints import Stop
-from kvserve.cache.token_run import pack
+from kvserve.cache.token_run import image_around, pack
 from kvserve.engine.admission import Budget
 from kvserve.engine.disk_cache import Hold
 from kvserve.engine.model import LoadedModel
@@ -252,6 +252,8 @@ class Warmer:
             task.num_cached_tokens = num_done
         most = self._most_tokens(task) - task.num_computed_tokens
         stint.end = min(len(task.warming.job.tokens), num_done + max(0, most))
+        if (image := image_around(task.warming.job.tokens.images, stint.end)) is not None:
+            stint.end = image.end
         if tenancy.stop_at(stint.end) is None:
             tenancy.stops = sorted([*tenancy.stops, Stop(stint.end, "stride")], key=lambda stop: stop.offset)
         return Prefill(stint.row, tenancy, caches, num_done, images=images)

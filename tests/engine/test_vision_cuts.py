@@ -1,0 +1,160 @@
+"""Rows that end inside an image, and quantised KV that starts beside one or in it: nothing of a cut image is kept, and
+what is found again is exact."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvserve.core import TokenSequence
+from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.prefill import Prefill
+from kvserve.engine.quantised import KvSettings
+from kvserve.engine.warming import WarmJob
+from kvserve.engine.worker import Engine
+from tests.engine.engines import assert_exact, cached, generate, running_engine
+from tests.engine.test_vision import Sighted
+from tests.engine.visions import VISION, Prompted, picture
+
+CUTTABLE = tuple(family for family in VISION if family != "gemma4_vl")
+"""Families in which a prefill may pause inside an image."""
+
+
+def question(sighted: Sighted, seed: int = 1) -> Prompted:
+    return sighted.writer.prompt("What is this? ", picture(seed, 128, 96), " Say it.")
+
+
+def num_retreats(engine: Engine) -> int:
+    return engine.cache_report().stats.num_image_retreats
+
+
+def inside_image(prompted: Prompted, patch: pytest.MonkeyPatch, act: Callable[[Prefill], None]) -> None:
+    """Act once, as soon as a prefill stands inside the prompt's image."""
+    [span] = prompted.tokens.images
+    real = Prefill.step
+    done: list[int] = []
+
+    def step(self: Prefill, *args: Any) -> int:
+        num_tokens = real(self, *args)
+        if span.start < self.num_done < span.end and not done:
+            done.append(self.num_done)
+            act(self)
+        return num_tokens
+
+    patch.setattr(Prefill, "step", step)
+
+
+def of(families: tuple[str, ...], quick: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(each, marks=() if each in quick else pytest.mark.long) for each in families]
+
+
+@pytest.mark.parametrize("family", of(CUTTABLE, ("qwen3_5_vl", "qwen3_vl")))
+def test_a_client_that_leaves_inside_an_image_leaves_no_cut_image(family: str) -> None:
+    """What is kept ends before the image; who asks again finds that and writes what a cold engine writes."""
+    with running_engine(family, prefill_step_size=16) as engine:
+        sighted = Sighted(family, engine)
+        prompted = question(sighted)
+        expected = sighted.cold(prompted)
+        before = num_retreats(engine)
+        with pytest.MonkeyPatch.context() as patch:
+            inside_image(prompted, patch, lambda prefill: prefill.row.generation.cancel())
+            [left] = generate(engine, prompted.request())
+        assert left.tokens == ()
+        assert engine.cache_report().stats.num_stored_tokens <= prompted.tokens.images[0].start
+        [again] = generate(engine, prompted.request())
+        assert_exact(again, expected)
+        assert 0 < cached(again) <= prompted.tokens.images[0].start
+        assert num_retreats(engine) == before
+
+
+@pytest.mark.parametrize("family", of(CUTTABLE, ("qwen3_5_vl", "qwen3_vl")))
+def test_warming_that_is_put_down_inside_an_image_leaves_no_cut_image(family: str) -> None:
+    """A request comes while its prefix is computed ahead: no image is cut for it, and its answer is a cold one's."""
+    with running_engine(family, prefill_step_size=16) as engine:
+        sighted = Sighted(family, engine)
+        prompted = question(sighted)
+        expected = sighted.cold(prompted)
+        before = num_retreats(engine)
+        end = prompted.tokens.images[0].end + 2
+        job = WarmJob(
+            TokenSequence(prompted.tokens.ids[:end], prompted.tokens.images), "prewarm", images=prompted.images
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            inside_image(prompted, patch, lambda _: warming.cancel())
+            warming = engine.warm(job)
+            result = warming.wait(60)
+        assert result is not None and result.reason == "cancelled", result
+        [answer] = generate(engine, prompted.request())
+        assert_exact(answer, expected)
+        assert num_retreats(engine) == before
+
+
+@pytest.mark.parametrize("family", of(CUTTABLE, ("qwen3_5_vl", "qwen3_vl")))
+def test_warming_that_may_compute_so_much_ends_beside_an_image(family: str) -> None:
+    """Its last token would be in the middle of one: the image is computed whole."""
+    with running_engine(family, prefill_step_size=16) as engine:
+        sighted = Sighted(family, engine)
+        prompted = question(sighted)
+        expected = sighted.cold(prompted)
+        before = num_retreats(engine)
+        ids, images = prompted.tokens.ids, prompted.tokens.images
+        most = (images[0].start + images[0].end) // 2
+        job = WarmJob(
+            TokenSequence(ids[: images[0].end + 2], images), "next_turn", max_tokens=most, images=prompted.images
+        )
+        result = engine.warm(job).wait(60)
+        assert result is not None and result.num_computed_tokens == images[0].end, result
+        [answer] = generate(engine, prompted.request())
+        assert_exact(answer, expected)
+        assert cached(answer) == images[0].end
+        assert num_retreats(engine) == before
+
+
+PLACES = ("at once", "before it", "inside it", "behind it", "in the answer")
+
+
+EVERY_RUN = (("gemma4_vl", "inside it"), ("qwen3_5_vl", "inside it"), ("qwen3_5_vl", "in the answer"))
+
+
+@pytest.mark.parametrize(
+    ("family", "where"),
+    [
+        pytest.param(family, where, marks=() if (family, where) in EVERY_RUN else pytest.mark.long)
+        for family in VISION
+        for where in PLACES
+    ],
+)
+def test_quantised_kv_around_an_image_is_exact(family: str, where: str, tmp_path: Path) -> None:
+    """Wherever it starts: the next turn, another image of the same size and a restart write what a cold engine with
+    the same settings writes, the image's KV is found again, and nothing is reported."""
+    with running_engine(family) as engine:
+        prompted = question(Sighted(family, engine))
+    span, num_tokens = prompted.tokens.images[0], len(prompted.tokens)
+    start = dict(
+        zip(PLACES, (0, span.start - 3, (span.start + span.end) // 2, span.end + 2, num_tokens + 5), strict=True)
+    )[where]
+    kv = KvSettings(bits=4, scheme="turboquant", start=start)
+    told: list[str] = []
+    with running_engine(family, kv=kv, prefill_step_size=64, report=told.append) as engine:
+        sighted = Sighted(family, engine)
+        first, other = question(sighted), question(sighted, 2)
+        more = sighted.writer.tokenizer.encode(" And why is that so?")
+        second = first.followed_by(sighted.cold(first), more)
+        expected, expected_other = sighted.cold(second), sighted.cold(other)
+        generate(engine, first.request())
+        [warm] = generate(engine, second.request())
+        assert_exact(warm, expected)
+        assert cached(warm) >= span.end
+        [answer] = generate(engine, other.request())
+        assert_exact(answer, expected_other)
+        assert cached(answer) <= span.start
+        assert num_retreats(engine) == 0
+    disk = DiskSettings(tmp_path / "kv", None, 0, 24.0)
+    with running_engine(family, kv=kv, disk=disk, report=told.append) as engine:
+        generate(engine, first.request())
+    with running_engine(family, kv=kv, disk=disk, report=told.append) as engine:
+        [warm] = generate(engine, second.request())
+        assert_exact(warm, expected)
+        assert cached(warm) >= span.end
+    assert told == []
