@@ -3,7 +3,7 @@ which other threads follow a job; how it is computed is `warmer.py`'s.
 """
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvserve.cache.warmed import WarmedTotals
@@ -109,7 +109,9 @@ class Warming:
         self._cancelled.set()
 
     def end(self, result: WarmResult) -> None:
-        """Called once, by the engine thread or by whoever refuses the job."""
+        """Called once, by the engine thread or by whoever refuses the job. What was needed of images is let go of:
+        the handle may be kept for long."""
+        self.job = replace(self.job, images=())
         self._result = result
         self._ended.set()
 

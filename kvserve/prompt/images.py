@@ -5,7 +5,7 @@ answered by a reader that is handed in. Safe for several threads.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from PIL import Image
@@ -32,6 +32,8 @@ LIMITS = ImageLimits()
 MEMO_BYTES = 16 * 2**20
 _FACTS_BYTES = 512
 _BYTES_PER_TOKEN = 8
+INPUT_BYTES = 512 * 2**20
+"""Of what the towers of running and waiting requests may still look at: one picture of 16 megapixels takes 400 MB."""
 
 
 type Reader = Callable[[Image.Image], MeasuredImage]
@@ -42,13 +44,20 @@ class Images:
     """One model's images."""
 
     def __init__(
-        self, reader: Reader, words: ImageWords, limits: ImageLimits = LIMITS, remote: RemotePictures | None = None
+        self,
+        reader: Reader,
+        words: ImageWords,
+        limits: ImageLimits = LIMITS,
+        remote: RemotePictures | None = None,
+        max_input_bytes: int = INPUT_BYTES,
     ) -> None:
+        """`max_input_bytes`: what was measured is held for the tower within so many; the rest is measured again."""
         self._reader = reader
         self._words = words
         self._limits = limits
         self._remote = remote
         self._known: Memo[ImageFacts] = Memo(MEMO_BYTES)
+        self._inputs: Memo[Mapping[str, object]] = Memo(max_input_bytes)
 
     def look(self, turn: Turn) -> Turn:
         """The turn with every image named by its digest, and its images. Raises BadRequest.
@@ -86,11 +95,21 @@ class Images:
 
     def _of(self, key: bytes, picture: Callable[[], Image.Image]) -> ImageInput:
         facts = self._known.get(key)
-        if facts is not None:
-            return ImageInput(facts, lambda: self._reader(picture()).tower_input)
-        measured = self._reader(picture())
-        self._known.put(key, measured.facts, _FACTS_BYTES + _BYTES_PER_TOKEN * len(measured.facts.ids))
-        return ImageInput(measured.facts, lambda: measured.tower_input)
+        if facts is None:
+            measured = self._reader(picture())
+            facts = measured.facts
+            self._known.put(key, facts, _FACTS_BYTES + _BYTES_PER_TOKEN * len(facts.ids))
+            self._inputs.put(facts.digest, measured.tower_input, _num_bytes(measured.tower_input))
+        return ImageInput(facts, lambda: self._tower_input(facts.digest, picture))
+
+    def _tower_input(self, digest: str, picture: Callable[[], Image.Image]) -> Mapping[str, object]:
+        """What the picture was measured with, if that is still held: the tower looks once, so it is let go of."""
+        held = self._inputs.take(digest)
+        return self._reader(picture()).tower_input if held is None else held
+
+
+def _num_bytes(tower_input: Mapping[str, object]) -> int:
+    return sum(getattr(value, "nbytes", 0) for value in tower_input.values())
 
 
 def _with_images(message: Message, name: Callable[[ImageBlock], ImageBlock]) -> Message:

@@ -46,6 +46,13 @@ class Memo[V]:
             self._entries[key] = _Entry(value, num_bytes)
             self._num_bytes += num_bytes
 
+    def take(self, key: Hashable) -> V | None:
+        """The value, which is forgotten; None where it is not known."""
+        with self._lock:
+            entry = self._entries.get(key)
+            self._drop(key)
+        return entry.value if entry is not None else None
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:

@@ -2,7 +2,7 @@
 
 import threading
 
-from kvserve.core import MessageStart, TokenSequence
+from kvserve.core import ImageFacts, ImageInput, MessageStart, TokenSequence
 from kvserve.engine.warming import Warming, WarmJob, WarmResult
 
 TOKENS = TokenSequence((5, 6, 7, 8))
@@ -32,6 +32,15 @@ def test_whoever_waits_hears_of_the_end() -> None:
     warming.drop("cleared")
     waiter.join(60)
     assert heard == [WarmResult("dropped", 4, reason="cleared")] == [warming.result]
+
+
+def test_a_job_that_is_over_holds_no_image() -> None:
+    """Handles are kept for a while, and the tower's input of one picture can take 100 MB."""
+    image = ImageInput(ImageFacts("a" * 64, (7,)), dict)
+    warming = Warming(WarmJob(TOKENS, "next_turn", images=(image,)))
+    assert warming.job.images == (image,)
+    warming.drop("cleared")
+    assert warming.job.images == () and warming.job.tokens == TOKENS
 
 
 def test_a_cancelled_job_is_only_asked_to_end() -> None:

@@ -3,7 +3,10 @@
 import base64
 import hashlib
 import io
+import weakref
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -71,9 +74,31 @@ def test_a_picture_is_measured_once() -> None:
     images = Images(reader, WORDS)
     images.look(turn(user(url("red"))))
     [image] = images.look(turn(user(url("red")))).images
+    assert image.load() == {"width": 4}
     assert reader.num_calls == 1
     assert image.load() == {"width": 4}
     assert reader.num_calls == 2
+
+
+def test_what_was_measured_is_held_within_a_number_of_bytes() -> None:
+    """Of a request with many large pictures; the rest is measured again when the tower comes to it."""
+    made: list[weakref.ref[np.ndarray]] = []
+
+    class Large(Reader):
+        def __call__(self, picture: Image.Image) -> MeasuredImage:
+            pixels = np.full(250_000, picture.getpixel((0, 0))[0], dtype=np.float32)  # type: ignore[index]
+            made.append(weakref.ref(pixels))
+            return replace(super().__call__(picture), tower_input={"pixels": pixels})
+
+    images = Images(Large(), WORDS, max_input_bytes=3_000_000)
+    looked = images.look(turn(user(*(url(f"rgb({shade}, 0, 0)") for shade in range(10)))))
+    assert len(made) == len(looked.images) == 10
+    assert sum(pixels() is not None for pixels in made) == 3
+    for shade, image in enumerate(looked.images):
+        pixels = image.load()["pixels"]
+        assert isinstance(pixels, np.ndarray) and pixels[0] == shade
+        del pixels
+    assert not any(pixels() is not None for pixels in made), "what the tower has seen is held no more"
 
 
 def test_images_of_tool_results_are_taken() -> None:
