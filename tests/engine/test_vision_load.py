@@ -1,8 +1,10 @@
 """Vision checkpoints that cannot be used whole, and families that fail the trial: served as far as it is right."""
 
+import gc
 import shutil
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -10,8 +12,25 @@ from kvserve.engine import vision_check
 from kvserve.engine.worker import Engine
 from tests.engine.engines import cached, engine_settings, generate, prompt_of, request, running_engine
 from tests.engine.test_vision import Sighted
-from tests.engine.visions import picture, vlm_answer
+from tests.engine.visions import QUICK, VISION, picture, vlm_answer
 from tests.models import tiny_model
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.long) for family in VISION]
+)
+def test_weights_are_in_memory_once(family: str) -> None:
+    """Decoder and tower take what their files have: there is no second copy of either half."""
+    num_bytes = sum(file.stat().st_size for file in tiny_model(family).glob("*.safetensors"))
+    gc.collect()
+    before = mx.get_active_memory()
+    with running_engine(family) as engine:
+        model = engine.wait_until_ready(0)
+        assert model.sight is not None and model.sight.num_bytes > 0
+        gc.collect()
+        taken = mx.get_active_memory() - before
+        print(f"{family}: {taken:,} bytes in memory, {num_bytes:,} in files")
+        assert 0.9 * num_bytes <= taken <= 1.1 * num_bytes
 
 
 def test_a_checkpoint_without_its_tower_answers_text(tmp_path: Path) -> None:

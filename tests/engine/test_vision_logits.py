@@ -1,0 +1,102 @@
+"""Images in the engine, logit by logit: a greedy token can hide an error that a position or a pixel off would cause."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_vlm.generate import stream_generate
+from mlx_vlm.utils import should_add_special_tokens
+
+from kvserve.core import GenerationRequest
+from kvserve.engine.vision import RopeShift
+from tests.engine.engines import LOGIT_TOLERANCE, assert_close, cached, generate, generate_with_logits, running_engine
+from tests.engine.test_vision import Sighted
+from tests.engine.visions import QUICK, VISION, Prompted, for_processor, picture, vlm
+
+NUM_TOKENS = 8
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(family, marks=() if family in QUICK else pytest.mark.long) for family in VISION],
+)
+def sighted(request: pytest.FixtureRequest) -> Iterator[Sighted]:
+    with running_engine(request.param, prefill_step_size=64) as engine:
+        yield Sighted(request.param, engine)
+
+
+def normalised(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities, which is what mlx-vlm tells."""
+    most = logits.max(axis=-1, keepdims=True)
+    return logits - most - np.log(np.exp(logits - most).sum(axis=-1, keepdims=True))
+
+
+def vlm_logprobs(family: str, prompted: Prompted) -> np.ndarray:
+    """What mlx-vlm's own model draws its tokens from: (tokens, vocabulary)."""
+    model, processor = vlm(family)
+    adds = should_add_special_tokens(model.config.model_type, processor)
+    results = stream_generate(
+        model,
+        processor,
+        for_processor(family, prompted, adds_special_tokens=adds),
+        image=list(prompted.pictures) or None,
+        max_tokens=NUM_TOKENS,
+        temperature=0.0,
+    )
+    rows: list[Any] = [np.array(mx.array(result.logprobs).astype(mx.float32)).reshape(-1) for result in results]
+    return np.stack(rows[:NUM_TOKENS])
+
+
+def cold(sighted: Sighted, wanted: GenerationRequest) -> np.ndarray:
+    sighted.engine.clear_cache()
+    result, logits = generate_with_logits(sighted.engine, wanted)
+    assert cached(result) == 0
+    sighted.engine.clear_cache()
+    return logits
+
+
+@pytest.mark.parametrize("shape", ["one", "not square", "two"])
+def test_a_cold_row_has_mlx_vlms_logits(sighted: Sighted, shape: str) -> None:
+    """With one image, one that is not square, and two."""
+    writer = sighted.writer
+    prompted = {
+        "one": lambda: writer.prompt("What is this? ", picture(1), " Say it."),
+        "not square": lambda: writer.prompt(picture(2, 144, 56), "What is this?"),
+        "two": lambda: writer.prompt("Compare ", picture(3), " with ", picture(4, 56, 112), " please."),
+    }[shape]()
+    found = normalised(cold(sighted, prompted.request(NUM_TOKENS)))
+    assert_close(found, vlm_logprobs(sighted.family, prompted)[: len(found)])
+
+
+def test_warm_rows_have_the_logits_of_cold_ones(sighted: Sighted) -> None:
+    """The next turn, another image of the same size, a branch behind the image, a new one behind a warm prefix."""
+    writer = sighted.writer
+    first = writer.prompt("What is this? ", picture(1), " Say it.")
+    others = {
+        "next turn": first.followed_by(sighted.cold(first), writer.tokenizer.encode(" And why is that so?")),
+        "other image": writer.prompt("What is this? ", picture(2), " Say it."),
+        "branch": writer.prompt("What is this? ", picture(1), " Say it in French."),
+        "new image": writer.prompt("What is this? ", picture(1), " Say it.", picture(6, 96, 64), "And this?"),
+    }
+    for name, other in others.items():
+        expected = cold(sighted, other.request(NUM_TOKENS))
+        generate(sighted.engine, first.request())
+        warm, logits = generate_with_logits(sighted.engine, other.request(NUM_TOKENS))
+        assert cached(warm) >= first.tokens.images[0].start, name
+        assert_close(logits, expected)
+
+
+def test_a_shift_that_is_off_by_one_is_noticed(sighted: Sighted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: text behind an image that stands one position too far has other logits."""
+    if not sighted.model.module.has_positions:
+        pytest.skip("its positions are offsets")
+    prompted = sighted.writer.prompt("What is this? ", picture(1, 96, 64), " Say it.")
+    expected = cold(sighted, prompted.request(NUM_TOKENS))
+    real: Any = vars(RopeShift)["array"]
+    monkeypatch.setattr(
+        RopeShift, "array", property(lambda self: None if real.fget(self) is None else real.fget(self) + 1)
+    )
+    shifted = cold(sighted, prompted.request(NUM_TOKENS))
+    assert np.abs(shifted[0] - expected[0]).max() > 10 * LOGIT_TOLERANCE
