@@ -9,17 +9,16 @@
 Payloads are opaque. Whatever goes wrong is a miss, counted in `faults`; no method raises for a fault of the disk.
 """
 
-import errno
 import threading
 import time
 from collections import deque
-from collections.abc import Buffer, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from kvserve.cache.disk_blob import Blob, BlobName, DamagedBlob, Tensor, num_bytes_of, pack_blob, unpack_blob
+from kvserve.cache.disk_blob import Blob, BlobName, Tensor, num_bytes_of
 from kvserve.cache.disk_faults import Faults
+from kvserve.cache.disk_hand import DiskHand, Written
 from kvserve.cache.disk_index import DiskIndex, Entry
-from kvserve.cache.disk_ledger import Ledger
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Load, Write
 from kvserve.cache.disk_store import BlobStore
 
@@ -34,16 +33,9 @@ JANITOR_SECONDS = 30.0
 COMMIT_SECONDS = 0.5
 """A blob that is written is in the index at the latest this much later; a crash before costs a look at its header."""
 
-READ_RATE = "read bytes"
-RATE_WEIGHT = 0.3
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-
 
 class DiskTier:
-    """The blobs of one model on disk. Methods belong to the engine thread unless they say otherwise.
-
-    `prefill_rate` are tokens per second that the engine measured: put down here, so that the next run knows it.
-    """
+    """The blobs of one model on disk. Methods belong to the engine thread unless they say otherwise."""
 
     def __init__(self, store: BlobStore, index: DiskIndex, limits: DiskLimits, faults: Faults) -> None:
         """Learns what is there; starts the thread. Raises OSError where the folder cannot be used."""
@@ -51,8 +43,7 @@ class DiskTier:
         self.faults = faults
         self._store = store
         self._limits = limits
-        self._ledger = Ledger(store, index, limits, faults)
-        self._ledger.open()
+        self._hand = DiskHand(store, index, limits, faults)
         self._wake = threading.Condition()
         self._loads: deque[Load] = deque()
         self._writes: deque[Write] = deque()
@@ -63,13 +54,9 @@ class DiskTier:
         self._is_full = False
         self._has_lost = False
         self._has_news = True
-        self._has_arrived = self._has_written = False
+        self._has_arrived = False
         self._commit_at = self._janitor_at = self._full_check_at = self._retry_at = 0.0
-        self._num_bytes = self._num_written = self._num_written_bytes = self._num_read = self._num_read_bytes = 0
         self._num_refused = 0
-        self._read_rate = self._ledger.rate(READ_RATE)
-        self._prefill_name = f"prefill tokens {index.model}"
-        self.prefill_rate = self._ledger.rate(self._prefill_name)
         self._thread = threading.Thread(target=self._run, name="kvserve-disk", daemon=True)
         self._thread.start()
 
@@ -156,7 +143,16 @@ class DiskTier:
     @property
     def read_rate(self) -> float | None:
         """Bytes per second, checksum included; None as long as nothing was ever read on this disk."""
-        return self._read_rate
+        return self._hand.read_rate
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Tokens per second that the engine measured, in this run or another; None as long as it has not."""
+        return self._hand.prefill_rate
+
+    @prefill_rate.setter
+    def prefill_rate(self, tokens_per_second: float) -> None:
+        self._hand.prefill_rate = tokens_per_second
 
     # --- all of it ----------------------------------------------------------------------------------------------------
 
@@ -173,13 +169,13 @@ class DiskTier:
             for load in self._loads:
                 load.is_cancelled = True
         self.index.clear()
-        return self._order(self._ledger.clear, timeout_seconds)
+        return self._order(self._hand.ledger.clear, timeout_seconds)
 
     def discard(self, names: Iterable[BlobName]) -> None:
         """Forget blobs and what stands on them; the files go a moment later, behind what waits to be written."""
         gone = [each for name in names for each in self.index.forget(name)]
         with self._wake:
-            self._orders.extend(partial(self._ledger.discard, name) for name in gone)
+            self._orders.extend(partial(self._hand.ledger.discard, name) for name in gone)
             self._wake.notify_all()
 
     def close(self, timeout_seconds: float) -> bool:
@@ -193,23 +189,24 @@ class DiskTier:
 
     def stats(self) -> DiskStats:
         """From any thread."""
+        hand, ledger = self._hand, self._hand.ledger
         with self._wake:
             return DiskStats(
                 place=self._store.place,
                 num_bytes=self.index.num_bytes(),
-                total_bytes=self._ledger.total_bytes,
-                max_bytes=self._ledger.max_bytes,
+                total_bytes=ledger.total_bytes,
+                max_bytes=ledger.max_bytes,
                 num_segments=self.index.num_of("segment"),
                 num_checkpoints=self.index.num_of("checkpoint"),
-                num_written=self._num_written,
-                num_written_bytes=self._num_written_bytes,
-                num_read=self._num_read,
-                num_read_bytes=self._num_read_bytes,
-                num_refused=self._num_refused,
-                num_evicted=self._ledger.num_evicted,
+                num_written=hand.num_written,
+                num_written_bytes=hand.num_written_bytes,
+                num_read=hand.num_read,
+                num_read_bytes=hand.num_read_bytes,
+                num_refused=self._num_refused + hand.num_refused,
+                num_evicted=ledger.num_evicted,
                 num_queued_bytes=self._queued_bytes,
                 is_full=self._is_full,
-                read_bytes_per_second=self._read_rate,
+                read_bytes_per_second=hand.read_rate,
                 faults=self.faults.counts(),
             )
 
@@ -240,8 +237,7 @@ class DiskTier:
             except Exception as error:  # noqa: BLE001 - the thread must outlive whatever a disk can do
                 self.faults.add("unwritable", f"{type(error).__name__}: {error}")
             job = self._next_job()
-        self._ledger.close()
-        self._store.close()
+        self._hand.close()
 
     def _next_job(self) -> Callable[[], None] | None:
         """Reads before writes, writes before orders, then what is due by the clock; None at the end."""
@@ -281,7 +277,7 @@ class DiskTier:
                     self._wake.wait(0.1)
                 if load.is_cancelled or self._is_closing:
                     break
-            blob = self._read_one(entry)
+            blob = self._hand.read(entry)
             with self._wake:
                 load.ready.append(blob)
                 load.ready_bytes += entry.num_bytes
@@ -293,88 +289,30 @@ class DiskTier:
             load.is_read = True
             self._wake.notify_all()
 
-    def _read_one(self, entry: Entry) -> Blob | None:
-        """A verified blob. One that is not what it should be is removed: it would never be of use."""
-        started = time.perf_counter()
-        try:
-            data = self._store.read(entry.name)
-            blob = unpack_blob(data, entry.name)
-        except DamagedBlob as error:
-            self.faults.add("damaged", f"{entry.name}: {error}")
-        except FileNotFoundError:
-            self.faults.add("missing", entry.name)
-        except OSError as error:
-            self.faults.add("unreadable", error)
-            self.index.forget(entry.name)
-            return None
-        else:
-            self._num_read += 1
-            self._num_read_bytes += len(data)
-            rate = len(data) / max(time.perf_counter() - started, 1e-6)
-            self._read_rate = (
-                rate if self._read_rate is None else self._read_rate + RATE_WEIGHT * (rate - self._read_rate)
-            )
-            return blob
-        self._ledger.discard(entry.name)
-        return None
-
     def _write(self, write: Write) -> None:
-        is_written = False
+        outcome: Written = "refused"
         try:
-            is_written = self.index.is_current(write.entry) and self._write_now(write)
-        except OSError as error:
-            if error.errno in _NO_ROOM:
-                self._is_now_full(error)
-            else:
-                self.faults.add("unwritable", error)
-                self._has_lost, self._retry_at = True, time.monotonic() + RETRY_SECONDS
+            outcome = self._hand.write(write)
         finally:
-            if not is_written and self.index.is_current(write.entry):
+            if outcome != "written" and self.index.is_current(write.entry):
                 self.index.forget(write.entry.name)  # with what was to stand on it
             with self._wake:
+                self._note_outcome(outcome)
                 self._queued_bytes -= write.num_bytes
                 self._has_news = True
                 self._wake.notify_all()
 
-    def _write_now(self, write: Write) -> bool:
-        """Whether there was room. Raises OSError."""
-        parts: list[Buffer] = pack_blob(write.entry.head, write.note, write.tensors)
-        if not self._has_room_for(write.entry, sum(map(num_bytes_of, parts))):
-            return False
-        num_bytes = self._store.write(write.entry.name, parts)
-        self._has_written = True
-        self._ledger.wrote(write.entry.head, num_bytes)
-        self._num_written += 1
-        self._num_written_bytes += num_bytes
-        self.faults.is_over("full", "The disk has room again: KV is written.")
-        if not self.index.confirm(write.entry, num_bytes):
-            self._ledger.discard(write.entry.name)
-        return True
-
-    def _has_room_for(self, entry: Entry, num_bytes: int) -> bool:
-        """Under the cap, for which old blobs leave, and on the volume."""
-        if self._store.free_bytes() - num_bytes < self._limits.min_free_bytes:
-            self._is_now_full(f"{self._store.free_bytes() / 2**30:.1f} GiB are free")
-            return False
-        if self._ledger.make_room(num_bytes, self.index.ancestors(entry)):
-            return True
-        self._num_refused += 1
-        return False
-
-    def _is_now_full(self, reason: object) -> None:
-        self.faults.add("full", reason)
-        with self._wake:
+    def _note_outcome(self, outcome: Written) -> None:
+        now = time.monotonic()
+        if outcome == "no room":
             self._is_full = self._has_lost = True
-            self._full_check_at = time.monotonic() + FULL_CHECK_SECONDS
+            self._full_check_at = now + FULL_CHECK_SECONDS
+        elif outcome == "failed":
+            self._has_lost, self._retry_at = True, now + RETRY_SECONDS
 
     def _look_for_room(self) -> None:
         self._full_check_at = time.monotonic() + FULL_CHECK_SECONDS
-        try:
-            has_room = self._store.free_bytes() > self._limits.min_free_bytes + self._limits.min_free_bytes // 8
-        except OSError as error:
-            self.faults.add("unreadable", error)
-            return
-        if has_room:
+        if self._hand.has_room():
             self._is_full = False
             self._janitor_at = 0.0  # the cap may depend on what is free
 
@@ -382,24 +320,10 @@ class DiskTier:
         with self._wake:
             used, self._used = list(self._used), {}
             self._has_news = False
-        self._ledger.used(used)
-        if not (is_listed := self._ledger.commit()):
+        if not (is_listed := self._hand.commit(used)):
             self._has_news = True
-        self._sync()
-        for name, rate in ((READ_RATE, self._read_rate), (self._prefill_name, self.prefill_rate)):
-            if rate is not None:
-                self._ledger.set_rate(name, rate)
         self._commit_at = time.monotonic() + (COMMIT_SECONDS if is_listed else FULL_CHECK_SECONDS)
 
-    def _sync(self) -> None:
-        if not self._has_written:
-            return
-        self._has_written = False
-        try:
-            self._store.sync()
-        except OSError as error:
-            self.faults.add("unwritable", error)
-
     def _clean(self) -> None:
-        self._ledger.settle()
+        self._hand.ledger.settle()
         self._janitor_at = time.monotonic() + JANITOR_SECONDS

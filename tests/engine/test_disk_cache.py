@@ -226,7 +226,7 @@ def test_a_disk_that_is_slower_than_computing_is_not_read(tmp_path: Path) -> Non
         def slow(scheduler: Any) -> None:
             tier = disk_cache_of(scheduler.cache).tier
             assert tier.prefill_rate is not None
-            tier._read_rate = 10.0
+            tier._hand.read_rate = 10.0
             tier.used([])
 
         engine._ask(slow)

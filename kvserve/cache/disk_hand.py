@@ -1,0 +1,135 @@
+"""What is done to the blobs of one model on disk, one thing after the other: read and verified, written within the
+bounds, put down in the index. It knows no queue; the disk thread alone calls it, its figures may be read anywhere.
+"""
+
+import errno
+import time
+from collections.abc import Buffer, Iterable
+from typing import Literal
+
+from kvserve.cache.disk_blob import Blob, BlobName, DamagedBlob, num_bytes_of, pack_blob, unpack_blob
+from kvserve.cache.disk_faults import Faults
+from kvserve.cache.disk_index import DiskIndex, Entry
+from kvserve.cache.disk_ledger import Ledger
+from kvserve.cache.disk_records import DiskLimits, Write
+from kvserve.cache.disk_store import BlobStore
+
+READ_RATE = "read bytes"
+RATE_WEIGHT = 0.3
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+type Written = Literal["written", "refused", "no room", "failed"]
+"""What became of a blob: it is there; it is not wanted any more, or the cap has no place for it; the volume has none
+now; the disk did not take it, and may take it later."""
+
+
+class DiskHand:
+    """The one that touches the files. `prefill_rate` are tokens per second that the engine measured: put down here, so
+    that the next run knows it."""
+
+    def __init__(self, store: BlobStore, index: DiskIndex, limits: DiskLimits, faults: Faults) -> None:
+        """Learns what is there. Raises OSError where the folder cannot be used."""
+        self._store = store
+        self._index = index
+        self._limits = limits
+        self._faults = faults
+        self.ledger = Ledger(store, index, limits, faults)
+        self.ledger.open()
+        self._has_written = False
+        self.num_written = self.num_written_bytes = self.num_read = self.num_read_bytes = 0
+        self.num_refused = 0
+        self.read_rate = self.ledger.rate(READ_RATE)
+        self._prefill_name = f"prefill tokens {index.model}"
+        self.prefill_rate = self.ledger.rate(self._prefill_name)
+
+    def read(self, entry: Entry) -> Blob | None:
+        """A verified blob. One that is not what it should be is removed: it would never be of use."""
+        started = time.perf_counter()
+        try:
+            data = self._store.read(entry.name)
+            blob = unpack_blob(data, entry.name)
+        except DamagedBlob as error:
+            self._faults.add("damaged", f"{entry.name}: {error}")
+        except FileNotFoundError:
+            self._faults.add("missing", entry.name)
+        except OSError as error:
+            self._faults.add("unreadable", error)
+            self._index.forget(entry.name)
+            return None
+        else:
+            self._count_read(len(data), time.perf_counter() - started)
+            return blob
+        self.ledger.discard(entry.name)
+        return None
+
+    def _count_read(self, num_bytes: int, seconds: float) -> None:
+        self.num_read += 1
+        self.num_read_bytes += num_bytes
+        rate = num_bytes / max(seconds, 1e-6)
+        self.read_rate = rate if self.read_rate is None else self.read_rate + RATE_WEIGHT * (rate - self.read_rate)
+
+    def write(self, write: Write) -> Written:
+        """Write a blob that is still wanted."""
+        if not self._index.is_current(write.entry):
+            return "refused"
+        try:
+            return self._write(write)
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                self._faults.add("full", error)
+                return "no room"
+            self._faults.add("unwritable", error)
+            return "failed"
+
+    def _write(self, write: Write) -> Written:
+        """Raises OSError."""
+        parts: list[Buffer] = pack_blob(write.entry.head, write.note, write.tensors)
+        num_bytes = sum(map(num_bytes_of, parts))
+        num_free_bytes = self._store.free_bytes()
+        if num_free_bytes - num_bytes < self._limits.min_free_bytes:
+            self._faults.add("full", f"{num_free_bytes / 2**30:.1f} GiB are free")
+            return "no room"
+        if not self.ledger.make_room(num_bytes, self._index.ancestors(write.entry)):
+            self.num_refused += 1
+            return "refused"
+        self._store.write(write.entry.name, parts)
+        self._has_written = True
+        self.ledger.wrote(write.entry.head, num_bytes)
+        self.num_written += 1
+        self.num_written_bytes += num_bytes
+        self._faults.is_over("full", "The disk has room again: KV is written.")
+        if not self._index.confirm(write.entry, num_bytes):
+            self.ledger.discard(write.entry.name)
+        return "written"
+
+    def has_room(self) -> bool:
+        """Whether a volume that was full has room again, and some to spare."""
+        try:
+            return self._store.free_bytes() > self._limits.min_free_bytes + self._limits.min_free_bytes // 8
+        except OSError as error:
+            self._faults.add("unreadable", error)
+            return False
+
+    def commit(self, used: Iterable[BlobName]) -> bool:
+        """Put down what was written and used, and the measured rates. False where the index cannot be had now."""
+        self.ledger.used(used)
+        is_listed = self.ledger.commit()
+        self._sync()
+        for name, rate in ((READ_RATE, self.read_rate), (self._prefill_name, self.prefill_rate)):
+            if rate is not None:
+                self.ledger.set_rate(name, rate)
+        return is_listed
+
+    def _sync(self) -> None:
+        if not self._has_written:
+            return
+        self._has_written = False
+        try:
+            self._store.sync()
+        except OSError as error:
+            self._faults.add("unwritable", error)
+
+    def close(self) -> None:
+        """Put down what is left; nothing is done afterwards."""
+        self.ledger.close()
+        self._store.close()
