@@ -177,7 +177,7 @@ class Settings(BaseSettings):
     )
     disk_cache_max_bytes: AutoSize = Field(
         None,
-        description="Cap over all models; AUTO = the smaller of 500 GB and 20 % of free space.",
+        description="Cap over all models, records included; AUTO = the smaller of 500 GB and 20 % of free space.",
     )
     disk_cache_min_free_bytes: Size = Field(
         2 * 10**9, description="What stays free on the volume: below it nothing is written."

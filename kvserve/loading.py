@@ -33,7 +33,7 @@ from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
 from kvserve.running import Observer
 from kvserve.sessions.archive import Archive, sweep_stale
-from kvserve.wiring import engine_settings
+from kvserve.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_bytes
 
 OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
 
@@ -112,12 +112,12 @@ class ModelMaker:
         """Where this model's records outlive the process; None where nothing is to."""
         if self.records_dir is None:
             return None
-        place = self.records_dir / f"records-{model_fingerprint(folder)[:32]}"
+        place = self.records_dir / f"{RECORDS_PREFIX}{model_fingerprint(folder)[:32]}"
         oldest = time.time() - self.identity.limits.keep_seconds
         sweep_stale(self.records_dir, keep=place, older_than=oldest, report=self.report)
         return Archive(
             place,
-            max_bytes=self.identity.limits.max_bytes,
+            max_bytes=max_record_disk_bytes(self.settings),
             report=self.report,
             min_free_bytes=self.settings.disk_cache_min_free_bytes,
         )

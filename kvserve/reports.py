@@ -68,7 +68,13 @@ def cache_body(report: CacheReport, totals: ConversationTotals, num_rejections: 
         "num_record_faults": totals.archive.num_faults,
         "disk_bytes": report.disk.stats.num_bytes if report.disk is not None else 0,
         "disk": _disk_body(report.disk) if report.disk is not None else None,
+        "num_disk_faults": num_disk_faults(report),
     }
+
+
+def num_disk_faults(report: CacheReport) -> int:
+    """Everything that went wrong with KV on disk since the start; a folder that cannot be used counts once."""
+    return int(report.has_lost_disk) if report.disk is None else sum(report.disk.stats.faults.values())
 
 
 def _warming_body(warming: WarmReport) -> JsonObject:

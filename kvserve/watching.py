@@ -67,7 +67,7 @@ CACHE_ROWS: tuple[Row, ...] = (
     Row("disk_read_bytes", "Bytes of KV read from disk.", "counter", ("disk", "num_read_bytes")),
     Row("disk_written_bytes", "Bytes of KV written to disk.", "counter", ("disk", "num_written_bytes")),
     Row("disk_evicted", "Records that have left the disk.", "counter", ("disk", "num_evicted")),
-    Row("disk_errors", "Records that could not be read or written.", "counter", ("disk", "num_errors")),
+    Row("disk_errors", "Records that could not be read or written.", "counter", ("num_disk_faults",)),
     Row("segments", "Stored runs of KV.", "gauge", ("num_segments",)),
     Row("checkpoints", "Stored states of layers that cannot be cut.", "gauge", ("num_checkpoints",)),
     Row("entries", "Stored ends of conversations.", "gauge", ("num_entries",)),

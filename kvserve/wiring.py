@@ -16,8 +16,12 @@ from kvserve.identity import IdentitySettings
 from kvserve.prompt.images_remote import RemoteLimits, RemotePictures
 from kvserve.proxy.settings import ProxySettings
 from kvserve.seeing import SeeingSettings
+from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE_NAME
 from kvserve.sessions.stores import StoreLimits
 from kvserve.web.settings import WebSettings
+
+RECORDS_PREFIX = "records-"
+"""How the folders of records in DISK_CACHE_DIR begin; a digest of the model follows."""
 
 
 def request_defaults(settings: Settings) -> RequestDefaults:
@@ -77,7 +81,14 @@ def _disk_settings(settings: Settings, mode: DiskMode) -> DiskSettings | None:
         min_free_bytes=settings.disk_cache_min_free_bytes,
         ttl_hours=settings.disk_cache_ttl_hours,
         is_ephemeral=mode == "ephemeral",
+        beside=(f"{RECORDS_PREFIX}*/{RECORDS_FILE_NAME}*",),
     )
+
+
+def max_record_disk_bytes(settings: Settings) -> int:
+    """Bytes of one model's records on disk: they count in the cap over all, so they take a part of it at most."""
+    cap = settings.disk_cache_max_bytes
+    return settings.session_records_max_bytes if cap is None else min(settings.session_records_max_bytes, cap // 8)
 
 
 def identity_settings(settings: Settings) -> IdentitySettings:

@@ -6,6 +6,7 @@ method may raise sqlite3.Error; nothing here decides what that means.
 
 import contextlib
 import json
+import math
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from kvserve.cache.disk_blob import BlobHead, BlobName, make_head
 
 VERSION = 1
 BUSY_SECONDS = 1.0
+
+LOG_PAGES = 128
+"""The log of the index counts in the cap like any file."""
 
 _SCHEMA = """
 CREATE TABLE blobs (
@@ -66,7 +70,12 @@ class Victim:
 
 
 class Books(Protocol):
-    """What is listed, by whoever keeps it. Any of its methods may raise sqlite3.Error."""
+    """What is listed, by whoever keeps it. Any of its methods may raise sqlite3.Error.
+
+    `fault` says why they had to be begun anew; None where they were found as they should be.
+    """
+
+    fault: str | None
 
     def listed(self, model: str) -> Iterator[Listed | BlobName]: ...
 
@@ -99,6 +108,7 @@ class Catalog:
     def __init__(self, path: Path) -> None:
         """Opens it; one that is of another version or no database is made anew."""
         self._path = path
+        self.fault: str | None = None if path.exists() and path.stat().st_size else "there is none"
         self._db = self._opened()
 
     def _opened(self) -> sqlite3.Connection:
@@ -107,6 +117,7 @@ class Catalog:
         except sqlite3.Error as error:
             if is_passing(error):
                 raise
+            self.fault = str(error)
             self._remove()
             return self._connect()
 
@@ -116,11 +127,14 @@ class Catalog:
             self._path.chmod(0o600)
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=NORMAL")
+            db.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
+            db.execute(f"PRAGMA journal_size_limit={LOG_PAGES * 4096}")
             if db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("the index is damaged")
             (version,) = db.execute("PRAGMA user_version").fetchone()
             with _transaction(db):
                 if version != VERSION:
+                    self.fault = self.fault or f"it is of version {version}, not {VERSION}"
                     for table in ("blobs", "rates"):
                         db.execute(f"DROP TABLE IF EXISTS {table}")
                     for statement in _SCHEMA.split(";"):
@@ -156,7 +170,9 @@ class Catalog:
         rows = self._db.execute(f"SELECT {columns} FROM blobs WHERE model = ? ORDER BY start", (model,))
         for name, kind, parent, start, tokens, images, boundary, num_bytes, used_at in rows:
             try:
-                head = make_head(model, kind, parent, start, bytes(tokens), images, boundary)
+                if not isinstance(tokens, bytes):
+                    raise TypeError("tokens are bytes")
+                head = make_head(model, kind, parent, start, tokens, images, boundary)
                 listed = Listed(head, int(num_bytes), float(used_at))
                 is_sound = head.name == name
             except (ValueError, TypeError, AttributeError, OverflowError):
@@ -188,11 +204,14 @@ class Catalog:
     def rate(self, name: str) -> float | None:
         """A measured rate per second, None where none was put down."""
         row = self._db.execute("SELECT per_second FROM rates WHERE name = ?", (name,)).fetchone()
-        return float(row[0]) if row is not None and row[0] > 0 else None
+        is_rate = row is not None and isinstance(row[0], float) and 0 < row[0] < math.inf
+        return row[0] if is_rate else None
 
     def _victims(self, condition: str, values: Sequence[object]) -> list[Victim]:
-        rows = self._db.execute(f"SELECT model, name, num_bytes FROM blobs {condition}", values)
-        return [Victim(model, BlobName(name), int(num_bytes)) for model, name, num_bytes in rows]
+        rows = self._db.execute(f"SELECT model, name, num_bytes FROM blobs {condition}", values).fetchall()
+        if not all(isinstance(num_bytes, int) for _, _, num_bytes in rows):
+            raise sqlite3.DatabaseError("a row is not what was written")
+        return [Victim(model, BlobName(name), num_bytes) for model, name, num_bytes in rows]
 
     # --- changing -----------------------------------------------------------------------------------------------------
 

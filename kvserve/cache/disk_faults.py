@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-FaultKind = Literal["damaged", "missing", "unreadable", "unwritable", "full", "index", "unsupported"]
+FaultKind = Literal["damaged", "missing", "unreadable", "unwritable", "full", "behind", "index", "unsupported"]
 
 _CONSEQUENCE: Mapping[FaultKind, str] = {
     "damaged": "KV on disk was damaged and is computed again",
@@ -13,6 +13,7 @@ _CONSEQUENCE: Mapping[FaultKind, str] = {
     "unreadable": "KV on disk could not be read and is computed again",
     "unwritable": "KV could not be written to disk and stays in RAM only",
     "full": "The disk has no room for more KV; nothing is written until there is",
+    "behind": "KV left RAM before the disk could take it and is computed again",
     "index": "The index of the KV on disk could not be used; it is made again from the files",
     "unsupported": "A state of this model cannot be written to disk and stays in RAM only",
 }

@@ -3,6 +3,7 @@
 It owns the catalogue; a catalogue that is locked or broken costs order and speed, never a blob. One thread at a time.
 """
 
+import contextlib
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -40,6 +41,7 @@ class Ledger:
         self._touched: dict[BlobName, float] = {}
         self._seen: set[tuple[str, BlobName]] = set()
         self.total_bytes = 0
+        self.beside_bytes = 0
         self.max_bytes = 0
         self.num_evicted = 0
 
@@ -52,8 +54,7 @@ class Ledger:
         """
         self._store.sweep()
         found = list(self._store.files())
-        self.total_bytes = sum(file.num_bytes for file in found)
-        self.max_bytes = self._limits.max_bytes or self._auto_max_bytes()
+        self._measure(found)
         files = {file.name: file for file in found if file.model == self._index.model}
         self._open_catalog()
         self._take_rows(files)
@@ -64,6 +65,9 @@ class Ledger:
             self._catalog = self._store.open_books()
         except (sqlite3.Error, OSError) as error:
             self._faults.add("index", error)
+            return
+        if self._catalog.fault is not None and self.total_bytes:  # an empty folder needs none
+            self._faults.add("index", self._catalog.fault)
 
     def _take_rows(self, files: dict[BlobName, StoredFile]) -> None:
         """Rows that agree with their own names and whose file is there."""
@@ -116,19 +120,21 @@ class Ledger:
     def settle(self) -> None:
         """Bring the index up to date with the files of all models, also those of another server. Then the bounds."""
         try:
+            self._store.sweep()
             files = {(file.model, file.name): file for file in self._store.files()}
         except OSError as error:
             self._faults.add("unreadable", error)
             return
-        self.total_bytes = sum(file.num_bytes for file in files.values())
-        self.max_bytes = self._limits.max_bytes or self._auto_max_bytes()
+        self._measure(files.values())
+        self._seen &= files.keys()
         self.commit()
         known = self._try(lambda catalog: catalog.names())
         if known is not None:
             gone = known - files.keys()
             self._do(lambda catalog: catalog.drop(gone))
             for model, name in gone:
-                if model == self._index.model:
+                if model == self._index.model and self._index.is_known(name):
+                    self._faults.add("missing", name)
                     self._index.forget(name)
             self._adopt([file for key, file in files.items() if self._is_news(key, known)])
         self.commit()
@@ -145,20 +151,36 @@ class Ledger:
             self._seen.add(key)
         return is_news
 
+    def _measure(self, files: Iterable[StoredFile]) -> None:
+        """How much there is, and how much there may be."""
+        self.total_bytes = sum(file.num_bytes for file in files)
+        self._look_beside()
+        self.max_bytes = self._limits.max_bytes or self._auto_max_bytes()
+
+    def _look_beside(self) -> None:
+        """What other files take of the cap; as before where that cannot be seen now."""
+        with contextlib.suppress(OSError):
+            self.beside_bytes = self._store.beside_bytes()
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self.total_bytes + self.beside_bytes + num_bytes <= self.max_bytes
+
     def _auto_max_bytes(self) -> int:
         """Of what would be free without this cache."""
         try:
-            free = self._store.free_bytes() + self.total_bytes
+            free = self._store.free_bytes() + self.total_bytes + self.beside_bytes
         except OSError:
             return AUTO_MAX_BYTES
         return min(AUTO_MAX_BYTES, int(free * AUTO_SHARE_OF_FREE))
 
     # --- writing down -------------------------------------------------------------------------------------------------
 
-    def wrote(self, head: BlobHead, num_bytes: int) -> None:
-        """A blob is on disk; `commit` puts it down."""
+    def wrote(self, head: BlobHead, num_bytes: int, above: Iterable[BlobName]) -> None:
+        """A blob is on disk; `commit` puts it down. What it stands on, `above`, was used now: it never leaves first."""
+        now = self._clock()
         self.total_bytes += num_bytes
-        self._unlisted.append(Listed(head, num_bytes, self._clock()))
+        self._unlisted.append(Listed(head, num_bytes, now))
+        self._touched.update(dict.fromkeys(above, now))
 
     def used(self, names: Iterable[BlobName]) -> None:
         """Blobs were used now."""
@@ -175,6 +197,7 @@ class Ledger:
         if touched and not self._do(lambda catalog: catalog.touch(self._index.model, touched)):
             return False
         self._touched = {}
+        self._look_beside()  # the index has grown
         return True
 
     def rate(self, name: str) -> float | None:
@@ -194,12 +217,12 @@ class Ledger:
 
     def make_room(self, num_bytes: int, keep: Collection[BlobName] = ()) -> bool:
         """Let the oldest leave, but none of `keep`, until so many bytes more fit under the cap. Whether they do."""
-        if self.total_bytes + num_bytes <= self.max_bytes:
+        if self._fits(num_bytes):
             return True
         for victim in self._victims():
             if victim.name not in keep:
                 self._leave(victim)
-            if self.total_bytes + num_bytes <= self.max_bytes:
+            if self._fits(num_bytes):
                 return True
         return False
 
@@ -257,7 +280,8 @@ class Ledger:
             self._catalog = None
 
     def _delete(self, model: str, name: BlobName) -> bool:
-        """Whether a file was there and is gone now."""
+        """Whether a file was there and is gone now. One of this name that is written later is another one."""
+        self._seen.discard((model, name))
         try:
             return self._store.delete(model, name)
         except OSError as error:
@@ -292,6 +316,7 @@ class Ledger:
         """Begin with an empty index; `settle` puts the files into it again."""
         self._faults.add("index", error)
         try:
+            self._seen.clear()  # all of it is to be put down again
             if self._catalog is not None:
                 self._catalog.reset()
         except (sqlite3.Error, OSError) as again:

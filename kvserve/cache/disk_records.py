@@ -19,11 +19,13 @@ class DiskLimits:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """Blobs on their way from the disk, in order; a None among them ends it: it could not be had."""
+    """Blobs on their way from the disk, in order; a None among them ends it: it could not be had. `num_read` of them
+    were read, `ready` was not taken yet."""
 
     entries: tuple[Entry, ...]
     ready: deque[Blob | None] = field(default_factory=deque)
     ready_bytes: int = 0
+    num_read: int = 0
     is_read: bool = False
     is_cancelled: bool = False
 

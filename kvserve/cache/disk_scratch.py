@@ -48,6 +48,10 @@ class ScratchStore:
         """Free space of the volume."""
         return shutil.disk_usage(self._folder).free
 
+    def beside_bytes(self) -> int:
+        """There is no other file."""
+        return 0
+
     def write(self, name: BlobName, parts: Sequence[Buffer]) -> int:
         """Write a blob where there is room, else at the end. Raises OSError; nothing is held then."""
         num_bytes = sum(map(num_bytes_of, parts))
@@ -129,6 +133,7 @@ class MemoryBooks:
     """What `Catalog` is for files, for blobs that do not outlive the process."""
 
     def __init__(self) -> None:
+        self.fault: str | None = None
         self._blobs: dict[tuple[str, BlobName], Listed] = {}
         self._rates: dict[str, float] = {}
 

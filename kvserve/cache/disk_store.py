@@ -53,6 +53,8 @@ class BlobStore(Protocol):
 
     def free_bytes(self) -> int: ...
 
+    def beside_bytes(self) -> int: ...
+
     def write(self, name: BlobName, parts: Sequence[Buffer]) -> int: ...
 
     def read(self, name: BlobName) -> bytearray: ...
@@ -73,18 +75,21 @@ class BlobStore(Protocol):
 class FolderStore:
     """Blobs under `root/<model>/<name>.safetensors`. One instance writes for one model and may delete any."""
 
-    def __init__(self, root: Path, model: str) -> None:
-        """Creates the folders, readable by their owner alone. `model` has 32 hexadecimal digits.
+    def __init__(self, root: Path, model: str, beside: Sequence[str] = ()) -> None:
+        """Creates the folders, readable by their owner alone. `model` has 32 hexadecimal digits. `beside`: patterns of
+        other files below the root that take room from the blobs.
 
         Raises OSError where that cannot be.
         """
         self._root = root
         self._model = model
+        self._beside = beside
         self._num_written = 0
         for folder in (root, root / model):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_owner(folder)
-        (root / model).chmod(0o700)
+        if stat.S_IMODE((root / model).stat().st_mode) != 0o700:  # a volume that is read-only refuses to be asked
+            (root / model).chmod(0o700)
 
     @property
     def place(self) -> str:
@@ -98,6 +103,14 @@ class FolderStore:
     def free_bytes(self) -> int:
         """Free space of the volume."""
         return shutil.disk_usage(self._root).free
+
+    def beside_bytes(self) -> int:
+        """Bytes of the other files that count."""
+        total = 0
+        for path in (path for pattern in self._beside for path in self._root.glob(pattern)):
+            with contextlib.suppress(FileNotFoundError):
+                total += path.stat().st_size
+        return total
 
     def write(self, name: BlobName, parts: Sequence[Buffer]) -> int:
         """Write a file, wait until it is on the disk, let it appear; says its bytes. Raises OSError."""

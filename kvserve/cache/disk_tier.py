@@ -30,6 +30,7 @@ RETRY_SECONDS = 30.0
 
 FULL_CHECK_SECONDS = 5.0
 JANITOR_SECONDS = 30.0
+MEASURE_SECONDS = 30.0
 COMMIT_SECONDS = 0.5
 """A blob that is written is in the index at the latest this much later; a crash before costs a look at its header."""
 
@@ -55,6 +56,7 @@ class DiskTier:
         self._has_lost = False
         self._has_news = True
         self._has_arrived = False
+        self._measure_at = 0.0
         self._commit_at = self._janitor_at = self._full_check_at = self._retry_at = 0.0
         self._num_refused = 0
         self._thread = threading.Thread(target=self._run, name="kvserve-disk", daemon=True)
@@ -62,15 +64,19 @@ class DiskTier:
 
     # --- writing behind -----------------------------------------------------------------------------------------------
 
-    def can_take(self, num_bytes: int) -> bool:
-        """Whether a payload of this size may be put now. One that is refused is asked for again: see `has_lost`."""
+    def can_take(self, num_bytes: int, until: float = 0.0) -> bool:
+        """Whether a payload of this size may be put; a queue that is full is waited for, `until` then
+        (`time.monotonic`). One that is refused is asked for again: see `take_lost`."""
         with self._wake:
-            fits = not self._writes or self._queued_bytes + num_bytes <= self._limits.max_queued_bytes
-            is_taken = fits and not (self._is_full or self._is_closing)
-            if not is_taken:
-                self._num_refused += 1
-                self._has_lost = True
-        return is_taken
+            while not (self._is_full or self._is_closing):
+                if not self._writes or self._queued_bytes + num_bytes <= self._limits.max_queued_bytes:
+                    return True
+                if (seconds := until - time.monotonic()) <= 0:
+                    break
+                self._wake.wait(seconds)
+            self._num_refused += 1
+            self._has_lost = True
+        return False
 
     def put(self, entry: Entry, note: str, tensors: Sequence[Tensor]) -> None:
         """Write a blob that the index has taken in. The tensors' bytes must not change until they are written."""
@@ -80,11 +86,37 @@ class DiskTier:
             self._queued_bytes += num_bytes
             self._wake.notify_all()
 
+    def await_written(self, entries: Sequence[Entry], until: float) -> bool:
+        """Wait until none of these is on its way any more, at most `until` then. Whether that is so."""
+        with self._wake:
+            while any(not entry.is_written and self.index.is_current(entry) for entry in entries):
+                if self._is_closing or (seconds := until - time.monotonic()) <= 0:
+                    return False
+                self._wake.wait(seconds)
+        return True
+
     @property
     def is_settled(self) -> bool:
         """Whether all that was ever to be written is on disk."""
         with self._wake:
             return not (self._queued_bytes or self._writes or self._has_lost or self._is_full)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something waits to be written, or is."""
+        with self._wake:
+            return bool(self._queued_bytes or self._writes)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the volume has no room; then nothing is taken."""
+        return self._is_full
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether something that was to be written was refused since the last `take_lost`."""
+        with self._wake:
+            return self._has_lost
 
     def take_lost(self) -> bool:
         """Whether something that was to be written was not, and now there would be room: ask once more for all."""
@@ -99,9 +131,10 @@ class DiskTier:
 
     def load(self, entries: Sequence[Entry]) -> Load:
         """Begin to read blobs, in this order."""
-        load = Load(tuple(entries))
+        load = Load(tuple(entries), is_read=not entries)
         with self._wake:
-            self._loads.append(load)
+            if entries:
+                self._loads.append(load)
             self._wake.notify_all()
         return load
 
@@ -133,6 +166,16 @@ class DiskTier:
         with self._wake:
             if not self._has_arrived:
                 self._wake.wait(seconds)
+
+    def measure(self, entry: Entry) -> None:
+        """A rate that speaks against reading may be of another time: see whether it still holds, behind all that is
+        waited for, and not all the time."""
+        now = time.monotonic()
+        with self._wake:
+            if now >= self._measure_at:
+                self._measure_at = now + MEASURE_SECONDS
+                self._orders.append(partial(self._hand.measure, entry))
+                self._wake.notify_all()
 
     def used(self, names: Sequence[BlobName]) -> None:
         """A row stands on these blobs now."""
@@ -175,7 +218,7 @@ class DiskTier:
         """Forget blobs and what stands on them; the files go a moment later, behind what waits to be written."""
         gone = [each for name in names for each in self.index.forget(name)]
         with self._wake:
-            self._orders.extend(partial(self._hand.ledger.discard, name) for name in gone)
+            self._orders.extend(partial(self._delete, name) for name in gone)
             self._wake.notify_all()
 
     def close(self, timeout_seconds: float) -> bool:
@@ -243,12 +286,10 @@ class DiskTier:
         """Reads before writes, writes before orders, then what is due by the clock; None at the end."""
         with self._wake:
             while True:
-                if self._loads:
-                    load = self._loads.popleft()
-                    return lambda: self._read(load)
+                if (load := self._next_load()) is not None:
+                    return partial(self._read_next, load)
                 if self._writes:
-                    write = self._writes.popleft()
-                    return lambda: self._write(write)
+                    return partial(self._write, self._writes.popleft())
                 if self._orders:
                     return self._orders.popleft()
                 if self._is_closing:
@@ -270,24 +311,27 @@ class DiskTier:
             due.append(self._full_check_at)
         return max(0.01, min(due) - now)
 
-    def _read(self, load: Load) -> None:
-        for entry in load.entries:
-            with self._wake:
-                while load.ready_bytes > MAX_READ_AHEAD_BYTES and not (load.is_cancelled or self._is_closing):
-                    self._wake.wait(0.1)
-                if load.is_cancelled or self._is_closing:
-                    break
+    def _next_load(self) -> Load | None:
+        """The first that somebody still waits for and takes from: one that is far ahead keeps no write waiting."""
+        for load in [load for load in self._loads if load.is_cancelled or self._is_closing]:
+            load.is_read = True
+            self._loads.remove(load)
+        return next((load for load in self._loads if load.ready_bytes <= MAX_READ_AHEAD_BYTES), None)
+
+    def _read_next(self, load: Load) -> None:
+        entry, blob = load.entries[load.num_read], None
+        try:
             blob = self._hand.read(entry)
+        finally:
             with self._wake:
+                load.num_read += 1
                 load.ready.append(blob)
                 load.ready_bytes += entry.num_bytes
+                if blob is None or load.num_read == len(load.entries):
+                    load.is_read = True
+                    self._loads.remove(load)
                 self._has_arrived = True
                 self._wake.notify_all()
-            if blob is None:
-                break
-        with self._wake:
-            load.is_read = True
-            self._wake.notify_all()
 
     def _write(self, write: Write) -> None:
         outcome: Written = "refused"
@@ -315,6 +359,11 @@ class DiskTier:
         if self._hand.has_room():
             self._is_full = False
             self._janitor_at = 0.0  # the cap may depend on what is free
+
+    def _delete(self, name: BlobName) -> None:
+        """The file of a blob that was forgotten, unless it was put again meanwhile."""
+        if not self.index.is_known(name):
+            self._hand.ledger.discard(name)
 
     def _commit(self) -> None:
         with self._wake:

@@ -8,7 +8,7 @@ own that is not over are pinned: they go after all others.
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -53,6 +53,7 @@ class Sweep:
         self._check_at = -math.inf
         self._keep_alive_at = -math.inf
         self._order = count()
+        self.before_leaving: Callable[[Node], None] | None = None
 
     def expect_change(self) -> None:
         """Something may be too many, or may leave, that could not before: the next run looks at every node."""
@@ -70,6 +71,17 @@ class Sweep:
         self._thin_checkpoints()
         self._make_room(reserved_bytes)
 
+    def _remove(self, nodes: Sequence[Node]) -> None:
+        """A leaf leaves, then its ancestors in this order."""
+        if self.before_leaving is not None:
+            self.before_leaving(nodes[0])
+        self._store.remove_leaves(nodes)
+
+    def _drop_state(self, node: Node) -> None:
+        if self.before_leaving is not None:
+            self.before_leaving(node)
+        self._store.drop_checkpoint(node)
+
     # --- time and number ----------------------------------------------------------------------------------------------
 
     def _expire(self, owners_seen_at: dict[str, float]) -> None:
@@ -77,12 +89,12 @@ class Sweep:
         for leaf in self._free_leaves():
             own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else None
             if own is None and self._is_owner_idle(leaf, owners_seen_at):
-                self._store.remove_leaves(exclusive_tail(leaf))
+                self._remove(exclusive_tail(leaf))
                 continue
             node = leaf
             while node.parent is not None and not (node.children or node.leases) and self._is_expired(node, own):
                 parent = node.parent
-                self._store.remove_leaves([node])
+                self._remove([node])
                 node = parent
 
     def _is_owner_idle(self, leaf: Node, owners_seen_at: dict[str, float]) -> bool:
@@ -124,7 +136,7 @@ class Sweep:
             free = [node for node in entries if not node.leases]
             free.sort(key=lambda node: (self._is_pinned(node), node.last_used_at))
             for node in free[: max(len(entries) - self._limits.max_entries_per_owner, 0)]:
-                self._store.remove_leaves(exclusive_tail(node))
+                self._remove(exclusive_tail(node))
         entries = list(self._entries())
         for _ in range(len(entries) - self._limits.max_entries):
             free = [node for node in entries if not node.leases]
@@ -132,7 +144,7 @@ class Sweep:
                 return
             worst = min(free, key=lambda node: (self._is_pinned(node), self._score(self._entry_candidate(node))))
             entries.remove(worst)
-            self._store.remove_leaves(exclusive_tail(worst))
+            self._remove(exclusive_tail(worst))
 
     def _entry_candidate(self, leaf: Node) -> Candidate:
         tail = exclusive_tail(leaf)
@@ -158,7 +170,7 @@ class Sweep:
         for node in self._worst_first(queue, levels):
             if self._store.checkpoint_bytes <= self._limits.max_checkpoint_bytes:
                 return
-            self._store.drop_checkpoint(node)
+            self._drop_state(node)
             self._cull_dead_tail(node)
 
     def _levels(self) -> dict[Node, int]:
@@ -182,7 +194,7 @@ class Sweep:
             and node.checkpoint is None
         ):
             parent = node.parent
-            self._store.remove_leaves([node])
+            self._remove([node])
             node = parent
 
     # --- bytes --------------------------------------------------------------------------------------------------------
@@ -211,7 +223,7 @@ class Sweep:
             for node in self._worst_first(rest, self._levels()):
                 if self._store.ram.num_bytes <= budget:
                     return
-                self._store.drop_checkpoint(node)
+                self._drop_state(node)
 
     def _leave(self, ranked: _Ranked, queue: list[_Ranked]) -> None:
         """Let a leaf or an inner checkpoint go, or put it back where its worth has grown meanwhile."""
@@ -222,9 +234,9 @@ class Sweep:
         if fresh.rank[:2] > ranked.rank[:2] and queue and fresh > queue[0]:
             heapq.heappush(queue, fresh)
         elif node.children:
-            self._store.drop_checkpoint(node)
+            self._drop_state(node)
         else:
-            self._store.remove_leaves([node])
+            self._remove([node])
             self._cull_dead_tail(parent)
             while parent is not None and parent.parent is not None and not self._store.trie.is_held(parent):
                 parent = parent.parent

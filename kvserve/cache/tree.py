@@ -13,12 +13,13 @@ the engine thread; what `stats()` returned may be read anywhere.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, merge_nodes, plan_run
 from kvserve.cache.eviction import SCORES, Score
 from kvserve.cache.integrity import check_shape, check_totals
+from kvserve.cache.kept_path import KeptPath, kept_path
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.recent_names import RecentNames
 from kvserve.cache.records import (
@@ -34,7 +35,7 @@ from kvserve.cache.records import (
 )
 from kvserve.cache.store import CutPayload, Store
 from kvserve.cache.sweep import Sweep, added_tail, exclusive_nodes
-from kvserve.cache.token_run import TokenRun, image_around, join, pack
+from kvserve.cache.token_run import TokenRun, image_around, pack
 from kvserve.cache.trie import Lease, Node, Position, SequenceEnd, Trie
 from kvserve.core import TokenSequence
 
@@ -64,24 +65,6 @@ class Match:
     def num_trim_missed_tokens(self) -> int:
         """Tokens that match but are computed again, because no checkpoint is there (`hybrid_trim_miss`)."""
         return min(self.num_matched_tokens, max(self.num_prompt_tokens - 1, 0)) - self.num_usable_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class KeptPart:
-    """Rows of a path, with the state behind them and why there is a border; `kind` None: none was given."""
-
-    piece: Piece
-    state: State | None
-    kind: BoundaryKind | None
-
-
-@dataclass(frozen=True, slots=True)
-class KeptPath:
-    """All that is kept of a prefix: its tokens, the names of their blocks, and the parts that cover them in order."""
-
-    run: TokenRun
-    chain: HashChain
-    parts: tuple[KeptPart, ...]
 
 
 class PrefixTree:
@@ -282,11 +265,11 @@ class PrefixTree:
         return (self._kept(node) for node in self._trie.nodes() if not node.children)
 
     def _kept(self, last: Node) -> KeptPath:
-        path = last.path()
-        run = join([node.tokens.part(node.start, node.end) for node in path])
-        hashes = tuple(name for node in path for name in node.hashes)
-        parts = (KeptPart(self._store.piece_of(node, node.end), self._store.state_of(node), node.kind) for node in path)
-        return KeptPath(run, replace(self._hasher.start(), hashes=hashes), tuple(parts))
+        return kept_path(self._store, self._hasher, last)
+
+    def before_leaving(self, tell: Callable[[KeptPath], None]) -> None:
+        """From now on `tell` hears of every path whose end the limits let leave, before it does."""
+        self._sweep.before_leaving = lambda last: tell(self._kept(last))
 
     # --- limits -------------------------------------------------------------------------------------------------------
 

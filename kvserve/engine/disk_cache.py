@@ -1,6 +1,6 @@
 """Between the prefix tree and the disk: what is new in RAM is written behind, what only the disk has comes back.
 
-    save      after each extension: parts of a path that the disk does not have, as bytes, into the writer's queue
+    writing   after each extension: parts of a path that the disk does not have, as bytes, into the writer's queue
     advance   for a row that waits: read what the disk has beyond RAM, and let the row's lease grow over it
 
 It belongs to the engine thread. A fault of the disk makes a row start from less, never fail.
@@ -15,18 +15,13 @@ from kvserve.cache.disk_blob import Blob, BlobName
 from kvserve.cache.disk_index import Entry, Found, Step
 from kvserve.cache.disk_records import DiskStats, Load
 from kvserve.cache.disk_tier import DiskTier
+from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.token_run import image_around, pack
-from kvserve.cache.tree import KeptPart, KeptPath, Match, PrefixTree
+from kvserve.cache.tree import Match, PrefixTree
 from kvserve.cache.trie import Lease
 from kvserve.core import TokenSequence
-from kvserve.engine.blobs import (
-    NotReadable,
-    NotStorable,
-    decode_kv,
-    decode_state,
-    encode_kv,
-    encode_state,
-)
+from kvserve.engine.blobs import NotReadable, decode_kv, decode_state
+from kvserve.engine.disk_writing import DiskWriting
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
 
 MIN_GAIN_TOKENS = 16
@@ -41,7 +36,6 @@ CHECKPOINT_STRIDE_TOKENS = 2048
 MAX_INSERT_BYTES = 64 * 2**20
 """So much is taken in at once; then running streams get their step."""
 
-IDLE_WAIT_SECONDS = 0.02
 STALLED_SECONDS = 5.0
 """A disk that gives nothing for so long, and twice what its largest file should take, is not waited for."""
 
@@ -91,9 +85,19 @@ class Hold:
     load: Load | None = None
     arrived: list[Blob | None] = field(default_factory=list)
     num_taken: int = 0
+    num_matched_tokens: int = 0
     num_restored_tokens: int = 0
     last_news_at: float = field(default_factory=time.monotonic)
     patience_seconds: float = field(default_factory=lambda: STALLED_SECONDS)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether nothing has come for too long."""
+        return time.monotonic() - self.last_news_at > self.patience_seconds
+
+
+class RowsGone(Exception):
+    """What a blob was to be put behind has left RAM meanwhile."""
 
 
 class DiskCache:
@@ -111,10 +115,9 @@ class DiskCache:
         self.tier = tier
         self._tree = tree
         self._needs_checkpoints = needs_checkpoints
-        self._is_ram_lent = is_ram_lent
         self._make_room = make_room
+        self.writing = DiskWriting(tier, tree, is_ram_lent=is_ram_lent, make_room=make_room)
         self._loading: set[BlobName] = set()
-        self._is_storable = True
         self.num_restores = 0
         self.num_restored_tokens = 0
         self.num_declined = 0
@@ -145,71 +148,16 @@ class DiskCache:
         """After so many tokens of an answer the row is kept while it goes on."""
         return CHECKPOINT_STRIDE_TOKENS if self._needs_checkpoints else ANSWER_STRIDE_TOKENS
 
-    # --- writing behind -----------------------------------------------------------------------------------------------
+    def do_idle_work(self, num_bytes: int) -> bool:
+        """Write what could not be written before and, where RAM is only lent, free so many bytes. Whether to ask again
+        at once."""
+        return self.writing.save_lost() or self.writing.await_ram(num_bytes)
 
-    def save(self, path: KeptPath, behind: int) -> None:
-        """Put what the disk lacks of a path into the queue. What lies before `behind` has been put before, and only
-        counts if what comes later cannot stand without it."""
-        if not self._is_storable:
-            return
-        found = self.tier.index.find(path.run, path.chain)
-        with_state = {step.end for step in found.steps if step.checkpoint is not None}
-        first = min(behind, found.depth + 1)
-        for part in path.parts:
-            if part.piece.end < first:
-                continue
-            if part.piece.end > found.depth and not self._save_rows(path, part, max(part.piece.start, found.depth)):
-                return
-            if part.piece.end not in with_state and not self._save_state(path, part):
-                return
-
-    def save_lost(self) -> bool:
-        """Idle work: put everything once more that was refused when there was no room. Whether there was anything."""
-        if not self.tier.take_lost():
-            return False
-        for path in list(self._tree.kept_paths()):
-            self.save(path, 0)
-        return True
-
-    def leave_ram(self, num_bytes: int) -> bool:
-        """Idle work where RAM is only lent: room for so many bytes. Whether to ask again at once."""
-        if not self._is_ram_lent or not self._tree.num_ram_bytes:
-            return False
-        if self.tier.is_settled:
-            self._make_room(num_bytes)
-            return False
-        self.tier.wait(IDLE_WAIT_SECONDS)
-        return not self.tier.stats().is_full
-
-    def _save_rows(self, path: KeptPath, part: KeptPart, start: int) -> bool:
-        payload, end = part.piece.payload, part.piece.end
-        if not isinstance(payload, KvSlice) or not self.tier.can_take(payload.num_bytes):
-            return False
-        first, last = start - part.piece.segment.tokens.start, part.piece.end_row
-        kv = payload if (first, last) == (0, payload.num_tokens) else merged([(payload, first, last)])
-        encoded = encode_kv(kv)
-        entry = self.tier.index.add_segment(path.run, path.chain, start, end, part.kind or "stride")
-        if entry is not None:
-            self.tier.put(entry, *encoded)
-        return entry is not None
-
-    def _save_state(self, path: KeptPath, part: KeptPart) -> bool:
-        """Whether all is well: there is no state here, or it is on its way."""
-        if part.state is None or not isinstance(part.state.payload, StateSnapshot):
-            return True
-        if not self.tier.can_take(part.state.payload.num_bytes):
-            return False
-        try:
-            encoded = encode_state(part.state.payload)
-        except NotStorable as error:
-            self.tier.faults.add("unsupported", error)
-            self._is_storable = False  # without its states a row of this model cannot be restored
-            return False
-        kind = part.state.checkpoint.kind
-        entry = self.tier.index.add_checkpoint(path.run, path.chain, part.piece.end, kind)
-        if entry is not None:
-            self.tier.put(entry, *encoded)
-        return True
+    def close(self, timeout_seconds: float) -> None:
+        """Write what RAM has and the disk has not, and end the disk's thread."""
+        started = time.monotonic()
+        self.writing.save_all(timeout_seconds)
+        self.tier.close(max(0.0, timeout_seconds - (time.monotonic() - started)))
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
@@ -234,12 +182,12 @@ class DiskCache:
         """Take in what has been read for a row. True as long as there is something to wait for."""
         if hold.is_settled:
             return False
-        is_stalled = time.monotonic() - hold.last_news_at > hold.patience_seconds
         if hold.load is None:  # another row reads the same blobs
             self._plan_again(hold)
-            hold.is_settled |= is_stalled
+            hold.is_settled |= hold.is_stalled
             return not hold.is_settled
-        hold.arrived += self.tier.take(hold.load)
+        if not hold.arrived:  # so that whoever takes slowly is read for slowly
+            hold.arrived = self.tier.take(hold.load)
         is_sound = self._insert_arrived(hold)
         if not is_sound:
             self._end_load(hold)
@@ -247,7 +195,7 @@ class DiskCache:
         elif self.tier.is_over(hold.load) and not hold.arrived:
             self._end_load(hold)
             hold.is_settled = True
-        elif not hold.arrived and is_stalled:
+        elif not hold.arrived and hold.is_stalled:
             self.tier.faults.add("unreadable", f"nothing was read for {hold.patience_seconds:.0f} s")
             self._end_load(hold)
             hold.is_settled = True
@@ -270,11 +218,15 @@ class DiskCache:
         goal = self._goal(found, match, hold.tokens)
         self.tier.used(list(_used(found, max(match.num_usable_tokens, goal.end if goal is not None else 0))))
         hold.goal, hold.load, hold.is_settled = goal, None, goal is None
-        if goal is None or any(entry.name in self._loading for entry in goal.entries):
+        if match.num_matched_tokens > hold.num_matched_tokens:  # by what another row reads, if not by ours
+            hold.num_matched_tokens, hold.last_news_at = match.num_matched_tokens, time.monotonic()
+        if goal is None:
             return
-        self._loading.update(entry.name for entry in goal.entries)
         largest = max(entry.num_bytes for entry in goal.entries)
         hold.patience_seconds = STALLED_SECONDS + 2 * largest / (self.tier.read_rate or UNKNOWN_RATE)
+        if any(entry.name in self._loading for entry in goal.entries):
+            return
+        self._loading.update(entry.name for entry in goal.entries)
         hold.load, hold.arrived, hold.num_taken = self.tier.load(goal.entries), [], 0
         hold.last_news_at = time.monotonic()
 
@@ -310,6 +262,8 @@ class DiskCache:
                     raise NotReadable(f"{kv.num_tokens} rows for {len(blob.head.tokens)} tokens")
                 self._extend(hold, min(blob.head.tokens.end, goal.end), kv, None, blob)
                 self.num_restores += not self._needs_checkpoints and entry is goal.segments[-1]
+        except RowsGone:
+            return False
         except NotReadable as error:
             self.tier.faults.add("damaged", f"{entry.name}: {error}")
             self.tier.index.forget(entry.name)
@@ -325,7 +279,7 @@ class DiskCache:
 
         def take_rows(start: int, stop: int) -> KvSlice:
             if kv is None or start < first:
-                raise NotReadable("the rows before it are gone")
+                raise RowsGone
             is_whole = (start - first, stop - first) == (0, kv.num_tokens)
             return kv if is_whole else merged([(kv, start - first, stop - first)])
 
@@ -338,16 +292,17 @@ class DiskCache:
 
     def _goal(self, found: Found, match: Match, tokens: TokenSequence) -> Goal | None:
         """What to read so that the row starts soonest; None where computing is as fast, or RAM has as much."""
-        best, best_saved = None, 0.0
-        has_gain = False
+        best, best_saved, declined = None, 0.0, None
         for goal in self._goals(found, match, tokens):
             num_tokens = goal.end - match.num_usable_tokens
             if num_tokens < MIN_GAIN_TOKENS:
                 continue
-            has_gain = True
+            declined = goal
             if (saved := self._saved_seconds(num_tokens, goal.num_bytes)) > best_saved:
                 best, best_saved = goal, saved
-        self.num_declined += has_gain and best is None
+        if best is None and declined is not None and declined.entries:
+            self.num_declined += 1
+            self.tier.measure(max(declined.entries, key=lambda entry: entry.num_bytes))
         return best
 
     def _saved_seconds(self, num_tokens: int, num_bytes: int) -> float:

@@ -12,7 +12,7 @@ from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_records import DiskLimits
 from kvserve.cache.disk_scratch import ScratchStore
-from kvserve.cache.disk_store import FolderStore
+from kvserve.cache.disk_store import INDEX_NAME, BlobStore, FolderStore
 from kvserve.cache.disk_tier import DiskTier
 
 FOLDER_NAME_DIGITS = 32
@@ -23,6 +23,7 @@ class DiskSettings:
     """What the operator decides about KV on disk; `max_bytes` None leaves it to the free space of the volume.
 
     `is_ephemeral`: a scratch file that vanishes with the process, and RAM holds what rows need now, nothing else.
+    `beside`: patterns of other files in `folder` that count in `max_bytes`.
     """
 
     folder: Path
@@ -31,6 +32,7 @@ class DiskSettings:
     ttl_hours: float
     max_queued_bytes: int = 2**30
     is_ephemeral: bool = False
+    beside: tuple[str, ...] = ()
 
 
 def open_disk(settings: DiskSettings, hasher: BlockHasher, report: Callable[[str], None]) -> DiskTier | None:
@@ -39,12 +41,18 @@ def open_disk(settings: DiskSettings, hasher: BlockHasher, report: Callable[[str
         settings.max_bytes, settings.min_free_bytes, settings.ttl_hours * 3600, settings.max_queued_bytes
     )
     model = folder_name(hasher.fingerprint)
-    make_store = ScratchStore if settings.is_ephemeral else FolderStore
     try:
-        return DiskTier(make_store(settings.folder, model), DiskIndex(hasher, model), limits, Faults(report))
+        store = _open_store(settings, model)
+        return DiskTier(store, DiskIndex(hasher, model), limits, Faults(report))
     except Exception as error:  # noqa: BLE001 - whatever is wrong with the disk, a server without it serves
         report(f"KV is not kept on disk: {settings.folder} cannot be used ({error}). Set DISK_CACHE_DIR.")
         return None
+
+
+def _open_store(settings: DiskSettings, model: str) -> BlobStore:
+    if settings.is_ephemeral:
+        return ScratchStore(settings.folder, model)
+    return FolderStore(settings.folder, model, (f"{INDEX_NAME}*", *settings.beside))
 
 
 def folder_name(fingerprint: str) -> str:

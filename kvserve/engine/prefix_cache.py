@@ -85,7 +85,8 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What `/v1/cache` tells: the tree's own figures, its budget for kept and live KV, and the engine's counters."""
+    """What `/v1/cache` tells: the tree's own figures, its budget for kept and live KV, and the engine's counters.
+    `has_lost_disk`: there is to be one, and it cannot be used."""
 
     stats: CacheStats
     totals: Totals
@@ -93,6 +94,7 @@ class CacheReport:
     max_bytes: int
     disk: DiskReport | None = None
     warming: WarmReport | None = None
+    has_lost_disk: bool = False
 
 
 class PrefixCache:
@@ -105,6 +107,7 @@ class PrefixCache:
         self._needs_checkpoints = not self._layout.is_cuttable
         self.hasher = BlockHasher(settings.block_size, fingerprint)
         self._disk: DiskCache | None = None
+        self.has_lost_disk = False
         self._tree = PrefixTree(
             self.hasher,
             Limits(
@@ -271,7 +274,7 @@ class PrefixCache:
         )
         is_new = extension.num_new_tokens or extension.has_new_checkpoint
         if self._disk is not None and is_new and (path := self._tree.kept(tenancy.lease)) is not None:
-            self._disk.save(path, extension.start)
+            self._disk.writing.save(path, extension.start)
         tenancy.row.note_kept(extension.first_new, end)
 
     def _add_stop(self, tenancy: Tenancy, wait: Wait) -> None:
@@ -319,10 +322,15 @@ class PrefixCache:
         if num_freed_bytes >= CLEAR_AFTER_BYTES:
             mx.clear_cache()
 
+    def give_ram_back(self) -> None:
+        """Where RAM is only lent, what no row stands on leaves it as soon as the disk has it."""
+        if self._disk is not None:
+            self._disk.writing.leave_ram(self._max_bytes)
+
     def do_disk_work(self) -> bool:
         """Idle work: write what could not be written before and, where RAM is only lent, free it. Whether to ask again
         at once."""
-        return self._disk is not None and (self._disk.save_lost() or self._disk.leave_ram(self._max_bytes))
+        return self._disk is not None and self._disk.do_idle_work(self._max_bytes)
 
     def coalesce(self) -> bool:
         """Idle work: join one run of small segments. Returns whether there was one."""
@@ -353,13 +361,8 @@ class PrefixCache:
     def use_disk(self, tier: DiskTier, *, is_ram_lent: bool = False) -> None:
         """From now on what is kept is written to disk too, and comes back from there. `is_ram_lent`: RAM keeps what
         rows need now, nothing else."""
-        self._disk = DiskCache(
-            tier,
-            self._tree,
-            needs_checkpoints=self._needs_checkpoints,
-            is_ram_lent=is_ram_lent,
-            make_room=self.make_room,
-        )
+        wants, room = self._needs_checkpoints, self.make_room
+        self._disk = DiskCache(tier, self._tree, needs_checkpoints=wants, is_ram_lent=is_ram_lent, make_room=room)
 
     def measured_prefill(self, tokens_per_second: float | None) -> None:
         """How fast this model computes: reading from disk must be faster to be worth it."""
@@ -369,9 +372,8 @@ class PrefixCache:
     def close_disk(self, timeout_seconds: float) -> None:
         """Write what RAM has and the disk has not, and end the disk's thread."""
         if self._disk is not None:
-            self._disk.save_lost()
-            self._disk.tier.close(timeout_seconds)
-            self._disk = None
+            disk, self._disk = self._disk, None
+            disk.close(timeout_seconds)
 
     def forget(self) -> None:
         """Begin anew: nothing kept, nothing counted."""
@@ -386,12 +388,9 @@ class PrefixCache:
         return self._tree.num_ram_bytes, disk.tier.index.num_bytes() if disk is not None else 0
 
     def report(self) -> CacheReport:
-        return CacheReport(
-            self._tree.stats(), self._totals, self._num_hybrid_trim_misses, self._max_bytes, self._disk_report()
-        )
-
-    def _disk_report(self) -> DiskReport | None:
-        return self._disk.report() if self._disk is not None else None
+        disk, misses = self._disk.report() if self._disk is not None else None, self._num_hybrid_trim_misses
+        lost = self.has_lost_disk
+        return CacheReport(self._tree.stats(), self._totals, misses, self._max_bytes, disk, has_lost_disk=lost)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant of the tree does not hold."""

@@ -116,6 +116,7 @@ class Scheduler:
             self.cache.await_disk(DISK_WAIT_SECONDS)
         if (stride := self.cache.answer_stride_tokens()) is not None:
             self._keep_long_answers(stride)
+        self.cache.give_ram_back()
 
     def _keep_long_answers(self, stride: int) -> None:
         """What a long answer has so far is on disk before it ends: a crash loses its last tokens only."""
@@ -157,19 +158,26 @@ class Scheduler:
             if (left := self._pool.remove(row)) is not None and (tenancy := self._tenancies.get(row)) is not None:
                 self._keep_rest(tenancy, left.caches, left.tokens)
 
-    def drain(self) -> list[Row]:
+    def drain(self, *, is_last: bool = False) -> list[Row]:
         """Take every row out, whatever its stage, also one that was on its way from one to the next when something
-        broke; generators, caches and what was kept of prompts are thrown away."""
+        broke; generators and caches are thrown away, and what was kept of prompts, unless it is to be written first
+        (`is_last`)."""
         rows = [row for row in self._rows if not row.is_over]
         self._rows.clear()
         self.warmer.drop_all("the engine begins anew")
         self._pool.discard()
         self._stretches.end()
         self._waiting.clear()
-        self._arrivals.clear()
+        arrivals, self._arrivals = self._arrivals, []
         self._prefilling.clear()
+        if is_last:
+            for arrival in arrivals:
+                self.cache.let_go(arrival.hold)
+            for tenancy in self._tenancies.values():
+                self.cache.leave(tenancy)
+        else:
+            self.cache.clear()
         self._tenancies.clear()
-        self.cache.clear()
         return rows
 
     def _admitted_rows(self) -> list[Row]:

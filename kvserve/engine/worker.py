@@ -284,6 +284,7 @@ class Engine:
                 self._end_all_rows()
                 if self._scheduler is not None:
                     self._scheduler.cache.close_disk(FLUSH_SECONDS)
+                    self._scheduler.cache.clear()
                 self._model = self._scheduler = None
                 mx.synchronize()
         finally:
@@ -329,17 +330,17 @@ class Engine:
         """From here on, so that nothing of the warm-up is kept."""
         if self._settings.disk is not None and model.cache_support.can_keep:
             tier = open_disk(self._settings.disk, scheduler.cache.hasher, self._report)
+            scheduler.cache.has_lost_disk = tier is None
             if tier is not None:
                 scheduler.cache.use_disk(tier, is_ram_lent=self._settings.disk.is_ephemeral)
 
     def _keep_on_disk(self) -> None:
-        """What running rows have computed goes to the disk with all that RAM has."""
+        """What running rows have computed is kept, to be written with all that RAM has."""
         if self._scheduler is None:
             return
         try:
             self._is_flushing.set()
             self._scheduler.keep_running()
-            self._scheduler.cache.do_disk_work()
         except Exception as error:  # noqa: BLE001 - whoever waits for an answer must hear of the end all the same
             self._report(f"KV could not be kept at the end: {type(error).__name__}: {error}")
 
@@ -381,7 +382,7 @@ class Engine:
             raise
 
     def _end_all_rows(self) -> None:
-        rows = self._scheduler.drain() if self._scheduler else []
+        rows = self._scheduler.drain(is_last=True) if self._scheduler else []
         with self._lock:
             self._is_closed = True
         try:

@@ -45,13 +45,14 @@ class Disk(AbstractContextManager["Disk"]):
     limits: DiskLimits = ROOMY
     model: str = MODEL
     is_scratch: bool = False
+    beside: tuple[str, ...] = ()
     lines: list[str] = field(default_factory=list)
     store: BlobStore = field(init=False)
     tier: DiskTier = field(init=False)
 
     def __post_init__(self) -> None:
-        make_store = ScratchStore if self.is_scratch else FolderStore
-        self.store = make_store(self.folder, self.model)
+        folder, model = self.folder, self.model
+        self.store = ScratchStore(folder, model) if self.is_scratch else FolderStore(folder, model, self.beside)
         self.tier = DiskTier(self.store, DiskIndex(HASHER, self.model), self.limits, Faults(self.lines.append))
 
     def __enter__(self) -> Self:

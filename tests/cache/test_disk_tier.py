@@ -156,6 +156,7 @@ def test_a_new_index_is_made_of_the_blobs(full: Path) -> None:
     with Disk(full) as disk:
         assert disk.recall(LATER) == (LATER, [20, 40, 50]) and disk.recall(BRANCH) == (BRANCH, [20, 45])
         assert disk.tier.flush(WAIT_SECONDS)
+        assert disk.faults == {"index": 1} and len(disk.lines) == 1
     rows = sqlite3.connect(full / "index.sqlite").execute("SELECT count(*) FROM blobs").fetchone()
     assert rows == (len(list(full.rglob("*.safetensors"))),)
 
@@ -168,10 +169,11 @@ def test_an_index_that_is_none_is_made_anew(full: Path, content: bytes) -> None:
     (full / "index.sqlite").write_bytes(content)
     with Disk(full) as disk:
         assert disk.recall(LATER) == (LATER, [20, 40, 50])
+        assert disk.faults == {"index": 1} and len(disk.lines) == 1
 
 
 def test_an_index_of_another_version_is_made_anew(full: Path) -> None:
-    """What an older or newer program wrote is not read."""
+    """What an older or newer program wrote is not read, and that is told."""
     db = sqlite3.connect(full / "index.sqlite")
     db.execute("PRAGMA user_version=99")
     db.execute("UPDATE blobs SET tokens = x'00'")
@@ -179,6 +181,14 @@ def test_an_index_of_another_version_is_made_anew(full: Path) -> None:
     db.close()
     with Disk(full) as disk:
         assert disk.recall(LATER) == (LATER, [20, 40, 50])
+        assert disk.faults == {"index": 1} and "99" in disk.lines[0]
+
+
+def test_a_new_folder_is_no_fault(tmp_path: Path) -> None:
+    """Where there is no KV nobody misses an index."""
+    with Disk(tmp_path) as disk:
+        disk.say(LONG)
+        assert disk.faults == {} and disk.lines == []
 
 
 def test_a_row_that_lies_is_not_believed(full: Path) -> None:
@@ -191,6 +201,35 @@ def test_a_row_that_lies_is_not_believed(full: Path) -> None:
         assert disk.recall([1] * 40) == ([], [])
         assert disk.recall(LATER) == (LATER, [20, 40, 50])
         assert disk.faults["index"] == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE blobs SET tokens = 1000000000000 WHERE start = 0",
+        "UPDATE blobs SET num_bytes = 'many', used_at = 0",
+        "UPDATE blobs SET used_at = 'today'",
+        "INSERT INTO rates VALUES ('read bytes', 'fast')",
+        "INSERT INTO rates VALUES ('read bytes', 9e999)",
+    ],
+)
+def test_values_of_another_type_are_not_believed(full: Path, change: str) -> None:
+    """A flipped bit can make a number of a text: the folder is used all the same, and its bounds hold."""
+    db = sqlite3.connect(full / "index.sqlite")
+    db.execute("DELETE FROM rates")
+    db.execute(change)
+    db.commit()
+    db.close()
+    with Disk(full, replace(ROOMY, max_bytes=6000)) as disk:
+        assert disk.tier.read_rate is None
+        for ids in (LONG, LATER, BRANCH):
+            rows, _ = disk.recall(ids)
+            assert rows == ids[: len(rows)]
+        for number in range(8):
+            disk.say([number, *range(50)])
+        assert disk.recall([7, *range(50)])[0] == [7, *range(50)]
+        assert sum(path.stat().st_size for path in disk.files()) <= 6000
+        assert set(disk.faults) <= {"index"}
 
 
 def test_a_locked_index_costs_nothing_but_order(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +267,18 @@ def test_a_missing_blob_is_a_miss(full: Path) -> None:
     with Disk(full) as disk:
         rows, _ = disk.recall(LATER)
         assert rows == LATER[: len(rows)] and disk.faults["missing"] == 1
+
+
+def test_what_left_by_our_own_hand_is_no_fault(tmp_path: Path) -> None:
+    """A blob that leaves for the cap between being found and being read: a miss, and nothing to complain of."""
+    with Disk(tmp_path) as disk:
+        disk.say(LONG)
+        cap = disk.tier.stats().total_bytes + 100
+    with Disk(tmp_path, replace(ROOMY, max_bytes=cap)) as disk:
+        [step] = disk.tier.index.find(*named(LONG)).steps
+        disk.say([1, *LONG[1:]])
+        assert disk.tier.stats().num_evicted == 1
+        assert disk.read(step.segment) is None and disk.faults == {}
 
 
 @settings(max_examples=num_examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -281,6 +332,22 @@ def test_a_read_only_disk_still_gives(full: Path, monkeypatch: pytest.MonkeyPatc
         assert not disk.tier.take_lost(), "a disk that just failed is left alone for a while"
         disk.tier._retry_at = 0.0
         assert disk.tier.take_lost()
+
+
+def test_a_volume_that_is_read_only_is_read(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start too: without an index that can be opened blobs are found by their heads, and nothing is written."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("chmod", "unlink", "replace", "rmdir"):
+        monkeypatch.setattr(os, name, refuse)
+    fail_writes(monkeypatch, errno.EROFS)
+    with Disk(full) as disk:
+        assert disk.recall(LATER) == (LATER, [20, 40, 50])
+        disk.say([1, 2, 3])
+        assert set(disk.faults) == {"index", "unwritable"} and len(disk.lines) == 2
+    monkeypatch.undo()
 
 
 def test_a_full_disk_stops_writing_and_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +407,22 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
         assert third.recall(BRANCH)[0] == BRANCH
 
 
+def test_what_another_server_writes_again_is_found_again(tmp_path: Path) -> None:
+    """A blob that was known, was deleted and has come back under its name, whether a look fell in between or not."""
+    with Disk(tmp_path) as one, Disk(tmp_path) as other:
+        for has_looked in (False, True):
+            one.say(LONG)
+            look(other)
+            assert other.recall(LONG)[0] == LONG
+            other.tier.clear()
+            if has_looked:
+                look(one)
+            assert one.recall(LONG)[0] == []
+            one.say(LONG)
+            look(other)
+            assert other.recall(LONG)[0] == LONG
+
+
 def test_what_is_not_ours_is_never_touched(full: Path) -> None:
     """A folder of model weights, of records or of anything else below the root: not read, not counted, not deleted."""
     names = [
@@ -367,6 +450,9 @@ def test_a_writer_that_died_leaves_no_rubbish(full: Path) -> None:
     os.utime(old, (1, 1))
     with Disk(full) as disk:
         assert not old.exists() and young.exists() and len(disk.files()) == 7
+        os.utime(young, (1, 1))
+        look(disk)
+        assert not young.exists(), "one that was young at the start is looked at again"
 
 
 def test_a_disk_that_raises_anything_leaves_the_thread_alive(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,6 +496,17 @@ def test_what_is_used_stays(tmp_path: Path) -> None:
         assert disk.recall(LONG)[0] == LONG
 
 
+def test_the_end_of_a_chain_leaves_before_its_beginning(tmp_path: Path) -> None:
+    """A conversation that grew over minutes loses its newest rows first, which nothing stands on, not all at once."""
+    with Disk(tmp_path) as disk:
+        for end in (20, 30, 40):
+            disk.say(LONG[:end])
+        cap = disk.tier.stats().total_bytes
+    with Disk(tmp_path, replace(ROOMY, max_bytes=cap)) as disk:
+        disk.say([7, 8])
+        assert disk.recall(LONG)[0] == LONG[:30] and disk.recall([7, 8])[0] == [7, 8]
+
+
 def test_the_path_that_is_written_on_stays(tmp_path: Path) -> None:
     """A cap below one conversation: what is being written does not push out what it stands on."""
     with Disk(tmp_path) as disk:
@@ -451,6 +548,44 @@ def test_a_queue_that_is_full_takes_nothing(tmp_path: Path, monkeypatch: pytest.
         assert disk.tier.flush(WAIT_SECONDS) and disk.tier.take_lost() and not disk.tier.take_lost()
 
 
+def test_a_load_that_nobody_takes_keeps_no_write_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read as far ahead as may be, then written; and once somebody takes, the rest is read."""
+    with Disk(tmp_path) as disk:
+        for end in (10, 20, 30, 40):
+            disk.say(LONG[:end])
+    monkeypatch.setattr(disk_tier, "MAX_READ_AHEAD_BYTES", 1)
+    with Disk(tmp_path) as disk:
+        entries = [step.segment for step in disk.tier.index.find(*named(LONG)).steps]
+        load = disk.tier.load(entries)
+        wait_until(lambda: len(load.ready) == 1)
+        disk.say([1, 2, 3])
+        assert disk.recall([1, 2, 3])[0] == [1, 2, 3] and len(load.ready) == 1
+        taken: list[object] = []
+        while not disk.tier.is_over(load):
+            disk.tier.wait(0.05)
+            taken += disk.tier.take(load)
+        assert len(taken) == len(entries) == 4 and None not in taken
+
+
+def test_what_is_put_again_after_it_was_discarded_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of what was discarded go behind what waits to be written: not those that were written meanwhile."""
+    may_write, real = threading.Event(), FolderStore.write
+
+    def write(self: FolderStore, name: BlobName, parts: object) -> int:
+        assert may_write.wait(WAIT_SECONDS)
+        return real(self, name, parts)  # type: ignore[arg-type]
+
+    with Disk(tmp_path) as disk:
+        disk.say(LONG)
+        monkeypatch.setattr(FolderStore, "write", write)
+        disk.say([1, 2, 3], flush=False)
+        disk.tier.discard(names_of(disk.tier.index.find(*named(LONG))))
+        assert disk.say(LONG, flush=False)
+        may_write.set()
+        assert disk.tier.flush(WAIT_SECONDS)
+        assert disk.recall(LONG)[0] == LONG
+
+
 def test_closing_writes_what_waits(tmp_path: Path) -> None:
     """Everything that was put is there for the next run."""
     with Disk(tmp_path) as disk:
@@ -458,6 +593,28 @@ def test_closing_writes_what_waits(tmp_path: Path) -> None:
             disk.say([number, *LONG], flush=False)
     with Disk(tmp_path) as disk:
         assert all(disk.recall([number, *LONG])[0] == [number, *LONG] for number in range(20))
+
+
+RECORDS = "records-1/records.sqlite"
+
+
+def test_other_files_that_count_take_room_from_the_blobs(tmp_path: Path) -> None:
+    """One cap over all of it: what they take is no room for blobs, also when they grow."""
+    (tmp_path / RECORDS).parent.mkdir()
+    (tmp_path / RECORDS).write_bytes(bytes(3000))
+    (tmp_path / "weights").write_bytes(bytes(10**6))
+    with Disk(tmp_path) as disk:
+        disk.say([0, *range(50)])
+        size = disk.tier.stats().total_bytes
+    limits = replace(ROOMY, max_bytes=3000 + 3 * size + size // 2)
+    with Disk(tmp_path, limits, beside=("records-*/records.sqlite*",)) as disk:
+        for number in range(6):
+            disk.say([number, *range(50)])
+            assert len(disk.files()) <= 3
+        assert len(disk.files()) == 3 and disk.tier.stats().num_evicted == 3
+        (tmp_path / RECORDS).write_bytes(bytes(3000 + 2 * size))
+        look(disk)
+        assert len(disk.files()) == 1 and disk.recall([5, *range(50)])[0] == [5, *range(50)]
 
 
 # --- the scratch file -----------------------------------------------------------------------------------------------

@@ -1,0 +1,36 @@
+"""All that is kept of a prefix, for another tier: values, and how they are read off the tree's records."""
+
+from dataclasses import dataclass, replace
+
+from kvserve.cache.block_hash import BlockHasher, HashChain
+from kvserve.cache.records import BoundaryKind, Piece, State
+from kvserve.cache.store import Store
+from kvserve.cache.token_run import TokenRun, join
+from kvserve.cache.trie import Node
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPart:
+    """Rows of a path, with the state behind them and why there is a border; `kind` None: none was given."""
+
+    piece: Piece
+    state: State | None
+    kind: BoundaryKind | None
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPath:
+    """All that is kept of a prefix: its tokens, the names of their blocks, and the parts that cover them in order."""
+
+    run: TokenRun
+    chain: HashChain
+    parts: tuple[KeptPart, ...]
+
+
+def kept_path(store: Store, hasher: BlockHasher, last: Node) -> KeptPath:
+    """What is kept up to the end of a node, which is no root."""
+    path = last.path()
+    run = join([node.tokens.part(node.start, node.end) for node in path])
+    hashes = tuple(name for node in path for name in node.hashes)
+    parts = (KeptPart(store.piece_of(node, node.end), store.state_of(node), node.kind) for node in path)
+    return KeptPath(run, replace(hasher.start(), hashes=hashes), tuple(parts))

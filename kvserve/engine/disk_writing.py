@@ -1,0 +1,159 @@
+"""What is new in RAM on its way to the disk: written behind, and waited for only where RAM lets it go, or at the end.
+
+It belongs to the engine thread. A disk that does not keep up costs a moment now and then, never a request.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from kvserve.cache.disk_index import Entry
+from kvserve.cache.disk_tier import DiskTier
+from kvserve.cache.kept_path import KeptPart, KeptPath
+from kvserve.cache.tree import PrefixTree
+from kvserve.engine.blobs import NotStorable, encode_kv, encode_state
+from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
+
+IDLE_WAIT_SECONDS = 0.02
+
+LEAVE_SECONDS = 2.0
+"""So long what must leave RAM may wait until the disk has it; streams stand still meanwhile."""
+
+LEAVE_WINDOW_SECONDS = 60.0
+MAX_WAITS_SECONDS = 5.0
+"""All such waits of one window together. A disk that was waited for in vain is left alone for half a window."""
+
+
+class DiskWriting:
+    """The writing side of one model's disk cache. `is_ram_lent`: RAM keeps what rows need now, nothing else;
+    `make_room` evicts from RAM until so many bytes fit."""
+
+    def __init__(
+        self, tier: DiskTier, tree: PrefixTree, *, is_ram_lent: bool, make_room: Callable[[float], None]
+    ) -> None:
+        self._tier = tier
+        self._tree = tree
+        self._is_ram_lent = is_ram_lent
+        self._make_room = make_room
+        self._is_storable = True
+        self._num_left_bytes = 0
+        self._patient_from = self._window_ends_at = self._waited_seconds = 0.0
+        tree.before_leaving(self.secure)
+
+    def save(self, path: KeptPath, behind: int, until: float = 0.0) -> bool:
+        """Put what the disk lacks of a path into the queue; whether nothing was refused. What lies before `behind` has
+        been put before, and only counts if what comes later cannot stand without it. A queue that is full is waited
+        for, `until` then (`time.monotonic`)."""
+        if not self._is_storable:
+            return False
+        found = self._tier.index.find(path.run, path.chain)
+        with_state = {step.end for step in found.steps if step.checkpoint is not None}
+        first = min(behind, found.depth + 1)
+        for part in path.parts:
+            if part.piece.end < first:
+                continue
+            start = max(part.piece.start, found.depth)
+            if part.piece.end > found.depth and not self._save_rows(path, part, start, until):
+                return False
+            if part.piece.end not in with_state and not self._save_state(path, part, until):
+                return False
+        return True
+
+    def save_lost(self) -> bool:
+        """Idle work: put everything once more that was refused when there was no room. Whether there was anything."""
+        if not self._tier.take_lost():
+            return False
+        for path in list(self._tree.kept_paths()):
+            self.save(path, 0)
+        return True
+
+    def leave_ram(self, num_bytes: int) -> None:
+        """Where RAM is only lent: what no row stands on leaves it, up to so many bytes, once all is on disk."""
+        if not self._is_ram_lent or self._tree.num_ram_bytes == self._num_left_bytes:
+            return
+        if self._tier.is_settled:
+            self._leave(num_bytes)
+        else:
+            self.save_lost()
+
+    def await_ram(self, num_bytes: int) -> bool:
+        """Idle work: the same, and wait a moment for the disk. Whether to ask again at once."""
+        if not self._is_ram_lent or not self._tree.num_ram_bytes:
+            return False
+        if self._tier.is_settled:
+            self._leave(num_bytes)
+            return False
+        self._tier.wait(IDLE_WAIT_SECONDS)
+        return self._tier.is_writing
+
+    def _leave(self, num_bytes: int) -> None:
+        self._make_room(num_bytes)
+        self._num_left_bytes = self._tree.num_ram_bytes
+
+    def secure(self, path: KeptPath) -> None:
+        """This leaves RAM now: the disk is waited for a moment until it has all of it. What it refuses is counted."""
+        if not self._is_storable or self._tier.is_settled:
+            return
+        try:
+            self._secure(path)
+        except Exception as error:  # noqa: BLE001 - a defect here costs what leaves, never the row that needs the room
+            self._tier.faults.add("unwritable", f"{type(error).__name__}: {error}")
+
+    def _secure(self, path: KeptPath) -> None:
+        now = time.monotonic()
+        patience_seconds = self._patience_seconds(now)
+        until = now + patience_seconds
+        is_put = not self._tier.has_lost or self.save(path, 0, until)
+        is_there = self._tier.await_written(self._entries(path), until)
+        over = time.monotonic()
+        self._waited_seconds += over - now
+        if patience_seconds and over >= until and not (is_put and is_there):
+            self._patient_from = over + LEAVE_WINDOW_SECONDS / 2
+        if not is_put and not self._tier.is_full:  # of a full disk is told anyway
+            self._tier.faults.add("behind", f"not within {LEAVE_SECONDS:g} s")
+
+    def _patience_seconds(self, now: float) -> float:
+        if now >= self._window_ends_at:
+            self._window_ends_at, self._waited_seconds = now + LEAVE_WINDOW_SECONDS, 0.0
+        left = 0.0 if now < self._patient_from else MAX_WAITS_SECONDS - self._waited_seconds
+        return max(0.0, min(LEAVE_SECONDS, left))
+
+    def _entries(self, path: KeptPath) -> Sequence[Entry]:
+        found = self._tier.index.find(path.run, path.chain)
+        states = [step.checkpoint for step in found.steps if step.checkpoint is not None]
+        return [*(step.segment for step in found.steps), *states]
+
+    def save_all(self, seconds: float) -> None:
+        """The end: everything that RAM has is put, as far as the disk takes it in so long."""
+        until = time.monotonic() + seconds
+        for path in self._tree.kept_paths():
+            self.save(path, 0, until)
+
+    def _save_rows(self, path: KeptPath, part: KeptPart, start: int, until: float) -> bool:
+        payload, end = part.piece.payload, part.piece.end
+        if not isinstance(payload, KvSlice) or not self._tier.can_take(payload.num_bytes, until):
+            return False
+        first, last = start - part.piece.segment.tokens.start, part.piece.end_row
+        kv = payload if (first, last) == (0, payload.num_tokens) else merged([(payload, first, last)])
+        encoded = encode_kv(kv)
+        entry = self._tier.index.add_segment(path.run, path.chain, start, end, part.kind or "stride")
+        if entry is not None:
+            self._tier.put(entry, *encoded)
+        return entry is not None
+
+    def _save_state(self, path: KeptPath, part: KeptPart, until: float) -> bool:
+        """Whether all is well: there is no state here, or it is on its way."""
+        if part.state is None or not isinstance(part.state.payload, StateSnapshot):
+            return True
+        if not self._tier.can_take(part.state.payload.num_bytes, until):
+            return False
+        try:
+            encoded = encode_state(part.state.payload)
+        except NotStorable as error:
+            self._tier.faults.add("unsupported", error)
+            self._is_storable = False  # without its states a row of this model cannot be restored
+            return False
+        kind = part.state.checkpoint.kind
+        entry = self._tier.index.add_checkpoint(path.run, path.chain, part.piece.end, kind)
+        if entry is not None:
+            self._tier.put(entry, *encoded)
+        return True

@@ -1,0 +1,267 @@
+"""Nothing that was computed is lost: what leaves RAM is on disk already, and what RAM has at the end is there too, also
+where the disk is slower than the model."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvserve.cache import disk_tier
+from kvserve.cache.disk_blob import BlobName, unpack_blob
+from kvserve.cache.disk_store import FolderStore
+from kvserve.core import TokenSequence
+from kvserve.engine import disk_cache, disk_writing
+from kvserve.engine.disk_cache import DiskCache
+from kvserve.engine.scheduler import Scheduler
+from kvserve.engine.worker import Engine
+from tests.engine.engines import (
+    CACHE,
+    CUTTABLE,
+    TAIL_TOKENS,
+    assert_exact,
+    cached,
+    collect,
+    generate,
+    prompt_of,
+    running_engine,
+    turn,
+)
+from tests.engine.test_disk_cache import disk_of, on, settle, wait_until
+
+FAMILIES = ("qwen3", "qwen3_5")
+PROMPTS = [prompt_of(300, seed) for seed in range(6)]
+NUM_RAM_BYTES = 2**20
+WRITE_SECONDS = {"qwen3": 0.15, "qwen3_5": 0.04}
+"""Per blob; of six prompts, with the states of the second family five times as many as without."""
+
+
+@pytest.fixture
+def slow_disk(family: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A disk that takes its time over every blob: six prompts are computed before two of them are written."""
+    real, seconds = FolderStore.write, WRITE_SECONDS[family]
+
+    def write(self: FolderStore, name: BlobName, parts: Sequence[bytes]) -> int:
+        time.sleep(seconds)
+        return real(self, name, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FolderStore, "write", write)
+        yield
+
+
+def kept(engine: Engine, tokens: Sequence[int]) -> tuple[int, int]:
+    """How much of these tokens RAM has, and how much RAM or the disk."""
+    return engine.kept_tokens(tuple(tokens))
+
+
+def usable(family: str) -> int:
+    return len(PROMPTS[0]) - 1 if family in CUTTABLE else len(PROMPTS[0]) - TAIL_TOKENS
+
+
+@pytest.mark.usefixtures("slow_disk")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_leaves_ram_is_on_disk_already(family: str, tmp_path: Path) -> None:
+    """RAM for two conversations and a queue that takes one blob at a time: six prompts without a pause between them are
+    all to be found, and the budget holds."""
+    disk = on(tmp_path, max_queued_bytes=1)
+    small = replace(CACHE, max_bytes=NUM_RAM_BYTES)
+    with running_engine(family, disk=disk, cache=small, max_concurrent_requests=1) as engine:
+        first = generate(engine, *(turn(prompt, 8) for prompt in PROMPTS))
+        report = engine.cache_report()
+        assert disk_of(engine).stats.num_refused > 0 and report.stats.num_evicted_tokens > 0
+        assert report.stats.ram_bytes <= NUM_RAM_BYTES
+        settle(engine)
+        assert disk_of(engine).stats.faults == {}
+        assert min(kept(engine, prompt)[1] for prompt in PROMPTS) >= usable(family)
+        [again] = generate(engine, turn(PROMPTS[0], 8))
+        assert_exact(again, first[0].tokens)
+
+
+@pytest.mark.usefixtures("slow_disk")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_that_ram_held_is_warm_after_a_shutdown(family: str, tmp_path: Path) -> None:
+    """Stopped while the writer is far behind and its queue is full: every path that RAM had is on disk, to its end."""
+    with running_engine(family, disk=on(tmp_path, max_queued_bytes=1), max_concurrent_requests=1) as engine:
+        results = generate(engine, *(turn(prompt, 8) for prompt in PROMPTS))
+        paths = [[*prompt, *result.tokens, 1] for prompt, result in zip(PROMPTS, results, strict=True)]
+        in_ram = [kept(engine, path)[0] for path in paths]
+        assert min(in_ram) >= len(PROMPTS[0]) and disk_of(engine).stats.num_refused > 0
+    with running_engine(family, disk=on(tmp_path)) as engine:
+        assert [kept(engine, path) for path in paths] == [(0, num_tokens) for num_tokens in in_ram]
+
+
+def test_a_disk_that_takes_nothing_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has not taken leaves RAM all the same: the budget holds, each is counted, told once, waited for once."""
+    is_open: list[bool] = []
+
+    def write(self: FolderStore, name: BlobName, parts: Sequence[bytes]) -> int:
+        while not is_open:
+            time.sleep(0.01)
+        raise OSError("gave up")
+
+    monkeypatch.setattr(FolderStore, "write", write)
+    monkeypatch.setattr(disk_writing, "LEAVE_SECONDS", 0.3)
+    lines: list[str] = []
+    small = replace(CACHE, max_bytes=NUM_RAM_BYTES)
+    with running_engine(disk=on(tmp_path, max_queued_bytes=1), cache=small, report=lines.append) as engine:
+        started = time.monotonic()
+        for prompt in PROMPTS:
+            generate(engine, turn(prompt, 8))
+        assert time.monotonic() - started < 30 * 0.3
+        assert engine.cache_report().stats.ram_bytes <= NUM_RAM_BYTES
+        faults = disk_of(engine).stats.faults
+        assert set(faults) == {"behind"} and faults["behind"] >= 2 and len(lines) == 1
+        assert "before the disk could take it" in lines[0] and kept(engine, PROMPTS[1]) == (0, 0)
+        is_open.append(True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_siblings_share_4k_tokens_on_disk(family: str, tmp_path: Path) -> None:
+    """Two conversations that part after 4k tokens: after a restart both are whole and go on as before, and the files
+    hold every token of theirs once."""
+    shared = prompt_of(4096 + TAIL_TOKENS)[:4096]
+    ours, theirs = [*shared, *prompt_of(100, 1)], [*shared, *prompt_of(100, 2)]
+    with running_engine(family, disk=on(tmp_path)) as engine:
+        answers = [generate(engine, turn(each, 8))[0].tokens for each in (ours, theirs)]
+    heads = [unpack_blob(path.read_bytes(), BlobName(path.stem)).head for path in tmp_path.rglob("*.safetensors")]
+    num_on_disk = sum(len(head.tokens) for head in heads if head.kind == "segment")
+    num_own = [len(prompt) - len(shared) + len(said) for prompt, said in zip((ours, theirs), answers, strict=True)]
+    assert num_on_disk == len(shared) + sum(num_own)
+    with running_engine(family, disk=on(tmp_path)) as engine:
+        for prompt, tokens in zip((ours, theirs), answers, strict=True):
+            [warm] = generate(engine, turn(prompt, 8))
+            assert_exact(warm, tokens)
+            assert cached(warm) == (len(prompt) - 1 if family in CUTTABLE else len(prompt) - TAIL_TOKENS)
+        settle(engine)
+        assert disk_of(engine).stats.num_written == 0
+
+
+# --- while it comes back ----------------------------------------------------------------------------------------------
+
+LONG = prompt_of(600)
+NUM_PARTS = 8
+
+
+def in_parts(folder: Path) -> None:
+    """A conversation of eight turns on disk: a blob for each of them."""
+    with running_engine(disk=on(folder)) as engine:
+        for number in range(1, NUM_PARTS + 1):
+            generate(engine, turn(LONG[: number * len(LONG) // NUM_PARTS], 1))
+
+
+def test_a_row_waits_for_what_another_one_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading takes longer than a row waits for a disk that gives nothing: as long as it gives, both rows wait."""
+    in_parts(tmp_path)
+    real = FolderStore.read
+
+    def read(self: FolderStore, name: BlobName) -> bytearray:
+        time.sleep(0.25)
+        return real(self, name)
+
+    monkeypatch.setattr(FolderStore, "read", read)
+    monkeypatch.setattr(disk_cache, "STALLED_SECONDS", 1.0)
+    with running_engine(disk=on(tmp_path)) as engine:
+        results = generate(engine, *(turn([*LONG, number], 2) for number in range(2)))
+        assert disk_of(engine).stats.num_read >= NUM_PARTS
+    assert min(map(cached, results)) >= len(LONG) - 1
+
+
+def test_what_is_read_ahead_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever takes it in slowly is read for slowly: what was read and is not in RAM's budget yet stays small."""
+    in_parts(tmp_path)
+    num_read, num_inserted, ahead = 0, 0, list[int]()
+    real_read, real_insert = FolderStore.read, DiskCache._insert
+
+    def read(self: FolderStore, name: BlobName) -> bytearray:
+        nonlocal num_read
+        num_read += 1
+        ahead.append(num_read - num_inserted)
+        return real_read(self, name)
+
+    def insert(self: DiskCache, *arguments: Any) -> bool:
+        nonlocal num_inserted
+        time.sleep(0.1)
+        num_inserted += 1
+        return real_insert(self, *arguments)
+
+    monkeypatch.setattr(FolderStore, "read", read)
+    monkeypatch.setattr(DiskCache, "_insert", insert)
+    monkeypatch.setattr(disk_cache, "MAX_INSERT_BYTES", 1)
+    monkeypatch.setattr(disk_tier, "MAX_READ_AHEAD_BYTES", 1)
+    with running_engine(disk=on(tmp_path)) as engine:
+        [result] = generate(engine, turn([*LONG, 1], 2))
+    assert cached(result) >= len(LONG) and num_read >= NUM_PARTS
+    assert max(ahead) <= 4
+
+
+def test_rows_that_leave_ram_while_their_state_is_read_are_no_damage(tmp_path: Path) -> None:
+    """RAM had the rows and the disk is asked for a state only; then RAM needs the room: all of it is read, none of it
+    is taken for damaged."""
+    prompt = PROMPTS[0]
+    with running_engine("qwen3_5", disk=on(tmp_path)) as engine:
+        generate(engine, turn(prompt, 8))
+        settle(engine)
+
+        def restored(scheduler: Scheduler) -> int:
+            cache = scheduler.cache
+            for path in cache._tree.sequences():
+                for node in path:
+                    cache._tree._store.drop_checkpoint(node)
+            disk = cache._disk
+            assert disk is not None
+            hold = disk.hold(TokenSequence(tuple(prompt)))
+            assert hold.load is not None and [entry.head.kind for entry in hold.load.entries] == ["checkpoint"]
+            cache.make_room(CACHE.max_bytes or 0)
+            assert cache._tree.num_ram_bytes == 0
+            while disk.advance(hold):
+                disk.tier.wait(0.01)
+            num_tokens = hold.lease.num_tokens
+            disk.let_go(hold)
+            return num_tokens
+
+        assert engine._ask(restored) == usable("qwen3_5")
+        assert disk_of(engine).stats.faults == {}
+
+
+def test_a_disk_that_was_slow_once_is_measured_again(tmp_path: Path) -> None:
+    """What is not worth reading is computed; meanwhile somebody who keeps no row waiting looks if that is so still,
+    and from then on it is read."""
+    with running_engine(disk=on(tmp_path), reading_pays=False) as engine:
+        [first] = generate(engine, turn(LONG, 8))
+        settle(engine)
+
+        def make_slow(scheduler: Scheduler) -> None:
+            disk = scheduler.cache._disk
+            assert disk is not None
+            disk.tier._hand.read_rate = 10.0
+            scheduler.cache.clear()
+
+        engine._ask(make_slow)
+        [slow] = generate(engine, turn(LONG, 8))
+        assert cached(slow) == 0 and disk_of(engine).num_declined == 1
+        wait_until(lambda: (disk_of(engine).stats.read_bytes_per_second or 0) > 10**6)
+        engine._ask(lambda scheduler: scheduler.cache.clear())
+        [again] = generate(engine, turn(LONG, 8))
+        assert cached(again) == len(LONG) - 1
+        assert_exact(again, first.tokens)
+
+
+# --- RAM that is only lent --------------------------------------------------------------------------------------------
+
+
+def test_an_ephemeral_disk_empties_ram_while_others_run(tmp_path: Path) -> None:
+    """A server that is never idle: RAM has what the running row stands on, and nothing of those that are over."""
+    with running_engine(disk=on(tmp_path, is_ephemeral=True)) as engine:
+        running = engine.submit(turn(prompt_of(48, 50), 100_000))
+        results = [generate(engine, turn(prompt, 8))[0] for prompt in PROMPTS]
+        wait_until(lambda: engine.cache_report().stats.ram_bytes < disk_of(engine).stats.total_bytes / 3)
+        assert engine.status.num_decoding == 1
+        [again] = generate(engine, turn(PROMPTS[0], 8))
+        assert_exact(again, results[0].tokens)
+        assert cached(again) == usable("qwen3")
+        running.cancel()
+        collect(running)
