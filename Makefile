@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 SOURCES := kvserve tests scripts benchmarks install_and_run.py start_llm.py
 PRESENT := $(wildcard $(SOURCES))
 
-.PHONY: setup lint format test long matrix check e2e bench bench-clients
+.PHONY: setup lint format test long matrix check e2e bench soak bench-clients
 
 setup:
 	@python3 install_and_run.py --setup-only --dev
@@ -39,6 +39,10 @@ e2e: setup
 
 bench: setup
 	$(PYTHON) -m benchmarks
+
+# Half an hour of traffic on a server with a small cap on disk: SOAK_MINUTES for another time.
+soak: setup
+	$(PYTHON) -m benchmarks.soak --minutes $(or $(SOAK_MINUTES),30)
 
 bench-clients: setup
 	$(PYTHON) -m benchmarks --only open_loop --only real_loop --only own_turn

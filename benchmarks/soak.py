@@ -12,7 +12,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from benchmarks.figure import Bound, Figure, markdown_table
 from benchmarks.memory import BUDGET_BYTES, CHUNK_TOKENS, MIB, NUM_AT_ONCE, Readings, next_conversation, served, slope
 from benchmarks.prompts import Prompts
 from benchmarks.rig import Rig, serving
-from kvserve.cache.disk_store import SCRATCH_SUFFIX, SUFFIX
+from kvserve.cache.disk_store import SUFFIX
 from kvserve.config import setting_key
 from kvserve.demo.build import TINY, build_model
 
@@ -43,7 +43,7 @@ MAX_GROWTH_MIB = 8.0
 
 @dataclass(slots=True)
 class Watch:
-    """What was read from outside: the most that the blobs on disk ever were, the largest one, and memory over time."""
+    """What was read from outside: the most that all files on disk ever were, the largest blob, and memory over time."""
 
     folder: Path
     peak_disk_bytes: int = 0
@@ -53,21 +53,23 @@ class Watch:
     rss_bytes: list[float] = field(default_factory=list)
 
     def look(self, rig: Rig) -> None:
-        sizes = list(_blob_sizes(self.folder))
-        self.peak_disk_bytes = max(self.peak_disk_bytes, sum(sizes))
-        self.largest_blob_bytes = max([self.largest_blob_bytes, *sizes])
+        total = 0
+        for name, size in _files(self.folder):
+            total += size
+            if name.endswith(SUFFIX):
+                self.largest_blob_bytes = max(self.largest_blob_bytes, size)
+        self.peak_disk_bytes = max(self.peak_disk_bytes, total)
         self.at_requests.append(self.num_requests)
         self.rss_bytes.append(rig.server_rss_bytes())
 
 
-def _blob_sizes(folder: Path) -> Sequence[int]:
-    """Bytes of every blob, also of one that is being written; one that leaves meanwhile does not count."""
-    sizes = []
+def _files(folder: Path) -> Iterator[tuple[str, int]]:
+    """Name and bytes of every file: blobs, also one that is being written, index and records; what leaves meanwhile
+    does not count."""
     for path in folder.rglob("*"):
-        if path.suffix in (SUFFIX, SCRATCH_SUFFIX):
-            with contextlib.suppress(FileNotFoundError):
-                sizes.append(path.stat().st_size)
-    return sizes
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file():
+                yield path.name, path.stat().st_size
 
 
 def run(minutes: float) -> list[Figure]:

@@ -117,9 +117,10 @@ def export(options: argparse.Namespace) -> int:
 def take_in(options: argparse.Namespace) -> int:
     """A prompt cache as one segment and, where layers cannot be cut, a checkpoint."""
     from mlx_lm.models.cache import load_prompt_cache
-    from probing.caches import num_tokens_of, parts_of
+    from probing.caches import check_caches, num_tokens_of, parts_of
 
     caches, metadata = load_prompt_cache(str(options.file), return_metadata=True)  # type: ignore[no-untyped-call]
+    check_caches(options.model, caches)
     text = options.tokens.read_text("utf-8") if options.tokens is not None else metadata.get("tokens")
     if text is None:
         raise ProbeError(f"{options.file} does not name its tokens: give them with --tokens")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import open_loop, real_loop
+from benchmarks import open_loop, real_loop, soak
 from benchmarks.frozen import FrozenOracle, Possible
 from benchmarks.kept import RESULTS, KeptRows, Part
 from benchmarks.memory import slope
@@ -43,6 +43,22 @@ def test_the_common_beginning_is_the_longest_one(base: list[int], one: list[int]
     length = num_common(a, b)
     assert len(base) <= length and a[:length] == b[:length]
     assert length in (len(a), len(b)) or a[length] != b[length]
+
+
+def test_a_soak_fails_where_the_disk_or_memory_grows() -> None:
+    """A record above the cap is allowed, a byte more is not; nor is a leak behind the warm-up."""
+    watch = soak.Watch(Path(), soak.CAP_BYTES + 1000, 1000, 60, [float(number) for number in range(60)])
+    disk: dict[str, object] = {"num_evicted": 1, "num_errors": 0}
+
+    def missed(*rss_mib: float) -> list[bool]:
+        watch.rss_bytes = [mib * 2**20 for mib in rss_mib]
+        return [figure.is_missed for figure in soak._figures(watch, disk)]
+
+    level = [200 + min(number, 20) + number % 2 for number in range(60)]
+    assert missed(*level) == [False, False]
+    assert missed(*(200 + number / 2 for number in range(60))) == [False, True]
+    watch.peak_disk_bytes += 1
+    assert missed(*level) == [True, False]
 
 
 def told(num_prompt: int, num_cached: int, num_possible: int, *, is_first: bool = False) -> Judged:

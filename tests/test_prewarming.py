@@ -213,7 +213,7 @@ def test_after_a_restart_the_most_used_prefix_is_warm_before_anybody_asks(
         for index in (tmp_path / "kv").rglob("index*"):
             index.unlink()
     with serving_app(tmp_path, family, prewarm_prefixes=4) as app:
-        assert eventually(lambda: warming(app)["num_jobs_done"] == 1, 30)
+        assert eventually(lambda: warming(app)["num_jobs_done"] == 1, 10)
         report = app.get("/v1/cache").json
         assert report["ram_bytes"] > 0 and report["num_prompt_tokens"] == 0
         assert (report["num_warmed_tokens"] > 0) is has_lost_its_kv

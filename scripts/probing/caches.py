@@ -113,6 +113,16 @@ def num_tokens_of(caches: Sequence[Any]) -> int:
     return offsets.pop()
 
 
+def check_caches(model: Path, caches: Sequence[Any]) -> None:
+    """Raise ProbeError for caches that are not, layer by layer, of the kind that this model has."""
+    wanted = [type(cache).__name__ for cache in make_prompt_cache(load_model(model, lazy=True)[0])]
+    found = [type(cache).__name__ for cache in caches]
+    if wanted != found:
+        raise ProbeError(
+            f"the file is of another model: {len(found)} layers {found[:1]}, not {len(wanted)} {wanted[:1]}"
+        )
+
+
 def parts_of(caches: Sequence[Any]) -> tuple[tuple[str, list[RawTensor]], tuple[str, list[RawTensor]] | None]:
     """A segment's note and tensors, and a checkpoint's where a layer cannot be cut."""
     num_tokens, rows, states = num_tokens_of(caches), _Collected(), _Collected()

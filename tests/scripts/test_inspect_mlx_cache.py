@@ -17,6 +17,13 @@ from tests.scripts.conftest import run_script
 from tests.serving import AppUnderTest
 
 FAMILIES = sampled((*THREE_KINDS, "glm4_moe_lite"), THREE_KINDS)
+FAMILIES = (
+    "qwen3_5",
+    "gemma3",
+    pytest.param("qwen3", marks=pytest.mark.slow),
+    pytest.param("glm4_moe_lite", marks=pytest.mark.slow),
+    pytest.param("gpt_oss", marks=pytest.mark.slow),
+)
 PROMPT = prompt_of(300)
 NUM_ANSWER_TOKENS = 16
 
@@ -87,6 +94,20 @@ def test_the_server_goes_on_from_an_import(family: str, tmp_path: Path) -> None:
         [warm] = generate(engine, turn(PROMPT, NUM_ANSWER_TOKENS))
         assert cached(warm) == 280
         assert_exact(warm, cold(engine, PROMPT, NUM_ANSWER_TOKENS))
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Caches that the model does not have: nothing is written, exit code 2."""
+    module, _ = load_model(tiny_model("qwen3"))
+    caches = make_prompt_cache(module)
+    module(mx.array([PROMPT]), cache=caches)
+    file = str(tmp_path / "saved.safetensors")
+    save_prompt_cache(file, caches, {"tokens": json.dumps(PROMPT)})
+    folder = tmp_path / ("0" * 32)
+    folder.mkdir()
+    done = run_script("inspect_mlx_cache.py", "import", file, str(folder), "--model", str(tiny_model("gemma3")))
+    assert done.returncode == 2 and "another model" in done.stderr, (done.stdout, done.stderr)
+    assert list(folder.iterdir()) == []
 
 
 def test_damage_is_found_and_named(tmp_path: Path) -> None:
