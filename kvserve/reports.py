@@ -56,6 +56,7 @@ def cache_body(report: CacheReport, totals: ConversationTotals, num_rejections: 
         "live_bytes": report.stats.live_bytes,
         "num_segments": report.stats.num_segments,
         "num_checkpoints": report.stats.num_checkpoints,
+        "num_stored_tokens": report.stats.num_stored_tokens,
         "num_entries": report.stats.num_entries,
         "num_evicted_tokens": report.stats.num_evicted_tokens,
         "num_evicted_checkpoints": report.stats.num_evicted_checkpoints,
