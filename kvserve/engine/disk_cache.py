@@ -53,6 +53,8 @@ class Goal:
     end: int
     segments: tuple[Entry, ...]
     state: Entry | None
+    ends: tuple[int, ...] = ()
+    """Where this prefix leaves each segment: what lies behind in it are another prompt's rows."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -260,7 +262,7 @@ class DiskCache:
                 kv = decode_kv(blob.note, blob.tensors)
                 if kv.num_tokens != len(blob.head.tokens):
                     raise NotReadable(f"{kv.num_tokens} rows for {len(blob.head.tokens)} tokens")
-                self._extend(hold, min(blob.head.tokens.end, goal.end), kv, None, blob)
+                self._extend(hold, min(goal.ends[goal.segments.index(entry)], goal.end), kv, None, blob)
                 self.num_restores += not self._needs_checkpoints and entry is goal.segments[-1]
         except RowsGone:
             return False
@@ -317,16 +319,19 @@ class DiskCache:
         limit = min(found.depth, max(len(tokens) - 1, 0))
         if (image := image_around(tokens.images, limit)) is not None:
             limit = image.start
-        segments: list[Entry] = []
+        segments, ends = list[Entry](), list[int]()
         for step in found.steps:
             if step.start >= limit:
                 return
             if step.end > match.num_matched_tokens and step.segment not in segments[-1:]:
                 segments.append(step.segment)
+                ends.append(step.end)
+            elif step.segment in segments[-1:]:
+                ends[-1] = step.end
             if not self._needs_checkpoints:
-                yield Goal(min(step.end, limit), tuple(segments), None)
+                yield Goal(min(step.end, limit), tuple(segments), None, tuple(ends))
             elif step.checkpoint is not None and step.end <= limit and _is_between(tokens, step.end):
-                yield Goal(step.end, tuple(segments), step.checkpoint)
+                yield Goal(step.end, tuple(segments), step.checkpoint, tuple(ends))
 
 
 def _is_between(tokens: TokenSequence, offset: int) -> bool:
