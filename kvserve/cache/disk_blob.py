@@ -17,7 +17,7 @@ from kvserve.cache.records import BoundaryKind
 from kvserve.cache.token_run import ID_BYTES, TokenRun
 from kvserve.core import ImageSpan
 
-FORMAT = "kvserve blob 1"
+FORMAT = "kvserve blob 2"
 """Changes whenever the meaning of a blob's bytes changes: blobs of before are then not found."""
 
 DIGEST_BYTES = 32

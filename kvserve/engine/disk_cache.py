@@ -53,7 +53,7 @@ class Goal:
     end: int
     segments: tuple[Entry, ...]
     state: Entry | None
-    ends: tuple[int, ...] = ()
+    ends: tuple[int, ...]
     """Where this prefix leaves each segment: what lies behind in it are another prompt's rows."""
 
     @property

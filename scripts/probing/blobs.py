@@ -15,7 +15,7 @@ from typing import Any
 
 from probing.wire import Json, ProbeError
 
-FORMAT = "kvserve blob 1"
+FORMAT = "kvserve blob 2"
 SUFFIX = ".safetensors"
 DIGEST_BYTES = 32
 

@@ -64,7 +64,7 @@ def wrong_version(folder: Path, _: pytest.MonkeyPatch) -> None:
     """Whole files with a right checksum, of a format that is not ours."""
     for path in blobs(folder):
         content = path.read_bytes()[:-32]
-        other = content.replace(b'"format":"kvserve blob 1"', b'"format":"kvserve blob 0"')
+        other = content.replace(b'"format":"kvserve blob 2"', b'"format":"kvserve blob 0"')
         assert other != content
         path.write_bytes(other + hashlib.sha256(other).digest())
 
