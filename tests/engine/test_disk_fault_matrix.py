@@ -15,6 +15,7 @@ import pytest
 from kvserve.cache import disk_store
 from kvserve.cache.disk_blob import BlobName
 from kvserve.cache.disk_store import INDEX_NAME, FolderStore
+from kvserve.core import TokenSequence
 from kvserve.engine.worker import Engine
 from kvserve.reports import num_disk_faults
 from tests.engine.engines import TAIL_TOKENS, assert_exact, cached, generate, prompt_of, running_engine, turn
@@ -162,7 +163,9 @@ def test_no_fault_is_more_than_a_miss(
                 assert report.disk is None and "another user" in lines[0]
             else:
                 assert set(disk_of(engine).stats.faults) == {kind}
-            assert engine.kept_tokens((*OTHER, 1))[0] >= len(OTHER) - TAIL_TOKENS, "RAM keeps it in any case"
+            assert engine.kept_tokens(TokenSequence((*OTHER, 1)))[0] >= len(OTHER) - TAIL_TOKENS, (
+                "RAM keeps it in any case"
+            )
 
 
 def test_without_a_fault_nothing_is_counted(folder: Path, written: tuple[Path, tuple[int, ...]]) -> None:

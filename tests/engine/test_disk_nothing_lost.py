@@ -54,7 +54,7 @@ def slow_disk(family: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def kept(engine: Engine, tokens: Sequence[int]) -> tuple[int, int]:
     """How much of these tokens RAM has, and how much RAM or the disk."""
-    return engine.kept_tokens(tuple(tokens))
+    return engine.kept_tokens(TokenSequence(tuple(tokens)))
 
 
 def usable(family: str) -> int:
