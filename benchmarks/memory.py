@@ -6,7 +6,7 @@ cache all the time; two run at once.
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.client import Client, Message
@@ -18,10 +18,18 @@ NUM_REQUESTS = 300
 NUM_WARM_UP = 100
 NUM_AT_ONCE = 2
 BUDGET_BYTES = 4 * 2**20
+RECORDS_BYTES = 4 * 2**20
+"""What the server may remember of conversations, in RAM: by default it has more than these requests fill."""
+
 PROMPT_TOKENS = (50, 400)
 CHUNK_TOKENS = 128
 """Short ones: what a chunk takes for its time grows with its length, and the first long one would look like a leak."""
 
+SETTINGS: Mapping[str, int] = {
+    "prompt_cache_max_bytes": BUDGET_BYTES,
+    "session_records_max_bytes": RECORDS_BYTES,
+    "prefill_step_size": CHUNK_TOKENS,
+}
 ANSWER_TOKENS = 12
 POLL_SECONDS = 0.1
 MIB = 2**20
@@ -43,7 +51,7 @@ def run(num_rounds: int) -> list[Figure]:
     """The peak against the budget, and how much memory grows over the last 200 requests (a line through all points)."""
     found = []
     for _ in range(num_rounds):
-        with open_rig(TINY, prompt_cache_max_bytes=BUDGET_BYTES, prefill_step_size=CHUNK_TOKENS) as rig:
+        with open_rig(TINY, **SETTINGS) as rig:
             found.append(_readings(rig))
     last = found[-1]
     return [

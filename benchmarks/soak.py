@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks import memory
 from benchmarks.bare import BareModel
 from benchmarks.client import Message
 from benchmarks.figure import Bound, Figure, markdown_table
-from benchmarks.memory import BUDGET_BYTES, CHUNK_TOKENS, MIB, NUM_AT_ONCE, Readings, next_conversation, served, slope
+from benchmarks.memory import MIB, NUM_AT_ONCE, Readings, next_conversation, served, slope
 from benchmarks.prompts import Prompts
 from benchmarks.rig import Rig, serving
 from kvserve.cache.disk_store import SUFFIX
@@ -27,11 +28,7 @@ from kvserve.config import setting_key
 from kvserve.demo.build import TINY, build_model
 
 CAP_BYTES = 16 * MIB
-SETTINGS = {
-    "prompt_cache_max_bytes": BUDGET_BYTES,
-    "prefill_step_size": CHUNK_TOKENS,
-    "disk_cache_max_bytes": CAP_BYTES,
-}
+SETTINGS = {**memory.SETTINGS, "disk_cache_max_bytes": CAP_BYTES}
 NUM_TOLD = 200
 """Conversations that may go on: more than RAM holds, about as many as the disk does."""
 
