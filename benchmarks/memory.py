@@ -18,7 +18,7 @@ NUM_REQUESTS = 300
 NUM_WARM_UP = 100
 NUM_AT_ONCE = 2
 BUDGET_BYTES = 4 * 2**20
-RECORDS_BYTES = 4 * 2**20
+RECORDS_BYTES = 2**20
 """What the server may remember of conversations, in RAM: by default it has more than these requests fill."""
 
 PROMPT_TOKENS = (50, 400)
