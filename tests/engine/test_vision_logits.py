@@ -6,14 +6,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_vlm.generate import stream_generate
-from mlx_vlm.utils import should_add_special_tokens
 
 from kvserve.core import GenerationRequest
 from kvserve.engine.vision import RopeShift
 from tests.engine.engines import LOGIT_TOLERANCE, assert_close, cached, generate, generate_with_logits, running_engine
 from tests.engine.test_vision import Sighted
-from tests.engine.visions import QUICK, VISION, Prompted, for_processor, picture, vlm
+from tests.engine.visions import QUICK, VISION, Prompted, picture, vlm_stream
 
 NUM_TOKENS = 8
 
@@ -35,16 +33,7 @@ def normalised(logits: np.ndarray) -> np.ndarray:
 
 def vlm_logprobs(family: str, prompted: Prompted) -> np.ndarray:
     """What mlx-vlm's own model draws its tokens from: (tokens, vocabulary)."""
-    model, processor = vlm(family)
-    adds = should_add_special_tokens(model.config.model_type, processor)
-    results = stream_generate(
-        model,
-        processor,
-        for_processor(family, prompted, adds_special_tokens=adds),
-        image=list(prompted.pictures) or None,
-        max_tokens=NUM_TOKENS,
-        temperature=0.0,
-    )
+    results = vlm_stream(family, prompted, NUM_TOKENS)
     rows: list[Any] = [np.array(mx.array(result.logprobs).astype(mx.float32)).reshape(-1) for result in results]
     return np.stack(rows[:NUM_TOKENS])
 

@@ -3,7 +3,7 @@
 import base64
 import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,11 +137,11 @@ def vlm(family: str) -> tuple[Any, Any]:
     return load_vlm(str(tiny_model(family)), trust_remote_code=False)
 
 
-def vlm_answer(family: str, prompted: Prompted, num_tokens: int = NUM_ANSWER_TOKENS) -> tuple[int, ...]:
-    """What mlx-vlm's `stream_generate` writes, greedily."""
+def vlm_stream(family: str, prompted: Prompted, num_tokens: int) -> Iterator[Any]:
+    """What mlx-vlm's `stream_generate` tells of each token, greedily."""
     model, processor = vlm(family)
     adds = should_add_special_tokens(model.config.model_type, processor)
-    results = stream_generate(
+    results: Iterator[Any] = stream_generate(
         model,
         processor,
         for_processor(family, prompted, adds_special_tokens=adds),
@@ -149,6 +149,12 @@ def vlm_answer(family: str, prompted: Prompted, num_tokens: int = NUM_ANSWER_TOK
         max_tokens=num_tokens,
         temperature=0.0,
     )
+    return results
+
+
+def vlm_answer(family: str, prompted: Prompted, num_tokens: int = NUM_ANSWER_TOKENS) -> tuple[int, ...]:
+    """What mlx-vlm's `stream_generate` writes, greedily."""
+    results = vlm_stream(family, prompted, num_tokens)
     return tuple(int(result.token) for result in results)[:num_tokens]
 
 
