@@ -174,6 +174,23 @@ def generate(engine: Engine, *requests: GenerationRequest) -> list[Result]:
     return [collect(generation) for generation in [engine.submit(each) for each in requests]]
 
 
+@contextmanager
+def without_idle_work(engine: Engine) -> Iterator[None]:
+    """An engine that leaves its idle work undone, so that a test sees what there was before it however long its own
+    thread slept between two requests."""
+    engine._ask(lambda scheduler: setattr(scheduler, "do_idle_work", lambda: False))
+    try:
+        yield
+    finally:
+        engine._ask(lambda scheduler: delattr(scheduler, "do_idle_work"))
+
+
+def do_all_idle_work(engine: Engine) -> None:
+    """Let the engine do what no request waits for, to its end."""
+    while engine._ask(lambda scheduler: scheduler.do_idle_work()):
+        pass
+
+
 # --- the comparison of the exactness matrix -----------------------------------------------------------------------
 
 

@@ -36,12 +36,14 @@ from tests.engine.engines import (
     cached,
     cold,
     collect,
+    do_all_idle_work,
     engine_settings,
     generate,
     generate_with_logits,
     prompt_of,
     request,
     turn,
+    without_idle_work,
 )
 from tests.models import tiny_model
 from tests.starts import remembered_starts
@@ -411,12 +413,12 @@ def test_small_segments_on_both_sides_of_the_start_are_joined(qwen3: Engine) -> 
     """A conversation of many small pieces is one of few after idle work, with the same text."""
     qwen3.clear_cache()
     tokens = list(prompt_of(100))
-    for seed in range(14):
-        [answer] = generate(qwen3, turn(tokens, 4))
-        tokens = [*tokens, *answer.tokens, *prompt_of(8, seed)]
-    before = qwen3.cache_report().stats
-    while qwen3._ask(lambda scheduler: scheduler.do_idle_work()):
-        pass
+    with without_idle_work(qwen3):
+        for seed in range(14):
+            [answer] = generate(qwen3, turn(tokens, 4))
+            tokens = [*tokens, *answer.tokens, *prompt_of(8, seed)]
+        before = qwen3.cache_report().stats
+    do_all_idle_work(qwen3)
     after = qwen3.cache_report().stats
     assert (after.num_segments, after.ram_bytes) < (before.num_segments / 2, before.ram_bytes + 1)
     [warm] = generate(qwen3, turn(tokens))

@@ -28,6 +28,7 @@ from tests.engine.engines import (
     cached,
     cold,
     collect,
+    do_all_idle_work,
     generate,
     generate_with_logits,
     of_each_kind,
@@ -35,6 +36,7 @@ from tests.engine.engines import (
     request,
     running_engine,
     turn,
+    without_idle_work,
 )
 from tests.laws import THREE_KINDS, TWO_KINDS, sampled
 
@@ -321,13 +323,14 @@ def test_the_watchdog_leaves_no_answer_but_whole_prompt_segments(engine: Engine)
 def test_coalescing_changes_nothing(engine: Engine) -> None:
     """A conversation of many small segments is one of few after idle work, with the same text."""
     tokens = list(prompt_of(60))
-    for seed in range(12):
-        [answer] = generate(engine, turn(tokens, 4))
-        tokens = [*tokens, *answer.tokens, *prompt_of(10, seed)]
-    before = engine.cache_report().stats.num_segments
-    while engine._ask(lambda scheduler: scheduler.do_idle_work()):
-        pass
-    assert engine.cache_report().stats.num_segments < max(before, 8)
+    engine.clear_cache()
+    with without_idle_work(engine):
+        for seed in range(12):
+            [answer] = generate(engine, turn(tokens, 4))
+            tokens = [*tokens, *answer.tokens, *prompt_of(10, seed)]
+        before = engine.cache_report().stats.num_segments
+    do_all_idle_work(engine)
+    assert engine.cache_report().stats.num_segments < before / 2
     [warm] = generate(engine, turn(tokens))
     assert cached(warm) >= len(tokens) - 16
     assert_exact(warm, cold(engine, tokens))
