@@ -8,7 +8,7 @@ It knows the form of the file and what names a blob, not what the tensors mean (
 import hashlib
 import json
 import struct
-from collections.abc import Buffer, Sequence
+from collections.abc import Buffer, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NewType, cast, get_args
@@ -21,6 +21,8 @@ FORMAT = "kvserve blob 2"
 """Changes whenever the meaning of a blob's bytes changes: blobs of before are then not found."""
 
 DIGEST_BYTES = 32
+GATHERED_BYTES = 256 * 1024
+"""Arrays that are smaller are copied together before they are hashed and written."""
 MAX_HEADER_BYTES = 64 * 2**20
 NO_PARENT = ""
 
@@ -79,7 +81,7 @@ def num_bytes_of(data: Buffer) -> int:
 
 
 def pack_blob(head: BlobHead, note: str, tensors: Sequence[Tensor]) -> list[Buffer]:
-    """The parts of a blob's file, one after another. Nothing of the payload is copied."""
+    """The parts of a blob's file, one after another. Only small tensors are copied, many into one part."""
     tokens = Tensor("U32", (len(head.tokens),), head.tokens.ids)
     named = [("tokens", tokens), *((f"{number:06}", tensor) for number, tensor in enumerate(tensors))]
     named.append(("sha256", Tensor("U8", (DIGEST_BYTES,), bytes(DIGEST_BYTES))))
@@ -91,12 +93,29 @@ def pack_blob(head: BlobHead, note: str, tensors: Sequence[Tensor]) -> list[Buff
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    parts: list[Buffer] = [struct.pack("<Q", len(text)) + text]
-    parts += [tensor.data for _, tensor in named[:-1]]
+    parts = list(_gathered([struct.pack("<Q", len(text)) + text, *(tensor.data for _, tensor in named[:-1])]))
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
     return [*parts, digest.digest()]
+
+
+def _gathered(parts: Iterable[Buffer]) -> Iterator[Buffer]:
+    """The same bytes in fewer parts. Each is hashed and written by itself, and the interpreter's lock is given up and
+    asked for again each time: dozens of small arrays would have the engine's thread hand it over as often."""
+    small: list[Buffer] = []
+    num_bytes = 0
+    for part in parts:
+        if num_bytes_of(part) >= GATHERED_BYTES:
+            yield from (b"".join(small), part)
+            small, num_bytes = [], 0
+            continue
+        small.append(part)
+        num_bytes += num_bytes_of(part)
+        if num_bytes >= GATHERED_BYTES:
+            yield b"".join(small)
+            small, num_bytes = [], 0
+    yield b"".join(small)
 
 
 def _metadata(head: BlobHead, note: str) -> dict[str, str]:
