@@ -166,7 +166,7 @@ class Conversations:
     def __init__(self, settings: IdentitySettings, archive: Archive | None = None) -> None:
         """With an `archive` it begins with what was kept there, and outlives the process in it."""
         self._settings = settings
-        self._familiar = Familiar(settings.rules)
+        self._familiar = Familiar(settings.rules, settings.limits.familiar_bytes)
         self._stores = Stores(settings.limits, archive)
         self._healing, self._turns, self._index = self._stores.healing, self._stores.turns, self._stores.index
         self._openings: Places[bytes] = Places()

@@ -61,7 +61,7 @@ class ModelMaker:
         check_folder(folder)
         check_weights(folder)
         tokenizer = load_tokenizer(folder)
-        template = ChatTemplate(tokenizer)
+        template = ChatTemplate(tokenizer, self.identity.limits.placed_bytes)
         markers = learn_markers(tokenizer, template)
         added_tokens = frozenset(token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
         sizes = expected_sizes(folder, self.settings.max_kv_size)

@@ -24,6 +24,7 @@ from kvserve.core import (
 from kvserve.identity import Conversations, Exchanged, IdentitySettings, Reading
 from kvserve.sessions.archive import Archive
 from kvserve.sessions.seen import pack_ids
+from kvserve.sessions.stores import StoreLimits
 
 SYSTEM = Message("system", (TextBlock("You are careful. " * 20),))
 
@@ -252,3 +253,15 @@ def test_what_was_put_back_beside_an_edit_is_put_back_again(conversations: Conve
         reading = answered(conversations, asked(*talk), said("assistant", f"Part {number}."))
         assert reading.messages[1] == first("briefly") and reading.messages[3] == reminded
         talk += [said("assistant", f"Part {number}."), more]
+
+
+def test_messages_are_remembered_within_the_setting() -> None:
+    """What the records' bytes leave to them, however many are sent; without the setting far more would be."""
+    limits = StoreLimits(max_bytes=2**20)
+    few, many = (Conversations(IdentitySettings(DEFAULT_RULES, limits=each)) for each in (limits, StoreLimits()))
+    for number in range(200):
+        for conversations in (few, many):
+            answered(
+                conversations, asked(SYSTEM, said("user", f"{number} " * 500)), said("assistant", f"Yes {number}.")
+            )
+    assert 0 < few._familiar.num_bytes <= limits.familiar_bytes < many._familiar.num_bytes

@@ -21,7 +21,7 @@ from kvserve.prompt.writing import Writer, Written
 ARGUMENTS_FIELD = "chat_template_kwargs"
 
 MEMORY_BYTES = 64 * 2**20
-"""For beginnings of conversations in each dialect of a template."""
+"""For beginnings of conversations in all dialects of a template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +86,15 @@ def _probed(template: CompiledTemplate) -> _Voice | None:
 class ChatTemplate:
     """The chat template of one model, compiled and probed once. Thread-safe: what it remembers changes no text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises ModelLoadError where the template is broken. A model without one gets labelled plain text."""
+    def __init__(self, tokenizer: Tokenizer, max_bytes: int = MEMORY_BYTES) -> None:
+        """`max_bytes` bounds what is remembered of earlier conversations. Raises ModelLoadError where the template is
+        broken. A model without one gets labelled plain text."""
         self._tokenizer = tokenizer
         source = tokenizer.chat_template
         self._voice = _probed(CompiledTemplate(source, tokenizer.template_variables)) if source is not None else None
         dialects = (self._voice.dialect, self._voice.tool_dialect) if self._voice is not None else ()
-        self._memories = [(dialect, Memory(MEMORY_BYTES)) for dialect in dialects if dialect is not None]
+        spoken = [dialect for dialect in dialects if dialect is not None]
+        self._memories = [(dialect, Memory(max_bytes // len(spoken))) for dialect in spoken]
 
     @property
     def accepts_tools(self) -> bool:

@@ -13,14 +13,17 @@ from kvserve.sessions.journal import UNWRITTEN, Rows
 from kvserve.sessions.lineage import SessionIndex
 from kvserve.sessions.turns import TurnStore
 
-PATHS_SHARE = 12 / 32
-RECORDS_SHARE = 8 / 32
+PATHS_SHARE = 10 / 32
+RECORDS_SHARE = 7 / 32
 HEALING_SHARE = 4 / 32
 LINEAGE_SHARE = 2 / 32
 TOOLS_SHARE = 1 / 32
 BEGINNINGS_SHARE = 1 / 64
+FAMILIAR_SHARE = 2 / 32
+PLACED_SHARE = 1 / 32
 MEMO_SHARE = 9 / 64
-"""How the bytes of one setting are shared out; the last is for what `prompt/` remembers of earlier prompts."""
+"""How the bytes of one setting are shared out. The last three are not for these stores but for what is remembered of
+messages, of the places that templates gave them, and of the tokens of earlier prompts."""
 
 LINEAGE_BYTES_PER_MESSAGE = 512
 """A message's digest in a branch and the way from it to the branch, as Python holds them."""
@@ -43,8 +46,18 @@ class StoreLimits:
 
     @property
     def memo_bytes(self) -> int:
-        """The part that is not for these stores: what `prompt/` may remember."""
+        """What may be remembered of earlier prompts' tokens."""
         return int(self.max_bytes * MEMO_SHARE)
+
+    @property
+    def familiar_bytes(self) -> int:
+        """What may be remembered of messages that were sent before."""
+        return int(self.max_bytes * FAMILIAR_SHARE)
+
+    @property
+    def placed_bytes(self) -> int:
+        """What may be remembered of conversations as a template's dialects placed them."""
+        return int(self.max_bytes * PLACED_SHARE)
 
 
 class Stores:

@@ -236,3 +236,15 @@ def test_rendering_costs_what_jinja_and_the_tokenizer_cost() -> None:
         tokenizer.encode(text)
         bare.append(time.process_time() - start)
     assert min(ours) < 2 * min(bare) + 0.02, (ours, bare)
+
+
+def test_what_a_template_remembers_is_bounded_and_changes_nothing() -> None:
+    """All its dialects together keep within the bytes that they are given; the prompts are those of one with room."""
+    tokenizer = family_tokenizer("qwen3")
+    small, roomy = ChatTemplate(tokenizer, max_bytes=20_000), ChatTemplate(tokenizer)
+    for number in range(40):
+        talk = (user(f"{number} " * 50), answer("Yes."), user("And?"))
+        for tools in ((), TOOLS):
+            assert small.render(talk, tools, thinking=True) == roomy.render(talk, tools, thinking=True)
+    kept = [sum(memory._known.num_bytes for _, memory in each._memories) for each in (small, roomy)]
+    assert 0 < kept[0] <= 20_000 < kept[1]

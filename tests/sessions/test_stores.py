@@ -9,10 +9,12 @@ from kvserve.sessions.lineage import SessionKey
 from kvserve.sessions.seen import Step
 from kvserve.sessions.stores import (
     BEGINNINGS_SHARE,
+    FAMILIAR_SHARE,
     HEALING_SHARE,
     LINEAGE_SHARE,
     MEMO_SHARE,
     PATHS_SHARE,
+    PLACED_SHARE,
     RECORDS_SHARE,
     TOOLS_SHARE,
     StoreLimits,
@@ -188,7 +190,7 @@ def test_a_store_with_less_room_keeps_the_newest(tmp_path: Path) -> None:
     for letter in "abcdefgh":
         first.stores.turns.extend(None, [Step(chains_of(letter)[0], user("x" * 10_000))], first.stores.until(None))
     first.end()
-    second = Life(tmp_path, limits=StoreLimits(max_bytes=100_000))
+    second = Life(tmp_path, limits=StoreLimits(max_bytes=120_000))
     assert [bool(second.known(letter)) for letter in "abcdefgh"] == [False] * 5 + [True] * 3
     second.end()
     third = Life(tmp_path)
@@ -212,8 +214,10 @@ def test_texts_that_are_larger_on_disk_stay_within_the_bytes(tmp_path: Path) -> 
 
 def test_the_shares_are_a_whole() -> None:
     """One setting, nothing beside it."""
-    shares = (PATHS_SHARE, RECORDS_SHARE, HEALING_SHARE, LINEAGE_SHARE, TOOLS_SHARE, BEGINNINGS_SHARE, MEMO_SHARE)
-    assert sum(shares) == 1.0 and StoreLimits(max_bytes=3200).memo_bytes == 450
+    stores = (PATHS_SHARE, RECORDS_SHARE, HEALING_SHARE, LINEAGE_SHARE, TOOLS_SHARE, BEGINNINGS_SHARE)
+    assert sum(stores) + FAMILIAR_SHARE + PLACED_SHARE + MEMO_SHARE == 1.0
+    limits = StoreLimits(max_bytes=3200)
+    assert (limits.memo_bytes, limits.familiar_bytes, limits.placed_bytes) == (450, 200, 100)
 
 
 def test_without_an_archive_nothing_is_written() -> None:
