@@ -72,10 +72,11 @@ def test_siblings_share_bytes(tmp_path: Path) -> None:
     """Two prompts with a common beginning: it is on disk once, and neither loses anything."""
     with Disk(tmp_path) as disk:
         disk.say(LONG)
-        before = disk.tier.stats().num_written_bytes
+        before, files = disk.tier.stats().num_written_bytes, disk.files()
         disk.say(BRANCH)
         run, _ = named(BRANCH)
-        second = max(disk.files(), key=lambda path: path.stat().st_mtime_ns).read_bytes()
+        [file] = set(disk.files()) - set(files)
+        second = file.read_bytes()
         assert run.packed(25, 45) in second and run.packed(0, 25) not in second
         assert disk.tier.stats().num_written_bytes > before
         assert disk.recall(LONG)[0] == LONG and disk.recall(BRANCH)[0] == BRANCH
@@ -534,15 +535,18 @@ def test_what_nobody_used_for_too_long_leaves(full: Path) -> None:
 
 def test_a_queue_that_is_full_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound counts bytes; what is refused is asked for again once the queue is empty."""
-    may_write, real = threading.Event(), FolderStore.write
+    is_writing, may_write, real = threading.Event(), threading.Event(), FolderStore.write
 
     def write(self: FolderStore, name: BlobName, parts: object) -> int:
+        is_writing.set()
         assert may_write.wait(WAIT_SECONDS)
         return real(self, name, parts)  # type: ignore[arg-type]
 
     monkeypatch.setattr(FolderStore, "write", write)
-    with Disk(tmp_path, replace(ROOMY, max_queued_bytes=200)) as disk:
-        assert disk.say(LONG, flush=False)
+    with Disk(tmp_path, replace(ROOMY, max_queued_bytes=400)) as disk:
+        assert disk.say([7, 8, 9], flush=False)
+        wait_until(is_writing.is_set)  # what the thread has taken out of the queue does not stand in it
+        assert disk.say(LONG, flush=False) and disk.say(LONG[1:], flush=False)
         assert not disk.say(list(range(1, 40)), flush=False)
         assert disk.tier.stats().num_refused == 1 and not disk.tier.take_lost()
         may_write.set()

@@ -53,6 +53,13 @@ class Owner:
         for _, key in list(self.rows)[: len(self.rows) // 2]:
             self.drop(key)
 
+    def wait_for_line(self) -> None:
+        """Until the writer has said something: it may be a while before it has its turn."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self.lines:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
     @property
     def file(self) -> archive_file.ArchiveFile:
         assert self.archive._file is not None
@@ -134,6 +141,7 @@ def test_a_full_disk_is_said_once_and_tried_again(owned: Callable[..., Owner], t
     for number in range(20):
         owner.put(b"big", bytes([number]) * 200_000)
         time.sleep(0.01)
+    owner.wait_for_line()
     assert not owner.archive.flush(0.2)
     assert len(owner.lines) == 1 and "full" in owner.lines[0], owner.lines
     owner.put(b"big", b"small")
@@ -153,7 +161,7 @@ def test_a_disk_that_takes_nothing_for_long_is_given_up(
     owner = owned().start()
     owner.put(b"before")
     assert owner.archive.flush(PATIENCE_SECONDS)
-    owner.file._connection.execute("PRAGMA max_page_count = 8")
+    owner.file._connection.execute("PRAGMA max_page_count = 1")  # as many as it has
     for number in range(200):
         owner.put(number.to_bytes(2), b"x" * 10_000)
     assert owner.archive.flush(PATIENCE_SECONDS) and not owner.archive.totals().is_on
@@ -173,6 +181,7 @@ def test_what_is_to_stay_free_stays_free(owned: Callable[..., Owner], tmp_path: 
     owner.drop(b"a")
     assert owner.archive.flush(PATIENCE_SECONDS) and owner.archive.totals().num_rows == 1
     owner.put(b"c")
+    owner.wait_for_line()
     assert not owner.archive.flush(0.2) and len(owner.lines) == 1 and "stay free" in owner.lines[0]
     owner.archive._min_free_bytes = 0
     assert owner.archive.flush(PATIENCE_SECONDS)

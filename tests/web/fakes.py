@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+import pytest
+
 from kvserve.core import (
     AnswerEvent,
     ContentDelta,
@@ -64,6 +66,9 @@ class ScriptedTurn:
         self.num_marked_tokens = 0
         self.cancelled = threading.Event()
         self.ended = threading.Event()
+        self.may_poll = threading.Event()
+        self.may_poll.set()
+        self.num_polls = 0
         self._script = script
 
     def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
@@ -83,9 +88,11 @@ class ScriptedTurn:
             if step is None or isinstance(step, float | threading.Event):
                 end = time.monotonic() + (step if isinstance(step, float) else 3600)
                 while time.monotonic() < end and not (isinstance(step, threading.Event) and step.is_set()):
+                    self.may_poll.wait(PATIENCE_SECONDS)
                     if self.cancelled.wait(poll_seconds):
                         yield FINISHED
                         return
+                    self.num_polls += 1
                     yield Waiting(1, 3)
             elif isinstance(step, Exception):
                 raise step
@@ -185,7 +192,9 @@ def serving(service: FakeService | None = None, **changes: object) -> Iterator[S
     try:
         yield Served(server, service, reports)
     finally:
-        assert server.close(PATIENCE_SECONDS), "a connection's thread is still alive"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvserve.web.server._LAST_JOIN_SECONDS", PATIENCE_SECONDS)
+            assert server.close(PATIENCE_SECONDS), "a connection's thread is still alive"
 
 
 @dataclass(frozen=True)

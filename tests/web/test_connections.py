@@ -37,8 +37,9 @@ class Peers:
 
 
 @pytest.fixture
-def peers() -> Iterator[Peers]:
-    """A table with room for three."""
+def peers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
+    """A table with room for three, which waits for whoever is to leave however long that takes."""
+    monkeypatch.setattr(connections, "_ROOM_WAIT_SECONDS", 600.0)
     with ExitStack() as stack:
         yield Peers(ConnectionTable(3), stack)
 
@@ -64,9 +65,8 @@ def test_silence_counts_from_the_last_answer(peers: Peers) -> None:
     assert (first.is_shut, second.is_shut) == (False, True)
 
 
-def test_nobody_makes_room_while_all_are_busy(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_makes_room_while_all_are_busy(peers: Peers) -> None:
     """The newcomer is refused without waiting for anybody."""
-    monkeypatch.setattr(connections, "_ROOM_WAIT_SECONDS", 600.0)
     for phase in ("receiving", "serving", "serving"):
         entry = peers.admit()
         assert entry is not None

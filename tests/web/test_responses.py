@@ -1,6 +1,7 @@
 """`/v1/responses` over HTTP on a scripted service: what each row answers, streamed and not, and what is kept."""
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -125,9 +126,17 @@ def test_an_error_in_a_stream_is_its_last_event() -> None:
 
 def test_a_silent_stream_is_kept_alive_by_events() -> None:
     """They are counted with the others and carry the response as it stands."""
-    script = (0.3, *ANSWER)
+    is_enough = threading.Event()
+    script = (is_enough, *ANSWER)
     with serving(FakeService(script=script), keep_alive_seconds=0.05) as served, served.connect() as client:
-        events = events_of(client.request("POST", PATH, {"input": "hi", "stream": True}).body)
+        client.send(encode_request("POST", PATH, {"input": "hi", "stream": True}))
+        assert client.read_head()[0] == 200
+        raw = b""
+        while chunk := client.read_chunk():
+            raw += chunk
+            if raw.count(b"event: response.in_progress") == 3:
+                is_enough.set()
+    events = events_of(raw)
     assert [event["type"] for event in events[:4]] == ["response.created", *["response.in_progress"] * 3]
     assert put_together(events) == events[-1]["response"]["output"]
 

@@ -166,7 +166,8 @@ def test_a_flood_of_connections_stays_within_the_limit(long_room_wait: None) -> 
     with serving(max_connections=8) as served, ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(served.connect())
-            assert served.server.num_live_threads <= 9
+            # One that has left the table may still be on its way out.
+            assert eventually(lambda: served.server.num_live_threads <= 9)
         with served.connect() as client:
             assert client.request("GET", "/health").status == 200
         assert served.server.num_open_connections <= 8
