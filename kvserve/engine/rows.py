@@ -118,6 +118,7 @@ class Generation:
 class Row:
     """What the engine knows of one request. Times are `time.monotonic()` seconds, None until they happen.
 
+    `on_end` frees its place, before its client hears of the end and may come again.
     `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
     `answer_kept_from`: where what was kept of its answer while it went on begins, None as long as there is nothing.
     """
@@ -181,6 +182,7 @@ class Row:
         now = time.monotonic()
         started = self.prefill_started_at or now
         first = self.first_token_at or now
+        self.on_end()
         self.generation.put(
             GenerationDone(
                 reason=reason,
@@ -190,12 +192,11 @@ class Row:
                 timing=GenerationTiming(started - self.submitted_at, first - started, now - first),
             )
         )
-        self.on_end()
 
     def fail(self, error: Exception) -> None:
         """Tell the client that the row failed; what is not ours already becomes an EngineFailure."""
         if not isinstance(error, KvserveError):
             error = EngineFailure(f"The model failed on this request: {type(error).__name__}: {error}")
         self.is_over = True
-        self.generation.put(GenerationFailed(error))
         self.on_end()
+        self.generation.put(GenerationFailed(error))

@@ -18,7 +18,7 @@ from kvserve.core import (
     TokenSequence,
 )
 from kvserve.engine.courier import Courier
-from kvserve.engine.rows import Generation
+from kvserve.engine.rows import Generation, Row
 from kvserve.errors import EngineFailure
 
 PATIENCE_SECONDS = 60.0
@@ -143,3 +143,11 @@ def test_a_wait_ends_while_another_thread_reads_only_after_it() -> None:
     for thread in threads:
         thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("end", [lambda row: row.finish("stop"), lambda row: row.fail(EngineFailure("row failed"))])
+def test_a_rows_place_is_free_before_its_client_hears_of_the_end(end: Callable[[Row], None]) -> None:
+    """A client that comes again at once finds it, also where the queue was full, and a look at the counts is true."""
+    order: list[str] = []
+    end(Row(Generation(REQUEST, lambda _: order.append("told")), lambda: order.append("free")))
+    assert order == ["free", "told"]
