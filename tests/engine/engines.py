@@ -1,6 +1,7 @@
 """What the engine's tests share: a running engine on a tiny model, requests, a collector of their events, and the
 comparison with a cold server that the exactness matrix and its negative controls both rest on."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -169,9 +170,23 @@ def collect(generation: Generation, *, poll_seconds: float = 60) -> Result:
     raise AssertionError("the row ended without a last event")
 
 
+@contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """An engine that stands still between two steps: what is given to it meanwhile comes at once, and what a test looks
+    at does not go on, however long the test's own thread slept. It cannot be asked for anything."""
+    goes_on = threading.Event()
+    engine._put(lambda _: bool(goes_on.wait(60)))
+    try:
+        yield
+    finally:
+        goes_on.set()
+
+
 def generate(engine: Engine, *requests: GenerationRequest) -> list[Result]:
     """Submit all at once and wait for all."""
-    return [collect(generation) for generation in [engine.submit(each) for each in requests]]
+    with held(engine):
+        generations = [engine.submit(each) for each in requests]
+    return [collect(generation) for generation in generations]
 
 
 @contextmanager

@@ -4,7 +4,6 @@ import mlx.core as mx
 import pytest
 
 from kvserve.core import GenerationRequest
-from kvserve.engine import decode as decode_module
 from kvserve.engine.decode import DecodePool, Decoder, extra_padding_tokens
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.rows import Generation, Row
@@ -16,23 +15,6 @@ from tests.models import tiny_model
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
     return load(tiny_model("qwen3"), 131072)
-
-
-class OneTick:
-    """A clock for which every step takes the same time, whatever the machine is busy with."""
-
-    def __init__(self) -> None:
-        self._ticks = 0
-
-    def perf_counter(self) -> float:
-        self._ticks += 1
-        return self._ticks / 1000
-
-
-@pytest.fixture
-def even_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step of any group costs a millisecond."""
-    monkeypatch.setattr(decode_module, "time", OneTick())
 
 
 def long_prompt(model: LoadedModel) -> list[int]:

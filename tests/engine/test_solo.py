@@ -16,7 +16,7 @@ from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.sampling import sampler_for
 from kvserve.engine.solo import SoloGenerator
 from kvserve.engine.worker import Engine
-from tests.engine.engines import collect, engine_settings, generate, prompt_of, request, running_engine
+from tests.engine.engines import collect, engine_settings, generate, held, prompt_of, request, running_engine
 from tests.engine.odd_caches import (
     DEEPSEEK_V41,
     LLAMA4,
@@ -111,12 +111,15 @@ def test_without_a_prefix_cache_nobody_waits_for_what_nobody_keeps(monkeypatch: 
     assert report.totals.num_prefill_tokens == 4 * 600
 
 
-def test_rows_take_turns(engine: Engine) -> None:
+def test_rows_take_turns(engine: Engine, even_steps: None) -> None:
     """Two long answers advance together; a row that comes later gets its tokens while they run."""
-    running = [engine.submit(request(prompt_of(40, seed), 100_000)) for seed in range(2)]
-    [late] = generate(engine, request(prompt_of(200, 5), 50))
-    for generation in running:
-        generation.cancel()
+    with held(engine):
+        running = [engine.submit(request(prompt_of(40, seed), 100_000)) for seed in range(2)]
+        last = engine.submit(request(prompt_of(200, 5), 50))
+    late = collect(last)
+    with held(engine):
+        for generation in running:
+            generation.cancel()
     lengths = [len(collect(generation).tokens) for generation in running]
     assert len(late.tokens) == 50
     assert min(lengths) > 40 and max(lengths) < 3 * min(lengths)
