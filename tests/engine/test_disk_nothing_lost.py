@@ -1,8 +1,10 @@
 """Nothing that was computed is lost: what leaves RAM is on disk already, and what RAM has at the end is there too, also
 where the disk is slower than the model."""
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import pytest
 
 from kvserve.cache import disk_tier
 from kvserve.cache.disk_blob import BlobName, unpack_blob
+from kvserve.cache.disk_index import Entry
 from kvserve.cache.disk_store import FolderStore
+from kvserve.cache.disk_tier import DiskTier
 from kvserve.core import TokenSequence
 from kvserve.engine import disk_cache, disk_writing
 from kvserve.engine.disk_cache import DiskCache
@@ -29,26 +33,64 @@ from tests.engine.engines import (
     running_engine,
     turn,
 )
-from tests.engine.test_disk_cache import disk_of, on, settle, wait_until
+from tests.engine.test_disk_cache import WAIT_SECONDS, disk_of, on, settle, wait_until
 
 FAMILIES = ("qwen3", "qwen3_5")
 PROMPTS = [prompt_of(300, seed) for seed in range(6)]
 NUM_RAM_BYTES = 2**20
-WRITE_SECONDS = {"qwen3": 0.15, "qwen3_5": 0.04}
-"""Per blob; of six prompts, with the states of the second family five times as many as without."""
 
 
 @pytest.fixture
-def slow_disk(family: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A disk that takes its time over every blob: six prompts are computed before two of them are written."""
-    real, seconds = FolderStore.write, WRITE_SECONDS[family]
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A disk that is slower than any machine computes: it takes its time over every blob until somebody was refused
+    another one meanwhile, or waits for it."""
+    changed = threading.Condition()
+    num_refused = num_waiting = 0
+    write, can_take, await_written, order = (
+        FolderStore.write,
+        DiskTier.can_take,
+        DiskTier.await_written,
+        DiskTier._order,
+    )
 
-    def write(self: FolderStore, name: BlobName, parts: Sequence[bytes]) -> int:
-        time.sleep(seconds)
-        return real(self, name, parts)
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        nonlocal num_waiting
+        with changed:
+            num_waiting += 1
+            changed.notify_all()
+        yield
+        with changed:
+            num_waiting -= 1
+
+    def asked(tier: DiskTier, num_bytes: int, until: float = 0.0) -> bool:
+        nonlocal num_refused
+        with waiting() if until > time.monotonic() else nullcontext():
+            is_taken = can_take(tier, num_bytes, until)
+        with changed:
+            num_refused += not is_taken
+            changed.notify_all()
+        return is_taken
+
+    def awaited(tier: DiskTier, entries: Sequence[Entry], until: float) -> bool:
+        with waiting():
+            return await_written(tier, entries, until)
+
+    def ordered(tier: DiskTier, what: Callable[[], object], timeout_seconds: float) -> bool:
+        with waiting():
+            return order(tier, what, timeout_seconds)
+
+    def slow(self: FolderStore, name: BlobName, parts: Sequence[bytes]) -> int:
+        with changed:
+            before = num_refused
+            assert changed.wait_for(lambda: num_waiting or num_refused > before, WAIT_SECONDS)
+        return write(self, name, parts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FolderStore, "write", write)
+        patch.setattr(FolderStore, "write", slow)
+        patch.setattr(DiskTier, "can_take", asked)
+        patch.setattr(DiskTier, "await_written", awaited)
+        patch.setattr(DiskTier, "_order", ordered)
         yield
 
 
@@ -63,9 +105,11 @@ def usable(family: str) -> int:
 
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_leaves_ram_is_on_disk_already(family: str, tmp_path: Path) -> None:
+def test_what_leaves_ram_is_on_disk_already(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """RAM for two conversations and a queue that takes one blob at a time: six prompts without a pause between them are
     all to be found, and the budget holds."""
+    for name in ("LEAVE_SECONDS", "MAX_WAITS_SECONDS"):  # a busy machine's disk is not waited for in vain
+        monkeypatch.setattr(disk_writing, name, WAIT_SECONDS)
     disk = on(tmp_path, max_queued_bytes=1)
     small = replace(CACHE, max_bytes=NUM_RAM_BYTES)
     with running_engine(family, disk=disk, cache=small, max_concurrent_requests=1) as engine:
@@ -159,11 +203,11 @@ def test_a_row_waits_for_what_another_one_reads(tmp_path: Path, monkeypatch: pyt
     real = FolderStore.read
 
     def read(self: FolderStore, name: BlobName) -> bytearray:
-        time.sleep(0.25)
+        time.sleep(0.3)
         return real(self, name)
 
     monkeypatch.setattr(FolderStore, "read", read)
-    monkeypatch.setattr(disk_cache, "STALLED_SECONDS", 1.0)
+    monkeypatch.setattr(disk_cache, "STALLED_SECONDS", 1.5)
     with running_engine(disk=on(tmp_path)) as engine:
         results = generate(engine, *(turn([*LONG, number], 2) for number in range(2)))
         assert disk_of(engine).stats.num_read >= NUM_PARTS
@@ -227,9 +271,11 @@ def test_rows_that_leave_ram_while_their_state_is_read_are_no_damage(tmp_path: P
         assert disk_of(engine).stats.faults == {}
 
 
-def test_a_disk_that_was_slow_once_is_measured_again(tmp_path: Path) -> None:
+def test_a_disk_that_was_slow_once_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not worth reading is computed; meanwhile somebody who keeps no row waiting looks if that is so still,
     and from then on it is read."""
+    # Of a model so slow that reading pays on any disk but the one that is planted.
+    monkeypatch.setattr(DiskTier, "prefill_rate", property(lambda tier: 10.0, lambda tier, rate: None))
     with running_engine(disk=on(tmp_path), reading_pays=False) as engine:
         [first] = generate(engine, turn(LONG, 8))
         settle(engine)
@@ -243,7 +289,7 @@ def test_a_disk_that_was_slow_once_is_measured_again(tmp_path: Path) -> None:
         engine._ask(make_slow)
         [slow] = generate(engine, turn(LONG, 8))
         assert cached(slow) == 0 and disk_of(engine).num_declined == 1
-        wait_until(lambda: (disk_of(engine).stats.read_bytes_per_second or 0) > 10**6)
+        wait_until(lambda: (disk_of(engine).stats.read_bytes_per_second or 0) > 1000)
         engine._ask(lambda scheduler: scheduler.cache.clear())
         [again] = generate(engine, turn(LONG, 8))
         assert cached(again) == len(LONG) - 1
