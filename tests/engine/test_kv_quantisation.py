@@ -21,6 +21,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from kvserve.core import TokenDelta
 from kvserve.demo.build import TINY
 from kvserve.engine import worker as worker_module
+from kvserve.engine.decode import DecodePool, Step
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.model import CacheSupport, LoadedModel, load
 from kvserve.engine.quantised import KvSettings, Quantiser
@@ -383,21 +384,22 @@ def _live(scheduler: Scheduler) -> tuple[int, int, float]:
     )
 
 
-def test_rows_in_full_precision_and_quantised_ones_have_their_own_batches(qwen3: Engine) -> None:
+def test_rows_in_full_precision_and_quantised_ones_have_their_own_batches(
+    qwen3: Engine, even_steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A short row does not join a batch of quantised rows, and moves over when its answer comes to the start."""
     qwen3.clear_cache()
-    short, long = qwen3.submit(turn(prompt_of(100, 4), 120)), qwen3.submit(turn(BASE, 120))
     seen: set[tuple[tuple[bool, int], ...]] = set()
-    for batch in short.batches(30):
-        if batch:
-            seen.add(qwen3._ask(_batches))
-    collect(long)
+    step = DecodePool.step
+
+    def watched(pool: DecodePool) -> Step:
+        seen.add(tuple(sorted((group.is_packed, len(group.rows)) for group in pool._groups if group.rows)))
+        return step(pool)
+
+    monkeypatch.setattr(DecodePool, "step", watched)
+    generate(qwen3, turn(prompt_of(100, 4), 120), turn(BASE, 120))
     assert ((False, 1), (True, 1)) in seen, "side by side at first"
     assert ((True, 2),) in seen, "together in the end"
-
-
-def _batches(scheduler: Scheduler) -> tuple[tuple[bool, int], ...]:
-    return tuple(sorted((group.is_packed, len(group.rows)) for group in scheduler._pool._groups if group.rows))
 
 
 def test_the_length_of_prefill_chunks_changes_nothing() -> None:

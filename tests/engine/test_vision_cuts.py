@@ -13,7 +13,7 @@ from kvserve.engine.prefill import Prefill
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.warming import WarmJob
 from kvserve.engine.worker import Engine
-from tests.engine.engines import assert_exact, cached, generate, running_engine
+from tests.engine.engines import assert_exact, cached, generate, held, running_engine
 from tests.engine.test_vision import Sighted
 from tests.engine.visions import VISION, Prompted, picture
 
@@ -82,7 +82,8 @@ def test_warming_that_is_put_down_inside_an_image_leaves_no_cut_image(family: st
         )
         with pytest.MonkeyPatch.context() as patch:
             inside_image(prompted, patch, lambda _: warming.cancel())
-            warming = engine.warm(job)
+            with held(engine):  # until it can be cancelled
+                warming = engine.warm(job)
             result = warming.wait(60)
         assert result is not None and result.reason == "cancelled", result
         [answer] = generate(engine, prompted.request())
