@@ -15,6 +15,7 @@ import pytest
 
 import kvserve.engine.worker
 import kvserve.stage
+from tests.engine.engines import held
 from tests.models import tiny_model
 from tests.serving import (
     CHAT_PATH,
@@ -25,6 +26,7 @@ from tests.serving import (
     encode_request,
     eventually,
     joined,
+    no_tokens,
     serving_app,
     whole,
 )
@@ -103,13 +105,14 @@ def test_the_list_has_every_model_that_can_be_served(app: AppUnderTest) -> None:
 def test_running_answers_end_before_the_swap(app: AppUnderTest) -> None:
     """A stream of the old model is not cut; a request for the other one has its headers at once and then its answer."""
     with app.connect() as running, app.connect() as waiting:
-        running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=400)))
-        assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
-        waiting.send(encode_request("POST", CHAT_PATH, chat_body(model="b", stream=True, max_tokens=4)))
-        status, headers = waiting.read_head()
-        assert status == 200 and headers["content-type"].startswith("text/event-stream")
-        assert b'"role":"assistant"' in waiting.read_chunk()
-        assert app.app.health()[1]["num_waiting_for_model"] == 1
+        with no_tokens():
+            running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=100)))
+            assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
+            waiting.send(encode_request("POST", CHAT_PATH, chat_body(model="b", stream=True, max_tokens=4)))
+            status, headers = waiting.read_head()
+            assert status == 200 and headers["content-type"].startswith("text/event-stream")
+            assert b'"role":"assistant"' in waiting.read_chunk()
+            assert app.app.health()[1]["num_waiting_for_model"] == 1
         answer = joined(chunks_of(running.read_response()))
         assert answer.finish_reason == "length" and app.health()["num_swaps"] in (0, 1)
         rest = b"".join(iter(waiting.read_chunk, b""))
@@ -120,7 +123,10 @@ def test_requests_for_both_are_all_answered_and_grouped(app: AppUnderTest, alone
     """Twenty requests at once, every second one for the other model: right answers from the right model, few swaps."""
     names = ["a", "b"] * 10
     with ThreadPoolExecutor(len(names)) as pool:
-        answers = list(pool.map(lambda name: ask(app, name), names))
+        with held(app.served.engine):
+            asking = pool.map(lambda name: ask(app, name), names)
+            assert eventually(lambda: app.app.health()[1]["num_waiting"] == len(names))
+        answers = list(asking)
     for name, (answered_by, answer) in zip(names, answers, strict=True):
         assert answered_by == name_of(app, name) and answer == alone[name]
     assert app.health()["num_swaps"] <= 4
@@ -155,13 +161,14 @@ def test_a_model_that_others_wait_for_stays_only_for_a_while(
 def test_a_client_that_leaves_while_it_waits_causes_no_swap(app: AppUnderTest) -> None:
     """Its place is free again, and the loaded model stays."""
     with app.connect() as running:
-        running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=600)))
-        assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
-        for stream in (True, False):
-            with app.connect() as waiting:
-                waiting.send(encode_request("POST", CHAT_PATH, chat_body(model="b", stream=stream)))
-                assert eventually(lambda: app.app.health()[1]["num_waiting_for_model"] == 1)
-            assert eventually(lambda: app.app.health()[1]["num_waiting_for_model"] == 0)
+        with no_tokens():
+            running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=100)))
+            assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
+            for stream in (True, False):
+                with app.connect() as waiting:
+                    waiting.send(encode_request("POST", CHAT_PATH, chat_body(model="b", stream=stream)))
+                    assert eventually(lambda: app.app.health()[1]["num_waiting_for_model"] == 1)
+                assert eventually(lambda: app.app.health()[1]["num_waiting_for_model"] == 0)
         assert joined(chunks_of(running.read_response())).finish_reason == "length"
     assert app.health()["num_swaps"] == 0 and app.health()["model"] == name_of(app, "a")
 
@@ -170,11 +177,12 @@ def test_only_so_many_may_wait_for_another_model(tmp_path: Path, models: Path) -
     """Beyond MAX_QUEUED_REQUESTS it is a 429 that says when to come back; those that wait are served."""
     settings = {"model_path": str(models / "a"), "model_folders": (str(models),), "max_queued_requests": 1}
     with serving_app(tmp_path, **settings) as app, app.connect() as running, app.connect() as waiting:
-        running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=600)))
-        assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
-        waiting.send(encode_request("POST", CHAT_PATH, chat_body(model="b", max_tokens=2)))
-        assert eventually(lambda: app.app.health()[1]["num_waiting_for_model"] == 1)
-        refused = app.post(CHAT_PATH, chat_body(model="b"))
+        with no_tokens():
+            running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=100)))
+            assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
+            waiting.send(encode_request("POST", CHAT_PATH, chat_body(model="b", max_tokens=2)))
+            assert eventually(lambda: app.app.health()[1]["num_waiting_for_model"] == 1)
+            refused = app.post(CHAT_PATH, chat_body(model="b"))
         assert (refused.status, refused.error["type"]) == (429, "rate_limit_error") and refused.headers["retry-after"]
         assert running.read_response().status == waiting.read_response().status == 200
 

@@ -25,6 +25,7 @@ from kvserve.app import main
 from tests.e2e.servers import ChatStream, ServerProcess, environment, serving, spawn, wait_until
 from tests.models import tiny_model
 from tests.proxy.stubs import free_port
+from tests.web.fakes import eventually
 
 START_SECONDS = 100.0
 """Far more than the three seconds that a failing start takes: the machine may be busy."""
@@ -134,8 +135,7 @@ def ending_here(
     threads = set(threading.enumerate())
     with in_folder(folder, settings):
         return_code = main(flags)
-    left = [thread for thread in threading.enumerate() if thread not in threads and thread.is_alive()]
-    assert not left, left
+    assert eventually(lambda: set(threading.enumerate()) <= threads), set(threading.enumerate()) - threads
     out, err = capture.readouterr()
     assert out == ""
     return Ending(return_code, err)
