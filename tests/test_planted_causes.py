@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.agents import CARRIER, TOOL, Asked, Conversation, EchoStyle, send
+from tests.engine.engines import held
 from tests.models import tiny_model
-from tests.serving import CHAT_PATH, AppUnderTest, encode_request, eventually, serving_app
+from tests.serving import CHAT_PATH, AppUnderTest, encode_request, eventually, serving_app, slow_prefill
 
 LONG = "Places are looked at one after the other, and what is there is said in few words. " * 4
 SETTINGS: dict[str, Any] = {
@@ -205,10 +206,11 @@ def test_an_abort(slow_app: AppUnderTest) -> None:
     app, talk = slow_app, start(slow_app)
     talk.messages[-1] = {"role": "user", "content": f"And the lake? {LONG * 12}"}
     before = app.num_forward_calls
-    with app.connect() as client:
-        client.send(encode_request("POST", CHAT_PATH, {**talk.request(), "stream": True}))
-        assert eventually(lambda: app.num_forward_calls > before + 3)
-    assert eventually(app.is_idle)
+    with slow_prefill():
+        with app.connect() as client:
+            client.send(encode_request("POST", CHAT_PATH, {**talk.request(), "stream": True}))
+            assert eventually(lambda: app.num_forward_calls > before + 3)
+        assert eventually(app.is_idle)
     assert eventually(lambda: any("cancelled" in line for line in app.lines()))
     asked = talk.ask("", "It is a lake.")
     assert asked.explanation["cause"] == "aborted", asked.explanation
@@ -294,10 +296,14 @@ def test_a_row_that_another_one_computes_for_it(slow_app: AppUnderTest) -> None:
     app.clear_cache()
     system = {"role": "system", "content": "Live rows share what they compute. " * 150}
     with ThreadPoolExecutor(2) as pool:
-        asks = [
-            pool.submit(app.post, CHAT_PATH, {"messages": [system, {"role": "user", "content": word}], "max_tokens": 2})
-            for word in ("One.", "Two.")
-        ]
+        with held(app.served.engine):
+            asks = [
+                pool.submit(
+                    app.post, CHAT_PATH, {"messages": [system, {"role": "user", "content": word}], "max_tokens": 2}
+                )
+                for word in ("One.", "Two.")
+            ]
+            assert eventually(lambda: app.app.health()[1]["num_waiting"] == 2)
         answers = [ask.result().json for ask in asks]
     tiers = {app.get(f"/v1/cache/explain/{answer['id']}").json["tier"] for answer in answers}
     assert tiers == {"nothing", "live row"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.models import tiny_model
-from tests.serving import COMPLETION_PATH, AppUnderTest, encode_request, eventually, serving_app
+from tests.serving import COMPLETION_PATH, AppUnderTest, encode_request, eventually, serving_app, slow_prefill
 
 TEXT = " ".join(f"Place {number} is looked at, and what is there is said in few words." for number in range(20))
 SETTINGS: dict[str, Any] = {
@@ -87,10 +87,11 @@ def test_an_abort(app: AppUnderTest) -> None:
     """The client left in the middle of the prefill: what it had computed is reused."""
     app.clear_cache()
     prompt, before = f"{TEXT} {'And so on, place by place. ' * 200}", app.num_forward_calls
-    with app.connect() as client:
-        client.send(encode_request("POST", COMPLETION_PATH, {"prompt": prompt, "max_tokens": 4, "stream": True}))
-        assert eventually(lambda: app.num_forward_calls > before + 5)
-    assert eventually(app.is_idle)
+    with slow_prefill():
+        with app.connect() as client:
+            client.send(encode_request("POST", COMPLETION_PATH, {"prompt": prompt, "max_tokens": 4, "stream": True}))
+            assert eventually(lambda: app.num_forward_calls > before + 5)
+        assert eventually(app.is_idle)
     assert eventually(lambda: any("cancelled" in line for line in app.lines()))
     _, told = ask(app, prompt)
     assert told["cause"] == "aborted", told

@@ -21,6 +21,7 @@ from tests.serving import (
     eventually,
     is_error_form,
     joined,
+    no_tokens,
     serving_app,
     whole,
 )
@@ -258,12 +259,15 @@ def test_a_turn_that_waits_for_another_one_has_its_headers(app: AppUnderTest) ->
         return {"messages": [{"role": "user", "content": said}], **GREEDY, "stream": True, **fields}
 
     with app.connect() as first, app.connect() as second, app.connect() as third:
-        first.send(encode_request("POST", path, body("First.", max_tokens=400)))
-        assert eventually(lambda: app.health()["num_decoding"] == 1)
-        second.send(encode_request("POST", path, body("Second.")))
-        assert second.read_head()[0] == 200 and b'"role":"assistant"' in second.read_chunk()
-        second.close()
-        third.send(encode_request("POST", path, body("Third.")))
+        with no_tokens():
+            first.send(encode_request("POST", path, body("First.", max_tokens=100)))
+            assert eventually(lambda: app.health()["num_decoding"] == 1)
+            second.send(encode_request("POST", path, body("Second.")))
+            assert second.read_head()[0] == 200 and b'"role":"assistant"' in second.read_chunk()
+            assert eventually(lambda: app.app.health()[1]["num_open_connections"] == 3)
+            second.close()
+            assert eventually(lambda: app.app.health()[1]["num_open_connections"] == 2), "its leave was noticed"
+            third.send(encode_request("POST", path, body("Third.")))
         assert joined(chunks_of(first.read_response())).finish_reason == "length"
         assert joined(chunks_of(third.read_response())).finish_reason == "length"
     said = [message["content"] for message in get(app, "queue")["messages"] if message["role"] == "user"]
@@ -317,11 +321,12 @@ def test_an_agent_that_is_deleted_while_it_answers(app: AppUnderTest) -> None:
     """The client is told, and an agent that has taken the id meanwhile gets nothing of it."""
     create(app, "gone")
     with app.connect() as client:
-        body = {"messages": [{"role": "user", "content": "x"}], **GREEDY, "max_tokens": 300}
-        client.send(encode_request("POST", f"{AGENTS}/gone/generate", body))
-        assert eventually(lambda: app.health()["num_decoding"] == 1)
-        assert delete(app, "gone").status == 200
-        create(app, "gone")
+        body = {"messages": [{"role": "user", "content": "x"}], **GREEDY, "max_tokens": 100}
+        with no_tokens():
+            client.send(encode_request("POST", f"{AGENTS}/gone/generate", body))
+            assert eventually(lambda: app.health()["num_decoding"] == 1)
+            assert delete(app, "gone").status == 200
+            create(app, "gone")
         assert client.read_response().status == 404
     assert get(app, "gone")["num_turns"] == 0
 
