@@ -28,6 +28,7 @@ from tests.serving import (
     plain_body,
     serves,
     serving_app,
+    slow_prefill,
 )
 
 WORDS = "the user asks what the server should write before the file is read again "
@@ -35,8 +36,8 @@ WORDS = "the user asks what the server should write before the file is read agai
 
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
-    """A server with small prefill chunks, so that a long prompt takes long."""
-    with serving_app(tmp_path_factory.mktemp("roomy"), prefill_step_size=64) as app:
+    """A server with small prefill chunks, so that a long prompt takes long, and with room for all who come."""
+    with serving_app(tmp_path_factory.mktemp("roomy"), prefill_step_size=64, max_queued_requests=256) as app:
         yield app
 
 
@@ -63,7 +64,8 @@ def test_a_client_that_leaves_in_prefill_frees_its_row(roomy: AppUnderTest, path
     field = "messages" if path == CHAT_PATH else "prompt"
     body = plain_body(path, stream=stream, **{field: long})
     before = roomy.num_forward_calls
-    num_passes = _leave_when(roomy, body, path, lambda: roomy.num_forward_calls > before + 2)
+    with slow_prefill():
+        num_passes = _leave_when(roomy, body, path, lambda: roomy.num_forward_calls > before + 2)
     assert num_passes < 150, "most of the prompt was not computed"
     assert roomy.health()["num_running"] == 0
 

@@ -166,6 +166,12 @@ def test_it_is_counted_for_prometheus(tmp_path: Path) -> None:
         assert app.get("/v1/cache").json["num_warmed_tokens"] == warmed
 
 
+def is_cancelled(app: AppUnderTest) -> bool:
+    """Whether nobody wants the one job that waits any more."""
+    [task] = app.served.engine._ask(lambda scheduler: scheduler.warmer._waiting)
+    return bool(task.warming.is_cancelled)
+
+
 def test_a_client_that_leaves_wants_nothing_any_more(tmp_path: Path) -> None:
     """It leaves while others compute: nothing is computed for it, and they lose nothing."""
     with serving_app(tmp_path) as app, app.connect() as busy:
@@ -175,6 +181,7 @@ def test_a_client_that_leaves_wants_nothing_any_more(tmp_path: Path) -> None:
         with app.connect() as client:
             client.send(encode_request("POST", PATH, {"messages": [system_message()]}))
             assert eventually(lambda: warming(app)["num_jobs_waiting"] == 1)
+        assert eventually(lambda: is_cancelled(app)), "its leave was noticed"
         busy.close()
         assert eventually(lambda: warming(app)["num_jobs_dropped"] == 1)
         assert (warming(app)["num_warmed_tokens"], warming(app)["num_jobs_waiting"]) == (0, 0)
@@ -213,7 +220,7 @@ def test_after_a_restart_the_most_used_prefix_is_warm_before_anybody_asks(
         for index in (tmp_path / "kv").rglob("index*"):
             index.unlink()
     with serving_app(tmp_path, family, prewarm_prefixes=4) as app:
-        assert eventually(lambda: warming(app)["num_jobs_done"] == 1, 10)
+        assert eventually(lambda: warming(app)["num_jobs_done"] == 1)
         report = app.get("/v1/cache").json
         assert report["ram_bytes"] > 0 and report["num_prompt_tokens"] == 0
         assert (report["num_warmed_tokens"] > 0) is has_lost_its_kv
