@@ -279,8 +279,11 @@ def test_the_key_is_asked_for_and_passed_on(proxies: Proxies, wire: Wire) -> Non
     assert len(wire.arrived) == 2
 
 
-def _leave(client: Client, body: object) -> None:
+def _leave(client: Client, backend: Backend, body: object) -> None:
+    """Once the backend has the request: of one that LiteLLM has not passed on yet it hears nothing."""
     with client.open(body, PATH) as connection:
+        while not backend.received:
+            time.sleep(0.01)
         connection.settimeout(0.5)
         with contextlib.suppress(TimeoutError):
             connection.recv(10_000)
@@ -301,7 +304,7 @@ def test_a_client_that_leaves_is_noticed(
 ) -> None:
     """The backend's connection is closed long before its answer would be at its end."""
     backend.follow(script)
-    _leave(client, body)
+    _leave(client, backend, body)
     assert backend.wait_until_left(60) is not None
 
 
