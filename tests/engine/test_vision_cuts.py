@@ -1,7 +1,8 @@
 """Rows that end inside an image, and quantised KV that starts beside one or in it: nothing of a cut image is kept, and
 what is found again is exact."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from kvserve.core import TokenSequence
 from kvserve.engine.disk_open import DiskSettings
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.quantised import KvSettings
-from kvserve.engine.warming import WarmJob
+from kvserve.engine.warming import WarmJob, WarmKind
 from kvserve.engine.worker import Engine
 from tests.engine.engines import assert_exact, cached, generate, held, running_engine
 from tests.engine.test_vision import Sighted
 from tests.engine.visions import VISION, Prompted, picture
+from tests.laws import sampled, sampled_cells
 
 CUTTABLE = tuple(family for family in VISION if family != "gemma4_vl")
 """Families in which a prefill may pause inside an image."""
@@ -45,87 +47,74 @@ def inside_image(prompted: Prompted, patch: pytest.MonkeyPatch, act: Callable[[P
     patch.setattr(Prefill, "step", step)
 
 
-def of(families: tuple[str, ...], quick: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(each, marks=() if each in quick else pytest.mark.long) for each in families]
+@dataclass(frozen=True)
+class Asked:
+    """An engine in small steps that has forgotten everything, a question about an image, and what it answers cold."""
+
+    engine: Engine
+    prompted: Prompted
+    expected: tuple[int, ...]
+    num_retreats: int
+
+    def warm_job(self, kind: WarmKind, max_tokens: int | None = None) -> WarmJob:
+        """Computing the question ahead, to two tokens behind its image."""
+        tokens = self.prompted.tokens
+        prefix = TokenSequence(tokens.ids[: tokens.images[0].end + 2], tokens.images)
+        return WarmJob(prefix, kind, max_tokens=max_tokens, images=self.prompted.images)
+
+    def answers_exactly(self) -> int:
+        """Ask: the answer is the cold one and no image was cut for it; returns how many tokens were found."""
+        [answer] = generate(self.engine, self.prompted.request())
+        assert_exact(answer, self.expected)
+        assert num_retreats(self.engine) == self.num_retreats
+        return cached(answer)
 
 
-@pytest.mark.parametrize("family", of(CUTTABLE, ("qwen3_5_vl", "qwen3_vl")))
-def test_a_client_that_leaves_inside_an_image_leaves_no_cut_image(family: str) -> None:
+@pytest.fixture(params=sampled(CUTTABLE, ("qwen3_5_vl", "qwen3_vl")))
+def asked(request: pytest.FixtureRequest) -> Iterator[Asked]:
+    with running_engine(request.param, prefill_step_size=16) as engine:
+        sighted = Sighted(request.param, engine)
+        prompted = question(sighted)
+        yield Asked(engine, prompted, sighted.cold(prompted), num_retreats(engine))
+
+
+def test_a_client_that_leaves_inside_an_image_leaves_no_cut_image(asked: Asked) -> None:
     """What is kept ends before the image; who asks again finds that and writes what a cold engine writes."""
-    with running_engine(family, prefill_step_size=16) as engine:
-        sighted = Sighted(family, engine)
-        prompted = question(sighted)
-        expected = sighted.cold(prompted)
-        before = num_retreats(engine)
-        with pytest.MonkeyPatch.context() as patch:
-            inside_image(prompted, patch, lambda prefill: prefill.row.generation.cancel())
-            [left] = generate(engine, prompted.request())
-        assert left.tokens == ()
-        assert engine.cache_report().stats.num_stored_tokens <= prompted.tokens.images[0].start
-        [again] = generate(engine, prompted.request())
-        assert_exact(again, expected)
-        assert 0 < cached(again) <= prompted.tokens.images[0].start
-        assert num_retreats(engine) == before
+    start = asked.prompted.tokens.images[0].start
+    with pytest.MonkeyPatch.context() as patch:
+        inside_image(asked.prompted, patch, lambda prefill: prefill.row.generation.cancel())
+        [left] = generate(asked.engine, asked.prompted.request())
+    assert left.tokens == ()
+    assert asked.engine.cache_report().stats.num_stored_tokens <= start
+    assert 0 < asked.answers_exactly() <= start
 
 
-@pytest.mark.parametrize("family", of(CUTTABLE, ("qwen3_5_vl", "qwen3_vl")))
-def test_warming_that_is_put_down_inside_an_image_leaves_no_cut_image(family: str) -> None:
+def test_warming_that_is_put_down_inside_an_image_leaves_no_cut_image(asked: Asked) -> None:
     """A request comes while its prefix is computed ahead: no image is cut for it, and its answer is a cold one's."""
-    with running_engine(family, prefill_step_size=16) as engine:
-        sighted = Sighted(family, engine)
-        prompted = question(sighted)
-        expected = sighted.cold(prompted)
-        before = num_retreats(engine)
-        end = prompted.tokens.images[0].end + 2
-        job = WarmJob(
-            TokenSequence(prompted.tokens.ids[:end], prompted.tokens.images), "prewarm", images=prompted.images
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            inside_image(prompted, patch, lambda _: warming.cancel())
-            with held(engine):  # until it can be cancelled
-                warming = engine.warm(job)
-            result = warming.wait(60)
-        assert result is not None and result.reason == "cancelled", result
-        [answer] = generate(engine, prompted.request())
-        assert_exact(answer, expected)
-        assert num_retreats(engine) == before
+    with pytest.MonkeyPatch.context() as patch:
+        inside_image(asked.prompted, patch, lambda _: warming.cancel())
+        with held(asked.engine):  # until it can be cancelled
+            warming = asked.engine.warm(asked.warm_job("prewarm"))
+        result = warming.wait(60)
+    assert result is not None and result.reason == "cancelled", result
+    asked.answers_exactly()
 
 
-@pytest.mark.parametrize("family", of(CUTTABLE, ("qwen3_5_vl", "qwen3_vl")))
-def test_warming_that_may_compute_so_much_ends_beside_an_image(family: str) -> None:
+def test_warming_that_may_compute_so_much_ends_beside_an_image(asked: Asked) -> None:
     """Its last token would be in the middle of one: the image is computed whole."""
-    with running_engine(family, prefill_step_size=16) as engine:
-        sighted = Sighted(family, engine)
-        prompted = question(sighted)
-        expected = sighted.cold(prompted)
-        before = num_retreats(engine)
-        ids, images = prompted.tokens.ids, prompted.tokens.images
-        most = (images[0].start + images[0].end) // 2
-        job = WarmJob(
-            TokenSequence(ids[: images[0].end + 2], images), "next_turn", max_tokens=most, images=prompted.images
-        )
-        result = engine.warm(job).wait(60)
-        assert result is not None and result.num_computed_tokens == images[0].end, result
-        [answer] = generate(engine, prompted.request())
-        assert_exact(answer, expected)
-        assert cached(answer) == images[0].end
-        assert num_retreats(engine) == before
+    [span] = asked.prompted.tokens.images
+    result = asked.engine.warm(asked.warm_job("next_turn", max_tokens=(span.start + span.end) // 2)).wait(60)
+    assert result is not None and result.num_computed_tokens == span.end, result
+    assert asked.answers_exactly() == span.end
 
 
 PLACES = ("at once", "before it", "inside it", "behind it", "in the answer")
-
-
 EVERY_RUN = (("gemma4_vl", "inside it"), ("qwen3_5_vl", "inside it"), ("qwen3_5_vl", "in the answer"))
 
 
-@pytest.mark.parametrize(
-    ("family", "where"),
-    [
-        pytest.param(family, where, marks=() if (family, where) in EVERY_RUN else pytest.mark.long)
-        for family in VISION
-        for where in PLACES
-    ],
-)
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("family", VISION)
+@sampled_cells(lambda family, where: (family, where) in EVERY_RUN)
 def test_quantised_kv_around_an_image_is_exact(family: str, where: str, tmp_path: Path) -> None:
     """Wherever it starts: the next turn, another image of the same size and a restart write what a cold engine with
     the same settings writes, the image's KV is found again, and nothing is reported."""
