@@ -114,14 +114,23 @@ class NextTurns:
     # --- the thread of its own ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (turn := self._next()) is not None:
-            try:
-                self._guess(turn)
-            except Exception as error:  # noqa: BLE001 - a guess that fails must not be the last one
-                self._report(f"The next turn could not be guessed: {type(error).__name__}: {error}")
-            finally:
-                with self._changed:
-                    self._guessing = None
+        while self._guess_next():
+            pass
+
+    def _guess_next(self) -> bool:
+        """Guess once; False at the end. Whoever waits for the next turn holds nothing of the last one: a turn has the
+        pictures as they were sent."""
+        turn = self._next()
+        if turn is None:
+            return False
+        try:
+            self._guess(turn)
+        except Exception as error:  # noqa: BLE001 - a guess that fails must not be the last one
+            self._report(f"The next turn could not be guessed: {type(error).__name__}: {error}")
+        finally:
+            with self._changed:
+                self._guessing = None
+        return True
 
     def _next(self) -> Over | None:
         """The newest turn, once nobody has asked for anything for a moment; None at the end."""
@@ -144,6 +153,8 @@ class NextTurns:
         if served is None or job is None:
             return
         with self._changed:
+            for request_id in [each for each, warming in self._jobs.items() if warming.result is not None]:
+                del self._jobs[request_id]  # there is nothing to cancel, and its tokens may be many
             if self._guessing == turn.turn.request_id and not self._is_stopping:
                 self._jobs[turn.turn.request_id] = served.engine.warm(job)
                 while len(self._jobs) > MAX_JOBS:

@@ -1,5 +1,6 @@
 """Images over HTTP: what a client sends, what it costs the first time and the second, and what is refused."""
 
+import gc
 import http.client
 import json
 import time
@@ -11,11 +12,12 @@ import pytest
 from PIL import Image
 
 import kvserve.app
+from kvserve.core import ImageInput
 from tests.engine.visions import QUICK, VISION, data_url, picture
 from tests.laws import sampled
 from tests.prompt.test_images_remote import certificate, running_host, sends
 from tests.prompt.test_images_source import BAD, encoded
-from tests.serving import CHAT_PATH, AppUnderTest, chat_body, serving_app
+from tests.serving import CHAT_PATH, AppUnderTest, chat_body, encode_request, eventually, serving_app
 
 MIN_REUSE = 0.94
 MAX_TAIL_TOKENS = 14
@@ -257,6 +259,30 @@ def test_pictures_of_named_hosts_are_fetched(tmp_path: Path, monkeypatch: pytest
                 refused = app.post(CHAT_PATH, {"messages": [user("Look", part)], "max_tokens": 2})
                 assert refused.status == 400 and reason in refused.json["error"]["message"]
             assert app.post(CHAT_PATH, chat_body(max_tokens=2)).status == 200
+
+
+def num_pictures_held() -> int:
+    """Pictures in memory as their clients sent them: whoever holds one of these holds the text of its data URL.
+
+    No collection first: what waits for one may wait for long."""
+    return sum(isinstance(each, ImageInput) for each in gc.get_objects())
+
+
+def test_no_picture_outlives_its_request(tmp_path: Path) -> None:
+    """As it was sent, a picture is let go of with its request, also where the next turn was guessed, the answer was
+    streamed or broken off, the request was refused, and the conversation is on record."""
+    with serving_app(tmp_path, family="qwen3_5_vl", warm_next_turn=True) as app:
+        held_before = num_pictures_held()
+        for number in range(3):
+            question = user("Look: ", image_part(picture(number)), " well?")
+            ask(app, question, said(ask(app, question)), user("And why?"))
+            app.chat([question], stream=True)
+            assert app.post(CHAT_PATH, chat_body([question], max_tokens=0)).status == 400
+        with app.connect() as leaving:
+            body = chat_body([user(image_part(picture(9)))], max_tokens=200, stream=True)
+            leaving.send(encode_request("POST", CHAT_PATH, body))
+            assert eventually(lambda: num_pictures_held() > held_before)
+        assert eventually(lambda: app.is_idle() and num_pictures_held() == held_before), num_pictures_held()
 
 
 def test_after_a_restart_a_conversation_with_images_goes_on(tmp_path: Path) -> None:

@@ -36,3 +36,4 @@ class Courier:
     def _run(self) -> None:
         while (deliver := self._deliveries.get()) is not None:
             deliver()
+            del deliver  # a row hangs on it, with the pictures of its request: none waits here for the next one

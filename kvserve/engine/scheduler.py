@@ -92,7 +92,6 @@ class Scheduler:
     def add(self, row: Row) -> None:
         """Queue a row behind those that wait; what nobody asked for makes way."""
         self.warmer.pause()
-        self._rows = [each for each in self._rows if not each.is_over]
         self._rows.append(row)
         self._waiting.append(row)
 
@@ -259,6 +258,7 @@ class Scheduler:
             tenancy, caches, num_done = self.cache.enter(row)
         except Exception as error:  # noqa: BLE001 - what cannot be restored is this row's trouble alone
             row.fail(error)
+            self._forget_ended()
             return
         if not row.generated:
             row.num_cached_tokens = num_done
@@ -362,6 +362,7 @@ class Scheduler:
 
     def _release(self, row: Row, left: Left | None) -> None:
         """A row is gone; with `left` its KV is taken in up to the last whole token."""
+        self._forget_ended()
         tenancy = self._tenancies.pop(row, None)
         self.cache.account_live(self._live_bytes())
         if tenancy is not None:
@@ -372,6 +373,10 @@ class Scheduler:
             self._report(f"Room could not be made in the prefix cache: {type(error).__name__}: {error}")
         if row.num_tokens >= LONG_ROW_TOKENS:
             mx.clear_cache()
+
+    def _forget_ended(self) -> None:
+        """A request has its pictures as they were sent: an idle engine holds none."""
+        self._rows = [each for each in self._rows if not each.is_over]
 
     def _end_tenancy(self, tenancy: Tenancy, left: Left | None) -> None:
         try:
