@@ -41,3 +41,13 @@ def test_what_was_forgotten_is_looked_at_again() -> None:
         num_calls = sighted.num_tower_calls
         assert sighted.cold(sighted.writer.prompt("What is this?", picture(1))) == first
         assert sighted.num_tower_calls == num_calls + 1
+
+
+def test_equal_ids_of_an_image_are_one_object() -> None:
+    """Of an image of thousands of tokens its ids take eight bytes each, as the server counts them."""
+    with running_engine("qwen3_5_vl") as engine:
+        sight = engine.wait_until_ready(0).sight
+        assert sight is not None
+        ids = sight.reader(picture(1, 128, 128)).facts.ids
+    assert min(ids) > 256, "Python keeps one object of each smaller number anyway"
+    assert len({id(token) for token in ids}) == len(set(ids)) < len(ids)
