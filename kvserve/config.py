@@ -259,6 +259,9 @@ class Settings(BaseSettings):
     image_fetch_max_bytes: Size = Field(
         64 * 2**20, description="Most bytes of all pictures that one request lets the server fetch; of one, 32 MiB."
     )
+    image_feature_max_bytes: Size = Field(
+        512 * 2**20, description="Memory for what a vision tower made of images; the newest stays whatever it takes."
+    )
     vlm_cache_debug: bool = Field(False, description="Log the first 64 prompt ids and the image cuts.")
 
     @classmethod
@@ -345,6 +348,7 @@ _EXPECTED = {
     "session_records_max_bytes": "a positive size such as 512MiB",
     "image_hosts": "host names by comma, such as images.example.com or cdn.example.com:8443",
     "image_fetch_max_bytes": "a positive size such as 64MiB",
+    "image_feature_max_bytes": "a positive size such as 512MiB",
     "max_header_bytes": "a size of at least 1024 bytes",
 }
 

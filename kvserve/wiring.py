@@ -67,6 +67,7 @@ def engine_settings(settings: Settings, disk_cache: DiskMode = "on") -> EngineSe
             start=settings.quantized_kv_start,
         ),
         disk=_disk_settings(settings, disk_cache),
+        image_feature_bytes=settings.image_feature_max_bytes,
         warming=WarmSettings(max_tokens=settings.warm_max_tokens, time_share=settings.warm_max_time_share),
         idle_sweep_seconds=min(settings.eviction_interval_seconds, settings.keepalive_interval_seconds / 8),
     )
