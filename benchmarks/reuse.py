@@ -246,7 +246,7 @@ def run(num_rounds: int) -> list[Figure]:
         led = [each for seed in range(num_rounds) for each in _lead_all(family, seed)]
         all_led += led[: len(SCENARIOS)]
         figures += [_reuse_figure([each for each in led if each.scenario == name]) for name in SCENARIOS]
-        figures.append(_time_figure(led))
+        figures.append(time_figure(led))
         print(f"reuse: {family} is through", file=sys.stderr, flush=True)
     print(table(all_led))
     return figures
@@ -259,20 +259,20 @@ def _lead_all(family: str, seed: int) -> Iterator[Led]:
         with serving(folder, Path(scratch), {}) as (port, _):
             judge = Judge(family, folder, ANSWER_TOKENS)
             words = Words(SIZES, takes_tools=CONVENTIONS[family].takes_tools, seed=seed)
-            _settle_in(port, words)
+            settle_in(port, words)
             for scenario, talk in SCENARIOS.items():
                 clear_cache(port)
                 judge.forget()
                 requests = play(talk(words), judge, lambda ask: chat(port, ask, ANSWER_TOKENS))
-                yield _timed(family, scenario, requests, port, judge)
+                yield timed(family, scenario, requests, port, judge)
 
 
-def _settle_in(port: int, words: Words) -> None:
+def settle_in(port: int, words: Words) -> None:
     """The first forward passes of a process compile kernels: none of them is measured."""
     chat(port, Ask((words.system(), words.user())), ANSWER_TOKENS)
 
 
-def _timed(family: str, scenario: str, requests: Sequence[Judged], port: int, judge: Judge) -> Led:
+def timed(family: str, scenario: str, requests: Sequence[Judged], port: int, judge: Judge) -> Led:
     """Ask the last requests that were reused almost whole again, of a server that knows nothing.
 
     It has forgotten in which tokens the model wrote what the client echoes, so its prompt may be another one of the
@@ -302,14 +302,15 @@ def _reuse_figure(rounds: Sequence[Led]) -> Figure:
     )
 
 
-def _time_figure(led: Sequence[Led]) -> Figure:
+def time_figure(led: Sequence[Led], benchmark: str = "reuse") -> Figure:
+    """Seconds to the first text of all these conversations' requests, warm : cold. Raises BenchmarkError for none."""
     pairs = [pair for each in led for pair in each.first_text_seconds]
     if not pairs:
         raise BenchmarkError("no request was reused almost whole")
     warm, cold = (1000 * median(seconds) for seconds in zip(*pairs, strict=True))
     name = f"{led[0].family}: first text, warm : cold, where more than {MOSTLY_REUSED:g} is reused"
     ratios = tuple(warm / cold for warm, cold in pairs)
-    return Figure("reuse", name, "", ratios, Bound("at most", 0.5), f"{warm:.0f} : {cold:.0f} ms")
+    return Figure(benchmark, name, "", ratios, Bound("at most", 0.5), f"{warm:.0f} : {cold:.0f} ms")
 
 
 def table(all_led: Sequence[Led]) -> str:

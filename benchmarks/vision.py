@@ -25,7 +25,19 @@ from PIL import Image
 
 from benchmarks.figure import Bound, Figure
 from benchmarks.own_turn import Turns
-from benchmarks.reuse import ANSWER_TOKENS, SIZES, TOLERANCE_TOKENS, Judge, Led, chat, clear_cache, play
+from benchmarks.reuse import (
+    ANSWER_TOKENS,
+    SIZES,
+    TOLERANCE_TOKENS,
+    Judge,
+    Led,
+    chat,
+    clear_cache,
+    play,
+    settle_in,
+    time_figure,
+    timed,
+)
 from benchmarks.reuse_oracle import CONVENTIONS, GreedyModel, Rendering, Wire
 from benchmarks.reuse_scenarios import SCENARIOS, Ask, Reply, Talk, Words
 from benchmarks.rig import rounds, serving
@@ -157,7 +169,8 @@ def run(num_rounds: int) -> list[Figure]:
         led = [each for family in folders for each in lead_all(family, folders[family], Path(scratch))]
         own = own_figure(folders, num_rounds)
     print(table(led))
-    return [*map(_reuse_figure, led), own]
+    by_model = [[each for each in led if each.family == name] for name in dict.fromkeys(each.family for each in led)]
+    return [*map(_reuse_figure, led), *(time_figure(each, "vision") for each in by_model), own]
 
 
 def lead_all(family: str, folder: Path, scratch: Path) -> Iterator[Led]:
@@ -171,6 +184,7 @@ def lead_all(family: str, folder: Path, scratch: Path) -> Iterator[Led]:
     with serving(folder, scratch, {}) as (port, _):
         for sees in (False, True)[: 2 if family == VISION else 1]:
             words = Words(SIZES, takes_tools=True)
+            settle_in(port, words)
             for scenario, talk in SCENARIOS.items():
                 clear_cache(port)
                 judge.forget()
@@ -178,7 +192,7 @@ def lead_all(family: str, folder: Path, scratch: Path) -> Iterator[Led]:
                 requests = play(told, judge, lambda ask: chat(port, ask, ANSWER_TOKENS))
                 name = f"{family}, a picture first" if sees else family
                 print(f"vision: {name}, {scenario} is through", file=sys.stderr, flush=True)
-                yield Led(name, scenario, tuple(requests), ())
+                yield timed(name, scenario, requests, port, judge)
 
 
 def _reuse_figure(led: Led) -> Figure:
@@ -211,8 +225,12 @@ def own_figure(folders: dict[str, Path], num_rounds: int) -> Figure:
 
 def table(all_led: Sequence[Led]) -> str:
     """Models and conversations, in markdown."""
-    lines = ["| model | conversation | requests | reused | possible | worst miss |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| model | conversation | requests | reused | possible | worst miss | warm : cold |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for led in all_led:
+        ratio = f"{median(led.warm_over_cold):.2f}" if led.warm_over_cold else "reuse below 0.9"
         cells = [led.family, led.scenario, str(len(led.requests)), f"{led.reuse:.3f}", f"{led.possible:.3f}"]
-        lines.append(f"| {' | '.join([*cells, str(led.num_missed_tokens)])} |")
+        lines.append(f"| {' | '.join([*cells, str(led.num_missed_tokens), ratio])} |")
     return "\n".join(lines)
