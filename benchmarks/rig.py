@@ -51,17 +51,22 @@ class Rig:
 
     def server_rss_bytes(self) -> int:
         """Physical memory of the server's process."""
-        command = ["ps", "-o", "rss=", "-p", str(self.server_pid)]
-        shown = subprocess.run(command, check=False, capture_output=True, text=True)
-        if shown.returncode:
-            raise BenchmarkError("the server is gone")
-        return int(shown.stdout) * 1024
+        return rss_bytes(self.server_pid)
 
     def settle(self) -> None:
         """Wait until the server computes nothing and what it had computed ahead is through."""
         while (health := self.health())["num_running"] or health["num_waiting"]:
             time.sleep(0.02)
         time.sleep(0.1)
+
+
+def rss_bytes(pid: int) -> int:
+    """Physical memory of a process. Raises BenchmarkError where there is none."""
+    command = ["ps", "-o", "rss=", "-p", str(pid)]
+    shown = subprocess.run(command, check=False, capture_output=True, text=True)
+    if shown.returncode:
+        raise BenchmarkError("the server is gone")
+    return int(shown.stdout) * 1024
 
 
 def rounds(num_rounds: int, *measure: Callable[[], Any]) -> list[list[Any]]:

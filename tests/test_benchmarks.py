@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import open_loop, real_loop, soak
+from benchmarks import image_memory, open_loop, real_loop, soak
 from benchmarks.frozen import FrozenOracle, Possible
 from benchmarks.kept import RESULTS, KeptRows, Part
 from benchmarks.memory import slope
@@ -59,6 +59,23 @@ def test_a_soak_fails_where_the_disk_or_memory_grows() -> None:
     assert missed(*(200 + number / 2 for number in range(60))) == [False, True]
     watch.peak_disk_bytes += 1
     assert missed(*level) == [True, False]
+
+
+def test_pictures_fail_where_memory_grows_or_a_budget_is_passed() -> None:
+    """What fills up before the twentieth picture is allowed, and noise, and one buffer more at the end; a megabyte
+    of each that stays behind is not, nor is a byte above a budget."""
+    at = list(range(5, 55, 5))
+
+    def missed(rss_mib: list[float], num_bytes: int) -> list[bool]:
+        rss = [mib * 2**20 for mib in rss_mib]
+        seen = image_memory.Seen(at, rss, [2.0**24] * len(at), [num_bytes] * len(at), [0] * len(at), at[-1])
+        return [figure.is_missed for figure in image_memory.figures([seen])]
+
+    level = [300 + 10 * min(number, 20) + number % 2 * 4 for number in at]
+    assert missed(level, image_memory.FEATURE_BYTES) == [False, False, False, False]
+    assert missed([*level[:-1], level[-1] + 30], image_memory.FEATURE_BYTES) == [False, False, False, False]
+    assert missed([300 + number for number in at], image_memory.FEATURE_BYTES) == [False, False, True, False]
+    assert missed(level, image_memory.FEATURE_BYTES + 1) == [True, False, False, False]
 
 
 def told(num_prompt: int, num_cached: int, num_possible: int, *, is_first: bool = False) -> Judged:
