@@ -85,6 +85,7 @@ PLACES: list[tuple[str, str, str, object]] = [
     ("MAX_QUEUED_REQUESTS", "5", "engine.max_queued_requests", 5),
     ("MAX_BATCH_BYTES", "6GB", "engine.max_batch_bytes", 6 * 10**9),
     ("PREFILL_STEP_SIZE", "256", "engine.prefill_step_size", 256),
+    ("IMAGE_FEATURE_MAX_BYTES", "64MiB", "engine.image_feature_bytes", 64 * 2**20),
     ("API_KEY", "secret", "web.api_key", "secret"),
     ("API_KEY", "secret", "proxy.api_key", "secret"),
     ("ALLOWED_ORIGINS", "https://a.example, https://b.example", "web.allowed_origins",
