@@ -18,13 +18,14 @@ from kvserve.cache.store import Store
 from kvserve.cache.trie import Node
 
 PLAIN, BRANCH_POINT, NEWEST = 0, 1, 2
+"""Levels of a checkpoint; a lower one leaves first whatever it is worth. NEWEST: the newest two of a branch, its last
+user message, and the end of system and tools."""
+
 PINNED = 1
 """The level of a leaf that was asked to be kept; other leaves are PLAIN."""
 
 SHORT_CLASS_SECONDS = 300.0
 """The shortest lifetime that clients ask for by a cache mark: an agent's user thinks longer than that now and then."""
-"""Levels of a checkpoint; a lower one leaves first whatever it is worth. NEWEST: the newest two of a branch, its last
-user message, and the end of system and tools."""
 
 NUM_NEWEST_KEPT = 2
 
@@ -108,7 +109,10 @@ class Sweep:
         return 0 < ttl_seconds < self._now - node.last_used_at
 
     def _keep_alive(self, owners_seen_at: dict[str, float]) -> None:
-        """Entries of the short class count as used before they end, while their owner is not idle: no arrays move."""
+        """Entries of the short class count as used before they end, while their owner is not idle: no arrays move.
+
+        Of one that has no owner the last row that ended there tells how long nobody came.
+        """
         seconds = self._limits.keep_alive_seconds
         if not seconds or self._now < self._keep_alive_at:
             return
@@ -117,9 +121,14 @@ class Sweep:
             own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else None
             is_due = own is not None and seconds < own <= SHORT_CLASS_SECONDS and self._is_pinned(leaf)
             is_due = is_due and self._now - leaf.last_used_at >= seconds
-            if is_due and not self._is_owner_idle(leaf, owners_seen_at):
+            if is_due and not (self._is_owner_idle(leaf, owners_seen_at) or self._is_forsaken(leaf)):
                 for node in leaf.path():
                     node.last_used_at = self._now
+
+    def _is_forsaken(self, leaf: Node) -> bool:
+        """Whether an entry that is nobody's was not asked for within the time that an owner has."""
+        end = leaf.sequence_end
+        return end is not None and end.owner is None and 0 < self._limits.owner_idle_seconds < self._now - end.ended_at
 
     def _is_pinned(self, leaf: Node) -> bool:
         """Whether an entry was asked to be kept for a time that is not over."""

@@ -238,7 +238,7 @@ class PrefixTree:
             self._owners_seen_at[lease.owner] = now
         if lease.is_detached or node.parent is None or node.children or lease.num_tokens < node.end:
             return
-        node.sequence_end = SequenceEnd(lease.owner, lease.ttl_seconds)
+        node.sequence_end = SequenceEnd(lease.owner, lease.ttl_seconds, now)
         self._sweep.expect_change()
 
     def release(self, lease: Lease) -> None:

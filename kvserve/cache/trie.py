@@ -14,10 +14,11 @@ from kvserve.cache.token_run import TokenKey, TokenRun, common_end
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:
-    """A row ended here: one entry of its owner's. `ttl_seconds` None means the general limit."""
+    """A row ended here: one entry of its owner's, last at `ended_at`. `ttl_seconds` None means the general limit."""
 
     owner: str | None
     ttl_seconds: float | None
+    ended_at: float
 
 
 @dataclass(slots=True, eq=False)

@@ -353,6 +353,22 @@ def test_the_short_class_is_kept_alive_while_its_owner_is_there() -> None:
     assert 1_800 < ended_at[0] <= 1_800 + 300 + 30
 
 
+def test_nobodys_entry_is_kept_alive_for_as_long_as_an_owners() -> None:
+    """Where requests name no session, the last row that ended there stands for its owner: it is not pinned for ever."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, owner_idle_seconds=1_800, keep_alive_seconds=240), clock=clock)
+    lasted: list[int] = []
+    for asked_again_after in (900, 10_000):
+        store_for(tree, conversation(0), 300)  # it counts from here
+        asked_at = clock.now
+        while depth(tree, conversation(0)) == 15 and clock.now < asked_at + asked_again_after:
+            clock.now += 30
+            tree.evict()
+        lasted.append(int(clock.now - asked_at))
+    assert lasted[0] == 900
+    assert 1_800 < lasted[1] <= 1_800 + 300 + 30
+
+
 def test_without_keep_alive_the_short_class_ends() -> None:
     """The negative control of the test above."""
     clock = Clock()
