@@ -82,10 +82,12 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """`auto`: the model decides; `none`: no call; `required`: at least one call; `function`: a call of `name`."""
+    """`auto`: the model decides; `none`: no call; `required`: at least one call, of the tools `among` where these are
+    given; `function`: a call of `name`."""
 
     mode: Literal["auto", "none", "required", "function"] = "auto"
     name: str | None = None
+    among: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

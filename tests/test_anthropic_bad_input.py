@@ -1,7 +1,6 @@
 """Bad input to the Anthropic endpoints: each has its status and Anthropic's own error form, and costs no step."""
 
 import json
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -165,8 +164,3 @@ def test_headers_go_out_before_anything_is_computed() -> None:
         client.send(_encoded({**CHAT, "max_tokens": 5, "stream": True}))
         status, headers = client.read_head()
         assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
-
-
-def test_no_thread_is_left() -> None:
-    """The servers of this file are gone."""
-    assert all(thread.name != "engine" for thread in threading.enumerate() if not thread.is_alive())

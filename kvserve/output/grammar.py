@@ -178,9 +178,8 @@ def check_schema(schema: object, field: str) -> None:
 
 
 def _forced_tools(tools: Sequence[ToolSpec], choice: ToolChoice) -> list[tuple[int, ToolSpec]]:
-    wanted = [
-        (index, tool) for index, tool in enumerate(tools) if choice.mode == "required" or tool.name == choice.name
-    ]
+    names = choice.among if choice.mode == "required" else (choice.name,)
+    wanted = [(index, tool) for index, tool in enumerate(tools) if names is None or tool.name in names]
     if not wanted:
         missing = "no tools are given" if choice.mode == "required" else f"there is no tool {choice.name!r}"
         raise BadRequest(f"tool_choice asks for a call, but {missing}.", param="tool_choice")

@@ -20,6 +20,7 @@ from kvserve.core import (
 )
 from kvserve.errors import BadRequest
 from kvserve.protocols.fields import Fields, Reader, filled_text, list_of, mapping, mistyped, text
+from kvserve.protocols.openai_files import read_file_part, read_input_file
 
 ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -67,6 +68,8 @@ PLAIN_PARTS: Mapping[str, Callable[[Fields], PlainBlock]] = {
     "refusal": _read_refusal_part,
     "image_url": _read_image_part,
     "input_image": _read_image_part,
+    "file": read_file_part,
+    "input_file": read_input_file,
 }
 ASSISTANT_PARTS: Mapping[str, Callable[[Fields], PlainBlock | ThinkingBlock]] = {
     **PLAIN_PARTS,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvserve.core import JsonObject, Message, RequestDefaults, RequestId, TextBlock, ToolChoice, Turn
+from kvserve.core import JsonObject, Message, RequestDefaults, RequestId, TextBlock, Turn
 from kvserve.errors import BadRequest
 from kvserve.protocols.fields import (
     MAX_INTEGER,
@@ -113,8 +113,7 @@ def parse_responses(
     include = _read_include(fields)
     previous = fields.optional("previous_response_id", filled_text)
     items = tuple(resolve_references(input_items(fields, request_id), history.item))
-    tools = read_tools(fields)
-    choice = read_tool_choice(fields, tools)
+    choice, tools = read_tool_choice(fields, read_tools(fields))
     turn = Turn(
         request_id=request_id,
         protocol=PROTOCOL,
@@ -188,7 +187,7 @@ def _echo(fields: Fields, turn: Turn, tools: OfferedTools, *, store: bool, previ
         "store": store,
         "temperature": turn.sampling.temperature,
         "text": {"format": {"type": "text"}, **(options.values if options is not None else {})},
-        "tool_choice": choice if turn.tool_choice != ToolChoice() else "auto",
+        "tool_choice": choice if choice is not None else "auto",
         "tools": list(tools.shown),
         "top_logprobs": 0,
         "top_p": turn.sampling.top_p,

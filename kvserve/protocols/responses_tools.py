@@ -44,7 +44,7 @@ class WireTool:
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
     """The tools of a request: what the model gets, what the client calls each of them, and the client's own words for
-    those that the model gets."""
+    those that are offered here."""
 
     specs: tuple[ToolSpec, ...] = ()
     wire: Mapping[str, WireTool] = field(default_factory=dict)
@@ -166,15 +166,18 @@ def call_item(call: ToolCallBlock, tools: OfferedTools) -> dict[str, object]:
 # --- choices ---------------------------------------------------------------------------------------------------------
 
 
-def read_tool_choice(fields: Fields, tools: OfferedTools) -> ToolChoice:
-    """`tool_choice`. Raises BadRequest, also for a choice that `tools` cannot meet."""
+def read_tool_choice(fields: Fields, tools: OfferedTools) -> tuple[ToolChoice, OfferedTools]:
+    """`tool_choice`, and the tools that the model gets then. Raises BadRequest, also for a choice that `tools` cannot
+    meet."""
     value, path = fields.locate("tool_choice")
     if value is None:
-        return ToolChoice()
+        return ToolChoice(), tools
+    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+        return _allowed(mapping(value, path), tools)
     choice = _read_choice(value, path, tools)
     if choice.mode == "required" and not tools.specs:
         raise BadRequest(f'{path} is "required", but the request has no tools that the model can call.', param=path)
-    return choice
+    return choice, tools
 
 
 def _read_choice(value: object, path: str, tools: OfferedTools) -> ToolChoice:
@@ -184,13 +187,10 @@ def _read_choice(value: object, path: str, tools: OfferedTools) -> ToolChoice:
     if isinstance(value, str):
         raise mistyped(path, '"auto", "none", "required" or an object', value)
     choice = mapping(value, path)
-    match choice.required("type", text):
-        case "function" | "custom":
-            return ToolChoice("function", _chosen(choice, tools))
-        case "allowed_tools":
-            return _allowed(choice, tools)
-        case kind:
-            raise mistyped(f"{path}.type", '"function", "custom" or "allowed_tools"', kind)
+    kind = choice.required("type", text)
+    if kind not in ("function", "custom"):
+        raise mistyped(f"{path}.type", '"function", "custom" or "allowed_tools"', kind)
+    return ToolChoice("function", _chosen(choice, tools))
 
 
 def _chosen(choice: Fields, tools: OfferedTools) -> str:
@@ -203,8 +203,9 @@ def _chosen(choice: Fields, tools: OfferedTools) -> str:
     return name
 
 
-def _allowed(choice: Fields, tools: OfferedTools) -> ToolChoice:
-    """A choice among some of the tools, as far as it can be kept: all of them, or a call of the only one."""
+def _allowed(choice: Fields, tools: OfferedTools) -> tuple[ToolChoice, OfferedTools]:
+    """A choice among some of the tools. Where one of them must be called, a grammar bars the others and the prompt is
+    the same; where none need be, only silence about the others keeps the model from calling them."""
     mode = choice.required("mode", word("auto", "required"))
 
     def read(value: object, path: str) -> str:
@@ -212,15 +213,14 @@ def _allowed(choice: Fields, tools: OfferedTools) -> ToolChoice:
         entry.required("type", word("function", "custom"))
         return _chosen(entry, tools)
 
-    names = set(choice.required("tools", list_of(read)))
-    if names == set(tools.wire):
-        return ToolChoice("required" if mode == "required" else "auto")
-    if mode == "required" and len(names) == 1:
-        return ToolChoice("function", names.pop())
-    raise BadRequest(
-        f"{choice.path} allows some of the tools only, which is not supported: send the tools that are allowed.",
-        param=choice.path,
-    )
+    names = frozenset(choice.required("tools", list_of(read)))
+    if mode == "auto":
+        return ToolChoice(), replace(tools, specs=tuple(spec for spec in tools.specs if spec.name in names))
+    if not names:
+        raise BadRequest(f"{choice.path} demands a call, but allows no tool.", param=f"{choice.path}.tools")
+    if len(names) == 1:
+        return ToolChoice("function", *names), tools
+    return ToolChoice("required", among=names if names != set(tools.wire) else None), tools
 
 
 # --- the form of the text --------------------------------------------------------------------------------------------

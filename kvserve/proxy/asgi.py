@@ -126,13 +126,16 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 def with_request_id(send: Send) -> Send:
-    """A `send` that gives an answer an `x-request-id` where the backend, which was not asked, gave none."""
+    """A `send` that gives an answer an `x-request-id` where the backend, which was not asked, gave none, and then says
+    the same under `request-id`, where Anthropic's SDK looks for it."""
 
     async def naming_send(message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers: HeaderList = list(message["headers"])
-            if not any(name.lower() == b"x-request-id" for name, _ in headers):
-                message["headers"] = [*headers, (b"x-request-id", f"proxy{secrets.token_hex(12)}".encode())]
+            headers: HeaderList = [pair for pair in message["headers"] if pair[0].lower() != b"request-id"]
+            given = next((value for name, value in headers if name.lower() == b"x-request-id"), None)
+            request_id = given or f"proxy{secrets.token_hex(12)}".encode()
+            own = [(b"x-request-id", request_id)] if given is None else []
+            message["headers"] = [*headers, *own, (b"request-id", request_id)]
         await send(message)
 
     return naming_send
@@ -154,7 +157,7 @@ def sharing_headers(origin: str | None) -> HeaderList:
     """What lets the page of an accepted Origin read the answer."""
     if origin is None:
         return []
-    exposed = (b"access-control-expose-headers", b"x-request-id, retry-after")
+    exposed = (b"access-control-expose-headers", b"x-request-id, request-id, retry-after")
     return [(b"vary", b"Origin"), (b"access-control-allow-origin", origin.encode("latin-1")), exposed]
 
 

@@ -23,6 +23,8 @@ type EncodeError = Callable[[RequestError], JsonObject]
 type CountError = Callable[[str, int], None]
 """Hears the endpoint (empty: none) and the status of each error that is answered."""
 
+_ID_HEADERS = ("x-request-id", "request-id")
+"""Where OpenAI's SDK looks for a request's id, and where Anthropic's does."""
 _CLIENT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OVERLOADED = 529
 """A status of Anthropic's that the standard library has no phrase for."""
@@ -172,7 +174,7 @@ class Exchange:
         self.may_keep_connection = self.may_keep_connection and not self._connections.is_draining
         phrase = "Overloaded" if status == _OVERLOADED else HTTPStatus(status).phrase
         lines = [f"HTTP/1.1 {status} {phrase}", f"Date: {formatdate(usegmt=True)}"]
-        lines.append(f"x-request-id: {self.request_id}")
+        lines.extend(f"{name}: {self.request_id}" for name in _ID_HEADERS)
         lines.extend(f"{name}: {value}" for name, value in (*self._client_id(), *self.sharing, *headers))
         if not self.may_keep_connection:
             lines.append("Connection: close")

@@ -114,7 +114,7 @@ def sharing_headers(origin: str | None) -> tuple[tuple[str, str], ...]:
     """What lets the page of an accepted Origin read the answer."""
     if origin is None:
         return (("Vary", "Origin"),)
-    exposed = "x-request-id, x-client-request-id, retry-after"
+    exposed = "x-request-id, request-id, x-client-request-id, retry-after"
     return (("Vary", "Origin"), ("Access-Control-Allow-Origin", origin), ("Access-Control-Expose-Headers", exposed))
 
 

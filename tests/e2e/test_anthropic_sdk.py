@@ -9,6 +9,7 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import Message, ToolUseBlock
 
+from kvserve.protocols.anthropic_signature import signed_text
 from tests.e2e.conftest import API_KEY, CONTEXT_LIMIT
 from tests.e2e.servers import ServerProcess
 from tests.e2e.test_openai_sdk import CITIES, ZONES, added_token
@@ -68,7 +69,8 @@ def test_a_message_is_answered(claude: Anthropic) -> None:
     """Content, stop reason and usage are there, and the request's id is part of the answer's."""
     reply = claude.messages.with_raw_response.create(model="claude-x", messages=HELLO, max_tokens=24, thinking=OFF)
     message = reply.parse()
-    assert reply.headers["x-request-id"] in message.id
+    assert reply.request_id == message._request_id == reply.headers["x-request-id"]
+    assert reply.request_id is not None and reply.request_id in message.id
     assert message.role == "assistant" and message.content[0].type == "text" and message.content[0].text
     assert message.stop_reason in ("end_turn", "max_tokens")
     assert 0 < message.usage.output_tokens <= 24 and num_prompt_tokens(message) > 0
@@ -89,22 +91,27 @@ def test_a_stream_says_what_the_whole_answer_says(claude: Anthropic) -> None:
 
 
 def test_thinking_has_a_block_of_its_own_and_comes_back(claude: Anthropic, open_server: ServerProcess) -> None:
-    """Signed, omitted where that is asked for, and what it says is in the next prompt either way."""
+    """Signed, omitted where that is asked for, and what it says is in the next prompt either way: behind a call, where
+    templates keep it."""
     opening = added_token(open_server, "<think>")
     biased = {"extra_body": {"logit_bias": {str(opening): 100}, "repetition_penalty": 1}}
+    use = {"type": "tool_use", "id": "toolu1", "name": "get_time", "input": {"zone": sorted(ZONES)[0]}}
+    result = {"type": "tool_result", "tool_use_id": "toolu1", "content": "noon"}
     for display in ("summarized", "omitted"):
         thinking: Any = {"type": "adaptive", "display": display}
         asked: dict[str, Any] = {"model": "m", "messages": HELLO, "max_tokens": 24, "thinking": thinking, **biased}
         with claude.messages.stream(**asked) as stream:
-            message = stream.get_final_message()
-        block = message.content[0]
+            block = stream.get_final_message().content[0]
         assert block.type == "thinking" and block.signature
         assert bool(block.thinking) == (display == "summarized")
-        echoed: list[Any] = [*HELLO, {"role": "assistant", "content": [block]}, *HELLO]
-        counted = claude.messages.count_tokens(model="m", messages=echoed, thinking=thinking)
-        bare: list[Any] = [*HELLO, {"role": "assistant", "content": [{**block.to_dict(), "signature": "x"}]}, *HELLO]
-        if display == "summarized":
-            assert counted == claude.messages.count_tokens(model="m", messages=bare, thinking=thinking)
+
+        def counted(*echoed: Any, thinking: Any = thinking) -> int:
+            talk = [*HELLO, {"role": "assistant", "content": [*echoed, use]}, {"role": "user", "content": [result]}]
+            return claude.messages.count_tokens(model="m", messages=talk, thinking=thinking, tools=TOOLS).input_tokens
+
+        said = block.thinking or signed_text(block.signature) or ""
+        assert len(said) > 20
+        assert counted(block) == counted({"type": "thinking", "thinking": said, "signature": ""}) > counted() + 10
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -191,6 +198,7 @@ def test_errors_are_the_sdks_own_classes(strict_claude: Anthropic, stream: bool)
     with pytest.raises(anthropic.NotFoundError) as missing:
         strict_claude.messages.create(**asked, model="gpt-12")
     _details(missing.value, "not_found_error")
+    assert missing.value.request_id and missing.value.request_id.startswith("req")
     with pytest.raises(anthropic.BadRequestError) as long:
         strict_claude.messages.create(**{**asked, "messages": [{"role": "user", "content": WORDS * 900}]}, model=MODEL)
     message = _details(long.value, "invalid_request_error")["message"]

@@ -182,6 +182,18 @@ def test_one_function_or_one_call(form: str, tokens: bool) -> None:
 
 
 @every_form
+def test_a_call_among_some_tools(form: str, tokens: bool) -> None:
+    """Those that may be called can be, several times too; the others cannot."""
+    case = SETUPS[form, tokens]
+    read, now, any_ = written(form, GOOD[0]), written(form, GOOD[3]), written(form, GOOD[4])
+    some = case.grammar(ToolChoice("required", among=frozenset(("read", "now"))))
+    assert case.accepts(some, read) and case.accepts(some, now) and not case.accepts(some, any_)
+    assert case.accepts(case.grammar(), any_), "the control: without a choice it is a good call"
+    assert case.accepts(some, f"{read}\n{now}") == (form != "harmony")
+    assert not case.accepts(some, f"{read}\n{any_}")
+
+
+@every_form
 def test_whatever_the_grammar_allows_is_read_as_a_call(form: str, tokens: bool) -> None:
     """Random walks through the grammar end in calls of given tools whose required arguments are there, and no text."""
     case = SETUPS[form, tokens]

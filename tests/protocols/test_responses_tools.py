@@ -124,8 +124,9 @@ def test_choices(said: object, expected: ToolChoice) -> None:
         {"type": "custom", "name": "look"},
         {"type": "function", "name": "go"},
         {"type": "function", "function": {"name": "look"}},
-        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]},
-        {"type": "allowed_tools", "mode": "never", "tools": []},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "missing"}]},
+        {"type": "allowed_tools", "mode": "required", "tools": []},
+        {"type": "allowed_tools", "mode": "never", "tools": [{"type": "function", "name": "look"}]},
         "sometimes",
         5,
         [],
@@ -137,6 +138,27 @@ def test_a_choice_that_cannot_be_kept_is_refused(said: object) -> None:
     with pytest.raises(BadRequest) as caught:
         parse(tools=TOOLS, tool_choice=said)
     assert str(caught.value.param).startswith("tool_choice")
+
+
+SOME = [{"type": "function", "name": "look"}, {"type": "function", "name": "go", "namespace": "agents"}]
+
+
+def test_some_of_the_tools_may_be_called() -> None:
+    """The model is not told of the others; the response still names everything that was offered."""
+    request = parse(tools=TOOLS, tool_choice={"type": "allowed_tools", "mode": "auto", "tools": SOME})
+    assert [tool.name for tool in request.turn.tools] == ["look", "agents__go"]
+    assert request.turn.tool_choice == ToolChoice()
+    assert request.described.echo["tools"] == [FUNCTION, PATCH, AGENTS]
+    assert request.described.echo["tool_choice"] == {"type": "allowed_tools", "mode": "auto", "tools": SOME}
+    nothing = parse(tools=TOOLS, tool_choice={"type": "allowed_tools", "mode": "auto", "tools": []})
+    assert (nothing.turn.tools, nothing.turn.tool_choice) == ((), ToolChoice())
+
+
+def test_one_of_some_tools_must_be_called() -> None:
+    """The prompt stays as it is with all of them, so that its KV is found: the others are barred by the grammar."""
+    request = parse(tools=TOOLS, tool_choice={"type": "allowed_tools", "mode": "required", "tools": SOME})
+    assert [tool.name for tool in request.turn.tools] == ["look", "apply_patch", "agents__stop", "agents__go"]
+    assert request.turn.tool_choice == ToolChoice("required", among=frozenset(("look", "agents__go")))
 
 
 @pytest.mark.parametrize("tools", [[], [{"type": "web_search"}]])

@@ -165,6 +165,7 @@ def test_what_no_backend_answered_has_an_id_of_its_own(scope: Scope, status: int
     answers = [call(Inner(), {**scope}, piece(b"{}")) for _ in range(2)]
     assert [sent[0]["status"] for sent in answers] == [status] * 2
     ids = [[value for name, value in sent[0]["headers"] if name == b"x-request-id"] for sent in answers]
+    assert ids == [[value for name, value in sent[0]["headers"] if name == b"request-id"] for sent in answers]
     assert [len(values) for values in ids] == [1, 1]
     assert ids[0][0] and ids[0] != ids[1]
 

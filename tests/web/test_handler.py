@@ -16,6 +16,7 @@ def exchange_raw(served: Served, wire: bytes) -> tuple[int, dict[str, object], b
         client.send(wire)
         response = client.read_response()
         assert response.headers["x-request-id"].startswith("req")
+        assert response.headers["request-id"] == response.headers["x-request-id"], "where Anthropic's SDK looks"
         return response.status, response.error, response.headers.get("connection") == "close" and client.is_closed()
 
 
