@@ -15,7 +15,7 @@ SDKS = ("The anthropic SDK", "The openai SDK")
 
 
 def test_every_client_that_is_tried_has_a_section() -> None:
-    """And every section with lines to paste is one that is tried; aider is not."""
+    """And every section with lines to paste is one that is tried."""
     assert set(SECTIONS) == set(PACKAGES) - {"node24"}
     readme = pasted.README.read_text("utf-8")
     part = readme[readme.index("## Point your client at it") : readme.index("## Endpoints")]
@@ -45,6 +45,9 @@ def test_configurations_of_the_others() -> None:
     [(name, provider)] = openclaw["models"]["providers"].items()
     assert openclaw["agents"]["defaults"]["model"]["primary"] == f"{name}/{provider['models'][0]['id']}"
     assert pasted.variables("Claude Code", 1234)["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1234"
+    assert pasted.arguments("Claude Code", 1234) == ()
+    assert pasted.variables("aider", 1234)["OPENAI_API_BASE"] == "http://127.0.0.1:1234/v1"
+    assert pasted.arguments("aider", 1234)[:2] == ("--model", "openai/local")
     assert "4000" not in json.dumps([opencode, codex, openclaw])
 
 

@@ -1,5 +1,5 @@
-"""Real agent clients from npm, each with a HOME of its own: how they are installed, configured and asked. The lines of
-their configurations are the README's.
+"""Real agent clients, each with a HOME of its own: how they are installed, configured and asked. The lines of their
+configurations are the README's.
 
 They are installed into CLIENTS_HOME or a folder below the user's cache, and kept there. They run with a dead proxy for
 everything but loopback, so they speak to nobody else.
@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ PACKAGES = {
     "claude": ("@anthropic-ai/claude-code@2.1.330", "claude"),
 }
 """Folder -> what npm installs there, and the program that is wanted of it."""
+AIDER = "aider-chat==0.86.2"
+"""What pip installs into an environment of its own."""
 INSTALL_SECONDS = 400
 TURN_SECONDS = 300
 NOWHERE = "http://127.0.0.1:9"
@@ -69,6 +72,22 @@ def install(folder: str) -> None:
         pytest.skip(f"npm could not install {package}: {done.stderr[-600:]}")
 
 
+def install_aider() -> None:
+    """Install aider unless it is there. Skips the test where pip cannot install it."""
+    if _aider_program().exists():
+        return
+    target = clients_home() / "aider"
+    done = run([sys.executable, "-m", "venv", str(target)], seconds=INSTALL_SECONDS)
+    if done.returncode == 0:
+        done = run([str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", AIDER], seconds=INSTALL_SECONDS)
+    if done.returncode != 0:
+        pytest.skip(f"pip could not install {AIDER}: {done.stderr[-600:]}")
+
+
+def _aider_program() -> Path:
+    return clients_home() / "aider" / "bin" / "aider"
+
+
 @dataclass(frozen=True)
 class Client:
     """An installed client with a HOME of its own; its working directory is `project` in it."""
@@ -80,10 +99,14 @@ class Client:
         return self.home / "project"
 
     def start(self, folder: str, *arguments: str, **variables: str) -> str:
-        """Run the client's program to its end; returns what it printed. Fails unless it exits with 0.
+        """Run the program of one of npm's packages to its end; returns what it printed. Fails unless it exits with 0.
 
         `variables` are those that this client has besides the environment that all have.
         """
+        return self.start_program(programs(folder) / PACKAGES[folder][1], *arguments, **variables)
+
+    def start_program(self, program: Path, *arguments: str, **variables: str) -> str:
+        """The same for any program."""
         environment = {
             **{"HOME": str(self.home), "PATH": f"{programs('node24')}:{os.environ['PATH']}", "TERM": "dumb"},
             **{"LANG": "C.UTF-8", "CI": "1", "DO_NOT_TRACK": "1", "DISABLE_TELEMETRY": "1"},
@@ -92,7 +115,7 @@ class Client:
             **dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost"),
             **variables,
         }
-        command = [str(programs(folder) / PACKAGES[folder][1]), *arguments]
+        command = [str(program), *arguments]
         done = run(command, seconds=TURN_SECONDS, cwd=self.project, env=environment)
         assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         return done.stdout
@@ -202,6 +225,30 @@ def set_up_opencode(home: Path, port: int, package: str, max_tokens: int) -> Ope
     configuration["provider"]["kvserve"]["npm"] = package
     configuration |= {"autoupdate": False, "share": "disabled", "permission": {"*": "allow"}}
     return Opencode(_home(home, ".config/opencode/opencode.json", configuration))
+
+
+@dataclass(frozen=True)
+class Aider(Client):
+    """aider, told by variables which server to ask; it has no tools and writes the files that the model lists."""
+
+    port: int
+
+    def say(self, text: str, *flags: str) -> str:
+        """One turn; returns what aider printed. `--restore-chat-history` continues the last conversation."""
+        return self.start_program(
+            _aider_program(),
+            *pasted.arguments("aider", self.port),
+            *("--yes-always", "--no-git", "--no-check-update", "--no-analytics", "--no-pretty", *flags),
+            *("--message", text),
+            **pasted.variables("aider", self.port),
+        )
+
+
+def set_up_aider(home: Path, port: int) -> Aider:
+    """aider for the server on this port, as the README says."""
+    install_aider()
+    (home / "project").mkdir(parents=True)
+    return Aider(home, port)
 
 
 def set_up_pi(home: Path, port: int, max_tokens: int) -> Pi:

@@ -7,6 +7,7 @@ change the port and the limits of answers alone.
 import json
 import re
 import shlex
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -52,5 +53,14 @@ def command(client: str) -> tuple[str, ...]:
 
 def variables(client: str, port: int) -> dict[str, str]:
     """The variables in front of a command in a block of shell."""
-    *assigned, _ = shlex.split(block(client, "sh", port))
-    return dict(word.split("=", 1) for word in assigned)
+    return dict(word.split("=", 1) for word in takewhile(_assigns, shlex.split(block(client, "sh", port))))
+
+
+def arguments(client: str, port: int) -> tuple[str, ...]:
+    """What follows the command in a block of shell."""
+    _, *rest = dropwhile(_assigns, shlex.split(block(client, "sh", port)))
+    return tuple(rest)
+
+
+def _assigns(word: str) -> bool:
+    return re.match(r"[A-Z_]+=", word) is not None

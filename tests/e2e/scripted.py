@@ -80,7 +80,8 @@ class TracedTurn:
 
 @dataclass
 class ScriptedServer:
-    """A running server and the steps that it has yet to make, one for each request that brings tools."""
+    """A running server and the steps that it has yet to make, one for each request that brings tools; with
+    `is_for_all` one for each request."""
 
     app: App
     model: Path
@@ -89,6 +90,7 @@ class ScriptedServer:
     screen: io.StringIO
     steps: list[Step] = field(default_factory=list)
     num_unscripted: int = 0
+    is_for_all: bool = False
 
     def build_grammar(self, **options: Any) -> Grammar | None:
         """Stands in for the pipeline's own: the next step's grammar."""
@@ -97,7 +99,7 @@ class ScriptedServer:
             # A thinking block that the prompt has not opened would be the model's to open; it never comes to that.
             thinking = replace(thinking, max_num_tokens=NUM_THINKING_TOKENS) if thinking.opened else None
         step: Step = Say("Nothing.")
-        if options["tools"] and self.steps:
+        if (options["tools"] or self.is_for_all) and self.steps:
             step = self.steps.pop(0)
         else:
             self.num_unscripted += 1
