@@ -3,7 +3,6 @@ only: other documents would be guessed at, and what was uploaded elsewhere is no
 """
 
 import base64
-import binascii
 import re
 
 from kvserve.core import TextBlock
@@ -28,10 +27,10 @@ def read_input_file(part: Fields) -> TextBlock:
     said = _DATA_URL.sub("", part.required("file_data", filled_text), count=1)
     try:
         content = base64.b64decode(said, validate=True).decode("utf-8-sig")
-    except binascii.Error as error:
-        raise _refused(part, "file_data", f"expected base64 or a data URL with it ({error})") from error
     except UnicodeDecodeError as error:
         raise _not_text(part) from error
+    except ValueError as error:  # binascii's own error is one too
+        raise _refused(part, "file_data", f"expected base64 or a data URL with it ({error})") from error
     if "\0" in content:
         raise _not_text(part)
     name = part.optional("filename", text)

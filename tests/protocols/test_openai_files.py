@@ -63,6 +63,7 @@ def test_an_empty_file_says_nothing_but_its_name(read: Callable[..., object]) ->
         ({"file_data": url(b"a\0b")}, "file_data", "only files of UTF-8 text"),
         ({"file_data": "data:text/plain,hello"}, "file_data", "expected base64"),
         ({"file_data": "@@@"}, "file_data", "expected base64"),
+        ({"file_data": "näh"}, "file_data", "expected base64"),
         ({"file_data": ""}, "file_data", "not empty"),
         ({"file_data": 5}, "file_data", "string"),
         ({"filename": "a"}, "file_data", "required"),
