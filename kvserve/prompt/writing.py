@@ -45,15 +45,16 @@ class Writer:
     def write(self, conversation: Conformed) -> Written | Refusal:
         """The conversation up to where the model goes on."""
         if conversation.continues:
-            return self._continued(conversation.dicts[:-1], _with_open_reasoning(conversation.steps[-1], self.form))
+            return self._continued(conversation.dicts[:-1], conversation.steps[-1])
         text = self._render(conversation.dicts, tail=True)
         return text if isinstance(text, Refusal) else Written(text, open_tag(text) is not None)
 
     def _render(self, messages: Sequence[MessageDict], *, tail: bool) -> str | Refusal:
         return self.template.render(messages, self.tools, add_generation_prompt=tail, arguments=self.arguments)
 
-    def _continued(self, before: Sequence[MessageDict], last: Step) -> Written | Refusal:
+    def _continued(self, before: Sequence[MessageDict], said: Step) -> Written | Refusal:
         """The text up to the end of what the assistant has said so far, its white space included."""
+        last = _with_open_reasoning(said, self.form)
         thinks = bool(last.reasoning) and not last.text
         marked = (
             replace(last, reasoning=last.reasoning + CONTINUATION_MARK)
@@ -63,16 +64,19 @@ class Writer:
         text = self._render((*before, message_dict(marked, self.form)), tail=False)
         if isinstance(text, str) and (end := text.rfind(CONTINUATION_MARK)) >= 0:
             return Written(text[:end], opens_reasoning=thinks)
-        return self._behind_tail(before, last, thinks=thinks)
+        return self._behind_tail(before, last, said.text if thinks else None)
 
-    def _behind_tail(self, before: Sequence[MessageDict], last: Step, *, thinks: bool) -> Written | Refusal:
-        """The same for templates that write no unfinished assistant message: what was said follows the tail."""
+    def _behind_tail(self, before: Sequence[MessageDict], last: Step, opening: str | None) -> Written | Refusal:
+        """The same for templates that write no unfinished assistant message: what was said follows the tail.
+
+        `opening`: the message is unfinished thinking, and this its text where it opened the tag itself.
+        """
         text = self._render(before, tail=True)
         if isinstance(text, Refusal):
             return text
         opened = open_tag(text)
-        if thinks:
-            return Written(text + last.reasoning if opened else text, opens_reasoning=opened is not None)
+        if opening is not None:
+            return Written(text + (last.reasoning if opened else opening), bool(opened or opening))
         closing = f"{last.reasoning}\n{opened[1]}\n\n" if opened else ""
         return Written(text + closing + last.text, opens_reasoning=False)
 

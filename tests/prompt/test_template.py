@@ -119,6 +119,13 @@ def test_unfinished_thinking_is_continued_as_thinking(family: str, raw: bool) ->
     assert prompt.text.count("<think>") == (0 if family == "gpt_oss" else 1)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "glm4_moe_lite"])
+def test_an_opened_think_tag_is_never_dropped(family: str) -> None:
+    """Also where the template shows no thinking, as qwen3's before any user has spoken: it stands as it was said."""
+    prompt = render(family, answer("<think>\nfirst I"))
+    assert prompt.text.replace("\n", "").endswith("<think>first I") and prompt.opens_reasoning
+
+
 def test_an_empty_last_assistant_message_is_a_new_turn() -> None:
     """There is nothing to continue, so the prompt is that without it."""
     assert render("qwen3", user("hi"), answer("")).text == render("qwen3", user("hi")).text
