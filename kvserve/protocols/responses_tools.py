@@ -219,7 +219,7 @@ def _allowed(choice: Fields, tools: OfferedTools) -> tuple[ToolChoice, OfferedTo
     if not names:
         raise BadRequest(f"{choice.path} demands a call, but allows no tool.", param=f"{choice.path}.tools")
     if len(names) == 1:
-        return ToolChoice("function", *names), tools
+        return ToolChoice("function", next(iter(names))), tools
     return ToolChoice("required", among=names if names != set(tools.wire) else None), tools
 
 
