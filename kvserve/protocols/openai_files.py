@@ -21,9 +21,9 @@ def read_file_part(part: Fields) -> TextBlock:
 def read_input_file(part: Fields) -> TextBlock:
     """`file_data`, a data URL or plain base64, as the text that it holds, below `filename` if there is one. Raises
     BadRequest."""
-    for name in _ELSEWHERE:
-        if part.values.get("file_data") is None and part.optional(name, text) is not None:
-            raise _refused(part, name, "the server fetches no files: send the text, or the file's bytes as file_data")
+    for elsewhere in _ELSEWHERE:
+        if part.values.get("file_data") is None and part.optional(elsewhere, text) is not None:
+            raise _refused(part, elsewhere, "no files are fetched: send the text, or the bytes as file_data")
     said = _DATA_URL.sub("", part.required("file_data", filled_text), count=1)
     try:
         content = base64.b64decode(said, validate=True).decode("utf-8-sig")

@@ -58,7 +58,7 @@ def test_an_empty_file_says_nothing_but_its_name(read: Callable[..., object]) ->
     ("file", "name", "words"),
     [
         ({"file_id": "file-1", "filename": "a.txt"}, "file_id", "send the text"),
-        ({"file_url": "https://example.org/a.txt"}, "file_url", "fetches no files"),
+        ({"file_url": "https://example.org/a.txt"}, "file_url", "no files are fetched"),
         ({"file_data": url(PDF, "application/pdf")}, "file_data", "only files of UTF-8 text"),
         ({"file_data": url(b"a\0b")}, "file_data", "only files of UTF-8 text"),
         ({"file_data": "data:text/plain,hello"}, "file_data", "expected base64"),
