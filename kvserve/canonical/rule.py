@@ -25,11 +25,12 @@ block; `field`: a volatile part inside the spans of other rules; `tools`: the li
 of the protocol already makes equal (nothing is left to do here, and so nothing to set).
 """
 
-Place = Literal["start", "line_start", "anywhere", "end", "whole"]
+Place = Literal["start", "line_start", "last_line", "anywhere", "end", "whole"]
 """Where in a text block a span may stand.
 
 `start`: at the beginning, or directly after another span that does; `line_start`: at the beginning of a line;
-`anywhere`; `end`: the last occurrence of the opener, up to the end of the block; `whole`: the span is the block.
+`last_line`: of the last line that begins with the opener; `anywhere`; `end`: the last occurrence of the opener, up to
+the end of the block; `whole`: the span is the block.
 """
 
 
@@ -40,7 +41,8 @@ class Form:
     `opener` is the literal text that the span and `pattern` begin with: it makes looking for a rule that does not
     apply as cheap as a search for a substring. `volatile` maps a rule's name (this one's or that of a `field` rule)
     to the parts that may move without a change of meaning. `is_json`: the group `json` must be a JSON object.
-    `holds` and `lacks` must, and must not, be found in the span. `is_omitted`: the canonical form is "", so that
+    `holds` and `lacks` must, and must not, be found in the span; with `heading` what stands behind the leading spans of
+    the block must begin so. `is_omitted`: the canonical form is "", so that
     sent and left out are the same; otherwise it is the span without its volatile parts.
     """
 
@@ -52,6 +54,7 @@ class Form:
     is_json: bool = False
     holds: re.Pattern[str] | None = None
     lacks: re.Pattern[str] | None = None
+    heading: re.Pattern[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

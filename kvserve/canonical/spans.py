@@ -83,7 +83,7 @@ def _scan(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> Iterator[S
     later = [
         span
         for rule in span_rules
-        if rule.form is not None and rule.form.place in ("line_start", "anywhere", "end")
+        if rule.form is not None and rule.form.place in ("line_start", "last_line", "anywhere", "end")
         for span in islice(_spans_of(rule, rule.form, text, done, rules), _MAX_SPANS + 1)
     ]
     for span in sorted(later, key=lambda span: (span.start, -span.end)):
@@ -114,12 +114,14 @@ def _leading_spans(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> l
 
 
 def _spans_of(rule: Rule, form: Form, text: str, start: int, rules: RuleSet) -> Iterator[Span]:
-    """The spans of one rule from `start` on; its place is `line_start`, `anywhere` or `end`."""
-    if form.place == "end":
-        position = text.rfind(form.opener, start)
+    """The spans of one rule from `start`, where the leading ones end; its place is none of theirs."""
+    if form.heading is not None and form.heading.match(text, start) is None:
+        return
+    if form.place in ("end", "last_line"):
+        position = text.rfind(form.opener, start) if form.place == "end" else _last_line(text, form.opener, start)
         if position >= 0:
-            span = _match_at(text, position, len(text), rule, form, rules)
-            if span is not None and span.end == len(text):
+            span = _match_at(text, position, _end_of_scope(text, position, rule), rule, form, rules)
+            if span is not None and (form.place == "last_line" or span.end == len(text)):
                 yield span
         return
     position = text.find(form.opener, start)
@@ -131,6 +133,12 @@ def _spans_of(rule: Rule, form: Form, text: str, start: int, rules: RuleSet) -> 
                 yield span
                 following = span.end
         position = text.find(form.opener, following)
+
+
+def _last_line(text: str, opener: str, start: int) -> int:
+    """Where the last line from `start` on begins that begins with `opener`; -1 without one."""
+    before = text.rfind(f"\n{opener}", start)
+    return before + 1 if before >= 0 else start if text.startswith(opener, start) else -1
 
 
 def _end_of_scope(text: str, position: int, rule: Rule) -> int:

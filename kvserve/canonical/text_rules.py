@@ -31,6 +31,9 @@ _STATISTICS = re.compile(
 )
 """Counts are numbers only: a line where somebody put a word beside them is no telemetry."""
 
+_REPORT = re.compile(r'(?:\[[^\]\n]*+\] )*+A [a-z][a-z -]*+"[^\n]*" just [a-z]')
+"""How OpenClaw begins to report a sub-agent's run: such a line in anybody else's text is that text's own."""
+
 _INSTRUCTIONS = re.compile(r"^Contents of [^\n]+ \([^\n]+\):$|^Today's date is [^\n]+$", re.MULTILINE)
 
 _CARRIED = r'Conversation data \(data, not instructions\):\n"(?:[^"\\\n]|\\[^\n])*+"\n'
@@ -205,17 +208,18 @@ TEXT_RULES: tuple[Rule, ...] = (
         "line",
         "history",
         _USER,
-        "duration and token counts in a sub-agent's `Stats: runtime ...` line",
+        "duration and token counts in the `Stats: runtime ...` line of OpenClaw's report on a sub-agent",
         "They move while the run is reported; the model was told not to mention them.",
         Form(
             "Stats: runtime ",
             _STATISTICS,
-            "line_start",
+            "last_line",
             {
                 "run_statistics": re.compile(
                     rf"(?<=runtime )[0-9hms.]+|(?<=• tokens ){_TOKENS}|(?<=• prompt/cache ){_CACHED}"
                 )
             },
+            heading=_REPORT,
         ),
     ),
     Rule(

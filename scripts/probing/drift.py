@@ -41,10 +41,11 @@ def billing_header(messages: Sequence[Json], number: int) -> list[Json]:
 
 
 def statistics(messages: Sequence[Json], number: int) -> list[Json]:
-    """The first user message carries a sub-agent's run statistics, which go on counting while it is history."""
+    """The first user message reports a sub-agent's run, whose statistics go on counting while it is history."""
     seconds, tokens = 60 + 5 * number, 1.2 + 0.3 * number
     line = f"Stats: runtime {seconds // 60}m{seconds % 60}s \u2022 tokens {tokens:.1f}k (in {tokens:.1f}k / out 40)"
-    return [messages[0], _with_text(messages[1], f"{_text(messages[1])}\n\n{line}"), *messages[2:]]
+    report = f'A background task "notes" just completed successfully.\n\nFindings:\n{_text(messages[1])}\n\n{line}'
+    return [messages[0], _with_text(messages[1], report), *messages[2:]]
 
 
 def inbound_block(messages: Sequence[Json], number: int) -> list[Json]:

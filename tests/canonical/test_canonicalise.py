@@ -12,7 +12,7 @@ from kvserve.canonical.canonicalise import canonicalise, chain, is_shortened_too
 from kvserve.canonical.layout import canonical_arguments
 from kvserve.canonical.rules import DEFAULT_RULES, RULES, select
 from kvserve.core import Block, ImageBlock, Message, Role, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
-from tests.canonical.texts import LEADING, LINES, TRAILING
+from tests.canonical.texts import LEADING, LINES, REPORT, TRAILING
 from tests.laws import num_examples
 
 SPANS = [
@@ -30,6 +30,7 @@ PIECES = [
     "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch=0a1;",
     "<total_tokens>12 tokens left</total_tokens>",
     "</system-reminder>",
+    f"{REPORT}\n",
     "```",
     "Be brief.",
     "\n",
@@ -200,6 +201,7 @@ def test_arguments_that_differ_stay_different(one: str, other: str) -> None:
 REMINDER = LEADING["system_reminder"]("a", "")
 INFO = LEADING["conversation_info"]("ann", "7")
 STATS = LINES["run_statistics"]("k", "7k")
+REPORTED = f"{REPORT}\n\n"
 
 
 @pytest.mark.parametrize(
@@ -216,9 +218,11 @@ STATS = LINES["run_statistics"]("k", "7k")
         ("user", INFO.replace("{", "[").replace("}", "]")),
         ("user", INFO.replace("untrusted", "trusted")),
         ("user", INFO.replace("```json", "```")),
-        ("user", "see " + STATS),
-        ("user", STATS.replace("1m", "about 1m")),
-        ("user", STATS + "<end>"),
+        ("user", STATS),
+        ("user", f"See what it says:\n{REPORTED}{STATS}"),
+        ("user", f"{REPORTED}see {STATS}"),
+        ("user", REPORTED + STATS.replace("1m", "about 1m")),
+        ("user", f"{REPORTED}{STATS}<end>"),
         ("user", TRAILING["aider_reminder"]("a", "") + "x" * 10 + "\n" * 30),
         ("user", TRAILING["aider_reminder"]("a", "").replace("5. The dividing line: =======\n", "")),
         ("user", "Rules:\n" + TRAILING["aider_reminder"]("a", "").lstrip()),
@@ -236,7 +240,7 @@ STATS = LINES["run_statistics"]("k", "7k")
         ("system", "## Inbound Context (trusted metadata)\nnone today\n"),
         ("system", "## Inbound Context (trusted metadata)\n```json\n{broken\n```\n"),
         ("system", REMINDER),
-        ("system", STATS),
+        ("system", REPORTED + STATS),
     ],
 )
 def test_what_is_not_the_recorded_form_is_left_alone(role: Role, text: str) -> None:
@@ -271,7 +275,7 @@ def test_pieces_that_only_meet_without_a_span_are_no_form() -> None:
         "inbound_context",
         "openclaw_attempt",
     }
-    split = "Sender (untrusted metadata):\n" + STATS + "```json\n{}\n```\n\nhi"
+    split = REPORTED + "Sender (untrusted metadata):\n" + STATS + "```json\n{}\n```\n\nhi"
     assert "sender_info" not in canonicalise(Message("user", (TextBlock(split),))).fired
 
 
@@ -283,7 +287,7 @@ def test_pieces_that_only_meet_without_a_span_are_no_form() -> None:
     [
         *OPENERS,
         "<system-reminder>\n<",
-        "Stats: runtime 1m • ",
+        f"{REPORT}\nStats: runtime 1m • ",
         "x-anthropic-billing-header: cc_version=1; a=",
         CARRIER[:90],
     ],

@@ -11,7 +11,7 @@ from kvserve.canonical.canonicalise import canonicalise
 from kvserve.canonical.replay import replay
 from kvserve.canonical.rules import select
 from kvserve.core import Block, ImageBlock, Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
-from tests.canonical.texts import LEADING, LINES, TRAILING
+from tests.canonical.texts import LEADING, LINES, REPORT, TRAILING
 from tests.canonical.versions import Version, echoes, may_be_as_seen, user, versions
 from tests.laws import num_examples
 
@@ -45,7 +45,7 @@ def test_what_means_the_same_is_read_as_before(pair: tuple[Version, Version]) ->
 
 EVERYTHING = (
     "".join(LEADING[rule]("red", "blue") for rule in LEADING)
-    + "Please look.\n"
+    + f"{REPORT}\n"
     + "\n".join(LINES[rule]("red", "12k") for rule in LINES)
     + "\nThanks."
     + TRAILING["aider_reminder"]("red", "")
@@ -82,6 +82,18 @@ def test_random_messages_never_gain_what_nobody_sent(data: st.DataObject) -> Non
         assert canonicalise(result.message).digest == canonicalise(fresh).digest
     if result.message != fresh:
         assert result.fired
+
+
+def test_statistics_in_anybody_elses_text_are_read_as_sent() -> None:
+    """In a file that the user shows, and in the findings of a report: only the report's own last line is telemetry."""
+    line, moved = LINES["run_statistics"]("k", "7k"), LINES["run_statistics"]("k", "8kk")
+    for text in (f"{line}\n", f"a.log\n```\n{line}\n```\nIs that slow?", f"{REPORT}\n\nFindings:\n{line}\n\n{line}\n."):
+        seen, fresh = user(text), user(text.replace(line, moved, 1))
+        assert canonicalise(fresh).digest != canonicalise(seen).digest
+        assert replay(fresh, seen, in_history=True).message == fresh
+    report = f"{REPORT}\n\nFindings:\n{line}\n\n{line}\n."
+    control = user(moved.join(report.rsplit(line, 1)))
+    assert replay(control, user(report), in_history=True).message == user(report)
 
 
 # --- placement -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.rules import RULES
 from kvserve.canonical.spans import canonical_text, find_spans
 from kvserve.core import Message, Role, TextBlock
+from tests.canonical.texts import REPORT
 from tests.laws import num_examples
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.119.710; cc_entrypoint=sdk-cli; cch=818ce;"
@@ -19,7 +20,7 @@ PIECES = st.sampled_from(
     [
         *(BILLING, "Current time is", " 10:00", "Stats: runtime 1m5s • tokens 3k", "Today's date is 2026-11-21."),
         *("<total_tokens>7 tokens left</total_tokens>", "  Today's date: Sat Nov 21 2026", "<|im_end|>"),
-        *("\n", "\n", "x", " ", "<"),
+        *("\n", "\n", "x", " ", "<", f"{REPORT}\n"),
     ]
 )
 TEXTS = st.lists(PIECES, max_size=10).map("".join)

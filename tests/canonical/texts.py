@@ -20,6 +20,9 @@ Use {meaning}.
 ONLY EVER RETURN CODE IN A *SEARCH/REPLACE BLOCK*!
 """
 
+REPORT = 'A background task "research" just completed successfully.'
+"""The first line of a report on a sub-agent's run; without it a line of statistics is anybody's text."""
+
 type Render = Callable[[str, str], str]
 """(meaning, volatile) -> text; both are digits or lower-case words."""
 
@@ -38,6 +41,7 @@ LEADING: dict[str, Render] = {
     "sender_info": lambda m, v: f'Sender (untrusted metadata):\n```json\n{{\n  "name": "{m}"\n}}\n```\n\n',
 }
 LINES: dict[str, Render] = {
+    # only the last one of a text counts, and only below REPORT
     "run_statistics": lambda m, v: f"Stats: runtime 1m{len(v)}s • tokens {sum(map(ord, v))}k • sessionKey {m}",
     "current_time": lambda m, v: f"Current time is {m} {v}",
 }

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvserve.canonical.rules import DEFAULT_RULES
 from kvserve.core import Message, TextBlock
-from tests.canonical.texts import HAS_VOLATILE, LEADING, LINES, TRAILING
+from tests.canonical.texts import HAS_VOLATILE, LEADING, LINES, REPORT, TRAILING
 
 RENDER = {**LEADING, **LINES, **TRAILING}
 OMITTED = {*LEADING, *TRAILING}
@@ -63,8 +63,10 @@ def said(rule: str) -> st.SearchStrategy[tuple[str, str] | None]:
 def versions(draw: st.DrawFn) -> tuple[Version, Version]:
     """Two versions of one message; the client may have edited anything in between."""
     leading = draw(st.lists(st.sampled_from(sorted(LEADING)), max_size=3, unique=True))
-    lines = ["", *draw(st.lists(FIXED | st.sampled_from(sorted(LINES)), max_size=3)), "."]
-    lines[0], is_one_block = draw(FIXED), draw(st.booleans())
+    inner = st.lists(FIXED | st.sampled_from(sorted(LINES)), max_size=3)
+    lines = ["", *draw(inner.filter(lambda lines: lines.count("run_statistics") < 2)), "."]
+    lines[0] = REPORT if "run_statistics" in lines else draw(FIXED)
+    is_one_block = draw(st.booleans())
     edited = draw(st.booleans())
 
     def version(fixed: list[str]) -> Version:
