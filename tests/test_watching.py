@@ -30,7 +30,7 @@ CACHE = {"ram_bytes": 10, "num_evicted_tokens": 3, "counters": {"vlm_retreat": 1
 
 def branch(number: int, parent: int | None, last_used: float = 5.0) -> Branch:
     parent_id = None if parent is None else BranchId(parent)
-    return Branch(BranchId(number), parent_id, 2, 30, 1, 3, 50, (), last_used)
+    return Branch(BranchId(number), parent_id, 2, 30, 1, 3, 50, last_used)
 
 
 def look(*sessions: SessionView, cache: Any = CACHE) -> Look:

@@ -10,7 +10,6 @@ It knows chain digests and token offsets; neither messages nor what is kept for 
 import hashlib
 import threading
 from array import array
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,20 +17,19 @@ from functools import partial
 from typing import NewType
 
 from kvserve.sessions.journal import UNWRITTEN, Journal, Rows, number_key
-from kvserve.sessions.message_rows import digest_of, dump, items, number, numbers, parse, seconds, text_of
+from kvserve.sessions.message_rows import digest_of, dump, items, number, parse, seconds, text_of
 
 SessionKey = NewType("SessionKey", str)
 BranchId = NewType("BranchId", int)
 
-ANCHOR_STRIDE_TOKENS = 2_048
 HINT_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
     """A line of conversation. It left `parent_id` (which may be forgotten by now; None: it shares nothing) after
-    `fork_message_index` messages, at `fork_token_offset` of its own model tokens. `anchors`: ascending token offsets
-    that a return to this branch can restart from. `last_used` in the caller's seconds."""
+    `fork_message_index` messages, at `fork_token_offset` of its own model tokens. `last_used` in the caller's seconds.
+    """
 
     branch_id: BranchId
     parent_id: BranchId | None
@@ -40,13 +38,7 @@ class Branch:
     num_turns: int
     num_messages: int
     num_tokens: int
-    anchors: tuple[int, ...]
     last_used: float
-
-    def anchor_before(self, offset: int) -> int:
-        """The deepest anchor at or before this token offset; 0 without one."""
-        place = bisect_right(self.anchors, offset)
-        return self.anchors[place - 1] if place else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +79,6 @@ def session_key(session_id: str | None, ids: Sequence[int]) -> SessionKey:
     if session_id:
         return SessionKey(f"id:{session_id}")
     return SessionKey(f"tokens:{hashlib.sha256(array('I', ids[:HINT_TOKENS]).tobytes()).hexdigest()[:16]}")
-
-
-def anchors_of(ends: Sequence[int], num_tokens: int, stride: int = ANCHOR_STRIDE_TOKENS) -> tuple[int, ...]:
-    """In every stride of tokens the first end of a message; where one message runs right through it, its beginning.
-
-    What is appended later moves no anchor.
-    """
-    anchors: list[int] = []
-    edge = stride
-    for end in [*ends, None]:
-        while (num_tokens if end is None else end) >= edge + stride:
-            anchors.append(edge)
-            edge += stride
-        if end is not None and end >= edge:
-            anchors.append(end)
-            edge = (end // stride + 1) * stride
-    return tuple(anchors)
 
 
 class SessionIndex:
@@ -249,14 +224,12 @@ class SessionIndex:
         else:
             parent_id = holders[0] if holders else None
             fork_offset = ends[shared - 1] if shared else 0
-            branch = Branch(BranchId(self._next_id), parent_id, shared, fork_offset, 0, 0, 0, (), 0.0)
+            branch = Branch(BranchId(self._next_id), parent_id, shared, fork_offset, 0, 0, 0, 0.0)
             self._next_id += 1
             self._put_counter()
             line = session.lines[branch.branch_id] = _Line(branch, [])
         self._append(session, line, path)
-        line.branch = replace(
-            line.branch, num_messages=len(path), num_tokens=num_tokens, anchors=anchors_of(ends, num_tokens)
-        )
+        line.branch = replace(line.branch, num_messages=len(path), num_tokens=num_tokens)
         return line
 
     def _append(self, session: _Session, line: _Line, path: list[bytes]) -> None:
@@ -329,7 +302,6 @@ def _branch_body(key: SessionKey, branch: Branch, chains: Sequence[bytes], until
             "num_turns": branch.num_turns,
             "num_messages": branch.num_messages,
             "num_tokens": branch.num_tokens,
-            "anchors": list(branch.anchors),
             "last_used": branch.last_used,
             "chains": [chain.hex() for chain in chains],
             "until": until,
@@ -349,7 +321,6 @@ def _stored_branch(key: bytes, body: bytes) -> _Stored:
         number(row.get("num_turns")),
         number(row.get("num_messages")),
         number(row.get("num_tokens")),
-        numbers(row.get("anchors")),
         seconds(row.get("last_used")),
     )
     chains = [digest_of(chain) for chain in items(row.get("chains"))]

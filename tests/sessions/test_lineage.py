@@ -2,15 +2,14 @@
 
 import threading
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from kvserve.sessions.lineage import Branch, SessionIndex, SessionKey, anchors_of, session_key
+from kvserve.sessions.lineage import Branch, SessionIndex, SessionKey, session_key
 from tests.laws import num_examples
 from tests.sessions.samples import Notebook, chains_of
 
@@ -124,44 +123,6 @@ def test_the_key_is_the_given_id_or_the_first_tokens() -> None:
     assert session_key("mine", start) == session_key("mine", [9]) == "id:mine"
     assert session_key(None, [*start, 1]) == session_key("", [*start, 2]) != session_key(None, [*start[:-1], 0])
     assert session_key("tokens:1", []) != session_key(None, [])
-
-
-@pytest.mark.parametrize(
-    ("ends", "num_tokens", "expected"),
-    [
-        ([], 0, ()),
-        ([5], 15, ()),
-        ([10], 10, (10,)),
-        ([3, 12, 14, 19, 25, 31], 31, (12, 25, 31)),
-        ([3, 47], 47, (10, 20, 30, 47)),
-        ([3], 47, (10, 20, 30)),
-        ([12], 40, (12, 20, 30)),
-    ],
-)
-def test_anchors_by_hand(ends: list[int], num_tokens: int, expected: tuple[int, ...]) -> None:
-    """Per stride of ten the first end of a message, or its beginning where a message runs right through."""
-    assert anchors_of(ends, num_tokens, 10) == expected
-
-
-@given(st.lists(st.integers(0, 40), max_size=20), st.integers(0, 20), st.integers(1, 12))
-def test_anchors_stand_still_and_are_dense(steps: list[int], cut: int, stride: int) -> None:
-    """What is appended moves none of them; gaps stay below two strides; no stride has two."""
-    ends = [sum(steps[: place + 1]) for place in range(len(steps))]
-    total = ends[-1] if ends else 0
-    anchors = anchors_of(ends, total, stride)
-    early = anchors_of(ends[:cut], ends[:cut][-1] if ends[:cut] else 0, stride)
-    assert anchors[: len(early)] == early
-    edges = [0, *anchors, total]
-    assert all(later - before < 2 * stride for before, later in pairwise(edges))
-    assert len({anchor // stride for anchor in anchors}) == len(anchors)
-    assert list(anchors) == sorted(anchors) and all(0 < anchor <= total for anchor in anchors)
-
-
-def test_a_return_restarts_from_the_anchor_before_it() -> None:
-    """Of a branch of 7,000 tokens in messages of 1,000 each second stride begins at 3,000, 5,000, 7,000."""
-    branch = advance(SessionIndex(), "suauaua")
-    assert branch.anchors == (3_000, 5_000, 7_000)
-    assert [branch.anchor_before(offset) for offset in (2_999, 3_000, 6_500, 9_000)] == [0, 3_000, 5_000, 7_000]
 
 
 def test_mistaken_offsets_are_refused() -> None:
