@@ -24,6 +24,7 @@ from benchmarks import (
     open_loop,
     own_time,
     own_turn,
+    paused_loop,
     real_loop,
     restore,
     reuse,
@@ -58,6 +59,7 @@ BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
     "vision": (vision.run, 9),
     "open_loop": (open_loop.run, 1),
     "real_loop": (real_loop.run, 1),
+    "paused_loop": (paused_loop.run, 1),
     "checkpoint_budget": (checkpoint_budget.run, 1),
     "eviction": (eviction_simulator.run, 1),
 }

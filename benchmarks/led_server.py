@@ -29,6 +29,9 @@ from kvserve.telemetry.terminal import Terminal
 CACHE_PATH = "/v1/cache"
 ANSWER_SECONDS = 600.0
 WHOLE_ANSWER_TOKENS = 8_192
+GUESS_SECONDS = 2.0
+"""Within it a turn that is over has been guessed on; what was guessed is then waited for."""
+
 LIMIT_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 OWN_HEADERS = frozenset(
     {"host", "connection", "content-length", "content-type", "transfer-encoding", "accept-encoding", "authorization"}
@@ -41,8 +44,9 @@ type Processor = Callable[[mx.array, mx.array], mx.array]
 class LedServer:
     """A running server that answers one request at a time."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, *, warms: bool = False) -> None:
         self._app = app
+        self._warms = warms
         self._lead: Callable[[Sequence[int]], Script] | None = None
 
     @property
@@ -92,9 +96,13 @@ class LedServer:
         self._exchange("DELETE", CACHE_PATH)
 
     def _settle(self) -> None:
-        """Wait until the row is gone and what it computed is kept."""
+        """Wait until the row is gone and what it computed is kept and, with `warms`, what comes next is computed."""
         while (health := self._app.health()[1])["num_running"] or health["num_waiting"]:
             time.sleep(0.001)
+        if self._warms:
+            time.sleep(GUESS_SECONDS)
+            while self.totals()["warming"]["num_jobs_waiting"]:
+                time.sleep(0.01)
 
     def _exchange(
         self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
@@ -123,15 +131,16 @@ def _told(path: str, usage: Mapping[str, Any]) -> Told:
 
 
 @contextlib.contextmanager
-def led_server(folder: Path, scratch: Path) -> Iterator[LedServer]:
-    """Serve the model in `folder` on a free port with default settings, without LiteLLM, a disk or warming."""
+def led_server(folder: Path, scratch: Path, *, warms: bool = False) -> Iterator[LedServer]:
+    """Serve the model in `folder` on a free port with default settings, without LiteLLM or a disk. With `warms` the
+    next turn is computed ahead, and no request is sent before that is done."""
     values: dict[str, Any] = {name: field.default for name, field in Settings.model_fields.items()}
     values |= {"model_path": str(folder), "mlx_port": 0, "state_dir": scratch / "state", "log_root": scratch / "logs"}
     values |= {"disk_cache_dir": scratch / "kv", "enable_request_logging": False}
-    values |= {"warm_next_turn": False}  # what an idle engine does between two requests is nobody's answer
+    values |= {"warm_next_turn": warms}  # else what an idle engine does between two requests is nobody's answer
     settings = Settings(_env_file=None, **values)  # type: ignore[call-arg]  # pydantic-settings reads it from kwargs
     app = App(Launch(settings, False, False, "off", {}), Terminal(Console(file=io.StringIO())))
-    server = LedServer(app)
+    server = LedServer(app, warms=warms)
     with mock.patch.object(scheduler, "processors_for", server.processors_for):
         try:
             app.start(threading.Event())

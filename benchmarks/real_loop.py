@@ -34,7 +34,6 @@ from benchmarks.recordings import (
 from benchmarks.reuse_oracle import CONVENTIONS, RECORDED_FAMILIES
 from kvserve.core import RequestId
 from kvserve.demo.build import ModelScale, build_model
-from kvserve.demo.families import TINY
 from kvserve.protocols.openai_chat import parse_chat
 
 MAX_CONVERSATION_TOKENS = 16_384
@@ -46,11 +45,15 @@ UNREAD = Reply(content="Nobody reads this.")
 
 NUM_PER_FILE = 2
 CORPUS_ANSWER_TOKENS = 12
+SMALLEST = ModelScale(num_layers=2, num_heads=1, num_kv_heads=1)
 SCALES = {
-    "qwen3": ModelScale(num_layers=2, num_heads=1, num_kv_heads=1),
+    "qwen3": SMALLEST,
     "qwen3_5": ModelScale(num_heads=1, num_kv_heads=1),
+    "gemma3": SMALLEST,
+    "glm4_moe_lite": SMALLEST,
 }
-"""As little attention as there can be, where fewer heads are possible."""
+"""As little attention as there can be with every kind of layer that the family has: of four layers qwen3_5 has one that
+attends; of two, gemma3 has one of each kind and glm4_moe_lite one with experts."""
 
 HEADINGS = (
     *("client", "conversation", "family", "requests", "longest prompt", "prompt tokens"),
@@ -127,6 +130,11 @@ def row_of(played: Paired) -> Row:
     )
 
 
+def answered(request: Request) -> Request:
+    """The request with something to write."""
+    return request if request.reply is not None else replace(request, reply=UNREAD)
+
+
 def pair_up(talk: Conversation, family: str, server: LedServer, model: ModelFree) -> Paired:
     """Lead a conversation with both, which know nothing of it."""
     server.forget()
@@ -134,8 +142,7 @@ def pair_up(talk: Conversation, family: str, server: LedServer, model: ModelFree
     before = server.totals()
     limit = None if talk.client in RECORDED_CLIENTS else CORPUS_ANSWER_TOKENS
     pairs = []
-    for number, sent in enumerate(talk.requests):
-        request = sent if sent.reply is not None else replace(sent, reply=UNREAD)
+    for number, request in enumerate(map(answered, talk.requests)):
         real = server.ask(request, limit)
         pairs.append(Pair(real, model.serve(request, number, limit), is_first=number == 0))
     after = server.totals()
@@ -184,11 +191,16 @@ def pair_all(
 
 
 @contextlib.contextmanager
-def _model_free(family: str) -> Iterator[tuple[Path, ModelFree]]:
-    """A tiny model's folder in a folder of its own, and the path without a model for it."""
+def tiny_model(family: str) -> Iterator[Path]:
+    """The folder of a tiny model, in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="kvserve-bench-") as scratch:
-        scale = SCALES.get(family, TINY)
-        folder = build_model(family, Path(scratch) / "model", scale=scale, answer_tokens=None)
+        yield build_model(family, Path(scratch) / "model", scale=SCALES[family], answer_tokens=None)
+
+
+@contextlib.contextmanager
+def _model_free(family: str) -> Iterator[tuple[Path, ModelFree]]:
+    """A tiny model's folder, and the path without a model for it."""
+    with tiny_model(family) as folder:
         yield folder, ModelFree(folder, is_cuttable=CONVENTIONS[family].is_cuttable)
 
 

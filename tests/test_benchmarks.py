@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import image_memory, open_loop, real_loop, soak
+from benchmarks import open_loop, paused_loop, real_loop, soak
 from benchmarks.frozen import FrozenOracle, Possible
 from benchmarks.kept import RESULTS, KeptRows, Part
 from benchmarks.memory import slope
@@ -132,8 +133,22 @@ def test_the_kept_tables_are_those_of_their_rows() -> None:
     assert not [line for line in table(rows) if "MISSED" in line]
     paired = real_loop.KEPT.read()
     assert not [row for row in paired if row.num_differing]
-    for name, text in (("open_loop", report(rows)), ("real_loop", real_loop.report(paired))):
+    with_pauses = paused_loop.KEPT.read()
+    assert {row.client for row in with_pauses} == set(paused_loop.CLIENTS)
+    assert not [line for line in paused_loop.table(with_pauses) if "MISSED" in line]
+    reports = {"open_loop": report(rows), "real_loop": real_loop.report(paired)}
+    for name, text in (reports | {"paused_loop": paused_loop.report(with_pauses)}).items():
         assert (RESULTS / f"{name}.md").read_text("utf-8") == text
+
+
+@pytest.mark.parametrize(("num_paused", "verdict"), [(96, "0.96, pass"), (95, "0.96, MISSED")])
+def test_with_pauses_the_floor_is_the_bound(num_paused: int, verdict: str) -> None:
+    """What was reused without them is shown beside it and decides nothing."""
+    row = paused_loop.Row("pi-0.87-qwen", "a", "qwen3", 8, 100, num_paused, 90, 10, 6)
+    *_, of_session, of_all = paused_loop.table([row])
+    share = f"{num_paused / 100:.4f}"
+    assert of_session == f"| pi-0.87-qwen | qwen3 | 8 | 100 | {share} | 10, 6 | 0.9000 |  |"
+    assert of_all == f"| **PI** | qwen3 | 8 | 100 | {share} | 10, 6 | 0.9000 | {verdict} |"
 
 
 @pytest.mark.parametrize(
