@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import image_memory, open_loop, real_loop, soak
-from benchmarks import open_loop, paused_loop, real_loop, soak
+from benchmarks import image_memory, open_loop, paused_loop, real_loop, soak
 from benchmarks.frozen import FrozenOracle, Possible
 from benchmarks.kept import RESULTS, KeptRows, Part
 from benchmarks.memory import slope
