@@ -131,6 +131,9 @@ def test_the_kept_tables_are_those_of_their_rows() -> None:
     assert set(families.values()) == {len(RECORDED_FAMILIES)}
     assert not [line for line in table(rows) if "MISSED" in line]
     paired = real_loop.KEPT.read()
+    sampled = Counter((row.client, row.name) for row in paired)
+    assert set(sampled.values()) == {len(RECORDED_FAMILIES)}
+    assert {client for client, _ in sampled} <= {row.client for row in rows}
     assert not [row for row in paired if row.num_differing]
     with_pauses = paused_loop.KEPT.read()
     assert {row.client for row in with_pauses} == set(paused_loop.CLIENTS)
