@@ -14,7 +14,7 @@ from typing import Protocol
 from pydantic import TypeAdapter
 
 from benchmarks.recordings import RECORDED_CLIENTS, Conversation
-from benchmarks.reuse_oracle import RECORDED_FAMILIES
+from benchmarks.reuse_oracle import PLAYED_FAMILIES
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -91,4 +91,4 @@ class KeptRows[R: Row]:
 def _order(row: Row) -> tuple[int, str, int, str]:
     """Recorded clients first, as they are listed; a family's rows of a client together."""
     place = RECORDED_CLIENTS.index(row.client) if row.client in RECORDED_CLIENTS else len(RECORDED_CLIENTS)
-    return place, row.client, RECORDED_FAMILIES.index(row.family), row.name
+    return place, row.client, PLAYED_FAMILIES.index(row.family), row.name

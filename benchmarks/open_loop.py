@@ -25,7 +25,7 @@ from benchmarks.frozen import FrozenOracle, Possible
 from benchmarks.kept import WHOLE, KeptRows, Part
 from benchmarks.model_free import ModelFree, Told
 from benchmarks.recordings import Conversation, read_corpus, read_recordings, shared_folder
-from benchmarks.reuse_oracle import CONVENTIONS, RECORDED_FAMILIES
+from benchmarks.reuse_oracle import CONVENTIONS, PLAYED_FAMILIES, RECORDED_FAMILIES
 from kvserve.demo.build import build_model
 
 TOLERANCE = 0.01
@@ -163,9 +163,9 @@ def run(_num_rounds: int) -> list[Figure]:
     if shared is None:
         print("open_loop: there are no recorded conversations here, nothing was compared", file=sys.stderr)
         return []
-    rows = [row_of(played) for played in play_all(conversations(shared), RECORDED_FAMILIES)]
+    rows = [row_of(played) for played in play_all(conversations(shared), PLAYED_FAMILIES)]
     print("\n".join(table(rows)), flush=True)
-    return [figure for family in RECORDED_FAMILIES for figure in _figures(rows, family)]
+    return [figure for family in PLAYED_FAMILIES for figure in _figures(rows, family)]
 
 
 def _figures(rows: Sequence[Row], family: str) -> Iterator[Figure]:
@@ -251,7 +251,7 @@ def _losses(played: Sequence[Played]) -> Iterator[str]:
 def main() -> int:
     """Print the table; returns 1 when a bound is missed."""
     arguments = _parse()
-    families = arguments.family or RECORDED_FAMILIES
+    families = arguments.family or (RECORDED_FAMILIES if arguments.real else PLAYED_FAMILIES)
     if arguments.real:
         return _compare(arguments, families)
     talks = conversations(arguments.shared, arguments.client)
@@ -270,7 +270,7 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.open_loop", description="Reuse on recorded client sessions.")
     parser.add_argument("--shared", type=Path, default=shared_folder(), help="folder with recordings and corpus")
-    parser.add_argument("--family", action="append", choices=RECORDED_FAMILIES, help="only this family")
+    parser.add_argument("--family", action="append", choices=PLAYED_FAMILIES, help="only this family")
     parser.add_argument("--client", action="append", help="only this recording or file of the corpus")
     parser.add_argument("--requests", action="store_true", help="every request with what was lost, and why")
     parser.add_argument("--real", action="store_true", help="a sample through the real server over HTTP instead")
@@ -311,10 +311,10 @@ through the server's own path without a model, with the recorded answers as what
 shares of prompt tokens, pooled, without the request that begins a conversation (nothing can be known of it); the last
 column counts it too. The oracle renders the client's bodies, their volatile spans frozen, with transformers, and looks
 how much of each prompt an earlier one of its conversation had, answer included; where layers cannot be cut (qwen3_5,
-gemma3), up to the end of a message. A row passes when reuse >= oracle - {TOLERANCE} and, in the last rows, reuse >=
-floor. Nobody who computes nothing ahead reaches a floor that lies above the oracle: there the template itself writes in
-the next prompt what it wrote before in another way. [paused_loop.md](paused_loop.md) has PI with pauses between
-requests, in which that is computed.
+qwen3_5_vl, gemma3), up to the end of a message. A row passes when reuse >= oracle - {TOLERANCE} and, in the last rows,
+reuse >= floor. Nobody who computes nothing ahead reaches a floor that lies above the oracle: there the template itself
+writes in the next prompt what it wrote before in another way. [paused_loop.md](paused_loop.md) has PI with pauses
+between requests, in which that is computed.
 
 {chr(10).join(table(rows))}
 """

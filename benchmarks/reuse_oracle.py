@@ -47,6 +47,7 @@ class Convention:
 CONVENTIONS: Mapping[str, Convention] = {
     "qwen3": Convention(("<|im_end|>",), is_cuttable=True, silence="<think>\n\n</think>\n\n"),
     "qwen3_5": Convention(("<|im_end|>",), keeping={"preserve_thinking": True}),
+    "qwen3_5_vl": Convention(("<|im_end|>",), keeping={"preserve_thinking": True}),
     "gemma3": Convention(("<end_of_turn>",), takes_tools=False, alternates=True, folds_system=True),
     "glm4_moe_lite": Convention(("<|user|>", "<|observation|>"), is_cuttable=True, keeping={"clear_thinking": False}),
     "gpt_oss": Convention(
@@ -59,6 +60,9 @@ CONVENTIONS: Mapping[str, Convention] = {
 
 RECORDED_FAMILIES = ("qwen3", "qwen3_5", "gemma3", "glm4_moe_lite")
 """On these recorded sessions are played: dense, hybrid, sliding window, latent attention."""
+
+PLAYED_FAMILIES = (*RECORDED_FAMILIES, "qwen3_5_vl")
+"""Without a model on one that sees too: text is to fare as well on it as on the text model."""
 
 ECHO_MARK = "echo-5f0c1e"
 """Stands for an answer while a prompt is rendered around it."""

@@ -16,7 +16,7 @@ from benchmarks.model_free import ModelFree, Told
 from benchmarks.open_loop import Counts, Judged, Played, Row, play, pooled, report, row_of, table
 from benchmarks.prompts import num_common
 from benchmarks.recordings import Conversation, Reply, Request, shared_folder
-from benchmarks.reuse_oracle import CONVENTIONS, RECORDED_FAMILIES
+from benchmarks.reuse_oracle import CONVENTIONS, PLAYED_FAMILIES, RECORDED_FAMILIES
 from tests.models import tiny_model
 
 
@@ -128,7 +128,7 @@ def test_the_kept_tables_are_those_of_their_rows() -> None:
     """Nobody edits the Markdown; no bound is missed, no request differs, each conversation is there on every family."""
     rows = open_loop.KEPT.read()
     families = Counter((row.client, row.name) for row in rows)
-    assert set(families.values()) == {len(RECORDED_FAMILIES)}
+    assert set(families.values()) == {len(PLAYED_FAMILIES)}
     assert not [line for line in table(rows) if "MISSED" in line]
     paired = real_loop.KEPT.read()
     sampled = Counter((row.client, row.name) for row in paired)
