@@ -9,20 +9,23 @@ import signal
 import threading
 import time
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvserve.cache.disk_blob import BlobHead, BlobName, unpack_blob
-from kvserve.demo.build import SLOW
+from kvserve.demo.build import TINY
 from tests.e2e.servers import ServerProcess, serving, wait_until
 from tests.models import tiny_model
 
 FAMILIES = ("qwen3", "qwen3_5", "gemma3", "gpt_oss", "glm4_moe_lite")
 KEPT_SECONDS = 3.0
 """What is older outlives any kill."""
+
+DEEPER = replace(TINY, num_layers=8)
+"""8k tokens in small steps take it many times three seconds, and in large ones less than a client waits."""
 
 NUM_KILLS = int(os.environ.get("NUM_KILLS", "8"))
 WORDS = "The quick brown fox reads file {0} again and counts line {1} of {2} before it runs. "
@@ -183,7 +186,7 @@ class Stored:
 def test_what_a_long_prefill_had_is_warm(family: str, tmp_path: Path) -> None:
     """Killed in the middle of 8k tokens: what was complete three seconds before is not computed again, and what is
     written with it is what a server writes that has to compute all of it."""
-    model, prompt = str(tiny_model(family, scale=SLOW)), ("Be brief.", said(450, 3))
+    model, prompt = str(tiny_model(family, scale=DEEPER)), ("Be brief.", said(450, 3))
     small_steps = {"PREFILL_STEP_SIZE": 16}  # so that it takes many times three seconds
     with serving(tmp_path, "--model", model, with_proxy=False, **small_steps) as server:
         server.wait_until_healthy()
