@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline, Stop
+from kvserve.cache.token_run import pack
 from kvserve.core import MessageStart, TokenSequence
 from kvserve.engine.rows import Row
 
 
 def owner_of(row: Row) -> str:
     """Whose entry a row becomes: a branch of a session begins with its own system prompt and first user message."""
-    ids, starts = row.request.prompt.ids, row.request.message_starts
+    prompt, starts = row.request.prompt, row.request.message_starts
     ends = (following.offset for start, following in pairwise(starts) if start.is_user)
-    beginning = hashlib.sha256(repr(ids[: next(ends, len(ids))]).encode()).hexdigest()
+    beginning = hashlib.sha256(pack(prompt, 0, next(ends, len(prompt))).ids).hexdigest()
     return f"{row.request.session or ''}/{beginning[:16]}"
 
 

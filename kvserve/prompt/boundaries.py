@@ -4,7 +4,8 @@ It finds positions worth a checkpoint and decides nothing that must be exact: a 
 more position, a template without special tokens makes none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -32,16 +33,21 @@ class MessageMarkers:
 
     def message_starts(self, ids: Sequence[int]) -> tuple[MessageStart, ...]:
         """The offset of every message in a rendered prompt, in order, the generation tail included."""
-        return tuple(
-            MessageStart(offset, self._is_user(ids, offset))
-            for offset, token in enumerate(ids)
-            if token in self.openers
-        )
+        offsets = sorted(offset for opener in self.openers for offset in _offsets(ids, opener))
+        return tuple(MessageStart(offset, self._is_user(ids, offset)) for offset in offsets)
 
     def _is_user(self, ids: Sequence[int], offset: int) -> bool:
         """A user's own words: templates that write tool results as user messages open them with a special token."""
         end = offset + len(self.user_header)
         return tuple(ids[offset:end]) == self.user_header and end < len(ids) and ids[end] not in self.special
+
+
+def _offsets(ids: Sequence[int], token: int) -> Iterator[int]:
+    """Where a token stands. `index` goes through 100k ids four times as fast as a loop does."""
+    offset = -1
+    with suppress(ValueError):  # `index` finds no other one
+        while True:
+            yield (offset := ids.index(token, offset + 1))
 
 
 def learn_markers(tokenizer: Tokenizer, template: ChatTemplate) -> MessageMarkers:
