@@ -33,13 +33,15 @@ _PROBE_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class CacheSupport:
-    """What can be done with a model's caches: decode rows in one batch, keep their KV for other requests.
+    """What can be done with a model's caches: decode rows in one batch, keep their KV for other requests, prefill short
+    rows in one padded pass.
 
     `notes` tell a person what cannot be done and what it costs. `image_rule` is None where images are refused.
     """
 
     can_batch: bool = True
     can_keep: bool = True
+    can_pad: bool = False
     notes: tuple[str, ...] = ()
     image_rule: SightRule | None = None
 

@@ -65,7 +65,10 @@ class ChunkLength:
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """One row on its way through its prompt: `caches` hold the KV of `tokens[:num_done]`."""
+    """One row on its way through its prompt: `caches` hold the KV of `tokens[:num_done]`.
+
+    `is_alone`: a pass that it shared with others failed.
+    """
 
     row: Row
     tenancy: Tenancy
@@ -73,6 +76,7 @@ class Prefill:
     num_done: int
     num_last_tokens: int = 0
     images: RowImages | None = None
+    is_alone: bool = False
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,28 +87,36 @@ class Prefill:
         """Tokens still to prefill; the last token is not one of them: computing it gives the first answer token."""
         return len(self.tokens) - 1 - self.num_done
 
+    @property
+    def num_to_stop(self) -> int:
+        """Tokens up to the next planned stop or the end: a chunk is never longer, as a state can only be kept where it
+        ends."""
+        stop = self.tenancy.next_stop(self.num_done)
+        return self.num_left if stop is None else min(self.num_left, stop - self.num_done)
+
     def step(self, model: LoadedModel, chunk_length: ChunkLength, max_seconds: float) -> int:
         """Compute the next chunk, wait for it, so that its time is known and nothing stays lazy, and say its length.
 
-        It ends at the next planned stop at the latest, because a state can only be kept where a chunk ends, and where
-        quantised KV starts the caches are converted.
+        Where quantised KV starts the caches are converted.
         """
         self.caches = model.ready(self.caches, self.num_done)
-        num_tokens = min(self.num_left, chunk_length.within(max_seconds, self.num_last_tokens))
+        num_tokens = min(self.num_to_stop, chunk_length.within(max_seconds, self.num_last_tokens))
         if model.quantiser is not None:
             num_tokens = min(num_tokens, model.quantiser.longest_chunk(self.num_done))
-        if (stop := self.tenancy.next_stop(self.num_done)) is not None:
-            num_tokens = min(num_tokens, stop - self.num_done)
         num_tokens = self._whole_images(model, num_tokens)
         chunk = self.tokens[self.num_done : self.num_done + num_tokens]
         started = time.perf_counter()
         self._compute(model, chunk)
         mx.eval([cache.state for cache in self.caches])
         chunk_length.measured(num_tokens, time.perf_counter() - started)
+        self.advance(num_tokens)
+        return num_tokens
+
+    def advance(self, num_tokens: int) -> None:
+        """Its caches hold so many tokens more now."""
         self.num_done += num_tokens
         self.num_last_tokens = max(num_tokens, ALIGNMENT_TOKENS)
         self.row.report_progress(self.num_done)
-        return num_tokens
 
     def _whole_images(self, model: LoadedModel, num_tokens: int) -> int:
         """So many tokens, or more where the chunk would cut what must be computed in one pass."""

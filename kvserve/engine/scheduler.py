@@ -9,6 +9,7 @@ row gets its step. Everything here belongs to the engine thread.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,16 +21,18 @@ from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
 from kvserve.engine.disk_cache import Hold
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
+from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import CacheReport, PrefixCache, Tenancy
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import processors_for, sampler_for
-from kvserve.engine.stretches import Stretches
 from kvserve.engine.warmer import Warmer
 from kvserve.engine.warming import WarmSettings
 from kvserve.errors import EngineFailure
 
 DISK_WAIT_SECONDS = 0.02
 """How long nobody listens to clients while all that is to be done is to wait for the disk."""
+
+NOT_KEPT = "KV could not be kept and will be computed again"
 
 LONG_ROW_TOKENS = 4096
 """A row this long leaves buffers behind that MLX would keep for ever: its cache is emptied when the row goes."""
@@ -70,16 +73,15 @@ class Scheduler:
         self._rows: list[Row] = []
         self._waiting: deque[Row] = deque()
         self._arrivals: list[Arrival] = []
-        self._prefilling: list[Prefill] = []
         self._pool = DecodePool(model, budget.max_rows)
         self._tenancies: dict[Row, Tenancy] = {}
         self._chunk_length = ChunkLength(prefill_step_size)
         self.warmer = Warmer(model, budget, cache, self._chunk_length, warming)
-        self._stretches = Stretches(self._chunk_length)
+        self._prefills = PrefillPool(model, self._chunk_length)
 
     @property
     def num_prefilling(self) -> int:
-        return len(self._arrivals) + len(self._prefilling)
+        return len(self._arrivals) + len(self._prefills)
 
     @property
     def num_decoding(self) -> int:
@@ -87,7 +89,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._waiting or self._arrivals or self._prefilling or self._pool.num_rows)
+        return not (self._waiting or self._arrivals or self._prefills or self._pool.num_rows)
 
     def add(self, row: Row) -> None:
         """Queue a row behind those that wait; what nobody asked for makes way."""
@@ -105,9 +107,9 @@ class Scheduler:
         self._admit()
         self._begin_arrivals()
         has_streams = bool(self._pool.num_rows)
-        if (prefill := self._stretches.next(self._prefilling, is_beside_streams=has_streams)) is not None:
-            self._prefill_chunk(prefill)
-        elif self._stretches.end():
+        if (step := self._prefills.step(is_beside_streams=has_streams)) is not None:
+            self._settle_prefill(step)
+        elif self._prefills.end_stretch():
             self._settle(self._pool.step_all())
         elif has_streams or not self._arrivals:
             self._settle(self._pool.step())
@@ -151,7 +153,7 @@ class Scheduler:
     def keep_running(self) -> None:
         """Keep what running rows have computed so far: nothing will run on."""
         self.warmer.drop_all("shutdown")
-        for prefill in self._prefilling:
+        for prefill in self._prefills:
             self._keep_rest(prefill.tenancy, prefill.caches, prefill.tokens[: prefill.num_done])
         for row in self._pool.rows():
             if (left := self._pool.remove(row)) is not None and (tenancy := self._tenancies.get(row)) is not None:
@@ -165,10 +167,9 @@ class Scheduler:
         self._rows.clear()
         self.warmer.drop_all("the engine begins anew")
         self._pool.discard()
-        self._stretches.end()
+        self._prefills.discard()
         self._waiting.clear()
         arrivals, self._arrivals = self._arrivals, []
-        self._prefilling.clear()
         if is_last:
             for arrival in arrivals:
                 self.cache.let_go(arrival.hold)
@@ -181,7 +182,7 @@ class Scheduler:
 
     def _admitted_rows(self) -> list[Row]:
         arrived = [arrival.row for arrival in self._arrivals]
-        return [*arrived, *(prefill.row for prefill in self._prefilling), *self._pool.rows()]
+        return [*arrived, *(prefill.row for prefill in self._prefills), *self._pool.rows()]
 
     # --- leaving and entering -----------------------------------------------------------------------------------------
 
@@ -191,10 +192,8 @@ class Scheduler:
             if row in self._waiting:
                 self._waiting.remove(row)
             self._drop_arrival(row)
-            for prefill in [prefill for prefill in self._prefilling if prefill.row is row]:
-                self._prefilling.remove(prefill)
-                if reason == "cancelled":
-                    self._keep_rest(prefill.tenancy, prefill.caches, prefill.tokens[: prefill.num_done])
+            if (prefill := self._prefills.remove(row)) is not None and reason == "cancelled":
+                self._keep_rest(prefill.tenancy, prefill.caches, prefill.tokens[: prefill.num_done])
             left = self._pool.remove(row)
             row.finish(reason)
             # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
@@ -203,11 +202,9 @@ class Scheduler:
             self._release(row, left if reason == "cancelled" else None)
 
     def _retract_answer(self, row: Row) -> None:
-        try:
+        with self._reported("KV of an ended answer could not be dropped"):
             if (tenancy := self._tenancies.get(row)) is not None:
                 self.cache.retract_answer(tenancy)
-        except Exception as error:  # noqa: BLE001 - the answer is over; its neighbours have nothing to do with it
-            self._report(f"KV of an ended answer could not be dropped: {type(error).__name__}: {error}")
 
     def _drop_arrival(self, row: Row) -> None:
         for arrival in [arrival for arrival in self._arrivals if arrival.row is row]:
@@ -241,7 +238,7 @@ class Scheduler:
 
     def _live_bytes(self) -> float:
         """What live rows hold; one that has not begun to decode counts with its whole prompt."""
-        beginning = [*(arrival.row for arrival in self._arrivals), *(prefill.row for prefill in self._prefilling)]
+        beginning = [*(arrival.row for arrival in self._arrivals), *(prefill.row for prefill in self._prefills)]
         live = self._pool.held_bytes() + sum(self._model.sizes.peak(row.num_tokens) for row in beginning)
         return live + self.warmer.live_bytes()
 
@@ -264,7 +261,7 @@ class Scheduler:
             row.num_cached_tokens = num_done
             self.cache.count(num_prompt_tokens=len(row.request.prompt), num_cached_tokens=num_done)
         self._tenancies[row] = tenancy
-        self._prefilling.append(Prefill(row, tenancy, caches, num_done, images=images))
+        self._prefills.add(Prefill(row, tenancy, caches, num_done, images=images))
         row.report_progress(num_done)
 
     def _must_wait(self, arrival: Arrival) -> bool:
@@ -272,14 +269,14 @@ class Scheduler:
         awaited row is there, or gone."""
         if self._is_restoring(arrival):
             return True
-        in_flight = [(prefill.tenancy, prefill.num_done) for prefill in self._prefilling]
+        in_flight = [(prefill.tenancy, prefill.num_done) for prefill in self._prefills]
         is_there = any(tenancy is arrival.awaited and not tenancy.lease.is_detached for tenancy, _ in in_flight)
         if is_there and arrival.awaited is not None and arrival.awaited.lease.num_tokens < arrival.awaited_tokens:
             return True
         wait = self.cache.wait_for(arrival.row, in_flight)
         arrival.awaited, arrival.awaited_tokens = wait or (None, 0)
         arrival.row.has_waited_for_row |= wait is not None
-        for prefill in self._prefilling:
+        for prefill in self._prefills:
             if wait == (prefill.tenancy, prefill.num_done):  # its state there is gone after its next chunk
                 self._keep(prefill)
                 return False
@@ -297,29 +294,36 @@ class Scheduler:
 
     # --- computing ----------------------------------------------------------------------------------------------------
 
-    def _prefill_chunk(self, prefill: Prefill) -> None:
-        prefill.row.prefill_started_at = prefill.row.prefill_started_at or time.monotonic()
-        try:
-            if prefill.num_left:
-                num_tokens = prefill.step(self._model, self._chunk_length, self._stretches.chunk_seconds())
-                self.cache.count(num_prefill_tokens=num_tokens)
-                self.cache.measured_prefill(self._chunk_length.tokens_per_second)
+    def _settle_prefill(self, step: PrefillStep) -> None:
+        """Keep what a chunk gave, and let those decode whose last one it was."""
+        if step.trouble:
+            self._report(step.trouble)
+        if step.num_tokens:
+            self.cache.count(num_prefill_tokens=step.num_tokens)
+            self.cache.measured_prefill(self._chunk_length.tokens_per_second)
+        for prefill in step.computed:
+            if step.num_tokens:
                 self._keep(prefill)
             if not prefill.num_left:
-                self._pool.enter(prefill.row, prefill.caches, self._decoder(prefill.row))
-                self._prefilling.remove(prefill)
-                self.cache.count(num_prefill_tokens=1)  # the last token, which the first decode step computes
-        except Exception as error:  # noqa: BLE001 - a prefill touches no other row, so its failure stays its own
-            self._prefilling.remove(prefill)
+                self._decode(prefill)
+        for prefill, error in step.failed:
+            prefill.row.fail(error)
+            self._release(prefill.row, None)
+
+    def _decode(self, prefill: Prefill) -> None:
+        """A row leaves its prefill; the first decode step computes its last prompt token."""
+        self._prefills.remove(prefill.row)
+        try:
+            self._pool.enter(prefill.row, prefill.caches, self._decoder(prefill.row))
+            self.cache.count(num_prefill_tokens=1)
+        except Exception as error:  # noqa: BLE001 - a row that cannot enter touches no other
             prefill.row.fail(error)
             self._release(prefill.row, None)
 
     def _keep(self, prefill: Prefill) -> None:
         """Store what a stop gives. What cannot be stored is computed again another time; the request goes on."""
-        try:
+        with self._reported(NOT_KEPT):
             self.cache.keep(prefill.tenancy, prefill.caches, prefill.num_done)
-        except Exception as error:  # noqa: BLE001 - the cache must never cost a healthy request
-            self._report(f"KV could not be kept and will be computed again: {type(error).__name__}: {error}")
 
     def _decoder(self, row: Row) -> Decoder:
         sampling, num_prompt_tokens = row.request.sampling, len(row.request.prompt)
@@ -355,10 +359,8 @@ class Scheduler:
 
     def _keep_rest(self, tenancy: Tenancy, caches: list[Any], tokens: list[int]) -> None:
         """Store all that a row has computed so far, whether a stop was planned there or not."""
-        try:
+        with self._reported(NOT_KEPT):
             self.cache.extend(tenancy, caches, tokens)
-        except Exception as error:  # noqa: BLE001 - the cache must never cost a healthy request
-            self._report(f"KV could not be kept and will be computed again: {type(error).__name__}: {error}")
 
     def _release(self, row: Row, left: Left | None) -> None:
         """A row is gone; with `left` its KV is taken in up to the last whole token."""
@@ -367,10 +369,8 @@ class Scheduler:
         self.cache.account_live(self._live_bytes())
         if tenancy is not None:
             self._end_tenancy(tenancy, left)
-        try:
+        with self._reported("Room could not be made in the prefix cache"):  # the next row makes room again
             self.cache.make_room()
-        except Exception as error:  # noqa: BLE001 - neighbours wait to be settled; the next row makes room again
-            self._report(f"Room could not be made in the prefix cache: {type(error).__name__}: {error}")
         if row.num_tokens >= LONG_ROW_TOKENS:
             mx.clear_cache()
 
@@ -379,10 +379,15 @@ class Scheduler:
         self._rows = [each for each in self._rows if not each.is_over]
 
     def _end_tenancy(self, tenancy: Tenancy, left: Left | None) -> None:
-        try:
+        with self._reported(NOT_KEPT):
             if left is not None:
                 self.cache.finish(tenancy, left.caches, left.tokens)
-        except Exception as error:  # noqa: BLE001 - the answer is out; what cannot be kept is computed again
-            self._report(f"KV could not be kept and will be computed again: {type(error).__name__}: {error}")
-        finally:
-            self.cache.leave(tenancy)
+        self.cache.leave(tenancy)
+
+    @contextmanager
+    def _reported(self, trouble: str) -> Iterator[None]:
+        """Say what the cache raises and go on: it must never cost a healthy request."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, answers and neighbours have nothing to do with it
+            self._report(f"{trouble}: {type(error).__name__}: {error}")

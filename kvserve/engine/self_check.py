@@ -5,9 +5,10 @@ alone, with given tokens; everything else must lead to their logits:
 
     batch   two rows that enter an mlx-lm batch together, a third that joins late; then each from the caches it leaves
     copy    a row's snapshot, restored before and after the row itself and another copy have gone on
+    pad     both rows' prompts in one padded pass, one of them with a beginning; then each by itself
 
-That takes 33 or 34 forward passes of at most 12 tokens, 29 more where KV is quantised; longer ones are needed for a
-class that is unknown (`MAX_PROBED_TOKENS`).
+That takes 33 or 34 forward passes of at most 12 tokens, four more where rows can be padded, 29 more where KV is
+quantised; longer ones are needed for a class that is unknown (`MAX_PROBED_TOKENS`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import CacheSupport, LoadedModel
+from kvserve.engine.padded_pass import can_be_padded, padded_pass
 from kvserve.engine.snapshot import CacheLayout
 from kvserve.engine.vision import RopeShift
 from kvserve.errors import ModelLoadError
@@ -27,6 +29,7 @@ from kvserve.errors import ModelLoadError
 LONG_ROW_TOKENS = 12
 SHORT_ROW_TOKENS = 5
 NUM_GIVEN_TOKENS = 4
+NUM_BEGUN_TOKENS = 3
 
 MAX_PROBED_TOKENS = 1024
 """An unknown class may behave in another way behind a length that it names (a window, a chunk, a buffer's step), so the
@@ -97,13 +100,15 @@ def check_caches(model: LoadedModel) -> CacheSupport:
         no_batch = _why_not_batch(unknown, named) or _trouble(trial.batch)
         no_batch = no_batch or _why_not_packed(model, tokens, allows_noise=not unknown)
         no_copy = _trouble(trial.copies)
+        no_pad = no_batch or _why_not_padded(model) or _trouble(trial.padded)
     names = ", ".join(sorted({type(leaf).__name__ for leaf in unknown or tried}))
     if no_batch and no_copy and (start := model.sizes.packed_from):
         raise ModelLoadError(
             f"QUANTIZED_KV_START={start} cannot be used with this model: a row that gets there is copied, and copies "
             f"of {names} lead to other text ({no_copy}). Set QUANTIZED_KV_START=0 or KV_BITS=OFF."
         )
-    return CacheSupport(not no_batch, not no_copy, tuple(_notes(names, no_batch, no_copy, has_unknown=bool(unknown))))
+    notes = tuple(_notes(names, no_batch, no_copy, has_unknown=bool(unknown)))
+    return CacheSupport(can_batch=not no_batch, can_keep=not no_copy, can_pad=not no_pad, notes=notes)
 
 
 def _notes(names: str, no_batch: str, no_copy: str, *, has_unknown: bool) -> Iterator[str]:
@@ -124,6 +129,13 @@ def _why_not_packed(model: LoadedModel, tokens: _Tokens, *, allows_noise: bool) 
         return ""
     trial = _Trial(model.module, lambda: quantiser.convert(model.new_caches()), tokens, allows_noise=allows_noise)
     return _trouble(trial.batch)
+
+
+def _why_not_padded(model: LoadedModel) -> str:
+    """What can be said without trying; empty where it must be tried."""
+    if model.quantiser is not None or model.sight is not None:
+        return "rows are converted, or see images, at a place of their own"
+    return "" if can_be_padded(model.new_caches()) else "a window or a state would take padding in"
 
 
 def _trouble(attempt: Callable[[], None]) -> str:
@@ -180,6 +192,16 @@ class _Trial:
             cut = layout.restore([(kv, 0, len(self._short.prompt) - 1)], None, 2)
             chunk = [self._short.prompt[-1], self._short.given[0]]
             self._compare([self._step(cut, chunk)], [self._short.logprobs[1]])
+
+    def padded(self) -> None:
+        """Prompts of two lengths at two depths in one pass, then each row by itself. Raises CachesDiffer."""
+        begun = self._new_caches()
+        self._step(begun, self._long.prompt[:NUM_BEGUN_TOKENS])
+        chunks = [self._long.prompt[NUM_BEGUN_TOKENS:-1], self._short.prompt[:-1]]
+        parted = padded_pass(self._module, [begun, self._new_caches()], chunks)
+        rows = (self._long, self._short)
+        found = [self._step(caches, [row.prompt[-1], row.given[0]]) for caches, row in zip(parted, rows, strict=True)]
+        self._compare(found, [row.logprobs[1] for row in rows])
 
     def _noise(self) -> float:
         """How far the short row is from itself when its prompt goes through the model token by token."""

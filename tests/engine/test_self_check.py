@@ -54,12 +54,13 @@ class Forwards:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_batched_and_kept_at_little_cost(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The families that mlx-lm can batch pass without a note, in some 33 short forward passes."""
+    """The families that mlx-lm can batch pass without a note, in some 33 short forward passes, 37 where rows can be
+    padded."""
     model = load(tiny_model(family), 131072)
     forwards = Forwards(monkeypatch, model)
     support = check_caches(model)
     assert (support.can_batch, support.can_keep, support.notes) == (True, True, ())
-    assert len(forwards.lengths) <= 34
+    assert len(forwards.lengths) <= 34 + 4 * support.can_pad
     assert max(forwards.lengths) <= 12
 
 

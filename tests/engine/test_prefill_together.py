@@ -1,0 +1,262 @@
+"""Short prompts in one padded pass: each row gets what it gets alone, whatever its neighbours' lengths and depths."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import BatchKVCache
+
+from kvserve.engine import padded_pass as padded_pass_module
+from kvserve.engine import prefill_pool
+from kvserve.engine.model import CacheSupport, LoadedModel, load
+from kvserve.engine.padded_pass import padded_pass
+from kvserve.engine.prefill import NUM_NEWEST_CHUNKS, ChunkLength, Prefill
+from kvserve.engine.prefill_together import SHORT_TOKENS, companions
+from kvserve.engine.self_check import check_caches
+from kvserve.engine.worker import Engine
+from tests.engine.engines import (
+    CUTTABLE,
+    FAMILIES,
+    LOGIT_TOLERANCE,
+    NUM_ANSWER_TOKENS,
+    assert_exact,
+    cached,
+    cold,
+    generate,
+    prompt_of,
+    request,
+    running_engine,
+)
+from tests.models import tiny_model
+
+NUM_ROWS = 8
+
+
+@pytest.fixture(scope="module")
+def qwen3() -> LoadedModel:
+    return load(tiny_model("qwen3"), 131072)
+
+
+def begun(model: LoadedModel, tokens: Sequence[int]) -> list[Any]:
+    """Caches of a row that has these tokens behind it."""
+    caches = model.new_caches()
+    if tokens:
+        model.module(mx.array([list(tokens)]), cache=caches)
+        mx.eval([cache.state for cache in caches])
+    return caches
+
+
+def next_logits(model: LoadedModel, caches: list[Any]) -> mx.array:
+    logits: mx.array = model.module(mx.array([[77]]), cache=caches)[0, -1]
+    return logits
+
+
+def worst_difference(model: LoadedModel, rows: Sequence[tuple[int, int]]) -> float:
+    """How far rows of (depth, chunk) tokens that shared a pass are from the same rows alone, in a logit."""
+    tokens = [prompt_of(depth + length, seed) for seed, (depth, length) in enumerate(rows)]
+    starts = [begun(model, each[:depth]) for each, (depth, _) in zip(tokens, rows, strict=True)]
+    parted = padded_pass(model.module, starts, [each[depth:] for each, (depth, _) in zip(tokens, rows, strict=True)])
+    assert [[cache.offset for cache in caches] for caches in parted] == [
+        [depth + length] * len(starts[0]) for depth, length in rows
+    ]
+    assert [caches[0].offset for caches in starts] == [depth for depth, _ in rows], "the rows themselves stay"
+    pairs = [
+        (next_logits(model, own), next_logits(model, begun(model, each)))
+        for own, each in zip(parted, tokens, strict=True)
+    ]
+    return max(mx.abs(found - expected).max().item() for found, expected in pairs)  # type: ignore[type-var]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(st.tuples(st.sampled_from([0, 0, 1, 7, 300]), st.integers(1, 40)), min_size=2, max_size=5))
+def test_a_row_has_what_it_has_alone(qwen3: LoadedModel, rows: list[tuple[int, int]]) -> None:
+    """Any lengths at any depths, beyond a buffer's step too."""
+    assert worst_difference(qwen3, rows) <= LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("family", sorted(CUTTABLE))
+def test_every_family_that_is_padded_is_exact(family: str) -> None:
+    model = load(tiny_model(family), 131072)
+    if check_caches(model).can_pad:
+        assert worst_difference(model, [(0, 30), (50, 12), (7, 29)]) <= LOGIT_TOLERANCE
+
+
+class Shifted(BatchKVCache):
+    """A batch whose rows stand one token off: what padding wrongly counted would do."""
+
+    @classmethod
+    def merge(cls, caches: list[Any]) -> Any:
+        batch = BatchKVCache.merge(caches)
+        batch.offset = batch.offset + 1
+        return batch
+
+
+class SeesPadding(BatchKVCache):
+    """A batch whose shorter rows see the zeros before them."""
+
+    @classmethod
+    def merge(cls, caches: list[Any]) -> Any:
+        batch = BatchKVCache.merge(caches)
+        batch.left_padding = mx.zeros_like(batch.left_padding)
+        return batch
+
+
+@pytest.mark.parametrize("wrong", [Shifted, SeesPadding])
+def test_wrong_padding_is_seen(wrong: type, qwen3: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the comparison, and of the trial at load."""
+    assert check_caches(qwen3).can_pad
+    monkeypatch.setattr(padded_pass_module, "BatchKVCache", wrong)
+    assert worst_difference(qwen3, [(0, 30), (50, 12)]) > 100 * LOGIT_TOLERANCE
+    assert not check_caches(qwen3).can_pad
+
+
+# --- who computes together --------------------------------------------------------------------------------------------
+
+
+def waiting(num_to_stop: int, *, num_done: int = 0, is_alone: bool = False) -> Any:
+    return SimpleNamespace(num_to_stop=num_to_stop, num_done=num_done, is_alone=is_alone)
+
+
+def company(model: LoadedModel, lengths: Sequence[Any], *, rate: float = 1e6, can_pad: bool = True) -> list[int]:
+    """Which of the waiting rows, by their places, compute with the first one."""
+    chunk_length = ChunkLength(max_tokens=4096)
+    for _ in range(NUM_NEWEST_CHUNKS):
+        chunk_length.measured(1000, 1000 / rate)
+    prefills: list[Prefill] = [each if isinstance(each, SimpleNamespace) else waiting(each) for each in lengths]
+    able = replace(model, cache_support=CacheSupport(can_pad=can_pad), active_weight_bytes=10**9)
+    group = companions(prefills[0], prefills, able, chunk_length, 0.25)
+    return [place for place, each in enumerate(prefills) if any(each is one for one in group)]
+
+
+def test_short_rows_of_like_length_go_together(qwen3: LoadedModel) -> None:
+    assert company(qwen3, [60, 64, SHORT_TOKENS, 70]) == [0, 1, 2, 3]
+    assert company(qwen3, [60, SHORT_TOKENS + 1, 50]) == [0, 2], "a long one is quick enough alone"
+    assert company(qwen3, [SHORT_TOKENS + 1, 60, 50]) == [0]
+    assert company(qwen3, [100, 4, 90]) == [0, 1, 2], "one short row among long ones is little padding"
+    assert company(qwen3, [4, 100, 5]) == [0, 1], "more than every second token would be padding"
+    assert company(qwen3, [60, waiting(60, is_alone=True), waiting(0), 60]) == [0, 3]
+
+
+def test_nobody_goes_together_where_it_costs_more_than_it_saves(qwen3: LoadedModel) -> None:
+    """A pass that would take too long, KV that is larger than the weights, a model whose rows cannot be padded."""
+    assert company(qwen3, [60, 60, 60], rate=500) == [0, 1], "180 tokens take longer than a stream may wait"
+    assert company(qwen3, [60, waiting(60, num_done=10**6), 60]) == [0, 2]
+    assert company(qwen3, [60, 60], can_pad=False) == [0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_plain_caches_are_padded(family: str) -> None:
+    """Windows and states would take the padding in."""
+    model = load(tiny_model(family), 131072)
+    assert check_caches(model).can_pad == (family in CUTTABLE)
+
+
+# --- in the engine ----------------------------------------------------------------------------------------------------
+
+
+class Passes:
+    """What the prefill pool computed together: the number of rows of each shared pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_rows: list[int] = []
+        real = prefill_pool.step_together
+
+        def counted(group: Sequence[Prefill], *given: Any) -> int:
+            self.num_rows.append(len(group))
+            return real(group, *given)
+
+        monkeypatch.setattr(prefill_pool, "step_together", counted)
+        # Whatever a busy machine measured, there is time for all of them.
+        monkeypatch.setattr(ChunkLength, "fits", lambda *_: True)
+
+
+def test_prompts_that_come_together_are_prefilled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight cold prompts: one pass, each answer that of a cold server, each prompt kept as if it had come alone."""
+    prompts = [prompt_of(40 + 3 * seed, seed) for seed in range(NUM_ROWS)]
+    with running_engine() as engine:
+        expected = [cold(engine, prompt) for prompt in prompts]
+        passes = Passes(monkeypatch)
+        for answer, tokens in zip(
+            generate(engine, *(request(prompt, NUM_ANSWER_TOKENS) for prompt in prompts)), expected, strict=True
+        ):
+            assert_exact(answer, tokens)
+        assert passes.num_rows == [NUM_ROWS]
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            [again] = generate(engine, request(prompt, NUM_ANSWER_TOKENS))
+            assert_exact(again, tokens)
+            assert cached(again) == len(prompt) - 1
+
+
+def test_warm_turns_that_come_together_are_prefilled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows at several depths go on from what is known of them."""
+    known = [prompt_of(100 * (seed + 1), seed) for seed in range(3)]
+    prompts = [[*prompt, *prompt_of(30, 50 + seed)] for seed, prompt in enumerate(known)]
+    with running_engine() as engine:
+        expected = [cold(engine, prompt) for prompt in prompts]
+        for prompt in known:
+            generate(engine, request(prompt, 1))
+        passes = Passes(monkeypatch)
+        monkeypatch.setattr("kvserve.engine.prefill_together._is_worth_it", lambda *_: True)  # the weights are tiny
+        for answer, tokens, prompt in zip(
+            generate(engine, *(request(prompt, NUM_ANSWER_TOKENS) for prompt in prompts)), expected, known, strict=True
+        ):
+            assert_exact(answer, tokens)
+            assert cached(answer) == len(prompt)
+        assert passes.num_rows == [3]
+
+
+def test_a_shared_pass_that_breaks_costs_nobody_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row computes alone then; a person reads of it."""
+    prompts = [prompt_of(50, seed) for seed in range(3)]
+    lines: list[str] = []
+    with running_engine(report=lines.append) as engine:
+        expected = [cold(engine, prompt) for prompt in prompts]
+        passes = Passes(monkeypatch)
+        monkeypatch.setattr("kvserve.engine.prefill_together.padded_pass", _break)
+        for answer, tokens in zip(
+            generate(engine, *(request(prompt, NUM_ANSWER_TOKENS) for prompt in prompts)), expected, strict=True
+        ):
+            assert_exact(answer, tokens)
+        assert passes.num_rows == [3], "it is not tried again with the same rows"
+    assert [line for line in lines if "one by one" in line] == [
+        "3 prompts are prefilled one by one: RuntimeError: planned"
+    ]
+
+
+def test_a_client_that_leaves_a_group_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [prompt_of(50, seed) for seed in range(3)]
+    with running_engine() as engine:
+        expected = [cold(engine, prompt) for prompt in prompts]
+        _leave_during_the_pass(engine, monkeypatch)
+        answers = generate(engine, *(request(prompt, NUM_ANSWER_TOKENS) for prompt in prompts))
+        assert_exact(answers[0], expected[0])
+        assert_exact(answers[2], expected[2])
+        assert answers[1].tokens == () and answers[1].end.reason == "cancelled"  # type: ignore[union-attr]
+
+
+def _leave_during_the_pass(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = prefill_pool.step_together
+
+    def left(group: Sequence[Prefill], *given: Any) -> int:
+        num_tokens = real(group, *given)
+        group[1].row.generation.cancel()
+        return num_tokens
+
+    monkeypatch.setattr(prefill_pool, "step_together", left)
+    monkeypatch.setattr(ChunkLength, "fits", lambda *_: True)
+
+
+def _break(*_: Any) -> Any:
+    raise RuntimeError("planned")
+
+
+def test_a_model_with_windows_never_shares_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = Passes(monkeypatch)
+    with running_engine("gemma3") as engine:
+        generate(engine, *(request(prompt_of(50, seed), 2) for seed in range(3)))
+    assert passes.num_rows == []
