@@ -1,7 +1,9 @@
 """One conversation in two protocols is one prompt: the model reads the same tokens, whichever way it came."""
 
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from benchmarks.model_free import ModelFree
 from benchmarks.recordings import MESSAGES, Request, read_corpus, read_recordings, shared_folder
 from benchmarks.reuse_oracle import CONVENTIONS
+from kvserve.canonical import rules
+from kvserve.canonical.rule import Rule
 from kvserve.core import GenerationRequest, RequestId, Turn
 from kvserve.pipeline import serve_turn
 from kvserve.protocols.anthropic_messages import parse_messages
@@ -126,8 +130,12 @@ def test_both_protocols_render_to_the_same_tokens(model: ModelFree, monkeypatch:
             assert ids != prompt_ids(model, without, monkeypatch)
 
 
-def test_an_edited_project_file_reaches_the_model(model: ModelFree) -> None:
-    """In the tenth minute of a Claude Code session CLAUDE.md was edited: the model reads the new text, in its place."""
+EDITED = "Always answer in English.\n", "Always answer in English. Be brief.\n"
+
+
+def rules_read(model: ModelFree) -> list[tuple[bool, bool]]:
+    """Of each request of a recorded session in which CLAUDE.md was edited: whether the model reads its old text, and
+    whether it reads the new one."""
     assert SHARED is not None
     [talk] = [talk for talk in read_recordings(SHARED) if talk.client == "claude-code-2.1.119"]
     model.forget()
@@ -136,5 +144,27 @@ def test_an_edited_project_file_reaches_the_model(model: ModelFree) -> None:
         running = model.start(json.dumps(request.body).encode(), request, number)
         texts.append(running._submitted.prompt.text)
         model.end(running)
-    old, new = "Always answer in English.\n", "Always answer in English. Be brief.\n"
-    assert [(old in text, new in text) for text in texts] == [(True, False)] * 8 + [(False, True)] * 3
+    old, new = EDITED
+    return [(old in text, new in text) for text in texts]
+
+
+def test_an_edited_project_file_reaches_the_model(model: ModelFree) -> None:
+    """From request 09 of the Claude Code session on the model reads the new text, in its place."""
+    assert rules_read(model) == [(True, False)] * 8 + [(False, True)] * 3
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_rule_that_took_its_text_for_volatile_would_hide_the_edit(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: with such a rule in the table the model goes on reading what it read before."""
+
+    def planted(rule: Rule) -> Rule:
+        if rule.name != "project_instructions" or rule.form is None:
+            return rule
+        volatile = {rule.name: re.compile(r"(?<=# Project rules\n)[^#]*")}
+        return replace(rule, policy="history", form=replace(rule.form, volatile=volatile))
+
+    monkeypatch.setattr(rules, "RULES", tuple(map(planted, rules.RULES)))
+    blinded = ModelFree(tiny_model(family), is_cuttable=CONVENTIONS[family].is_cuttable)
+    assert rules_read(blinded) == [(True, False)] * 11
