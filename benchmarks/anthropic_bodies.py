@@ -34,6 +34,17 @@ def as_chat(body: Wire) -> Wire:
     return chat
 
 
+def without_thinking(body: Wire) -> Wire:
+    """The same body without a thinking block in its messages."""
+    messages = [
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [block for block in message["content"] if block["type"] != "thinking"]}
+        for message in body["messages"]
+    ]
+    return {**body, "messages": messages}
+
+
 def _messages(message: Wire) -> Iterator[Wire]:
     if message["role"] == "assistant":
         yield _answer(_blocks(message["content"]))

@@ -313,8 +313,8 @@ column counts it too. The oracle renders the client's bodies, their volatile spa
 how much of each prompt an earlier one of its conversation had, answer included; where layers cannot be cut (qwen3_5,
 qwen3_5_vl, gemma3), up to the end of a message. A row passes when reuse >= oracle - {TOLERANCE} and, in the last rows,
 reuse >= floor. Nobody who computes nothing ahead reaches a floor that lies above the oracle: there the template itself
-writes in the next prompt what it wrote before in another way. [paused_loop.md](paused_loop.md) has PI with pauses
-between requests, in which that is computed.
+writes in the next prompt what it wrote before in another way. [paused_loop.md](paused_loop.md) has PI and Claude Code
+with pauses between requests, in which that is computed.
 
 {chr(10).join(table(rows))}
 """

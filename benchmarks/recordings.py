@@ -6,12 +6,12 @@ They lie in `shared/` in or beside the repository. It knows the forms of these f
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import responses_bodies
-from benchmarks.anthropic_bodies import as_chat
+from benchmarks.anthropic_bodies import as_chat, without_thinking
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECORDED_CLIENTS = (
@@ -84,6 +84,19 @@ class Conversation:
     requests: tuple[Request, ...]
 
 
+def unthinking(talk: Conversation) -> Conversation:
+    """A session of `/v1/messages` without a thought, in its messages and in its answers, under a name of its own."""
+    requests = tuple(
+        replace(
+            request,
+            body=without_thinking(request.body),
+            reply=replace(request.reply, reasoning="") if request.reply is not None else None,
+        )
+        for request in talk.requests
+    )
+    return replace(talk, name=f"{talk.name} without thinking", requests=requests)
+
+
 def shared_folder(root: Path = REPOSITORY) -> Path | None:
     """Where recordings and corpus are, if they are there."""
     return next((folder for base in (root, root.parent) if (folder := base / "shared").is_dir()), None)
@@ -114,13 +127,16 @@ def read_corpus(shared: Path) -> Iterator[Conversation]:
 
 def _recorded(row: Wire) -> Request:
     headers = {name.lower(): value for name, value in row["headers"]}
-    reply = row.get("reply") or {}
-    if row["path"].partition("?")[0] == MESSAGES:
-        return Request(row["body"], _blocks_said(reply) if not row["disconnected"] else None, headers, MESSAGES)
-    if row["path"].partition("?")[0] == RESPONSES:
-        return Request(row["body"], _items_said(reply) if not row["disconnected"] else None, headers, RESPONSES)
+    reply = row.get("reply") if not row["disconnected"] else None
+    path = row["path"].partition("?")[0]
+    if path == MESSAGES:
+        return Request(row["body"], blocks_said(reply["blocks"]) if reply else None, headers, MESSAGES)
+    if path == RESPONSES:
+        return Request(row["body"], items_said(reply["items"]) if reply else None, headers, RESPONSES)
+    if not reply:
+        return Request(row["body"], None, headers)
     said = Reply(reply.get("reasoning") or "", reply.get("content") or "", _calls(reply.get("tool_calls")))
-    return Request(row["body"], said if reply and not row["disconnected"] else None, headers)
+    return Request(row["body"], said, headers)
 
 
 def _collected(pool: Sequence[Wire], tools: Sequence[Wire], request: Wire) -> Request:
@@ -134,11 +150,8 @@ def _collected(pool: Sequence[Wire], tools: Sequence[Wire], request: Wire) -> Re
     return Request(body, reply)
 
 
-def _blocks_said(reply: Wire) -> Reply | None:
-    """An answer of `/v1/messages`; None where there is none."""
-    if not reply:
-        return None
-    blocks = reply["blocks"]
+def blocks_said(blocks: Sequence[Wire]) -> Reply:
+    """What an answer of `/v1/messages` says."""
     return Reply(
         "".join(block["thinking"] for block in blocks if block["type"] == "thinking"),
         "".join(block["text"] for block in blocks if block["type"] == "text"),
@@ -146,11 +159,9 @@ def _blocks_said(reply: Wire) -> Reply | None:
     )
 
 
-def _items_said(reply: Wire) -> Reply | None:
-    """An answer of `/v1/responses`; None where there is none."""
-    if not reply:
-        return None
-    said = responses_bodies.said_in(reply["items"])
+def items_said(items: Sequence[Wire]) -> Reply:
+    """What an answer of `/v1/responses` says."""
+    said = responses_bodies.said_in(items)
     return Reply(said.get("reasoning_content", ""), said["content"], _calls(said.get("tool_calls")))
 
 

@@ -1,12 +1,10 @@
 """Recorded sessions of Claude Code and of PI over Anthropic's API, through the server's own path without a model."""
 
-from dataclasses import replace
-
 import pytest
 
 from benchmarks.frozen import FrozenOracle
 from benchmarks.open_loop import play, pooled, row_of
-from benchmarks.recordings import Conversation, Request, read_recordings, shared_folder
+from benchmarks.recordings import Conversation, read_recordings, shared_folder, unthinking
 from tests.models import tiny_model
 from tests.recorded_company import is_no_worse, lead, model_of
 
@@ -39,30 +37,15 @@ def test_as_much_is_reused_as_was_possible(client: str, family: str) -> None:
         assert share.reuse >= best
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("client", CLIENTS[1:])
 def test_without_thinking_in_prompts_it_is_the_best_of_others(client: str, family: str) -> None:
     """A dense model's template takes old thinking away, which costs; servers that never show it reach more, and so does
     this one on the same sessions without thinking."""
-    talk = conversation(client)
-    played = [_without_thinking(request) for request in talk.requests]
     model, oracle = model_of(family), FrozenOracle(family, tiny_model(family))
-    share = pooled([row_of(play(replace(talk, requests=tuple(played)), family, model, oracle))], with_first=False)
+    share = pooled([row_of(play(unthinking(conversation(client)), family, model, oracle))], with_first=False)
     print(f"{client} without thinking, {family}: reuse {share.reuse:.4f}, oracle {share.oracle:.4f}")
     assert share.reuse >= BEST_OF_OTHERS["claude-code", family]
-
-
-def _without_thinking(request: Request) -> Request:
-    """The same request without a thought, in its messages and in its answer."""
-    messages = [
-        message
-        if isinstance(message["content"], str)
-        else {**message, "content": [block for block in message["content"] if block["type"] != "thinking"]}
-        for message in request.body["messages"]
-    ]
-    reply = replace(request.reply, reasoning="") if request.reply is not None else None
-    return replace(request, body={**request.body, "messages": messages}, reply=reply)
 
 
 @pytest.mark.slow

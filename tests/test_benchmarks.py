@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from benchmarks.memory import slope
 from benchmarks.model_free import ModelFree, Told
 from benchmarks.open_loop import Counts, Judged, Played, Row, play, pooled, report, row_of, table
 from benchmarks.prompts import num_common
-from benchmarks.recordings import Conversation, Reply, Request, shared_folder
+from benchmarks.recordings import MESSAGES, Conversation, Reply, Request, shared_folder, unthinking
 from benchmarks.reuse_oracle import CONVENTIONS, PLAYED_FAMILIES, RECORDED_FAMILIES
 from tests.models import tiny_model
 
@@ -136,21 +137,48 @@ def test_the_kept_tables_are_those_of_their_rows() -> None:
     assert {client for client, _ in sampled} <= {row.client for row in rows}
     assert not [row for row in paired if row.num_differing]
     with_pauses = paused_loop.KEPT.read()
-    assert {row.client for row in with_pauses} == set(paused_loop.CLIENTS)
+    with_families = ("qwen3", "qwen3_5")
+    assert Counter((row.name, row.family) for row in with_pauses) == Counter(
+        product(paused_loop.SESSIONS, with_families)
+    )
     assert not [line for line in paused_loop.table(with_pauses) if "MISSED" in line]
     reports = {"open_loop": report(rows), "real_loop": real_loop.report(paired)}
-    for name, text in (reports | {"paused_loop": paused_loop.report(with_pauses)}).items():
+    reports |= {"paused_loop": paused_loop.report(with_pauses)}
+    for name, text in reports.items():
         assert (RESULTS / f"{name}.md").read_text("utf-8") == text
 
 
 @pytest.mark.parametrize(("num_paused", "verdict"), [(96, "0.96, pass"), (95, "0.96, MISSED")])
 def test_with_pauses_the_floor_is_the_bound(num_paused: int, verdict: str) -> None:
-    """What was reused without them is shown beside it and decides nothing."""
-    row = paused_loop.Row("pi-0.87-qwen", "a", "qwen3", 8, 100, num_paused, 90, 10, 6)
+    """Of each session and of all of a kind; what was reused without them is shown beside it and decides nothing."""
+    row = paused_loop.Row("pi-0.87-qwen", "pi-0.87-qwen", "qwen3", 8, 100, num_paused, 90, 10, 6)
     *_, of_session, of_all = paused_loop.table([row])
-    share = f"{num_paused / 100:.4f}"
-    assert of_session == f"| pi-0.87-qwen | qwen3 | 8 | 100 | {share} | 10, 6 | 0.9000 |  |"
-    assert of_all == f"| **PI** | qwen3 | 8 | 100 | {share} | 10, 6 | 0.9000 | {verdict} |"
+    cells = f"qwen3 | 8 | 100 | {num_paused / 100:.4f} | 10, 6 | 0.9000 | {verdict} |"
+    assert (of_session, of_all) == (f"| pi-0.87-qwen | {cells}", f"| **PI** | {cells}")
+
+
+def test_the_floors_of_a_client_are_those_of_the_best_other_server() -> None:
+    """By family: what reaches the hybrid's floor may miss the dense one's."""
+    rows = [
+        paused_loop.Row(name, name, family, 10, 1000, 991, 990, 0, 0)
+        for name in paused_loop.CLAUDE_CODE
+        for family in ("qwen3", "qwen3_5")
+    ]
+    verdicts = [line.split(" | ")[-1] for line in list(paused_loop.table(rows))[2:]]
+    assert verdicts == [*["0.992, MISSED |"] * 2, *["0.989, pass |"] * 2, "0.992, MISSED |", "0.989, pass |"]
+
+
+def test_a_session_without_thinking_has_none_and_is_the_same_otherwise() -> None:
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "s"}
+    said = {"type": "text", "text": "A hill."}
+    messages = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": [thought, said]}]
+    request = Request({"messages": messages, "thinking": {"type": "adaptive"}}, Reply("So.", "Trees."), path=MESSAGES)
+    left = Request({"messages": messages[:1]}, None, path=MESSAGES)
+    silent = unthinking(Conversation("c", "a", (request, left)))
+    assert (silent.client, silent.name) == ("c", "a without thinking")
+    assert silent.requests[0].body == {**request.body, "messages": [messages[0], {**messages[1], "content": [said]}]}
+    assert silent.requests[0].reply == Reply("", "Trees.")
+    assert silent.requests[1] == left
 
 
 @pytest.mark.parametrize(
