@@ -45,4 +45,4 @@ soak: setup
 	$(PYTHON) -m benchmarks.soak --minutes $(or $(SOAK_MINUTES),30)
 
 bench-clients: setup
-	$(PYTHON) -m benchmarks --only open_loop --only real_loop --only paused_loop --only own_turn
+	$(PYTHON) -m benchmarks --only open_loop --only real_loop --only paused_loop --only closed_loop --only own_turn

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks import (
     checkpoint_budget,
+    closed_loop,
     disk,
     eviction_simulator,
     first_token,
@@ -60,6 +61,7 @@ BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
     "open_loop": (open_loop.run, 1),
     "real_loop": (real_loop.run, 1),
     "paused_loop": (paused_loop.run, 1),
+    "closed_loop": (closed_loop.run, 1),
     "checkpoint_budget": (checkpoint_budget.run, 1),
     "eviction": (eviction_simulator.run, 1),
 }

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.client import BenchmarkError
 from benchmarks.model_free import Script, Told, script_of
-from benchmarks.recordings import MESSAGES, RESPONSES, Request
+from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
 from kvserve.app import App
 from kvserve.config import Launch, Settings
 from kvserve.engine import scheduler
@@ -27,6 +27,7 @@ from kvserve.pipeline import ServedModel
 from kvserve.telemetry.terminal import Terminal
 
 CACHE_PATH = "/v1/cache"
+COUNT_PATH = "/v1/messages/count_tokens"
 ANSWER_SECONDS = 600.0
 WHOLE_ANSWER_TOKENS = 8_192
 GUESS_SECONDS = 2.0
@@ -74,18 +75,36 @@ class LedServer:
 
         Raises BenchmarkError for an error answer, ValueError for a request without a reply to write.
         """
-        reply = request.reply
-        if reply is None:
-            raise ValueError("There is nothing to write.")
-        self._lead = lambda prompt: script_of(self.served, prompt, reply)
+        self._write(request.reply)
         limit = max_tokens or WHOLE_ANSWER_TOKENS
         dropped = {"stream", "stream_options", *LIMIT_FIELDS}
         body = {name: value for name, value in request.body.items() if name not in dropped}
         body["max_output_tokens" if request.path == RESPONSES else "max_tokens"] = limit
-        headers = {name: value for name, value in request.headers.items() if name not in OWN_HEADERS}
-        answer = self._exchange("POST", request.path, body, headers)
+        answer = self._exchange("POST", request.path, body, _headers(request))
         self._settle()
         return _told(request.path, answer["usage"])
+
+    def stream(self, request: Request, is_enough: Callable[[Mapping[str, Any]], bool]) -> list[Mapping[str, Any]]:
+        """Send a streamed request as it is and have its answer written: the events of the answer, up to the first one
+        that is enough, at which the client leaves.
+
+        Raises BenchmarkError for an error answer, ValueError for a request without a reply to write.
+        """
+        self._write(request.reply)
+        with self._asked("POST", request.path, request.body, _headers(request)) as response:
+            events: list[Mapping[str, Any]] = []
+            for line in response:
+                if line.startswith(b"data: "):
+                    events.append(json.loads(line.removeprefix(b"data: ")))
+                    if is_enough(events[-1]):
+                        break
+        self._settle()
+        return events
+
+    def count(self, request: Request) -> int:
+        """What count_tokens says of a request of `/v1/messages`."""
+        body = {name: value for name, value in request.body.items() if name not in ("max_tokens", "stream")}
+        return int(self._exchange("POST", COUNT_PATH, body, _headers(request))["input_tokens"])
 
     def totals(self) -> Mapping[str, Any]:
         """The body of GET /v1/cache."""
@@ -94,6 +113,12 @@ class LedServer:
     def forget(self) -> None:
         """Begin anew: DELETE /v1/cache."""
         self._exchange("DELETE", CACHE_PATH)
+
+    def _write(self, reply: Reply | None) -> None:
+        """Have this written to the next request."""
+        if reply is None:
+            raise ValueError("There is nothing to write.")
+        self._lead = lambda prompt: script_of(self.served, prompt, reply)
 
     def _settle(self) -> None:
         """Wait until the row is gone and what it computed is kept and, with `warms`, what comes next is computed."""
@@ -107,18 +132,31 @@ class LedServer:
     def _exchange(
         self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
+        with self._asked(method, path, body, headers) as response:
+            text = response.read()
+        return dict(json.loads(text)) if text else {}
+
+    @contextlib.contextmanager
+    def _asked(
+        self, method: str, path: str, body: object, headers: Mapping[str, str] | None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """The good answer to a request; the connection is closed behind it, whatever was read."""
         connection = http.client.HTTPConnection("127.0.0.1", self._app.port, timeout=ANSWER_SECONDS)
         try:
             sent = None if body is None else json.dumps(body).encode()
             given = {"Content-Type": "application/json"} if sent is not None else {}
             connection.request(method, path, sent, {**given, **(headers or {})})
-            response = connection.getresponse()
-            text = response.read()
+            with connection.getresponse() as response:
+                if response.status != 200:
+                    raise BenchmarkError(f"{method} {path}: {response.status} {response.read()[:500]!r}")
+                yield response
         finally:
             connection.close()
-        if response.status != 200:
-            raise BenchmarkError(f"{method} {path}: {response.status} {text[:500]!r}")
-        return dict(json.loads(text)) if text else {}
+
+
+def _headers(request: Request) -> dict[str, str]:
+    """What a client sent besides what every sender sets for itself."""
+    return {name: value for name, value in request.headers.items() if name not in OWN_HEADERS}
 
 
 def _told(path: str, usage: Mapping[str, Any]) -> Told:

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 
+from benchmarks.closed_loop import side_request
 from benchmarks.model_free import ModelFree, Told
-from benchmarks.recordings import MESSAGES, RESPONSES, Conversation, Reply, Request
+from benchmarks.recordings import MESSAGES, Conversation, Request
 from benchmarks.reuse_oracle import CONVENTIONS
 from kvserve.core import RequestId
 from kvserve.pipeline import count_tokens
 from kvserve.protocols.anthropic_messages import parse_counted
 from tests.models import tiny_model
-
-TITLE = "Write a title of at most five words for the conversation."
 
 
 def model_of(family: str) -> ModelFree:
@@ -49,16 +48,3 @@ def _counted(model: ModelFree, request: Request) -> int | None:
     body = {key: value for key, value in request.body.items() if key != "max_tokens"}
     counted = parse_counted(body, request.headers, model.served.defaults, RequestId("count"))
     return count_tokens(counted, model.served)
-
-
-def side_request(request: Request, number: int) -> Request:
-    """A small question of the same client: another prompt, the same session, no tools."""
-    kept = ("model", "metadata", "max_tokens", "stream", "store", "include", "prompt_cache_key", "client_metadata")
-    body = {key: request.body[key] for key in kept if key in request.body}
-    if request.path == RESPONSES:
-        part = {"type": "input_text", "text": f"Part {number}: {request.body['input'][-1]!s:.400}"}
-        body |= {"instructions": TITLE, "input": [{"role": "user", "content": [part]}]}
-    else:
-        said = f"Part {number}: {request.body['messages'][-1]['content']!s:.400}"
-        body |= {"system": [{"type": "text", "text": TITLE}], "messages": [{"role": "user", "content": said}]}
-    return Request(body, Reply(content="A title"), request.headers, request.path)

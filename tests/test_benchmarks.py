@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import image_memory, open_loop, paused_loop, real_loop, soak
+from benchmarks import closed_loop, image_memory, open_loop, paused_loop, real_loop, soak
 from benchmarks.frozen import FrozenOracle, Possible
 from benchmarks.kept import RESULTS, KeptRows, Part
 from benchmarks.memory import slope
@@ -142,8 +142,11 @@ def test_the_kept_tables_are_those_of_their_rows() -> None:
         product(paused_loop.SESSIONS, with_families)
     )
     assert not [line for line in paused_loop.table(with_pauses) if "MISSED" in line]
+    closed = closed_loop.KEPT.read()
+    assert Counter((row.name, row.family) for row in closed) == Counter(product(closed_loop.SESSIONS, with_families))
+    assert all(row.is_at_oracle for row in closed)
     reports = {"open_loop": report(rows), "real_loop": real_loop.report(paired)}
-    reports |= {"paused_loop": paused_loop.report(with_pauses)}
+    reports |= {"paused_loop": paused_loop.report(with_pauses), "closed_loop": closed_loop.report(closed)}
     for name, text in reports.items():
         assert (RESULTS / f"{name}.md").read_text("utf-8") == text
 

@@ -1,0 +1,144 @@
+"""Recorded sessions in closed loop: what the server answered is what its client gives back, with small questions under
+the same session and a count of tokens before each request. As much is reused as was possible."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.closed_loop import FAMILIES, SESSIONS, Asked, Row, play, requests, row_of, sessions, table
+from benchmarks.echoes import Echoes
+from benchmarks.frozen import FrozenOracle
+from benchmarks.led_server import led_server
+from benchmarks.real_loop import SCALES
+from benchmarks.recordings import MESSAGES, RESPONSES, Conversation, Reply, Request, shared_folder
+from tests.models import tiny_model
+from tests.starts import remembered_starts
+
+SMALL = "pi-0.87-anthropic"
+RECORDED_NAMES = ("toolu_0", "sig1==", "call_0", '"rs_1"', "msg_2")
+"""Ids and signatures of the server that the sessions were recorded with."""
+
+
+def session(name: str) -> Conversation:
+    shared = shared_folder()
+    if shared is None:
+        pytest.skip("needs the recordings in shared/ in or beside the repository")
+    [talk] = sessions(shared, (name,))
+    return talk
+
+
+def played(talk: Conversation, family: str, scratch: Path, **change: Any) -> list[Asked]:
+    """The session with a server of its own, on the smallest model of the family."""
+    model = tiny_model(family, scale=SCALES[family])
+    with remembered_starts(), led_server(model, scratch) as server:
+        return play(talk, server, FrozenOracle(family, model), **change)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", [SMALL, *(pytest.param(name, marks=pytest.mark.long) for name in SESSIONS[1:])])
+def test_what_the_server_said_is_known_when_it_comes_back(name: str, family: str, tmp_path: Path) -> None:
+    """Reuse is the oracle's, to a hundredth, and every answer in the history is the server's own."""
+    talk = session(name)
+    asked = played(talk, family, tmp_path)
+    row = row_of(talk, family, asked)
+    print("\n".join(requests(row, asked)))
+    assert row.num_requests == len(talk.requests) - 1 and row.oracle > 0.85
+    assert row.is_at_oracle, list(table([row]))
+    sent, recorded = (json.dumps([each.body for each in some]) for some in (asked, talk.requests))
+    assert not [mark for mark in RECORDED_NAMES if mark in sent]
+    assert [mark for mark in RECORDED_NAMES if mark in recorded]
+
+
+def test_a_client_that_changes_its_first_words_is_below_the_oracle(tmp_path: Path) -> None:
+    """The control: the same session, of which every request begins otherwise in a way that nothing normalises."""
+
+    def change(body: dict[str, Any], number: int) -> dict[str, Any]:
+        [first, *rest] = body["system"]
+        return {**body, "system": [{**first, "text": f"You are number {number}. {first['text']}"}, *rest]}
+
+    talk = session(SMALL)
+    talk = Conversation(talk.client, talk.name, talk.requests[:3])
+    row = row_of(talk, "qwen3", played(talk, "qwen3", tmp_path, change=change))
+    assert row.oracle > 0.85 and not row.is_at_oracle
+
+
+@pytest.mark.parametrize(("num_cached", "verdict"), [(88, "pass"), (87, "MISSED")])
+def test_the_oracle_less_a_hundredth_is_the_bound(num_cached: int, verdict: str) -> None:
+    row = Row("c", "a session", "qwen3", 3, 100, num_cached, 200, 178)
+    *_, line = table([row])
+    assert line == f"| a session | qwen3 | 3 | 100 | 0.{num_cached}00 | 0.8900 | {verdict} |"
+
+
+# --- what a client gives back ----------------------------------------------------------------------------------------
+
+CALL = Reply("Hm.", "Look.", (("look", '{"place": "hill"}'),))
+PART = Reply("Well.", "A tr")
+ARGUMENTS = '{"place": "hill"}'
+LOOK = {"type": "tool_use", "name": "look", "input": {"place": "hill"}}
+BLOCKS = [
+    {"type": "thinking", "thinking": "Hm.", "signature": "theirs"},
+    {"type": "text", "text": "Look."},
+    {**LOOK, "id": "t1"},
+]
+OWN_BLOCKS = [{"type": "thinking", "thinking": "", "signature": "ours"}, {**LOOK, "id": "own"}]
+ITEMS = [
+    {"type": "reasoning", "id": "r9", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+    {"type": "message", "id": "m9", "role": "assistant", "content": [{"type": "output_text", "text": "Look."}]},
+    {"type": "function_call", "id": "f9", "call_id": "c9", "name": "look", "arguments": ARGUMENTS},
+]
+OWN_ITEMS = [
+    {"type": "reasoning", "id": "own r", "summary": []},
+    {"type": "function_call", "id": "own f", "call_id": "own", "name": "look", "arguments": "{}"},
+]
+
+
+def user(said: object) -> dict[str, Any]:
+    return {"role": "user", "content": said}
+
+
+def test_a_message_is_given_back_as_it_came_and_its_results_name_its_calls() -> None:
+    """Marks of the client stay on what is its own; an answer that it left is the part that it had; its own words in the
+    model's mouth stay as they are."""
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "a tree", "cache_control": {"type": "ephemeral"}}
+    history = [user("Look there."), {"role": "assistant", "content": BLOCKS}, user([result])]
+    left = [{"type": "thinking", "thinking": "Well.", "signature": "s"}, {"type": "text", "text": "A tr"}]
+    later = [{"role": "assistant", "content": left}, user("[stopped]"), {"role": "assistant", "content": "Nothing."}]
+    requests = (
+        Request({"messages": history[:1]}, CALL, path=MESSAGES),
+        Request({"messages": history}, None, path=MESSAGES),
+        Request({"messages": [*history, *later, user("And?")]}, Reply("", "Yes."), path=MESSAGES),
+    )
+    echoes = Echoes(Conversation("c", "c", requests))
+    assert [echoes.said(number) for number in range(3)] == [CALL, PART, Reply("", "Yes.")]
+    echoes.answered(0, OWN_BLOCKS)
+    own = [history[0], {"role": "assistant", "content": OWN_BLOCKS}, user([{**result, "tool_use_id": "own"}])]
+    assert echoes.body(1)["messages"] == own
+    with pytest.raises(KeyError):
+        echoes.body(2)
+    heard = [{"type": "text", "text": "A tree i"}]
+    echoes.answered(1, heard)
+    assert echoes.body(2)["messages"] == [*own, {"role": "assistant", "content": heard}, *later[1:], user("And?")]
+
+
+def test_items_are_given_back_as_they_came_and_their_outputs_name_their_calls() -> None:
+    asked = {"type": "message", **user([{"type": "input_text", "text": "Look there."}])}
+    output = {"type": "function_call_output", "call_id": "c9", "output": "a tree"}
+    requests = (
+        Request({"input": [asked]}, CALL, path=RESPONSES),
+        Request({"input": [asked, *ITEMS, output]}, Reply("", "Yes."), path=RESPONSES),
+    )
+    echoes = Echoes(Conversation("c", "c", requests))
+    echoes.answered(0, OWN_ITEMS)
+    assert echoes.body(1)["input"] == [asked, *OWN_ITEMS, {**output, "call_id": "own"}]
+
+
+def test_an_answer_of_nobodys_is_no_part_of_a_session() -> None:
+    """Nothing is passed on as the server's that it did not say."""
+    requests = (
+        Request({"messages": [user("Look.")]}, Reply("Other.", "Other."), path=MESSAGES),
+        Request({"messages": [user("Look."), {"role": "assistant", "content": BLOCKS}]}, None, path=MESSAGES),
+    )
+    with pytest.raises(ValueError, match="no request"):
+        Echoes(Conversation("c", "c", requests)).body(1)
