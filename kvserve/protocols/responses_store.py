@@ -201,8 +201,11 @@ class ResponseStore:
             self._opened.close()
             self._opened = None
         path, self._path = self._path, None
-        if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
-            # the file is no database: a new one takes its place
-            for name in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))) if path else ():
+        if path is None or not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.OperationalError):
+            return
+        try:  # the file is no database: a new one takes its place
+            for name in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
                 name.unlink(missing_ok=True)
             self._path = path
+        except OSError as fault:
+            self._report(f"stored responses are kept in memory: {fault}")

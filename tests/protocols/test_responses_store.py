@@ -105,6 +105,23 @@ def test_a_broken_file_costs_what_was_kept_and_nothing_else(tmp_path: Path) -> N
     again.close()
 
 
+def test_a_broken_file_that_cannot_be_removed_keeps_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a folder that only its owner may write: requests go on, and both faults are reported."""
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    path = tmp_path / "responses.sqlite3"
+    path.write_bytes(b"this is no database" * 1000)
+    reports: list[str] = []
+    store = ResponseStore(path, reports.append)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    store.put(response("lost"))
+    store.put(response("a"))
+    assert _has(store, "a") and len(reports) == 2
+    store.close()
+
+
 def test_a_folder_that_cannot_be_written_keeps_in_memory(tmp_path: Path) -> None:
     """Requests go on; it is reported once."""
     (tmp_path / "file").write_text("no folder")
