@@ -50,6 +50,33 @@ def test_a_field_of_the_wrong_type_costs_no_step(small: AppUnderTest, path: str,
     assert small.num_forward_calls == before
 
 
+UNENFORCEABLE = {"type": "object", "properties": {"at": {"enum": []}}, "required": ["at"]}
+"""A schema of the right shape that no answer can obey."""
+LOOK = {"name": "look", "input_schema": {"type": "object"}}
+FORM = {"type": "json_schema", "schema": UNENFORCEABLE}
+PROMISES: dict[str, dict[str, Any]] = {
+    "output_config.format.schema": {"output_config": {"format": FORM}},
+    "output_format.schema": {"output_format": FORM},
+    "tools[1].input_schema": {
+        "tools": [LOOK, {"name": "stop", "input_schema": UNENFORCEABLE}],
+        "tool_choice": {"type": "any"},
+    },
+}
+
+
+@pytest.mark.parametrize("field", PROMISES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_enforced_is_named_as_it_was_sent(
+    small: AppUnderTest, field: str, stream: bool
+) -> None:
+    """It is found behind the protocols, where fields have other names: those are nothing to this client."""
+    before = small.num_forward_calls
+    response = small.post(MESSAGES_PATH, messages_body(stream=stream, **PROMISES[field]))
+    assert response.status == 400 and is_error_form(response)
+    assert str(response.error["message"]).startswith(f"{field} cannot be enforced: ")
+    assert small.num_forward_calls == before
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_body_that_is_no_json_object_is_a_400(small: AppUnderTest, path: str) -> None:
     """And the connection's next request is served."""
@@ -95,6 +122,18 @@ def test_other_errors_have_their_own_form_too(small: AppUnderTest, path: str) ->
         assert response.status == 403 and is_error_form(response)
     response = small.post(path, messages_body("x" * BODY_LIMIT))
     assert response.status == 413 and is_error_form(response)
+
+
+@pytest.mark.parametrize("body", [None, {}])
+def test_what_is_not_here_is_refused_in_the_same_form(small: AppUnderTest, body: dict[str, Any] | None) -> None:
+    """Other paths below the endpoint's belong to its protocol, as on the proxy's port; its neighbours do not."""
+    method = "GET" if body is None else "POST"
+    with small.connect() as client:
+        response = client.request(method, f"{MESSAGES_PATH}/batches", body)
+    assert response.status == 404 and is_error_form(response)
+    with small.connect() as client:
+        response = client.request(method, f"{MESSAGES_PATH}es", body)
+    assert response.status == 404 and "param" in response.error
 
 
 def test_a_key_is_asked_for_in_both_spellings(tmp_path: Any) -> None:

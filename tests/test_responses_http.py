@@ -247,7 +247,15 @@ def test_a_conversation_goes_on_by_name_also_after_a_restart(tmp_path: Path) -> 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
+UNENFORCEABLE = {"parameters": {"type": "object", "properties": {"at": {"enum": []}}, "required": ["at"]}}
+NAMESPACE = {"type": "namespace", "name": "agents", "tools": [LOOK, {**LOOK, "name": "stop", **UNENFORCEABLE}]}
+STOP = {"type": "function", "namespace": "agents", "name": "stop"}
 BAD: list[tuple[dict[str, Any], str]] = [
+    ({"input": "x", "tools": [{**LOOK, **UNENFORCEABLE}], "tool_choice": "required"}, "tools[0].parameters"),
+    (
+        {"input": "x", "tools": [{"type": "web_search"}, LOOK, NAMESPACE], "tool_choice": STOP},
+        "tools[2].tools[1].parameters",
+    ),
     *(({name: value}, name) for name, value in REFUSED),
     *(({"input": [item]}, param) for item, param in MISTAKES),
     ({"input": "x", "tools": [{"type": "file_search"}]}, "tools[0].type"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from kvserve.core import JsonObject, RequestDefaults, RequestId, SessionHint, ThinkingChoice, Turn
 from kvserve.protocols.anthropic_cache_control import CacheMarks, read_cache_marks
 from kvserve.protocols.anthropic_content import read_messages, read_system
-from kvserve.protocols.anthropic_tools import read_response_format, read_tool_choice, read_tools
+from kvserve.protocols.anthropic_tools import field_names, read_response_format, read_tool_choice, read_tools
 from kvserve.protocols.fields import (
     MAX_TOKEN_COUNT,
     Fields,
@@ -27,6 +27,7 @@ from kvserve.protocols.fields import (
     word,
 )
 from kvserve.protocols.openai_chat import read_template_arguments
+from kvserve.protocols.renaming import FieldNames
 from kvserve.protocols.sampling import read_sampling, read_stop_strings, refuse_unsupported
 from kvserve.protocols.session import read_session
 from kvserve.protocols.thinking import LEVELS, read_thinking
@@ -48,11 +49,13 @@ _SESSION_IN_USER_ID = re.compile(r"_session_([0-9A-Za-z-]{8,})\Z")
 
 @dataclass(frozen=True, slots=True)
 class MessagesRequest:
-    """A parsed body: the turn, how the answer travels, and whether the client wants to read the thinking."""
+    """A parsed body: the turn, how the answer travels, whether the client wants to read the thinking, and what it calls
+    the fields that are judged later."""
 
     turn: Turn
     stream: bool
     shows_thinking: bool
+    names: FieldNames
 
 
 def parse_messages(
@@ -64,7 +67,7 @@ def parse_messages(
     turn = replace(parse_counted(body, headers, defaults, request_id), max_tokens=max_tokens)
     thinking = fields.optional("thinking", _read_thinking_object)
     is_omitted = thinking is not None and thinking.optional("display", text) == "omitted"
-    return MessagesRequest(turn, fields.optional("stream", flag) or False, not is_omitted)
+    return MessagesRequest(turn, fields.optional("stream", flag) or False, not is_omitted, field_names(fields))
 
 
 def parse_counted(

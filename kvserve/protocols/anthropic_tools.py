@@ -5,6 +5,7 @@ from kvserve.errors import BadRequest
 from kvserve.protocols.fields import Fields, filled_text, flag, list_of, mapping, mistyped, text, word
 from kvserve.protocols.json_schema import read_schema
 from kvserve.protocols.openai_tools import read_parameters, tool_name
+from kvserve.protocols.renaming import FieldNames
 
 
 def read_tools(fields: Fields) -> tuple[ToolSpec, ...]:
@@ -51,9 +52,22 @@ def read_tool_choice(fields: Fields, tools: tuple[ToolSpec, ...]) -> tuple[ToolC
 
 def read_response_format(fields: Fields) -> ResponseFormat:
     """`output_config.format`, or the older `output_format`: JSON that obeys a schema. Raises BadRequest."""
-    config = fields.optional("output_config", mapping)
-    said = (config and config.optional("format", mapping)) or fields.optional("output_format", mapping)
+    said = _format(fields)
     if said is None:
         return ResponseFormat()
     said.required("type", word("json_schema"))
     return ResponseFormat("json_schema", said.required("schema", read_schema))
+
+
+def _format(fields: Fields) -> Fields | None:
+    config = fields.optional("output_config", mapping)
+    return (config and config.optional("format", mapping)) or fields.optional("output_format", mapping)
+
+
+def field_names(fields: Fields) -> FieldNames:
+    """What the schemas are called in a body that was read without an error."""
+    said, tools = _format(fields), fields.optional("tools", list_of(mapping)) or []
+    return FieldNames(
+        schema=f"{said.path}.schema" if said is not None else "",
+        parameters=tuple(f"{tool.path}.input_schema" for tool in tools),
+    )

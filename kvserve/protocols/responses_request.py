@@ -23,6 +23,7 @@ from kvserve.protocols.fields import (
     word,
 )
 from kvserve.protocols.openai_chat import read_template_arguments
+from kvserve.protocols.renaming import FieldNames
 from kvserve.protocols.responses_items import input_items, read_items, resolve_references
 from kvserve.protocols.responses_tools import OfferedTools, read_text_format, read_tool_choice, read_tools
 from kvserve.protocols.sampling import (
@@ -85,7 +86,8 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """A parsed body: the turn, how the answer travels, and what is kept of both: `items` are the request's own."""
+    """A parsed body: the turn, how the answer travels, what is kept of both (`items` are the request's own), and what
+    the client calls the fields that are judged later."""
 
     turn: Turn
     stream: bool
@@ -93,6 +95,7 @@ class ResponsesRequest:
     previous_response_id: str | None
     items: tuple[JsonObject, ...]
     described: Described
+    names: FieldNames
 
 
 def parse_responses(
@@ -136,7 +139,8 @@ def parse_responses(
     with_summary = reasoning is not None and _asks_for_summary(reasoning)
     echo = _echo(fields, turn, tools, store=store, previous=previous)
     described = Described(tools, echo, with_summary, _SEALED_REASONING in include)
-    return ResponsesRequest(turn, stream, store, previous, items, described)
+    names = FieldNames("input", "text.format.schema", tuple(tools.parameters[spec.name] for spec in tools.specs))
+    return ResponsesRequest(turn, stream, store, previous, items, described, names)
 
 
 def _read_messages(

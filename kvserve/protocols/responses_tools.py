@@ -43,12 +43,13 @@ class WireTool:
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """The tools of a request: what the model gets, what the client calls each of them, and the client's own words for
-    those that are offered here."""
+    """The tools of a request: what the model gets, what the client calls each of them, the client's own words for those
+    that are offered here, and where the parameters of each stand in the body."""
 
     specs: tuple[ToolSpec, ...] = ()
     wire: Mapping[str, WireTool] = field(default_factory=dict)
     shown: tuple[JsonObject, ...] = ()
+    parameters: Mapping[str, str] = field(default_factory=dict)
 
     def name_of(self, wire: WireTool) -> str | None:
         """The name under which the model knows a tool; None for one that is not among them."""
@@ -62,17 +63,31 @@ def model_name(name: str, namespace: str | None) -> str:
 
 # --- tools -----------------------------------------------------------------------------------------------------------
 
-type _Tools = list[tuple[ToolSpec, WireTool]]
+type _Tools = list[_ReadTool]
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadTool:
+    """A tool of the body: as the model gets it, as the client knows it, and its place."""
+
+    spec: ToolSpec
+    wire: WireTool
+    path: str
 
 
 def read_tools(fields: Fields) -> OfferedTools:
     """`tools` in the client's order. Raises BadRequest, also for two tools of one name."""
     groups = fields.optional("tools", list_of(_read_tool)) or []
     tools = [tool for _, group in groups for tool in group]
-    wire = {spec.name: tool for spec, tool in tools}
+    wire = {tool.spec.name: tool.wire for tool in tools}
     if len(wire) < len(tools):
         raise BadRequest("tools: two of them have the same name.", param="tools")
-    return OfferedTools(tuple(spec for spec, _ in tools), wire, tuple(said for said, group in groups if group))
+    return OfferedTools(
+        specs=tuple(tool.spec for tool in tools),
+        wire=wire,
+        shown=tuple(said for said, group in groups if group),
+        parameters={tool.spec.name: f"{tool.path}.parameters" for tool in tools},
+    )
 
 
 def _read_tool(value: object, path: str) -> tuple[JsonObject, _Tools]:
@@ -86,12 +101,13 @@ def _read_tool(value: object, path: str) -> tuple[JsonObject, _Tools]:
     return tool.values, [_read_own_tool(value, path)]
 
 
-def _read_own_tool(value: object, path: str) -> tuple[ToolSpec, WireTool]:
+def _read_own_tool(value: object, path: str) -> _ReadTool:
     tool = mapping(value, path)
     kind = tool.required("type", text)
     if kind not in _OWN_TOOLS:
         raise mistyped(f"{path}.type", '"function", "custom" or "namespace" (the server runs no tools itself)', kind)
-    return _OWN_TOOLS[kind](value, path)
+    spec, wire = _OWN_TOOLS[kind](value, path)
+    return _ReadTool(spec, wire, path)
 
 
 def _read_function_tool(value: object, path: str) -> tuple[ToolSpec, WireTool]:
@@ -127,12 +143,12 @@ def _read_namespace(namespace: Fields) -> _Tools:
     name = namespace.required("name", tool_name)
     about = namespace.optional("description", text)
     tools: _Tools = []
-    for spec, wire in namespace.required("tools", list_of(_read_own_tool)):
-        described = spec.description
+    for tool in namespace.required("tools", list_of(_read_own_tool)):
+        described = tool.spec.description
         if about and not tools:
             described = "\n\n".join(part for part in (f"{name}: {about}", described) if part)
-        renamed = replace(spec, name=model_name(spec.name, name), description=described)
-        tools.append((renamed, replace(wire, namespace=name)))
+        renamed = replace(tool.spec, name=model_name(tool.spec.name, name), description=described)
+        tools.append(replace(tool, spec=renamed, wire=replace(tool.wire, namespace=name)))
     return tools
 
 

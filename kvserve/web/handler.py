@@ -127,6 +127,7 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         route = match.row(head.method)
         form = route or next(iter(match.rows.values()), None)
         exchange.endpoint = form.path if form is not None else ""
+        form = form or self._front.router.above(head.path)
         if form is not None and form.encode_error is not None:
             exchange.encode_error = form.encode_error
             exchange.own_statuses = form.statuses

@@ -3,12 +3,11 @@ the service.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from urllib.parse import parse_qsl
 
 from kvserve.core import AnswerEvent, Finished, JsonObject
-from kvserve.errors import BadRequest, NotFound, RequestError
+from kvserve.errors import BadRequest, NotFound
 from kvserve.protocols.fields import decode_body
 from kvserve.protocols.responses_listing import list_items
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
@@ -19,16 +18,13 @@ from kvserve.web.service import WebService
 from kvserve.web.sse import NAMED
 from kvserve.web.turns import stream_turn, whole_answer_events
 
-_FIELD_NAMES = {"messages": "input", "response_format.json_schema.schema": "text.format.schema"}
-"""What is found wrong behind the protocols, where nobody knows this one's names."""
-
 
 def post_response(exchange: Exchange, service: WebService) -> None:
     """POST /v1/responses."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = parse_responses(body, headers, service.defaults, exchange.request_id, service.responses)
     served = service.resolve_model(request.turn.model)
-    with _own_words():
+    with request.names.speaking():
         running = service.serve(request.turn, served)
         encoder = ResponseStreamEncoder(exchange.request_id, served.name, int(time.time()), request.described)
         keeping = _KeepingEncoder(encoder, request, service.responses)
@@ -79,15 +75,3 @@ class _KeepingEncoder:
             request = self._request
             self._store.put(StoredResponse(self._encoder.response, request.items, request.previous_response_id))
         return events
-
-
-@contextmanager
-def _own_words() -> Iterator[None]:
-    """Lets a RequestError pass that names a field as this protocol does."""
-    try:
-        yield
-    except RequestError as error:
-        if error.param in _FIELD_NAMES:
-            name = _FIELD_NAMES[error.param]
-            error.message, error.param = error.message.replace(error.param, name), name
-        raise

@@ -56,6 +56,14 @@ class Router:
             rows = self._patterns.setdefault((begin, end), {}) if star else self._exact.setdefault(begin, {})
             rows[route.method] = route
 
+    def above(self, path: str) -> Route | None:
+        """A row of the nearest endpoint whose path an unknown one continues, for what is not there is refused in its
+        protocol's form; None where there is none."""
+        while path := path.rpartition("/")[0]:
+            if rows := self._exact.get(path):
+                return next(iter(rows.values()))
+        return None
+
     def find(self, path: str) -> Match:
         """The exact row, else the longest pattern that leaves something for its star, else an empty match."""
         if rows := self._exact.get(path):

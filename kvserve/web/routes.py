@@ -65,18 +65,19 @@ def post_messages(exchange: Exchange, service: WebService) -> None:
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = anthropic_messages.parse_messages(body, headers, service.defaults, exchange.request_id)
     served = service.resolve_model(request.turn.model)
-    running = service.serve(request.turn, served)
-    encoder = MessageStreamEncoder(
-        exchange.request_id,
-        served.name,
-        lambda: PromptCounts(running.num_prompt_tokens, running.num_marked_tokens),
-        shows_thinking=request.shows_thinking,
-    )
-    if request.stream:
-        stream_turn(exchange, running, encoder, [], NAMED)
-    else:
+    with request.names.speaking():
+        running = service.serve(request.turn, served)
+        encoder = MessageStreamEncoder(
+            exchange.request_id,
+            served.name,
+            lambda: PromptCounts(running.num_prompt_tokens, running.num_marked_tokens),
+            shows_thinking=request.shows_thinking,
+        )
+        if request.stream:
+            stream_turn(exchange, running, encoder, [], NAMED)
+            return
         events = [made for event in whole_answer_events(exchange, running) for made in encoder.encode(event)]
-        exchange.send_json(200, whole_message(events))
+    exchange.send_json(200, whole_message(events))
 
 
 def post_count_tokens(exchange: Exchange, service: WebService) -> None:

@@ -47,3 +47,11 @@ def test_a_star_may_stand_in_the_middle() -> None:
     assert (ROUTER.find("/a/end").path_rest, ROUTER.find("/a/end").methods) == ("end", ("GET", "HEAD", "OPTIONS"))
     assert ROUTER.find("/a/b/x/end").methods == ("OPTIONS", "PUT"), "the longer of two that fit"
     assert ROUTER.find("/a//end").methods == ("GET", "HEAD", "OPTIONS"), "nothing stands for the star"
+
+
+def test_an_unknown_path_belongs_to_the_nearest_endpoint_above_it() -> None:
+    """Whole parts of the path count, and patterns are no endpoints."""
+    for path in ("/a/", "/a/x", "/a/x/y"):
+        assert (row := ROUTER.above(path)) is not None and row.path == "/a"
+    for path in ("/ab", "/b/c", "/", "", "*", "/a"):
+        assert ROUTER.above(path) is None
