@@ -73,6 +73,7 @@ class Roster:
         self._callbacks = callbacks
         self._max_waiting = max_waiting
         self._clock = clock
+        self._offered: Catalogue | None = None
         self._catalogue: Catalogue | None = None
         self._lock = threading.Lock()
         self._describing = threading.Lock()
@@ -88,11 +89,11 @@ class Roster:
         name = catalogue.default.name
         served = self._described(catalogue.default)
         with self._lock:
+            self._offered = catalogue
             self._stage.begin(name, self._clock())
         while not stopping.is_set():
             with self._stepped():
                 if self._stage.loaded is not None:
-                    self._catalogue = catalogue
                     return self._stage.loaded
                 if (failure := self._stage.known[name].failure) is not None:
                     raise failure.error
@@ -306,6 +307,8 @@ class Roster:
             return
         if self._stage.exchange is not None:
             self._stage.advance()
+            if self._stage.loaded is not None:  # at the start: whoever sees it loaded may ask it from now on
+                self._catalogue = self._offered
             return
         oldest = self._clock() - ABANDONED_SECONDS
         self._tickets = [ticket for ticket in self._tickets if ticket.asked_at >= oldest]

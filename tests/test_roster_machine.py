@@ -25,9 +25,11 @@ DONE = Finished("stop", Usage(1, 0, 1))
 
 @dataclass
 class World:
-    """What the engines share: the clock, which of them run, and how many looks a load and an end take."""
+    """What the engines share: the clock, which of them run, how many looks a load and an end take, and what other
+    threads do while somebody waits for a load."""
 
     patience: int
+    meanwhile: Callable[[], None] = lambda: None
     now: float = 100.0
     alive: list["FakeEngine"] = field(default_factory=list)
     num_loads: int = 0
@@ -48,6 +50,8 @@ class FakeEngine:
         self.world.num_loads += 1
 
     def wait_until_ready(self, timeout_seconds: float) -> object:
+        if timeout_seconds > 0:
+            self.world.meanwhile()
         self.num_looks += 1
         if self.num_looks <= self.world.patience:
             raise NotReady("loading")
@@ -169,6 +173,38 @@ def no_prompts() -> Iterator[None]:
         yield
 
 
+def a_roster(world: World, submit: Callable[[Turn, Any], FakeRunning]) -> tuple[Roster, Catalogue]:
+    """A roster of fake models that has not started, and what it may serve; the default model is `a`."""
+    roster = Roster(
+        FakeMaker(world),
+        Callbacks(submit, lambda *_: None, lambda _: None),  # type: ignore[arg-type]
+        max_waiting=1000,
+        clock=lambda: world.now,
+    )
+    root = Path("/nowhere")
+    settings = CatalogueSettings(folders=(root,))
+    return roster, Catalogue(ModelSource("a", root / "a"), settings, Disk(lambda _: None, lambda _: True))
+
+
+def test_who_sees_the_first_model_loaded_may_ask_it() -> None:
+    """A look at the server takes the start a step further, too: what it sees holds before the start has seen it."""
+    world, seen = World(patience=3), list[tuple[bool, bool]]()
+    roster, catalogue = a_roster(world, lambda _, served: FakeRunning(served.engine))
+
+    def look() -> None:
+        is_loaded = roster.status().loaded is not None
+        try:
+            seen.append((is_loaded, roster.resolve(None).name == "a" and len(roster.listings()) > 0))
+        except NotReady:
+            seen.append((is_loaded, False))
+
+    world.meanwhile = look
+    assert roster.start(catalogue, Event()) is not None
+    assert (False, False) in seen and (True, True) in seen
+    assert {is_loaded for is_loaded, may_ask in seen if is_loaded != may_ask} == set()
+    roster.stop(0)
+
+
 @settings(max_examples=num_examples(60), deadline=None)
 @given(STEPS, st.integers(0, 3))
 def test_every_request_is_answered_by_its_model_or_told_why_not(steps: list[Any], patience: int) -> None:
@@ -181,16 +217,7 @@ def test_every_request_is_answered_by_its_model_or_told_why_not(steps: list[Any]
         running.append(FakeRunning(served.engine))
         return running[-1]
 
-    roster = Roster(
-        FakeMaker(world),
-        Callbacks(submit, lambda *_: None, lambda _: None),  # type: ignore[arg-type]
-        max_waiting=1000,
-        clock=lambda: world.now,
-    )
-    root = Path("/nowhere")
-    catalogue = Catalogue(
-        ModelSource("a", root / "a"), CatalogueSettings(folders=(root,)), Disk(lambda _: None, lambda _: True)
-    )
+    roster, catalogue = a_roster(world, submit)
     assert roster.start(catalogue, Event()) is not None
     clients: list[Client] = []
     for kind, value in steps:
