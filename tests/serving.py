@@ -23,6 +23,7 @@ import kvserve.app
 from kvserve.app import App
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.config import DiskMode, Launch, Settings
+from kvserve.engine import prefill_pool
 from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine.decode import DecodePool, Step
 from kvserve.engine.prefill import Prefill
@@ -256,14 +257,19 @@ def no_tokens() -> Iterator[None]:
 @contextlib.contextmanager
 def slow_prefill() -> Iterator[None]:
     """A chunk of prefill takes a moment: a prompt of many is not through before a test has seen that it has begun."""
-    step = Prefill.step
+    step, step_together = Prefill.step, prefill_pool.step_together
 
     def slow(prefill: Prefill, *arguments: Any) -> int:
         time.sleep(0.03)
         return step(prefill, *arguments)
 
+    def slow_together(*arguments: Any) -> int:
+        time.sleep(0.03)
+        return step_together(*arguments)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Prefill, "step", slow)
+        patch.setattr(prefill_pool, "step_together", slow_together)
         yield
 
 

@@ -65,10 +65,7 @@ class ChunkLength:
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """One row on its way through its prompt: `caches` hold the KV of `tokens[:num_done]`.
-
-    `is_alone`: a pass that it shared with others failed.
-    """
+    """One row on its way through its prompt: `caches` hold the KV of `tokens[:num_done]`."""
 
     row: Row
     tenancy: Tenancy
@@ -76,7 +73,6 @@ class Prefill:
     num_done: int
     num_last_tokens: int = 0
     images: RowImages | None = None
-    is_alone: bool = False
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,8 +85,8 @@ class Prefill:
 
     @property
     def num_to_stop(self) -> int:
-        """Tokens up to the next planned stop or the end: a chunk is never longer, as a state can only be kept where it
-        ends."""
+        """Tokens up to the next planned stop or the end. No chunk is longer, as a state can only be kept where it ends,
+        unless an image must be computed in one piece."""
         stop = self.tenancy.next_stop(self.num_done)
         return self.num_left if stop is None else min(self.num_left, stop - self.num_done)
 

@@ -15,12 +15,12 @@ from kvserve.engine.stretches import Stretches
 class PrefillStep:
     """What one chunk brought: the rows that have so many tokens more between them, or one that failed and its error.
 
-    `trouble`: rows that were to compute together could not; each goes on alone.
+    `trouble`: rows that were to compute together could not, and none will from now on.
     """
 
     computed: tuple[Prefill, ...] = ()
     num_tokens: int = 0
-    failed: tuple[tuple[Prefill, Exception], ...] = ()
+    failed: tuple[Prefill, Exception] | None = None
     trouble: str = ""
 
 
@@ -31,6 +31,7 @@ class PrefillPool:
         self._model = model
         self._chunk_length = chunk_length
         self._stretches = Stretches(chunk_length)
+        self._can_share = model.cache_support.can_pad
         self._prefills: list[Prefill] = []
 
     def __iter__(self) -> Iterator[Prefill]:
@@ -62,7 +63,9 @@ class PrefillPool:
         if first is None:
             return None
         seconds = self._stretches.chunk_seconds()
-        group = companions(first, self._prefills, self._model, self._chunk_length, seconds)
+        group = [first]
+        if self._can_share:
+            group = companions(first, self._prefills, self._model, self._chunk_length, seconds)
         for prefill in group:
             prefill.row.prefill_started_at = prefill.row.prefill_started_at or time.monotonic()
         return self._step_together(group) if len(group) > 1 else self._step_alone(first, seconds)
@@ -76,15 +79,14 @@ class PrefillPool:
             num_tokens = prefill.step(self._model, self._chunk_length, seconds) if prefill.num_left else 0
         except Exception as error:  # noqa: BLE001 - a prefill touches no other row, so its failure stays its own
             self._prefills.remove(prefill)
-            return PrefillStep(failed=((prefill, error),))
+            return PrefillStep(failed=(prefill, error))
         return PrefillStep((prefill,), num_tokens)
 
     def _step_together(self, group: list[Prefill]) -> PrefillStep:
         try:
             num_tokens = step_together(group, self._model, self._chunk_length)
         except Exception as error:  # noqa: BLE001 - whose failure it is shows when each computes alone
-            for prefill in group:
-                prefill.is_alone = True
-            trouble = f"{len(group)} prompts are prefilled one by one: {type(error).__name__}: {error}"
+            self._can_share = False
+            trouble = f"Short prompts are prefilled one by one from now on: {type(error).__name__}: {error}"
             return PrefillStep(trouble=trouble)
         return PrefillStep(tuple(group), num_tokens)

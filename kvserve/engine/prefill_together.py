@@ -1,7 +1,7 @@
 """Short prompts that wait together are prefilled in one padded pass, which reads the weights once for all of them.
 
-A long chunk keeps the processor busy by itself, so that nothing is won by company; behind a deep row more is copied
-than the weights are large.
+A long chunk keeps the processor busy by itself, so that nothing is won by company. A deep row stays alone, because what
+is behind it would be copied, and the others padded to its depth.
 """
 
 import time
@@ -9,27 +9,34 @@ from collections.abc import Sequence
 
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.padded_pass import padded_pass
-from kvserve.engine.prefill import ChunkLength, Prefill
+from kvserve.engine.prefill import ALIGNMENT_TOKENS, ChunkLength, Prefill
 
 SHORT_TOKENS = 128
 """A row with more of them to its next stop computes alone."""
 
-NUM_COPIES = 3
-"""How often the KV of a row that does not compute alone is read or written for it: into the batch and out of it."""
+SHALLOW_TOKENS = 1024
+"""So does one that has more than that when it gets there: rows that share a pass hold their KV up to four times for the
+moment, and the answers that they were admitted with are of that size."""
+
+NUM_COPIES = 7
+"""How often the KV of a row that does not compute alone is read or written for it: into the batch, once more where that
+grows by the new tokens, and out of it."""
 
 
 def companions(
     first: Prefill, prefills: Sequence[Prefill], model: LoadedModel, chunk_length: ChunkLength, max_seconds: float
 ) -> list[Prefill]:
-    """`first` and those that are best computed with it, each to its next stop, in the order in which they came."""
+    """`first` and those that are best computed with it, each to its next stop; the likest come first."""
     group = [first]
-    if not model.cache_support.can_pad or not _is_short(first):
+    if not _is_short(first):
         return group
-    for prefill in prefills:
-        if prefill is not first and _is_short(prefill):
-            grown = [*group, prefill]
-            if _is_worth_it(grown, model) and chunk_length.fits(_num_padded_tokens(grown), max_seconds):
-                group = grown
+    others = [prefill for prefill in prefills if prefill is not first and _is_short(prefill)]
+    for prefill in sorted(others, key=lambda prefill: _difference(prefill, first)):
+        grown = [*group, prefill]
+        num_padded = len(grown) * max(each.num_to_stop for each in grown)
+        fits = num_padded <= chunk_length.max_tokens and chunk_length.fits(num_padded, max_seconds)
+        if fits and _is_worth_it(grown, model):
+            group = grown
     return group
 
 
@@ -42,7 +49,8 @@ def step_together(group: Sequence[Prefill], model: LoadedModel, chunk_length: Ch
     started = time.perf_counter()
     caches = padded_pass(model.module, [prefill.caches for prefill in group], chunks)
     num_tokens = sum(len(chunk) for chunk in chunks)
-    chunk_length.measured(num_tokens, time.perf_counter() - started)
+    if max(len(chunk) for chunk in chunks) >= ALIGNMENT_TOKENS:
+        chunk_length.measured(num_tokens, time.perf_counter() - started)
     for prefill, own, chunk in zip(group, caches, chunks, strict=True):
         prefill.caches = own
         prefill.advance(len(chunk))
@@ -50,16 +58,25 @@ def step_together(group: Sequence[Prefill], model: LoadedModel, chunk_length: Ch
 
 
 def _is_short(prefill: Prefill) -> bool:
-    return 0 < prefill.num_to_stop <= SHORT_TOKENS and not prefill.is_alone
+    return 0 < prefill.num_to_stop <= SHORT_TOKENS and _num_behind(prefill) <= SHALLOW_TOKENS
 
 
-def _num_padded_tokens(group: Sequence[Prefill]) -> int:
-    return len(group) * max(prefill.num_to_stop for prefill in group)
+def _difference(one: Prefill, other: Prefill) -> int:
+    """How unlike two rows are, in tokens of padding."""
+    return abs(one.num_to_stop - other.num_to_stop) + abs(_num_behind(one) - _num_behind(other))
+
+
+def _num_behind(prefill: Prefill) -> int:
+    """Tokens that a row has when it is at its next stop."""
+    return prefill.num_done + prefill.num_to_stop
 
 
 def _is_worth_it(group: Sequence[Prefill], model: LoadedModel) -> bool:
-    """Whether padding is at most every second token, and what is copied less than the weights that are not read."""
-    num_tokens = len(group) * max(prefill.num_done + prefill.num_to_stop for prefill in group)
-    num_copied_bytes = NUM_COPIES * num_tokens * model.sizes.per_token
-    is_dense = _num_padded_tokens(group) <= 2 * sum(prefill.num_to_stop for prefill in group)
+    """Whether padding is at most every second token, in what is computed and in what is held, and less is copied than
+    there are weights that are not read again."""
+    num_held = len(group) * max(_num_behind(prefill) for prefill in group)
+    num_computed = len(group) * max(prefill.num_to_stop for prefill in group)
+    is_dense = num_computed <= 2 * sum(prefill.num_to_stop for prefill in group)
+    is_dense = is_dense and num_held <= 2 * sum(_num_behind(prefill) for prefill in group)
+    num_copied_bytes = NUM_COPIES * num_held * model.sizes.per_token
     return is_dense and num_copied_bytes <= (len(group) - 1) * model.active_weight_bytes

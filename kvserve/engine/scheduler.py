@@ -306,7 +306,8 @@ class Scheduler:
                 self._keep(prefill)
             if not prefill.num_left:
                 self._decode(prefill)
-        for prefill, error in step.failed:
+        if step.failed is not None:
+            prefill, error = step.failed
             prefill.row.fail(error)
             self._release(prefill.row, None)
 

@@ -29,7 +29,8 @@ from kvserve.errors import ModelLoadError
 LONG_ROW_TOKENS = 12
 SHORT_ROW_TOKENS = 5
 NUM_GIVEN_TOKENS = 4
-NUM_BEGUN_TOKENS = 3
+NUM_BEGUN_TOKENS = 1
+"""So that more than eight are left: MLX has another kernel for so few queries."""
 
 MAX_PROBED_TOKENS = 1024
 """An unknown class may behave in another way behind a length that it names (a window, a chunk, a buffer's step), so the
@@ -100,23 +101,27 @@ def check_caches(model: LoadedModel) -> CacheSupport:
         no_batch = _why_not_batch(unknown, named) or _trouble(trial.batch)
         no_batch = no_batch or _why_not_packed(model, tokens, allows_noise=not unknown)
         no_copy = _trouble(trial.copies)
-        no_pad = no_batch or _why_not_padded(model) or _trouble(trial.padded)
+        is_plain = model.quantiser is None and model.sight is None and can_be_padded(model.new_caches())
+        no_pad = _trouble(trial.padded) if is_plain and not no_batch else ""
     names = ", ".join(sorted({type(leaf).__name__ for leaf in unknown or tried}))
     if no_batch and no_copy and (start := model.sizes.packed_from):
         raise ModelLoadError(
             f"QUANTIZED_KV_START={start} cannot be used with this model: a row that gets there is copied, and copies "
             f"of {names} lead to other text ({no_copy}). Set QUANTIZED_KV_START=0 or KV_BITS=OFF."
         )
-    notes = tuple(_notes(names, no_batch, no_copy, has_unknown=bool(unknown)))
-    return CacheSupport(can_batch=not no_batch, can_keep=not no_copy, can_pad=not no_pad, notes=notes)
+    notes = tuple(_notes(names, no_batch, no_copy, no_pad, has_unknown=bool(unknown)))
+    can_pad = is_plain and not no_batch and not no_pad
+    return CacheSupport(can_batch=not no_batch, can_keep=not no_copy, can_pad=can_pad, notes=notes)
 
 
-def _notes(names: str, no_batch: str, no_copy: str, *, has_unknown: bool) -> Iterator[str]:
+def _notes(names: str, no_batch: str, no_copy: str, no_pad: str, *, has_unknown: bool) -> Iterator[str]:
     if no_batch:
         yield f"Several streams take turns and share the speed of one: {names} cannot be batched ({no_batch})."
     if no_copy:
         yield f"The prefix cache is off, all is computed anew: copies of {names} lead to other text ({no_copy})."
-    elif has_unknown:
+    if no_pad:
+        yield f"Short prompts are prefilled one by one: rows that share a pass lead to other text ({no_pad})."
+    if has_unknown and not no_copy:
         yield f"Prompts are reused from whole copies of {names} at checkpoints, each as large as the row's KV."
 
 
@@ -129,13 +134,6 @@ def _why_not_packed(model: LoadedModel, tokens: _Tokens, *, allows_noise: bool) 
         return ""
     trial = _Trial(model.module, lambda: quantiser.convert(model.new_caches()), tokens, allows_noise=allows_noise)
     return _trouble(trial.batch)
-
-
-def _why_not_padded(model: LoadedModel) -> str:
-    """What can be said without trying; empty where it must be tried."""
-    if model.quantiser is not None or model.sight is not None:
-        return "rows are converted, or see images, at a place of their own"
-    return "" if can_be_padded(model.new_caches()) else "a window or a state would take padding in"
 
 
 def _trouble(attempt: Callable[[], None]) -> str:

@@ -20,6 +20,8 @@ _PROBE = (
     ("user", "Violet moon"),
 )
 
+MAX_INDEXED_TOKENS = 2
+
 _ROLE_TOKENS = ("<|system|>", "<|observation|>", "<|tool|>")
 
 
@@ -33,7 +35,7 @@ class MessageMarkers:
 
     def message_starts(self, ids: Sequence[int]) -> tuple[MessageStart, ...]:
         """The offset of every message in a rendered prompt, in order, the generation tail included."""
-        offsets = sorted(offset for opener in self.openers for offset in _offsets(ids, opener))
+        offsets = _offsets(ids, self.openers)
         return tuple(MessageStart(offset, self._is_user(ids, offset)) for offset in offsets)
 
     def _is_user(self, ids: Sequence[int], offset: int) -> bool:
@@ -42,8 +44,15 @@ class MessageMarkers:
         return tuple(ids[offset:end]) == self.user_header and end < len(ids) and ids[end] not in self.special
 
 
-def _offsets(ids: Sequence[int], token: int) -> Iterator[int]:
-    """Where a token stands. `index` goes through 100k ids four times as fast as a loop does."""
+def _offsets(ids: Sequence[int], tokens: frozenset[int]) -> list[int]:
+    """Where any of these tokens stands, in order. `index` goes through 100k ids four times as fast as a loop does, but
+    once for each token."""
+    if len(tokens) > MAX_INDEXED_TOKENS:
+        return [offset for offset, token in enumerate(ids) if token in tokens]
+    return sorted(offset for token in tokens for offset in _offsets_of(ids, token))
+
+
+def _offsets_of(ids: Sequence[int], token: int) -> Iterator[int]:
     offset = -1
     with suppress(ValueError):  # `index` finds no other one
         while True:

@@ -13,25 +13,28 @@ from mlx_lm.models.cache import BatchKVCache
 
 from kvserve.engine import padded_pass as padded_pass_module
 from kvserve.engine import prefill_pool
-from kvserve.engine.model import CacheSupport, LoadedModel, load
+from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.padded_pass import padded_pass
 from kvserve.engine.prefill import NUM_NEWEST_CHUNKS, ChunkLength, Prefill
-from kvserve.engine.prefill_together import SHORT_TOKENS, companions
+from kvserve.engine.prefill_together import NUM_COPIES, SHALLOW_TOKENS, SHORT_TOKENS, companions
 from kvserve.engine.self_check import check_caches
 from kvserve.engine.worker import Engine
 from tests.engine.engines import (
     CUTTABLE,
-    FAMILIES,
     LOGIT_TOLERANCE,
+    MESSAGE_TOKENS,
     NUM_ANSWER_TOKENS,
     assert_exact,
     cached,
     cold,
+    collect,
     generate,
     prompt_of,
     request,
     running_engine,
+    turn,
 )
+from tests.laws import num_examples
 from tests.models import tiny_model
 
 NUM_ROWS = 8
@@ -72,7 +75,7 @@ def worst_difference(model: LoadedModel, rows: Sequence[tuple[int, int]]) -> flo
     return max(mx.abs(found - expected).max().item() for found, expected in pairs)  # type: ignore[type-var]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.tuples(st.sampled_from([0, 0, 1, 7, 300]), st.integers(1, 40)), min_size=2, max_size=5))
 def test_a_row_has_what_it_has_alone(qwen3: LoadedModel, rows: list[tuple[int, int]]) -> None:
     """Any lengths at any depths, beyond a buffer's step too."""
@@ -82,8 +85,8 @@ def test_a_row_has_what_it_has_alone(qwen3: LoadedModel, rows: list[tuple[int, i
 @pytest.mark.parametrize("family", sorted(CUTTABLE))
 def test_every_family_that_is_padded_is_exact(family: str) -> None:
     model = load(tiny_model(family), 131072)
-    if check_caches(model).can_pad:
-        assert worst_difference(model, [(0, 30), (50, 12), (7, 29)]) <= LOGIT_TOLERANCE
+    assert check_caches(model).can_pad
+    assert worst_difference(model, [(0, 30), (50, 12), (7, 29)]) <= LOGIT_TOLERANCE
 
 
 class Shifted(BatchKVCache):
@@ -118,18 +121,25 @@ def test_wrong_padding_is_seen(wrong: type, qwen3: LoadedModel, monkeypatch: pyt
 # --- who computes together --------------------------------------------------------------------------------------------
 
 
-def waiting(num_to_stop: int, *, num_done: int = 0, is_alone: bool = False) -> Any:
-    return SimpleNamespace(num_to_stop=num_to_stop, num_done=num_done, is_alone=is_alone)
+def waiting(num_to_stop: int, *, num_done: int = 0) -> Any:
+    return SimpleNamespace(num_to_stop=num_to_stop, num_done=num_done)
 
 
-def company(model: LoadedModel, lengths: Sequence[Any], *, rate: float = 1e6, can_pad: bool = True) -> list[int]:
+def company(
+    model: LoadedModel,
+    lengths: Sequence[Any],
+    *,
+    rate: float = 1e6,
+    step_size: int = 4096,
+    num_weight_bytes: int = 10**9,
+) -> list[int]:
     """Which of the waiting rows, by their places, compute with the first one."""
-    chunk_length = ChunkLength(max_tokens=4096)
+    chunk_length = ChunkLength(max_tokens=step_size)
     for _ in range(NUM_NEWEST_CHUNKS):
         chunk_length.measured(1000, 1000 / rate)
     prefills: list[Prefill] = [each if isinstance(each, SimpleNamespace) else waiting(each) for each in lengths]
-    able = replace(model, cache_support=CacheSupport(can_pad=can_pad), active_weight_bytes=10**9)
-    group = companions(prefills[0], prefills, able, chunk_length, 0.25)
+    large = replace(model, active_weight_bytes=num_weight_bytes)
+    group = companions(prefills[0], prefills, large, chunk_length, 0.25)
     return [place for place, each in enumerate(prefills) if any(each is one for one in group)]
 
 
@@ -138,22 +148,21 @@ def test_short_rows_of_like_length_go_together(qwen3: LoadedModel) -> None:
     assert company(qwen3, [60, SHORT_TOKENS + 1, 50]) == [0, 2], "a long one is quick enough alone"
     assert company(qwen3, [SHORT_TOKENS + 1, 60, 50]) == [0]
     assert company(qwen3, [100, 4, 90]) == [0, 1, 2], "one short row among long ones is little padding"
-    assert company(qwen3, [4, 100, 5]) == [0, 1], "more than every second token would be padding"
-    assert company(qwen3, [60, waiting(60, is_alone=True), waiting(0), 60]) == [0, 3]
+    assert company(qwen3, [4, 100, 5]) == [0, 2], "the nearest in length, until every second token would be padding"
+    assert company(qwen3, [60, waiting(0), 60]) == [0, 2]
 
 
 def test_nobody_goes_together_where_it_costs_more_than_it_saves(qwen3: LoadedModel) -> None:
-    """A pass that would take too long, KV that is larger than the weights, a model whose rows cannot be padded."""
+    """A pass that would take too long or be longer than the setting allows, KV that is larger than the weights or would
+    be padded to a deep row's."""
     assert company(qwen3, [60, 60, 60], rate=500) == [0, 1], "180 tokens take longer than a stream may wait"
-    assert company(qwen3, [60, waiting(60, num_done=10**6), 60]) == [0, 2]
-    assert company(qwen3, [60, 60], can_pad=False) == [0]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_only_plain_caches_are_padded(family: str) -> None:
-    """Windows and states would take the padding in."""
-    model = load(tiny_model(family), 131072)
-    assert check_caches(model).can_pad == (family in CUTTABLE)
+    assert company(qwen3, [60, 60, 60], step_size=128) == [0, 1]
+    assert company(qwen3, [60, waiting(60, num_done=SHALLOW_TOKENS), 60]) == [0, 2]
+    assert company(qwen3, [60, waiting(60, num_done=SHALLOW_TOKENS - 60), 60, 60]) == [0, 2, 3], "padded in depth"
+    deep = [waiting(60, num_done=SHALLOW_TOKENS - 60) for _ in range(3)]
+    assert company(qwen3, deep) == [0, 1, 2]
+    num_bytes = int(NUM_COPIES * 3 * SHALLOW_TOKENS * qwen3.sizes.per_token / 2)
+    assert company(qwen3, deep, num_weight_bytes=num_bytes - 1) == [0]
 
 
 # --- in the engine ----------------------------------------------------------------------------------------------------
@@ -222,10 +231,40 @@ def test_a_shared_pass_that_breaks_costs_nobody_anything(monkeypatch: pytest.Mon
             generate(engine, *(request(prompt, NUM_ANSWER_TOKENS) for prompt in prompts)), expected, strict=True
         ):
             assert_exact(answer, tokens)
-        assert passes.num_rows == [3], "it is not tried again with the same rows"
+            generate(engine, *(request(prompt_of(50, 10 + seed), 1) for seed in range(3)))
+        assert passes.num_rows == [3], "it is not tried again"
     assert [line for line in lines if "one by one" in line] == [
-        "3 prompts are prefilled one by one: RuntimeError: planned"
+        "Short prompts are prefilled one by one from now on: RuntimeError: planned"
     ]
+
+
+def test_prompts_with_stops_are_kept_at_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages end within the prompts: each pass goes to a stop, and another conversation finds what lies before it."""
+    prompts = [prompt_of(2 * MESSAGE_TOKENS + 10 + seed, seed) for seed in range(3)]
+    with running_engine() as engine:
+        expected = [cold(engine, prompt) for prompt in prompts]
+        passes = Passes(monkeypatch)
+        for answer, tokens in zip(generate(engine, *map(turn, prompts)), expected, strict=True):
+            assert_exact(answer, tokens)
+        assert passes.num_rows and set(passes.num_rows) <= {2, 3}
+        for prompt in prompts:
+            branch = [*prompt[:MESSAGE_TOKENS], *prompt_of(20, 99)]
+            assert cached(generate(engine, turn(branch, 1))[0]) == MESSAGE_TOKENS
+
+
+def test_prompts_share_a_pass_beside_a_stream() -> None:
+    """The measured rate decides who fits into the time that the stream allows; all texts are those of a cold server."""
+    prompts = [prompt_of(40, seed) for seed in range(6)]
+    with running_engine() as engine:
+        expected = [cold(engine, prompt) for prompt in prompts]
+        stream = prompt_of(60, 50)
+        long_answer = cold(engine, stream, 200)
+        running = engine.submit(request(stream, 200))
+        for answer, tokens in zip(
+            generate(engine, *(request(prompt, NUM_ANSWER_TOKENS) for prompt in prompts)), expected, strict=True
+        ):
+            assert_exact(answer, tokens)
+        assert_exact(collect(running), long_answer)
 
 
 def test_a_client_that_leaves_a_group_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
