@@ -126,7 +126,7 @@ class Roster:
 
     def listings(self) -> list[Listing]:
         """What can be served, the loaded model first; nothing before the start is over."""
-        catalogue, status = self._catalogue, self.status()
+        status, catalogue = self.status(), self._catalogue  # this look may be the one that sees the first model loaded
         first = status.loaded.name if status.loaded is not None else status.loading
         listings = catalogue.listings() if catalogue is not None else []
         return sorted(listings, key=lambda listing: listing.name != first)

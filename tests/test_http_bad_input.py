@@ -19,6 +19,8 @@ from tests.serving import (
     serving_app,
 )
 
+RESPONSES_PATH = "/v1/responses"
+AGENTS_PATH = "/v1/agents"
 CONTEXT = 512
 BODY_LIMIT = 60_000
 WORDS = "the user asks what the server should write before the file is read again "
@@ -273,6 +275,48 @@ def test_a_request_that_is_broken_on_the_wire_is_answered_and_forgotten(small: A
     data, status = BROKEN_REQUESTS[case]
     response = _raw(small, data)
     assert response is not None and response.status == status and is_error_form(response)
+    assert small.num_forward_calls == before
+    serves(small)
+
+
+@pytest.mark.parametrize("case", BROKEN_REQUESTS)
+@pytest.mark.parametrize("path", [RESPONSES_PATH, AGENTS_PATH])
+def test_other_endpoints_answer_broken_requests_alike(small: AppUnderTest, path: str, case: str) -> None:
+    """Those of the other forms of OpenAI's errors."""
+    before = small.num_forward_calls
+    data, status = BROKEN_REQUESTS[case]
+    response = _raw(small, data.replace(CHAT_PATH.encode(), path.encode()))
+    assert response is not None and response.status == status and is_error_form(response)
+    assert small.num_forward_calls == before
+
+
+@pytest.mark.parametrize("body", BROKEN_BODIES.values(), ids=BROKEN_BODIES.keys())
+def test_responses_refuses_what_is_no_json_object(small: AppUnderTest, body: bytes) -> None:
+    """And the connection's next request is served."""
+    before = small.num_forward_calls
+    with small.connect() as client:
+        response = client.request("POST", RESPONSES_PATH, body)
+        assert response.status == 400 and is_error_form(response), response.body
+        assert small.num_forward_calls == before
+        assert client.request("POST", RESPONSES_PATH, {"input": "x", "max_output_tokens": 1}).status == 200
+
+
+@pytest.mark.parametrize("path", [RESPONSES_PATH, AGENTS_PATH])
+def test_other_endpoints_refuse_pages_sizes_methods_and_models(small: AppUnderTest, path: str) -> None:
+    """A foreign page, a body over the limit, a method that is not theirs, a model that a strict server has not."""
+    before = small.num_forward_calls
+    body = {"input": "x", "agent_id": "one", "model": "gpt-12"}
+    cases: list[tuple[str, dict[str, Any], dict[str, str], int]] = [
+        ("POST", body, {"Origin": "https://foreign.example"}, 403),
+        ("PUT", body, {}, 405),
+        ("POST", body, {}, 404),
+        ("POST", {**body, "input": "x" * BODY_LIMIT}, {}, 413),
+    ]
+    for method, fields, headers, status in cases:
+        with small.connect() as client:
+            response = client.request(method, path, fields, headers)
+        assert response.status == status, response.body
+        assert response.error["type"] == "permission_error" if status == 403 else is_error_form(response)
     assert small.num_forward_calls == before
     serves(small)
 

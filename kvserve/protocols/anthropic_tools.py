@@ -67,7 +67,7 @@ def _format(fields: Fields) -> Fields | None:
 def field_names(fields: Fields) -> FieldNames:
     """What the schemas are called in a body that was read without an error."""
     said, tools = _format(fields), fields.optional("tools", list_of(mapping)) or []
-    return FieldNames(
-        schema=f"{said.path}.schema" if said is not None else "",
-        parameters=tuple(f"{tool.path}.input_schema" for tool in tools),
-    )
+    parameters = tuple(f"{tool.path}.input_schema" for tool in tools)
+    if said is None:
+        return FieldNames(parameters=parameters)
+    return FieldNames(schema=f"{said.path}.schema", parameters=parameters)

@@ -8,9 +8,10 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvserve.core import JsonObject
 from kvserve.errors import NotFound
@@ -74,11 +75,16 @@ class ResponseStore:
         row = (response.body["id"], response.previous, body, items, len(body) + len(items), time.time())
         with self._lock:
             try:
-                with self._database as database:
-                    database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
-                    self._forget_oldest(database)
+                self._insert(row)
             except sqlite3.Error as error:
                 self._give_up(error)
+                with suppress(sqlite3.Error):  # what is in its place is fresh; a full disk was told of already
+                    self._insert(row)
+
+    def _insert(self, row: tuple[Any, ...]) -> None:
+        with self._database as database:
+            database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
+            self._forget_oldest(database)
 
     def get(self, wanted: str) -> StoredResponse:
         """One response. Raises NotFound."""

@@ -59,10 +59,8 @@ class Router:
     def above(self, path: str) -> Route | None:
         """A row of the nearest endpoint whose path an unknown one continues, for what is not there is refused in its
         protocol's form; None where there is none."""
-        while path := path.rpartition("/")[0]:
-            if rows := self._exact.get(path):
-                return next(iter(rows.values()))
-        return None
+        nearest = max((known for known in self._exact if path.startswith(f"{known}/")), key=len, default=None)
+        return next(iter(self._exact[nearest].values())) if nearest is not None else None
 
     def find(self, path: str) -> Match:
         """The exact row, else the longest pattern that leaves something for its star, else an empty match."""

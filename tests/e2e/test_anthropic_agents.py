@@ -45,6 +45,7 @@ def test_claude_code_works_for_five_turns(scripted: ScriptedServer, front: str, 
             report = claude.say(f"Do part {turn}.", *(["-c"] if turn > 1 else []))
             assert not report["is_error"] and report["result"].strip() == done(turn)
         assert len(main) >= len(steps)
-        assert f"ran-{turn}" in main[-1].prompt and "Answer in English." in main[-1].prompt
+        # What the command printed, not the command: that has no line of its own.
+        assert f"ran-{turn}\n" in main[-1].prompt and "Answer in English." in main[-1].prompt
         made.append(main)
     judge(made)

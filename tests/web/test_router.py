@@ -55,3 +55,16 @@ def test_an_unknown_path_belongs_to_the_nearest_endpoint_above_it() -> None:
         assert (row := ROUTER.above(path)) is not None and row.path == "/a"
     for path in ("/ab", "/b/c", "/", "", "*", "/a"):
         assert ROUTER.above(path) is None
+
+
+def test_a_path_of_many_parts_costs_a_look_at_each_endpoint() -> None:
+    """Anybody may send one, before a key is asked for: it is not taken apart."""
+
+    class Path(str):
+        __slots__ = ("num_cuts",)
+
+        def rpartition(self, separator: str, /) -> tuple[str, str, str]:
+            raise AssertionError("one cut per part is quadratic")
+
+    assert ROUTER.above(Path("/" * 60_000)) is None
+    assert (row := ROUTER.above(Path("/a" + "/" * 60_000))) is not None and row.path == "/a"
