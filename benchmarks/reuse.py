@@ -44,6 +44,7 @@ PEERS: Mapping[tuple[str, str], str] = {
 figure is to be read against its own bracket."""
 
 KINDS = {"qwen3": "dense", "glm4_moe_lite": "dense", "qwen3_5": "hybrid", "gemma3": "window", "gpt_oss": "window"}
+"""The families that are played, by their caches; the vision checkpoint's table is that of `vision`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +243,7 @@ def run(num_rounds: int) -> list[Figure]:
     """Every conversation on every family; prints the table of families and conversations on its way."""
     figures: list[Figure] = []
     all_led: list[Led] = []
-    for family in CONVENTIONS:
+    for family in KINDS:
         led = [each for seed in range(num_rounds) for each in _lead_all(family, seed)]
         all_led += led[: len(SCENARIOS)]
         figures += [_reuse_figure([each for each in led if each.scenario == name]) for name in SCENARIOS]
