@@ -1,5 +1,6 @@
 """The process: loading, stopping, what it answers for itself, and what a person reads of each request."""
 
+import re
 import socket
 import stat
 import threading
@@ -29,6 +30,7 @@ from tests.serving import (
     unstarted_app,
     writing,
 )
+from tests.web.fakes import RawClient
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +127,7 @@ def test_stopping_ends_streams_well_formed(tmp_path: Path) -> None:
         clients[0].send(encode_request("POST", CHAT_PATH, chat_body(stream=True, **endless)))
         clients[1].send(encode_request("POST", CHAT_PATH, chat_body(**endless)))
         assert eventually(lambda: app.app.health()[1]["num_decoding"] == 2)
+        assert eventually(lambda: _has_said_something(clients[0]))
         clients[2].send(encode_request("POST", CHAT_PATH, chat_body(long, stream=True)))
         assert eventually(lambda: app.app.health()[1]["num_prefilling"] == 1)
         app.app.stop()
@@ -138,6 +141,11 @@ def test_stopping_ends_streams_well_formed(tmp_path: Path) -> None:
     assert refused.status == 503 and refused.error["code"] == "not_ready"
     ends = [line for line in app.lines() if "openai_chat" in line]
     assert len(ends) == 3 and not any("max_tokens" in line for line in ends), "it was nobody's limit"
+
+
+def _has_said_something(client: RawClient) -> bool:
+    """Whether a stream of which nothing was read yet has brought a word."""
+    return re.search(rb'"content": ?"[^"]', client.socket.recv(65_536, socket.MSG_PEEK)) is not None
 
 
 def test_the_banner_waits_for_the_proxy_as_long_as_it_may(tmp_path: Path) -> None:
