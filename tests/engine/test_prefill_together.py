@@ -34,6 +34,7 @@ from tests.engine.engines import (
     running_engine,
     turn,
 )
+from tests.engine.odd_caches import DropsPadding
 from tests.laws import num_examples
 from tests.models import tiny_model
 
@@ -99,17 +100,7 @@ class Shifted(BatchKVCache):
         return batch
 
 
-class SeesPadding(BatchKVCache):
-    """A batch whose shorter rows see the zeros before them."""
-
-    @classmethod
-    def merge(cls, caches: list[Any]) -> Any:
-        batch = BatchKVCache.merge(caches)
-        batch.left_padding = mx.zeros_like(batch.left_padding)
-        return batch
-
-
-@pytest.mark.parametrize("wrong", [Shifted, SeesPadding])
+@pytest.mark.parametrize("wrong", [Shifted, DropsPadding])
 def test_wrong_padding_is_seen(wrong: type, qwen3: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control of the comparison, and of the trial at load."""
     assert check_caches(qwen3).can_pad
