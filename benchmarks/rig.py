@@ -25,6 +25,7 @@ from kvserve.config import Settings, setting_key
 from kvserve.demo.build import ModelScale, build_model
 
 START_SECONDS = 120
+IDLE_WORK_SECONDS = 0.2
 START_SCRIPT = Path(__file__).resolve().parent.parent / "start_llm.py"
 
 
@@ -54,10 +55,12 @@ class Rig:
         return rss_bytes(self.server_pid)
 
     def settle(self) -> None:
-        """Wait until the server computes nothing and what it had computed ahead is through."""
+        """Wait until the server computes nothing, what it keeps is on disk, and its idle work is through."""
         while (health := self.health())["num_running"] or health["num_waiting"]:
             time.sleep(0.02)
-        time.sleep(0.1)
+        time.sleep(IDLE_WORK_SECONDS)
+        while (disk := self.cache()["disk"]) and disk["num_queued_bytes"]:
+            time.sleep(0.02)
 
 
 def rss_bytes(pid: int) -> int:

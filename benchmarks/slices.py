@@ -56,10 +56,11 @@ class HttpAnswers:
             return all(stream.first_text_at is not None or stream.ended_at is not None for stream in self._streams)
 
         self._client.run_until(is_slice_over)
+        # also behind the last one: what the server writes to disk then is not to fall on the other side's last slice
+        self._signal(signal.SIGSTOP)
         if self._is_over():
             self._check()
             return True
-        self._signal(signal.SIGSTOP)
         return False
 
     def _is_over(self) -> bool:

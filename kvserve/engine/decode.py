@@ -17,6 +17,7 @@ from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from kvserve.engine.before_stop import StatesBefore, is_recurrent
+from kvserve.engine.courier import Departing
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.rows import Row
@@ -96,8 +97,10 @@ def extra_padding_tokens(lengths: Sequence[int], joining: int) -> int:
 class DecodePool:
     """All decoding rows. Owned by the engine thread; every method but `num_rows` may run the model."""
 
-    def __init__(self, model: LoadedModel, max_batch_size: int) -> None:
+    def __init__(self, model: LoadedModel, max_batch_size: int, depart: Callable[[], None] = lambda: None) -> None:
+        """`depart` is called in the middle of a step, when the rest of it is the device's."""
         self._model = model
+        self._module = Departing(model.module, depart)
         self._max_batch_size = max_batch_size
         self._groups: list[_Group] = []
         self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, leaves(model.new_caches())))
@@ -279,10 +282,9 @@ class DecodePool:
         return group
 
     def _new_generator(self) -> Any:
-        module = self._model.module
         if not self._model.cache_support.can_batch:
-            return SoloGenerator(module)
-        return BatchGenerator(module, completion_batch_size=self._max_batch_size, stream=generation_stream)
+            return SoloGenerator(self._module)
+        return BatchGenerator(self._module, completion_batch_size=self._max_batch_size, stream=generation_stream)
 
 
 def _left(row: Row, response: Any, before: StatesBefore | None) -> Left:

@@ -22,21 +22,24 @@ NUM_COPIES = 7
 """How often the KV of a row that does not compute alone is read or written for it: into the batch, once more where that
 grows by the new tokens, and out of it."""
 
+NEGLIGIBLE_COPY_BYTES = 32 * 2**20
+"""Copied in a few milliseconds anywhere: less than a second pass takes to be described, however small the model."""
+
 
 def companions(
     first: Prefill, prefills: Sequence[Prefill], model: LoadedModel, chunk_length: ChunkLength, max_seconds: float
 ) -> list[Prefill]:
     """`first` and those that are best computed with it, each to its next stop; the likest come first."""
-    group = [first]
+    group = grown = [first]
     if not _is_short(first):
         return group
     others = [prefill for prefill in prefills if prefill is not first and _is_short(prefill)]
     for prefill in sorted(others, key=lambda prefill: _difference(prefill, first)):
-        grown = [*group, prefill]
-        num_padded = len(grown) * max(each.num_to_stop for each in grown)
-        fits = num_padded <= chunk_length.max_tokens and chunk_length.fits(num_padded, max_seconds)
-        if fits and _is_worth_it(grown, model):
-            group = grown
+        larger = [*grown, prefill]
+        num_padded = len(larger) * max(each.num_to_stop for each in larger)
+        if num_padded <= chunk_length.max_tokens and chunk_length.fits(num_padded, max_seconds):
+            grown = larger
+            group = grown if _is_worth_it(grown, model) else group  # two may not be worth it where seven are
     return group
 
 
@@ -73,10 +76,10 @@ def _num_behind(prefill: Prefill) -> int:
 
 def _is_worth_it(group: Sequence[Prefill], model: LoadedModel) -> bool:
     """Whether padding is at most every second token, in what is computed and in what is held, and less is copied than
-    there are weights that are not read again."""
+    there are weights that are not read again, or next to nothing."""
     num_held = len(group) * max(_num_behind(prefill) for prefill in group)
     num_computed = len(group) * max(prefill.num_to_stop for prefill in group)
     is_dense = num_computed <= 2 * sum(prefill.num_to_stop for prefill in group)
     is_dense = is_dense and num_held <= 2 * sum(_num_behind(prefill) for prefill in group)
     num_copied_bytes = NUM_COPIES * num_held * model.sizes.per_token
-    return is_dense and num_copied_bytes <= (len(group) - 1) * model.active_weight_bytes
+    return is_dense and num_copied_bytes <= max((len(group) - 1) * model.active_weight_bytes, NEGLIGIBLE_COPY_BYTES)

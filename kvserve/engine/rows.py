@@ -23,14 +23,14 @@ from kvserve.core import (
     TokenDelta,
 )
 from kvserve.engine.constraint import GrammarProcessor
-from kvserve.engine.courier import call_now
+from kvserve.engine.courier import Carry, call_now
 from kvserve.errors import EngineFailure, KvserveError
 
 type Reader = Callable[[], bool]
 """Reads what has arrived, on a thread that is not its own; False: its own one has to go on. It neither blocks nor
 raises."""
 
-DECODING_POLL_SECONDS = 0.25
+DECODING_POLL_SECONDS = 1.0
 """The longest wait for the next token of an answer that has begun: every token is an occasion to look at the client, so
 that looks in between would only cost the model's threads their processors."""
 
@@ -38,7 +38,7 @@ that looks in between would only cost the model's threads their processors."""
 class Generation:
     """The client's end of a row: events come out, a cancellation goes in."""
 
-    def __init__(self, request: GenerationRequest, carry: Callable[[Callable[[], None]], None] = call_now) -> None:
+    def __init__(self, request: GenerationRequest, carry: Carry = call_now) -> None:
         """`carry` takes what delivers an event to its client's thread, and calls it in order."""
         self.request = request
         self._carry = carry
@@ -57,9 +57,10 @@ class Generation:
         """Ask the engine to drop the row before its next step. Idempotent, from any thread."""
         self._cancelled.set()
 
-    def put(self, event: GenerationEvent) -> None:
-        """Deliver one event; called by the engine thread only."""
-        self._carry(partial(self._deliver, event))
+    def put(self, event: GenerationEvent, *, may_wait: bool = False) -> None:
+        """Deliver one event, soon or (`may_wait`) behind the courier's next departure; called by the engine thread
+        only."""
+        self._carry(partial(self._deliver, event), may_wait=may_wait)
 
     def batches(self, poll_seconds: float) -> Iterator[list[GenerationEvent]]:
         """Yield all events that have arrived since the last look, an empty list after `poll_seconds` without one, or
@@ -171,10 +172,11 @@ class Row:
 
     def deliver(self, token: int) -> None:
         """Pass a generated token on to the client."""
-        if self.first_token_at is None:
+        is_first = self.first_token_at is None
+        if is_first:
             self.first_token_at = time.monotonic()
         self.generated.append(token)
-        self.generation.put(TokenDelta(token))
+        self.generation.put(TokenDelta(token), may_wait=not is_first)
 
     def finish(self, reason: StopReason, *, num_hidden_tokens: int = 0) -> None:
         """Tell the client that the row is over; `num_hidden_tokens` were generated but not delivered (a stop token)."""

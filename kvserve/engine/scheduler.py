@@ -64,7 +64,9 @@ class Scheduler:
         watchdog_seconds: float,
         report: Callable[[str], None],
         warming: WarmSettings,
+        depart: Callable[[], None] = lambda: None,
     ) -> None:
+        """`depart` is called whenever what rows have said may go to their clients."""
         self.cache = cache
         self._model = model
         self._budget = budget
@@ -73,7 +75,8 @@ class Scheduler:
         self._rows: list[Row] = []
         self._waiting: deque[Row] = deque()
         self._arrivals: list[Arrival] = []
-        self._pool = DecodePool(model, budget.max_rows)
+        self._depart = depart
+        self._pool = DecodePool(model, budget.max_rows, depart)
         self._tenancies: dict[Row, Tenancy] = {}
         self._chunk_length = ChunkLength(prefill_step_size)
         self.warmer = Warmer(model, budget, cache, self._chunk_length, warming)
@@ -107,6 +110,8 @@ class Scheduler:
         self._admit()
         self._begin_arrivals()
         has_streams = bool(self._pool.num_rows)
+        if len(self._prefills) or not has_streams:
+            self._depart()  # the next is not a step, in the middle of which it would be done
         if (step := self._prefills.step(is_beside_streams=has_streams)) is not None:
             self._settle_prefill(step)
         elif self._prefills.end_stretch():
@@ -125,6 +130,7 @@ class Scheduler:
             tenancy = self._tenancies.get(row)
             if tenancy is None or row.num_tokens - (start := tenancy.lease.num_tokens) <= stride or tenancy.is_stuck:
                 continue
+            self._depart()
             left = self._pool.look_at(row)
             if left is not None:
                 self._keep_rest(tenancy, left.caches, left.tokens)

@@ -15,6 +15,7 @@ import mlx.core as mx
 from kvserve.cache.checkpoints import Stop
 from kvserve.cache.token_run import image_around, pack
 from kvserve.engine.admission import Budget
+from kvserve.engine.courier import Delivery
 from kvserve.engine.disk_cache import Hold
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
@@ -320,7 +321,7 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _to_nobody(_deliver: Callable[[], None]) -> None:
+def _to_nobody(deliver: Delivery, *, may_wait: bool) -> None:
     """What a row of nobody's has to say."""
 
 

@@ -324,6 +324,7 @@ class Engine:
             watchdog_seconds=self._settings.watchdog_seconds,
             report=self._report,
             warming=self._settings.warming,
+            depart=self._courier.depart,
         )
 
     def _open_disk(self, scheduler: Scheduler, model: LoadedModel) -> None:
@@ -367,6 +368,7 @@ class Engine:
                 if isinstance(item, Row):
                     scheduler.add(item)
                 else:
+                    self._courier.depart()  # no stream waits for an errand
                     item(scheduler)
         except queue.Empty:
             return

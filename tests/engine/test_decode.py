@@ -1,9 +1,10 @@
-"""Which rows share a batch, and whose turn it is."""
+"""Which rows share a batch, whose turn it is, and when their tokens go out."""
 
 import mlx.core as mx
 import pytest
 
 from kvserve.core import GenerationRequest
+from kvserve.engine.courier import Carry, Delivery, call_now
 from kvserve.engine.decode import DecodePool, Decoder, extra_padding_tokens
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.rows import Generation, Row
@@ -22,9 +23,9 @@ def long_prompt(model: LoadedModel) -> list[int]:
     return prompt_of(100 + model.active_weight_bytes // int(model.kv_bytes_per_token))
 
 
-def enter(pool: DecodePool, model: LoadedModel, each: GenerationRequest) -> Row:
+def enter(pool: DecodePool, model: LoadedModel, each: GenerationRequest, carry: Carry = call_now) -> Row:
     """Prefill in pieces (the scores of one piece grow with its square) and let the row decode."""
-    row = Row(Generation(each), lambda: None)
+    row = Row(Generation(each, carry), lambda: None)
     caches = model.new_caches()
     ids = each.prompt.ids[:-1]
     for start in range(0, len(ids), 128):
@@ -92,4 +93,31 @@ def test_a_late_group_does_not_catch_up_on_time_it_was_not_there(model: LoadedMo
     for _ in range(30):
         pool.step()
     assert len(early.generated) > before + 5
+    pool.discard()
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_tokens_of_a_step_go_out_in_the_middle_of_the_next(model: LoadedModel, num_groups: int) -> None:
+    """Only a row's first token and its end do not wait; with two generators in turns nobody waits for its own next."""
+    events: list[str] = []
+
+    def carry(deliver: Delivery, *, may_wait: bool) -> None:
+        events.append("waits" if may_wait else "goes")
+
+    pool = DecodePool(model, 8, lambda: events.append("depart"))
+    lengths = (20, len(long_prompt(model)))[:num_groups]
+    for length in lengths:
+        enter(pool, model, request(prompt_of(length), 4), carry)
+    while pool.num_rows:
+        pool.step()
+        events.append("step")
+    steps = " ".join(events).split(" step")
+    assert steps.pop() == ""
+    found = [step.split() for step in steps]
+    assert all(step[0] == "depart" for step in found), "each step describes a pass, or two where the row is new"
+    said = [[event for event in step if event != "depart"] for step in found]
+    # the first step of a row computes its last prompt token only; the last one brings a token and the end
+    assert [step for step in said if step] == [
+        [word] if word != "end" else ["waits", "goes"] for word in ("goes", "waits", "waits", "end") for _ in lengths
+    ]
     pool.discard()

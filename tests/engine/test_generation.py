@@ -149,5 +149,5 @@ def test_a_wait_ends_while_another_thread_reads_only_after_it() -> None:
 def test_a_rows_place_is_free_before_its_client_hears_of_the_end(end: Callable[[Row], None]) -> None:
     """A client that comes again at once finds it, also where the queue was full, and a look at the counts is true."""
     order: list[str] = []
-    end(Row(Generation(REQUEST, lambda _: order.append("told")), lambda: order.append("free")))
+    end(Row(Generation(REQUEST, lambda _, may_wait: order.append("told")), lambda: order.append("free")))
     assert order == ["free", "told"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache
 
 from kvserve.engine import padded_pass as padded_pass_module
-from kvserve.engine import prefill_pool
+from kvserve.engine import prefill_pool, prefill_together
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.padded_pass import padded_pass
 from kvserve.engine.prefill import NUM_NEWEST_CHUNKS, ChunkLength, Prefill
@@ -143,7 +143,9 @@ def test_short_rows_of_like_length_go_together(qwen3: LoadedModel) -> None:
     assert company(qwen3, [60, waiting(0), 60]) == [0, 2]
 
 
-def test_nobody_goes_together_where_it_costs_more_than_it_saves(qwen3: LoadedModel) -> None:
+def test_nobody_goes_together_where_it_costs_more_than_it_saves(
+    qwen3: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pass that would take too long or be longer than the setting allows, KV that is larger than the weights or would
     be padded to a deep row's."""
     assert company(qwen3, [60, 60, 60], rate=500) == [0, 1], "180 tokens take longer than a stream may wait"
@@ -152,8 +154,11 @@ def test_nobody_goes_together_where_it_costs_more_than_it_saves(qwen3: LoadedMod
     assert company(qwen3, [60, waiting(60, num_done=SHALLOW_TOKENS - 60), 60, 60]) == [0, 2, 3], "padded in depth"
     deep = [waiting(60, num_done=SHALLOW_TOKENS - 60) for _ in range(3)]
     assert company(qwen3, deep) == [0, 1, 2]
+    assert company(qwen3, deep, num_weight_bytes=0) == [0, 1, 2], "next to nothing is copied"
+    monkeypatch.setattr(prefill_together, "NEGLIGIBLE_COPY_BYTES", 0)
     num_bytes = int(NUM_COPIES * 3 * SHALLOW_TOKENS * qwen3.sizes.per_token / 2)
     assert company(qwen3, deep, num_weight_bytes=num_bytes - 1) == [0]
+    assert company(qwen3, deep, num_weight_bytes=num_bytes) == [0, 1, 2], "three are worth it where two are not"
 
 
 # --- in the engine ----------------------------------------------------------------------------------------------------

@@ -306,6 +306,41 @@ def test_running_streams_get_a_step_between_prefill_chunks() -> None:
     assert num_tokens >= num_chunks
 
 
+@pytest.mark.parametrize("departs", [True, False])
+def test_no_token_waits_for_a_chunk_of_another_prompt(monkeypatch: pytest.MonkeyPatch, departs: bool) -> None:
+    """What a stream wrote is on its way before another row's chunk is computed; the control does not see to it."""
+    num_left: list[int] = []
+    step = Prefill.step
+    with running_engine(prefill_step_size=256) as engine:
+
+        def looked(self: Prefill, *given: Any) -> int:
+            num_left.append(len(engine._courier._bag))
+            return step(self, *given)
+
+        if not departs:
+            engine._ask(lambda scheduler: setattr(scheduler, "_depart", lambda: None))
+        running = engine.submit(request(prompt_of(40), 100_000))
+        first_token(running)
+        monkeypatch.setattr(Prefill, "step", looked)
+        collect(engine.submit(request(prompt_of(3000), 4)))
+        running.cancel()
+        collect(running)
+    assert len(num_left) >= 3000 // 256
+    assert any(num_left) != departs
+
+
+def test_no_token_waits_for_an_errand() -> None:
+    """While the engine stands still between two steps, its streams have all that was written."""
+    with running_engine() as engine:
+        running = engine.submit(request(prompt_of(40), 100_000))
+        for _ in range(3):  # the first one waits for nothing
+            first_token(running)
+        with held(engine):
+            wait_for(lambda: engine._inbox.empty() and not engine._courier._bag, seconds=20)
+        running.cancel()
+        collect(running)
+
+
 def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four short prompts are prefilled within one stretch: the first step that any of them gets has all four."""
     monkeypatch.setattr(stretches_module, "CHUNK_SECONDS_BESIDE_STREAMS", 30.0)
