@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import closed_loop, image_memory, open_loop, paused_loop, real_loop, soak
+from benchmarks import closed_loop, image_memory, open_loop, paused_loop, real_loop, reuse, reuse_scenarios, soak
 from benchmarks.frozen import FrozenOracle, Possible
 from benchmarks.kept import RESULTS, KeptRows, Part
 from benchmarks.memory import slope
@@ -169,6 +169,24 @@ def test_the_floors_of_a_client_are_those_of_the_best_other_server() -> None:
     ]
     verdicts = [line.split(" | ")[-1] for line in list(paused_loop.table(rows))[2:]]
     assert verdicts == [*["0.992, MISSED |"] * 2, *["0.989, pass |"] * 2, "0.992, MISSED |", "0.989, pass |"]
+
+
+def test_the_table_of_reuse_has_a_row_for_whatever_is_played() -> None:
+    """Every family that is played has conventions and every conversation its row, with others' figures where known."""
+
+    def judged(num_cached_tokens: int) -> reuse.Judged:
+        reply = reuse_scenarios.Reply("", "text", 100, num_cached_tokens, 4, 0.1)
+        return reuse.Judged(reuse_scenarios.Ask(()), reply, 90)
+
+    assert set(reuse.KINDS) <= set(CONVENTIONS)
+    assert set(reuse.PEERS) <= set(product(reuse_scenarios.SCENARIOS, reuse.KINDS.values()))
+    led = [
+        reuse.Led(family, scenario, (judged(0), judged(85)), ((0.1, 0.5),))
+        for family, scenario in product(reuse.KINDS, reuse_scenarios.SCENARIOS)
+    ]
+    lines = reuse.table(led).splitlines()
+    assert len(lines) == 2 + len(led)
+    assert lines[2] == f"| qwen3 | user turns | 2 | 0.850 | 0.900 | 90 | 0.20 | {reuse.PEERS['user turns', 'dense']} |"
 
 
 def test_a_session_without_thinking_has_none_and_is_the_same_otherwise() -> None:
