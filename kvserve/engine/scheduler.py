@@ -342,6 +342,8 @@ class Scheduler:
 
     def _settle(self, step: Step) -> None:
         """What a decode step left to do; rows that must hear something hear it first."""
+        if step.finished or step.evicted or step.crossed:
+            self._depart()  # the others wait for nothing that is done now
         for row in step.failed:
             row.fail(row.failure or EngineFailure("The row failed for an unknown reason."))
             self._release(row, None)
