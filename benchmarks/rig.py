@@ -55,11 +55,15 @@ class Rig:
         return rss_bytes(self.server_pid)
 
     def settle(self) -> None:
-        """Wait until the server computes nothing, what it keeps is on disk, and its idle work is through."""
+        """Wait until the server computes nothing and what it keeps is on disk, with a moment for its idle work. Raises
+        BenchmarkError where the disk is not through in a minute."""
         while (health := self.health())["num_running"] or health["num_waiting"]:
             time.sleep(0.02)
         time.sleep(IDLE_WORK_SECONDS)
+        ends_at = time.monotonic() + 60
         while (disk := self.cache()["disk"]) and disk["num_queued_bytes"]:
+            if time.monotonic() > ends_at:
+                raise BenchmarkError("the server's disk is not through with what it has to write")
             time.sleep(0.02)
 
 

@@ -65,7 +65,8 @@ class Courier:
 
 
 class Departing:
-    """A model's module whose every pass, once it is described and only to be computed, is an occasion to depart."""
+    """A model's module whose every pass is an occasion to depart, once its own part, by far the longest, is described.
+    Samplers and logits processors follow; the device computes meanwhile, and from then on without Python."""
 
     def __init__(self, module: Any, depart: Callable[[], None]) -> None:
         self._module = module

@@ -100,6 +100,7 @@ class DecodePool:
     def __init__(self, model: LoadedModel, max_batch_size: int, depart: Callable[[], None] = lambda: None) -> None:
         """`depart` is called in the middle of a step, when the rest of it is the device's."""
         self._model = model
+        self._depart = depart
         self._module = Departing(model.module, depart)
         self._max_batch_size = max_batch_size
         self._groups: list[_Group] = []
@@ -232,6 +233,7 @@ class DecodePool:
         uids = [uid for uid, row in group.rows.items() if row.num_tokens == start and not group.is_packed]
         if not uids:
             return {}
+        self._depart()  # copying takes longer than a pass takes to be described
         held = {uid: Left(group.rows[uid], *row) for uid, row in group.generator.extract_cache(uids).items()}
         mx.eval([cache.state for left in held.values() for cache in left.caches])
         # A row that has only just entered has not computed its last prompt token.

@@ -23,24 +23,33 @@ NUM_COPIES = 7
 grows by the new tokens, and out of it."""
 
 NEGLIGIBLE_COPY_BYTES = 32 * 2**20
-"""Copied in a few milliseconds anywhere: less than a second pass takes to be described, however small the model."""
+"""Copied in a few milliseconds anywhere: less than describing another pass takes, however small the model."""
 
 
 def companions(
     first: Prefill, prefills: Sequence[Prefill], model: LoadedModel, chunk_length: ChunkLength, max_seconds: float
 ) -> list[Prefill]:
-    """`first` and those that are best computed with it, each to its next stop; the likest come first."""
-    group = grown = [first]
+    """`first` and those that are well computed with it, each to its next stop; the likest come first.
+
+    The larger of two: of a group that was worth it with each that was added, and of one that may become worth it with
+    the next, as seven may be where two are not.
+    """
     if not _is_short(first):
-        return group
+        return [first]
+
+    def fits(group: Sequence[Prefill]) -> bool:
+        num_padded = len(group) * max(each.num_to_stop for each in group)
+        return num_padded <= chunk_length.max_tokens and chunk_length.fits(num_padded, max_seconds)
+
+    steady, hoped, found = [first], [first], [first]
     others = [prefill for prefill in prefills if prefill is not first and _is_short(prefill)]
     for prefill in sorted(others, key=lambda prefill: _difference(prefill, first)):
-        larger = [*grown, prefill]
-        num_padded = len(larger) * max(each.num_to_stop for each in larger)
-        if num_padded <= chunk_length.max_tokens and chunk_length.fits(num_padded, max_seconds):
-            grown = larger
-            group = grown if _is_worth_it(grown, model) else group  # two may not be worth it where seven are
-    return group
+        if fits(larger := [*steady, prefill]) and _is_worth_it(larger, model):
+            steady = larger
+        if fits(larger := [*hoped, prefill]):
+            hoped = larger
+            found = hoped if _is_worth_it(hoped, model) else found
+    return max(steady, found, key=len)
 
 
 def step_together(group: Sequence[Prefill], model: LoadedModel, chunk_length: ChunkLength) -> int:

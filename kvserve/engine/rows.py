@@ -108,7 +108,8 @@ class Generation:
                 self._news.wait(self._patience(poll_seconds))
             batch = list(self._arrived)
             self._arrived.clear()
-        self._has_begun |= bool(batch) and isinstance(batch[-1], TokenDelta)
+        if batch:  # a row whose batch broke begins again, with progress
+            self._has_begun = isinstance(batch[-1], TokenDelta)
         return batch
 
     def _patience(self, seconds: float) -> float:

@@ -94,6 +94,11 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not (self._waiting or self._arrivals or self._prefills or self._pool.num_rows)
 
+    @property
+    def _is_only_decoding(self) -> bool:
+        """Whether a tick is a step and nothing else: what rows have said may wait until the middle of it."""
+        return bool(self._pool.num_rows) and not (self._waiting or self._arrivals or self._prefills)
+
     def add(self, row: Row) -> None:
         """Queue a row behind those that wait; what nobody asked for makes way."""
         self.warmer.pause()
@@ -105,13 +110,13 @@ class Scheduler:
         its end, one token for every stream."""
         if not self.is_idle:
             self.warmer.note_busy()
+        if not self._is_only_decoding:
+            self._depart()
         self._drop_leavers()
         self.cache.account_live(self._live_bytes())
         self._admit()
         self._begin_arrivals()
         has_streams = bool(self._pool.num_rows)
-        if len(self._prefills) or not has_streams:
-            self._depart()  # the next is not a step, in the middle of which it would be done
         if (step := self._prefills.step(is_beside_streams=has_streams)) is not None:
             self._settle_prefill(step)
         elif self._prefills.end_stretch():
@@ -195,6 +200,7 @@ class Scheduler:
     def _drop_leavers(self) -> None:
         """Free the rows whose client left or whose time is up, between two steps."""
         for row, reason in list(self._leavers()):
+            self._depart()
             if row in self._waiting:
                 self._waiting.remove(row)
             self._drop_arrival(row)

@@ -341,6 +341,7 @@ class Engine:
             return
         try:
             self._is_flushing.set()
+            self._courier.depart()
             self._scheduler.keep_running()
         except Exception as error:  # noqa: BLE001 - whoever waits for an answer must hear of the end all the same
             self._report(f"KV could not be kept at the end: {type(error).__name__}: {error}")

@@ -97,7 +97,9 @@ def test_a_late_group_does_not_catch_up_on_time_it_was_not_there(model: LoadedMo
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_tokens_of_a_step_go_out_in_the_middle_of_the_next(model: LoadedModel, num_groups: int) -> None:
+def test_tokens_of_a_step_go_out_in_the_middle_of_the_next(
+    model: LoadedModel, num_groups: int, even_steps: None
+) -> None:
     """Only a row's first token and its end do not wait; with two generators in turns nobody waits for its own next."""
     events: list[str] = []
 

@@ -151,3 +151,13 @@ def test_a_rows_place_is_free_before_its_client_hears_of_the_end(end: Callable[[
     order: list[str] = []
     end(Row(Generation(REQUEST, lambda _, may_wait: order.append("told")), lambda: order.append("free")))
     assert order == ["free", "told"]
+
+
+def test_a_row_that_begins_again_is_waited_for_as_at_first() -> None:
+    """Long waits are for rows that write: one whose batch broke is prefilled again."""
+    generation = Generation(REQUEST)
+    batches = generation.batches(0)
+    for event, patience in ((PrefillProgress(1, 3, 0), 0.1), (TokenDelta(7), 1.0), (PrefillProgress(1, 3, 0), 0.1)):
+        generation.put(event)
+        next(batches)
+        assert generation._patience(0.1) == patience

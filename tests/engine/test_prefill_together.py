@@ -141,6 +141,9 @@ def test_short_rows_of_like_length_go_together(qwen3: LoadedModel) -> None:
     assert company(qwen3, [100, 4, 90]) == [0, 1, 2], "one short row among long ones is little padding"
     assert company(qwen3, [4, 100, 5]) == [0, 2], "the nearest in length, until every second token would be padding"
     assert company(qwen3, [60, waiting(0), 60]) == [0, 2]
+    mixed = [(123, 0), (35, 225), (25, 0), (83, 0), (43, 387), (124, 0), (10, 0), (64, 0)]
+    found = company(qwen3, [waiting(length, num_done=num_done) for length, num_done in mixed])
+    assert len(found) == 6, "one that spoils the group does not keep out those behind it"
 
 
 def test_nobody_goes_together_where_it_costs_more_than_it_saves(

@@ -307,21 +307,28 @@ def test_running_streams_get_a_step_between_prefill_chunks() -> None:
 
 
 @pytest.mark.parametrize("departs", [True, False])
-def test_no_token_waits_for_a_chunk_of_another_prompt(monkeypatch: pytest.MonkeyPatch, departs: bool) -> None:
-    """What a stream wrote is on its way before another row's chunk is computed; the control does not see to it."""
+def test_no_token_waits_for_anything_but_a_step(monkeypatch: pytest.MonkeyPatch, departs: bool) -> None:
+    """What a stream wrote is on its way before other rows enter, compute a chunk or leave what they have; the control
+    does not see to it."""
+    monkeypatch.setattr(stretches_module, "CHUNK_SECONDS_BESIDE_STREAMS", 0.01)  # a step between two chunks
     num_left: list[int] = []
-    step = Prefill.step
     with running_engine(prefill_step_size=256) as engine:
 
-        def looked(self: Prefill, *given: Any) -> int:
-            num_left.append(len(engine._courier._bag))
-            return step(self, *given)
+        def look(owner: type, name: str) -> None:
+            real = getattr(owner, name)
+
+            def looked(*given: Any, **named: Any) -> Any:
+                num_left.append(len(engine._courier._bag))
+                return real(*given, **named)
+
+            monkeypatch.setattr(owner, name, looked)
 
         if not departs:
             engine._ask(lambda scheduler: setattr(scheduler, "_depart", lambda: None))
         running = engine.submit(request(prompt_of(40), 100_000))
         first_token(running)
-        monkeypatch.setattr(Prefill, "step", looked)
+        for owner, name in ((Prefill, "step"), *((PrefixCache, name) for name in ("hold", "enter", "finish"))):
+            look(owner, name)
         collect(engine.submit(request(prompt_of(3000), 4)))
         running.cancel()
         collect(running)
