@@ -13,6 +13,7 @@ from benchmarks import closed_loop, image_memory, open_loop, paused_loop, real_l
 from benchmarks.frozen import FrozenOracle, Possible
 from benchmarks.kept import RESULTS, KeptRows, Part
 from benchmarks.memory import slope
+from benchmarks.mixed_lengths import Round, pace
 from benchmarks.model_free import ModelFree, Told
 from benchmarks.open_loop import Counts, Judged, Played, Row, play, pooled, report, row_of, table
 from benchmarks.prompts import num_common
@@ -35,6 +36,21 @@ def test_noise_around_a_level_has_no_slope_and_a_leak_has() -> None:
     noise = [rng.uniform(-50, 50) for _ in xs]
     assert abs(slope(xs, noise)) < 0.3
     assert slope(xs, [value + x for value, x in zip(noise, xs, strict=True)]) > 0.7
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 1.5, 4.0])
+def test_rows_beside_a_long_one_are_compared_with_rows_of_their_own_length(slowdown: float) -> None:
+    """Steps that cost more with every token are not taken for steps that a neighbour slows down, as they are where the
+    rates alone before and after are averaged."""
+    before, between, after = (0.0, 3.0), (3.0, 6.0), (6.0, 9.0)
+    arrivals, now = list[float](), 0.0
+    while now < after[1]:
+        now += (1e-3 + 1.2e-6 * len(arrivals)) * (slowdown if between[0] <= now < between[1] else 1)
+        arrivals.append(now)
+    found = Round(pace(arrivals, before), [], pace(arrivals, between), pace(arrivals, after))
+    assert found.slowdown(found.between) == pytest.approx(slowdown, rel=0.03)
+    average = (1 / found.before.seconds + 1 / found.after.seconds) / 2
+    assert average * found.between.seconds > 1.1 * slowdown
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
