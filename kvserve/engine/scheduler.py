@@ -10,15 +10,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
 from kvserve.core import StopReason
 from kvserve.engine.admission import Budget
+from kvserve.engine.arrivals import Arrivals
 from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
-from kvserve.engine.disk_cache import Hold
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
@@ -36,19 +36,6 @@ NOT_KEPT = "KV could not be kept and will be computed again"
 
 LONG_ROW_TOKENS = 4096
 """A row this long leaves buffers behind that MLX would keep for ever: its cache is emptied when the row goes."""
-
-
-@dataclass(slots=True, eq=False)
-class Arrival:
-    """An admitted row that has not begun; `awaited` is the row in flight that will have stored its first tokens.
-
-    `hold` keeps what is known of its prompt from leaving while room is made for it.
-    """
-
-    row: Row
-    hold: Hold
-    awaited: Tenancy | None = None
-    awaited_tokens: int = 0
 
 
 class Scheduler:
@@ -74,7 +61,7 @@ class Scheduler:
         self._report = report
         self._rows: list[Row] = []
         self._waiting: deque[Row] = deque()
-        self._arrivals: list[Arrival] = []
+        self._arrivals = Arrivals(cache, report)
         self._depart = depart
         self._pool = DecodePool(model, budget.max_rows, depart)
         self._tenancies: dict[Row, Tenancy] = {}
@@ -115,7 +102,8 @@ class Scheduler:
         self._drop_leavers()
         self.cache.account_live(self._live_bytes())
         self._admit()
-        self._begin_arrivals()
+        for row in self._arrivals.take_ready(self._prefills, self._keep):
+            self._begin(row)
         has_streams = bool(self._pool.num_rows)
         if (step := self._prefills.step(is_beside_streams=has_streams)) is not None:
             self._settle_prefill(step)
@@ -180,10 +168,8 @@ class Scheduler:
         self._pool.discard()
         self._prefills.discard()
         self._waiting.clear()
-        arrivals, self._arrivals = self._arrivals, []
+        self._arrivals.discard(is_cache_kept=is_last)
         if is_last:
-            for arrival in arrivals:
-                self.cache.let_go(arrival.hold)
             for tenancy in self._tenancies.values():
                 self.cache.leave(tenancy)
         else:
@@ -192,8 +178,7 @@ class Scheduler:
         return rows
 
     def _admitted_rows(self) -> list[Row]:
-        arrived = [arrival.row for arrival in self._arrivals]
-        return [*arrived, *(prefill.row for prefill in self._prefills), *self._pool.rows()]
+        return [*self._arrivals.rows(), *(prefill.row for prefill in self._prefills), *self._pool.rows()]
 
     # --- leaving and entering -----------------------------------------------------------------------------------------
 
@@ -203,7 +188,7 @@ class Scheduler:
             self._depart()
             if row in self._waiting:
                 self._waiting.remove(row)
-            self._drop_arrival(row)
+            self._arrivals.remove(row)
             if (prefill := self._prefills.remove(row)) is not None and reason == "cancelled":
                 self._keep_rest(prefill.tenancy, prefill.caches, prefill.tokens[: prefill.num_done])
             left = self._pool.remove(row)
@@ -217,11 +202,6 @@ class Scheduler:
         with self._reported("KV of an ended answer could not be dropped"):
             if (tenancy := self._tenancies.get(row)) is not None:
                 self.cache.retract_answer(tenancy)
-
-    def _drop_arrival(self, row: Row) -> None:
-        for arrival in [arrival for arrival in self._arrivals if arrival.row is row]:
-            self._arrivals.remove(arrival)
-            self.cache.let_go(arrival.hold)
 
     def _leavers(self) -> Iterator[tuple[Row, StopReason]]:
         now = time.monotonic()
@@ -238,11 +218,12 @@ class Scheduler:
             needed = self._reserved(self._waiting[0])
             if not self._budget.can_hold(needed, reserved, self._pool.padding_bytes()):
                 return
-            self._arrive(self._waiting.popleft())
-            self.cache.make_room(self._budget.answer_bytes(len(self._arrivals[-1].row.request.prompt), needed))
+            row = self._waiting.popleft()
+            self._arrive(row)
+            self.cache.make_room(self._budget.answer_bytes(len(row.request.prompt), needed))
 
     def _arrive(self, row: Row) -> None:
-        self._arrivals.append(Arrival(row, self.cache.hold(row)))
+        self._arrivals.add(row)
         self.cache.account_live(self._live_bytes())
 
     def _reserved(self, row: Row) -> int:
@@ -250,18 +231,12 @@ class Scheduler:
 
     def _live_bytes(self) -> float:
         """What live rows hold; one that has not begun to decode counts with its whole prompt."""
-        beginning = [*(arrival.row for arrival in self._arrivals), *(prefill.row for prefill in self._prefills)]
+        beginning = [*self._arrivals.rows(), *(prefill.row for prefill in self._prefills)]
         live = self._pool.held_bytes() + sum(self._model.sizes.peak(row.num_tokens) for row in beginning)
         return live + self.warmer.live_bytes()
 
-    def _begin_arrivals(self) -> None:
-        """Start the rows that nothing keeps waiting: restore what is known of their tokens and prefill the rest."""
-        for arrival in list(self._arrivals):
-            if not self._must_wait(arrival):
-                self._begin(arrival.row)
-                self._drop_arrival(arrival.row)
-
     def _begin(self, row: Row) -> None:
+        """Start a row that nothing keeps waiting: restore what is known of its tokens and prefill the rest."""
         try:
             images = self._model.images(row.request)
             tenancy, caches, num_done = self.cache.enter(row)
@@ -275,34 +250,6 @@ class Scheduler:
         self._tenancies[row] = tenancy
         self._prefills.add(Prefill(row, tenancy, caches, num_done, images=images))
         row.report_progress(num_done)
-
-    def _must_wait(self, arrival: Arrival) -> bool:
-        """Whether a row in flight will have what this one needs, or it is on its way from the disk. Asked anew once the
-        awaited row is there, or gone."""
-        if self._is_restoring(arrival):
-            return True
-        in_flight = [(prefill.tenancy, prefill.num_done) for prefill in self._prefills]
-        is_there = any(tenancy is arrival.awaited and not tenancy.lease.is_detached for tenancy, _ in in_flight)
-        if is_there and arrival.awaited is not None and arrival.awaited.lease.num_tokens < arrival.awaited_tokens:
-            return True
-        wait = self.cache.wait_for(arrival.row, in_flight)
-        arrival.awaited, arrival.awaited_tokens = wait or (None, 0)
-        arrival.row.has_waited_for_row |= wait is not None
-        for prefill in self._prefills:
-            if wait == (prefill.tenancy, prefill.num_done):  # its state there is gone after its next chunk
-                self._keep(prefill)
-                return False
-        return wait is not None
-
-    def _is_restoring(self, arrival: Arrival) -> bool:
-        try:
-            is_restoring = self.cache.is_restoring(arrival.hold)
-            arrival.row.has_come_from_disk |= arrival.hold.num_restored_tokens > 0
-            return is_restoring
-        except Exception as error:  # noqa: BLE001 - what the disk cannot give is computed
-            self._report(f"KV could not be restored and will be computed again: {type(error).__name__}: {error}")
-            arrival.hold.is_settled = True
-            return False
 
     # --- computing ----------------------------------------------------------------------------------------------------
 

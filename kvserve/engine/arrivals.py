@@ -1,0 +1,91 @@
+"""Admitted rows that have not begun: each waits for what another row, or the disk, is about to have for it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvserve.engine.disk_cache import Hold
+from kvserve.engine.prefill import Prefill
+from kvserve.engine.prefill_pool import PrefillPool
+from kvserve.engine.prefix_cache import PrefixCache, Tenancy
+from kvserve.engine.rows import Row
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """`awaited` is the row in flight that will have stored this one's first tokens. `hold` keeps what is known of its
+    prompt from leaving while room is made for it."""
+
+    row: Row
+    hold: Hold
+    awaited: Tenancy | None = None
+    awaited_tokens: int = 0
+
+
+class Arrivals:
+    """In the order in which they were admitted. Owned by the engine thread."""
+
+    def __init__(self, cache: PrefixCache, report: Callable[[str], None]) -> None:
+        self._cache = cache
+        self._report = report
+        self._arrivals: list[_Arrival] = []
+
+    def __len__(self) -> int:
+        return len(self._arrivals)
+
+    def rows(self) -> list[Row]:
+        """The rows that have not begun."""
+        return [arrival.row for arrival in self._arrivals]
+
+    def add(self, row: Row) -> None:
+        """Take a row in, and hold what it will start from."""
+        self._arrivals.append(_Arrival(row, self._cache.hold(row)))
+
+    def remove(self, row: Row) -> None:
+        """The row has begun, or left; nothing is held for it any more. Nothing where it is not here."""
+        for arrival in [arrival for arrival in self._arrivals if arrival.row is row]:
+            self._arrivals.remove(arrival)
+            self._cache.let_go(arrival.hold)
+
+    def discard(self, *, is_cache_kept: bool) -> None:
+        """Throw all of them away, and their holds unless the cache goes with them."""
+        arrivals, self._arrivals = self._arrivals, []
+        if is_cache_kept:
+            for arrival in arrivals:
+                self._cache.let_go(arrival.hold)
+
+    def take_ready(self, prefills: PrefillPool, keep: Callable[[Prefill], None]) -> Iterator[Row]:
+        """The rows that nothing keeps waiting. Each is held until the next one is asked for, so that it can begin.
+
+        `prefills` are those in flight, these rows among them once they have begun; `keep` stores what one has at this
+        very offset, where a row waits for it.
+        """
+        for arrival in list(self._arrivals):
+            if not self._is_restoring(arrival) and not self._awaits_row(arrival, prefills, keep):
+                yield arrival.row
+                self.remove(arrival.row)
+
+    def _awaits_row(self, arrival: _Arrival, prefills: PrefillPool, keep: Callable[[Prefill], None]) -> bool:
+        """Whether a row in flight will have what this one needs. Asked anew once that row is there, or gone."""
+        in_flight = [(prefill.tenancy, prefill.num_done) for prefill in prefills]
+        is_there = any(tenancy is arrival.awaited and not tenancy.lease.is_detached for tenancy, _ in in_flight)
+        if is_there and arrival.awaited is not None and arrival.awaited.lease.num_tokens < arrival.awaited_tokens:
+            return True
+        wait = self._cache.wait_for(arrival.row, in_flight)
+        arrival.awaited, arrival.awaited_tokens = wait or (None, 0)
+        arrival.row.has_waited_for_row |= wait is not None
+        for prefill in prefills:
+            if wait == (prefill.tenancy, prefill.num_done):  # its state there is gone after its next chunk
+                keep(prefill)
+                return False
+        return wait is not None
+
+    def _is_restoring(self, arrival: _Arrival) -> bool:
+        """Whether more of what it starts from is on its way from the disk."""
+        try:
+            is_restoring = self._cache.is_restoring(arrival.hold)
+            arrival.row.has_come_from_disk |= arrival.hold.num_restored_tokens > 0
+            return is_restoring
+        except Exception as error:  # noqa: BLE001 - what the disk cannot give is computed
+            self._report(f"KV could not be restored and will be computed again: {type(error).__name__}: {error}")
+            arrival.hold.is_settled = True
+            return False
