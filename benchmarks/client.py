@@ -24,11 +24,12 @@ class BenchmarkError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One answer as it arrives. Times are `time.perf_counter()` seconds."""
+    """One answer as it arrives, taken apart only as far as it is asked for. Times are `time.perf_counter()` seconds."""
 
     connection: socket.socket
     sent_at: float
     ended_at: float | None = None
+    _arrived: list[tuple[float, bytes]] = field(default_factory=list)
     _rest: bytes = b""
     _raw: list[tuple[float, bytes]] = field(default_factory=list)
     _is_past_head: bool = False
@@ -37,23 +38,16 @@ class Stream:
 
     def feed(self, data: bytes, now: float) -> None:
         """Take bytes in; empty ones are the end."""
-        if not data:
+        if data:
+            self._arrived.append((now, data))
+        else:
             self.ended_at = now
-            return
-        if not self._is_past_head:
-            head, separator, data = (self._rest + data).partition(b"\r\n\r\n")
-            if not separator:
-                self._rest = head
-                return
-            if b" 200 " not in head.partition(b"\r\n")[0]:
-                raise BenchmarkError(f"the server answered {head.decode('latin-1')}\n{data[:500]!r}")
-            self._is_past_head, self._rest = True, b""
-        *events, self._rest = (self._rest + data).split(b"\n\n")
-        self._raw += [(now, event) for event in events]
 
     @property
     def first_text_at(self) -> float | None:
-        """When the first event with text arrived; None until then."""
+        """When the first event with text arrived; None until then. Raises BenchmarkError for an error answer."""
+        if self._first_text_at is None:
+            self._take_apart()
         while self._first_text_at is None and self._num_seen < len(self._raw):
             at, event = self._raw[self._num_seen]
             self._num_seen += 1
@@ -63,16 +57,33 @@ class Stream:
 
     def texts(self) -> list[tuple[float, str]]:
         """Arrival and text of every event that has one."""
+        self._take_apart()
         found = [(at, _text(_payload(event))) for at, event in self._raw]
         return [(at, text) for at, text in found if text]
 
     def usage(self) -> dict[str, Any]:
         """The usage that a finished answer ends with. Raises BenchmarkError where there is none."""
+        self._take_apart()
         for _, event in reversed(self._raw):
             payload = _payload(event)
             if payload.get("usage"):
                 return dict(payload["usage"])
         raise BenchmarkError(f"the answer ended without usage: {self._raw[-3:]}")
+
+    def _take_apart(self) -> None:
+        """Make events of what has arrived. Raises BenchmarkError for an error answer."""
+        arrived, self._arrived = self._arrived, []
+        for at, data in arrived:
+            if not self._is_past_head:
+                head, separator, data = (self._rest + data).partition(b"\r\n\r\n")
+                if not separator:
+                    self._rest = head
+                    continue
+                if b" 200 " not in head.partition(b"\r\n")[0]:
+                    raise BenchmarkError(f"the server answered {head.decode('latin-1')}\n{data[:500]!r}")
+                self._is_past_head, self._rest = True, b""
+            *events, self._rest = (self._rest + data).split(b"\n\n")
+            self._raw += [(at, event) for event in events]
 
 
 class Client:

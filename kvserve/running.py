@@ -187,6 +187,9 @@ class RunningTurn:
         self._submitted.generation.wait(seconds, read)
 
     def _read(self, batch: list[GenerationEvent]) -> Iterator[AnswerEvent]:
+        if not batch:
+            yield self._waiting()
+            return
         tokens = [event.token for event in batch if isinstance(event, TokenDelta)]
         if not self._answer.is_over:
             self._emitted += tokens
@@ -200,7 +203,7 @@ class RunningTurn:
                 self._num_cached_tokens, self._reuse = event.num_cached_tokens, event.reuse
                 self._num_prefilled_tokens = event.num_done_tokens
                 self._observe.prefill(self.request_id, event.num_done_tokens, event.num_prompt_tokens)
-        last = batch[-1] if batch else None
+        last = batch[-1]
         if isinstance(last, GenerationFailed):
             raise last.error
         told: list[AnswerEvent]

@@ -164,6 +164,8 @@ def _up_to_content(pieces: Iterable[Piece], num_characters: int) -> str:
 
 def _joined(deltas: list[OutputDelta]) -> list[OutputDelta]:
     """Neighbouring pieces of one channel as one: what arrived together goes out together."""
+    if len(deltas) < 2:
+        return deltas
     joined: list[OutputDelta] = []
     for delta in deltas:
         last = joined[-1] if joined else None

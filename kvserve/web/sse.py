@@ -8,6 +8,7 @@ from kvserve.core import JsonObject
 from kvserve.errors import RequestError
 
 _LAST_CHUNK = b"0\r\n\r\n"
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # json.dumps would make one for each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ NAMED = Framing(has_names=True, end=b"")
 
 def encode_json(payload: JsonObject) -> bytes:
     """One line of ASCII: many clients split a stream at U+2028 or U+0085 too, and a lone surrogate has no UTF-8."""
-    return json.dumps(payload, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _JSON.encode(payload).encode("ascii")
 
 
 def encode_event(payload: JsonObject) -> bytes:
