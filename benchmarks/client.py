@@ -31,6 +31,7 @@ class Stream:
     ended_at: float | None = None
     _arrived: list[tuple[float, bytes]] = field(default_factory=list)
     _rest: bytes = b""
+    _error: str = ""
     _raw: list[tuple[float, bytes]] = field(default_factory=list)
     _is_past_head: bool = False
     _num_seen: int = 0
@@ -56,7 +57,7 @@ class Stream:
         return self._first_text_at
 
     def texts(self) -> list[tuple[float, str]]:
-        """Arrival and text of every event that has one."""
+        """Arrival and text of every event that has one. Raises BenchmarkError for an error answer."""
         self._take_apart()
         found = [(at, _text(_payload(event))) for at, event in self._raw]
         return [(at, text) for at, text in found if text]
@@ -80,10 +81,12 @@ class Stream:
                     self._rest = head
                     continue
                 if b" 200 " not in head.partition(b"\r\n")[0]:
-                    raise BenchmarkError(f"the server answered {head.decode('latin-1')}\n{data[:500]!r}")
+                    self._error = f"the server answered {head.decode('latin-1')}\n{data[:500]!r}"
                 self._is_past_head, self._rest = True, b""
             *events, self._rest = (self._rest + data).split(b"\n\n")
             self._raw += [(at, event) for event in events]
+        if self._error:
+            raise BenchmarkError(self._error)
 
 
 class Client:

@@ -2,14 +2,15 @@
 
 On the tiny model, where a step over 8k tokens costs many times one over a few, so that padding would show most. There
 a step of the short rows costs more with every token of their own, too, so they are compared with themselves at the same
-length, between a window before and one behind. How well that works is shown by the same windows without a long row.
+length, between a window before and one behind. How well that works is shown by the same windows without a long row,
+and by the window behind the long row : those without one: what it leaves behind must not slow that one down either.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.client import Client
+from benchmarks.client import BenchmarkError, Client
 from benchmarks.figure import Bound, Figure
 from benchmarks.prompts import Prompt
 from benchmarks.rig import Rig, open_rig
@@ -34,21 +35,33 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Paces of the short rows: alone before and after, and between, while a long one is prefilled and as it decodes."""
+    """When the deltas of the short rows arrived, of whichever row, and the windows: alone before and after, between them
+    beside a long row that decodes, and while that one was prefilled."""
 
-    before: Pace
-    prefills: Sequence[Pace]
-    between: Pace
-    after: Pace
+    arrivals: Sequence[float]
+    before: Window
+    between: Window
+    after: Window
+    prefill: Window | None = None
 
     def slowdown(self, pace: Pace) -> float:
         """That pace : the pace alone at the same length."""
-        return pace.seconds / self.alone(pace)
+        return pace.seconds / self.alone(pace.num_deltas)
 
-    def alone(self, pace: Pace) -> float:
-        """Seconds per delta that they would have had alone where that pace was measured."""
-        share = (pace.num_deltas - self.before.num_deltas) / (self.after.num_deltas - self.before.num_deltas)
-        return self.before.seconds + share * (self.after.seconds - self.before.seconds)
+    def alone(self, num_deltas: float) -> float:
+        """Seconds per delta that they would have had alone once they had so many."""
+        before, after = self.pace(self.before), self.pace(self.after)
+        share = (num_deltas - before.num_deltas) / (after.num_deltas - before.num_deltas)
+        return before.seconds + share * (after.seconds - before.seconds)
+
+    def pace(self, window: Window) -> Pace:
+        """What was measured in one of the windows. Raises BenchmarkError where nothing arrived."""
+        start, end = window
+        num_before = sum(at < start for at in self.arrivals)
+        num_within = sum(start <= at < end for at in self.arrivals)
+        if not num_within:
+            raise BenchmarkError("the short rows said nothing")
+        return Pace((end - start) / num_within, num_before + num_within / 2)
 
 
 def run(num_rounds: int) -> list[Figure]:
@@ -56,14 +69,13 @@ def run(num_rounds: int) -> list[Figure]:
     with open_rig(TINY) as rig:
         # One long prompt for all rounds: where the server keeps its KV, only the first round has to prefill it.
         long = rig.prompts.make(LONG_TOKENS)
-        beside, without = zip(*((_round(rig, long), _round(rig, None)) for _ in range(num_rounds)), strict=True)
-    [prefill] = beside[0].prefills
+        without, beside = zip(*((_round(rig, None), _round(rig, long)) for _ in range(num_rounds)), strict=True)
     return [
         Figure(
             "mixed_lengths",
             "3 short rows beside a decoding 8k row : alone at the same length",
             "",
-            tuple(each.slowdown(each.between) for each in beside),
+            tuple(each.slowdown(each.pace(each.between)) for each in beside),
             Bound("at most", 1.5),
             _absolute(beside),
         ),
@@ -71,26 +83,27 @@ def run(num_rounds: int) -> list[Figure]:
             "mixed_lengths",
             "control: the same without the 8k row",
             "",
-            tuple(each.slowdown(each.between) for each in without),
+            tuple(each.slowdown(each.pace(each.between)) for each in without),
             None,
             _absolute(without),
         ),
         Figure(
             "mixed_lengths",
+            "control: behind the 8k row : without it, at the same length",
+            "",
+            tuple(one.slowdown(each.pace(each.after)) for one, each in zip(without, beside, strict=True)),
+            None,
+            "",
+        ),
+        Figure(
+            "mixed_lengths",
             "3 short rows beside its prefill : alone at the same length",
             "",
-            (beside[0].slowdown(prefill),),
+            tuple(each.slowdown(each.pace(each.prefill)) for each in beside[:1] if each.prefill is not None),
             None,
-            f"{1 / prefill.seconds:.1f} tokens/s",
+            "the first time only: then its KV is known",
         ),
     ]
-
-
-def pace(arrivals: Sequence[float], window: Window) -> Pace:
-    """The pace of deltas that arrived at these times, of whichever stream."""
-    start, end = window
-    num_before, num_within = sum(at < start for at in arrivals), sum(start <= at < end for at in arrivals)
-    return Pace((end - start) / num_within, num_before + num_within / 2)
 
 
 def _round(rig: Rig, long: Prompt | None) -> Round:
@@ -108,10 +121,11 @@ def _round(rig: Rig, long: Prompt | None) -> Round:
         after = client.run_for(WINDOW_SECONDS)
     rig.settle()
     arrivals = [at for stream in streams for at, _ in stream.texts()]
-    prefills = [pace(arrivals, (stream.sent_at, stream.first_text_at or 0.0)) for stream in neighbours]
-    return Round(pace(arrivals, before), prefills, pace(arrivals, between), pace(arrivals, after))
+    prefills = [(stream.sent_at, stream.first_text_at or 0.0) for stream in neighbours]
+    return Round(arrivals, before, between, after, *prefills)
 
 
 def _absolute(rounds: Sequence[Round]) -> str:
-    alone = median(1 / each.alone(each.between) for each in rounds)
-    return f"{median(1 / each.between.seconds for each in rounds):.1f} : {alone:.1f} tokens/s"
+    between = [each.pace(each.between) for each in rounds]
+    alone = [each.alone(pace.num_deltas) for each, pace in zip(rounds, between, strict=True)]
+    return f"{1000 * median(pace.seconds for pace in between):.2f} : {1000 * median(alone):.2f} ms per token"

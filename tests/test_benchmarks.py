@@ -1,8 +1,9 @@
 """What the benchmarks compute from what they measured; the measuring itself is theirs alone."""
 
 import random
+import socket
 from collections import Counter
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import closed_loop, image_memory, open_loop, paused_loop, real_loop, reuse, reuse_scenarios, soak
+from benchmarks.client import BenchmarkError, Stream
 from benchmarks.frozen import FrozenOracle, Possible
 from benchmarks.kept import RESULTS, KeptRows, Part
 from benchmarks.memory import slope
-from benchmarks.mixed_lengths import Round, pace
+from benchmarks.mixed_lengths import Round
 from benchmarks.model_free import ModelFree, Told
 from benchmarks.open_loop import Counts, Judged, Played, Row, play, pooled, report, row_of, table
 from benchmarks.prompts import num_common
 from benchmarks.recordings import MESSAGES, Conversation, Reply, Request, shared_folder, unthinking
 from benchmarks.reuse_oracle import CONVENTIONS, PLAYED_FAMILIES, RECORDED_FAMILIES
+from kvserve.web.sse import encode_event
 from tests.models import tiny_model
 
 
@@ -38,6 +41,31 @@ def test_noise_around_a_level_has_no_slope_and_a_leak_has() -> None:
     assert slope(xs, [value + x for value, x in zip(noise, xs, strict=True)]) > 0.7
 
 
+@given(cuts=st.lists(st.integers(1, 400), max_size=6))
+def test_a_streamed_answer_is_read_whatever_its_packets_are(cuts: list[int]) -> None:
+    """Text, its first arrival and usage are there wherever the bytes were cut."""
+    said = [{"choices": [{"delta": {"content": text}}]} for text in ("Well", ", yes.")]
+    wire = b"HTTP/1.0 200 OK\r\nX: y\r\n\r\n: hello\n\n" + b"".join(map(encode_event, [*said, {"usage": {"n": 2}}]))
+    stream = Stream(socket.socket(), 0.0)
+    for number, (start, end) in enumerate(pairwise([0, *sorted(cuts), len(wire)]), 1):
+        if start < end:
+            stream.feed(wire[start:end], float(number))
+    stream.connection.close()
+    assert "".join(text for _, text in stream.texts()) == "Well, yes."
+    assert stream.first_text_at == stream.texts()[0][0]
+    assert stream.usage() == {"n": 2}
+
+
+def test_an_error_answer_is_told_whenever_one_looks() -> None:
+    """An answer that is none never passes for a short one, not at the second look either."""
+    with socket.socket() as connection:
+        stream = Stream(connection, 0.0)
+        stream.feed(b"HTTP/1.0 503 Service Unavailable\r\n\r\n", 1.0)
+        for look in (lambda: stream.first_text_at, stream.texts, stream.usage, stream.texts):
+            with pytest.raises(BenchmarkError, match="503"):
+                look()
+
+
 @pytest.mark.parametrize("slowdown", [1.0, 1.5, 4.0])
 def test_rows_beside_a_long_one_are_compared_with_rows_of_their_own_length(slowdown: float) -> None:
     """Steps that cost more with every token are not taken for steps that a neighbour slows down, as they are where the
@@ -47,10 +75,11 @@ def test_rows_beside_a_long_one_are_compared_with_rows_of_their_own_length(slowd
     while now < after[1]:
         now += (1e-3 + 1.2e-6 * len(arrivals)) * (slowdown if between[0] <= now < between[1] else 1)
         arrivals.append(now)
-    found = Round(pace(arrivals, before), [], pace(arrivals, between), pace(arrivals, after))
-    assert found.slowdown(found.between) == pytest.approx(slowdown, rel=0.03)
-    average = (1 / found.before.seconds + 1 / found.after.seconds) / 2
-    assert average * found.between.seconds > 1.1 * slowdown
+    found = Round(arrivals, before, between, after)
+    slowed = found.pace(between)
+    assert found.slowdown(slowed) == pytest.approx(slowdown, rel=0.03)
+    average = (1 / found.pace(before).seconds + 1 / found.pace(after).seconds) / 2
+    assert average * slowed.seconds > 1.1 * slowdown
 
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))

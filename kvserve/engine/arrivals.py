@@ -22,7 +22,7 @@ class _Arrival:
 
 
 class Arrivals:
-    """In the order in which they were admitted. Owned by the engine thread."""
+    """Admitted rows that have not begun, in the order in which they were admitted. Owned by the engine thread."""
 
     def __init__(self, cache: PrefixCache, report: Callable[[str], None]) -> None:
         self._cache = cache

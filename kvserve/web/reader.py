@@ -25,7 +25,10 @@ class ClientGone(Exception):
 
 
 class ConnectionReader:
-    """The receiving half of one connection, with the bytes that were received and not yet consumed. One thread's."""
+    """The receiving half of one connection, with the bytes that were received and not yet consumed.
+
+    One thread at a time uses it.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -78,9 +81,9 @@ class ConnectionReader:
 
         Takes waiting bytes into the buffer, so that an end behind pipelined bytes is seen too.
         """
-        if not self._news.poll(0):  # so it is for nearly every token: a recv that fails costs five times as much
-            return False
         try:
+            if not self._news.poll(0):  # so it is for nearly every token: a recv that fails costs several times as much
+                return False
             if self._connection.gettimeout() != 0.0:
                 self._connection.settimeout(0.0)
             while len(self._buffer) < _MAX_PIPELINED_BYTES:
