@@ -35,7 +35,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """When the deltas of the short rows arrived, of whichever row, and the windows: alone before and after, between them
+    """When the deltas of the short rows arrived, of whichever row, and the windows: alone before and after, in between
     beside a long row that decodes, and while that one was prefilled."""
 
     arrivals: Sequence[float]
