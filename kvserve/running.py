@@ -172,7 +172,7 @@ class RunningTurn:
         self._observe.started(self)
         try:
             for batch in self._submitted.generation.batches(poll_seconds):
-                yield from self._read(batch)
+                yield from self._read(batch) if batch else (self._waiting(),)
         except RequestError as raised:
             error = raised
             raise
@@ -187,9 +187,6 @@ class RunningTurn:
         self._submitted.generation.wait(seconds, read)
 
     def _read(self, batch: list[GenerationEvent]) -> Iterator[AnswerEvent]:
-        if not batch:
-            yield self._waiting()
-            return
         tokens = [event.token for event in batch if isinstance(event, TokenDelta)]
         if not self._answer.is_over:
             self._emitted += tokens

@@ -37,8 +37,8 @@ def new_request_id() -> RequestId:
 
 
 class Exchange:
-    """What a route gets: the request, and the one answer it may give. Used by one thread at a time: the
-    connection's own or, while that one waits, the one that brings the tokens.
+    """What a route gets: the request, and the one answer it may give. One thread at a time uses it: its connection's
+    or, while that one waits, the one that brings the tokens.
 
     `request_id` is always the server's own, so that no two answers share one; a client's `x-request-id` or
     `x-client-request-id` of at most 64 letters, digits, `_` and `-` comes back as `x-client-request-id`.
