@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 SOURCES := kvserve tests scripts benchmarks install_and_run.py start_llm.py
 PRESENT := $(wildcard $(SOURCES))
 
-.PHONY: setup lint format test long matrix check e2e bench soak bench-clients
+.PHONY: setup lint format test full full-of-commit mutants durations check e2e bench soak bench-clients
 
 setup:
 	@python3 install_and_run.py --setup-only --dev
@@ -21,16 +21,26 @@ format: setup
 test: setup
 	$(PYTHON) -m pytest
 
-# What takes minutes: tool loops of forty turns, fifty large images, times with large images, and what shows once more
-# what every run shows: the laws of the caches on families whose caches are like those of another one, starts that fail
-# as processes of their own; then every law with ten times as many examples.
-long: setup
-	$(PYTHON) -m pytest -m long -n 0
-	MORE_EXAMPLES=10 $(PYTHON) -m pytest --timeout 1200 $(shell grep -rl --include='test_*.py' num_examples tests)
+# Everything but `e2e`: the default run, every family and cell, and ten times as many examples of each law. In parts that take
+# about the same time, one after another, or one of them: `make full PART=3`.
+PARTS := 6
 
-# Every combination of families, bits, starts and ways: 40 minutes. `make test` takes a sample of them, `make long` more.
-matrix: setup
-	FULL_MATRIX=1 $(PYTHON) -m pytest tests/engine/test_kv_quantisation.py
+full: $(if $(PART),full-$(PART),$(foreach part,$(shell seq $(PARTS)),full-$(part)))
+
+full-%: setup
+	FULL_RUN=1 $(PYTHON) -m pytest -m "not e2e" --timeout 1200 --part $*/$(PARTS)
+
+# Which part of `full` a commit is tested with beside the default run: all of them, over a few commits.
+full-of-commit:
+	$(MAKE) full-$$(( 0x$$(git rev-parse --short=7 HEAD) % $(PARTS) + 1 ))
+
+# Each planted fault of tests/mutation/mutants against the tests; the table goes to tests/mutation/results.md.
+mutants: setup
+	$(PYTHON) -m tests.mutation
+
+# How long each file takes, by which the default run and the parts of `full` are ordered (tests/durations.json).
+durations: setup
+	$(PYTHON) -m pytest --keep-durations
 
 check: lint test
 

@@ -1,9 +1,17 @@
 """Settings that must stand before any test module is imported; it knows nothing of the package."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+pytest_plugins = ["tests.schedule"]
+
+# Without bytecode every worker, and every process that a test starts, compiles all it imports and rewrites all asserts.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # On a CPU, mx.compile calls the C++ compiler at first use, which costs seconds.
 os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
@@ -13,6 +21,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # The time of one example says little on a shared machine; pytest-timeout guards the whole test.
 settings.register_profile("kvserve", deadline=None)
 settings.load_profile("kvserve")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What a run leaves out whole is not even imported: its clients' libraries alone take seconds."""
+    if collection_path.name == "e2e" and "not e2e" in config.option.markexpr:
+        return True
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)

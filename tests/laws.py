@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-_TIMES = int(os.environ.get("MORE_EXAMPLES", "1"))
+IS_FULL = os.environ.get("FULL_RUN") == "1"
+"""Whether this is `make full`: every family and cell, and every law with more examples."""
+
+_TIMES = 10 if IS_FULL else 1
 
 TWO_KINDS = ("qwen3", "qwen3_5")
 """The least that shows a law of caches: one family whose layers can be cut anywhere, one with recurrent states."""
@@ -16,7 +19,7 @@ THREE_KINDS = (*TWO_KINDS, "gemma3")
 
 
 def num_examples(in_every_run: int) -> int:
-    """For `max_examples`: that many, times MORE_EXAMPLES of the environment."""
+    """For `max_examples`: that many, ten times as many in `make full`."""
     return in_every_run * _TIMES
 
 

@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from kvserve.demo.build import build_digest, build_model
+from kvserve.demo.families import ModelScale
+
+TWO_LAYERS = ModelScale(num_layers=2)
+"""One layer of each kind that a family has: all that the laws of caches need, at half the price of the demo's four."""
 
 
 def tiny_model(family: str, *, answer_tokens: int | None = None, **arguments: Any) -> Path:
@@ -17,7 +21,7 @@ def tiny_model(family: str, *, answer_tokens: int | None = None, **arguments: An
 
     Unless `answer_tokens` is given the model never ends an answer by itself, so that tests decide on the length.
     """
-    arguments["answer_tokens"] = answer_tokens
+    arguments = {"scale": TWO_LAYERS, "answer_tokens": answer_tokens} | arguments
     root = Path(tempfile.gettempdir()) / f"kvserve-test-models-{getpass.getuser()}"
     root.mkdir(mode=0o700, exist_ok=True)
     return build_model(family, root / f"{family}-{build_digest(family, **arguments)[:16]}", **arguments)

@@ -16,7 +16,8 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ModelScale:
-    """The size of a demo model; `num_layers` is a multiple of four: in hybrids each fourth layer is attention."""
+    """The size of a demo model; `num_layers` is two or a multiple of four: the last of each four is attention in hybrids,
+    one of two where there are only two."""
 
     hidden_size: int = 64
     intermediate_size: int = 128
@@ -90,7 +91,7 @@ def _qwen3(scale: ModelScale, num_rows: int, context_length: int) -> Config:
 def _gated_delta(scale: ModelScale) -> Config:
     """Keys of the recurrent layers, which stand three to one beside the attention layers."""
     return {
-        "full_attention_interval": 4,
+        "full_attention_interval": min(4, scale.num_layers),
         "linear_num_value_heads": scale.num_heads,
         "linear_num_key_heads": scale.num_kv_heads,
         "linear_key_head_dim": scale.head_dim,
