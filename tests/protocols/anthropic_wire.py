@@ -1,14 +1,19 @@
 """What the tests of the Anthropic protocol share: a short way to parse, framing, and the real SDK as reader."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import httpx2
-from anthropic import Anthropic
 
 from kvserve.core import JsonObject, RequestId
 from kvserve.protocols.anthropic_messages import MessagesRequest, parse_messages
 from tests.protocols.conftest import DEFAULTS
+
+if TYPE_CHECKING:  # the SDKs take a second each to import: only tests that read with them do
+    from anthropic import Anthropic
 
 
 def parse(headers: dict[str, str] | None = None, **body: object) -> MessagesRequest:
@@ -25,6 +30,8 @@ def as_named_sse(events: Iterable[JsonObject]) -> str:
 
 def sdk_reading(body: str, status: int = 200) -> Anthropic:
     """The real anthropic SDK, whose every request is answered with this body; no socket is opened."""
+    from anthropic import Anthropic
+
     kind = "text/event-stream" if body.startswith("event:") else "application/json"
     answer = httpx2.Response(status, content=body.encode("utf-8", "surrogatepass"), headers={"content-type": kind})
     transport = httpx2.MockTransport(lambda _: answer)

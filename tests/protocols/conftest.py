@@ -1,15 +1,20 @@
 """What the protocol tests share: the operator's defaults, a short way to parse, golden files and the real SDK."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from openai import OpenAI
 
 from kvserve.core import JsonObject, RequestDefaults, RequestId, SamplingParams
 from kvserve.protocols.openai_chat import ChatRequest, parse_chat
+
+if TYPE_CHECKING:  # the SDKs take a second each to import: only tests that read with them do
+    from openai import OpenAI
 
 GOLDEN = Path(__file__).parent / "golden"
 DEFAULTS = RequestDefaults(
@@ -58,6 +63,7 @@ def as_sse() -> Callable[[Iterable[JsonObject]], str]:
 @pytest.fixture(scope="session")
 def sdk_reading() -> Callable[[str], OpenAI]:
     """The real openai SDK, whose every request is answered with this body; no socket is opened."""
+    from openai import OpenAI
 
     def client(body: str, status: int = 200) -> OpenAI:
         kind = "text/event-stream" if body.startswith("data:") else "application/json"

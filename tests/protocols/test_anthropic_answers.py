@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from anthropic.types import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -97,6 +96,8 @@ def test_whole_answers_have_their_wire_form(name: str, golden: Golden) -> None:
     """The golden body, which the SDK reads as its own type without leftovers."""
     body = whole_message(stream(SCENARIOS[name]))
     golden(f"anthropic_{name}.json", json.dumps(body, indent=1, ensure_ascii=False) + "\n")
+    from anthropic.types import Message
+
     message = Message.model_validate(body)
     assert json.loads(message.model_dump_json(exclude_unset=True)) == body
 

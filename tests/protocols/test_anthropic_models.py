@@ -5,7 +5,6 @@ from typing import Any
 
 import httpx2
 import pytest
-from anthropic import Anthropic
 
 from kvserve.errors import BadRequest
 from kvserve.protocols.anthropic_models import encode_model, encode_model_list
@@ -32,6 +31,7 @@ def test_a_model_has_its_wire_form() -> None:
 
 def test_the_sdk_reads_all_pages() -> None:
     """Page after page in the order given, and one model by its name."""
+    from anthropic import Anthropic
 
     def serve(request: httpx2.Request) -> httpx2.Response:
         assert request.headers["anthropic-version"]

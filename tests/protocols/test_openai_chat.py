@@ -1,14 +1,14 @@
 """Chat requests as a whole, and answers: golden wire files, the real SDK as reader, stream equals non-stream."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai import OpenAI
-from openai.types.chat import ChatCompletion
 
 from kvserve.core import (
     Answer,
@@ -30,6 +30,10 @@ from kvserve.core import (
 )
 from kvserve.errors import BadRequest, EngineFailure
 from kvserve.protocols.openai_chat import ChatRequest, ChatStreamEncoder, encode_answer, parse_chat
+
+if TYPE_CHECKING:  # the SDKs take a second each to import: only tests that read with them do
+    from openai import OpenAI
+    from openai.types.chat import ChatCompletion
 
 type Parse = Callable[..., ChatRequest]
 type Golden = Callable[[str, str], None]
@@ -159,6 +163,8 @@ def test_answers_have_their_wire_form(name: str, golden: Golden) -> None:
 
 def accumulated(client: OpenAI) -> ChatCompletion:
     """The SDK's own sum of a stream; of a cut answer it raises the sum."""
+    import openai
+
     options = {"model": "m", "messages": [], "stream_options": {"include_usage": True}}
     with client.chat.completions.stream(**options) as reader:
         try:
@@ -229,6 +235,8 @@ def test_a_keep_alive_says_nothing(sdk_reading: Callable[..., OpenAI], as_sse: A
 
 def test_an_error_in_a_stream_is_raised_by_the_sdk(sdk_reading: Callable[..., OpenAI], as_sse: AsSse) -> None:
     """What came before the error is delivered, then the SDK raises its message."""
+    import openai
+
     encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage=False)
     chunks = [
         encoder.role_chunk(),

@@ -1,10 +1,12 @@
 """Completions: prompts in all their spellings, refusals, golden streams and answers."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import pytest
-from openai import OpenAI
 
 from kvserve.core import (
     Answer,
@@ -27,6 +29,9 @@ from kvserve.protocols.openai_completions import (
     encode_completion,
     parse_completion,
 )
+
+if TYPE_CHECKING:  # the SDKs take a second each to import: only tests that read with them do
+    from openai import OpenAI
 
 ID, MODEL, CREATED = RequestId("req8"), "org/model", 1_700_000_000
 FINISHED = Finished("length", Usage(6, 0, 5))

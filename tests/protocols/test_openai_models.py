@@ -1,11 +1,15 @@
 """Model lists: golden file, order, and the context limit where there is one."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
-
-from openai import OpenAI
+from typing import TYPE_CHECKING
 
 from kvserve.protocols.openai_models import ModelCard, encode_model, encode_model_list
+
+if TYPE_CHECKING:  # the SDKs take a second each to import: only tests that read with them do
+    from openai import OpenAI
 
 CARDS = [ModelCard("org/first", 1_700_000_000, 131_072), ModelCard("second", 1_700_000_001)]
 

@@ -1,15 +1,15 @@
 """Responses and their events: golden wire files, the real SDK as reader, stream equals whole, echo equals answer."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai import OpenAI
 
 from kvserve.core import (
     AnswerEvent,
@@ -30,6 +30,9 @@ from kvserve.protocols.responses_items import read_items
 from kvserve.protocols.responses_request import Described
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
 from tests.protocols.responses_wire import CREATED, ID, MODEL, as_named_sse, described, put_together, stream
+
+if TYPE_CHECKING:  # the SDKs take a second each to import: only tests that read with them do
+    from openai import OpenAI
 
 USAGE = Usage(num_prompt_tokens=120, num_cached_tokens=96, num_completion_tokens=9, num_reasoning_tokens=4)
 TOOLS = [
@@ -109,6 +112,8 @@ def test_a_keep_alive_is_an_event_that_says_nothing_new() -> None:
 
 def sdk_reading(body: str) -> OpenAI:
     """The real openai SDK, whose every request is answered with this body; no socket is opened."""
+    from openai import OpenAI
+
     kind = "text/event-stream" if body.startswith("event:") else "application/json"
     answer = httpx.Response(200, content=body.encode(), headers={"content-type": kind})
     transport = httpx.MockTransport(lambda _: answer)
@@ -157,7 +162,9 @@ def test_the_sdk_reads_an_error_in_a_stream() -> None:
     events = [*encoder.first_events(), encoder.error_chunk(EngineFailure("It broke."))]
     with sdk_reading(as_named_sse(events)).responses.create(model="m", input="x", stream=True) as reader:
         *_, last = reader
-    assert isinstance(last, openai.types.responses.ResponseFailedEvent)
+    from openai.types.responses import ResponseFailedEvent
+
+    assert isinstance(last, ResponseFailedEvent)
     assert last.response.error is not None and last.response.error.message == "It broke."
 
 

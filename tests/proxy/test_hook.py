@@ -1,12 +1,19 @@
 """What the hook sends out and keeps, without a proxy around it."""
 
 import asyncio
+from types import ModuleType
 from typing import Any
 
 import httpx
 
 from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange
-from kvserve.proxy.hook import find_upstream_error, outgoing_fields, raw_body_hook
+
+
+def hook() -> ModuleType:
+    """The module that LiteLLM loads. It imports LiteLLM, which takes two seconds: only these tests pay for that."""
+    from kvserve.proxy import hook
+
+    return hook
 
 
 def in_exchange(exchange: Exchange | None, data: dict[str, Any]) -> dict[str, Any]:
@@ -14,7 +21,7 @@ def in_exchange(exchange: Exchange | None, data: dict[str, Any]) -> dict[str, An
 
     async def run() -> dict[str, Any]:
         CURRENT_EXCHANGE.set(exchange)
-        return await raw_body_hook.async_pre_call_hook(None, None, data, "acompletion")
+        return await hook().raw_body_hook.async_pre_call_hook(None, None, data, "acompletion")
 
     return asyncio.run(run())
 
@@ -42,11 +49,11 @@ def test_a_warm_up_goes_elsewhere() -> None:
 def test_litellms_question_for_usage_stays_where_it_will_remove_the_answer() -> None:
     """Only where it marked the stream, and only over a well-formed value."""
     asked = {"_litellm_strip_stream_usage": True, "stream_options": {"include_usage": True, "x": 1}}
-    assert outgoing_fields(Exchange({"stream_options": {"x": 1}}, {}), asked) == {
+    assert hook().outgoing_fields(Exchange({"stream_options": {"x": 1}}, {}), asked) == {
         "stream_options": {"include_usage": True, "x": 1}
     }
-    assert outgoing_fields(Exchange({"stream_options": 5}, {}), asked) == {"stream_options": 5}
-    assert outgoing_fields(Exchange({"stream_options": None}, {}), {}) == {"stream_options": None}
+    assert hook().outgoing_fields(Exchange({"stream_options": 5}, {}), asked) == {"stream_options": 5}
+    assert hook().outgoing_fields(Exchange({"stream_options": None}, {}), {}) == {"stream_options": None}
 
 
 def failed(status: int, text: str, headers: dict[str, str] | None = None) -> httpx.HTTPStatusError:
@@ -61,7 +68,7 @@ def test_the_deepest_answer_with_a_body_is_the_backends() -> None:
     outer, middle, root = failed(500, ""), failed(400, ""), failed(429, "full", {"retry-after": "7"})
     middle.__context__ = root
     outer.__cause__ = middle
-    found = find_upstream_error(outer)
+    found = hook().find_upstream_error(outer)
     assert found is not None
     assert (found.status, found.body, found.retry_after) == (429, b"full", "7")
 
@@ -71,5 +78,5 @@ def test_without_an_answer_there_is_no_upstream_error() -> None:
     first, second = ValueError("a"), OSError("b")
     first.__context__ = second
     second.__context__ = first
-    assert find_upstream_error(first) is None
-    assert find_upstream_error(failed(200, "fine")) is None
+    assert hook().find_upstream_error(first) is None
+    assert hook().find_upstream_error(failed(200, "fine")) is None
