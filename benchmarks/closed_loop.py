@@ -27,13 +27,20 @@ from benchmarks.led_server import LedServer, led_server
 from benchmarks.model_free import Told
 from benchmarks.open_loop import TOLERANCE
 from benchmarks.real_loop import tiny_model
-from benchmarks.recordings import MESSAGES, RESPONSES, Conversation, Reply, Request, read_recordings, shared_folder
+from benchmarks.recordings import (
+    MESSAGES,
+    Conversation,
+    Reply,
+    Request,
+    read_recordings,
+    shared_folder,
+    side_request,
+)
 
 SESSIONS = ("pi-0.87-anthropic", "claude-code-2.1.119", "claude-code-2.1.330", "codex")
 FAMILIES = ("qwen3", "qwen3_5")
 HEADINGS = ("session", "family", "requests", "prompt tokens", "reuse", "oracle", "result")
 
-TITLE = "Write a title of at most five words for the conversation."
 UNHEARD = " And so on." * 100
 """What the model still writes when its client leaves."""
 
@@ -99,19 +106,6 @@ def play(
         assert counted in (None, told.num_prompt_tokens), "a count was not the prompt's"
         asked.append(Asked(request.body, told, oracle.judge(recorded)))
     return asked
-
-
-def side_request(request: Request, number: int) -> Request:
-    """A small question of the same client: another prompt, the same session, no tools."""
-    kept = ("model", "metadata", "max_tokens", "stream", "store", "include", "prompt_cache_key", "client_metadata")
-    body = {key: request.body[key] for key in kept if key in request.body}
-    if request.path == RESPONSES:
-        part = {"type": "input_text", "text": f"Part {number}: {request.body['input'][-1]!s:.400}"}
-        body |= {"instructions": TITLE, "input": [{"role": "user", "content": [part]}]}
-    else:
-        said = f"Part {number}: {request.body['messages'][-1]['content']!s:.400}"
-        body |= {"system": [{"type": "text", "text": TITLE}], "messages": [{"role": "user", "content": said}]}
-    return Request(body, Reply(content="A title"), request.headers, request.path)
 
 
 def _answer(server: LedServer, request: Request, said: Reply | None) -> list[dict[str, Any]]:

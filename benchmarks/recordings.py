@@ -31,6 +31,8 @@ CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/respons
 
 IMAGES = "webvoyager_images"
 
+TITLE = "Write a title of at most five words for the conversation."
+
 type Wire = dict[str, Any]
 """A JSON object as it goes over the wire."""
 
@@ -95,6 +97,19 @@ def unthinking(talk: Conversation) -> Conversation:
         for request in talk.requests
     )
     return replace(talk, name=f"{talk.name} without thinking", requests=requests)
+
+
+def side_request(request: Request, number: int) -> Request:
+    """A small question of the same client: another prompt, the same session, no tools."""
+    kept = ("model", "metadata", "max_tokens", "stream", "store", "include", "prompt_cache_key", "client_metadata")
+    body = {key: request.body[key] for key in kept if key in request.body}
+    if request.path == RESPONSES:
+        part = {"type": "input_text", "text": f"Part {number}: {request.body['input'][-1]!s:.400}"}
+        body |= {"instructions": TITLE, "input": [{"role": "user", "content": [part]}]}
+    else:
+        said = f"Part {number}: {request.body['messages'][-1]['content']!s:.400}"
+        body |= {"system": [{"type": "text", "text": TITLE}], "messages": [{"role": "user", "content": said}]}
+    return Request(body, Reply(content="A title"), request.headers, request.path)
 
 
 def shared_folder(root: Path = REPOSITORY) -> Path | None:

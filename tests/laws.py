@@ -1,4 +1,4 @@
-"""How much of a law every run tries, in examples and in parameters, and what `make long` adds. It knows no law."""
+"""How much of a law every run tries, in examples and in parameters, and what `make full` adds. It knows no law."""
 
 import os
 from collections.abc import Callable, Container, Iterable
@@ -24,12 +24,12 @@ def num_examples(in_every_run: int) -> int:
 
 
 def sampled(values: Iterable[Any], in_every_run: Container[Any]) -> list[Any]:
-    """Parameters of a test: the named values run every time, the others, which show the same again, in `make long`.
+    """Parameters of a test: the named values run every time, the others, which show the same again, in `make full`.
 
-    The default run is to stay below ten minutes on two cores, and a law that runs with nine families is nine times as
-    dear as one. Only a repetition may be left out: every family is in the default run where text is compared with that
-    of a cold server (`test_warm_and_cold_rows_share_a_batch`) and of mlx-lm (`engine/test_worker.py`), THREE_KINDS are
-    where logits are compared, every situation is there with TWO_KINDS at least, and so is every planted fault.
+    A law that runs with nine families is nine times as dear as one. Only a repetition may be left out: every family is
+    in the default run where its text is compared with mlx-lm's (`engine/test_worker.py`), one family of each kind of
+    caches where warm and cold rows share a batch, THREE_KINDS where logits are compared, every situation with the kind
+    that makes it hardest, and every planted fault.
     """
     return [pytest.param(value, marks=() if value in in_every_run else pytest.mark.long) for value in values]
 

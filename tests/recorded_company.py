@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from benchmarks.closed_loop import side_request
 from benchmarks.model_free import ModelFree, Told
-from benchmarks.recordings import MESSAGES, Conversation, Request
+from benchmarks.recordings import MESSAGES, Conversation, Request, side_request
 from benchmarks.reuse_oracle import CONVENTIONS
 from kvserve.core import RequestId
 from kvserve.pipeline import count_tokens

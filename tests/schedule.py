@@ -23,7 +23,7 @@ ROOT = DURATIONS_FILE.parent.parent
 RUN = "full" if IS_FULL else "default"
 
 TOGETHER = ("tests/proxy/",)
-"""Folders whose files share one dear fixture: two LiteLLM processes."""
+"""Folders whose files share one dear fixture: a LiteLLM process."""
 
 UNKNOWN_SECONDS = 5.0
 """For a file that was never measured: early enough that it is not the last one to end."""

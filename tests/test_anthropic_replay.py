@@ -6,11 +6,17 @@ from benchmarks.frozen import FrozenOracle
 from benchmarks.open_loop import play, pooled, row_of
 from benchmarks.paused_loop import BEST_OF_OTHERS
 from benchmarks.recordings import Conversation, read_recordings, shared_folder, unthinking
+from tests.laws import TWO_KINDS, sampled_cells
 from tests.models import tiny_model
 from tests.recorded_company import is_no_worse, lead, model_of
 
 CLIENTS = ("pi-0.87-anthropic", "claude-code-2.1.119", "claude-code-2.1.330")
-FAMILIES = ("qwen3", "qwen3_5")
+SMALL, OLDER, NEWER = CLIENTS
+
+
+def is_in_every_run(client: str, family: str) -> bool:
+    """Each client once, each kind of layers, and both kinds where a session is small."""
+    return (client, family) in ((SMALL, "qwen3"), (SMALL, "qwen3_5"), (OLDER, "qwen3_5"), (NEWER, "qwen3"))
 
 
 def conversation(client: str) -> Conversation:
@@ -22,8 +28,9 @@ def conversation(client: str) -> Conversation:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TWO_KINDS)
 @pytest.mark.parametrize("client", CLIENTS)
+@sampled_cells(is_in_every_run)
 def test_as_much_is_reused_as_was_possible(client: str, family: str) -> None:
     """Reuse is the oracle's, to a hundredth; the oracle reads the bodies with code of its own."""
     talk = conversation(client)
@@ -36,8 +43,9 @@ def test_as_much_is_reused_as_was_possible(client: str, family: str) -> None:
         assert share.reuse >= BEST_OF_OTHERS[family]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TWO_KINDS)
 @pytest.mark.parametrize("client", CLIENTS[1:])
+@sampled_cells(lambda client, family: (client, family) in ((OLDER, "qwen3"), (NEWER, "qwen3_5")))
 def test_without_thinking_in_prompts_it_is_the_best_of_others(client: str, family: str) -> None:
     """A dense model's template takes old thinking away, which costs; servers that never show it reach more, and so does
     this one on the same sessions without thinking."""
@@ -48,8 +56,9 @@ def test_without_thinking_in_prompts_it_is_the_best_of_others(client: str, famil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("client", [*(pytest.param(name, marks=pytest.mark.long) for name in CLIENTS[:2]), CLIENTS[2]])
+@pytest.mark.parametrize("family", TWO_KINDS)
+@pytest.mark.parametrize("client", CLIENTS)
+@sampled_cells(lambda client, family: (client, family) == (NEWER, "qwen3_5"))
 def test_side_requests_and_counts_cost_nothing(client: str, family: str) -> None:
     """Titles and other small questions under the same session, and a count before each request: the same reuse."""
     talk = conversation(client)

@@ -29,7 +29,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
 
 EVERY_RUN = (("kept", "a picture first", True), ("stripped", "screenshots", True), ("carried", "screenshots", True))
 EVERY_RUN_WIRES = (ANTHROPIC_WIRES[0], RESPONSES_WIRES[0])
-"""One client of each kind; the other combinations are in `make long`."""
+"""One client of each kind; the other combinations are in `make full`."""
 
 
 def marks(is_of_every_run: bool) -> Any:

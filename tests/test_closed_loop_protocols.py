@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.laws import TWO_KINDS, sampled, sampled_cells
 from tests.serving import AppUnderTest, serving_app
 from tests.wire_agents import ANTHROPIC_WIRES, RESPONSES_WIRES, Talk, Wire
 
-FAMILIES = ("qwen3", "qwen3_5")
 SETTINGS = {"prompt_cache_max_entries_global": 1000, "prompt_cache_max_entries_per_session": 100, "max_kv_size": 32768}
 WIRES = (*ANTHROPIC_WIRES, *RESPONSES_WIRES)
 NUM_TURNS = 4
@@ -16,7 +16,7 @@ TOLERANCE = 8
 """Tokens at the end of a turn that a template may write otherwise, such as the end of an answer."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=TWO_KINDS)
 def app(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
     with serving_app(tmp_path_factory.mktemp(str(request.param)), str(request.param), **SETTINGS) as app:
         app.family = str(request.param)  # type: ignore[attr-defined]
@@ -45,8 +45,18 @@ def lost(talk: Talk) -> list[int]:
     return [before.num_tokens - now.num_cached_tokens for before, now in zip(talk.turns, talk.turns[1:], strict=False)]
 
 
-@pytest.mark.parametrize("thinking", [True, pytest.param(False, marks=pytest.mark.long)], ids=["thinking", "plain"])
+on_recurrent_states = pytest.mark.parametrize("app", sampled(TWO_KINDS, ("qwen3_5",)), indirect=True)
+"""What comes back of an answer does not depend on the kind of layers."""
+
+
+def is_in_every_run(app: str, wire: Wire, thinking: bool) -> bool:
+    """Each wire with a model that goes on thinking; of each protocol one with a template that drops old thinking."""
+    return thinking and (app == "qwen3_5" or wire in (ANTHROPIC_WIRES[0], RESPONSES_WIRES[0]))
+
+
+@pytest.mark.parametrize("thinking", [True, False], ids=["thinking", "plain"])
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
+@sampled_cells(is_in_every_run)
 def test_every_turn_starts_where_the_last_one_ended(app: AppUnderTest, wire: Wire, thinking: bool) -> None:
     """Prompt and completion of the turn before are reused, but for what the template itself writes differently."""
     talk = start(app, wire, "all", thinking=thinking)
@@ -63,6 +73,7 @@ def test_every_turn_starts_where_the_last_one_ended(app: AppUnderTest, wire: Wir
     assert causes <= {"nothing lost"} | ({"thinking dropped"} if drops_old_thinking else set()), causes
 
 
+@on_recurrent_states
 @pytest.mark.parametrize("wire", [wire for wire in WIRES if wire.loses_thinking], ids=lambda wire: wire.name)
 def test_without_replay_stripped_thinking_costs(app: AppUnderTest, wire: Wire) -> None:
     """The control: with nothing put back, the turns that had thinking are prefilled again."""
@@ -73,6 +84,7 @@ def test_without_replay_stripped_thinking_costs(app: AppUnderTest, wire: Wire) -
     assert max(lost(talk)) > TOLERANCE
 
 
+@on_recurrent_states
 @pytest.mark.parametrize("wire", [ANTHROPIC_WIRES[0], RESPONSES_WIRES[0]], ids=lambda wire: wire.name)
 def test_an_edited_answer_is_seen_and_costs(app: AppUnderTest, wire: Wire) -> None:
     """The other control: what a client changed of an answer reaches the model, and what follows it is prefilled."""

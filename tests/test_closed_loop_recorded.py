@@ -11,8 +11,9 @@ from benchmarks.closed_loop import FAMILIES, SESSIONS, Asked, Row, play, request
 from benchmarks.echoes import Echoes
 from benchmarks.frozen import FrozenOracle
 from benchmarks.led_server import led_server
-from benchmarks.real_loop import SCALES
+from benchmarks.real_loop import SMALLEST
 from benchmarks.recordings import MESSAGES, RESPONSES, Conversation, Reply, Request, shared_folder
+from tests.laws import sampled_cells
 from tests.models import tiny_model
 from tests.starts import remembered_starts
 
@@ -31,16 +32,25 @@ def session(name: str) -> Conversation:
 
 def played(talk: Conversation, family: str, scratch: Path, **change: Any) -> list[Asked]:
     """The session with a server of its own, on the smallest model of the family."""
-    model = tiny_model(family, scale=SCALES[family])
+    model = tiny_model(family, scale=SMALLEST)
     with remembered_starts(), led_server(model, scratch) as server:
         return play(talk, server, FrozenOracle(family, model), **change)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", [SMALL, *(pytest.param(name, marks=pytest.mark.long) for name in SESSIONS[1:])])
-def test_what_the_server_said_is_known_when_it_comes_back(name: str, family: str, tmp_path: Path) -> None:
-    """Reuse is the oracle's, to a hundredth, and every answer in the history is the server's own."""
+@pytest.mark.parametrize(
+    ("name", "num_requests"),
+    [(SMALL, 4), *((name, None) for name in SESSIONS)],
+    ids=lambda value: "whole" if value is None else str(value),
+)
+@sampled_cells(lambda name, num_requests, family: (num_requests, family) == (4, "qwen3_5"))
+def test_what_the_server_said_is_known_when_it_comes_back(
+    name: str, family: str, num_requests: int | None, tmp_path: Path
+) -> None:
+    """Reuse is the oracle's, to a hundredth, and every answer in the history is the server's own. Whole sessions,
+    and the beginning of the smallest one."""
     talk = session(name)
+    talk = Conversation(talk.client, talk.name, talk.requests[:num_requests])
     asked = played(talk, family, tmp_path)
     row = row_of(talk, family, asked)
     print("\n".join(requests(row, asked)))

@@ -7,13 +7,13 @@ import pytest
 
 from kvserve.config import Settings, load_launch
 from kvserve.wiring import engine_settings, max_record_disk_bytes
+from tests.laws import TWO_KINDS, sampled
 from tests.serving import chat_body, eventually, serving_app
 
 WORDS = "The quick brown fox jumps over the lazy dog and reads the file again. "
-FAMILIES = ("qwen3", "qwen3_5")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(TWO_KINDS, ("qwen3_5",)))
 def test_a_server_that_starts_again_is_warm(tmp_path: Path, family: str) -> None:
     """The same chat before and after: the same text, and all but the generation tail from the disk."""
     said = [{"role": "system", "content": WORDS * 20}, {"role": "user", "content": "List the files."}]

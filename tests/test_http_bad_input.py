@@ -23,6 +23,8 @@ RESPONSES_PATH = "/v1/responses"
 AGENTS_PATH = "/v1/agents"
 CONTEXT = 512
 BODY_LIMIT = 60_000
+PATIENCE_SECONDS = 0.3
+"""How long the server waits for the rest of a request: whole ones are sent in one piece here."""
 WORDS = "the user asks what the server should write before the file is read again "
 
 
@@ -35,8 +37,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
         model_strict=True,
         max_kv_size=CONTEXT,
         max_request_body_bytes=BODY_LIMIT,
-        body_timeout_seconds=1.0,
-        header_timeout_seconds=1.0,
+        body_timeout_seconds=PATIENCE_SECONDS,
+        header_timeout_seconds=PATIENCE_SECONDS,
     ) as app:
         yield app
 

@@ -18,6 +18,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -245,13 +246,27 @@ def test_a_venv_made_by_hand_is_adopted(finished: Checkout) -> None:
     assert json.loads(finished.stamp.read_text())["state"] == "finished"
 
 
-def test_a_dangling_interpreter_is_replaced(finished: Checkout) -> None:
-    """When the Python under the environment was uninstalled, the environment is made anew."""
-    python = finished.venv / "bin/python3.12"
-    for link in (finished.venv / "bin").glob("python*"):
+def leave_dangling(checkout: Checkout) -> None:
+    """Take away the Python under the environment."""
+    for link in (checkout.venv / "bin").glob("python*"):
         link.unlink()
-    python.symlink_to(finished.root / "gone")
-    (finished.venv / "bin/python").symlink_to("python3.12")
+    (checkout.venv / "bin/python3.12").symlink_to(checkout.root / "gone")
+    (checkout.venv / "bin/python").symlink_to("python3.12")
+
+
+def test_an_environment_with_a_dangling_interpreter_is_not_used(finished: Checkout) -> None:
+    """When the Python under the environment was uninstalled, neither does the program start nor pip complete it."""
+    bootstrap = bootstrap_of(finished)
+    stamp = bootstrap.read_stamp()
+    assert bootstrap.is_ready(dev=False) and bootstrap.is_usable(stamp)
+    leave_dangling(finished)
+    assert not bootstrap.is_ready(dev=False) and not bootstrap.is_usable(stamp)
+
+
+@pytest.mark.long
+def test_a_dangling_interpreter_is_replaced(finished: Checkout) -> None:
+    """The environment is made anew."""
+    leave_dangling(finished)
     result = finished.run()
     assert result.returncode == SERVER_EXIT_CODE, result.stderr
 
@@ -334,22 +349,28 @@ def make_slow_wheel(checkout: Checkout) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "landmark", [pytest.param("pyvenv.cfg", marks=pytest.mark.long), SITE_PACKAGES / "slow/module_0002.py"]
+    ("name", "landmark"),
+    [
+        pytest.param("untouched", "pyvenv.cfg", marks=pytest.mark.long),
+        pytest.param("untouched", SITE_PACKAGES / "slow/module_0002.py", marks=pytest.mark.long),
+        ("finished", SITE_PACKAGES / "slow/module_0002.py"),
+    ],
 )
-def test_an_interrupted_set_up_is_mended(untouched: Checkout, landmark: Path) -> None:
+def test_an_interrupted_set_up_is_mended(request: pytest.FixtureRequest, name: str, landmark: Path) -> None:
     """Killed while the environment is being made, or in the middle of pip's copying, the next run completes it."""
-    make_slow_wheel(untouched)
-    process = untouched.start("--setup-only")
-    wait_for(untouched.venv / landmark, process)
+    checkout: Checkout = request.getfixturevalue(name)
+    make_slow_wheel(checkout)
+    process = checkout.start("--setup-only")
+    wait_for(checkout.venv / landmark, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    assert json.loads(untouched.stamp.read_text())["state"] == "begun"
-    assert not (untouched.venv / SITE_PACKAGES / "slow-1.0.dist-info/RECORD").exists()
+    assert json.loads(checkout.stamp.read_text())["state"] == "begun"
+    assert not (checkout.venv / SITE_PACKAGES / "slow-1.0.dist-info/RECORD").exists()
 
-    result = untouched.run()
+    result = checkout.run()
     assert result.returncode == SERVER_EXIT_CODE, result.stdout + result.stderr
-    assert len(list((untouched.venv / SITE_PACKAGES / "slow").glob("module_*.py"))) == NUM_SLOW_MODULES
-    assert (untouched.venv / SITE_PACKAGES / "slow-1.0.dist-info/RECORD").exists()
+    assert len(list((checkout.venv / SITE_PACKAGES / "slow").glob("module_*.py"))) == NUM_SLOW_MODULES
+    assert (checkout.venv / SITE_PACKAGES / "slow-1.0.dist-info/RECORD").exists()
 
 
 def test_sigterm_ends_pip_too(finished: Checkout) -> None:
@@ -364,19 +385,47 @@ def test_sigterm_ends_pip_too(finished: Checkout) -> None:
         os.killpg(process.pid, 0)
 
 
-@pytest.mark.slow
+@contextmanager
+def orphaned_pip(checkout: Checkout) -> Iterator[int]:
+    """A pip that stands still in the middle of its work, and whose bootstrap was killed; yields its process group."""
+    make_slow_wheel(checkout)
+    process = checkout.start("--setup-only")
+    try:
+        wait_for(checkout.venv / SITE_PACKAGES / "slow/module_0002.py", process)
+        os.killpg(process.pid, signal.SIGSTOP)
+        process.kill()
+        process.wait()
+        yield process.pid
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
 def test_an_orphaned_pip_is_waited_for(finished: Checkout) -> None:
     """When only the bootstrap was killed, its pip holds the lock and the next run waits before it touches anything."""
-    make_slow_wheel(finished)
-    process = finished.start("--setup-only")
-    wait_for(finished.venv / SITE_PACKAGES / "slow/module_0002.py", process)
-    process.kill()
-    process.communicate()
-    with (finished.venv / "kvserve-setup.lock").open() as lock, pytest.raises(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    result = finished.run()
-    assert "waiting for it to finish" in result.stdout
-    assert result.returncode == SERVER_EXIT_CODE, result.stderr
+    with orphaned_pip(finished):
+        with (finished.venv / "kvserve-setup.lock").open() as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        before = finished.stamp.read_text()
+        waiting = finished.start()
+        assert waiting.stdout
+        assert "waiting for it to finish" in waiting.stdout.readline()
+        assert (waiting.poll(), finished.stamp.read_text()) == (None, before)
+        os.killpg(waiting.pid, signal.SIGKILL)
+        waiting.communicate()
+
+
+@pytest.mark.long
+def test_once_an_orphaned_pip_has_ended_the_next_run_completes_the_set_up(finished: Checkout) -> None:
+    """That one was waited for; what it left is made anew."""
+    with orphaned_pip(finished) as group:
+        waiting = finished.start()
+        assert waiting.stdout
+        assert "waiting for it to finish" in waiting.stdout.readline()
+        os.killpg(group, signal.SIGCONT)
+        _, err = waiting.communicate(timeout=100)
+    assert waiting.returncode == SERVER_EXIT_CODE, err
 
 
 def test_the_second_of_two_waits_and_sets_nothing_up(finished: Checkout) -> None:
@@ -490,21 +539,23 @@ def test_a_312_that_cannot_make_environments_is_named(bootstrap: ModuleType, unt
 # --- which Python may start it, and what it installs ---
 
 
-def other_interpreters() -> list[str]:
-    """Interpreters of other versions on this machine, oldest allowed and newest known."""
+def interpreter(minor: str) -> str | None:
+    """An interpreter of that version on this machine."""
     root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-    return [str(path) for minor in ("3.9", "3.13") for path in sorted(root.glob(f"versions/{minor}.*/bin/python"))[:1]]
+    return next((str(path) for path in sorted(root.glob(f"versions/{minor}.*/bin/python"))), None)
 
 
-@pytest.mark.skipif(not other_interpreters(), reason="needs another Python in pyenv")
-def test_other_versions_may_start_it(finished: Checkout) -> None:
+@pytest.mark.parametrize("minor", ["3.9", pytest.param("3.13", marks=pytest.mark.long)])
+def test_other_versions_may_start_it(finished: Checkout, minor: str) -> None:
     """The bootstrap itself runs under the oldest and the newest Python; the server always under 3.12."""
+    python = interpreter(minor)
+    if python is None:
+        pytest.skip(f"needs Python {minor} in pyenv")
     (finished.root / "start_llm.py").write_text("import sys\nprint('%d.%d' % sys.version_info[:2])\n")
-    for python in other_interpreters():
-        finished.stamp.unlink()
-        result = finished.run(python=python)
-        assert result.stdout.splitlines()[-1] == "3.12", result.stderr
-        assert finished.run(python=python).stdout == "3.12\n"
+    finished.stamp.unlink()
+    result = finished.run(python=python)
+    assert result.stdout.splitlines()[-1] == "3.12", result.stderr
+    assert finished.run(python=python).stdout == "3.12\n"
 
 
 def test_it_is_written_for_python_39_and_the_standard_library() -> None:

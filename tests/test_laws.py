@@ -1,4 +1,4 @@
-"""What is left to `make long` is marked so, and nothing else is."""
+"""What is left to `make full` is marked so, and nothing else is."""
 
 import pytest
 

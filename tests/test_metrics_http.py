@@ -11,10 +11,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.anthropic_serving import MESSAGES_PATH
+from tests.laws import IS_FULL
 from tests.serving import CHAT_PATH, COMPLETION_PATH, AppUnderTest, eventually, serving_app
 from tests.web.fakes import Response
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 200 if IS_FULL else 60
 RESPONSES_PATH = "/v1/responses"
 SECRET = "xylophone"
 WORDS = f"The {SECRET} stands beside the window and is played on Sundays. "
@@ -98,7 +99,7 @@ def usage_of(path: str, response: Response) -> Usage:
 
 
 def test_totals_are_those_of_the_requests(app: AppUnderTest) -> None:
-    """200 mixed requests, four at a time, and some that are refused: prompt, cached, computed and generated tokens."""
+    """Mixed requests, four at a time, and some that are refused: prompt, cached, computed and generated tokens."""
     _, before = metrics(app)
     with ThreadPoolExecutor(4) as pool:
         usages = list(pool.map(lambda each: usage_of(each[0], app.post(*each)), bodies()))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.agents import TOOL, Asked, send
+from tests.laws import TWO_KINDS, sampled, sampled_cells
 from tests.serving import AppUnderTest, serving_app
 
 REMINDER = (
@@ -28,16 +29,16 @@ def conversation() -> Body:
     more = [{"id": "c2", "type": "function", "function": {"name": "look", "arguments": '{"place": "b.txt"}'}}]
     return {
         "messages": [
-            {"role": "system", "content": "You look at files. " * 8},
+            {"role": "system", "content": "You look at files. " * 3},
             {"role": "user", "content": f"{REMINDER}\nRead both files. {CLOCK}"},
             {"role": "assistant", "content": "First one.", "tool_calls": calls},
-            {"role": "tool", "tool_call_id": "c1", "content": "alpha = 1\nbeta = 2 # message_id 77\n" * 3},
+            {"role": "tool", "tool_call_id": "c1", "content": "alpha = 1\nbeta = 2 # message_id 77\n"},
             {"role": "assistant", "content": "Second one.", "tool_calls": more},
             {"role": "tool", "tool_call_id": "c2", "content": "gamma = 3"},
             {"role": "user", "content": "Thank you. And what is beta?"},
         ],
         "tools": [TOOL],
-        "max_tokens": 12,
+        "max_tokens": 4,
         "temperature": 0,
         "repetition_penalty": 1,
         "chat_template_kwargs": {"enable_thinking": False},
@@ -86,7 +87,7 @@ CHANGES: dict[str, Callable[[Body], None]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+@pytest.fixture(scope="module", params=TWO_KINDS)
 def apps(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[AppUnderTest, AppUnderTest]]:
@@ -107,7 +108,15 @@ def asked_of_both(apps: tuple[AppUnderTest, AppUnderTest], body: Body) -> tuple[
     return send(old, body), send(new, body)
 
 
+IN_EVERY_RUN = ("one character of an old tool result", "an argument", "the thinking switch")
+"""Changes that are also asked of layers that can be cut anywhere; `test_never_blinded_written.py` has all of them."""
+
+on_recurrent_states = pytest.mark.parametrize("apps", sampled(TWO_KINDS, ("qwen3_5",)), indirect=True)
+"""What is explained does not depend on the kind of layers."""
+
+
 @pytest.mark.parametrize("change", CHANGES)
+@sampled_cells(lambda apps, change: apps == "qwen3_5" or change in IN_EVERY_RUN)
 def test_a_change_reaches_the_model(apps: tuple[AppUnderTest, AppUnderTest], change: str) -> None:
     """Prompt and greedy answer are those of a server without a memory, and the prompt is not the one before."""
     apps[0].clear_cache()
@@ -130,6 +139,7 @@ def test_the_unchanged_conversation_is_reused(apps: tuple[AppUnderTest, AppUnder
     assert again.explanation["cause"] == "nothing lost"
 
 
+@on_recurrent_states
 def test_a_clock_arrives_fresh_in_the_newest_message(apps: tuple[AppUnderTest, AppUnderTest]) -> None:
     """The same question a minute later: the model reads the new time."""
     body = conversation()
@@ -141,6 +151,7 @@ def test_a_clock_arrives_fresh_in_the_newest_message(apps: tuple[AppUnderTest, A
     assert asked.explanation["rules"] == ["current_time"] or "current_time" in asked.explanation["rules"]
 
 
+@on_recurrent_states
 def test_an_old_clock_is_prefilled_again_and_the_rule_is_named(apps: tuple[AppUnderTest, AppUnderTest]) -> None:
     """A clock that moved in history is rendered as sent; the explanation says which rule let it count as the same."""
     apps[0].clear_cache()
@@ -152,6 +163,7 @@ def test_an_old_clock_is_prefilled_again_and_the_rule_is_named(apps: tuple[AppUn
     assert explanation["first_difference"]["message_index"] == 1
 
 
+@on_recurrent_states
 def test_an_edit_is_explained_by_its_place(apps: tuple[AppUnderTest, AppUnderTest]) -> None:
     """The first difference: message, role, character, before and after."""
     apps[0].clear_cache()

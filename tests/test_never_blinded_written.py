@@ -241,6 +241,20 @@ def models(request: pytest.FixtureRequest) -> tuple[str, ModelFree, ModelFree]:
     return request.param, model_of(request.param), model_of(request.param)
 
 
+@pytest.fixture(scope="module", params=STYLES, ids=lambda style: style.name)
+def style(request: pytest.FixtureRequest) -> Style:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def before(models: tuple[str, ModelFree, ModelFree], style: Style) -> tuple[Body, str]:
+    """A conversation that the first of the models has led, up to its last request, and what the model would read of it.
+    Nothing changes by reading."""
+    _, old, _ = models
+    body = led(old, style)
+    return body, said(read(old, body), less_thinking=not style.thinks)
+
+
 def read(model: ModelFree, body: Body) -> str:
     """What the model would read of this request now, from its very tokens."""
     turn = parse_chat(body, {}, model.served.defaults, RequestId("blind")).turn
@@ -276,17 +290,17 @@ def is_in_every_run(models: str, style: Style, change: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
 @sampled_cells(is_in_every_run)
 @pytest.mark.parametrize("change", {**CHANGES, **THOUGHT_CHANGES})
-def test_a_change_reaches_the_model(models: tuple[str, ModelFree, ModelFree], style: Style, change: str) -> None:
+def test_a_change_reaches_the_model(
+    models: tuple[str, ModelFree, ModelFree], style: Style, before: tuple[Body, str], change: str
+) -> None:
     """The model reads what it reads on a server that never saw the conversation, and not what was there before."""
     _, old, new = models
     if change in THOUGHT_CHANGES and not style.thinks:
         pytest.skip("a client that strips thinking changes none")
-    body = led(old, style)
     less_thinking = not style.thinks
-    unchanged = said(read(old, body), less_thinking=less_thinking)
+    body, unchanged = copy.deepcopy(before)
     {**CHANGES, **THOUGHT_CHANGES}[change](body)
     new.forget()
     remembering, fresh = (said(read(model, body), less_thinking=less_thinking) for model in (old, new))

@@ -13,10 +13,10 @@ from kvserve.foresight import MIN_NEW_TOKENS, Foresight
 from kvserve.next_turns import NextTurns
 from tests import agents
 from tests.agents import STYLES, Asked, Conversation, EchoStyle
-from tests.laws import sampled
+from tests.laws import sampled, sampled_cells
 from tests.serving import CHAT_PATH, AppUnderTest, Chat, chat_body, encode_request, eventually, serving_app
 
-SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 4}
+SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 2}
 KEPT, CARRIED = STYLES[0], STYLES[3]
 SETTINGS: Mapping[str, Any] = {
     "prompt_cache_max_entries_global": 1000,
@@ -27,7 +27,7 @@ SETTINGS: Mapping[str, Any] = {
 }
 """Templates that could keep old thinking are not asked to, and the engine's share of time is no part of these tests."""
 
-THOUGHT, SAID = "Where is it, then? " * 3, "It is over there. " * 4
+THOUGHT, SAID = "Where is it, then? " * 3, "It is over there. " * 3
 FAMILIES = ("qwen3", "qwen3_5")
 """Layers that can be cut anywhere, and states that cannot."""
 
@@ -55,10 +55,11 @@ def guesser(app: AppUnderTest) -> NextTurns:
 
 
 def settle(app: AppUnderTest) -> None:
-    """Wait until everything that was guessed is computed."""
+    """Wait until every turn is over, which is a moment after its last byte, and all that was guessed is computed."""
 
     def is_through() -> bool:
-        return guesser(app).num_pending == 0 and warming(app)["num_jobs_waiting"] == 0
+        guesses = guesser(app)
+        return not guesses._running and guesses.num_pending == 0 and warming(app)["num_jobs_waiting"] == 0
 
     assert eventually(is_through, 60), warming(app)
 
@@ -79,7 +80,7 @@ def num_new_tokens(app: AppUnderTest, asked: Asked, text: str) -> int:
 def lead(talk: Conversation, *, pauses: bool) -> list[int]:
     """A tool loop, then a person's words: per request, the tokens that were computed although they were not new."""
     app, extra, text = talk.app, [], ""
-    for turn in range(5):
+    for turn in range(4):
         calls = turn < 2
         asked = talk.ask(f"{turn}: {THOUGHT}", f"{turn}: {SAID}", f"hill {turn}" if calls else None)
         if turn:
@@ -97,6 +98,7 @@ def lead(talk: Conversation, *, pauses: bool) -> list[int]:
 
 @pytest.mark.parametrize("app", FAMILIES, indirect=True)
 @pytest.mark.parametrize("style", [KEPT, CARRIED], ids=lambda style: style.name)
+@sampled_cells(lambda app, style: app == "qwen3_5" or style.name == "kept")
 def test_after_a_pause_only_what_is_new_is_prefilled(app: AppUnderTest, style: EchoStyle) -> None:
     """Where the template drops old thinking, and where every request ends with a message that the next one lacks."""
     before = warming(app)
@@ -104,7 +106,7 @@ def test_after_a_pause_only_what_is_new_is_prefilled(app: AppUnderTest, style: E
     extra = lead(talk, pauses=True)
     # Where only the end of the answer and a header are missing there is no job.
     assert max(extra) <= MIN_NEW_TOKENS, extra
-    assert extra[2:] == [0, 0], "a person's words follow dropped thinking"
+    assert extra[2:] == [0], "a person's words follow dropped thinking"
     after = warming(app)
     assert after["num_used_tokens"] > before["num_used_tokens"]
     assert after["num_jobs_failed"] == 0 and after["num_wasted_tokens"] == before["num_wasted_tokens"]
@@ -133,7 +135,7 @@ def test_a_carrier_that_no_rule_knows_is_right_from_the_second_time_on(
     for number in range(2):
         talk = start(app, style, f"a note {number}")
         extra, text = [], ""
-        for turn in range(4):
+        for turn in range(3):
             asked = talk.ask(f"{turn}: {THOUGHT}", f"{turn}: {SAID}")
             if turn:
                 num_prefilled = len(asked.prompt_ids) - asked.num_cached_tokens
@@ -141,7 +143,7 @@ def test_a_carrier_that_no_rule_knows_is_right_from_the_second_time_on(
             text = f"And then, after {turn}?"
             talk.say(text)
             settle(app)
-        assert extra[1:] == [0, 0]
+        assert extra[1:] == [0]
         assert (extra[0] > MIN_NEW_TOKENS) == (number == 0), extra
 
 
@@ -156,7 +158,7 @@ def ways_to_go_on(app: AppUnderTest, *, pauses: bool) -> list[Chat]:
         if about == "edited":
             talk.messages[1] = {"role": "user", "content": "Look around for something else entirely."}
         talk.say("And then?")
-        answers.append(app.chat(talk.messages, tools=[agents.TOOL], max_tokens=40))
+        answers.append(app.chat(talk.messages, tools=[agents.TOOL], max_tokens=12))
     return answers
 
 

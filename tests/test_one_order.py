@@ -17,7 +17,7 @@ from kvserve.core import GenerationRequest, RequestId, Turn
 from kvserve.pipeline import serve_turn
 from kvserve.protocols.anthropic_messages import parse_messages
 from kvserve.protocols.openai_chat import parse_chat
-from tests.laws import num_examples
+from tests.laws import TWO_KINDS, num_examples, sampled
 from tests.models import tiny_model
 
 NUM_CONVERSATIONS_PER_FILE = num_examples(1)
@@ -26,7 +26,7 @@ SHARED = shared_folder()
 pytestmark = pytest.mark.skipif(SHARED is None, reason="needs the recorded conversations")
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+@pytest.fixture(scope="module", params=sampled(TWO_KINDS, ("qwen3_5",)))
 def model(request: pytest.FixtureRequest) -> ModelFree:
     """The server's path of a request around an engine that computes nothing."""
     return ModelFree(tiny_model(request.param), is_cuttable=CONVENTIONS[request.param].is_cuttable)
@@ -153,7 +153,7 @@ def test_an_edited_project_file_reaches_the_model(model: ModelFree) -> None:
     assert rules_read(model) == [(True, False)] * 8 + [(False, True)] * 3
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("family", sampled(TWO_KINDS, ("qwen3_5",)))
 def test_a_rule_that_took_its_text_for_volatile_would_hide_the_edit(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@ cause, and the message and the character where the prompts part."""
 
 import copy
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.engine.engines import held
 from tests.models import tiny_model
 from tests.serving import CHAT_PATH, AppUnderTest, encode_request, eventually, serving_app, slow_prefill
 
-LONG = "Places are looked at one after the other, and what is there is said in few words. " * 4
+LONG = "Places are looked at one after the other, and what is there is said in few words. " * 2
 SETTINGS: dict[str, Any] = {
     "prompt_cache_max_entries_global": 1000,
     "prompt_cache_max_entries_per_session": 100,
@@ -164,7 +163,7 @@ def test_an_evicted_conversation(tmp_path: Path) -> None:
         app.chat(f"Something else altogether. {LONG}", max_tokens=2, enable_thinking=False)
 
         def has_left() -> bool:
-            time.sleep(0.3)  # limits on entries are looked at once per second
+            # limits on entries are looked at when a row has ended
             app.chat("x", max_tokens=1)
             return bool(app.get("/v1/cache").json["num_evicted_tokens"] > talk.turns[0].num_tokens / 2)
 
@@ -204,7 +203,7 @@ def test_a_carrier(app: AppUnderTest) -> None:
 def test_an_abort(slow_app: AppUnderTest) -> None:
     """The client left in the middle of the prefill: what it had computed is there, the rest is not."""
     app, talk = slow_app, start(slow_app)
-    talk.messages[-1] = {"role": "user", "content": f"And the lake? {LONG * 12}"}
+    talk.messages[-1] = {"role": "user", "content": f"And the lake? {LONG * 10}"}
     before = app.num_forward_calls
     with slow_prefill():
         with app.connect() as client:
@@ -294,7 +293,7 @@ def test_a_row_that_another_one_computes_for_it(slow_app: AppUnderTest) -> None:
     """Two questions at once on one new system prompt: one of them starts from what the other is just computing."""
     app = slow_app
     app.clear_cache()
-    system = {"role": "system", "content": "Live rows share what they compute. " * 150}
+    system = {"role": "system", "content": "Live rows share what they compute. " * 60}
     with ThreadPoolExecutor(2) as pool:
         with held(app.served.engine):
             asks = [

@@ -20,7 +20,7 @@ from tests.laws import sampled
 from tests.models import tiny_model
 from tests.starts import remembered_starts
 
-SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 8}
+SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 4}
 CLIENT = RECORDED_CLIENTS[0]
 """Of a recorded client the answers are written whole."""
 
@@ -39,7 +39,7 @@ def agent_session() -> Conversation:
         ask(Reply(f"Where is {number}?", f"I look, {number}.", (("look", arguments),)))
         call = {"id": f"c{number}", "type": "function", "function": {"name": "look", "arguments": arguments}}
         messages.append({"role": "assistant", "content": f"I look, {number}.", "tool_calls": [call]})
-        messages.append({"role": "tool", "tool_call_id": f"c{number}", "content": f"a tree {number} " * 20})
+        messages.append({"role": "tool", "tool_call_id": f"c{number}", "content": f"a tree {number} " * 8})
     ask(None)
     ask(Reply("", "Trees."), carries=False)
     messages[:] = [*messages[:4], {"role": "user", "content": "Look at the lake instead. " * 10}]
@@ -84,7 +84,7 @@ def test_a_recorded_session_does_too(family: str, tmp_path: Path) -> None:
     if shared is None:
         pytest.skip("there are no recordings here")
     talk = next(talk for talk in read_recordings(shared) if talk.client == CLIENT)
-    played = led(family, tmp_path, Conversation(talk.client, talk.name, talk.requests[:5]))
+    played = led(family, tmp_path, Conversation(talk.client, talk.name, talk.requests[:3]))
     check(played)
     for before, now in pairwise(played.pairs):
         assert now.real.num_cached_tokens >= 0.85 * before.real.num_prompt_tokens

@@ -5,10 +5,9 @@ import pytest
 from benchmarks.frozen import FrozenOracle
 from benchmarks.open_loop import play, pooled, row_of
 from benchmarks.recordings import Conversation, read_recordings, shared_folder
+from tests.laws import TWO_KINDS, sampled
 from tests.models import tiny_model
 from tests.recorded_company import is_no_worse, lead, model_of
-
-FAMILIES = ("qwen3", "qwen3_5")
 
 
 def conversation() -> Conversation:
@@ -20,7 +19,7 @@ def conversation() -> Conversation:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TWO_KINDS)
 def test_codex_reuses_what_is_possible(family: str) -> None:
     """Reuse is the oracle's, to a hundredth; the oracle reads the bodies with code of its own."""
     oracle = FrozenOracle(family, tiny_model(family))
@@ -31,7 +30,7 @@ def test_codex_reuses_what_is_possible(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(TWO_KINDS, ("qwen3_5",)))
 def test_side_requests_cost_nothing(family: str) -> None:
     """Titles and other small questions under the same session and key: the same reuse."""
     talk = conversation()

@@ -13,7 +13,7 @@ from kvserve.sessions.archive_file import FILE_NAME
 from tests.agents import STYLES, Conversation, EchoStyle
 from tests.serving import AppUnderTest, serving_app
 
-SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 4}
+SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 2}
 STRIPPED = next(style for style in STYLES if style.name == "stripped")
 NUM_TURNS = 3
 
@@ -43,15 +43,12 @@ def archives(folder: Path) -> list[Path]:
     return sorted((folder / "kv").glob(f"*/{FILE_NAME}"))
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("family", "style"),
     [
         ("qwen3_5", STRIPPED),
-        pytest.param("qwen3", STRIPPED, marks=SLOW),
-        pytest.param("gemma3", STYLES[3], marks=SLOW),
+        pytest.param("qwen3", STRIPPED, marks=pytest.mark.long),
+        pytest.param("gemma3", STYLES[3], marks=pytest.mark.long),
         pytest.param("glm4_moe_lite", STYLES[1], marks=pytest.mark.long),
     ],
     ids=lambda value: getattr(value, "name", value),

@@ -132,19 +132,20 @@ def test_requests_for_both_are_all_answered_and_grouped(app: AppUnderTest, alone
     assert app.health()["num_swaps"] <= 4
 
 
-def test_a_model_that_others_wait_for_stays_only_for_a_while(
-    app: AppUnderTest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests without a pause do not keep the other model's request waiting for ever."""
+@pytest.fixture
+def short_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that others wait for leaves soon after it was loaded."""
     monkeypatch.setattr(kvserve.stage, "MIN_STAY_SECONDS", 0.3)
     monkeypatch.setattr(kvserve.stage, "STAY_PER_LOAD", 0.0)
-    ask(app, "b")
-    ask(app, "a")  # its stay begins
+
+
+def test_a_model_that_others_wait_for_stays_only_for_a_while(short_stay: None, app: AppUnderTest) -> None:
+    """Requests without a pause do not keep the other model's request waiting for ever."""
     over = threading.Event()
 
     def keep_busy() -> None:
         while not over.is_set():
-            ask(app, "a", max_tokens=60)
+            ask(app, "a", max_tokens=40)
 
     with ThreadPoolExecutor(2) as pool:
         busy = [pool.submit(keep_busy) for _ in range(2)]
@@ -383,7 +384,7 @@ def settled_active_bytes() -> int:
     readings = [mx.get_active_memory()]
 
     def stands_still() -> bool:
-        time.sleep(0.1)
+        time.sleep(0.05)
         readings.append(mx.get_active_memory())
         return len(set(readings[-3:])) == 1 and len(readings) > 2
 
@@ -397,7 +398,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-@pytest.mark.parametrize("num_swaps", [6, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_swaps", [4, pytest.param(10, marks=pytest.mark.long)])
 def test_memory_after_many_swaps_is_flat(tmp_path: Path, models: Path, num_swaps: int) -> None:
     """Resident memory and MLX's own are at most 5 % above what they were after two swaps, with the same model loaded.
 
@@ -409,10 +410,11 @@ def test_memory_after_many_swaps_is_flat(tmp_path: Path, models: Path, num_swaps
         readings = []
         for number in range(num_swaps):
             ask(app, "ba"[number % 2], f"Swap number {number}.", max_tokens=4)
-            assert eventually(app.is_idle)
-            gc.collect()
-            readings.append((resident_bytes(), settled_active_bytes()))
+            if number in (1, num_swaps - 1):
+                assert eventually(app.is_idle)
+                gc.collect()
+                readings.append((resident_bytes(), settled_active_bytes()))
         assert app.health()["num_swaps"] == num_swaps
-    print(readings[1], readings[-1])
-    assert readings[-1][0] <= 1.05 * readings[1][0], readings
-    assert readings[-1][1] <= 1.05 * readings[1][1], readings
+    (early_resident, early_active), (resident, active) = readings
+    assert resident <= 1.05 * early_resident, readings
+    assert active <= 1.05 * early_active, readings

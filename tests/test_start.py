@@ -2,7 +2,7 @@
 
 Here without LiteLLM, which takes 10 to 20 s; `tests/e2e/test_signals.py` ends whole servers. A process imports for
 seconds before it says anything, so every start that fails is led in this process too, by the `main` that it runs, and
-most of them as a process of their own in `make long` only.
+most of them as a process of their own in `make full` only.
 """
 
 import http.client
@@ -74,8 +74,8 @@ CASES = [
     damaged("a cut tokenizer", lambda folder: truncate(folder / "tokenizer.json"), "tokenizer.json"),
     damaged("an unknown architecture", lambda folder: edit_config(folder, model_type="imaginary9"), "'imaginary9'"),
 ]
-AS_A_PROCESS = ("a wrong setting", "cut weights")
-"""In every run: what is refused before the package has done anything, and what a thread of the server finds out."""
+AS_A_PROCESS = ("cut weights",)
+"""In every run: what a thread of the server finds out."""
 
 
 @dataclass(frozen=True)
@@ -218,14 +218,32 @@ def refused_start(folder: Path, *flags: str) -> Ending:
             process.wait()
 
 
+def flags_of_taken(port: int, flag: str) -> tuple[str, str]:
+    """One port is the taken one, the other one is free."""
+    other = "--proxy-port" if flag == "--port" else "--port"
+    return f"{flag}={port}", f"{other}={free_port()}"
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("flag", ["--port", "--proxy-port"])
 def test_a_taken_port_is_named_and_left_alone(
     tmp_path: Path, foreign_port: tuple[int, socket.socket], flag: str
 ) -> None:
+    """By a process: see below."""
+    port, listener = foreign_port
+    check_taken(refused_start(tmp_path, *flags_of_taken(port, flag)), flag, port, listener)
+
+
+@pytest.mark.parametrize("flag", ["--port", "--proxy-port"])
+def test_main_names_a_taken_port_and_leaves_it_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], foreign_port: tuple[int, socket.socket], flag: str
+) -> None:
     """The holder, its port and the setting are named; the holder goes on; kvserve ends with 1."""
     port, listener = foreign_port
-    other = "--proxy-port" if flag == "--port" else "--port"
-    ending = refused_start(tmp_path, f"{flag}={port}", f"{other}={free_port()}")
+    check_taken(ending_here(tmp_path, {}, capsys, "--demo", *flags_of_taken(port, flag)), flag, port, listener)
+
+
+def check_taken(ending: Ending, flag: str, port: int, listener: socket.socket) -> None:
     paragraph = error_paragraph(ending)
     assert ending.return_code == 1
     assert str(port) in paragraph
@@ -263,21 +281,6 @@ def post_chat(port: int, **fields: Any) -> tuple[int, dict[str, str], dict[str, 
         connection.close()
 
 
-def test_health_is_503_while_the_model_loads(tmp_path: Path) -> None:
-    """The port answers before the model does: 503 with the reason, also for a chat; then 200."""
-    with serving(tmp_path, "--demo", with_proxy=False) as server:
-        status, body = wait_until(server.health, START_SECONDS, lambda: server.screen)
-        assert (status, body["status"]) == (503, "loading")
-        refused, headers, error = post_chat(server.port)
-        assert (refused, error["error"]["code"]) == (503, "not_ready")
-        assert int(headers["retry-after"]) > 0
-        server.wait_until_healthy()
-        health = server.health()
-        assert health is not None
-        assert (health[0], health[1]["status"], health[1]["proxy"]) == (200, "ok", "off")
-        assert post_chat(server.port, max_tokens=2)[0] == 200
-
-
 def check_end(server: ServerProcess, number: signal.Signals) -> None:
     seconds = server.end(number)
     assert server.process.returncode == 0, server.screen
@@ -293,6 +296,10 @@ def test_a_signal_during_a_stream_ends_it_well(tmp_path: Path, number: signal.Si
     """The stream gets its finish reason and [DONE], the exit code is 0, within five seconds."""
     with serving(tmp_path, f"--model={tiny_model('qwen3')}", with_proxy=False) as server:
         server.wait_until_healthy()
+        health = server.health()
+        assert health is not None
+        assert (health[0], health[1]["status"], health[1]["proxy"]) == (200, "ok", "off")
+        assert post_chat(server.port, max_tokens=2)[0] == 200
         stream = ChatStream(server.port, max_tokens=100_000)
         stream.wait_for_output()
         check_end(server, number)
@@ -300,7 +307,12 @@ def test_a_signal_during_a_stream_ends_it_well(tmp_path: Path, number: signal.Si
 
 
 def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
-    """Nothing has to be ready for an orderly end."""
+    """The port answers before the model does: 503 with the reason, also for a chat. Nothing has to be ready for an
+    orderly end."""
     with serving(tmp_path, "--demo", with_proxy=False) as server:
-        wait_until(server.health, START_SECONDS, lambda: server.screen)
+        status, body = wait_until(server.health, START_SECONDS, lambda: server.screen)
+        assert (status, body["status"]) == (503, "loading")
+        refused, headers, error = post_chat(server.port)
+        assert (refused, error["error"]["code"]) == (503, "not_ready")
+        assert int(headers["retry-after"]) > 0
         check_end(server, signal.SIGTERM)

@@ -18,7 +18,7 @@ from tests.serving import AppUnderTest, writing
 from tests.web.test_responses import events_of as events_of_responses
 
 RESPONSES_PATH = "/v1/responses"
-SYSTEM = "You look at places and say what is there. " * 4
+SYSTEM = "You look at places and say what is there. " * 2
 GREEDY: Mapping[str, Any] = {"temperature": 0, "repetition_penalty": 1}
 FUNCTION: Mapping[str, Any] = TOOL["function"]  # type: ignore[assignment]
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.agents_api.test_http import GREEDY, create, delete, get, told
 from tests.engine.visions import data_url, picture
+from tests.laws import TWO_KINDS, sampled
 from tests.serving import CHAT_PATH, AppUnderTest, eventually, serving_app
 
 SYSTEM = "You look at places and say what is there, one thing after the other. " * 6
@@ -43,7 +44,7 @@ def stored(app: AppUnderTest) -> tuple[int, int]:
     return int(report["ram_bytes"]), int(report["disk_bytes"])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("family", sampled(TWO_KINDS, ("qwen3_5",)))
 def test_the_kv_of_a_deleted_agent_leaves_at_once(family: str, tmp_path: Path) -> None:
     """Its own part only: the system prompt that both agents have stays, and so does all of the other one."""
     with serving_app(tmp_path, family, **ALONE) as app:
@@ -101,22 +102,16 @@ def looks(app: AppUnderTest, name: str) -> list[dict[str, Any]]:
     return [dict(message) for message in get(app, name)["messages"]]
 
 
-def test_the_status_of_an_agent_that_saw_a_picture(tmp_path: Path) -> None:
-    """Its KV is in RAM: hot; after a restart on disk: warm. An image's tokens are told by what it shows."""
-    with serving_app(tmp_path, "qwen3_vl", **ALONE) as app:
-        looks(app, "one")
-        assert eventually(lambda: get(app, "one")["status"] == "hot")
-    with serving_app(tmp_path, "qwen3_vl", **ALONE) as app:
-        assert get(app, "one")["status"] == "warm"
-
-
 def test_a_picture_that_only_the_disk_has_leaves_with_its_agent(tmp_path: Path) -> None:
-    """Deleted by a server that never computed it, the picture's KV is gone for the next one."""
+    """Its KV is in RAM: hot; after a restart on disk: warm. An image's tokens are told by what it shows. Deleted by a
+    server that never computed it, the picture's KV is gone for the next one."""
     with serving_app(tmp_path, "qwen3_vl", **ALONE) as app:
         one = looks(app, "one")
+        assert eventually(lambda: get(app, "one")["status"] == "hot")
         known = num_cached(app, "one", one)
         assert known[0] > 0.9 * known[1]
     with serving_app(tmp_path, "qwen3_vl", **ALONE) as app:
+        assert get(app, "one")["status"] == "warm"
         before = stored(app)[1]
         assert delete(app, "one").status == 200
         assert eventually(lambda: stored(app)[1] < 0.6 * before), (before, stored(app))

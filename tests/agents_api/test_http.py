@@ -201,7 +201,7 @@ def test_beyond_max_context_the_oldest_turns_leave_the_rendering_only(app: AppUn
         dropped.append(note["num_dropped_turns"])
         shown = get(app, "long")["messages"]
         kept = [shown[0], *shown[1 + 2 * note["num_dropped_turns"] : -1]]
-        as_chat = {"messages": kept, **GREEDY, "session_id": "agent:long"}
+        as_chat = {"messages": kept, **GREEDY, "max_tokens": 1, "session_id": "agent:long"}
         assert app.post(CHAT_PATH, as_chat).json["usage"]["prompt_tokens"] == body["usage"]["prompt_tokens"]  # type: ignore[index]
     assert dropped[0] == 0 and dropped == sorted(dropped) and 0 < dropped[-1] < 13
     assert len(set(dropped)) < 6, "turns leave several at a time"
@@ -352,16 +352,17 @@ def test_a_file_that_cannot_be_written_fails_the_turn_and_nothing_else(
 # --- several ----------------------------------------------------------------------------------------------------------
 
 
-def test_twenty_agents_keep_their_own_histories(app: AppUnderTest) -> None:
+@pytest.mark.parametrize("num_agents", [8, pytest.param(20, marks=pytest.mark.long)])
+def test_many_agents_keep_their_own_histories(app: AppUnderTest, num_agents: int) -> None:
     """Three turns each, all at once: every prompt has its own agent's words and nobody else's."""
-    names = [f"many-{number}" for number in range(20)]
+    names = [f"many-{num_agents}-{number}" for number in range(num_agents)]
 
     def live(name: str) -> None:
         create(app, name, system_prompt=f"You are {name}.")
         for number in range(3):
             assert told(app, name, f"{name} says {number}.", max_tokens=4)["agent"]["num_turns"] == number + 1
 
-    with ThreadPoolExecutor(20) as pool:
+    with ThreadPoolExecutor(num_agents) as pool:
         list(pool.map(live, names))
     for name in names:
         texts = [message["content"] for message in get(app, name)["messages"] if message["role"] != "assistant"]

@@ -4,19 +4,21 @@ import random
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.block_hash import BlockHasher, sha256
 from kvserve.cache.token_run import pack
 from kvserve.core import ImageSpan, TokenSequence
 from tests.cache.payloads import Atom, flatten, keys_of
+from tests.laws import num_examples
 
 atoms = st.lists(st.one_of(st.integers(0, 2), st.sampled_from(["cat", "dog"])), max_size=24)
 HASHER = BlockHasher(4, "model")
 
 
 @given(base=atoms, one=atoms, other=atoms, block_size=st.integers(1, 5))
+@settings(max_examples=num_examples(60))
 def test_common_prefix_means_common_hashes(
     base: list[Atom], one: list[Atom], other: list[Atom], block_size: int
 ) -> None:
@@ -31,6 +33,7 @@ def test_common_prefix_means_common_hashes(
 
 
 @given(atoms=atoms, cuts=st.lists(st.integers(0, 60), max_size=4))
+@settings(max_examples=num_examples(60))
 def test_a_chain_extended_piecewise_is_the_chain_of_the_whole(atoms: list[Atom], cuts: list[int]) -> None:
     """Wherever a chain is interrupted, from a whole sequence or a run, it ends with the same hashes."""
     tokens = flatten(atoms)

@@ -3,12 +3,13 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.checkpoint_budget import GIB, run_eliding_loop, run_tool_loop
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline, Stop, plan_stops
 from kvserve.core import ImageSpan
+from tests.laws import num_examples
 
 AGENT = (
     MessageEnd(500, "system"),
@@ -83,6 +84,7 @@ def test_a_stride_has_tokens() -> None:
     needs=st.booleans(),
     stride=st.integers(1, 700),
 )
+@settings(max_examples=num_examples(50))
 def test_a_plan_keeps_its_promises(
     sizes: list[int], tail: int, usable: int, matched: int, needs: bool, stride: int
 ) -> None:

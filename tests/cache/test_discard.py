@@ -1,7 +1,7 @@
 """What is let go with a conversation: its own part of the tree and of the disk's trie, nothing of anybody else's."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.disk_index import DiskIndex
@@ -10,6 +10,7 @@ from kvserve.core import TokenSequence
 from tests.cache.disks import HASHER, MODEL, named
 from tests.cache.payloads import make_tree, store
 from tests.cache.test_disk_index import add, common
+from tests.laws import num_examples
 
 SYSTEM = list(range(10))
 ONE, OTHER = [*SYSTEM, *range(20, 40)], [*SYSTEM, *range(50, 70)]
@@ -83,6 +84,7 @@ def test_what_is_nobodys_goes_with_what_it_stands_on() -> None:
 
 
 @given(owned)
+@settings(max_examples=num_examples(60))
 def test_only_what_nobody_else_has_leaves(said: list[tuple[str, list[int]]]) -> None:
     """What is left is what leads to another owner's entries, token for token."""
     tree = make_tree()
@@ -101,6 +103,7 @@ def test_only_what_nobody_else_has_leaves(said: list[tuple[str, list[int]]]) -> 
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=6))
+@settings(max_examples=num_examples(60))
 def test_the_disk_lets_go_of_one_conversation(said: list[list[int]]) -> None:
     """Afterwards all others are known as deep as before, but for what only it had."""
     index, heads = DiskIndex(HASHER, MODEL), []

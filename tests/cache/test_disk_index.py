@@ -1,6 +1,6 @@
 """The trie of blobs against a plain set of prefixes: what was added is found, token by token, also after a restart."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.disk_blob import BlobHead
@@ -8,6 +8,7 @@ from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.token_run import pack
 from kvserve.core import ImageSpan, TokenSequence
 from tests.cache.disks import HASHER, MODEL, named, names_of
+from tests.laws import num_examples
 
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=1, max_size=8)
 
@@ -32,6 +33,7 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 @given(prompts, st.lists(st.integers(0, 2), min_size=1, max_size=24))
+@settings(max_examples=num_examples(50))
 def test_the_longest_prefix_is_found(said: list[list[int]], asked: list[int]) -> None:
     """As deep as the best of all prompts, in steps that follow one another."""
     index, heads = DiskIndex(HASHER, MODEL), []
@@ -44,6 +46,7 @@ def test_the_longest_prefix_is_found(said: list[list[int]], asked: list[int]) ->
 
 
 @given(prompts)
+@settings(max_examples=num_examples(50))
 def test_shared_tokens_are_on_disk_once(said: list[list[int]]) -> None:
     """Blobs hold as many tokens as there are different prefixes."""
     index, heads = DiskIndex(HASHER, MODEL), []
@@ -54,6 +57,7 @@ def test_shared_tokens_are_on_disk_once(said: list[list[int]]) -> None:
 
 
 @given(prompts, st.randoms())
+@settings(max_examples=num_examples(50))
 def test_a_restart_knows_the_same(said: list[list[int]], random: object) -> None:
     """An index that adopts the blobs, parents first, finds what the one found that wrote them, states too."""
     first, heads = DiskIndex(HASHER, MODEL), []
@@ -73,6 +77,7 @@ def test_a_restart_knows_the_same(said: list[list[int]], random: object) -> None
 
 
 @given(prompts, st.integers(0, 20))
+@settings(max_examples=num_examples(50))
 def test_what_is_forgotten_takes_along_what_stands_on_it(said: list[list[int]], which: int) -> None:
     """Every name that is left leads back to the root, and nothing else was forgotten."""
     index, heads = DiskIndex(HASHER, MODEL), []

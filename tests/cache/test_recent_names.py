@@ -2,13 +2,14 @@
 
 import random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.block_hash import BlockHasher, sha256
 from kvserve.cache.recent_names import NUM_KEPT, RecentNames
 from kvserve.core import TokenSequence
 from tests.cache.payloads import Atom, flatten
+from tests.laws import num_examples
 
 prompts = st.lists(
     st.tuples(
@@ -19,6 +20,7 @@ prompts = st.lists(
 
 
 @given(asked=prompts)
+@settings(max_examples=num_examples(50))
 def test_names_are_those_of_hashing_everything(asked: list[tuple[list[Atom], str]]) -> None:
     """Whatever was named before, in whichever partition, with images or without."""
     hasher = BlockHasher(3, "model")

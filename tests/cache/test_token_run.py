@@ -1,15 +1,17 @@
 """Token runs: slices and comparisons agree with the slow and obvious way."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.token_run import common_end, image_around, join, pack
 from tests.cache.payloads import Atom, flatten, keys_of
+from tests.laws import num_examples
 
 atoms = st.lists(st.one_of(st.integers(0, 2), st.sampled_from(["cat", "dog"])), min_size=1, max_size=16)
 
 
 @given(base=atoms, one=atoms, other=atoms, data=st.data())
+@settings(max_examples=num_examples(60))
 def test_common_end_is_the_first_difference(
     base: list[Atom], one: list[Atom], other: list[Atom], data: st.DataObject
 ) -> None:
@@ -23,6 +25,7 @@ def test_common_end_is_the_first_difference(
 
 
 @given(atoms=atoms, data=st.data())
+@settings(max_examples=num_examples(60))
 def test_parts_join_to_the_whole(atoms: list[Atom], data: st.DataObject) -> None:
     """A run cut anywhere, even inside an image, keeps every token's identity, and its parts make it again."""
     run, keys = pack(flatten(atoms)), keys_of(flatten(atoms))
@@ -34,6 +37,7 @@ def test_parts_join_to_the_whole(atoms: list[Atom], data: st.DataObject) -> None
 
 
 @given(atoms=atoms)
+@settings(max_examples=num_examples(60))
 def test_an_image_is_around_its_inner_offsets(atoms: list[Atom]) -> None:
     """A cut divides an image strictly between its first and its last token."""
     tokens = flatten(atoms)

@@ -56,7 +56,7 @@ MESSAGES = st.builds(Message, st.sampled_from(ROLES), st.lists(BLOCKS, max_size=
 
 
 @given(MESSAGES)
-@settings(max_examples=num_examples(100), deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 def test_the_canonical_form_is_its_own_canonical_form(message: Message) -> None:
     """Canonicalising is idempotent, even where taking a span out lets two pieces meet."""
     once = canonicalise(message)
@@ -66,7 +66,7 @@ def test_the_canonical_form_is_its_own_canonical_form(message: Message) -> None:
 
 
 @given(MESSAGES)
-@settings(max_examples=num_examples(100), deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 def test_the_message_stays_as_it_is(message: Message) -> None:
     """What the model reads is never touched by what it is known by."""
     before = copy.deepcopy(message)
@@ -75,7 +75,7 @@ def test_the_message_stays_as_it_is(message: Message) -> None:
 
 
 @given(st.lists(MESSAGES, max_size=4), MESSAGES)
-@settings(max_examples=num_examples(100), deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 def test_appending_a_message_keeps_the_chain_before_it(messages: list[Message], added: Message) -> None:
     """Identity is per message: the chain of a history is the beginning of every longer one's."""
     known = [canonicalise(message) for message in messages]
@@ -83,7 +83,7 @@ def test_appending_a_message_keeps_the_chain_before_it(messages: list[Message], 
 
 
 @given(MESSAGES, MESSAGES)
-@settings(max_examples=num_examples(100), deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 def test_equal_digests_are_equal_canonical_messages(one: Message, other: Message) -> None:
     """The digest stands for the whole canonical form: role, name, blocks, and where one ends and the next begins."""
     first, second = canonicalise(one), canonicalise(other)

@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.canonical.layout import same_arguments
+from tests.laws import num_examples
 
 TEXTS = st.text(max_size=20)
 VALUES = st.recursive(
@@ -18,6 +19,7 @@ ARGUMENTS = st.dictionaries(TEXTS, VALUES, max_size=3)
 
 
 @given(ARGUMENTS)
+@settings(max_examples=num_examples(50))
 def test_spelling_does_not_matter(value: object) -> None:
     """However JSON is spaced, ordered and escaped, it says the same; wrapped once more it does not."""
     spellings = [
@@ -30,6 +32,7 @@ def test_spelling_does_not_matter(value: object) -> None:
 
 
 @given(ARGUMENTS, ARGUMENTS)
+@settings(max_examples=num_examples(50))
 def test_equal_arguments_are_equal_values(one: object, other: object) -> None:
     """Never same where Python's own comparison finds a difference."""
     if same_arguments(json.dumps(one), json.dumps(other)):

@@ -19,7 +19,7 @@ from tests.laws import num_examples
 
 
 @given(versions(), st.booleans())
-@settings(max_examples=num_examples(80), deadline=None)
+@settings(max_examples=num_examples(40), deadline=None)
 def test_the_model_is_never_blinded(pair: tuple[Version, Version], in_history: bool) -> None:
     """Every edit survives, but for spans whose policy allows it and whose meaning is unchanged or left out."""
     fresh, seen = pair
@@ -36,7 +36,7 @@ def test_the_model_is_never_blinded(pair: tuple[Version, Version], in_history: b
 
 
 @given(echoes())
-@settings(max_examples=num_examples(100), deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 def test_what_means_the_same_is_read_as_before(pair: tuple[Version, Version]) -> None:
     """Where nothing was added or edited but volatile parts, history is rendered exactly as the model saw it."""
     fresh, seen = pair
@@ -54,7 +54,7 @@ VOLATILE = ("blue", "1m3s", "206k")
 
 
 @given(st.data())
-@settings(max_examples=num_examples(120), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 def test_any_edit_of_one_character_survives(data: st.DataObject) -> None:
     """Inserted, deleted or changed anywhere outside of volatile parts, it reaches the model."""
     at = data.draw(st.integers(0, len(EVERYTHING) - 1))
@@ -68,7 +68,7 @@ def test_any_edit_of_one_character_survives(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=num_examples(100), deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 def test_random_messages_never_gain_what_nobody_sent(data: st.DataObject) -> None:
     """Whatever is put together from pieces of spans: the result has the identity of what was sent, and the same fixed
     text; between messages of different identity nothing passes."""

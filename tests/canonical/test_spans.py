@@ -28,7 +28,7 @@ ROLES = st.sampled_from(("system", "user"))
 
 
 @given(TEXTS, ROLES)
-@settings(max_examples=num_examples(120), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 def test_no_span_of_a_line_rule_leaves_its_line(text: str, role: Role) -> None:
     """Nor does it take in what a template writes behind the last word of a message."""
     for span in find_spans(text, role, RuleSet(LINE_RULES)):
@@ -37,7 +37,7 @@ def test_no_span_of_a_line_rule_leaves_its_line(text: str, role: Role) -> None:
 
 
 @given(TEXTS, TEXTS, ROLES)
-@settings(max_examples=num_examples(120), deadline=None)
+@settings(max_examples=num_examples(60), deadline=None)
 def test_a_line_is_normalised_by_itself(before: str, after: str, role: Role) -> None:
     """A text cut at a line's end has the canonical form of its parts."""
 
@@ -48,7 +48,7 @@ def test_a_line_is_normalised_by_itself(before: str, after: str, role: Role) -> 
 
 
 @given(st.lists(TEXTS, max_size=4), ROLES)
-@settings(max_examples=num_examples(100), deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 def test_a_block_is_normalised_by_itself(texts: list[str], role: Role) -> None:
     """Two blocks that only together look like a recorded form are no recorded form."""
 

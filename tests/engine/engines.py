@@ -29,7 +29,7 @@ from kvserve.engine.prefix_cache import CacheSettings
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.worker import Engine, EngineSettings
-from tests.laws import sampled
+from tests.laws import IS_FULL, sampled
 from tests.models import tiny_model
 from tests.starts import remembered_starts
 
@@ -68,13 +68,14 @@ KINDS = frozenset({"qwen3", "qwen3_5", "gemma3", "gpt_oss", "glm4_moe_lite"})
 
 
 def of_each_kind(families: Sequence[str]) -> list[Any]:
-    """Parameters: the families of KINDS in every run, the others, whose caches are like theirs, in `make long`."""
+    """Parameters: the families of KINDS in every run, the others, whose caches are like theirs, in `make full`."""
     return sampled(families, KINDS)
 
 
 MESSAGE_TOKENS = 48
 TAIL_TOKENS = 4
-NUM_ANSWER_TOKENS = 48
+NUM_ANSWER_TOKENS = 48 if IS_FULL else 24
+"""Where logits are compared a few steps show more than many tokens do; `make full` compares more of both."""
 
 LOGIT_TOLERANCE = 1e-4
 """How far two ways to compute the same may be apart in a logit, where the chunks of the prefill differ; the logits of
@@ -245,12 +246,29 @@ def assert_close(warm: np.ndarray, expected: np.ndarray, tolerance: float = LOGI
 
 def generate_with_logits(engine: Engine, wanted: GenerationRequest) -> tuple[Result, np.ndarray]:
     """A row alone, and the logits that each of its tokens was drawn from: (tokens, vocabulary), float32."""
-    steps: list[np.ndarray] = []
+    [found] = generate_each_with_logits(engine, wanted)
+    return found
+
+
+def cold_with_logits(engine: Engine, tokens: Sequence[int]) -> tuple[Result, np.ndarray]:
+    """A greedy answer of a server that has never seen anything, and its logits."""
+    engine.clear_cache()
+    result, logits = generate_with_logits(engine, turn(tokens))
+    assert cached(result) == 0
+    engine.clear_cache()
+    return result, logits
+
+
+def generate_each_with_logits(engine: Engine, *requests: GenerationRequest) -> list[tuple[Result, np.ndarray]]:
+    """The same of several rows that come at once."""
+    steps: dict[Generation, list[np.ndarray]] = {}
     real = Scheduler._decoder
 
     def listening(self: Scheduler, row: Row) -> Decoder:
+        own = steps.setdefault(row.generation, [])
+
         def listen(_tokens: mx.array, logits: mx.array) -> mx.array:
-            steps.append(np.array(logits[0]))
+            own.append(np.array(logits[0]))
             return logits
 
         decoder = real(self, row)
@@ -258,6 +276,11 @@ def generate_with_logits(engine: Engine, wanted: GenerationRequest) -> tuple[Res
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scheduler, "_decoder", listening)
-        [result] = generate(engine, wanted)
+        with held(engine):
+            generations = [engine.submit(each) for each in requests]
+        results = [collect(generation) for generation in generations]
     # The generator is one step ahead of what it delivers.
-    return result, np.stack(steps[: len(result.tokens)]) if steps else np.empty((0, 0))
+    heard = [
+        steps.get(generation, [])[: len(each.tokens)] for generation, each in zip(generations, results, strict=True)
+    ]
+    return [(result, np.stack(own) if own else np.empty((0, 0))) for result, own in zip(results, heard, strict=True)]

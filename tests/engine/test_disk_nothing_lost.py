@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,10 +35,11 @@ from tests.engine.engines import (
     turn,
 )
 from tests.engine.test_disk_cache import WAIT_SECONDS, disk_of, on, settle, wait_until
+from tests.laws import sampled
 
 FAMILIES = ("qwen3", "qwen3_5")
 PROMPTS = [prompt_of(300, seed) for seed in range(6)]
-NUM_RAM_BYTES = 2**20
+NUM_RAM_BYTES = 2**19
 
 
 @pytest.fixture
@@ -46,11 +48,12 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     another one meanwhile, or waits for it."""
     changed = threading.Condition()
     num_refused = num_waiting = 0
-    write, can_take, await_written, order = (
+    write, can_take, await_written, order, wait = (
         FolderStore.write,
         DiskTier.can_take,
         DiskTier.await_written,
         DiskTier._order,
+        DiskTier.wait,
     )
 
     @contextmanager
@@ -80,6 +83,10 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         with waiting():
             return order(tier, what, timeout_seconds)
 
+    def waited(tier: DiskTier, seconds: float) -> None:
+        with waiting():
+            wait(tier, seconds)
+
     def slow(self: FolderStore, name: BlobName, parts: Sequence[bytes]) -> int:
         with changed:
             before = num_refused
@@ -91,6 +98,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(DiskTier, "can_take", asked)
         patch.setattr(DiskTier, "await_written", awaited)
         patch.setattr(DiskTier, "_order", ordered)
+        patch.setattr(DiskTier, "wait", waited)
         yield
 
 
@@ -162,12 +170,12 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_long(tmp_path: Path, monkey
         is_open.append(True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_siblings_share_4k_tokens_on_disk(family: str, tmp_path: Path) -> None:
-    """Two conversations that part after 4k tokens: after a restart both are whole and go on as before, and the files
+@pytest.mark.parametrize("num_shared", sampled([768, 4096], (768,)))
+def test_siblings_share_their_beginning_on_disk(num_shared: int, family: str, tmp_path: Path) -> None:
+    """Two conversations that part after many tokens: after a restart both are whole and go on as before, and the files
     hold every token of theirs once."""
-    shared = prompt_of(4096 + TAIL_TOKENS)[:4096]
+    shared = prompt_of(num_shared + TAIL_TOKENS)[:num_shared]
     ours, theirs = [*shared, *prompt_of(100, 1)], [*shared, *prompt_of(100, 2)]
     with running_engine(family, disk=on(tmp_path)) as engine:
         answers = [generate(engine, turn(each, 8))[0].tokens for each in (ours, theirs)]
@@ -200,14 +208,29 @@ def in_parts(folder: Path) -> None:
 def test_a_row_waits_for_what_another_one_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading takes longer than a row waits for a disk that gives nothing: as long as it gives, both rows wait."""
     in_parts(tmp_path)
-    real = FolderStore.read
+    ticked, num_ticks, seconds = threading.Condition(), 0, 0
+    real_read, real_wait = FolderStore.read, DiskTier.wait
 
     def read(self: FolderStore, name: BlobName) -> bytearray:
-        time.sleep(0.3)
-        return real(self, name)
+        """Takes half a minute by the clock that the rows have, and long enough for both to look for it in vain."""
+        nonlocal seconds
+        with ticked:
+            seconds += 30
+            until = num_ticks + 3
+            assert ticked.wait_for(lambda: num_ticks >= until, WAIT_SECONDS)
+        return real_read(self, name)
+
+    def wait(self: DiskTier, wait_seconds: float) -> None:
+        nonlocal num_ticks
+        with ticked:
+            num_ticks += 1
+            ticked.notify_all()
+        real_wait(self, wait_seconds)
 
     monkeypatch.setattr(FolderStore, "read", read)
-    monkeypatch.setattr(disk_cache, "STALLED_SECONDS", 1.5)
+    monkeypatch.setattr(DiskTier, "wait", wait)
+    monkeypatch.setattr(disk_cache, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
+    monkeypatch.setattr(disk_cache, "STALLED_SECONDS", 150.0)
     with running_engine(disk=on(tmp_path)) as engine:
         results = generate(engine, *(turn([*LONG, number], 2) for number in range(2)))
         assert disk_of(engine).stats.num_read >= NUM_PARTS
@@ -228,7 +251,7 @@ def test_what_is_read_ahead_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
 
     def insert(self: DiskCache, *arguments: Any) -> bool:
         nonlocal num_inserted
-        time.sleep(0.1)
+        time.sleep(0.03)
         num_inserted += 1
         return real_insert(self, *arguments)
 

@@ -1,13 +1,11 @@
 """Quantised KV in the engine: warm rows write what cold ones write, memory is really saved, and what cannot be served
 is said at the start.
 
-The matrix has 7 families x 8 and 4 bits x start at 0 and in the middle of the prompt x 11 ways to come back. A run
-takes one way under one setting of each family, so that all four settings are there, and all ways for one hybrid with 4
-bits from the middle on; `make long` takes a second setting, which differs in bits and in start. With FULL_MATRIX=1 in
-the environment it takes all 308 cells, and all of TurboQuant's four.
+The matrix has 7 families x 8 and 4 bits x start at 0 and in the middle of the prompt x 11 ways to come back, and
+TurboQuant's four columns. Every run takes all ways for one hybrid with 4 bits from the middle on, and one way under
+each of the other three settings, of another family each; `make full` takes all 308 cells, and all of TurboQuant's.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +17,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from kvserve.core import TokenDelta
-from kvserve.demo.build import TINY
+from kvserve.demo.build import TINY, ModelScale
 from kvserve.engine import worker as worker_module
 from kvserve.engine.decode import DecodePool, Step
 from kvserve.engine.kv_support import try_quantising
@@ -46,13 +44,14 @@ from tests.engine.engines import (
     turn,
     without_idle_work,
 )
-from tests.models import tiny_model
+from tests.laws import IS_FULL
+from tests.models import TWO_LAYERS, tiny_model
 from tests.starts import remembered_starts
 
 MIDDLE = 150
 BASE = prompt_of(288)
 ABLE = ("qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next", "gemma3", "gemma4", "llama")
-WIDE = replace(TINY, head_dim=32)
+WIDE = replace(TWO_LAYERS, head_dim=32)
 """The smallest group of MLX's quantisation is 32 wide."""
 
 
@@ -84,13 +83,13 @@ TURBO = [
     Case("llama", turbo(8, MIDDLE)),
 ]
 SLOW = TURBO[2:]
-"""Unpacked for every step these take a quarter of a minute for a way; each has a short one of its own in every run."""
+"""Unpacked for every step these take seconds for a way; each has a short one of its own in every run."""
 
 
 @contextmanager
-def engine_of(case: Case, **settings: Any) -> Iterator[Engine]:
+def engine_of(case: Case, *, scale: ModelScale = WIDE, **settings: Any) -> Iterator[Engine]:
     """An engine on the family's tiny model, with heads wide enough to be quantised."""
-    folder = tiny_model(case.family, scale=WIDE)
+    folder = tiny_model(case.family, scale=scale)
     engine = Engine(
         folder, engine_settings(kv=case.kv, **settings), grammar_tokenizer=lambda _: None, report=_fail_on_report
     )
@@ -262,27 +261,24 @@ WAYS: tuple[Callable[[Engine, Case], None], ...] = (
 )
 
 
+IN_EVERY_RUN = {
+    Case("gemma3", uniform(4, 0)): (warm_rows_join_cold_ones,),
+    Case("qwen3_next", uniform(8, 0)): (branch,),
+    Case("llama", uniform(8, MIDDLE)): (rewind,),
+    TURBO[0]: (next_turn,),
+    TURBO[1]: (repeated,),
+}
+"""Which cells every run takes beside all those of THOROUGH."""
+
+
 def cells() -> list[Any]:
-    """One cell of every second column of the matrix and of each of TurboQuant's, and one column whole; or all cells."""
-    is_full = bool(os.environ.get("FULL_MATRIX"))
-    chosen = [
-        (case, way, is_full or case == THOROUGH or (case not in SLOW if cases is TURBO else is_in_every_run(row)))
-        for cases, step in ((UNIFORM, 1), (TURBO, 4))
-        for row, case in enumerate(cases)
-        if is_full or case == THOROUGH or cases is TURBO or row % 4 in ((0, 3) if row // 4 % 2 else (1, 2))
-        for column, way in enumerate(WAYS)
-        if is_full or case == THOROUGH or (step * row - column) % len(WAYS) == 0
-    ]
+    """One column of the matrix whole and a cell of some others; in `make full` all cells of all columns."""
     return [
-        pytest.param(case, way, id=f"{case}-{way.__name__}", marks=() if is_quick else pytest.mark.long)
-        for case, way, is_quick in chosen
+        pytest.param(case, way, id=f"{case}-{way.__name__}", marks=() if is_in_every_run else pytest.mark.long)
+        for case in (*UNIFORM, *TURBO)
+        for way in WAYS
+        if (is_in_every_run := case == THOROUGH or way in IN_EVERY_RUN.get(case, ())) or IS_FULL
     ]
-
-
-def is_in_every_run(row: int) -> bool:
-    """Of the two columns that are taken of a family, one: among the seven each bits stand with each start."""
-    family, column = divmod(row, 4)
-    return (column >= 2) == (family // 2 % 2 == 0)
 
 
 @pytest.fixture(scope="module")
@@ -306,13 +302,13 @@ def test_a_warm_row_writes_what_a_cold_one_writes(
 def test_a_short_answer_is_repeated(case: Case) -> None:
     """What every run shows of the slow ones: latent attention packed from the first token on, and 8 bits."""
     with engine_of(case) as engine:
-        [first], [again] = generate(engine, turn(BASE, 6)), generate(engine, turn(BASE, 6))
-        assert (cached(first), cached(again)) == (0, len(BASE) - 1)
+        prompt, other = prompt_of(case.kv.start + 30), prompt_of(20, 1)
+        [first], [again] = generate(engine, turn(prompt, 4)), generate(engine, turn(prompt, 4))
+        assert (cached(first), cached(again)) == (0, len(prompt) - 1)
         assert_exact(again, first.tokens)
-        other = prompt_of(60, 1)
-        [branch] = generate(engine, turn([*BASE, *other], 6))
-        assert cached(branch) >= len(BASE)
-        assert_exact(branch, cold(engine, [*BASE, *other], 6))
+        [branch] = generate(engine, turn([*prompt, *other], 4))
+        assert cached(branch) >= len(prompt)
+        assert_exact(branch, cold(engine, [*prompt, *other], 4))
 
 
 # --- what the setting does --------------------------------------------------------------------------------------------
@@ -358,8 +354,8 @@ def test_what_is_kept_and_what_runs_is_really_smaller(qwen3: Engine) -> None:
     qwen3.clear_cache()
     sizes = qwen3.wait_until_ready().sizes
     full = load(tiny_model("qwen3", scale=WIDE), 131072).sizes
-    assert sizes.per_token == full.per_token == 4 * 2 * 2 * 32 * 4, "layers, keys and values, heads, width, float32"
-    assert sizes.per_packed_token == 4 * 2 * 2 * (32 // 2 + 2 * 4), "half a byte each, a scale and a bias per group"
+    assert sizes.per_token == full.per_token == 2 * 2 * 2 * 32 * 4, "layers, keys and values, heads, width, float32"
+    assert sizes.per_packed_token == 2 * 2 * 2 * (32 // 2 + 2 * 4), "half a byte each, a scale and a bias per group"
     running = qwen3.submit(turn(BASE, 2000))
     for batch in running.batches(30):
         if any(isinstance(event, TokenDelta) for event in batch):
@@ -462,7 +458,7 @@ def test_a_model_that_cannot_batch_crosses_the_start_alone(monkeypatch: pytest.M
 
 def _first_part_not_quantised_again(layout: CacheLayout, pieces: Any, state: Any, num_next: int) -> list[Any]:
     """Rows as they are kept, in plain caches: the first part in full precision, the rest unpacked."""
-    caches = [KVCache() for _ in range(4)]
+    caches = [KVCache() for _ in pieces[0][0].leaves]
     for kv, start, end in pieces:
         for cache, arrays in zip(caches, kv.leaves, strict=True):
             rows = [array[..., start:end, :] for array in arrays]
@@ -577,7 +573,7 @@ def test_logits_that_are_no_numbers_are_an_error_of_the_start() -> None:
 )
 def test_layers_that_stay_in_full_precision_are_named(family: str, said: str | None) -> None:
     """One line at the start, where some layers of a model cannot be quantised."""
-    with engine_of(Case(family, uniform(8, 0))) as engine:
+    with engine_of(Case(family, uniform(8, 0)), scale=replace(TINY, head_dim=32)) as engine:
         support = engine.status.cache_support
     assert support is not None
     assert support.notes == ((said,) if said else ())

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from kvserve.engine.model import check_folder, load, resolve_model_folder
 from kvserve.errors import ModelLoadError
-from tests.engine.engines import FAMILIES
+from tests.engine.engines import FAMILIES, of_each_kind
 from tests.models import tiny_model
 
 
@@ -24,7 +24,7 @@ def held_bytes(model, num_tokens: int) -> int:
     return sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", of_each_kind(FAMILIES))
 def test_measured_sizes_predict_a_rows_bytes(family: str) -> None:
     """Bytes per token and fixed bytes, measured on 16 tokens, predict what a row of 768 tokens holds."""
     model = load(tiny_model(family), 131072)

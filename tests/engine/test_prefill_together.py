@@ -23,7 +23,6 @@ from tests.engine.engines import (
     CUTTABLE,
     LOGIT_TOLERANCE,
     MESSAGE_TOKENS,
-    NUM_ANSWER_TOKENS,
     assert_exact,
     cached,
     cold,
@@ -39,6 +38,7 @@ from tests.laws import num_examples
 from tests.models import tiny_model
 
 NUM_ROWS = 8
+NUM_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def worst_difference(model: LoadedModel, rows: Sequence[tuple[int, int]]) -> flo
     return max(mx.abs(found - expected).max().item() for found, expected in pairs)  # type: ignore[type-var]
 
 
-@settings(max_examples=num_examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.tuples(st.sampled_from([0, 0, 1, 7, 300]), st.integers(1, 40)), min_size=2, max_size=5))
 def test_a_row_has_what_it_has_alone(qwen3: LoadedModel, rows: list[tuple[int, int]]) -> None:
     """Any lengths at any depths, beyond a buffer's step too."""
@@ -187,15 +187,15 @@ def test_prompts_that_come_together_are_prefilled_together(monkeypatch: pytest.M
     """Eight cold prompts: one pass, each answer that of a cold server, each prompt kept as if it had come alone."""
     prompts = [prompt_of(40 + 3 * seed, seed) for seed in range(NUM_ROWS)]
     with running_engine() as engine:
-        expected = [cold(engine, prompt) for prompt in prompts]
+        expected = [cold(engine, prompt, NUM_TOKENS) for prompt in prompts]
         passes = Passes(monkeypatch)
         for answer, tokens in zip(
-            generate(engine, *(request(prompt, NUM_ANSWER_TOKENS) for prompt in prompts)), expected, strict=True
+            generate(engine, *(request(prompt, NUM_TOKENS) for prompt in prompts)), expected, strict=True
         ):
             assert_exact(answer, tokens)
         assert passes.num_rows == [NUM_ROWS]
         for prompt, tokens in zip(prompts, expected, strict=True):
-            [again] = generate(engine, request(prompt, NUM_ANSWER_TOKENS))
+            [again] = generate(engine, request(prompt, NUM_TOKENS))
             assert_exact(again, tokens)
             assert cached(again) == len(prompt) - 1
 
@@ -205,13 +205,13 @@ def test_warm_turns_that_come_together_are_prefilled_together(monkeypatch: pytes
     known = [prompt_of(100 * (seed + 1), seed) for seed in range(3)]
     prompts = [[*prompt, *prompt_of(30, 50 + seed)] for seed, prompt in enumerate(known)]
     with running_engine() as engine:
-        expected = [cold(engine, prompt) for prompt in prompts]
+        expected = [cold(engine, prompt, NUM_TOKENS) for prompt in prompts]
         for prompt in known:
             generate(engine, request(prompt, 1))
         passes = Passes(monkeypatch)
         monkeypatch.setattr("kvserve.engine.prefill_together._is_worth_it", lambda *_: True)  # the weights are tiny
         for answer, tokens, prompt in zip(
-            generate(engine, *(request(prompt, NUM_ANSWER_TOKENS) for prompt in prompts)), expected, known, strict=True
+            generate(engine, *(request(prompt, NUM_TOKENS) for prompt in prompts)), expected, known, strict=True
         ):
             assert_exact(answer, tokens)
             assert cached(answer) == len(prompt)
@@ -223,11 +223,11 @@ def test_a_shared_pass_that_breaks_costs_nobody_anything(monkeypatch: pytest.Mon
     prompts = [prompt_of(50, seed) for seed in range(3)]
     lines: list[str] = []
     with running_engine(report=lines.append) as engine:
-        expected = [cold(engine, prompt) for prompt in prompts]
+        expected = [cold(engine, prompt, NUM_TOKENS) for prompt in prompts]
         passes = Passes(monkeypatch)
         monkeypatch.setattr("kvserve.engine.prefill_together.padded_pass", _break)
         for answer, tokens in zip(
-            generate(engine, *(request(prompt, NUM_ANSWER_TOKENS) for prompt in prompts)), expected, strict=True
+            generate(engine, *(request(prompt, NUM_TOKENS) for prompt in prompts)), expected, strict=True
         ):
             assert_exact(answer, tokens)
             generate(engine, *(request(prompt_of(50, 10 + seed), 1) for seed in range(3)))
@@ -241,9 +241,11 @@ def test_prompts_with_stops_are_kept_at_each_of_them(monkeypatch: pytest.MonkeyP
     """Messages end within the prompts: each pass goes to a stop, and another conversation finds what lies before it."""
     prompts = [prompt_of(2 * MESSAGE_TOKENS + 10 + seed, seed) for seed in range(3)]
     with running_engine() as engine:
-        expected = [cold(engine, prompt) for prompt in prompts]
+        expected = [cold(engine, prompt, NUM_TOKENS) for prompt in prompts]
         passes = Passes(monkeypatch)
-        for answer, tokens in zip(generate(engine, *map(turn, prompts)), expected, strict=True):
+        for answer, tokens in zip(
+            generate(engine, *(turn(prompt, NUM_TOKENS) for prompt in prompts)), expected, strict=True
+        ):
             assert_exact(answer, tokens)
         assert passes.num_rows and set(passes.num_rows) <= {2, 3}
         for prompt in prompts:
@@ -253,14 +255,14 @@ def test_prompts_with_stops_are_kept_at_each_of_them(monkeypatch: pytest.MonkeyP
 
 def test_prompts_share_a_pass_beside_a_stream() -> None:
     """The measured rate decides who fits into the time that the stream allows; all texts are those of a cold server."""
-    prompts = [prompt_of(40, seed) for seed in range(6)]
+    prompts = [prompt_of(40, seed) for seed in range(4)]
     with running_engine() as engine:
-        expected = [cold(engine, prompt) for prompt in prompts]
+        expected = [cold(engine, prompt, NUM_TOKENS) for prompt in prompts]
         stream = prompt_of(60, 50)
-        long_answer = cold(engine, stream, 200)
-        running = engine.submit(request(stream, 200))
+        long_answer = cold(engine, stream, 100)
+        running = engine.submit(request(stream, 100))
         for answer, tokens in zip(
-            generate(engine, *(request(prompt, NUM_ANSWER_TOKENS) for prompt in prompts)), expected, strict=True
+            generate(engine, *(request(prompt, NUM_TOKENS) for prompt in prompts)), expected, strict=True
         ):
             assert_exact(answer, tokens)
         assert_exact(collect(running), long_answer)
@@ -269,9 +271,9 @@ def test_prompts_share_a_pass_beside_a_stream() -> None:
 def test_a_client_that_leaves_a_group_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [prompt_of(50, seed) for seed in range(3)]
     with running_engine() as engine:
-        expected = [cold(engine, prompt) for prompt in prompts]
+        expected = [cold(engine, prompt, NUM_TOKENS) for prompt in prompts]
         _leave_during_the_pass(engine, monkeypatch)
-        answers = generate(engine, *(request(prompt, NUM_ANSWER_TOKENS) for prompt in prompts))
+        answers = generate(engine, *(request(prompt, NUM_TOKENS) for prompt in prompts))
         assert_exact(answers[0], expected[0])
         assert_exact(answers[2], expected[2])
         assert answers[1].tokens == () and answers[1].end.reason == "cancelled"  # type: ignore[union-attr]

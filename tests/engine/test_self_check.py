@@ -12,7 +12,6 @@ import pytest
 from mlx import nn
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
-from kvserve.demo.families import ModelScale
 from kvserve.engine import self_check as self_check_module
 from kvserve.engine.model import CacheSupport, LoadedModel, load
 from kvserve.engine.quantised import BatchPackedCache, KvSettings
@@ -31,7 +30,8 @@ from tests.engine.odd_caches import (
     Unmergeable,
     use_cache,
 )
-from tests.models import tiny_model
+from tests.laws import THREE_KINDS, sampled, sampled_cells
+from tests.models import TWO_LAYERS, tiny_model
 
 
 def qwen3() -> LoadedModel:
@@ -77,7 +77,8 @@ def test_the_check_takes_a_fraction_of_a_second() -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gemma3", "llama"])
+@pytest.mark.parametrize("family", sampled(["qwen3", "qwen3_5", "gemma3", "llama"], THREE_KINDS))
+@sampled_cells(lambda family, dtype: dtype == mx.bfloat16 or family == "qwen3")
 def test_rounding_is_not_taken_for_a_fault(family: str, dtype: mx.Dtype) -> None:
     """Weights of 16 bits, and of four, differ between one row and several by less than what counts."""
     model = load(tiny_model(family), 131072)
@@ -177,7 +178,7 @@ def test_a_state_that_is_lost_or_stale_is_found(monkeypatch: pytest.MonkeyPatch)
 
 def test_quantised_kv_is_tried_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantised rows decode in one batch only if that comes out right too."""
-    folder = tiny_model("qwen3", scale=ModelScale(head_dim=32))
+    folder = tiny_model("qwen3", scale=replace(TWO_LAYERS, head_dim=32))
     plain, packed = (load(folder, 131072, settings) for settings in (KvSettings(), KvSettings(bits=4, group_size=32)))
     assert check_caches(packed) == CacheSupport()
     real = BatchPackedCache.make_mask
@@ -197,7 +198,7 @@ def test_a_row_that_cannot_be_copied_cannot_be_quantised_later(monkeypatch: pyte
     """Where quantised KV begins a row is copied; from the first token on there is nothing to copy."""
     layers = itertools.cycle((KVCache, CopiesItself))
     use_cache(monkeypatch, lambda: next(layers)())  # noqa: PLW0108 - one class after the other
-    folder = tiny_model("qwen3", scale=ModelScale(head_dim=32))
+    folder = tiny_model("qwen3", scale=replace(TWO_LAYERS, head_dim=32))
     at_once, later = (load(folder, 131072, KvSettings(bits=8, group_size=32, start=start)) for start in (0, 64))
     assert not check_caches(at_once).can_keep
     with pytest.raises(ModelLoadError, match=r"QUANTIZED_KV_START=64 .*copies of CopiesItself.*KV_BITS=OFF"):

@@ -7,12 +7,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from kvserve.demo.build import TINY
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.quantised import KvSettings, PackedCache
 from kvserve.engine.snapshot import CacheLayout, merged
 from tests.engine.engines import FAMILIES, of_each_kind, prompt_of
-from tests.models import tiny_model
+from tests.models import TWO_LAYERS, tiny_model
 
 CUTTABLE = {"qwen3", "llama", "glm4_moe_lite"}
 CHECKPOINTS = (96, 200)
@@ -69,7 +68,7 @@ def test_a_restored_row_goes_on_bit_equal(model: LoadedModel) -> None:
             extend(model, control, tokens[start:stop])
         restored = layout.restore(pieces[:count], states[end], 300 - end)
         assert mx.array_equal(extend(model, restored, tokens[end:]), extend(model, control, tokens[end:]))
-        assert greedy(model, restored, [7], 24) == greedy(model, control, [7], 24)
+        assert greedy(model, restored, [7], 12) == greedy(model, control, [7], 12)
 
 
 def test_a_snapshot_does_not_move_with_the_live_row(model: LoadedModel) -> None:
@@ -77,11 +76,11 @@ def test_a_snapshot_does_not_move_with_the_live_row(model: LoadedModel) -> None:
     layout = CacheLayout(model.new_caches)
     tokens = prompt_of(300)
     pieces, states, live = record(model, layout, tokens)
-    expected = greedy(model, layout.restore(pieces, states[300], 1), [5], 24)
-    greedy(model, live, prompt_of(90, 3), 24)
+    expected = greedy(model, layout.restore(pieces, states[300], 1), [5], 12)
+    greedy(model, live, prompt_of(90, 3), 12)
     first, second = (layout.restore(pieces, states[300], 1) for _ in range(2))
     assert greedy(model, first, prompt_of(90, 4), 4) != expected
-    assert greedy(model, second, [5], 24) == expected
+    assert greedy(model, second, [5], 12) == expected
 
 
 def test_cut_rows_of_a_piece_are_exact(model: LoadedModel) -> None:
@@ -172,7 +171,7 @@ BORDER = 100
 
 @pytest.fixture(scope="module")
 def quantised() -> LoadedModel:
-    folder = tiny_model("gemma3", scale=replace(TINY, head_dim=32))
+    folder = tiny_model("gemma3", scale=replace(TWO_LAYERS, head_dim=32))
     return load(folder, 131072, KvSettings(bits=4, scheme="uniform", group_size=32, start=BORDER))
 
 

@@ -29,8 +29,8 @@ from tests.engine.odd_caches import (
 )
 from tests.models import tiny_model
 
-PROMPTS = [prompt_of(length, seed) for seed, length in enumerate((40, 300, 150))]
-NUM_TOKENS = 24
+PROMPTS = [prompt_of(length, seed) for seed, length in enumerate((40, 170, 100))]
+NUM_TOKENS = 12
 ODD = (Unmergeable, ConcatenateKVCache, DropsPadding, CopiesItself, HidesItsArrays)
 
 
@@ -100,7 +100,7 @@ def test_real_architectures_that_cannot_be_batched(tmp_path: Path, config: dict[
 def test_without_a_prefix_cache_nobody_waits_for_what_nobody_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows with one beginning come at once and in turn: each is computed whole, and the cache stays empty."""
     use_cache(monkeypatch, CopiesItself)
-    prompt = prompt_of(600)
+    prompt = prompt_of(300)
     expected = reference(tiny_model("qwen3"), prompt, 8)
     with running_engine() as engine:
         results = [*generate(engine, *[request(prompt, 8)] * 3), *generate(engine, request(prompt, 8))]
@@ -108,7 +108,7 @@ def test_without_a_prefix_cache_nobody_waits_for_what_nobody_keeps(monkeypatch: 
     assert [result.tokens for result in results] == [expected] * 4
     assert [cached(result) for result in results] == [0] * 4
     assert (report.stats.ram_bytes, report.stats.num_nodes, report.stats.num_leases) == (0, 0, 0)
-    assert report.totals.num_prefill_tokens == 4 * 600
+    assert report.totals.num_prefill_tokens == 4 * 300
 
 
 def test_rows_take_turns(engine: Engine, even_steps: None) -> None:
@@ -189,7 +189,7 @@ def test_a_cancelled_row_is_gone_and_what_it_computed_is_kept(engine: Engine) ->
 def test_the_watchdog_ends_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row over its time ends with `watchdog`; its neighbour ends whole."""
     use_cache(monkeypatch, Unmergeable)
-    with running_engine(watchdog_seconds=0.7) as engine:
+    with running_engine(watchdog_seconds=0.2) as engine:
         endless, short = generate(engine, request(PROMPTS[0], 100_000), request(PROMPTS[1], 8))
     assert isinstance(endless.end, GenerationDone) and endless.end.reason == "watchdog"
     assert len(short.tokens) == 8

@@ -11,14 +11,14 @@ from kvserve.engine.vision import RopeShift
 from kvserve.engine.vision_row import RowImages
 from kvserve.engine.vision_tower import Features, Tower
 from tests.engine.engines import generate, running_engine
-from tests.engine.test_vision import EVERY_RUN, Sighted
-from tests.engine.visions import VISION, Prompted, picture
+from tests.engine.test_vision import Sighted
+from tests.engine.visions import QUICK, VISION, Prompted, picture
 from tests.laws import sampled
 
 MROPE = ("qwen3_5_vl", "qwen3_vl", "glm4v")
 
 
-@pytest.fixture(scope="module", params=sampled(VISION, EVERY_RUN))
+@pytest.fixture(scope="module", params=sampled(VISION, QUICK))
 def sighted(request: pytest.FixtureRequest) -> Iterator[Sighted]:
     with running_engine(request.param, prefill_step_size=64) as engine:
         yield Sighted(request.param, engine)
@@ -86,7 +86,7 @@ def test_a_cut_inside_an_image_is_noticed_where_it_is_forbidden() -> None:
     """A family whose images see themselves in both directions writes something else in two pieces."""
     with running_engine("gemma4_vl", prefill_step_size=32) as engine:
         sighted = Sighted("gemma4_vl", engine)
-        prompted = question(sighted, 1)
+        prompted = question(sighted, 2)
         expected = sighted.cold(prompted)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RowImages, "whole", lambda self, start, end: end)

@@ -1,6 +1,7 @@
 """Rows that end inside an image, and quantised KV that starts beside one or in it: nothing of a cut image is kept, and
 what is found again is exact."""
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,12 @@ CUTTABLE = tuple(family for family in VISION if family != "gemma4_vl")
 
 def question(sighted: Sighted, seed: int = 1) -> Prompted:
     return sighted.writer.prompt("What is this? ", picture(seed, 128, 96), " Say it.")
+
+
+@functools.cache
+def question_of(family: str) -> Prompted:
+    with running_engine(family) as engine:
+        return question(Sighted(family, engine))
 
 
 def num_retreats(engine: Engine) -> int:
@@ -70,12 +77,16 @@ class Asked:
         return cached(answer)
 
 
-@pytest.fixture(params=sampled(CUTTABLE, ("qwen3_5_vl", "qwen3_vl")))
-def asked(request: pytest.FixtureRequest) -> Iterator[Asked]:
+@pytest.fixture(scope="module", params=sampled(CUTTABLE, ("qwen3_5_vl", "qwen3_vl")))
+def small_steps(request: pytest.FixtureRequest) -> Iterator[Sighted]:
     with running_engine(request.param, prefill_step_size=16) as engine:
-        sighted = Sighted(request.param, engine)
-        prompted = question(sighted)
-        yield Asked(engine, prompted, sighted.cold(prompted), num_retreats(engine))
+        yield Sighted(request.param, engine)
+
+
+@pytest.fixture
+def asked(small_steps: Sighted) -> Asked:
+    prompted, engine = question(small_steps), small_steps.engine
+    return Asked(engine, prompted, small_steps.known(prompted), num_retreats(engine))
 
 
 def test_a_client_that_leaves_inside_an_image_leaves_no_cut_image(asked: Asked) -> None:
@@ -118,15 +129,15 @@ EVERY_RUN = (("gemma4_vl", "inside it"), ("qwen3_5_vl", "inside it"), ("qwen3_5_
 def test_quantised_kv_around_an_image_is_exact(family: str, where: str, tmp_path: Path) -> None:
     """Wherever it starts: the next turn, another image of the same size and a restart write what a cold engine with
     the same settings writes, the image's KV is found again, and nothing is reported."""
-    with running_engine(family) as engine:
-        prompted = question(Sighted(family, engine))
+    prompted = question_of(family)
     span, num_tokens = prompted.tokens.images[0], len(prompted.tokens)
     start = dict(
         zip(PLACES, (0, span.start - 3, (span.start + span.end) // 2, span.end + 2, num_tokens + 5), strict=True)
     )[where]
     kv = KvSettings(bits=4, scheme="turboquant", start=start)
+    disk = DiskSettings(tmp_path / "kv", None, 0, 24.0)
     told: list[str] = []
-    with running_engine(family, kv=kv, prefill_step_size=64, report=told.append) as engine:
+    with running_engine(family, kv=kv, disk=disk, prefill_step_size=64, report=told.append) as engine:
         sighted = Sighted(family, engine)
         first, other = question(sighted), question(sighted, 2)
         more = sighted.writer.tokenizer.encode(" And why is that so?")
@@ -140,8 +151,7 @@ def test_quantised_kv_around_an_image_is_exact(family: str, where: str, tmp_path
         assert_exact(answer, expected_other)
         assert cached(answer) <= span.start
         assert num_retreats(engine) == 0
-    disk = DiskSettings(tmp_path / "kv", None, 0, 24.0)
-    with running_engine(family, kv=kv, disk=disk, report=told.append) as engine:
+        engine.clear_cache()
         generate(engine, first.request())
     with running_engine(family, kv=kv, disk=disk, report=told.append) as engine:
         [warm] = generate(engine, second.request())

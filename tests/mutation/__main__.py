@@ -129,24 +129,18 @@ def table(verdicts: Iterable[Verdict], seconds: float) -> str:
     verdicts = list(verdicts)
     counts = {by: sum(verdict.by == by for verdict in verdicts) for by in BY}
     in_default = counts["mapped"] + counts["default"]
+    share = in_default / max(1, len(verdicts))
     rows = [
         " | ".join(["", each.mutant.name, each.mutant.edits[0].file, each.mutant.fault, each.by, each.test, ""]).strip()
         for each in verdicts
     ]
-    return "\n".join(
-        [
-            "# Planted faults and who notices them",
-            "",
-            f"`make mutants`: {len(verdicts)} faults in {seconds / 60:.0f} minutes. The default run notices "
-            f"{in_default} ({in_default / max(1, len(verdicts)):.0%}), {counts['mapped']} of them by tests that run the "
-            f"changed lines; the full run of the package {counts['full']} more; nobody {counts['nobody']}.",
-            "",
-            "| mutant | file | what goes wrong | noticed by | test |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
+    summary = (
+        f"`make mutants`: {len(verdicts)} faults in {seconds / 60:.0f} minutes. The default run notices {in_default} "
+        f"({share:.0%}), {counts['mapped']} of them by tests that run the changed lines; the full run of the package "
+        f"{counts['full']} more; nobody {counts['nobody']}."
     )
+    heading = ("| mutant | file | what goes wrong | noticed by | test |", "|---|---|---|---|---|")
+    return "\n".join(["# Planted faults and who notices them", "", summary, "", *heading, *rows, ""])
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -140,7 +140,7 @@ def check_no_cut_matters(case: tuple[str, list[str]], options: dict[str, object]
 
 
 @given(cut_texts(), SETTINGS)
-@settings(max_examples=num_examples(200))
+@settings(max_examples=num_examples(100))
 def test_no_cut_matters(case: tuple[str, list[str]], options: dict[str, object]) -> None:
     """Channels, calls, their order and the record are those of the whole text, for any cutting and char by char."""
     check_no_cut_matters(case, options)
@@ -179,7 +179,7 @@ def check_nothing_is_lost(text: str, options: dict[str, object]) -> None:
 
 
 @given(MODEL_TEXTS, SETTINGS)
-@settings(max_examples=num_examples(200))
+@settings(max_examples=num_examples(100))
 @example("\n\n<think>\n\na\n\n</think>\n\n b \n<tool_call>now</tool_call>\n \n<tool_call>now</tool_call>\n", {})
 def test_nothing_is_lost(text: str, options: dict[str, object]) -> None:
     """The pieces are the text; channels and calls are their pieces; only tags and named white space are left out."""

@@ -3,10 +3,11 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.output.stop import StopScanner
+from tests.laws import num_examples
 
 LETTERS = st.text(alphabet="ab<Ж", max_size=24)
 STOPS = st.lists(st.text(alphabet="ab<Ж", max_size=4), max_size=4)
@@ -36,6 +37,7 @@ def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 @given(cut_texts(), STOPS)
+@settings(max_examples=num_examples(60))
 def test_the_first_complete_stop_string_ends_the_text(case: tuple[str, list[str]], stops: list[str]) -> None:
     """For any cutting the text ends before the stop string that is complete first."""
     text, parts = case
@@ -44,6 +46,7 @@ def test_the_first_complete_stop_string_ends_the_text(case: tuple[str, list[str]
 
 
 @given(LETTERS, STOPS)
+@settings(max_examples=num_examples(60))
 def test_only_a_possible_beginning_is_held_back(text: str, stops: list[str]) -> None:
     """What is not out yet is the beginning of a stop string, and no longer beginning could have been meant."""
     scanner = StopScanner(stops)

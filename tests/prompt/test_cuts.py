@@ -46,7 +46,7 @@ def test_pieces_have_the_ids_of_the_whole_text(name: str) -> None:
     cutter = Cutter(tokenizer, names)
     assert cutter.tokens == set(names)
 
-    @settings(max_examples=num_examples(60), deadline=None)
+    @settings(max_examples=num_examples(24), deadline=None)
     @given(texts_with(names))
     def check(text: str) -> None:
         assert pieced(tokenizer, cutter, text) == tokenizer.encode(text)
@@ -116,7 +116,7 @@ def test_normalisers_and_prefixes_do_no_harm(kind: str) -> None:
     cutter = Cutter(tokenizer, [MARK, "<|other|>"])
     assert cutter.tokens == {MARK}
 
-    @settings(max_examples=num_examples(80), deadline=None)
+    @settings(max_examples=num_examples(32), deadline=None)
     @given(texts_with([MARK, "<|other|>"]))
     def check(text: str) -> None:
         assert pieced(tokenizer, cutter, text) == tokenizer.encode(text)

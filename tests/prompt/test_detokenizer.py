@@ -2,12 +2,13 @@
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from kvserve.errors import ModelLoadError
 from kvserve.prompt.detokenizer import decoder_form
+from tests.laws import num_examples
 from tests.prompt.samples import FAMILIES, byte_level_backend, family_tokenizer, sentencepiece_backend, tokenizer_of
 
 TOKENIZERS = {
@@ -23,6 +24,7 @@ def pieces(tokenizer, ids, after=()) -> list[str]:
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @given(data=st.data())
+@settings(max_examples=num_examples(40))
 def test_pieces_of_any_ids_are_the_decoded_whole(kind: str, data: st.DataObject) -> None:
     """Random ids, special and unknown ones and broken characters included."""
     tokenizer = TOKENIZERS[kind]()
@@ -32,6 +34,7 @@ def test_pieces_of_any_ids_are_the_decoded_whole(kind: str, data: st.DataObject)
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
+@settings(max_examples=num_examples(40))
 def test_the_law_holds_for_the_families(family: str, data: st.DataObject) -> None:
     """The same for the tokenizers of real model folders."""
     tokenizer = family_tokenizer(family)
@@ -41,6 +44,7 @@ def test_the_law_holds_for_the_families(family: str, data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @given(text=st.text(alphabet="he llo 東é🫠\n", max_size=30))
+@settings(max_examples=num_examples(40))
 def test_no_piece_of_a_whole_text_holds_half_a_character(kind: str, text: str) -> None:
     """Characters of several tokens come when they are complete: no replacement character ever shows."""
     tokenizer = TOKENIZERS[kind]()
@@ -52,6 +56,7 @@ def test_no_piece_of_a_whole_text_holds_half_a_character(kind: str, text: str) -
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @given(data=st.data())
+@settings(max_examples=num_examples(40))
 def test_a_continued_text_keeps_its_leading_space(kind: str, data: st.DataObject) -> None:
     """Ids that follow others decode as what they add to them, even where a text's first blank is dropped."""
     tokenizer = TOKENIZERS[kind]()

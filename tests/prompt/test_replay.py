@@ -96,7 +96,7 @@ def test_any_ids_at_all_are_kept_where_the_template_says_the_same(name: str) -> 
     special = [of.tokenizer.token_id(token) for token in added_names(of.tokenizer)]
     token = st.one_of(st.integers(0, 1400), st.integers(0, 1400), st.integers(0, 1400), st.sampled_from(special))
 
-    @settings(max_examples=num_examples(60), deadline=None)
+    @settings(max_examples=num_examples(24), deadline=None)
     @given(st.lists(token, max_size=30), st.booleans(), st.booleans())
     def check(ids: list[int], thinking: bool, cut: bool) -> None:
         talk = Talk(of, thinking=thinking)
@@ -116,7 +116,7 @@ def test_answers_in_the_familys_own_form_are_kept(name: str) -> None:
     """Thinking, content and calls, tokenised unlike the tokenizer would, whole or cut anywhere."""
     of = family(name)
 
-    @settings(max_examples=num_examples(40), deadline=None)
+    @settings(max_examples=num_examples(16), deadline=None)
     @given(
         st.booleans(),
         st.text(max_size=20),
@@ -201,7 +201,7 @@ def test_an_edited_answer_loses_its_ids(name: str) -> None:
     """One character more, less or other inside the content, blanks included: the edit is what is read."""
     of = family(name)
 
-    @settings(max_examples=num_examples(30), deadline=None)
+    @settings(max_examples=num_examples(12), deadline=None)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         talk = Talk(of, thinking=False)

@@ -24,7 +24,7 @@ def test_ids_are_those_of_the_whole_text(name: str) -> None:
     forgetful = Stitcher.of(of.tokenizer, of.template, of.markers)
     forgetful._known._max_bytes = 0
 
-    @settings(max_examples=num_examples(60), deadline=None)
+    @settings(max_examples=num_examples(24), deadline=None)
     @given(texts_with(added_names(of.tokenizer)), st.booleans(), st.booleans())
     def check(text: str, opens_reasoning: bool, continues: bool) -> None:
         prompt = PromptText(text, opens_reasoning, continues=continues)
@@ -43,7 +43,7 @@ def test_rendered_conversations_have_the_ids_of_their_text(name: str) -> None:
     """What templates make of agents' conversations, users who write special tokens included."""
     of = family(name)
 
-    @settings(max_examples=num_examples(25), deadline=None)
+    @settings(max_examples=num_examples(10), deadline=None)
     @given(conversations(), st.booleans(), texts_with(added_names(of.tokenizer)))
     def check(messages: tuple[Message, ...], thinking: bool, text: str) -> None:
         said = (*messages, Message("user", (TextBlock(text),)))

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.core import (
@@ -24,6 +24,7 @@ from kvserve.core import (
 from kvserve.errors import EngineFailure
 from kvserve.protocols.anthropic_answers import MessageStreamEncoder, PromptCounts, whole_message
 from kvserve.protocols.anthropic_signature import signed_text
+from tests.laws import num_examples
 from tests.protocols.anthropic_wire import as_named_sse, sdk_reading
 
 type Golden = Callable[[str, str], None]
@@ -126,6 +127,7 @@ deltas: st.SearchStrategy[OutputDelta] = st.one_of(
 
 
 @given(st.lists(deltas, max_size=12), st.booleans(), st.booleans())
+@settings(max_examples=num_examples(50))
 def test_any_answer_is_well_formed_and_says_what_the_model_wrote(
     said: list[OutputDelta], shows_thinking: bool, is_found_first: bool
 ) -> None:
@@ -171,6 +173,7 @@ def _letters(*texts: str) -> str:
 
 
 @given(st.lists(deltas, max_size=8), st.data())
+@settings(max_examples=num_examples(50))
 def test_the_cut_of_the_pieces_does_not_matter(said: list[OutputDelta], data: st.DataObject) -> None:
     """One letter at a time or in larger pieces: the message is the same."""
     pieces: list[OutputDelta] = []
@@ -185,6 +188,7 @@ def test_the_cut_of_the_pieces_does_not_matter(said: list[OutputDelta], data: st
 
 
 @given(st.integers(1, 500), st.integers(0, 500), st.integers(0, 500))
+@settings(max_examples=num_examples(50))
 def test_the_three_counts_are_the_prompt(num_prompt: int, num_marked: int, num_cached: int) -> None:
     """Input, read and created add up to the prompt's tokens, and nothing is created without a mark."""
     num_marked, num_cached = min(num_marked, num_prompt), min(num_cached, num_prompt)

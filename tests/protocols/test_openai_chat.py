@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.core import (
@@ -30,6 +30,7 @@ from kvserve.core import (
 )
 from kvserve.errors import BadRequest, EngineFailure
 from kvserve.protocols.openai_chat import ChatRequest, ChatStreamEncoder, encode_answer, parse_chat
+from tests.laws import num_examples
 
 if TYPE_CHECKING:  # the SDKs take a second each to import: only tests that read with them do
     from openai import OpenAI
@@ -203,6 +204,7 @@ EVENTS = st.builds(
 
 
 @given(EVENTS, st.booleans())
+@settings(max_examples=num_examples(50))
 def test_a_stream_put_together_is_the_answer(events: list[AnswerEvent], include_usage: bool) -> None:
     """For any events: joined chunks, keep-alives between them, equal the message that is not streamed."""
     encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage)

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.core import Message, RequestDefaults, SessionHint, TextBlock, ThinkingChoice, ToolResultBlock
 from kvserve.errors import BadRequest, NotFound, RequestError
 from kvserve.protocols.responses_request import parse_responses
 from kvserve.protocols.responses_store import ResponseStore, StoredResponse
+from tests.laws import num_examples
 from tests.protocols.responses_wire import ID, parse
 from tests.protocols.test_robustness import JSON, paths, replaced
 
@@ -243,6 +244,7 @@ VALID: dict[str, object] = {
 
 
 @given(st.sampled_from(list(paths(VALID))), JSON)
+@settings(max_examples=num_examples(60))
 def test_any_change_of_a_good_body_is_read_or_refused(path: tuple[str | int, ...], value: object) -> None:
     """Nothing else than a request error comes out, and what is read can be written again."""
     body = replaced(VALID, path, value)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.core import (
@@ -29,6 +29,7 @@ from kvserve.errors import EngineFailure, NotReady, QueueFull, RequestError
 from kvserve.protocols.responses_items import read_items
 from kvserve.protocols.responses_request import Described
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
+from tests.laws import num_examples
 from tests.protocols.responses_wire import CREATED, ID, MODEL, as_named_sse, described, put_together, stream
 
 if TYPE_CHECKING:  # the SDKs take a second each to import: only tests that read with them do
@@ -194,6 +195,7 @@ ABOUT = st.sampled_from(
 
 
 @given(EVENTS, ABOUT)
+@settings(max_examples=num_examples(40))
 def test_a_stream_put_together_is_the_response(events: list[AnswerEvent], about: Described) -> None:
     """For any events: the pieces of the stream make the items of the response that is not streamed."""
     made = stream(events, about)
@@ -227,6 +229,7 @@ def said_blocks(events: list[AnswerEvent]) -> list[Block]:
 
 
 @given(EVENTS, ABOUT)
+@settings(max_examples=num_examples(40))
 def test_an_answer_sent_back_is_the_message_that_was_written(events: list[AnswerEvent], about: Described) -> None:
     """The items of any response, echoed, are one assistant message that says what the answer said, in its order."""
     output = stream(events, about)[-1]["response"]["output"]
@@ -241,6 +244,7 @@ def test_an_answer_sent_back_is_the_message_that_was_written(events: list[Answer
 
 
 @given(TEXT.filter(bool), TEXT.filter(bool), st.lists(CALL_BLOCKS, max_size=3), ABOUT)
+@settings(max_examples=num_examples(40))
 def test_an_answer_without_its_ids_is_still_one_message(
     thought: str, said: str, calls: list[ToolCallBlock], about: Described
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.core import JsonObject, RequestDefaults, RequestId, TextBlock, ToolCallBlock, ToolResultBlock
@@ -15,6 +15,7 @@ from kvserve.protocols.fields import decode_body
 from kvserve.protocols.openai_chat import ChatRequest, parse_chat
 from kvserve.protocols.openai_completions import parse_completion
 from kvserve.protocols.openai_errors import encode_error
+from tests.laws import num_examples
 
 DATA = Path(__file__).parent / "data"
 RECORDINGS = Path(__file__).resolve().parents[3] / "shared" / "recordings"
@@ -98,6 +99,7 @@ def test_the_body_that_is_mutated_is_valid(defaults: RequestDefaults) -> None:
 
 
 @given(path=st.sampled_from(list(paths(VALID))), value=JSON)
+@settings(max_examples=num_examples(60))
 def test_any_mutation_of_a_valid_body_is_answered(
     path: tuple[str | int, ...], value: object, defaults: RequestDefaults
 ) -> None:
@@ -106,12 +108,14 @@ def test_any_mutation_of_a_valid_body_is_answered(
 
 
 @given(body=st.dictionaries(NAMES | st.text(max_size=4), JSON, max_size=6))
+@settings(max_examples=num_examples(60))
 def test_any_object_is_answered(body: dict[str, object], defaults: RequestDefaults) -> None:
     """Objects of known and unknown names with any values."""
     check(body, defaults)
 
 
 @given(value=JSON)
+@settings(max_examples=num_examples(60))
 def test_any_json_is_answered(value: object, defaults: RequestDefaults) -> None:
     """Any JSON text as the body, NaN literals included."""
     try:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.core import JsonObject, RequestDefaults, RequestId
@@ -15,6 +15,7 @@ from kvserve.protocols.agents import parse_create, parse_generate
 from kvserve.protocols.anthropic_messages import parse_counted, parse_messages
 from kvserve.protocols.responses_request import parse_responses
 from kvserve.protocols.responses_store import ResponseStore
+from tests.laws import num_examples
 from tests.protocols.test_robustness import JSON, VALID, paths, replaced
 
 ID = RequestId("req0123456789abcdef01234567")
@@ -152,6 +153,7 @@ def test_the_body_that_is_mutated_is_valid(name: str, defaults: RequestDefaults)
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 @given(data=st.data())
+@settings(max_examples=num_examples(50))
 def test_any_mutation_of_a_valid_body_is_answered(name: str, data: st.DataObject, defaults: RequestDefaults) -> None:
     """One field of any depth replaced by any JSON value, or any object at all."""
     valid, parse = PROTOCOLS[name]

@@ -1,7 +1,8 @@
-"""Two real LiteLLM proxies for the whole session, no more: each costs 10 to 20 seconds."""
+"""One real LiteLLM proxy for the whole session, and one with a key in `make full`: each costs 10 to 20 seconds."""
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from kvserve.proxy.litellm import LitellmProxy
 from kvserve.proxy.settings import ProxySettings
 from tests.proxy.reached import Reached
-from tests.proxy.stubs import KEY, LISTED, Backend, Client, Proxies, Script, free_port
+from tests.proxy.stubs import KEY, LISTED, Backend, Client, Running, Script, free_port
 
 
 @pytest.fixture(scope="session")
@@ -25,35 +26,45 @@ def reached(tmp_path_factory: pytest.TempPathFactory) -> Reached:
     return Reached(tmp_path_factory.mktemp("reached"))
 
 
-@pytest.fixture(scope="session")
-def proxies(session_backend: Backend, reached: Reached, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxies]:
-    """Both LiteLLMs, started side by side: that costs 10 to 20 seconds once."""
-    folder: Path = tmp_path_factory.mktemp("state")
-    environment = reached.watching(os.environ)
+@contextmanager
+def running(backend: Backend, reached: Reached, folder: Path, key: str | None) -> Iterator[Running]:
+    """A LiteLLM that is ready."""
     reports: list[str] = []
-    ports = free_port(), free_port()
-    started: list[LitellmProxy] = []
+    settings = ProxySettings(
+        port=free_port(),
+        backend_url=backend.url,
+        listed_model_id=LISTED,
+        state_dir=folder,
+        api_key=key,
+        allowed_origins=("https://allowed.example",),
+        max_body_bytes=4 * 2**20,
+        keep_alive_seconds=1.0,
+    )
+    proxy = LitellmProxy(settings, reached.watching(os.environ), reports.append)
     try:
-        for port, key in zip(ports, (None, KEY), strict=True):
-            settings = ProxySettings(
-                port=port,
-                backend_url=session_backend.url,
-                listed_model_id=LISTED,
-                state_dir=folder,
-                api_key=key,
-                allowed_origins=("https://allowed.example",),
-                max_body_bytes=4 * 2**20,
-                keep_alive_seconds=1.0,
-            )
-            proxy = LitellmProxy(settings, environment, reports.append)
-            started.append(proxy)
-            proxy.start()
-        for proxy in started:
-            proxy.wait_until_ready()
-        yield Proxies(started[0], started[1], ports[0], ports[1], reports)
+        proxy.start()
+        proxy.wait_until_ready()
+        yield Running(proxy, settings.port, reports)
     finally:
-        for proxy in started:
-            proxy.stop()
+        proxy.stop()
+
+
+@pytest.fixture(scope="session")
+def open_proxy(
+    session_backend: Backend, reached: Reached, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    """The LiteLLM that takes any key or none."""
+    with running(session_backend, reached, tmp_path_factory.mktemp("open"), None) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="session")
+def keyed_proxy(
+    session_backend: Backend, reached: Reached, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    """The LiteLLM with a key: its tests are long, the guard that asks for the key is tested without one."""
+    with running(session_backend, reached, tmp_path_factory.mktemp("keyed"), KEY) as proxy:
+        yield proxy
 
 
 @pytest.fixture
@@ -64,12 +75,12 @@ def backend(session_backend: Backend) -> Backend:
 
 
 @pytest.fixture
-def client(proxies: Proxies) -> Client:
+def client(open_proxy: Running) -> Client:
     """A client of the proxy without a key."""
-    return Client(proxies.open_port)
+    return Client(open_proxy.port)
 
 
 @pytest.fixture
-def keyed_client(proxies: Proxies) -> Client:
+def keyed_client(keyed_proxy: Running) -> Client:
     """A client of the proxy with a key."""
-    return Client(proxies.keyed_port)
+    return Client(keyed_proxy.port)

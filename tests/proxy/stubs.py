@@ -237,11 +237,9 @@ def free_port() -> int:
 
 
 @dataclass(frozen=True)
-class Proxies:
-    """The two real proxies: one that takes any key or none, one with a key."""
+class Running:
+    """A real LiteLLM that runs, where, and what it reported."""
 
-    open: LitellmProxy
-    keyed: LitellmProxy
-    open_port: int
-    keyed_port: int
+    proxy: LitellmProxy
+    port: int
     reports: list[str]

@@ -239,6 +239,32 @@ def test_the_key_is_needed_but_for_health() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "headers", [{}, {"authorization": "Bearer w"}, {"x_api_key": "w"}, {"authorization": "Basic a"}]
+)
+def test_without_a_key_nobody_is_asked(headers: dict[str, str]) -> None:
+    """Any key passes, and none; with one all of these are refused, in Anthropic's form where that is spoken."""
+    assert call(Inner(), scope_of(**headers), piece(b"{}"))[0]["status"] == 200
+    keyed = GuardRules("127.0.0.1", "m", api_key="k")
+    for path, kind in ((CHAT, "invalid_api_key"), ("/v1/messages", "authentication_error")):
+        inner = Inner()
+        sent = call(inner, scope_of(path=path, **headers), piece(b"{}"), rules=keyed)
+        error = json.loads(sent[1]["body"])["error"]
+        assert (sent[0]["status"], not inner.seen) == (401, True)
+        assert kind in (error.get("code"), error["type"])
+
+
+@pytest.mark.parametrize("headers", [{"x_api_key": "k"}, {"authorization": "Bearer k"}])
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/models"])
+def test_the_key_opens_the_door_in_both_spellings(path: str, headers: dict[str, str]) -> None:
+    """Whatever is behind it."""
+    inner = Inner()
+    method = "GET" if path == "/v1/models" else "POST"
+    rules = GuardRules("127.0.0.1", "m", api_key="k")
+    assert call(inner, scope_of(method, path, **headers), piece(b"{}"), rules=rules)[0]["status"] == 200
+    assert len(inner.seen) == 1
+
+
 def test_the_start_is_held_back_until_litellm_is_warm() -> None:
     """One request goes through, past the backend and with the key, before the server learns that it may begin."""
     order: list[Any] = []

@@ -1,19 +1,33 @@
 """What the hook sends out and keeps, without a proxy around it."""
 
 import asyncio
+import importlib.util
+import sys
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import httpx
+import pytest
 
 from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange
 
 
+@cache
 def hook() -> ModuleType:
-    """The module that LiteLLM loads. It imports LiteLLM, which takes two seconds: only these tests pay for that."""
-    from kvserve.proxy import hook
-
-    return hook
+    """The module that LiteLLM loads, with a base class that does nothing: LiteLLM itself takes seconds to import, and
+    the tests of what passes through run the hook inside it."""
+    base = ModuleType("litellm.integrations.custom_logger")
+    base.CustomLogger = type("CustomLogger", (), {})  # type: ignore[attr-defined]
+    packages = {name: ModuleType(name) for name in ("litellm", "litellm.integrations")}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in {**packages, base.__name__: base}.items():
+            patch.setitem(sys.modules, name, module)
+        spec = importlib.util.find_spec("kvserve.proxy.hook")
+        assert spec is not None and spec.loader is not None
+        made = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
+    return made
 
 
 def in_exchange(exchange: Exchange | None, data: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from kvserve.errors import MethodNotAllowed, NotFound
 from kvserve.proxy.asgi import Message, Receive, Scope, Send
 from kvserve.proxy.guard import GuardRules, find_route
 from kvserve.proxy.native import native_methods, pass_through_endpoint, run_while_wanted
-from tests.proxy.stubs import KEY, Backend, Client, Proxies, Script
+from tests.proxy.stubs import KEY, Backend, Client, Script
 from tests.proxy.test_guard import RULES, Inner, call, header, piece, scope_of
 
 PATH = "/v1/responses"
@@ -268,14 +268,14 @@ def test_stored_responses_are_reached(client: Client, wire: Wire, method: str) -
     assert (got.method, got.path, got.body) == (method, path, b"")
 
 
-def test_the_key_is_asked_for_and_passed_on(proxies: Proxies, wire: Wire) -> None:
+@pytest.mark.long
+def test_the_key_is_asked_for_and_passed_on(keyed_client: Client, wire: Wire) -> None:
     """As bearer or x-api-key; a wrong one and none are refused by the guard."""
-    keyed = Client(proxies.keyed_port)
     for headers in ({"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}):
-        assert keyed.send("POST", PATH, b"{}", headers).status == 200
+        assert keyed_client.send("POST", PATH, b"{}", headers).status == 200
     assert [got.headers["authorization"] for got in wire.arrived] == [f"Bearer {KEY}"] * 2
     for headers in ({}, {"x-api-key": "wrong"}):
-        assert keyed.send("POST", PATH, b"{}", headers).status == 401
+        assert keyed_client.send("POST", PATH, b"{}", headers).status == 401
     assert len(wire.arrived) == 2
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kvserve.telemetry.log import Event, format_line
-from tests.scripts.conftest import run_script
+from tests.scripts.conftest import run_script, start_script
 from tests.serving import serving_app
 
 SYSTEM = {"role": "system", "content": "Be brief.\nAnswer in English."}
@@ -60,7 +60,7 @@ def test_a_text_that_continues_and_one_that_differs(tmp_path: Path) -> None:
 def test_interleaved_agents_are_compared_with_their_own(tmp_path: Path) -> None:
     """`--against nearest` finds the turn that a sub-agent's turns stand in front of."""
     file = write(tmp_path / "cache-session-a.log", "parent 1", "child 1", "parent 1 and 2", "child 1 and 2")
-    done = run_script("diff_turns.py", str(file), "--against", "nearest")
+    done = start_script("diff_turns.py", str(file), "--against", "nearest")
     assert "continues req0 (8 characters)" in done.stdout
     assert "continues req1 (7 characters)" in done.stdout
 

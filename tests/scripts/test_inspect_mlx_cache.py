@@ -13,7 +13,7 @@ from kvserve.engine.disk_open import DiskSettings
 from tests.engine.engines import TAIL_TOKENS, assert_exact, cached, cold, generate, prompt_of, running_engine, turn
 from tests.laws import THREE_KINDS, sampled
 from tests.models import tiny_model
-from tests.scripts.conftest import run_script
+from tests.scripts.conftest import run_script, start_script
 from tests.serving import AppUnderTest
 
 FAMILIES = sampled((*THREE_KINDS, "glm4_moe_lite", "gpt_oss"), THREE_KINDS)
@@ -127,5 +127,5 @@ def test_ram_is_listed_over_http(server: AppUnderTest) -> None:
 @pytest.mark.parametrize("arguments", [["verify", "--dir", "."], ["list", "--server-url", "http://127.0.0.1:9"]])
 def test_nothing_there_is_exit_code_2(arguments: list[str], tmp_path: Path) -> None:
     """One line and no traceback."""
-    done = run_script("inspect_mlx_cache.py", *[str(tmp_path) if each == "." else each for each in arguments])
+    done = start_script("inspect_mlx_cache.py", *[str(tmp_path) if each == "." else each for each in arguments])
     assert done.returncode == 2 and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from kvserve.core import TextBlock, Turn
-from tests.scripts.conftest import addresses, run_script
+from tests.scripts.conftest import addresses, run_script, start_script
 from tests.serving import AppUnderTest
 
-SHORT = ["--system-chars", "1000", "--max-tokens", "4"]
+SHORT = ["--system-chars", "1000", "--max-tokens", "2"]
 
 
 def test_the_message_that_vanishes_costs_only_itself(server: AppUnderTest) -> None:
@@ -32,6 +32,6 @@ def test_a_server_that_keeps_the_old_date_is_found_out(server: AppUnderTest, mon
         return real(replace(turn, messages=messages), served)
 
     monkeypatch.setattr(server.app, "serve", of_yesterday)
-    done = run_script("test_openclaw_integration.py", *addresses(server), *SHORT, "--min-reuse", "0")
+    done = start_script("test_openclaw_integration.py", *addresses(server), *SHORT, "--min-reuse", "0")
     assert done.returncode == 1
     assert "FAIL  the new date is computed" in done.stdout

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvserve.core import Turn
-from tests.scripts.conftest import addresses, run_script
+from tests.scripts.conftest import addresses, run_script, start_script
 from tests.serving import AppUnderTest, serving_app, writing
 
-SHORT = ["--turns", "4", "--system-chars", "6000", "--max-tokens", "12"]
+SHORT = ["--turns", "3", "--system-chars", "6000", "--max-tokens", "4"]
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "notes/a.txt", "limit": 5}}\n</tool_call>'
 
 
@@ -22,7 +22,7 @@ def rows(output: str) -> list[list[str]]:
 
 def test_a_tool_loop_with_the_scripts_own_calls_is_reused(server: AppUnderTest) -> None:
     """A model that calls nothing still gives a tool loop; every judged turn and counter is fine, and the code is 0."""
-    done = run_script("pi_like_probe.py", *addresses(server), *SHORT)
+    done = run_script("pi_like_probe.py", *addresses(server), *SHORT, "--turns", "4")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row[0] for row in rows(done.stdout)] == ["1", "2", "3", "4"]
     assert done.stdout.count("bash (the script's own)") == 4
@@ -42,19 +42,19 @@ def test_calls_of_the_model_are_answered(server: AppUnderTest, monkeypatch: pyte
         monkeypatch.setattr(server.app, "serve", serve)
         done = run_script("pi_like_probe.py", *addresses(server), *SHORT, "--max-tokens", "100")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [row[-1] for row in rows(done.stdout)] == ["read"] * 4
+    assert [row[-1] for row in rows(done.stdout)] == ["read"] * 3
 
 
 def test_a_missed_share_is_exit_code_1(server: AppUnderTest) -> None:
     """An expectation that no server can meet fails by name."""
-    done = run_script("pi_like_probe.py", *addresses(server), *SHORT, "--min-reuse", "100")
+    done = run_script("pi_like_probe.py", *addresses(server), *SHORT, "--system-chars", "500", "--min-reuse", "100")
     assert done.returncode == 1
     assert "FAIL  turn 3 reuses at least 100.0%" in done.stdout
 
 
 def test_an_address_without_a_server_is_exit_code_2() -> None:
     """Nobody there is neither success nor a failed expectation, and no traceback."""
-    done = run_script("pi_like_probe.py", "--base-url", "http://127.0.0.1:9", "--server-url", "", "--turns", "3")
+    done = start_script("pi_like_probe.py", "--base-url", "http://127.0.0.1:9", "--server-url", "", "--turns", "3")
     assert done.returncode == 2
     assert done.stderr.startswith("error: POST http://127.0.0.1:9/v1/chat/completions: ")
 

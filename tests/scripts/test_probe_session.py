@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kvserve.core import Turn
-from tests.scripts.conftest import addresses, run_script
+from tests.scripts.conftest import addresses, run_script, script, start_script
 from tests.serving import AppUnderTest, eventually
 
-SHORT = ["--system-chars", "1000", "--max-tokens", "8"]
+SHORT = ["--system-chars", "500", "--max-tokens", "4"]
 NUM_TURNS_BEFORE_THE_EDIT = 4
 
 
@@ -32,7 +32,9 @@ def test_a_changed_history_is_computed_again(server: AppUnderTest, mode: str) ->
         assert f"ok    {sentence}" in done.stdout
 
 
-def test_every_request_stands_in_the_traces(server: AppUnderTest, tmp_path: Path) -> None:
+def test_every_request_stands_in_the_traces(
+    server: AppUnderTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the tokens that its answer told, and its cause; traces of somebody else's requests are exit code 1."""
     server.chat("The day has a folder now.", max_tokens=1)
     assert eventually(lambda: any(server.log_root.rglob("cache-session-*.log")))
@@ -42,13 +44,14 @@ def test_every_request_stands_in_the_traces(server: AppUnderTest, tmp_path: Path
     assert "ok    7 of 7 requests stand in the traces as they were answered" in done.stdout
     assert "messages left out" in done.stdout or "message changed" in done.stdout
     (tmp_path / "cache-session-other.log").write_text('turn request_id="req0" num_prompt_tokens=7\n')
+    monkeypatch.setattr(script("probe_session.py"), "TRACE_SECONDS", 0.0)
     other = run_script("probe_session.py", "normal", *addresses(server), *SHORT, "--traces", str(tmp_path))
     assert other.returncode == 1 and "FAIL  0 of 4 requests stand in the traces" in other.stdout, other.stdout
 
 
 def test_a_turn_that_loses_more_than_allowed_is_exit_code_1(server: AppUnderTest) -> None:
     """With a slack below zero not even perfect reuse is enough; the sentence says what was missed."""
-    done = run_script("probe_session.py", "normal", *addresses(server), *SHORT, "--slack-tokens", "-100000")
+    done = start_script("probe_session.py", "normal", *addresses(server), *SHORT, "--slack-tokens", "-100000")
     assert done.returncode == 1
     assert "FAIL  turn 2: " in done.stdout
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.models import tiny_model
-from tests.scripts.conftest import run_script
+from tests.scripts.conftest import run_script, start_script
 from tests.serving import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -66,7 +66,7 @@ def test_what_waits_for_another_model_is_shown(tmp_path: Path) -> None:
 
 def test_nobody_there_is_exit_code_2() -> None:
     """One line and no traceback."""
-    done = run_script("top.py", "--server-url", "http://127.0.0.1:9", "--once")
+    done = start_script("top.py", "--server-url", "http://127.0.0.1:9", "--once")
     assert done.returncode == 2 and done.stderr.startswith("error: GET http://127.0.0.1:9/dashboard/events: ")
 
 

@@ -202,7 +202,7 @@ def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unsynced")
-@settings(max_examples=num_examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=num_examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_damage_makes_it_say_something_else(written: Written, tmp_path: Path, data: st.DataObject) -> None:
     """Any byte of any of its files flipped, any of them cut anywhere: a content that was once whole, or nothing."""

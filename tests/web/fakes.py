@@ -50,7 +50,7 @@ SETTINGS = WebSettings(
     body_timeout_seconds=PATIENCE_SECONDS,
     write_timeout_seconds=PATIENCE_SECONDS,
     idle_timeout_seconds=PATIENCE_SECONDS,
-    linger_seconds=0.1,
+    linger_seconds=0.02,
     keep_alive_seconds=5.0,
     poll_seconds=0.02,
 )
@@ -188,7 +188,9 @@ def serving(service: FakeService | None = None, **changes: object) -> Iterator[S
     reports: list[str] = []
     server = HttpServer(replace(SETTINGS, **changes), make_router(service), reports.append)  # type: ignore[arg-type]
     server.bind()
-    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvserve.web.server._ACCEPT_POLL_SECONDS", 0.01)  # so long its end is waited for, in every test
+        server.start()
     try:
         yield Served(server, service, reports)
     finally:

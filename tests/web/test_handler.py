@@ -54,7 +54,7 @@ def exchange_raw(served: Served, wire: bytes) -> tuple[int, dict[str, object], b
 )
 def test_bad_http_gets_its_status_and_the_connection_ends(wire: str, status: int) -> None:
     """Each is answered in OpenAI's error form and closed; the model is never asked, and the server serves on."""
-    patience = 0.5 if status == 408 else PATIENCE_SECONDS
+    patience = 0.15 if status == 408 else PATIENCE_SECONDS
     with serving(header_timeout_seconds=patience, body_timeout_seconds=patience) as served:
         got, error, is_closed = exchange_raw(served, wire.encode("latin-1"))
         assert (got, is_closed) == (status, True)

@@ -140,10 +140,11 @@ def num_descriptors() -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts descriptors in /proc")
+@pytest.mark.parametrize("num_clients", [20, pytest.param(200, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("script", "num_chunks"), [((None,), 1), ((*[ContentDelta("x"), 0.02] * 500,), 3)], ids=["prefill", "decode"]
 )
-def test_two_hundred_disconnects_leave_nothing(script: tuple[object, ...], num_chunks: int) -> None:
+def test_many_disconnects_leave_nothing(script: tuple[object, ...], num_chunks: int, num_clients: int) -> None:
     """Every turn is cancelled and ended; no thread and no descriptor stays, with the server still serving."""
     service = FakeService(script=script)
     with serving(service, max_connections=256) as served:
@@ -153,7 +154,7 @@ def test_two_hundred_disconnects_leave_nothing(script: tuple[object, ...], num_c
         gc.collect()
         num_threads, num_files = threading.active_count(), num_descriptors()
         turns = []
-        for _ in range(200):
+        for _ in range(num_clients):
             client = RawClient(served.server.port)
             client.send(STREAM_WIRE)
             client.read_head()
@@ -188,7 +189,7 @@ def test_waiting_costs_no_cpu() -> None:
             client.send(STREAM_WIRE)
             client.read_head()
         begun, started = time.monotonic(), time.process_time()
-        time.sleep(1)
+        time.sleep(0.3)
         assert time.process_time() - started < 0.5 * (time.monotonic() - begun)
         for client in clients:
             client.close()
