@@ -21,14 +21,14 @@ format: setup
 test: setup
 	$(PYTHON) -m pytest
 
-# Everything but `e2e`: the default run, every family and cell, and ten times as many examples of each law. In parts that take
+# Everything but `e2e`: the default run, every family and cell, and 25 times as many examples of each law. In parts that take
 # about the same time, one after another, or one of them: `make full PART=3`.
-PARTS := 6
+PARTS := 3
 
 full: $(if $(PART),full-$(PART),$(foreach part,$(shell seq $(PARTS)),full-$(part)))
 
 full-%: setup
-	FULL_RUN=1 $(PYTHON) -m pytest -m "not e2e" --timeout 1200 --part $*/$(PARTS)
+	FULL_RUN=1 $(PYTHON) -m pytest -m "not e2e" -n 2 --timeout 1200 --part $*/$(PARTS)
 
 # Which part of `full` a commit is tested with beside the default run: all of them, over a few commits.
 full-of-commit:
@@ -41,6 +41,7 @@ mutants: setup
 # How long each file takes, by which the default run and the parts of `full` are ordered (tests/durations.json).
 durations: setup
 	$(PYTHON) -m pytest --keep-durations
+	FULL_RUN=1 $(PYTHON) -m pytest -m "not e2e" -n 2 --timeout 1200 --keep-durations
 
 check: lint test
 

@@ -9,7 +9,7 @@ import pytest
 IS_FULL = os.environ.get("FULL_RUN") == "1"
 """Whether this is `make full`: every family and cell, and every law with more examples."""
 
-_TIMES = 10 if IS_FULL else 1
+_TIMES = 25 if IS_FULL else 1
 
 TWO_KINDS = ("qwen3", "qwen3_5")
 """The least that shows a law of caches: one family whose layers can be cut anywhere, one with recurrent states."""
@@ -19,14 +19,14 @@ THREE_KINDS = (*TWO_KINDS, "gemma3")
 
 
 def num_examples(in_every_run: int) -> int:
-    """For `max_examples`: that many, ten times as many in `make full`."""
+    """For `max_examples`: that many, twenty-five times as many in `make full`."""
     return in_every_run * _TIMES
 
 
 def sampled(values: Iterable[Any], in_every_run: Container[Any]) -> list[Any]:
     """Parameters of a test: the named values run every time, the others, which show the same again, in `make full`.
 
-    A law that runs with nine families is nine times as dear as one. Only a repetition may be left out: every family is
+    A law that runs with nine families costs nine times as much as with one. Only a repetition may be left out: every family is
     in the default run where its text is compared with mlx-lm's (`engine/test_worker.py`), one family of each kind of
     caches where warm and cold rows share a batch, THREE_KINDS where logits are compared, every situation with the kind
     that makes it hardest, and every planted fault.

@@ -1,9 +1,9 @@
 """Which tests run together and in which order: a pytest plugin that knows files and how long each of them took.
 
 A test file is the unit of work, so that what its fixtures start (an engine, a server) is started once; files that share
-a dear fixture are one unit (`TOGETHER`), and a file that takes minutes is cut into pieces. Units go out dearest first,
-by the durations that `tests/durations.json` keeps for the default and for the full run; `--keep-durations` measures
-them anew. `--part K/N` runs the K-th of N parts of about the same length.
+an expensive fixture are one unit (`TOGETHER`), and a file that takes minutes is cut into pieces. Units go out slowest
+first, by the durations that `tests/durations.json` keeps for the default and for the full run; `--keep-durations`
+measures them anew. `--part K/N` runs the K-th of N parts of about the same length.
 """
 
 import json
@@ -41,9 +41,12 @@ def file_of(node_id: str) -> str:
 
 
 class Units:
-    """Node ids sorted into units; each unit has a length in seconds, by what its file took."""
+    """Node ids sorted into units; each unit has a length in seconds, by what its file took.
 
-    def __init__(self, node_ids: Sequence[str], durations: Durations) -> None:
+    `num_parts`: the node ids are one of so many parts, so of a file that is cut only about that share is there.
+    """
+
+    def __init__(self, node_ids: Sequence[str], durations: Durations, num_parts: int = 1) -> None:
         by_file: dict[str, list[str]] = {}
         for node_id in node_ids:
             by_file.setdefault(file_of(node_id), []).append(node_id)
@@ -51,13 +54,15 @@ class Units:
         self.seconds: dict[str, float] = {}
         for file, ids in by_file.items():
             seconds = durations.get(file, UNKNOWN_SECONDS)
+            if seconds > 2 * PIECE_SECONDS:
+                seconds /= num_parts
             num_pieces = min(len(ids), int(seconds // PIECE_SECONDS)) if seconds > 2 * PIECE_SECONDS else 1
             for place, node_id in enumerate(ids):
                 piece = place * num_pieces // len(ids)
                 self.of[node_id] = f"{file}#{piece}" if num_pieces > 1 else file
             self.seconds.update({self.of[node_id]: seconds / num_pieces for node_id in ids})
 
-    def dearest_first(self) -> list[str]:
+    def slowest_first(self) -> list[str]:
         """Longest first, by name where that is equal."""
         return sorted(self.seconds, key=lambda unit: (-self.seconds[unit], unit))
 
@@ -65,7 +70,7 @@ class Units:
         """Units dealt to parts of about the same length: longest first, each to the part that is shortest so far."""
         parts: list[set[str]] = [set() for _ in range(num_parts)]
         lengths = [0.0] * num_parts
-        for unit in self.dearest_first():
+        for unit in self.slowest_first():
             shortest = lengths.index(min(lengths))
             parts[shortest].add(unit)
             lengths[shortest] += self.seconds[unit]
@@ -92,7 +97,7 @@ def _read_file() -> dict[str, Any]:
     return whole
 
 
-class DearestFirst(LoadScopeScheduling):
+class SlowestFirst(LoadScopeScheduling):
     """Hands whole units to the workers, in the order in which these have sorted their tests."""
 
     def __init__(self, config: pytest.Config, log: Any = None) -> None:
@@ -102,8 +107,26 @@ class DearestFirst(LoadScopeScheduling):
 
     def schedule(self) -> None:
         if not self._unit_of:
-            self._unit_of = Units(next(iter(self.registered_collections.values())), read_durations()).of
+            part = self.config.getoption("--part")
+            node_ids = next(iter(self.registered_collections.values()))
+            self._unit_of = Units(node_ids, read_durations(), num_parts=_parse_part(part)[1] if part else 1).of
         super().schedule()
+
+    def remove_node(self, node: Any) -> str | None:
+        """A worker has ended. Of one that crashed, xdist would hand out all its units again, the finished ones and the
+        test that crashed too, and wait for ever (pytest-xdist issues 784 and 1323)."""
+        workload = self.assigned_work.pop(node)
+        unfinished = [node_id for unit in workload.values() for node_id, is_done in unit.items() if not is_done]
+        if not unfinished:
+            return None
+        crashed = unfinished[0]
+        for unit, tests in workload.items():
+            left = {node_id: False for node_id, is_done in tests.items() if not is_done and node_id != crashed}
+            if left:
+                self.workqueue[unit] = left
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return crashed
 
     def _split_scope(self, nodeid: str) -> str:
         return self._unit_of[nodeid]
@@ -116,6 +139,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if part := config.getoption("--part"):
+        _parse_part(part)
     config.pluginmanager.register(Schedule(), "kvserve-schedule")
 
 
@@ -128,8 +153,8 @@ class Schedule:
         self._num_collected: Counter[str] = Counter()
         self._collection_seconds: list[float] = []
 
-    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> DearestFirst:
-        return DearestFirst(config, log)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> SlowestFirst:
+        return SlowestFirst(config, log)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection(self) -> Generator[None, object, object]:
@@ -140,15 +165,17 @@ class Schedule:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Only this run's part and, where several workers share it, the dearest unit first."""
+        """Only this run's part and, where several workers share it, the slowest unit first."""
         self._num_collected.update(file_of(item.nodeid) for item in items)
-        units = Units([item.nodeid for item in items], read_durations())
+        units, num_parts = Units([item.nodeid for item in items], read_durations()), 1
         if part := config.getoption("--part"):
-            wanted = _part_of(part, units)
+            number, num_parts = _parse_part(part)
+            wanted = units.parts(num_parts)[number - 1]
             config.hook.pytest_deselected(items=[item for item in items if units.of[item.nodeid] not in wanted])
             items[:] = [item for item in items if units.of[item.nodeid] in wanted]
         if hasattr(config, "workerinput"):
-            rank = {unit: place for place, unit in enumerate(units.dearest_first())}
+            units = Units([item.nodeid for item in items], read_durations(), num_parts)
+            rank = {unit: place for place, unit in enumerate(units.slowest_first())}
             items.sort(key=lambda item: rank[units.of[item.nodeid]])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -158,7 +185,7 @@ class Schedule:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
-            output["collection_seconds"] = self._collection_seconds[0]
+            output["collection_seconds"] = sum(self._collection_seconds)
             output["num_collected"] = dict(self._num_collected)
         elif session.config.getoption("--keep-durations"):
             # Of a file that is cut, a part runs some pieces only.
@@ -178,8 +205,8 @@ class Schedule:
             terminalreporter.write_line(f"Collection took {spent} CPU seconds.")
 
 
-def _part_of(text: str, units: Units) -> set[str]:
+def _parse_part(text: str) -> tuple[int, int]:
     number, _, count = text.partition("/")
     if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise pytest.UsageError(f"--part takes K/N with 1 <= K <= N, for instance 2/8, and not {text!r}")
-    return units.parts(int(count))[int(number) - 1]
+        raise pytest.UsageError(f"--part takes K/N with 1 <= K <= N, for instance 2/3, and not {text!r}")
+    return int(number), int(count)

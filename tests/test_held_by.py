@@ -55,6 +55,16 @@ def test_every_test_of_the_page_is_in_the_default_run() -> None:
     assert [told for node_id in NODE_IDS if (told := complaint(node_id))] == []
 
 
+def test_some_case_of_every_test_is_in_this_run(request: pytest.FixtureRequest) -> None:
+    """A test all of whose cases are long holds nothing by default. Where only a part of the tests was asked for, there
+    is nothing to see."""
+    if request.config.option.keyword or any("::" in argument for argument in request.config.args):
+        pytest.skip("single tests were asked for")
+    run = {item.nodeid.partition("[")[0] for item in request.session.items}
+    files = {node_id.partition("::")[0] for node_id in run}
+    assert [node_id for node_id in NODE_IDS if node_id.partition("::")[0] in files and node_id not in run] == []
+
+
 def test_every_file_of_the_page_is_there() -> None:
     """Those too that are named for what the default run does not show."""
     assert [path for path in FILES if not (ROOT / path).is_file()] == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.agents import TOOL, Asked, send
-from tests.laws import TWO_KINDS, sampled, sampled_cells
+from tests.laws import IS_FULL, TWO_KINDS, sampled, sampled_cells
 from tests.serving import AppUnderTest, serving_app
 
 REMINDER = (
@@ -38,7 +38,7 @@ def conversation() -> Body:
             {"role": "user", "content": "Thank you. And what is beta?"},
         ],
         "tools": [TOOL],
-        "max_tokens": 4,
+        "max_tokens": 12 if IS_FULL else 4,
         "temperature": 0,
         "repetition_penalty": 1,
         "chat_template_kwargs": {"enable_thinking": False},

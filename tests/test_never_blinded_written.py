@@ -263,10 +263,10 @@ def read(model: ModelFree, body: Body) -> str:
 
 def said(text: str, *, less_thinking: bool) -> str:
     """What a prompt says: JSON's spacing, empty thinking in history and the white space around thinking aside, but not
-    that inside of texts."""
+    that inside of texts. GLM writes empty thinking as its closing tag alone."""
     for thought in THOUGHTS if less_thinking else ():
         text = text.replace(thought, "")
-    text = re.sub(r"<think>\s*</think>\s*(?=\S)", "", text)
+    text = re.sub(r"(?:<think>\s*|(?<=<\|assistant\|>))</think>\s*(?=\S)", "", text)
     return re.sub(r"(?<=[,:{}\[\]>]) +|\s+(?=[<{])", "", text).replace("\n\n", "\n")
 
 

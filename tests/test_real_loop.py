@@ -16,7 +16,7 @@ from benchmarks.real_loop import Pair, Paired, num_differing, pair_up, row_of, t
 from benchmarks.recordings import RECORDED_CLIENTS, Conversation, Reply, Request, read_recordings, shared_folder
 from benchmarks.reuse_oracle import CONVENTIONS, RECORDED_FAMILIES
 from tests.agents import CARRIER, TOOL
-from tests.laws import sampled
+from tests.laws import IS_FULL, sampled
 from tests.models import tiny_model
 from tests.starts import remembered_starts
 
@@ -84,7 +84,7 @@ def test_a_recorded_session_does_too(family: str, tmp_path: Path) -> None:
     if shared is None:
         pytest.skip("there are no recordings here")
     talk = next(talk for talk in read_recordings(shared) if talk.client == CLIENT)
-    played = led(family, tmp_path, Conversation(talk.client, talk.name, talk.requests[:3]))
+    played = led(family, tmp_path, Conversation(talk.client, talk.name, talk.requests[: 5 if IS_FULL else 3]))
     check(played)
     for before, now in pairwise(played.pairs):
         assert now.real.num_cached_tokens >= 0.85 * before.real.num_prompt_tokens

@@ -10,16 +10,16 @@ from benchmarks.reuse import TOLERANCE_TOKENS, Judge, Judged, chat, clear_cache,
 from benchmarks.reuse_oracle import CONVENTIONS
 from benchmarks.reuse_scenarios import SCENARIOS, Ask, Reply, Sizes, Words
 from kvserve.engine import prefix_cache
-from tests.laws import THREE_KINDS, TWO_KINDS, sampled, sampled_cells
+from tests.laws import IS_FULL, THREE_KINDS, TWO_KINDS, sampled, sampled_cells
 from tests.models import tiny_model
 from tests.serving import AppUnderTest, serving_app
 
-ANSWER_TOKENS = 8
+ANSWER_TOKENS = 12 if IS_FULL else 8
 USER_TURNS = "user turns"
 EVERY_RUN = THREE_KINDS
 """glm4_moe_lite's caches can be cut at any token, as qwen3's can, and gpt_oss has windows, as gemma3 has: left to
 `make full`."""
-SIZES = Sizes(system_words=50, user_words=10, result_words=20, num_turns=2)
+SIZES = Sizes(system_words=50, user_words=10, result_words=20, num_turns=3 if IS_FULL else 2)
 
 
 @dataclass(frozen=True)

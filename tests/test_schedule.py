@@ -1,6 +1,11 @@
 """How tests are sorted into units, and units into parts, by what they took before."""
 
-from tests.schedule import PIECE_SECONDS, Units
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.schedule import PIECE_SECONDS, SlowestFirst, Units
 
 FILES = {"tests/a.py": 30.0, "tests/b.py": 10.0, "tests/proxy/": 20.0}
 
@@ -10,10 +15,10 @@ def ids(file: str, count: int) -> list[str]:
     return [f"{file}::test_{number}" for number in range(count)]
 
 
-def test_a_file_is_one_unit_and_a_folder_with_a_dear_fixture_too() -> None:
+def test_a_file_is_one_unit_and_a_folder_with_an_expensive_fixture_too() -> None:
     """What shares fixtures stays together, and goes out longest first."""
     units = Units([*ids("tests/b.py", 2), *ids("tests/proxy/c.py", 1), *ids("tests/proxy/d.py", 1)], FILES)
-    assert units.dearest_first() == ["tests/proxy/", "tests/b.py"]
+    assert units.slowest_first() == ["tests/proxy/", "tests/b.py"]
     assert units.of["tests/proxy/c.py::test_0"] == units.of["tests/proxy/d.py::test_0"]
 
 
@@ -32,3 +37,50 @@ def test_parts_share_all_and_are_about_as_long() -> None:
     assert not parts[0] & parts[1] and parts[0] | parts[1] == set(units.of.values())
     lengths = [sum(units.seconds[unit] for unit in part) for part in parts]
     assert abs(lengths[0] - lengths[1]) <= 5
+
+
+class Worker:
+    """What the scheduler asks of a worker: it notes what it is given."""
+
+    shutting_down = False
+
+    def __init__(self, name: str) -> None:
+        self.gateway = SimpleNamespace(id=name)
+        self.given: list[int] = []
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.given += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+@pytest.fixture
+def scheduler() -> SlowestFirst:
+    options = SimpleNamespace(loadscopereorder=True)
+    config: Any = SimpleNamespace(
+        option=options, getoption=lambda name: None, getvalue=lambda name: ["popen", "popen"], rootpath=None
+    )
+    return SlowestFirst(config, SimpleNamespace(loadscopesched=lambda *_: None))
+
+
+def test_of_a_worker_that_crashes_the_rest_goes_to_its_successor(scheduler: SlowestFirst) -> None:
+    """What it had finished is not run again, nor is the test that took it along: that one is the crash that is told."""
+    node_ids = [*ids("tests/crash_a.py", 4), *ids("tests/crash_b.py", 4)]
+    first, second, successor = Worker("gw0"), Worker("gw1"), Worker("gw2")
+    for worker in (first, second):
+        scheduler.add_node(worker)
+        scheduler.add_node_collection(worker, node_ids)
+    scheduler.schedule()
+    assert (first.given, second.given) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    scheduler.mark_test_complete(first, 0)
+    for index in (4, 5, 6, 7):
+        scheduler.mark_test_complete(second, index)
+    assert scheduler.remove_node(first) == node_ids[1]
+    scheduler.add_node(successor)
+    scheduler.add_node_collection(successor, node_ids)
+    scheduler.schedule()
+    assert successor.given == [2, 3]
+    for index in successor.given:
+        scheduler.mark_test_complete(successor, index)
+    assert scheduler.tests_finished and not scheduler.has_pending and successor.shutting_down

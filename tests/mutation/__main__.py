@@ -18,11 +18,11 @@ from queue import SimpleQueue
 
 from tests.mutation.coverage_map import CoverageMap, in_running_order
 from tests.mutation.mutants import Mutant, read_mutants
-from tests.mutation.workspace import ROOT, Workspace
+from tests.mutation.workspace import NO_END, ROOT, Workspace
 from tests.schedule import read_durations
 
 RESULTS = Path(__file__).with_name("results.md")
-ONE_TEST_SECONDS = 60
+ONE_TEST_SECONDS, ONE_FULL_TEST_SECONDS = 60, 1200
 READ_THE_SOURCE = ("tests/test_architecture.py",)
 """Tests that read the package instead of running it: no coverage leads to them."""
 MAPPED_SECONDS, DEFAULT_SECONDS, FULL_SECONDS = 900.0, 1800.0, 3600.0
@@ -50,19 +50,24 @@ class Hunt:
         self._seconds = read_durations("default")
         self._lock = threading.Lock()
         self._map: CoverageMap | None = None
+        self._fails_anyway: tuple[str, ...] = ()
 
     def say(self, text: str) -> None:
         with self._lock:
             print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
     def measure(self) -> None:
-        """The default run with coverage, on the unchanged copy: it must be green."""
+        """The default run with coverage, on the unchanged copy. Measuring makes tests slow: one that fails by its clock
+        is told and left out."""
         space = self._spaces[0]
         data = space.root.parent / "coverage"
         os.environ["COVERAGE_FILE"] = str(data)
         outcome = space.run(["--cov=kvserve", "--cov-context=test", "--cov-report="], seconds=DEFAULT_SECONDS)
-        if not outcome.is_green:
-            raise SystemExit(f"The default run fails without any fault: {outcome.failed}")
+        if outcome.told:
+            raise SystemExit(f"The default run could not be measured: {outcome.told}")
+        for test in outcome.failed:
+            self.say(f"fails without any fault and is left out: {test}")
+        self._fails_anyway = outcome.failed
         self._map = CoverageMap(data, space.root)
 
     def near(self, mutant: Mutant) -> Verdict:
@@ -74,6 +79,8 @@ class Hunt:
         try:
             with space.planted(mutant):
                 test = self._noticed(space, ["-n", "0"], tests, MAPPED_SECONDS)
+            if test == NO_END:  # thousands of tests, none of which hangs: the whole run decides
+                test = ""
         finally:
             self._free.put(space)
         return self._verdict(mutant, "mapped", test, started)
@@ -94,21 +101,23 @@ class Hunt:
         self, space: Workspace, arguments: list[str], tests: Sequence[str], seconds: float, *, is_full: bool = False
     ) -> str:
         """The test that fails, twice in a row: once may be the machine's mood. "" if none does."""
-        arguments = ["-x", "--timeout", str(ONE_TEST_SECONDS), *arguments]
-        outcome = space.run(arguments, tests=tests, seconds=seconds, is_full=is_full)
-        if outcome.is_green or "::" not in outcome.failed:
-            return outcome.failed
+        limit = ["--timeout", str(ONE_FULL_TEST_SECONDS if is_full else ONE_TEST_SECONDS)]
+        without = [each for test in self._fails_anyway for each in ("--deselect", test)]
+        outcome = space.run(["-x", *limit, *without, *arguments], tests=tests, seconds=seconds, is_full=is_full)
+        if not outcome.failed:
+            return outcome.told
+        first = outcome.failed[0]
         again = space.run(
-            ["-n", "0", "-m", "not e2e", "--timeout", str(ONE_TEST_SECONDS)],
-            tests=[outcome.failed],
+            ["-n", "0", "-m", "not e2e", *limit],
+            tests=[first],
             seconds=seconds,
             is_full=is_full,
         )
         if not again.is_green:
-            return outcome.failed
-        self.say(f"  {outcome.failed} failed once only, which does not count")
-        rest = [test for test in tests if test != outcome.failed]
-        return self._noticed(space, arguments, rest, seconds, is_full=is_full) if rest else ""
+            return first
+        self.say(f"  {first} failed once only, which does not count")
+        rest = [*tests, *(() if tests else ["tests"])]
+        return self._noticed(space, ["--deselect", first, *arguments], rest, seconds, is_full=is_full)
 
     def _verdict(self, mutant: Mutant, by: str, test: str, started: float) -> Verdict:
         verdict = Verdict(mutant, by if test else "nobody", test, time.monotonic() - started)
@@ -153,7 +162,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="kvserve-mutants-") as folder:
         hunt = Hunt(Path(folder), chosen.jobs)
         hunt.measure()
-        hunt.say(f"The default run is green and measured; {len(mutants)} mutants.")
+        hunt.say(f"The default run is measured; {len(mutants)} mutants.")
         with ThreadPoolExecutor(chosen.jobs) as pool:
             verdicts = {verdict.mutant.name: verdict for verdict in pool.map(hunt.near, mutants)}
         for by in ("default", "full"):

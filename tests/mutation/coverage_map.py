@@ -48,7 +48,7 @@ def in_running_order(tests: Iterable[str], package: str, seconds: dict[str, floa
     for test in tests:
         by_file[test.partition("::")[0]].append(test)
 
-    def dearness(file: str) -> tuple[bool, float, str]:
+    def cost(file: str) -> tuple[bool, float, str]:
         return not (package and file.startswith(f"tests/{package}/")), seconds.get(file, 5.0), file
 
-    return [test for file in sorted(by_file, key=dearness) for test in sorted(by_file[file])]
+    return [test for file in sorted(by_file, key=cost) for test in sorted(by_file[file])]
