@@ -26,10 +26,10 @@ def num_examples(in_every_run: int) -> int:
 def sampled(values: Iterable[Any], in_every_run: Container[Any]) -> list[Any]:
     """Parameters of a test: the named values run every time, the others, which show the same again, in `make full`.
 
-    A law that runs with nine families costs nine times as much as with one. Only a repetition may be left out: every family is
-    in the default run where its text is compared with mlx-lm's (`engine/test_worker.py`), one family of each kind of
-    caches where warm and cold rows share a batch, THREE_KINDS where logits are compared, every situation with the kind
-    that makes it hardest, and every planted fault.
+    A law that runs with nine families costs nine times as much as with one. Only a repetition may be left out: every
+    family is in the default run where its text is compared with mlx-lm's (`engine/test_worker.py`), one family of each
+    kind of caches where warm and cold rows share a batch, THREE_KINDS where logits are compared, every situation with
+    the kind that makes it hardest, and every planted fault.
     """
     return [pytest.param(value, marks=() if value in in_every_run else pytest.mark.long) for value in values]
 

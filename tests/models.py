@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from kvserve.demo.build import build_digest, build_model
-from kvserve.demo.families import ModelScale
+from kvserve.demo.families import TINY, ModelScale
 
 TWO_LAYERS = ModelScale(num_layers=2)
-"""One layer of each kind that a family has: all that the laws of caches need, at half the price of the demo's four."""
+"""One layer of each kind that a family has, at half the price of the demo's four: enough for most laws of caches; that
+layers of one kind are told apart is shown with `DEEP` ones."""
+
+DEEP = "deep-"
+"""Before a family's name: the demo's own four layers, several of which keep the same kind of state."""
+
+DEEP_ONES = (DEEP + "qwen3_5", DEEP + "gemma3")
+"""Several recurrent states in a row, several windows."""
 
 
 def tiny_model(family: str, *, answer_tokens: int | None = None, **arguments: Any) -> Path:
@@ -21,7 +28,9 @@ def tiny_model(family: str, *, answer_tokens: int | None = None, **arguments: An
 
     Unless `answer_tokens` is given the model never ends an answer by itself, so that tests decide on the length.
     """
-    arguments = {"scale": TWO_LAYERS, "answer_tokens": answer_tokens} | arguments
+    scale = TINY if family.startswith(DEEP) else TWO_LAYERS
+    family = family.removeprefix(DEEP)
+    arguments = {"scale": scale, "answer_tokens": answer_tokens} | arguments
     root = Path(tempfile.gettempdir()) / f"kvserve-test-models-{getpass.getuser()}"
     root.mkdir(mode=0o700, exist_ok=True)
     return build_model(family, root / f"{family}-{build_digest(family, **arguments)[:16]}", **arguments)

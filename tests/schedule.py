@@ -22,8 +22,8 @@ DURATIONS_FILE = Path(__file__).with_name("durations.json")
 ROOT = DURATIONS_FILE.parent.parent
 RUN = "full" if IS_FULL else "default"
 
-TOGETHER = ("tests/proxy/",)
-"""Folders whose files share one dear fixture: a LiteLLM process."""
+TOGETHER = ("tests/proxy/", "tests/protocols/")
+"""Folders whose files share what is expensive: a LiteLLM process, the import of the clients' libraries."""
 
 UNKNOWN_SECONDS = 5.0
 """For a file that was never measured: early enough that it is not the last one to end."""

@@ -1,6 +1,8 @@
 """Bad input to the Anthropic endpoints: each has its status and Anthropic's own error form, and costs no step."""
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,23 +12,17 @@ from kvserve.errors import EngineFailure
 from tests.anthropic_serving import COUNT_PATH, MESSAGES_PATH, ask, events_of, is_error_form, messages_body
 from tests.protocols.test_anthropic_messages import MISTYPED
 from tests.serving import AppUnderTest, eventually, serving_app, unstarted_app
-from tests.test_http_bad_input import BODY_LIMIT, BROKEN_BODIES, BROKEN_REQUESTS, CONTEXT, HEAD, WORDS
-from tests.web.fakes import CHAT, FINISHED, FakeService, serving
+from tests.test_http_bad_input import BODY_LIMIT, BROKEN_BODIES, BROKEN_REQUESTS, CONTEXT, HEAD, WORDS, patience_for
+from tests.web.fakes import CHAT, FINISHED, FakeService, Response, serving
 
 PATHS = [MESSAGES_PATH, COUNT_PATH]
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
-    """A strict server with a small context, small bodies and little patience."""
-    with serving_app(
-        tmp_path_factory.mktemp("small"),
-        model_strict=True,
-        max_kv_size=CONTEXT,
-        max_request_body_bytes=BODY_LIMIT,
-        body_timeout_seconds=0.3,
-        header_timeout_seconds=0.3,
-    ) as app:
+    """A strict server with a small context and small bodies."""
+    folder = tmp_path_factory.mktemp("small")
+    with serving_app(folder, model_strict=True, max_kv_size=CONTEXT, max_request_body_bytes=BODY_LIMIT) as app:
         yield app
 
 
@@ -93,7 +89,7 @@ def test_a_body_that_is_no_json_object_is_a_400(small: AppUnderTest, path: str) 
 def test_a_request_that_is_broken_on_the_wire_has_its_status(small: AppUnderTest, case: str) -> None:
     """Once the path is known the error has the form of its protocol."""
     data, status = BROKEN_REQUESTS[case]
-    with small.connect() as client:
+    with patience_for(small, status), small.connect() as client:
         client.send(data.replace(b"/v1/chat/completions", b"/v1/messages"))
         response = client.read_response()
     is_known = data.startswith(HEAD) and case != "half a head" and "length" not in case.replace("no length", "")
@@ -188,13 +184,24 @@ def test_an_error_in_the_middle_is_the_last_event() -> None:
 
 
 def test_silence_is_broken_by_pings() -> None:
-    """The message begins when silence gets long, and pings follow until there is something to say."""
-    service = FakeService(script=(1.0, FINISHED))
-    with serving(service, keep_alive_seconds=0.15) as served, served.connect() as client:
-        events = events_of(client.request("POST", MESSAGES_PATH, {**CHAT, "max_tokens": 5, "stream": True}))
-    types = [event["type"] for event in events]
-    assert types[0] == "message_start" and 2 <= types.count("ping") <= 6  # 1 s holds 6 times 0.15 s
-    assert types[-2:] == ["message_delta", "message_stop"]
+    """The message begins when silence gets long, and pings follow, one in each interval, until there is something to
+    say."""
+    is_enough = threading.Event()
+    interval = {"keep_alive_seconds": 0.15}
+    with serving(FakeService(script=(is_enough, FINISHED)), **interval) as served, served.connect() as client:
+        started = time.monotonic()
+        client.send(_encoded({**CHAT, "max_tokens": 5, "stream": True}))
+        status, headers = client.read_head()
+        raw = b""
+        while raw.count(b"event: ping\n") < 3:
+            raw += client.read_chunk()
+        num_pings, seconds = raw.count(b"event: ping\n"), time.monotonic() - started
+        is_enough.set()
+        raw += b"".join(iter(client.read_chunk, b""))
+    assert num_pings * 0.15 <= seconds
+    types = [event["type"] for event in events_of(Response(status, headers, raw))]
+    assert types[0] == "message_start" and types[-2:] == ["message_delta", "message_stop"]
+    assert set(types[1:-2]) == {"ping"}
 
 
 def test_headers_go_out_before_anything_is_computed() -> None:

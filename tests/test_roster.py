@@ -400,7 +400,8 @@ def resident_bytes() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 @pytest.mark.parametrize("num_swaps", [4, pytest.param(10, marks=pytest.mark.long)])
 def test_memory_after_many_swaps_is_flat(tmp_path: Path, models: Path, num_swaps: int) -> None:
-    """Resident memory and MLX's own are at most 5 % above what they were after two swaps, with the same model loaded.
+    """Resident memory and MLX's own are at most 5 % above what they were after two swaps, with the same model loaded;
+    MLX's own, which is exact, by as much less as there are fewer than eight swaps in between.
 
     Nothing is computed ahead: a row that comes and goes by itself would be in one reading and not in the other.
     """
@@ -417,4 +418,4 @@ def test_memory_after_many_swaps_is_flat(tmp_path: Path, models: Path, num_swaps
         assert app.health()["num_swaps"] == num_swaps
     (early_resident, early_active), (resident, active) = readings
     assert resident <= 1.05 * early_resident, readings
-    assert active <= 1.05 * early_active, readings
+    assert active <= (1 + 0.05 * (num_swaps - 2) / 8) * early_active, readings

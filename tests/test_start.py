@@ -288,22 +288,37 @@ def check_end(server: ServerProcess, number: signal.Signals) -> None:
     assert "Traceback" not in server.screen
 
 
+def never_its_end(server: ServerProcess) -> dict[str, int]:
+    """The bias with which the demo model of a server goes on and on."""
+    [path] = (server.folder / "state").glob("*/generation_config.json")
+    return {str(token): -100 for token in json.loads(path.read_text("utf-8"))["eos_token_id"]}
+
+
 @pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGTERM, id="SIGTERM"), pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.long)],
+    ("number", "is_demo"),
+    [
+        pytest.param(signal.SIGTERM, True, id="SIGTERM"),
+        pytest.param(signal.SIGINT, False, id="SIGINT", marks=pytest.mark.long),
+    ],
 )
-def test_a_signal_during_a_stream_ends_it_well(tmp_path: Path, number: signal.Signals) -> None:
-    """The stream gets its finish reason and [DONE], the exit code is 0, within five seconds."""
-    with serving(tmp_path, f"--model={tiny_model('qwen3')}", with_proxy=False) as server:
+def test_a_signal_during_a_stream_ends_it_well(tmp_path: Path, number: signal.Signals, is_demo: bool) -> None:
+    """The demo model answers, whole and streamed. The stream gets its finish reason and [DONE], the exit code is 0,
+    within five seconds."""
+    flag = "--demo" if is_demo else f"--model={tiny_model('qwen3')}"
+    with serving(tmp_path, flag, with_proxy=False) as server:
         server.wait_until_healthy()
         health = server.health()
         assert health is not None
         assert (health[0], health[1]["status"], health[1]["proxy"]) == (200, "ok", "off")
-        assert post_chat(server.port, max_tokens=2)[0] == 200
-        stream = ChatStream(server.port, max_tokens=100_000)
+        status, _, answer = post_chat(server.port, max_tokens=2)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 2)
+        assert not is_demo or answer["model"] == "kvserve-demo-qwen3"
+        stream = ChatStream(server.port, max_tokens=100_000, logit_bias=never_its_end(server) if is_demo else {})
         stream.wait_for_output()
         check_end(server, number)
-        assert len(stream.finish(60.0).finish_reasons) == 1
+        end = stream.finish(60.0)
+        assert len(end.finish_reasons) == 1
+        assert any(choice["delta"].get("content") for event in end.events for choice in event["choices"])
 
 
 def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:

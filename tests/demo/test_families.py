@@ -11,7 +11,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvserve.demo.build import FAMILIES, TINY
-from tests.models import tiny_model
+from tests.laws import TWO_KINDS, sampled
+from tests.models import DEEP, tiny_model
 
 HYBRID = ["ArraysCache", "ArraysCache", "ArraysCache", "KVCache"]
 WINDOWED = ["RotatingKVCache", "KVCache", "RotatingKVCache", "KVCache"]
@@ -50,6 +51,10 @@ THINK_MARKS = {
     "llama": None,
 }
 families = pytest.mark.parametrize("family", FAMILIES)
+at_both_depths = pytest.mark.parametrize(
+    "family", [*FAMILIES, *sampled([DEEP + name for name in FAMILIES], [DEEP + name for name in TWO_KINDS])]
+)
+"""The tests' models, and the demo's own that people start."""
 
 
 @functools.cache
@@ -96,7 +101,7 @@ def test_mlx_lm_infers_the_parser_and_the_thinking_marks_of_the_real_family(fami
     assert tokenizer.think_start == THINK_MARKS[family]
 
 
-@families
+@at_both_depths
 def test_greedy_text_varies_repeats_and_depends_on_the_prompt(family: str) -> None:
     """Greedy decoding is deterministic, is not one token over and over, and differs when only an early word differs."""
     model, tokenizer = loaded(family)
@@ -109,7 +114,7 @@ def test_greedy_text_varies_repeats_and_depends_on_the_prompt(family: str) -> No
     assert text != greedy(model, second)
 
 
-@families
+@at_both_depths
 def test_the_state_of_every_layer_reaches_the_output(family: str) -> None:
     """Replacing the cached state of any one layer by that of another prompt changes the next logits visibly."""
     model, tokenizer = loaded(family)

@@ -39,7 +39,7 @@ from tests.engine.engines import (
 )
 from tests.engine.odd_caches import Unmergeable, use_cache
 from tests.laws import THREE_KINDS, TWO_KINDS, sampled, sampled_cells
-from tests.models import TWO_LAYERS, tiny_model
+from tests.models import DEEP, TWO_LAYERS, tiny_model
 
 FAMILIES = ("qwen3", "qwen3_5", "gemma3", "gpt_oss", "glm4_moe_lite")
 BASE = prompt_of(300)
@@ -78,7 +78,7 @@ def usable(num_tokens: int, family: str) -> int:
     return num_tokens - 1 if family in CUTTABLE else num_tokens - TAIL_TOKENS
 
 
-@pytest.mark.parametrize("family", sampled(FAMILIES, THREE_KINDS))
+@pytest.mark.parametrize("family", sampled((*FAMILIES, DEEP + "qwen3_5"), THREE_KINDS))
 def test_a_restart_is_warm_and_exact(family: str, tmp_path: Path) -> None:
     """Repeated and continued prompts reuse all that was computed before, and write what a cold one writes."""
     with running_engine(family, disk=on(tmp_path / "kv")) as engine:
@@ -139,7 +139,7 @@ def test_siblings_after_a_restart(family: str, first: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_what_leaves_ram_comes_back(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With RAM for one conversation five take turns: each is found on disk and goes on exactly."""
+    """With RAM for one conversation four take turns: each is found on disk and goes on exactly."""
     for name in ("LEAVE_SECONDS", "MAX_WAITS_SECONDS"):  # a busy machine's disk is not waited for in vain
         monkeypatch.setattr(disk_writing, name, WAIT_SECONDS)
     prompts = [prompt_of(300, seed) for seed in range(4)]

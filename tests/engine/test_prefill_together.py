@@ -24,9 +24,9 @@ from tests.engine.engines import (
     LOGIT_TOLERANCE,
     MESSAGE_TOKENS,
     assert_exact,
+    beside_stream,
     cached,
     cold,
-    collect,
     generate,
     prompt_of,
     request,
@@ -260,12 +260,11 @@ def test_prompts_share_a_pass_beside_a_stream() -> None:
         expected = [cold(engine, prompt, NUM_TOKENS) for prompt in prompts]
         stream = prompt_of(60, 50)
         long_answer = cold(engine, stream, 100)
-        running = engine.submit(request(stream, 100))
-        for answer, tokens in zip(
-            generate(engine, *(request(prompt, NUM_TOKENS) for prompt in prompts)), expected, strict=True
-        ):
-            assert_exact(answer, tokens)
-        assert_exact(collect(running), long_answer)
+        wanted = [request(prompt, NUM_TOKENS) for prompt in prompts]
+        answers, streamed = beside_stream(engine, stream, 100, lambda: generate(engine, *wanted))
+    for answer, tokens in zip(answers, expected, strict=True):
+        assert_exact(answer, tokens)
+    assert_exact(streamed, long_answer)
 
 
 def test_a_client_that_leaves_a_group_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

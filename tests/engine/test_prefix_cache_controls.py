@@ -1,8 +1,8 @@
 """Negative controls of the exactness matrix: faults planted in what is kept or restored, each of which it must notice.
 
-A fault stands in the real path, at the border between records and live caches. The matrix compares tokens and logits;
-tokens alone, if there are enough of them, notice all faults but those that `only_in_logits` names, which move the
-logits too little. Every run plants every fault, in the kinds of caches that logits are compared for in every run.
+A fault stands in the real path, at the border between records and live caches. The matrix compares tokens and logits,
+of so many steps as are compared here; tokens alone notice all faults but those that `only_in_logits` names, which move
+the logits too little. Every run plants every fault, in the kinds of caches that logits are compared for in every run.
 """
 
 import copy
@@ -22,7 +22,6 @@ from tests.engine.engines import (
     CUTTABLE,
     FAMILIES,
     HYBRID,
-    NUM_ANSWER_TOKENS,
     TAIL_TOKENS,
     WINDOWED,
     assert_close,
@@ -38,8 +37,6 @@ from tests.engine.engines import (
 from tests.laws import THREE_KINDS, sampled
 
 STALE_TOKENS = 16
-NUM_TOKENS = 48
-"""Of each answer; logits are compared for as many of them as the matrix compares."""
 
 BASE, OTHER = prompt_of(288), prompt_of(288, 40)
 LONGER, OTHER_LONGER = [*BASE, *prompt_of(60, 1)], [*OTHER, *prompt_of(60, 2)]
@@ -68,7 +65,7 @@ class Evidence:
 class Fault:
     """`spoil_record` changes what a row is restored from, `spoil_caches` the live caches that came of it.
 
-    `only_in_logits`: in these families all NUM_TOKENS greedy tokens stay the same.
+    `only_in_logits`: in these families all NUM_ANSWER_TOKENS greedy tokens stay the same.
     """
 
     families: frozenset[str]
@@ -182,9 +179,9 @@ def _with_arrays_of(leaf: Any, other: Any) -> Any:
 
 STATEFUL = HYBRID | WINDOWED
 FAULTS = {
-    # One of 284 rows, in one layer of two, which in these is a mixture of experts or has a window below it.
+    # One of 284 rows, in one layer of two, below which there is a window.
     "wrong first token": Fault(
-        frozenset(FAMILIES), _wrong_first_token, only_in_logits=frozenset({"qwen3_5_moe", "gemma4", "gpt_oss"})
+        frozenset(FAMILIES), _wrong_first_token, only_in_logits=frozenset({"gemma4", "gpt_oss"})
     ),
     "state dropped": Fault(STATEFUL, _state_dropped),
     "state 16 tokens stale": Fault(STATEFUL, _state_stale, only_in_logits=frozenset({"qwen3_next"})),
@@ -271,8 +268,8 @@ class Prepared:
 def prepared(request: pytest.FixtureRequest) -> Iterator[Prepared]:
     family = str(request.param)
     with running_engine(family) as engine:
-        other, other_logits = generate_with_logits(engine, turn(OTHER_LONGER, NUM_TOKENS))
-        result, logits = generate_with_logits(engine, turn(LONGER, NUM_TOKENS))
+        other, other_logits = generate_with_logits(engine, turn(OTHER_LONGER))
+        result, logits = generate_with_logits(engine, turn(LONGER))
         assert cached(result) == 0
         engine.clear_cache()
         # The state before a tail: a prompt that ends 16 tokens earlier leaves the state of 16 tokens earlier.
@@ -297,13 +294,15 @@ def test_without_a_fault_the_same_path_is_exact(prepared: Prepared) -> None:
     """What the controls below compare is equal as long as nothing is planted."""
     with planted(Fault(frozenset(FAMILIES)), prepared.evidence):
         prepared.forget_answers()
-        alone, logits = generate_with_logits(prepared.engine, turn(LONGER, NUM_TOKENS))
+        alone, logits = generate_with_logits(prepared.engine, turn(LONGER))
         prepared.forget_answers()
-        together = generate(prepared.engine, turn(LONGER, NUM_TOKENS), turn(OTHER_LONGER, NUM_TOKENS))
+        together = generate_each_with_logits(prepared.engine, turn(LONGER), turn(OTHER_LONGER))
     assert_exact(alone, prepared.tokens)
     assert_close(logits, prepared.logits)
-    assert_exact(together[0], prepared.tokens)
-    assert_exact(together[1], prepared.other_tokens)
+    right = ((prepared.tokens, prepared.logits), (prepared.other_tokens, prepared.other_logits))
+    for (warm, logits), (expected, expected_logits) in zip(together, right, strict=True):
+        assert_exact(warm, expected)
+        assert_close(logits, expected_logits)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -314,10 +313,11 @@ def test_a_planted_fault_is_noticed(prepared: Prepared, name: str) -> None:
     prepared.engine.clear_cache()
     generate(prepared.engine, turn(BASE, 1))
     with planted(fault, prepared.evidence):
-        warm, logits = generate_with_logits(prepared.engine, turn(LONGER, NUM_TOKENS))
+        warm, logits = generate_with_logits(prepared.engine, turn(LONGER))
     assert cached(warm) == _num_known(prepared)
+    assert logits.shape == prepared.logits.shape
     with pytest.raises(AssertionError):
-        assert_close(logits[:NUM_ANSWER_TOKENS], prepared.logits[:NUM_ANSWER_TOKENS])
+        assert_close(logits, prepared.logits)
     if prepared.family not in fault.only_in_logits:
         with pytest.raises(AssertionError):
             assert_exact(warm, prepared.tokens)
@@ -330,12 +330,13 @@ def test_swapped_checkpoints_are_noticed_in_both_rows(prepared: Prepared) -> Non
     own, other = _record_of(prepared.engine, BASE), _record_of(prepared.engine, OTHER)
     evidence = replace(prepared.evidence, own=own, other=other)
     with planted(Fault(STATEFUL, _rows_swapped), evidence):
-        swapped = generate_each_with_logits(prepared.engine, turn(LONGER, NUM_TOKENS), turn(OTHER_LONGER, NUM_TOKENS))
+        swapped = generate_each_with_logits(prepared.engine, turn(LONGER), turn(OTHER_LONGER))
     right = ((prepared.tokens, prepared.logits), (prepared.other_tokens, prepared.other_logits))
     for (warm, logits), (expected, expected_logits) in zip(swapped, right, strict=True):
         assert cached(warm) == _num_known(prepared)
+        assert logits.shape == expected_logits.shape
         with pytest.raises(AssertionError):
-            assert_close(logits[:NUM_ANSWER_TOKENS], expected_logits[:NUM_ANSWER_TOKENS])
+            assert_close(logits, expected_logits)
         if prepared.family != "qwen3_next":
             with pytest.raises(AssertionError):
                 assert_exact(warm, expected)
@@ -346,7 +347,7 @@ def test_a_window_with_a_row_less_than_is_seen_ends_the_request(prepared: Prepar
     _only(prepared, WINDOWED)
     prepared.forget_answers()
     with planted(Fault(WINDOWED, _window_cut_short), prepared.evidence):
-        [warm] = generate(prepared.engine, turn(LONGER, NUM_TOKENS))
+        [warm] = generate(prepared.engine, turn(LONGER))
     assert isinstance(warm.end, GenerationFailed)
     with pytest.raises(AssertionError):
         assert_exact(warm, prepared.tokens)

@@ -11,13 +11,13 @@ from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.quantised import KvSettings, PackedCache
 from kvserve.engine.snapshot import CacheLayout, merged
 from tests.engine.engines import FAMILIES, of_each_kind, prompt_of
-from tests.models import TWO_LAYERS, tiny_model
+from tests.models import DEEP_ONES, TWO_LAYERS, tiny_model
 
 CUTTABLE = {"qwen3", "llama", "glm4_moe_lite"}
 CHECKPOINTS = (96, 200)
 
 
-@pytest.fixture(scope="module", params=of_each_kind(FAMILIES))
+@pytest.fixture(scope="module", params=[*of_each_kind(FAMILIES), *DEEP_ONES])
 def model(request: pytest.FixtureRequest) -> LoadedModel:
     return load(tiny_model(request.param), 131072)
 

@@ -189,10 +189,13 @@ def test_a_cancelled_row_is_gone_and_what_it_computed_is_kept(engine: Engine) ->
 def test_the_watchdog_ends_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row over its time ends with `watchdog`; its neighbour ends whole."""
     use_cache(monkeypatch, Unmergeable)
-    with running_engine(watchdog_seconds=0.2) as engine:
-        endless, short = generate(engine, request(PROMPTS[0], 100_000), request(PROMPTS[1], 8))
-    assert isinstance(endless.end, GenerationDone) and endless.end.reason == "watchdog"
-    assert len(short.tokens) == 8
+    with running_engine() as engine:
+        with held(engine):
+            endless, short = engine.submit(request(PROMPTS[0], 100_000)), engine.submit(request(PROMPTS[1], 8))
+        assert len(collect(short).tokens) == 8
+        engine._ask(lambda scheduler: setattr(scheduler, "_watchdog_seconds", 1e-6))  # from here on its time is over
+        end = collect(endless).end
+    assert isinstance(end, GenerationDone) and end.reason == "watchdog"
 
 
 def test_a_row_whose_sampler_raises_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

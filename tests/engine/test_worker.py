@@ -22,6 +22,7 @@ from kvserve.engine.worker import Engine
 from kvserve.errors import ContextOverflow, EngineFailure, MemoryExhausted, ModelLoadError, NotReady, QueueFull
 from tests.engine.engines import (
     FAMILIES,
+    beside_stream,
     collect,
     engine_settings,
     generate,
@@ -272,11 +273,12 @@ def test_a_prompt_that_breaks_the_model_fails_alone(monkeypatch: pytest.MonkeyPa
             return real_call(self, inputs, *args, **kwargs)
 
         monkeypatch.setattr(type(module), "__call__", break_long)
-        running = engine.submit(request(prompt_of(40), 80))
-        [broken] = generate(engine, request(prompt_of(400), 8))
-        assert isinstance(broken.end, GenerationFailed)
-        assert "planted" in str(broken.end.error)
-        assert collect(running).tokens == quiet.tokens
+        [broken], stream = beside_stream(
+            engine, prompt_of(40), 80, lambda: generate(engine, request(prompt_of(400), 8))
+        )
+    assert isinstance(broken.end, GenerationFailed)
+    assert "planted" in str(broken.end.error)
+    assert stream.tokens == quiet.tokens
 
 
 def test_an_engine_defect_fails_the_rows_and_serving_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

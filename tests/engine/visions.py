@@ -38,8 +38,9 @@ from tests.models import tiny_model
 
 VISION = ("qwen3_5_vl", "qwen3_vl", "gemma3_vl", "gemma4_vl", "glm4v")
 QUICK = ("qwen3_5_vl", "gemma4_vl")
-"""A hybrid that may pause anywhere, and a family with windows that takes images whole; where the matrix has the others
-already they are left to `make full`."""
+"""A hybrid that may pause anywhere, and a family with windows that takes images whole. The others have their rule, ids
+and cold answers compared in every run (those of `of_all` in `test_vision.py`), and qwen3_vl what it keeps where its row
+ends inside an image (`test_vision_cuts.py`); the rest of them is left to `make full`."""
 
 NUM_ANSWER_TOKENS = 24 if IS_FULL else 12
 

@@ -19,7 +19,8 @@ KEY = "secret-key"
 
 @dataclass
 class Script:
-    """What the backend does next: an error, or a stream of deltas with pauses, or one answer."""
+    """What the backend does next: an error, or a stream of deltas with pauses, or one answer. Every pause ends early
+    once `go_on` is set."""
 
     status: int = 200
     error: Mapping[str, Any] | None = None
@@ -28,6 +29,7 @@ class Script:
     events: list[Any] = field(default_factory=list)
     pause_seconds: float = 0.0
     hold_seconds: float = 0.0
+    go_on: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Backend:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
                 backend.received.append(Received(self.path, {k.lower(): v for k, v in self.headers.items()}, body))
                 script = backend.script
-                if self._has_left(script.hold_seconds):
+                if self._has_left(script.hold_seconds, script.go_on):
                     return
                 if script.error is not None:
                     self._send_json(script.status, script.error, script.retry_after)
@@ -160,14 +162,14 @@ class Backend:
                     events.append(chunk({}) | {"choices": [], "usage": USAGE})
                 for event in events:
                     self.wfile.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
-                    if self._has_left(script.pause_seconds):
+                    if self._has_left(script.pause_seconds, script.go_on):
                         return
                 self.wfile.write(b"data: [DONE]\n\n")
 
-            def _has_left(self, seconds: float) -> bool:
+            def _has_left(self, seconds: float, go_on: threading.Event) -> bool:
                 """Waits, and notes it when the other side closes meanwhile."""
                 deadline = time.monotonic() + seconds
-                while (left := deadline - time.monotonic()) > 0:
+                while (left := deadline - time.monotonic()) > 0 and not go_on.is_set():
                     if select.select([self.connection], [], [], min(left, 0.01))[0]:
                         if not _peek(self.connection):
                             backend.left_at.append(time.monotonic())

@@ -20,6 +20,7 @@ def settings(folder: Path, key: str | None = None) -> ProxySettings:
         api_key=key,
         allowed_origins=("https://a.example",),
         allowed_hosts=("box.local",),
+        max_body_bytes=12_345,
     )
 
 
@@ -43,9 +44,12 @@ def test_the_key_is_master_key_and_backend_key(tmp_path: Path, key: str | None) 
     assert {entry["litellm_params"]["api_key"] for entry in config["model_list"]} == {key or "none"}
 
 
-def test_the_guards_rules_survive_the_file(tmp_path: Path) -> None:
-    """What the child reads equals what the parent wrote."""
-    rules = guard_rules(settings(tmp_path, "k"))
+@pytest.mark.parametrize("key", [None, "k"])
+def test_the_guards_rules_survive_the_file(tmp_path: Path, key: str | None) -> None:
+    """What the child reads equals what the parent wrote: the operator's own settings, the key first of all."""
+    rules = guard_rules(settings(tmp_path, key))
+    assert (rules.api_key, rules.allowed_origins, rules.allowed_hosts) == (key, ("https://a.example",), ("box.local",))
+    assert (rules.max_body_bytes, rules.default_model) == (12_345, "openai/org/name")
     assert GuardRules.from_json(json.loads(json.dumps(rules.as_json()))) == rules
 
 

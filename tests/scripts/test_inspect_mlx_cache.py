@@ -89,6 +89,25 @@ def test_the_server_goes_on_from_an_import(family: str, tmp_path: Path) -> None:
         assert_exact(warm, cold(engine, PROMPT, NUM_ANSWER_TOKENS))
 
 
+@pytest.mark.long
+def test_kv_goes_out_and_in_by_processes(tmp_path: Path) -> None:
+    """Started as a person starts it, the script writes a file that it can read: another server goes on from that."""
+    expected = written("qwen3", tmp_path / "kv")
+    blob, file = last_blob(tmp_path / "kv", len(PROMPT) - 1, "segment"), str(tmp_path / "exported.safetensors")
+    model = str(tiny_model("qwen3"))
+    done = start_script("inspect_mlx_cache.py", "export", str(blob), file, "--model", model)
+    assert done.returncode == 0, done.stderr
+    with running_engine("qwen3", disk=on(tmp_path / "other")):
+        pass
+    [folder] = [path for path in (tmp_path / "other").iterdir() if path.is_dir()]
+    done = start_script("inspect_mlx_cache.py", "import", file, str(folder), "--model", model)
+    assert done.returncode == 0, done.stderr
+    with running_engine("qwen3", disk=on(tmp_path / "other")) as engine:
+        [warm] = generate(engine, turn(PROMPT, NUM_ANSWER_TOKENS))
+    assert cached(warm) == len(PROMPT) - 1
+    assert warm.tokens == expected
+
+
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
     """Caches that the model does not have: nothing is written, exit code 2."""
     module, _ = load_model(tiny_model("qwen3"))

@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import pytest
@@ -115,7 +115,8 @@ def test_slow_heads_are_cut_off_one_by_one_and_together() -> None:
             client.send(b"GET / HTTP/1.1\r\n")
         while time.monotonic() - started < 0.2:
             for client in slow:
-                client.send(b"X")
+                with suppress(ConnectionError):  # on a busy machine some were cut off before the others began
+                    client.send(b"X")
             time.sleep(0.05)
         with served.connect() as client:
             assert client.request("GET", "/health").status == 200

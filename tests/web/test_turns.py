@@ -18,6 +18,7 @@ from tests.web.fakes import (
     FINISHED,
     HELLO,
     PATIENCE_SECONDS,
+    SETTINGS,
     BroughtTurn,
     FakeService,
     RawClient,
@@ -182,15 +183,18 @@ def test_a_client_that_never_reads_loses_its_turn() -> None:
 
 
 def test_waiting_costs_no_cpu() -> None:
-    """Ten waiting streams sleep between their looks at the client."""
+    """Ten waiting streams sleep between their looks at the client: there is no more than one in each interval."""
     with serving(FakeService(script=(None,))) as served:
         clients = [served.connect() for _ in range(10)]
         for client in clients:
             client.send(STREAM_WIRE)
             client.read_head()
-        begun, started = time.monotonic(), time.process_time()
-        time.sleep(0.3)
-        assert time.process_time() - started < 0.5 * (time.monotonic() - begun)
+        turns = [served.service.turns.get(timeout=PATIENCE_SECONDS) for _ in clients]
+        begun, before = time.monotonic(), [turn.num_polls for turn in turns]
+        assert eventually(lambda: all(turn.num_polls >= num + 10 for turn, num in zip(turns, before, strict=True)))
+        num_looks = [turn.num_polls - num for turn, num in zip(turns, before, strict=True)]
+        # one was under way at the beginning
+        assert max(num_looks) <= (time.monotonic() - begun) / SETTINGS.poll_seconds + 1, num_looks
         for client in clients:
             client.close()
 
