@@ -1,6 +1,7 @@
 """Joining small records: fewer pieces, the same rows, and every anchor still a place to start from."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from kvserve.cache.coalesce import CoalesceRun
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
-from tests.cache.payloads import ROW_BYTES, Key, Rows, assert_exact, make_tree, store
+from tests.cache.payloads import ROOMY, ROW_BYTES, Clock, Key, Rows, assert_exact, make_tree, rows_of, store
 
 
 def tokens(*ids: int) -> TokenSequence:
@@ -89,6 +90,23 @@ def test_a_record_that_lost_its_first_rows_is_cut_to_the_rest() -> None:
     for prompt in (tokens(*trunk, 99), tokens(*other.ids, 99)):
         assert tree.lookup(prompt).num_usable_tokens == len(prompt) - 1
         assert_exact(tree.lookup(prompt), prompt)
+
+
+def test_what_is_joined_is_still_the_entry_that_it_was() -> None:
+    """A conversation counts as one after its records became one, and keeps the lifetime that its client asked for."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, ttl_seconds=60), clock=clock)
+    row = tokens(*range(100))
+    lease = tree.acquire(tree.lookup(row), owner="agent", ttl_seconds=600)
+    for end in range(10, 101, 10):
+        tree.extend(lease, row, end, rows_of(row))
+    tree.mark_end(lease)
+    tree.release(lease)
+    list(coalesce(tree, 128))
+    assert (tree.stats().num_nodes, tree.stats().num_entries) == (1, 1)
+    clock.now += 599
+    tree.evict()
+    assert tree.lookup(tokens(*range(100), 9999)).num_usable_tokens == 100
 
 
 def test_live_rows_keep_their_places() -> None:

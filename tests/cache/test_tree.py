@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -11,8 +12,10 @@ from kvserve.cache.records import Limits
 from kvserve.cache.token_run import common_end
 from kvserve.core import TokenSequence
 from tests.cache.payloads import (
+    ROOMY,
     STATE_BYTES,
     Atom,
+    Clock,
     Rows,
     WholeState,
     assert_exact,
@@ -131,6 +134,23 @@ def test_a_checkpoint_can_be_added_inside_what_is_stored() -> None:
     match = tree.lookup(tokens(*range(9), 60))
     assert match.num_usable_tokens == 9
     assert_exact(match, tokens(*range(9), 60))
+
+
+@pytest.mark.parametrize("leaves_by", ["eviction", "deletion"])
+def test_the_end_of_system_and_tools_stays_one_whoever_else_stops_there(leaves_by: str) -> None:
+    """A client that left just there takes nothing away: the prompt outlives the only conversation that stands on it."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, max_entries_per_owner=1), clock=clock)
+    row, system = tokens(*range(20)), tokens(*range(8))
+    store(tree, row, (8, 20), kinds={8: "system"}, owner="one")
+    store(tree, system, kinds={8: "answer"})
+    if leaves_by == "eviction":
+        clock.now += 1
+        store(tree, tokens(*range(100, 120)), owner="one")
+        tree.evict()
+    else:
+        tree.discard(row, lambda owner: owner == "one")
+    assert tree.known_depth(row) == 8
 
 
 def test_images_are_told_apart_by_their_content() -> None:

@@ -13,6 +13,7 @@ import pytest
 from kvserve.cache.disk_blob import BlobName
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.disk_tier import DiskTier
+from kvserve.cache.token_run import pack
 from kvserve.core import TokenDelta, TokenSequence
 from kvserve.engine import disk_cache, disk_writing
 from kvserve.engine.disk_cache import DiskCache, DiskReport
@@ -348,6 +349,29 @@ def test_what_ram_lost_is_on_disk_and_what_disk_lost_is_written_again(
         [again] = generate(engine, turn(BASE, 8))
         assert_exact(again, first.tokens)
         assert cached(again) == len(BASE) - 1
+
+
+def test_a_beginning_that_left_the_disk_is_written_again_with_what_follows(tmp_path: Path) -> None:
+    """The next turn of a conversation that RAM still has brings all of it back to the disk, not at the end only."""
+
+    def num_on_disk(tokens: list[int]) -> int:
+        settle(engine)
+        sequence = TokenSequence(tuple(tokens))
+        return engine._ask(lambda s: disk_cache_of(s.cache).known_depth(sequence, s.cache.hasher))
+
+    def lose_all(scheduler: Any) -> None:
+        tier, run = disk_cache_of(scheduler.cache).tier, pack(TokenSequence(tuple(BASE)))
+        found = tier.index.find(run, scheduler.cache.hasher.start().extended(run))
+        tier.discard([found.steps[0].segment.name])  # what stands on it goes too
+
+    with running_engine(disk=on(tmp_path)) as engine:
+        [first] = generate(engine, turn(BASE, 8))
+        assert num_on_disk(BASE) == len(BASE)
+        engine._ask(lose_all)
+        assert num_on_disk(BASE) == 0
+        longer = [*BASE, *first.tokens, *prompt_of(60, 1)]
+        [warm] = generate(engine, turn(longer, 8))
+        assert cached(warm) == len(BASE) + 8 and num_on_disk(longer) == len(longer)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])

@@ -438,6 +438,26 @@ def test_what_a_cancelled_prefill_computed_is_kept(family: str, monkeypatch: pyt
     assert again.end.num_cached_tokens >= done  # type: ignore[union-attr]
 
 
+def test_a_prompt_that_is_read_counts_as_memory_from_its_first_chunk_to_its_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kept KV makes room for the whole prompt, not for what is computed of it, and the cache's report says so."""
+    num_live_bytes: list[float] = []
+    step = Prefill.step
+    with running_engine(prefill_step_size=64) as engine:
+        scheduler = engine._ask(lambda scheduler: scheduler)
+
+        def watched(prefill: Prefill, *arguments: Any) -> int:
+            num_live_bytes.append(scheduler.report().stats.live_bytes)
+            return step(prefill, *arguments)
+
+        monkeypatch.setattr(Prefill, "step", watched)
+        generate(engine, request(prompt_of(600), 1))
+        num_prompt_bytes = engine.wait_until_ready().sizes.live(600)
+    assert len(num_live_bytes) >= 600 // 64
+    assert set(num_live_bytes) == {num_prompt_bytes}
+
+
 def test_progress_reaches_the_whole_prompt_but_its_last_token() -> None:
     """Progress grows to the prompt's length less the token that gives the first answer token."""
     with running_engine(prefill_step_size=128) as engine:

@@ -153,6 +153,33 @@ def test_a_full_disk_is_said_once_and_tried_again(owned: Callable[..., Owner], t
     assert kept(tmp_path) == owner.rows
 
 
+def test_what_was_told_while_a_write_failed_is_what_is_written_later(
+    owned: Callable[..., Owner], tmp_path: Path
+) -> None:
+    """Of a row that changed meanwhile the newest body comes into the file, and one that was dropped does not."""
+    owner = owned().start()
+    is_writing, goes_on = threading.Event(), threading.Event()
+
+    def old() -> bytes:
+        is_writing.set()
+        assert goes_on.wait(PATIENCE_SECONDS)
+        return b"too large" * 20_000
+
+    owner.file._connection.execute("PRAGMA max_page_count = 8")
+    for key in (b"changed", b"dropped"):
+        owner.rows["node", key] = b"old"
+        owner.archive.put("node", key, old)
+    assert is_writing.wait(PATIENCE_SECONDS)
+    owner.put(b"changed", b"new")
+    owner.drop(b"dropped")
+    goes_on.set()
+    owner.wait_for_line()
+    owner.file._connection.execute("PRAGMA max_page_count = 1000000")
+    assert owner.archive.flush(PATIENCE_SECONDS)
+    owner.archive.close(PATIENCE_SECONDS)
+    assert kept(tmp_path) == owner.rows == {("node", b"changed"): b"new"}
+
+
 def test_a_disk_that_takes_nothing_for_long_is_given_up(
     owned: Callable[..., Owner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
