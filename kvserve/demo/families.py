@@ -16,8 +16,8 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ModelScale:
-    """The size of a demo model; `num_layers` is two or a multiple of four: in hybrids each fourth layer is attention, the
-    second where there are only two."""
+    """The size of a demo model. `num_layers` is two or a multiple of four: attention is each fourth layer of a hybrid,
+    or the second of two."""
 
     hidden_size: int = 64
     intermediate_size: int = 128

@@ -441,7 +441,7 @@ def test_what_a_cancelled_prefill_computed_is_kept(family: str, monkeypatch: pyt
 def test_a_prompt_that_is_read_counts_as_memory_from_its_first_chunk_to_its_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kept KV makes room for the whole prompt, not for what is computed of it, and the cache's report says so."""
+    """The whole prompt is in the report's bytes of running requests at every chunk, however much of it is computed."""
     num_live_bytes: list[float] = []
     step = Prefill.step
     with running_engine(prefill_step_size=64) as engine:
