@@ -7,6 +7,8 @@ measures them anew. `--part K/N` runs the K-th of N parts of about the same leng
 """
 
 import json
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
@@ -24,6 +26,9 @@ RUN = "full" if IS_FULL else "default"
 
 TOGETHER = ("tests/proxy/", "tests/protocols/")
 """Folders whose files share what is expensive: a LiteLLM process, the import of the clients' libraries."""
+
+MAX_STALE_FILES = 20
+"""More test files than this without their rewritten bytecode are compiled once, before the workers start."""
 
 UNKNOWN_SECONDS = 5.0
 """For a file that was never measured: early enough that it is not the last one to end."""
@@ -97,6 +102,16 @@ def _read_file() -> dict[str, Any]:
     return whole
 
 
+def stale_files(folder: Path) -> list[Path]:
+    """Test modules whose bytecode, in which pytest has rewritten the asserts, is missing or older than they are."""
+    stale = []
+    for source in set(folder.rglob("test_*.py")) - set(folder.glob("e2e/*")):  # which no worker imports unless asked
+        compiled = list((source.parent / "__pycache__").glob(f"{source.stem}.{sys.implementation.cache_tag}-pytest-*"))
+        if all(file.stat().st_mtime <= source.stat().st_mtime for file in compiled):
+            stale.append(source)
+    return stale
+
+
 class SlowestFirst(LoadScopeScheduling):
     """Hands whole units to the workers, in the order in which these have sorted their tests."""
 
@@ -152,6 +167,17 @@ class Schedule:
         self._num_run: Counter[str] = Counter()
         self._num_collected: Counter[str] = Counter()
         self._collection_seconds: list[float] = []
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_setupnodes(self, config: pytest.Config) -> None:
+        """In a fresh clone every worker would rewrite the asserts of every test: that takes twice their collection."""
+        is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        if not is_whole or len(stale_files(DURATIONS_FILE.parent)) <= MAX_STALE_FILES:
+            return
+        print("Compiling the tests once, for all workers.", flush=True)
+        # Whatever cannot be collected is for the run itself to tell.
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-n", "0", "-m", config.option.markexpr]
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> SlowestFirst:
         return SlowestFirst(config, log)

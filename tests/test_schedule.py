@@ -1,11 +1,14 @@
 """How tests are sorted into units, and units into parts, by what they took before."""
 
+import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.schedule import PIECE_SECONDS, SlowestFirst, Units
+from tests.schedule import PIECE_SECONDS, SlowestFirst, Units, stale_files
 
 FILES = {"tests/a.py": 30.0, "tests/b.py": 10.0, "tests/proxy/": 20.0}
 
@@ -84,3 +87,17 @@ def test_of_a_worker_that_crashes_the_rest_goes_to_its_successor(scheduler: Slow
     for index in successor.given:
         scheduler.mark_test_complete(successor, index)
     assert scheduler.tests_finished and not scheduler.has_pending and successor.shutting_down
+
+
+def test_what_has_to_be_compiled_is_what_is_new_or_changed(tmp_path: Path) -> None:
+    """A test without rewritten bytecode, or with bytecode that is older than it; never those that no worker imports."""
+    (tmp_path / "e2e").mkdir()
+    (tmp_path / "__pycache__").mkdir()
+    for name in ("test_new", "test_changed", "test_same", "e2e/test_client"):
+        (tmp_path / f"{name}.py").touch()
+    for name, seconds_later in (("test_changed", -1), ("test_same", 1)):
+        compiled = tmp_path / "__pycache__" / f"{name}.{sys.implementation.cache_tag}-pytest-9.0.0.pyc"
+        compiled.touch()
+        written = (tmp_path / f"{name}.py").stat().st_mtime + seconds_later
+        os.utime(compiled, (written, written))
+    assert {file.stem for file in stale_files(tmp_path)} == {"test_new", "test_changed"}
