@@ -20,7 +20,7 @@ from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.prefix_cache import PrefixCache, Tenancy
 from kvserve.engine.row_bytes import RowBytes
 from kvserve.engine.rows import Generation, Row
-from kvserve.identity import Conversations
+from kvserve.identity.conversations import Conversations
 from kvserve.output.formats import select_format
 from kvserve.pipeline import ServedModel, serve_turn
 from kvserve.prompt.boundaries import learn_markers

@@ -19,9 +19,20 @@ from typing import Protocol
 from kvserve.agents.records import Agent, NewAgent, TurnDone
 from kvserve.agents.store import AgentStore
 from kvserve.agents.window import answer_room, first_turn_shown
-from kvserve.core import AnswerEvent, Finished, Message, RequestId, TextBlock, TokenSequence, Turn, Waiting
+from kvserve.core import (
+    AnswerEvent,
+    Finished,
+    Message,
+    Principal,
+    RequestId,
+    TextBlock,
+    TokenSequence,
+    Turn,
+    Waiting,
+)
 from kvserve.deferred import TurnInProgress
 from kvserve.errors import BadRequest, ContextOverflow, NotFound, QueueFull, StorageFailure
+from kvserve.identity.owner import Owner
 from kvserve.pipeline import ServedModel
 from kvserve.protocols.agents import AgentCard, AgentNote, CreateRequest
 
@@ -33,7 +44,7 @@ NUM_QUEUED_TURNS = 64
 class Models:
     """What agents ask of the process: what a model is called, the model itself, to submit a turn, to count its prompt,
     of how much of a conversation, last used at some time, KV is kept: (tokens in RAM, tokens in RAM or on disk), and to
-    let a conversation's KV go: the model's name, its tokens, and the session that its turns had."""
+    let a conversation's KV go: the model's name, its tokens, and the name of its turns' owner."""
 
     name_of: Callable[[str | None], str]
     resolve: Callable[[str | None], ServedModel]
@@ -119,7 +130,7 @@ class Agents:
         """
         agent = self._store.delete(agent_id)
         if agent.context_model is not None:
-            self._models.let_go(agent.context_model, agent.context, _session(agent_id))
+            self._models.let_go(agent.context_model, agent.context, _owner(agent_id).name)
 
     def _card(self, agent: Agent) -> AgentCard:
         return AgentCard(
@@ -217,7 +228,9 @@ class Agents:
         served = self._models.resolve(model)
         system_prompt, new = _with_system(agent, turn.messages)
         turns = self._store.history(agent)
-        hint = replace(turn.session, session_id=_session(agent.agent_id))  # whatever session its client has of its own
+        # whatever session and key its client has of its own: who knows an agent's name talks to that agent
+        owner = _owner(agent.agent_id)
+        hint = replace(turn.session, session_id=owner.session, principal=owner.principal, is_shared_id=False)
         turn = replace(turn, model=model, session=hint)
 
         def shown_from(first: int) -> Turn:
@@ -337,9 +350,9 @@ class AgentTurn:
                 yield event
 
 
-def _session(agent_id: str) -> str:
-    """The session of an agent's turns."""
-    return f"agent:{agent_id}"
+def _owner(agent_id: str) -> Owner:
+    """Whose records an agent's turns find and leave: no client's, whichever session it names."""
+    return Owner(Principal(key="agents"), f"agent:{agent_id}", is_one_client=True)
 
 
 def _system(prompt: str | None) -> tuple[Message, ...]:

@@ -1,12 +1,14 @@
-"""The nouns that cross rooms: frozen values without behaviour, wire formats or arrays.
+"""The nouns that cross rooms: frozen values without wire formats or arrays; and how a principal is named.
 
 A conversation is a tuple of messages, a message a tuple of ordered blocks. Wire dicts stop in `protocols/`,
 arrays stop in `engine/`; whatever travels between rooms is one of the types below.
 """
 
+import hashlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NewType
+from typing import Final, Literal, NewType
 
 type JsonObject = Mapping[str, object]
 
@@ -124,15 +126,57 @@ class ThinkingChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionHint:
-    """What a client said of its session: a hint for records and logs, never proof of a shared prefix.
+class Principal:
+    """Who sends a request: digests of the key that it carries and of the stable part of its user, "" for none. Without
+    either it is nobody. Records, explanations and responses belong to a principal; KV does not."""
 
-    `ttl_seconds`: how long after its last use the prompt is to be kept, 0 not at all; None leaves it to the server.
-    `num_marked_messages` stand before the last place that the client marked for caching, for `marked_seconds` after its
-    last use; None without one.
+    key: str = ""
+    user: str = ""
+
+    def __str__(self) -> str:
+        """The name by which an operator can have all of a principal's words forgotten; "" for nobody."""
+        return f"{self.key or NO_KEY}.{self.user or NO_KEY}" if self.key or self.user else ""
+
+
+NOBODY = Principal()
+
+KEY_HEADER: Final = "x-kvserve-key"
+"""The digest of a client's key, or `NO_KEY`, told by the proxy: what comes from there carries the proxy's own key."""
+
+NO_KEY: Final = "-"
+
+_DIGEST_CHARACTERS = 16
+_DIGEST = re.compile(rf"[0-9a-f]{{{_DIGEST_CHARACTERS}}}")
+
+
+def principal_digest(kind: str, text: str) -> str:
+    """A key or a user as a principal has it: it is kept in records, where the words themselves have no business."""
+    digest = hashlib.sha256(f"kvserve {kind}\0{text}".encode("utf-8", "surrogatepass")).hexdigest()
+    return digest[:_DIGEST_CHARACTERS] if text else ""
+
+
+def key_digest(headers: Mapping[str, str]) -> str:
+    """The digest of the key that headers (lower-case names) carry, as `Principal.key`; "" without one."""
+    if told := headers.get(KEY_HEADER, "").strip():
+        return "" if told == NO_KEY else told if _DIGEST.fullmatch(told) else principal_digest("key", told)
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    sent = bearer.strip() if scheme.lower() == "bearer" else ""
+    return principal_digest("key", sent or headers.get("x-api-key", "").strip())
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHint:
+    """What a client said of itself and its session: for records and logs, never proof of a shared prefix.
+
+    `is_shared_id`: the id is a `prompt_cache_key`, which an application may give to all its users: it keeps records
+    together, and says nothing of whose they are. `ttl_seconds`: how long after its last use the prompt is to be kept, 0
+    not at all; None leaves it to the server. `num_marked_messages` stand before the last place that the client marked
+    for caching, for `marked_seconds` after its last use; None without one.
     """
 
     session_id: str | None = None
+    principal: Principal = NOBODY
+    is_shared_id: bool = False
     cache_mode: Literal["full", "prefix"] = "full"
     ttl_seconds: float | None = None
     num_marked_messages: int | None = None

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvserve.canonical.canonicalise import canonicalise
-from kvserve.core import Block, Message, RequestId, TextBlock, ToolCallBlock, ToolResultBlock, Turn
+from kvserve.core import Block, Message, Principal, RequestId, TextBlock, ToolCallBlock, ToolResultBlock, Turn
 from kvserve.engine.warming import WarmJob
-from kvserve.identity import Reading
+from kvserve.identity.reading import Reading
 from kvserve.pipeline import ServedModel, SharedBeginning, shared_beginning
 from kvserve.running import FinishedTurn, RunningTurn
 from kvserve.sessions.habits import Habits, History, history_after, learn, place_of
@@ -30,8 +30,8 @@ MAX_CLIENTS = 64
 FIRST_WORDS = ("a", "\u2058")
 """Two beginnings of a message that nobody knows yet: what both prompts have in common holds nothing of it."""
 
-type Client = tuple[str, str, bytes]
-"""Who may have the same habits: the same model, and so template, protocol and set of tools."""
+type Client = tuple[str, Principal, str, bytes]
+"""Who may have the same habits: the same model, and so template, principal, protocol and set of tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Foresight:
     def _line_of(self, turn: Over) -> Line:
         """The conversation that a turn belongs to, with what this turn shows of its client."""
         before, request_id = turn_before(turn), turn.turn.request_id
-        client = turn.model, turn.turn.protocol, turn.reading.tools_digest
+        client = turn.model, turn.turn.session.principal, turn.turn.protocol, turn.reading.identity.tools_digest
         with self._lock:
             last = self._lines.get(before.request_id) if before is not None else None
             known = last.habits if last is not None else self._clients.get(client, Habits())
@@ -137,7 +137,7 @@ def _learned(known: Habits, before: TurnRecord, turn: Over) -> Habits:
 
 
 def _identity_in(turn: Over) -> Callable[[Message], bytes]:
-    rules = turn.reading.rules
+    rules = turn.reading.identity.rules
     return lambda message: canonicalise(message, rules).digest
 
 

@@ -20,7 +20,8 @@ from kvserve.engine.model_files import check_weights
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError
-from kvserve.identity import Conversations, IdentitySettings
+from kvserve.identity.conversations import Conversations
+from kvserve.identity.recognise import IdentitySettings
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from kvserve.pipeline import ServedModel

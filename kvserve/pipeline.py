@@ -34,7 +34,8 @@ from kvserve.core import (
 )
 from kvserve.engine.worker import Engine
 from kvserve.errors import BadRequest, ContextOverflow, EngineFailure
-from kvserve.identity import Conversations, Reading
+from kvserve.identity.conversations import Conversations
+from kvserve.identity.reading import Reading
 from kvserve.output.answer import AnswerReader
 from kvserve.output.formats import OutputFormat
 from kvserve.output.grammar import ThinkingAhead, build_grammar
@@ -83,7 +84,7 @@ def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
     turn = _looked_at(turn, served)
     reading = served.conversations.read(turn) if turn.raw_prompt is None else None
     prompt = _render(turn, reading, served) if reading is not None else _raw_prompt(turn, served)
-    session = served.conversations.partition(turn.session)
+    owner = served.conversations.owner(turn.session)
     max_tokens, cut_by = _max_tokens(turn, served, len(prompt.tokens))
     request = GenerationRequest(
         request_id=turn.request_id,
@@ -94,7 +95,7 @@ def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
         grammar=_grammar(turn, served, prompt, max_tokens),
         message_starts=prompt.message_starts,
         turn_end=served.stitcher.turn_end,
-        session=session,
+        session=owner.session_name,
         ttl_seconds=turn.session.marked_seconds if turn.session.ttl_seconds is None else turn.session.ttl_seconds,
         images=turn.images,
     )
@@ -109,7 +110,7 @@ def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
         served.tokenizer.encode,
         served.tokenizer.decode,
         served.keeps_kv,
-        served.conversations.raw_prompts.nearest(prompt.text, session) if reading is None else None,
+        served.conversations.raw_before(prompt.text, owner) if reading is None else None,
     )
     return RunningTurn(submitted, _answer_reader(turn, served, prompt), served.conversations, served.observe)
 

@@ -11,7 +11,7 @@ from kvserve.engine.disk_cache import DiskReport
 from kvserve.engine.prefix_cache import CacheReport
 from kvserve.engine.vision_tower import ImageReport
 from kvserve.engine.warming import WarmReport
-from kvserve.identity import ConversationTotals
+from kvserve.identity.conversations import ConversationTotals
 from kvserve.roster import RosterStatus
 from kvserve.running import FinishedTurn
 from kvserve.sessions.difference import text_form
@@ -220,6 +220,6 @@ def trace_fields(finished: FinishedTurn) -> dict[str, Any]:
 
 def _canonical_prompt(finished: FinishedTurn) -> str:
     """The messages as they are known by, for a person to read."""
-    canonical = finished.reading.canonical if finished.reading is not None else ()
+    canonical = finished.reading.identity.canonical if finished.reading is not None else ()
     messages = [each.message for each in canonical if each.message is not None]
     return "\n".join(f"[{message.role}] {text_form(message)}" for message in messages)

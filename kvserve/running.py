@@ -36,7 +36,8 @@ from kvserve.core import (
 )
 from kvserve.engine.rows import Generation
 from kvserve.errors import RequestError
-from kvserve.identity import Conversations, Exchanged, Reading
+from kvserve.identity.conversations import Conversations, Exchanged
+from kvserve.identity.reading import Reading
 from kvserve.output.answer import AnswerReader
 from kvserve.sessions.explanation import Asked, Circumstances, Explanation, explain
 from kvserve.sessions.explanation_raw import RawAsked, explain_raw
@@ -273,7 +274,8 @@ class RunningTurn:
         self._conversations.raw_prompts.remember(
             RawRecord(
                 request_id=self.request_id,
-                session=self._conversations.partition(self._submitted.turn.session),
+                owner=self._conversations.owner(self._submitted.turn.session).name,
+                num_prompt_characters=len(prompt.text),
                 text=prompt.text + said,
                 packed_ids=self._packed_prompt + pack_ids(ids),
                 num_prompt_tokens=self.num_prompt_tokens,
@@ -341,7 +343,7 @@ class RunningTurn:
             self.request_id,
             reading.messages,
             submitted.prompt.tokens.ids,
-            reading.tools_digest,
+            reading.identity.tools_digest,
             self._template_arguments(),
             reading.tools,
             [start.offset for start in submitted.prompt.message_starts],
@@ -351,7 +353,8 @@ class RunningTurn:
             looks_at_records=submitted.turn.session.cache_mode == "full",
             can_keep=submitted.keeps_kv,
             was_cleared=self._conversations.was_cleared,
-            rules_off=partial(rules_off, reading.rules),
+            names_session=reading.identity.owner.is_one_client,
+            rules_off=partial(rules_off, reading.identity.rules),
             decode=submitted.decode,
         )
         return explain(

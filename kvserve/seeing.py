@@ -98,7 +98,7 @@ class Seeing:
             self._explanations.put(explanation)
             self._note_branch(finished, explanation)
         if finished.reading is not None:
-            self._readers.put(finished.reading.chains[-1:], facts.model)
+            self._readers.put(finished.reading.identity.chains[-1:], facts.model)
         else:
             self._readers.put(text_digests(finished.prompt.text), facts.model)
         if self._settings.writes_traces:
@@ -134,7 +134,9 @@ class Seeing:
         if reading is None and max(explanation.num_cached_tokens, explanation.num_shared_tokens) > TOLERANCE_TOKENS:
             return explanation  # this model has read the beginning itself, whoever else has meanwhile
         # of a raw prompt at least about a quarter: a line that many prompts begin with says nothing
-        reader = self._readers.find(reading.chains if reading is not None else text_digests(finished.prompt.text)[-3:])
+        reader = self._readers.find(
+            reading.identity.chains if reading is not None else text_digests(finished.prompt.text)[-3:]
+        )
         if reader is not None and reader != finished.facts.model:
             return replace(explanation, cause="other model", decided_by=reader)
         return explanation

@@ -12,7 +12,7 @@ from kvserve.engine.quantised import KvSettings
 from kvserve.engine.warming import WarmSettings
 from kvserve.engine.worker import EngineSettings
 from kvserve.errors import SettingError
-from kvserve.identity import IdentitySettings
+from kvserve.identity.recognise import IdentitySettings
 from kvserve.prompt.images_remote import RemoteLimits, RemotePictures
 from kvserve.proxy.settings import ProxySettings
 from kvserve.seeing import SeeingSettings

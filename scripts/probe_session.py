@@ -69,9 +69,12 @@ class Probe:
     options: argparse.Namespace
     expectations: Expectations = field(default_factory=Expectations)
     replies: list[Reply] = field(default_factory=list)
+    session: str = field(default_factory=lambda: f"probe-{secrets.token_hex(4)}")
+    """The answers in the history are the script's own, so nothing but a session's name says whose history it is."""
 
     def ask(self, messages: Sequence[Json], **fields: object) -> Reply:
         """One greedy answer without thinking, which templates drop from history in ways of their own."""
+        fields = {"session_id": self.session, **fields}
         reply = self.target.chat.chat(
             pi.chat_body(self.target.model, messages, max_tokens=self.options.max_tokens, thinking=False, **fields)
         )

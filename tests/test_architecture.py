@@ -12,7 +12,7 @@ PACKAGE = ROOT / "kvserve"
 JOINERS = (
     "kvserve/pipeline.py",
     "kvserve/running.py",
-    "kvserve/identity.py",
+    "kvserve/identity/",
     "kvserve/reports.py",
     "kvserve/seeing.py",
     "kvserve/watching.py",

@@ -34,7 +34,11 @@ def start(app: AppUnderTest, style: EchoStyle, *, thinking: bool) -> Conversatio
 def go_on(talk: Conversation, turn: int) -> None:
     """One turn: two of three are calls with their results, the third ends with the user's next words."""
     calls = talk.family in ("qwen3", "qwen3_5", "glm4_moe_lite") and turn % 3 != 2
-    talk.ask(f"Number {turn} is a < b.", f"It is {turn},\n so.", f"hill {turn}" if calls else None)
+    talk.ask(
+        f"Number {turn} is a < b.",
+        f"It is {turn},\n so there is more to be seen on it than I thought.",
+        f"hill {turn}" if calls else None,
+    )
     if calls:
         talk.answer_calls(f"a tree {turn}")
     else:
@@ -118,6 +122,7 @@ def test_an_answer_that_a_stop_string_ended_is_said_again(tmp_path: Path) -> Non
     with serving_app(tmp_path, "qwen3", **SETTINGS) as app:
         app.family = "qwen3"  # type: ignore[attr-defined]
         talk = start(app, STYLES[0], thinking=False)
+        talk.fields = {"session_id": "one"}
         asked = talk.ask("", "It is a hill.STOP or a tree", stop=["STOP"])
         assert asked.body["choices"][0]["message"]["content"] == "It is a hill."
         talk.say("And then?")

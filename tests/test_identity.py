@@ -21,7 +21,9 @@ from kvserve.core import (
     Turn,
     Written,
 )
-from kvserve.identity import Conversations, Exchanged, IdentitySettings, Reading
+from kvserve.identity.conversations import Conversations, Exchanged
+from kvserve.identity.reading import Reading
+from kvserve.identity.recognise import IdentitySettings
 from kvserve.sessions.archive import Archive
 from kvserve.sessions.seen import pack_ids
 from kvserve.sessions.stores import StoreLimits
@@ -33,7 +35,8 @@ def said(role: Role, text: str) -> Message:
     return Message(role, (TextBlock(text),))
 
 
-def asked(*messages: Message, session: str | None = None, **hint: Any) -> Turn:
+def asked(*messages: Message, session: str | None = "s", **hint: Any) -> Turn:
+    """A request of a client that names its session; what others have to show is in test_provenance.py."""
     return Turn(RequestId("r"), "test", None, SamplingParams(), messages=messages, session=SessionHint(session, **hint))
 
 
@@ -84,7 +87,9 @@ def test_an_answer_gets_its_thinking_and_tokens_back(conversations: Conversation
     )
     assert reading.messages[2] == wrote
     assert [written.ids for written in reading.writings if written] == [(7, 8)]
-    assert "thinking" in reading.replayed and reading.num_known_messages == 3 and reading.num_rejected == 0
+    assert (
+        "thinking" in reading.effects.replayed and reading.num_known_messages == 3 and not reading.effects.num_rejected
+    )
 
 
 def test_the_same_words_in_two_conversations_never_swap_their_thinking(conversations: Conversations) -> None:
@@ -122,21 +127,20 @@ def test_a_senders_name_never_reaches_another_chat(conversations: Conversations)
         block = 'Conversation info (untrusted metadata):\n```json\n{\n  "sender": "SENDER"\n}\n```\n\nhi'
         return said("user", block.replace("SENDER", sender))
 
-    hello = said("assistant", "Hello!")
+    hello = said("assistant", "Hello! It is good to hear from you again, what shall we do?")
     for sender in ("Ann", "Bob"):
-        answered(conversations, asked(SYSTEM, greeting(sender)), hello)
-    reading = conversations.read(asked(SYSTEM, said("user", "hi"), hello, said("user", "Who am I?")))
+        answered(conversations, asked(SYSTEM, greeting(sender), session=None), hello)
+    reading = conversations.read(asked(SYSTEM, said("user", "hi"), hello, said("user", "Who am I?"), session=None))
     assert reading.messages[1] == said("user", "hi")
 
 
 def test_a_block_that_the_client_takes_off_is_put_back(conversations: Conversations) -> None:
     """The control: with one sender only, the stripped message is rendered as the model read it."""
     block = said("user", 'Conversation info (untrusted metadata):\n```json\n{\n  "sender": "Ann"\n}\n```\n\nhi')
-    answered(conversations, asked(SYSTEM, block), said("assistant", "Hello!"))
-    reading = conversations.read(
-        asked(SYSTEM, said("user", "hi"), said("assistant", "Hello!"), said("user", "Who am I?"))
-    )
-    assert reading.messages[1] == block and reading.replayed == {"conversation_info"}
+    hello = said("assistant", "Hello! It is good to hear from you again, what shall we do?")
+    answered(conversations, asked(SYSTEM, block, session=None), hello)
+    reading = conversations.read(asked(SYSTEM, said("user", "hi"), hello, said("user", "Who am I?"), session=None))
+    assert reading.messages[1] == block and reading.effects.replayed == {"conversation_info"}
 
 
 def test_two_clients_under_one_session_id_do_not_mix(conversations: Conversations) -> None:
@@ -200,7 +204,7 @@ def test_cache_mode_prefix_puts_nothing_back(conversations: Conversations) -> No
     answered(conversations, asked(SYSTEM, said("user", "Do it.")), wrote)
     messages = (SYSTEM, said("user", "Do it."), said("assistant", "Done."), said("user", "And?"))
     reading = conversations.read(asked(*messages, cache_mode="prefix"))
-    assert reading.messages == messages and reading.writings == (None,) and reading.known is None
+    assert reading.messages == messages and reading.writings == (None,) and not reading.num_known_messages
 
 
 def test_switched_off_rules_put_nothing_back() -> None:
@@ -220,7 +224,7 @@ def test_a_key_that_lost_too_much_is_given_up() -> None:
     for checks, num_notes in ((True, 1), (False, 0)):
         conversations = Conversations(IdentitySettings(DEFAULT_RULES, checks_shortening=checks))
         reading = conversations.read(asked(message))
-        assert len(reading.notes) == num_notes and bool(reading.fired) is not checks
+        assert len(reading.notes) == num_notes and bool(reading.effects.fired) is not checks
 
 
 def test_write_contents_become_digests_and_stay_so() -> None:
@@ -234,7 +238,7 @@ def test_write_contents_become_digests_and_stay_so() -> None:
     for _ in range(3):
         reading = answered(conversations, asked(*history), said("assistant", "Written."))
         assert "SECRET" not in repr(reading.rendered) and "sha256" in repr(reading.rendered)
-        assert reading.rendered[2].blocks[0] == ThinkingBlock("Hm.") and reading.num_rejected == 0
+        assert reading.rendered[2].blocks[0] == ThinkingBlock("Hm.") and not reading.effects.num_rejected
 
 
 def test_what_was_put_back_beside_an_edit_is_put_back_again(conversations: Conversations) -> None:

@@ -22,7 +22,9 @@ from kvserve.core import (
     TokenSequence,
     Turn,
 )
-from kvserve.identity import Conversations, Exchanged, IdentitySettings, Reading
+from kvserve.identity.conversations import Conversations, Exchanged
+from kvserve.identity.reading import Reading
+from kvserve.identity.recognise import IdentitySettings
 from kvserve.sessions.seen import pack_ids
 from tests.canonical.versions import Version, echoes, may_be_as_seen, user, versions
 from tests.laws import num_examples
@@ -107,7 +109,7 @@ def test_the_canonical_prefix_is_the_models_own(turns: list[tuple[Version, Versi
     for read, sent in zip(played.reading.messages, played.sent, strict=True):
         assert canonicalise(read).digest == canonicalise(sent).digest
     assert played.reading.messages[num_known + 1 :] == played.sent[num_known + 1 :]
-    assert played.reading.num_rejected == 0
+    assert played.reading.effects.num_rejected == 0
     pairs = zip(played.reading.messages, played.seen, strict=True)
     num_equal = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     if num_equal == len(played.seen):

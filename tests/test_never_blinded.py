@@ -38,6 +38,7 @@ def conversation() -> Body:
             {"role": "user", "content": "Thank you. And what is beta?"},
         ],
         "tools": [TOOL],
+        "session_id": "one",  # all that may come back does
         "max_tokens": 12 if IS_FULL else 4,
         "temperature": 0,
         "repetition_penalty": 1,

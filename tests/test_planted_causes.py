@@ -38,11 +38,18 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
         yield app
 
 
-def start(app: AppUnderTest, *, family: str = "qwen3", style: EchoStyle = KEPT, thinking: bool = False) -> Conversation:
+def start(
+    app: AppUnderTest,
+    *,
+    family: str = "qwen3",
+    style: EchoStyle = KEPT,
+    thinking: bool = False,
+    session: str | None = "one",
+) -> Conversation:
     """A conversation of two turns: the system's words, a question with its answer, and a second one."""
     app.clear_cache()
     messages = [{"role": "system", "content": LONG}, {"role": "user", "content": f"Look at the hill. {LONG}"}]
-    talk = Conversation(app, family, style, thinking, messages)
+    talk = Conversation(app, family, style, thinking, messages, {"session_id": session})
     talk.ask("A hill is high.", f"It is a hill. {LONG}")
     talk.say(f"And the lake? {LONG}")
     return talk
@@ -63,9 +70,10 @@ def place(asked: Asked) -> tuple[Any, Any, Any]:
     return difference["message_index"], difference["role"], difference["char"]
 
 
-def test_an_edited_message(app: AppUnderTest) -> None:
-    """The client changed one word of an old message."""
-    talk = start(app)
+@pytest.mark.parametrize("session", ["one", None])
+def test_an_edited_message(app: AppUnderTest, session: str | None) -> None:
+    """The client changed one word of an old message; without a session its answers show whose history it is."""
+    talk = start(app, session=session)
     talk.ask("", "It is a lake.")
     talk.say("Thanks.")
     talk.messages[1] = {"role": "user", "content": f"Look at the hall. {LONG}"}
@@ -81,7 +89,7 @@ def test_an_edited_message(app: AppUnderTest) -> None:
 
 def test_an_edited_system_prompt_without_any_session(app: AppUnderTest) -> None:
     """Not even the first message is known, and the conversation is recognised by what was said in it."""
-    talk = start(app)
+    talk = start(app, session=None)
     talk.messages[0] = {"role": "system", "content": LONG.replace("few", "two", 1)}
     asked = talk.ask("", "It is a lake.")
     assert asked.explanation["cause"] == "message changed"
@@ -145,10 +153,10 @@ def test_reordered_tools_are_harmless(app: AppUnderTest) -> None:
     other = copy.deepcopy(TOOL)
     other["function"]["name"] = "walk"  # type: ignore[index]
     talk = start(app)
-    talk.fields = {"tools": [TOOL, other]}
+    talk.fields = {"tools": [TOOL, other], "session_id": "one"}
     talk.ask("", "It is a lake.")
     talk.say("And the wood?")
-    talk.fields = {"tools": [other, TOOL]}
+    talk.fields = {"tools": [other, TOOL], "session_id": "one"}
     asked = talk.ask("", "It is a wood.")
     assert asked.explanation["cause"] == "nothing lost"
     assert "tools_order" in asked.explanation["rules"]
@@ -179,7 +187,7 @@ def test_switched_thinking(tmp_path: Path) -> None:
     """This template says at its very beginning how much the model is to think."""
     with serving_app(tmp_path, "gpt_oss", **SETTINGS) as app:
         messages = [{"role": "user", "content": LONG}]
-        body = {"messages": messages, "max_tokens": 4, "temperature": 0}
+        body = {"messages": messages, "max_tokens": 4, "temperature": 0, "session_id": "one"}
         said = send(app, {**body, "reasoning_effort": "low"}).body["choices"][0]["message"]["content"]
         messages += [{"role": "assistant", "content": said or "."}, {"role": "user", "content": "Go on."}]
         asked = send(app, {**body, "reasoning_effort": "high"})
@@ -281,7 +289,7 @@ def test_a_request_that_wants_no_records(app: AppUnderTest) -> None:
 
 def test_a_raw_prompt_is_explained_too(app: AppUnderTest) -> None:
     """It has no messages: what it was reused from is told, the same question twice (`test_planted_raw_causes.py`)."""
-    body = {"prompt": LONG, "max_tokens": 2, "temperature": 0}
+    body = {"prompt": LONG, "max_tokens": 2, "temperature": 0, "session_id": "raw"}
     app.post("/v1/completions", body)
     answer = app.post("/v1/completions", body).json
     told = app.get(f"/v1/cache/explain/{answer['id']}").json

@@ -17,6 +17,9 @@ SETTINGS: dict[str, Any] = {
     "max_kv_size": 32768,
 }
 
+SESSION = {"session_id": "raw"}
+"""Without a session nobody knows whose an earlier prompt was."""
+
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
@@ -27,7 +30,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
 
 def ask(app: AppUnderTest, prompt: str, **fields: Any) -> tuple[str, dict[str, Any]]:
     """What the model wrote, and the explanation of the request."""
-    response = app.post(COMPLETION_PATH, {"prompt": prompt, "max_tokens": 4, "temperature": 0, **fields})
+    response = app.post(COMPLETION_PATH, {"prompt": prompt, "max_tokens": 4, "temperature": 0, **SESSION, **fields})
     assert response.status == 200, response.body
     body: Any = response.json
     told = app.get(f"/v1/cache/explain/{body['id']}")
@@ -89,7 +92,9 @@ def test_an_abort(app: AppUnderTest) -> None:
     prompt, before = f"{TEXT} {'And so on, place by place. ' * 60}", app.num_forward_calls
     with slow_prefill():
         with app.connect() as client:
-            client.send(encode_request("POST", COMPLETION_PATH, {"prompt": prompt, "max_tokens": 4, "stream": True}))
+            client.send(
+                encode_request("POST", COMPLETION_PATH, {"prompt": prompt, "max_tokens": 4, "stream": True, **SESSION})
+            )
             assert eventually(lambda: app.num_forward_calls > before + 5)
         assert eventually(app.is_idle)
     assert eventually(lambda: any("cancelled" in line for line in app.lines()))
@@ -156,7 +161,7 @@ def test_a_prompt_in_other_tokens(app: AppUnderTest) -> None:
     tokenizer = app.served.tokenizer
     spelt = [token for char in TEXT for token in tokenizer.encode(char)]
     assert tokenizer.decode(spelt) == TEXT and len(spelt) > 2 * len(tokenizer.encode(TEXT))
-    response = app.post(COMPLETION_PATH, {"prompt": spelt, "max_tokens": 2, "temperature": 0})
+    response = app.post(COMPLETION_PATH, {"prompt": spelt, "max_tokens": 2, "temperature": 0, **SESSION})
     assert response.status == 200
     _, told = ask(app, TEXT)
     assert told["cause"] == "tokenised differently", told

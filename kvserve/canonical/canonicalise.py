@@ -31,13 +31,16 @@ class Canonical:
 
     `message` is None for one that has no part in identity: it leaves the chain as it is. `digest` is that of the
     canonical form. `meaning` differs from it only where a rule took out a whole span: it also tells apart what the
-    client may leave out, such as who the sender was. `fired`: the rules that changed something.
+    client may leave out, such as who the sender was. `wording` differs from that where such a span has volatile parts
+    that may come back: it tells apart every word that a client may have said without saying it again. `fired`: the
+    rules that changed something.
     """
 
     message: Message | None
     digest: bytes
     meaning: bytes
     fired: frozenset[str]
+    wording: bytes = b""
 
 
 def canonicalise(message: Message, rules: RuleSet = DEFAULT_RULES) -> Canonical:
@@ -52,7 +55,10 @@ def canonicalise(message: Message, rules: RuleSet = DEFAULT_RULES) -> Canonical:
     digest = meaning = _digest(canonical)
     if any(span.canonical != span.meaning for part in layout for span in part.spans) or not rules.tells_images_apart:
         meaning = _digest(Message(message.role, _meaning_blocks(layout), message.name))
-    return Canonical(canonical, digest, meaning, fired)
+    volatile = [each for part in layout for span in part.spans for each in span.volatile]
+    hidden = [word for name, value in volatile if value and rules.is_hidden(name) for word in (name, value)]
+    wording = hashlib.sha256(meaning + _joined(hidden)).digest() if hidden else meaning
+    return Canonical(canonical, digest, meaning, fired, wording)
 
 
 def chain(root: bytes, messages: Iterable[Canonical]) -> tuple[bytes, ...]:

@@ -25,6 +25,7 @@ class _Asked(NamedTuple):
     """A question that was put to `replay`; compared by identity, the values are kept by the answer."""
 
     seen: Message
+    wrote: Message | None
     rules: RuleSet
     in_history: bool
     may_put_back: bool
@@ -32,6 +33,7 @@ class _Asked(NamedTuple):
     def is_same(self, other: "_Asked") -> bool:
         return (
             self.seen is other.seen
+            and self.wrote is other.wrote
             and self.rules is other.rules
             and self.in_history == other.in_history
             and self.may_put_back == other.may_put_back
@@ -78,17 +80,28 @@ class Familiar:
         return recalled
 
     def replay(
-        self, fresh: Message, seen: Message, *, in_history: bool, rules: RuleSet, may_put_back: bool
+        self,
+        fresh: Message,
+        seen: Message,
+        *,
+        wrote: Message | None,
+        in_history: bool,
+        rules: RuleSet,
+        may_put_back: bool,
     ) -> Replayed:
         """`canonical.replay.replay`; the same object again for a recalled message that is asked of again."""
-        asked = _Asked(seen, rules, in_history, may_put_back)
+        asked = _Asked(seen, wrote, rules, in_history, may_put_back)
+
+        def answered() -> Replayed:
+            return replay(fresh, seen, wrote=wrote, in_history=in_history, rules=rules, may_put_back=may_put_back)
+
         known = self._by_id.get(id(fresh))
         if known is None or known.message is not fresh:
-            return replay(fresh, seen, in_history=in_history, rules=rules, may_put_back=may_put_back)
+            return answered()
         last = known.last
         if last is not None and last[0].is_same(asked):
             return last[1]
-        answer = replay(fresh, seen, in_history=in_history, rules=rules, may_put_back=may_put_back)
+        answer = answered()
         known.last = asked, answer
         return answer
 

@@ -40,15 +40,17 @@ def replay(
     fresh: Message,
     seen: Message,
     *,
+    wrote: Message | None = None,
     in_history: bool,
     rules: RuleSet = DEFAULT_RULES,
     may_put_back: bool = True,
 ) -> Replayed:
     """`fresh`, with what the rules allow as in `seen`. Both stay as they are.
 
-    `in_history`: the model has already answered to what follows this message. `may_put_back`: False where messages of
-    this identity are known that mean something else (`Canonical.meaning`): then nobody knows which of them left a span
-    out, and none comes back. Messages of different identity are no pair: then it is `fresh`.
+    `wrote`: what the model itself wrote there, the only thinking that comes back. `in_history`: the model has already
+    answered to what follows this message. `may_put_back`: False where messages of this identity are known that mean
+    something else (`Canonical.meaning`): then nobody knows which of them left a span out, and none comes back. Messages
+    of different identity are no pair: then it is `fresh`.
     """
     if fresh == seen or fresh.role != seen.role or fresh.name != seen.name:
         return Replayed(fresh)
@@ -56,14 +58,16 @@ def replay(
     if canonical_blocks(fresh_layout) != canonical_blocks(seen_layout):
         return Replayed(fresh)
     if fresh.role == "assistant":
-        return _replay_assistant(fresh, seen, rules, in_history)
+        return _replay_assistant(fresh, seen, wrote, rules, in_history)
     return _SpanReplay(fresh, fresh_layout, seen_layout, rules, in_history, may_put_back).result()
 
 
 # --- assistants: thinking and calls ----------------------------------------------------------------------------------
 
 
-def _replay_assistant(fresh: Message, seen: Message, rules: RuleSet, in_history: bool) -> Replayed:
+def _replay_assistant(
+    fresh: Message, seen: Message, wrote: Message | None, rules: RuleSet, in_history: bool
+) -> Replayed:
     """Equal but for thinking, white space around text, call ids and the JSON text of arguments."""
     notes = _Notes()
     spoken = iter(
@@ -73,7 +77,8 @@ def _replay_assistant(fresh: Message, seen: Message, rules: RuleSet, in_history:
         ]
     )
     thinking, seen_thinking = _thinking(fresh), _thinking(seen)
-    restores = not thinking and bool(seen_thinking) and rules.replays("thinking", in_history=in_history)
+    is_models_own = bool(seen_thinking) and wrote is not None and seen_thinking == _thinking(wrote)
+    restores = not thinking and is_models_own and rules.replays("thinking", in_history=in_history)
     if thinking != seen_thinking:
         (notes.fired if restores else notes.as_sent).add("thinking")
     if restores:

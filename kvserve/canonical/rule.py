@@ -62,7 +62,8 @@ class Rule:
     """One row: what is normalised where, what the model reads instead, and why.
 
     `drops`: a message that consists of the form has no identity at all. `is_fixed`: the policy follows from what the
-    rule is about; an operator can only switch the rule off.
+    rule is about; an operator can only switch the rule off. `is_personal` False: telemetry that holds nobody's words,
+    so that the value which anybody sent first may stand in everybody's prompt.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Rule:
     form: Form | None = None
     drops: bool = False
     is_fixed: bool = False
+    is_personal: bool = True
 
 
 class RuleSet:
@@ -90,6 +92,7 @@ class RuleSet:
         self._spans = {role: tuple(r for r in rules if self._finds_spans(r) and role in r.roles) for role in roles}
         self._drops = {role: tuple(r for r in rules if r.drops and role in r.roles) for role in roles}
         self._names = {role: frozenset(r.name for r in rules if role in r.roles) for role in roles}
+        self._impersonal = {role: tuple(r for r in self._spans[role] if not r.is_personal) for role in roles}
 
     @staticmethod
     def _finds_spans(rule: Rule) -> bool:
@@ -106,9 +109,21 @@ class RuleSet:
         """The rules that find spans in the text blocks of this role, first match first."""
         return self._spans[role]
 
+    def impersonal_rules(self, role: Role) -> tuple[Rule, ...]:
+        """Those of them whose spans hold nobody's words."""
+        return self._impersonal[role]
+
     def dropping_rules(self, role: Role) -> tuple[Rule, ...]:
         """The rules that take a whole message of this role out of identity."""
         return self._drops[role]
+
+    def is_shared(self, name: str) -> bool:
+        """Whether the rule's values are nobody's words, and its policy lets one stand for all of them."""
+        return not self._named[name].is_personal and self.replays(name, in_history=False)
+
+    def is_hidden(self, name: str) -> bool:
+        """Whether what the rule takes out may come back although the client did not send it: somebody's own words."""
+        return self._named[name].is_personal and self.replays(name, in_history=True)
 
     def replays(self, name: str, *, in_history: bool) -> bool:
         """Whether the rule's policy lets the model read what it read before."""

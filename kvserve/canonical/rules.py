@@ -69,6 +69,7 @@ RULES: tuple[Rule, ...] = (
         "the order of an equal set of tools",
         "Some clients list their tools in the order in which servers answered.",
         is_fixed=True,
+        is_personal=False,
     ),
     # --- equal once they are read ------------------------------------------------------------------------------------
     Rule(

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -33,6 +33,13 @@ class Span:
     def key(self) -> tuple[str, str]:
         """Two spans with equal keys say the same."""
         return self.rule.name, self.meaning
+
+    def without(self, names: Container[str]) -> str:
+        """The text less the volatile parts of the rules with these names."""
+        text, form = self.text, self.rule.form
+        for name, pattern in form.volatile.items() if form is not None else ():
+            text = pattern.sub("", text) if name in names else text
+        return text
 
 
 def find_spans(text: str, role: Role, rules: RuleSet) -> tuple[Span, ...]:

@@ -69,6 +69,7 @@ TEXT_RULES: tuple[Rule, ...] = (
         _SYSTEM,
         "`cch=<hex>;` in the billing header",
         "New in every request at the very front of the prompt; it says nothing to the model.",
+        is_personal=False,
     ),
     Rule(
         "billing_header",
@@ -82,18 +83,20 @@ TEXT_RULES: tuple[Rule, ...] = (
             re.compile(r"x-anthropic-billing-header: cc_version=[^;\n<]*;(?: [a-z_]+=[^;\n<]*;)*+\Z"),
             "start",
             {
-                "cch": re.compile(r" cch=[0-9a-f]*;"),
-                "billing_header": re.compile(r"(?<=cc_version=)[^;]+|(?<=cc_entrypoint=)[^;]+"),
+                "cch": re.compile(r" cch=[0-9a-f]{0,64};"),
+                # no longer and nothing else than a version or a word: whoever comes later reads it too
+                "billing_header": re.compile(r"(?<=cc_version=)[\w.-]{1,40}(?=;)|(?<=cc_entrypoint=)[\w.-]{1,40}(?=;)"),
             },
         ),
+        is_personal=False,
     ),
     Rule(
         "total_tokens",
         "line",
-        "always",
+        "history",
         _SYSTEM,
         "the count in a system message that is a `<total_tokens>` note",
-        "A counter that stands after every user turn; the history holds many of them.",
+        "A counter that stands after every user turn; the history holds many of them, and the newest one counts.",
         Form(
             "<total_tokens>",
             re.compile(r"<total_tokens>[0-9]* tokens left</total_tokens>"),

@@ -137,9 +137,12 @@ def _session(body: JsonObject, headers: Mapping[str, str], marks: CacheMarks) ->
     hint = read_session(body, headers)
     metadata = Fields(body).optional("metadata", mapping)
     user_id = metadata.optional("user_id", text) if metadata is not None else None
+    own_id = None if hint.is_shared_id else hint.session_id
+    named_by_user = _session_in(user_id or "")
     return replace(
         hint,
-        session_id=hint.session_id or _session_in(user_id or ""),
+        session_id=own_id or named_by_user or hint.session_id,
+        is_shared_id=hint.is_shared_id and named_by_user is None,
         num_marked_messages=marks.num_messages,
         marked_seconds=marks.ttl_seconds,
     )

@@ -1,7 +1,8 @@
 """What a client says of its session: an id, how the cache may be used, how long to keep it. Hints, never proof.
 
 Order: the body, `extra_body`, `metadata`, `extra_body.metadata`, then the headers; in each the names of the table in
-its order. The first one that speaks counts: several names at once are normal (a session and a thread of it).
+its order. The first one that speaks counts: several names at once are normal (a session and a thread of it). A
+`prompt_cache_key` counts last: OpenAI has it for routing, and an application may give all its users the same one.
 """
 
 import re
@@ -9,8 +10,10 @@ from collections.abc import Mapping
 
 from kvserve.core import JsonObject, SessionHint
 from kvserve.protocols.fields import Fields, Reader, mistyped, number, places, word
+from kvserve.protocols.principal import read_principal
 
-ID_FIELDS = ("session_id", "conversation_id", "thread_id", "chat_id", "prompt_cache_key")
+ID_FIELDS = ("session_id", "conversation_id", "thread_id", "chat_id")
+SHARED_ID_FIELD = "prompt_cache_key"
 ID_HEADERS = (
     "x-session-id",
     "session_id",
@@ -29,10 +32,13 @@ _DURATION = re.compile(r"([0-9]{1,9})([smhd]?)")
 def read_session(body: JsonObject, headers: Mapping[str, str]) -> SessionHint:
     """The hint in `body` and `headers` (lower-case names). Raises BadRequest for mistyped fields."""
     where = places(body, (), ("extra_body",), ("metadata",), ("extra_body", "metadata"))
-    session_id = _first(where, ID_FIELDS, _read_id) or _first((Fields(headers),), ID_HEADERS, _read_id)
+    own_id = _first(where, ID_FIELDS, _read_id) or _first((Fields(headers),), ID_HEADERS, _read_id)
+    shared_id = _first(where, (SHARED_ID_FIELD,), _read_id)
     cache_mode = _first(where, ("cache_mode",), word("full", "prefix"))
     return SessionHint(
-        session_id=session_id,
+        session_id=own_id or shared_id,
+        principal=read_principal(body, headers),
+        is_shared_id=own_id is None and shared_id is not None,
         cache_mode="prefix" if cache_mode == "prefix" else "full",
         ttl_seconds=_first(where, ("ttl",), read_ttl),
     )

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvserve.core import KEY_HEADER, NO_KEY, key_digest
 from kvserve.errors import EngineFailure, MethodNotAllowed, NotFound, RequestError
 from kvserve.proxy.access import AccessRules, Headers, check_access
 from kvserve.proxy.asgi import (
@@ -93,9 +94,9 @@ ROUTES: Mapping[str, Route] = {
 _SESSION_HEADERS = ("session_id", "session-id", "thread_id", "thread-id", "conversation_id", "conversation-id")
 # LiteLLM forwards x-* by itself; these mean something to the backend, too.
 _FORWARDED_HEADERS = frozenset({"user-agent", "traceparent", "tracestate", *_SESSION_HEADERS})
-# LiteLLM must not answer for the Origin, and the body has another length and form now.
+# LiteLLM must not answer for the Origin, the body has another length and form now, and whose key it is says the guard.
 _WITHHELD_HEADERS = frozenset(
-    {b"origin", b"content-length", b"content-type", b"content-encoding", b"transfer-encoding"}
+    {b"origin", b"content-length", b"content-type", b"content-encoding", b"transfer-encoding", KEY_HEADER.encode()}
 )
 
 _WARM_UP_SCOPE: Scope = {
@@ -258,10 +259,13 @@ def find_route(method: str, path: str, headers: Container[str] = ()) -> Route:
 
 
 def inner_headers(scope: Scope, num_body_bytes: int) -> HeaderList:
-    """The request's headers as LiteLLM sees them, with a session header under the name that it forwards."""
+    """The request's headers as LiteLLM sees them: with a session header under the name that it forwards, and with the
+    digest of the client's key, in whose place the backend gets the proxy's."""
     headers = [pair for pair in scope["headers"] if pair[0].lower() not in _WITHHELD_HEADERS]
     headers += [*json_header(), (b"content-length", str(num_body_bytes).encode())]
     sent = read_headers(scope)
+    own = {name: values[0] for name, values in sent.items() if name != KEY_HEADER}
+    headers.append((KEY_HEADER.encode(), (key_digest(own) or NO_KEY).encode()))
     session = next((sent[name][0] for name in _SESSION_HEADERS if name in sent), None)
     if session is not None and "x-session-id" not in sent:
         headers.append((b"x-session-id", session.encode("latin-1")))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvserve.sessions.journal import Kind, Rows
 
-FORMAT = 1
+FORMAT = 2
 """Raised with any change of a row's form; a file of another format is begun anew."""
 
 FILE_NAME = "records.sqlite"

@@ -20,6 +20,7 @@ type Cause = Literal[
     "new conversation",
     "new prompt",
     "not seen since the start",
+    "no session",
     "cache cleared",
     "other model",
     "setting",
@@ -110,12 +111,13 @@ class RulesFired:
 @dataclass(frozen=True, slots=True)
 class Circumstances:
     """What decides besides the messages: whether earlier requests were looked at, whether this model's KV can be kept,
-    whether somebody emptied the cache. `rules_off` names the rules, switched off here, under which two messages would
-    be the same; `decode` turns token ids into text."""
+    whether somebody emptied the cache, whether the request names a session of its own. `rules_off` names the rules,
+    switched off here, under which two messages would be the same; `decode` turns token ids into text."""
 
     looks_at_records: bool = True
     can_keep: bool = True
     was_cleared: bool = False
+    names_session: bool = True
     rules_off: Callable[[Message, Message], frozenset[str]] | None = None
     decode: Decode | None = None
 
@@ -228,6 +230,8 @@ def _without_record(asked: Asked, num_cached_tokens: int, around: Circumstances)
         return "nothing lost"
     if not around.looks_at_records:
         return "setting"
+    if not around.names_session:
+        return "no session"
     return "cache cleared" if around.was_cleared else "not seen since the start"
 
 
@@ -360,7 +364,7 @@ def source_of(before: TurnRecord | RawRecord | None, num_cached_tokens: int, sha
     if not num_cached_tokens:
         return "nothing"
     if before is None or num_cached_tokens > shared + 1:  # the answer's stop token is no part of the record
-        return "what was computed ahead" if reuse.tier == "warmed" else "another conversation with the same beginning"
+        return "what was computed ahead" if reuse.tier == "warmed" else "another request with the same beginning"
     return f"request {before.request_id}"
 
 

@@ -28,6 +28,11 @@ WORDS: Mapping[Cause, Words] = {
         "restart, or elsewhere.",
         "Keep KV on disk over a restart: start without --ephemeral-cache and --no-disk-cache.",
     ),
+    "no session": Words(
+        "Nothing shows whose conversation this is: the request names no session of its own, and it sends back no "
+        "answers of this server, or only a few words.",
+        "Name the session in every request (x-session-id or session_id): what is known of it then comes back.",
+    ),
     "cache cleared": Words(
         "The history holds answers that this server does not know any more: the cache was emptied.",
         "Empty the cache (DELETE /v1/cache) between conversations, not within one.",

@@ -26,13 +26,14 @@ TELLING_CHARACTERS = 64
 class RawRecord:
     """One raw prompt and what was written to it: `text` and `packed_ids` (`pack_ids`) hold both, the prompt first.
 
-    `session`: whose records it belongs to. `num_computed_tokens`: of a request whose client left, how many tokens were
-    computed; None for a complete one.
+    `owner`: whose it is. The prompt is the first `num_prompt_characters` of the text. `num_computed_tokens`: of a
+    request whose client left, how many tokens were computed; None for a complete one.
     """
 
     request_id: RequestId
-    session: str | None
+    owner: str
     text: str
+    num_prompt_characters: int
     packed_ids: bytes
     num_prompt_tokens: int
     num_computed_tokens: int | None = None
@@ -42,6 +43,10 @@ class RawRecord:
         """The model tokens, read-only and without a copy."""
         view: Sequence[int] = memoryview(self.packed_ids).cast(PACKED)
         return view
+
+    def is_repeated_in(self, text: str, min_characters: int) -> bool:
+        """Whether the text begins with this prompt and its answer, and that has so many characters."""
+        return len(self.text) - self.num_prompt_characters >= min_characters and text.startswith(self.text)
 
     @property
     def num_bytes(self) -> int:
@@ -72,14 +77,17 @@ class RawPrompts:
             while len(self._records) > self._max_prompts or self._num_bytes > self._max_bytes:
                 self._num_bytes -= self._records.popleft().num_bytes
 
-    def nearest(self, text: str, session: str | None) -> RawRecord | None:
-        """The record of this session that has most in common with the text at its beginning and least behind that, the
-        newest among equals; None where none is known.
+    def nearest(self, text: str, owner: str, min_repeated: int = 0) -> RawRecord | None:
+        """The record of this owner that has most in common with the text at its beginning and least behind that, the
+        newest among equals; None where none is known. `min_repeated`: only one that the text repeats with its answer,
+        of so many characters: whoever was not given it cannot.
 
         Where next to nothing is common, as when a prompt's first word changes each time, the one of like length counts.
         """
         with self._lock:
-            records = [record for record in self._records if record.session == session]
+            records = [record for record in self._records if record.owner == owner]
+        if min_repeated:
+            records = [record for record in records if record.is_repeated_in(text, min_repeated)]
 
         def likeness(record: RawRecord) -> tuple[int, int]:
             num_common, length = common_length(record.text, text), len(record.text)

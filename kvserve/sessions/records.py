@@ -64,6 +64,11 @@ class RecordShelf:
         if record.session is not None and self._newest_of.get(record.session) is record:
             del self._newest_of[record.session]
 
+    def at(self, leaf: Seen) -> TurnRecord | None:
+        """The request that ended with this very message."""
+        found = self._by_leaf.get(leaf)
+        return found[0] if found is not None else None
+
     def newest(self, seen: Seen | None, session: str | None) -> TurnRecord | None:
         """The newest request that passed here, else the newest that shares the most with it, else the session's."""
         if seen is not None:

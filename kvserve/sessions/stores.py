@@ -11,6 +11,7 @@ from kvserve.sessions.beginnings import Beginnings
 from kvserve.sessions.healing import HealingStore
 from kvserve.sessions.journal import UNWRITTEN, Rows
 from kvserve.sessions.lineage import SessionIndex
+from kvserve.sessions.telemetry_values import TelemetryValues
 from kvserve.sessions.turns import TurnStore
 
 PATHS_SHARE = 10 / 32
@@ -89,6 +90,7 @@ class Stores:
             max_tool_bytes=int(limits.max_bytes * TOOLS_SHARE),
             journal=journal,
         )
+        self.telemetry = TelemetryValues(journal=journal)
         self.beginnings = Beginnings(max_bytes=int(limits.max_bytes * BEGINNINGS_SHARE), journal=journal)
         self.index = SessionIndex(
             max_messages=int(limits.max_bytes * LINEAGE_SHARE / LINEAGE_BYTES_PER_MESSAGE),
@@ -101,6 +103,7 @@ class Stores:
         self.healing.load(rows)
         self.index.load(rows)
         self.beginnings.load(rows)
+        self.telemetry.load(rows)
 
     def now(self) -> float:
         """Seconds since the epoch."""
@@ -123,6 +126,7 @@ class Stores:
         self.turns.clear()
         self.index.clear()
         self.beginnings.clear()
+        self.telemetry.clear()
         self.flush()
 
     def flush(self) -> bool:
@@ -142,6 +146,7 @@ class Stores:
         self.healing.put_all()
         self.index.put_all()
         self.beginnings.put_all()
+        self.telemetry.put_all()
 
     def expire(self) -> None:
         """Forget what was not used for so long that its rows may go."""
@@ -150,6 +155,7 @@ class Stores:
         self.healing.expire(now)
         self.index.expire(now)
         self.beginnings.expire(now)
+        self.telemetry.expire(now)
 
     def make_room(self) -> None:
         """Forget the least recently used tenth: its rows are larger than what they are in RAM."""

@@ -105,6 +105,16 @@ class TurnStore:
         with self._lock:
             return self._records.newest(seen, session)
 
+    def records(self) -> tuple[TurnRecord, ...]:
+        """All records, the oldest request first."""
+        with self._lock:
+            return tuple(self._records)
+
+    def record_at(self, leaf: Seen) -> TurnRecord | None:
+        """The request that ended with this very message; None where none is kept, or a newer one has gone on."""
+        with self._lock:
+            return self._records.at(leaf)
+
     def totals(self) -> TurnTotals:
         """What is held now."""
         with self._lock:

@@ -25,7 +25,9 @@ def talk(app: AppUnderTest, name: str) -> list[dict[str, Any]]:
 
 
 def num_cached(app: AppUnderTest, name: str, history: list[dict[str, Any]]) -> tuple[int, int]:
-    """How many tokens are known of an agent's conversation that goes on, and of how many; asking keeps none."""
+    """How many tokens are known of an agent's conversation that goes on, and of how many; asking keeps none. Whoever
+    asks is not the agent: its answers are known up to the first that the model wrote in other tokens than its text's.
+    """
     messages = [*history, {"role": "user", "content": "?"}]
     body = {"messages": messages, **GREEDY, "max_tokens": 1, "ttl": 0, "session_id": f"agent:{name}"}
     usage: Any = app.post(CHAT_PATH, body).json["usage"]
@@ -51,7 +53,7 @@ def test_the_kv_of_a_deleted_agent_leaves_at_once(family: str, tmp_path: Path) -
         other, one = talk(app, "other"), talk(app, "one")
         known = num_cached(app, "other", other)
         before, begun = num_cached(app, "one", one), stored(app)
-        assert before[0] > 0.9 * before[1] and known[0] > 0.9 * known[1]
+        assert before[0] > 0.5 * before[1] and known[0] > 0.5 * known[1]
         assert delete(app, "one").status == 200
         assert eventually(lambda: stored(app)[0] < 0.8 * begun[0] and stored(app)[1] < 0.8 * begun[1]), stored(app)
         system, _ = num_cached(app, "one", one[:1])
@@ -109,7 +111,7 @@ def test_a_picture_that_only_the_disk_has_leaves_with_its_agent(tmp_path: Path) 
         one = looks(app, "one")
         assert eventually(lambda: get(app, "one")["status"] == "hot")
         known = num_cached(app, "one", one)
-        assert known[0] > 0.9 * known[1]
+        assert known[0] > 0.5 * known[1]
     with serving_app(tmp_path, "qwen3_vl", **ALONE) as app:
         assert get(app, "one")["status"] == "warm"
         before = stored(app)[1]

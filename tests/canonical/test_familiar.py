@@ -25,18 +25,22 @@ MESSAGES = st.one_of(
 )
 
 
-@given(st.lists(st.tuples(MESSAGES, MESSAGES, st.booleans(), st.booleans()), max_size=12), st.integers(0, 4_000))
+@given(
+    st.lists(st.tuples(MESSAGES, MESSAGES, st.booleans(), st.booleans(), st.booleans()), max_size=12),
+    st.integers(0, 4_000),
+)
 @settings(deadline=None)
 def test_its_answers_are_those_of_the_functions(
-    asked: list[tuple[Message, Message, bool, bool]], max_bytes: int
+    asked: list[tuple[Message, Message, bool, bool, bool]], max_bytes: int
 ) -> None:
     """Whatever was asked before, and whatever had to be forgotten."""
     familiar = Familiar(DEFAULT_RULES, max_bytes)
-    for fresh, seen, in_history, may_put_back in asked * 2:
+    for fresh, seen, is_written, in_history, may_put_back in asked * 2:
         [known] = familiar.recall([fresh])
         assert known.message == fresh
         assert known.canonical == canonicalise(fresh)
-        options = {"in_history": in_history, "rules": DEFAULT_RULES, "may_put_back": may_put_back}
+        wrote = seen if is_written else None
+        options = {"wrote": wrote, "in_history": in_history, "rules": DEFAULT_RULES, "may_put_back": may_put_back}
         assert familiar.replay(known.message, seen, **options) == replay(fresh, seen, **options)
         assert familiar.num_bytes <= max_bytes
 
@@ -45,12 +49,13 @@ def test_an_equal_message_is_the_same_object_and_its_replay_too() -> None:
     """So whoever looks at it next need not read it again; another clock is another question."""
     familiar = Familiar(DEFAULT_RULES)
     seen = answer("Hm.", "Look.", '{"a":1}')
-    options = {"in_history": True, "rules": DEFAULT_RULES, "may_put_back": True}
+    options = {"wrote": seen, "in_history": True, "rules": DEFAULT_RULES, "may_put_back": True}
     first, second = (familiar.recall([answer("", "Look.", '{"a": 1}')])[0] for _ in range(2))
     assert first is second
     replayed = familiar.replay(first.message, seen, **options)
     assert familiar.replay(first.message, seen, **options) is replayed
     other = answer("Oh.", "Look.", '{"a":1}')
+    options["wrote"] = other
     assert familiar.replay(first.message, other, **options).message == replay(first.message, other, **options).message
     assert familiar.replay(first.message, other, **options).message != replayed.message
 

@@ -199,7 +199,7 @@ def test_lost_thinking_and_call_text_come_back_and_ids_stay() -> None:
         ToolCallBlock("call1", "bash", '{"n":1,"command":"ls"}'),
         ToolCallBlock("call2", "bash", '{"n":1,"command":"ls"}'),
     )
-    result = replay(echo, WRITTEN, in_history=True)
+    result = replay(echo, WRITTEN, wrote=WRITTEN, in_history=True)
     expected = [*WRITTEN.blocks[:3]]
     expected += [ToolCallBlock(f"call{i}", "bash", '{"command": "ls", "n": 1.0}') for i in (1, 2)]
     assert result.message == assistant(*expected)
@@ -222,7 +222,7 @@ def test_lost_thinking_and_call_text_come_back_and_ids_stay() -> None:
 )
 def test_a_turn_whose_meaning_was_changed_is_rendered_as_sent(changed: Message) -> None:
     """Another text, call, name or argument gets nothing back: no thinking that led elsewhere."""
-    assert replay(changed, WRITTEN, in_history=True).message == changed
+    assert replay(changed, WRITTEN, wrote=WRITTEN, in_history=True).message == changed
 
 
 def test_thinking_that_was_changed_is_rendered_as_sent() -> None:
@@ -231,9 +231,19 @@ def test_thinking_that_was_changed_is_rendered_as_sent() -> None:
         assistant(ThinkingBlock("I look!"), TextBlock("Now."), *WRITTEN.blocks[2:]),
         assistant(ThinkingBlock("I look."), TextBlock("Now."), *WRITTEN.blocks[3:]),
     ):
-        result = replay(echo, WRITTEN, in_history=True)
+        result = replay(echo, WRITTEN, wrote=WRITTEN, in_history=True)
         assert result.message == echo
         assert result.as_sent == {"thinking"}
+
+
+def test_only_thinking_that_the_model_wrote_comes_back() -> None:
+    """What a client once sent as thinking, of another server's model perhaps, is rendered where it is sent again."""
+    brought = assistant(ThinkingBlock("Mine."), TextBlock("Now."))
+    echo = assistant(TextBlock("Now."))
+    for wrote in (None, echo, assistant(ThinkingBlock("Hm."), TextBlock("Now."))):
+        result = replay(echo, brought, wrote=wrote, in_history=True)
+        assert (result.message, result.as_sent) == (echo, {"thinking"})
+    assert replay(echo, brought, wrote=brought, in_history=True).message == brought
 
 
 def test_thinking_that_was_added_is_rendered_as_sent() -> None:
@@ -250,7 +260,7 @@ def test_white_space_around_an_answer_is_as_sent_and_the_thinking_comes_back(edg
     text = TextBlock(f"{edges[0]}Now  I\nread.{edges[1]}")
     echo = assistant(text, ToolCallBlock("a", "read", '{"n":1}'))
     assert canonicalise(echo).digest == canonicalise(wrote).digest
-    result = replay(echo, wrote, in_history=True)
+    result = replay(echo, wrote, wrote=wrote, in_history=True)
     assert result.message == assistant(ThinkingBlock("Hm."), text, ToolCallBlock("a", "read", '{"n": 1}'))
     assert (result.fired, result.as_sent) == ({"thinking", "call_arguments"}, {"answer_edges"})
 

@@ -65,7 +65,7 @@ def test_a_pair_is_rendered_as_its_policy_says(name: str) -> None:
     """In messages that the model has read: what it read, or what is sent now; and the report names the rule."""
     pair = PAIRS[name]
     results = [
-        replay(sent, seen, in_history=True)
+        replay(sent, seen, wrote=seen, in_history=True)
         for sent, seen in zip(messages(pair["sent"]), messages(pair["seen"]), strict=True)
     ]
     assert [result.message for result in results] == messages(pair[pair["rendered"]])
@@ -79,7 +79,7 @@ def test_only_always_reaches_the_newest_messages(name: str) -> None:
     pair = PAIRS[name]
     always = {rule.name for rule in RULES if rule.policy == "always"} >= set(pair["fired"])
     results = [
-        replay(sent, seen, in_history=False).message
+        replay(sent, seen, wrote=seen, in_history=False).message
         for sent, seen in zip(messages(pair["sent"]), messages(pair["seen"]), strict=True)
     ]
     assert results == messages(pair["seen" if always else "sent"])
@@ -92,22 +92,22 @@ def test_a_policy_set_to_never_renders_what_is_sent(name: str) -> None:
     rules = select({rule: "never" for rule in pair["fired"]})
     assert identity(pair["seen"], rules) == identity(pair["sent"], rules)
     for sent, seen in zip(messages(pair["sent"]), messages(pair["seen"]), strict=True):
-        assert replay(sent, seen, in_history=True, rules=rules).message == sent
+        assert replay(sent, seen, wrote=seen, in_history=True, rules=rules).message == sent
 
 
 def test_a_policy_can_be_widened() -> None:
     """Somebody who does not need the time in history gets the reuse instead."""
     seen, sent = (messages(PAIRS["current_time"][key])[0] for key in ("seen", "sent"))
-    assert replay(sent, seen, in_history=True, rules=select({"current_time": "history"})).message == seen
-    assert replay(sent, seen, in_history=False, rules=select({"current_time": "history"})).message == sent
-    assert replay(sent, seen, in_history=False, rules=select({"current_time": "always"})).message == seen
+    assert replay(sent, seen, wrote=seen, in_history=True, rules=select({"current_time": "history"})).message == seen
+    assert replay(sent, seen, wrote=seen, in_history=False, rules=select({"current_time": "history"})).message == sent
+    assert replay(sent, seen, wrote=seen, in_history=False, rules=select({"current_time": "always"})).message == seen
 
 
 def test_message_ids_have_a_policy_of_their_own() -> None:
     """Without their rule, another message id in the inbound context is an edit."""
     seen, sent = (messages(PAIRS["message_id"][key])[0] for key in ("seen", "sent"))
     for policy in ("never", "off"):
-        assert replay(sent, seen, in_history=True, rules=select({"message_id": policy})).message == sent
+        assert replay(sent, seen, wrote=seen, in_history=True, rules=select({"message_id": policy})).message == sent
 
 
 def test_with_all_rules_off_a_message_is_known_by_what_was_sent() -> None:
@@ -117,7 +117,7 @@ def test_with_all_rules_off_a_message_is_known_by_what_was_sent() -> None:
         if name not in READ_AS_EQUAL | {"tools_order"}:
             assert identity(pair["seen"], rules) != identity(pair["sent"], rules), name
             for sent, seen in zip(messages(pair["sent"]), messages(pair["seen"]), strict=False):
-                assert replay(sent, seen, in_history=True, rules=rules).message == sent
+                assert replay(sent, seen, wrote=seen, in_history=True, rules=rules).message == sent
     for wire in PAIRS["thinking"]["seen"]:
         message = messages([wire])[0]
         assert canonicalise(message, rules).message == message

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve.core import RequestId, ResponseFormat, SessionHint, ThinkingChoice, ToolChoice, ToolSpec
+from kvserve.core import (
+    Principal,
+    RequestId,
+    ResponseFormat,
+    SessionHint,
+    ThinkingChoice,
+    ToolChoice,
+    ToolSpec,
+    principal_digest,
+)
 from kvserve.errors import BadRequest, RequestError
 from kvserve.protocols.anthropic_errors import encode_error
 from kvserve.protocols.anthropic_messages import parse_counted, parse_messages
@@ -45,7 +54,7 @@ def test_a_whole_request_becomes_a_turn() -> None:
     assert turn.stop_strings == ("a", "b")
     assert turn.tools == (SPEC,)
     assert turn.response_format == ResponseFormat("json_schema", SCHEMA)
-    assert turn.session == SessionHint()
+    assert turn.session == SessionHint(principal=Principal(user=principal_digest("user", "somebody")))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_whole_request_becomes_a_turn(defaults: RequestDefaults) -> None:
     assert (turn.protocol, turn.model, turn.max_tokens) == ("openai_responses", "org/model", 99)
     assert (turn.sampling.temperature, turn.sampling.top_p, turn.parallel_tool_calls) == (0.5, 0.25, False)
     assert turn.thinking == ThinkingChoice(enabled=True, effort="low")
-    assert turn.session == SessionHint(session_id="k1")
+    assert turn.session == SessionHint(session_id="header")
     assert (request.stream, request.store, request.previous_response_id) == (True, True, None)
     assert (request.described.with_summary, request.described.seals_reasoning) == (True, True)
     assert request.described.echo["metadata"] == {"a": "b"}

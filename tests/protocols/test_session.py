@@ -29,7 +29,7 @@ def test_an_id_is_found_in_every_place(name: str) -> None:
 def test_an_id_is_found_in_every_header(name: str) -> None:
     """Each known header works, and the body goes before it."""
     assert read_session({}, {name: "s1"}).session_id == "s1"
-    assert read_session({"prompt_cache_key": "mine"}, {name: "s1"}).session_id == "mine"
+    assert read_session({"thread_id": "mine"}, {name: "s1"}).session_id == "mine"
 
 
 def test_the_first_name_of_the_first_place_counts() -> None:
@@ -37,6 +37,14 @@ def test_the_first_name_of_the_first_place_counts() -> None:
     body = {"prompt_cache_key": "c", "thread_id": "t", "metadata": {"session_id": "m"}}
     assert read_session(body, {}).session_id == "t"
     assert read_session({}, {"thread-id": "t", "session-id": "s"}).session_id == "s"
+
+
+@pytest.mark.parametrize("body", [{"prompt_cache_key": "c"}, {"metadata": {"prompt_cache_key": "c"}}])
+def test_a_cache_key_is_an_id_that_others_may_have_too(body: dict[str, object]) -> None:
+    """It counts where nothing else names a session, and then it is nobody's own."""
+    assert read_session(body, {}) == SessionHint("c", is_shared_id=True)
+    assert read_session(body, {"session-id": "s"}) == SessionHint("s")
+    assert read_session({**body, "session_id": "s"}, {}) == SessionHint("s")
 
 
 def test_a_number_is_an_id() -> None:

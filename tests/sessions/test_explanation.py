@@ -99,7 +99,7 @@ def test_a_first_request_has_nothing_before_it() -> None:
     first = asked(MESSAGES, PROMPT)
     fresh = explain(first, None, RulesFired(), 0)
     assert (fresh.cause, fresh.source, fresh.before) == ("new conversation", "nothing", None)
-    assert explain(first, None, RulesFired(), 50).source == "another conversation with the same beginning"
+    assert explain(first, None, RulesFired(), 50).source == "another request with the same beginning"
     warmed = explain(first, None, RulesFired(), 50, reuse=Reuse("warmed", 50))
     assert warmed.source == "what was computed ahead"
 

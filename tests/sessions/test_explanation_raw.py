@@ -16,8 +16,9 @@ ANSWER = "".join(f"What was said, part {number}. " for number in range(5))
 LENGTH = len(TEXT)
 BEFORE = RawRecord(
     request_id=RequestId("one"),
-    session=None,
+    owner="",
     text=TEXT + ANSWER,
+    num_prompt_characters=LENGTH,
     packed_ids=pack_ids(map(ord, TEXT + ANSWER)),
     num_prompt_tokens=LENGTH,
 )

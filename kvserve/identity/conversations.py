@@ -1,0 +1,175 @@
+"""Everything that one model has read and written: turns are recognised by it, and remembered in it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvserve.canonical.canonicalise import canonicalise, chain
+from kvserve.canonical.familiar import Familiar
+from kvserve.core import Message, MessageStart, RequestId, SessionHint, TokenSequence, Turn, Written
+from kvserve.identity.earlier import Earlier
+from kvserve.identity.owner import Owner
+from kvserve.identity.provenance import MIN_BYTES
+from kvserve.identity.reading import Identity, Reading
+from kvserve.identity.recognise import IdentitySettings, Recogniser
+from kvserve.sessions.archive import Archive, ArchiveTotals
+from kvserve.sessions.beginnings import Beginning
+from kvserve.sessions.lineage import Branch, SessionView, session_key
+from kvserve.sessions.raw_prompts import RawPrompts, RawRecord
+from kvserve.sessions.seen import Step, TurnRecord, pack_ids
+from kvserve.sessions.stores import Stores
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationTotals:
+    """What is kept of conversations, in RAM and in the archive on disk."""
+
+    num_sessions: int
+    num_branches: int
+    num_messages: int
+    num_bytes: int
+    num_healing_entries: int
+    archive: ArchiveTotals
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """What one request put before the model, and what the model wrote; `written` None where nothing is to be kept.
+    `num_computed_tokens`: of a request whose client left, how many tokens were computed; None for a complete one.
+    `packed_prompt` are the prompt's ids as a record keeps them (`pack_ids`)."""
+
+    request_id: RequestId
+    session: SessionHint
+    prompt: TokenSequence
+    message_starts: tuple[MessageStart, ...]
+    template_arguments: Mapping[str, object]
+    written: Written | None
+    packed_prompt: bytes
+    num_computed_tokens: int | None = None
+
+
+class Conversations:
+    """Everything that one model has read and written, by content. Safe for several threads."""
+
+    def __init__(self, settings: IdentitySettings, archive: Archive | None = None) -> None:
+        """With an `archive` it begins with what was kept there, and outlives the process in it."""
+        self._parts_sessions = settings.is_partitioned
+        self._familiar = Familiar(settings.rules, settings.limits.familiar_bytes)
+        self._stores = Stores(settings.limits, archive)
+        self._earlier = Earlier()
+        self._earlier.recall(self._stores.turns.records())
+        self._recogniser = Recogniser(settings, self._familiar, self._stores, self._earlier)
+        self.raw_prompts = RawPrompts()
+        self.was_cleared = False
+
+    def read(self, turn: Turn) -> Reading:
+        """Recognise a turn. In cache mode `prefix` nothing of earlier turns is looked at: it is rendered as sent."""
+        return self._recogniser.read(turn)
+
+    def owner(self, session: SessionHint) -> Owner:
+        """Whose records a request finds and leaves."""
+        return Owner.of(session, parts_sessions=self._parts_sessions)
+
+    def raw_before(self, text: str, owner: Owner) -> RawRecord | None:
+        """The raw prompt that this one is compared with, which is shown to its client: one of that client's only."""
+        return self.raw_prompts.nearest(text, owner.name, 0 if owner.is_one_client else MIN_BYTES)
+
+    def remember(self, reading: Reading, exchanged: Exchanged) -> Branch | None:
+        """The model has read this turn, and written what it wrote: the branch that it belongs to.
+
+        None where there is nothing to know it by: messages without identity, and no answer.
+        """
+        stores, identity, session = self._stores, reading.identity, exchanged.session
+        until = stores.until(session.ttl_seconds)
+        stores.beginnings.count(
+            exchanged.packed_prompt,
+            exchanged.message_starts,
+            exchanged.prompt.images,
+            now=stores.now(),
+            until=until,
+        )
+        steps, written = list(reading.steps()), exchanged.written
+        if written is not None:
+            identity = _with_answer(identity, written.message)
+            place = identity.chains[-1]
+            steps.append(Step(place, written.message, written, identity.meaning(-1)))
+            stores.healing.remember(place, written, until)
+        if not steps:
+            return None
+        messages = (*reading.messages, *([written.message] if written is not None else []))
+        self._earlier.put(identity, steps, exchanged.packed_prompt)
+        starts = tuple(start.offset for start in exchanged.message_starts)
+        emitted = written.ids if written is not None else ()
+        stores.turns.remember(
+            TurnRecord(
+                request_id=exchanged.request_id,
+                session=identity.owner.session_name,
+                leaf=stores.turns.extend(None, steps, until),
+                messages=messages,
+                tools=reading.tools,
+                tools_digest=identity.tools_digest,
+                packed_ids=exchanged.packed_prompt + pack_ids(emitted),
+                num_prompt_tokens=len(exchanged.prompt),
+                starts=starts,
+                template_arguments=exchanged.template_arguments,
+                fired=reading.effects.fired,
+                images=exchanged.prompt.images,
+                num_computed_tokens=exchanged.num_computed_tokens,
+            ),
+            is_lasting=until is not None,
+        )
+        num_tokens = len(exchanged.prompt) + len(emitted)
+        return stores.index.advance(
+            session_key(identity.owner.label, exchanged.prompt.ids),
+            identity.chains,
+            num_tokens=num_tokens,
+            ends=_ends(starts, len(identity.chains), num_tokens),
+            now=stores.now(),
+            until=until,
+        )
+
+    def most_used_beginnings(self, num: int) -> tuple[Beginning, ...]:
+        """What prompts have begun with most often, up to the first user's words."""
+        return self._stores.beginnings.most_used(num)
+
+    def totals(self) -> ConversationTotals:
+        """What is kept now."""
+        turns, lineage = self._stores.turns.totals(), self._stores.index.totals(self._stores.now())
+        return ConversationTotals(
+            num_sessions=lineage.num_sessions,
+            num_branches=lineage.num_branches,
+            num_messages=turns.num_nodes,
+            num_bytes=turns.num_bytes + turns.num_record_bytes + self.raw_prompts.num_bytes,
+            num_healing_entries=len(self._stores.healing),
+            archive=self._stores.archive_totals(),
+        )
+
+    def sessions(self) -> tuple[SessionView, ...]:
+        """The sessions with their branches, least recently used first."""
+        return self._stores.index.sessions(self._stores.now())
+
+    def clear(self) -> None:
+        """Forget every conversation."""
+        self.was_cleared = True
+        self._earlier.clear()
+        self.raw_prompts.clear()
+        self._familiar.clear()
+        self._stores.clear()
+
+    def flush(self) -> bool:
+        """Wait until all that is to last is on disk; False where it could not be in time."""
+        return self._stores.flush()
+
+    def close(self) -> None:
+        """Write down what is left to be; the last that is asked of it."""
+        self._stores.close()
+
+
+def _with_answer(identity: Identity, answer: Message) -> Identity:
+    """The identity of the conversation with the answer at its end."""
+    canonical = (*identity.canonical, canonicalise(answer, identity.rules))
+    return replace(identity, canonical=canonical, chains=chain(identity.owner.root, canonical))
+
+
+def _ends(starts: Sequence[int], num_messages: int, num_tokens: int) -> list[int]:
+    """Where each message ends in model tokens; about there where a template writes several messages as one."""
+    return [starts[index + 1] if index + 1 < len(starts) else num_tokens for index in range(num_messages)]

@@ -1,0 +1,73 @@
+"""By what an earlier request of the same client is found, beside the path of its messages. It keeps digests only, as
+long as the process lives.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from kvserve.identity.provenance import MIN_BYTES, num_answer_bytes
+from kvserve.identity.reading import Identity
+from kvserve.sessions.given_answers import GivenAnswers
+from kvserve.sessions.seen import PACKED_BYTES, Step, TurnRecord
+from kvserve.sessions.whereabouts import Places
+
+
+class Earlier:
+    """Conversations of a session by their first words, those of clients that share their records by the answers which
+    these were given. Safe for several threads."""
+
+    def __init__(self) -> None:
+        self._first_words: Places[bytes] = Places()
+        self._answers = GivenAnswers()
+
+    def put(self, identity: Identity, steps: Sequence[Step], prompt: bytes) -> None:
+        """A request was read, and answered if the last step is the model's; `prompt` is all that stood before it."""
+        leaf = steps[-1]
+        if identity.owner.is_one_client:
+            self._first_words.put(_first_words(identity), leaf.chain)
+        elif leaf.written is not None:
+            given = sum(num_answer_bytes(step.message) for step in steps if step.written is not None)
+            if given >= MIN_BYTES:
+                for digest in (leaf.chain, _answers(identity)[-1]):
+                    self._answers.put(digest, leaf.chain, hashlib.sha256(prompt).digest())
+
+    def recall(self, records: Iterable[TurnRecord]) -> None:
+        """What was written down in another life."""
+        for record in records:
+            given = sum(num_answer_bytes(seen.message) for seen in record.leaf.ancestry() if seen.written is not None)
+            if record.leaf.written is not None and given >= MIN_BYTES:
+                prompt = record.packed_ids[: record.num_prompt_tokens * PACKED_BYTES]
+                self._answers.put(record.leaf.chain, record.leaf.chain, hashlib.sha256(prompt).digest())
+
+    def by_first_words(self, identity: Identity) -> bytes | None:
+        """The conversation that began as this one, whatever system prompt stood before it."""
+        return self._first_words.find(_first_words(identity))
+
+    def by_answers(self, identity: Identity) -> bytes | None:
+        """The conversation of the request that was given the answers of this one: to the same questions, or whatever it
+        had asked."""
+        return self._answers.find([*_answers(identity), *identity.chains])
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._first_words.clear()
+        self._answers.clear()
+
+
+def _first_words(identity: Identity) -> list[bytes]:
+    """Digests of the user's first words, and of these with the answer to them."""
+    said = [each for each in identity.canonical if each.message and each.message.role in ("user", "assistant")][:2]
+    return [
+        hashlib.sha256(b"".join([identity.owner.root, *(each.digest for each in said[:count])])).digest()
+        for count in range(1, len(said) + 1)
+    ]
+
+
+def _answers(identity: Identity) -> list[bytes]:
+    """For each answer a digest of all of them up to and with it."""
+    digest, digests = hashlib.sha256(identity.owner.root), []
+    for each in identity.canonical:
+        if each.message is not None and each.message.role == "assistant":
+            digest.update(each.digest)
+            digests.append(digest.digest())
+    return digests

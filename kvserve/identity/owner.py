@@ -1,0 +1,58 @@
+"""Whose records a request finds and leaves."""
+
+from dataclasses import dataclass
+
+from kvserve.core import Principal, SessionHint
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A principal and, where sessions are kept apart, a session of it. Records of two owners never meet.
+
+    `is_one_client`: all who come by this name are the same client, as they name a session of their own. Others, those
+    without a session or with a `prompt_cache_key` that an application may give to everybody, share their records and
+    have to show which of them are theirs (`provenance.py`).
+    """
+
+    principal: Principal
+    session: str | None
+    is_one_client: bool
+
+    @classmethod
+    def of(cls, hint: SessionHint, *, parts_sessions: bool = True) -> "Owner":
+        """The owner of a request. `parts_sessions`: records of two session ids are kept apart."""
+        if not parts_sessions or hint.session_id is None:
+            return cls(hint.principal, None, is_one_client=False)
+        return cls(hint.principal, hint.session_id, is_one_client=not hint.is_shared_id)
+
+    @property
+    def name(self) -> str:
+        """Another one for every owner: `principal/session`, either of which may be empty."""
+        return f"{self.principal}/{self.session or ''}"
+
+    @property
+    def root(self) -> bytes:
+        """What the names of its conversations begin with."""
+        return self.name.encode("utf-8", "surrogatepass")
+
+    @property
+    def label(self) -> str | None:
+        """The session's name for a person to read, with the principal behind it if it is somebody's."""
+        if self.session is None:
+            return None
+        return f"{self.session} ({self.principal})" if str(self.principal) else self.session
+
+    @property
+    def session_name(self) -> str | None:
+        """The name, if it is that of a session."""
+        return None if self.session is None else self.name
+
+
+def is_of_principal(name: str, principal: str) -> bool:
+    """Whether an owner's name is one of this principal's."""
+    return name.partition("/")[0] == principal
+
+
+def is_of_session(name: str, session: str) -> bool:
+    """Whether an owner's name is that of this session, whichever principal's."""
+    return name.partition("/")[2] == session

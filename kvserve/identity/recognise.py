@@ -1,0 +1,228 @@
+"""Which conversation a turn continues, and its messages as the model is to see them. It looks things up and leaves
+nothing behind but the values of telemetry and the order of tools, which are nobody's words.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvserve.canonical.canonicalise import (
+    Canonical,
+    canonical_tools,
+    canonicalise,
+    chain,
+    is_shortened_too_much,
+    num_chars,
+)
+from kvserve.canonical.familiar import Familiar
+from kvserve.canonical.layout import same_arguments
+from kvserve.canonical.rule import RuleSet
+from kvserve.canonical.shared_values import with_shared_values
+from kvserve.canonical.write_calls import with_write_content_digested
+from kvserve.core import Message, SessionHint, Turn, Written
+from kvserve.identity.earlier import Earlier
+from kvserve.identity.owner import Owner
+from kvserve.identity.provenance import Wrote, num_shown
+from kvserve.identity.reading import Identity, Reading, RuleEffects, with_meanings
+from kvserve.sessions.seen import Seen, TurnRecord
+from kvserve.sessions.stores import StoreLimits, Stores
+from kvserve.sessions.writings import same_words
+
+EXACT = RuleSet(())
+"""No rule at all: a message is known by exactly what was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdentitySettings:
+    """What the operator decides: the rules, whether records of two session ids are kept apart, whether a key that lost
+    more than a tenth of the prompt is given up, whether past `write` calls are rendered without their content, and how
+    much is kept for how long."""
+
+    rules: RuleSet
+    is_partitioned: bool = True
+    checks_shortening: bool = False
+    digests_writes: bool = False
+    limits: StoreLimits = StoreLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class _Recognised:
+    """One message on its way: as it is to be rendered, what the model wrote there, and what the rules did. `meaning`
+    is that of what was seen where it is rendered as it was seen, None where what was sent counts."""
+
+    message: Message
+    written: Written | None = None
+    replayed: frozenset[str] = frozenset()
+    as_sent: frozenset[str] = frozenset()
+    is_rejected: bool = False
+    meaning: bytes | None = None
+
+
+class Recogniser:
+    """Reads turns by what the stores hold. Safe for several threads."""
+
+    def __init__(self, settings: IdentitySettings, familiar: Familiar, stores: Stores, earlier: Earlier) -> None:
+        self._settings = settings
+        self._familiar = familiar
+        self._stores = stores
+        self._earlier = earlier
+
+    def read(self, turn: Turn) -> Reading:
+        """Recognise a turn. In cache mode `prefix` nothing of earlier turns is looked at: it is rendered as sent."""
+        is_full = turn.session.cache_mode == "full"
+        sent, shared = self._with_shared_values(turn) if is_full else (turn.messages, frozenset())
+        reading = self._as_sent(turn, sent)
+        if is_full:
+            reading = self._replayed(reading, turn.session, shared)
+        rendered = reading.messages
+        if self._settings.digests_writes:
+            rendered = with_write_content_digested(rendered)
+        return replace(reading, rendered=rendered)
+
+    def _with_shared_values(self, turn: Turn) -> tuple[tuple[Message, ...], frozenset[str]]:
+        """The messages, and the rules through which they hold telemetry that somebody else sent first."""
+        until = self._stores.until(turn.session.ttl_seconds)
+        pairs = [
+            with_shared_values(
+                message, self._settings.rules, lambda key, text: self._stores.telemetry.first(key, text, until)
+            )
+            for message in turn.messages
+        ]
+        return tuple(message for message, _ in pairs), frozenset().union(*(fired for _, fired in pairs))
+
+    def _as_sent(self, turn: Turn, sent: Sequence[Message]) -> Reading:
+        """The reading of a turn of which nothing is known."""
+        known = self._familiar.recall(sent)
+        messages = tuple(each.message for each in known)
+        rules, canonical, notes = self._canonical(messages, tuple(each.canonical for each in known))
+        owner = Owner.of(turn.session, parts_sessions=self._settings.is_partitioned)
+        return Reading(
+            messages=messages,
+            rendered=messages,
+            tools=turn.tools,
+            identity=Identity(
+                owner=owner,
+                rules=rules,
+                canonical=canonical,
+                chains=chain(owner.root, canonical),
+                tools_digest=canonical_tools(turn.tools, rules),
+            ),
+            writings=tuple(None for message in messages if message.role == "assistant"),
+            effects=RuleEffects(fired=frozenset().union(*(each.fired for each in canonical))),
+            notes=notes,
+        )
+
+    def _canonical(
+        self, messages: Sequence[Message], canonical: tuple[Canonical, ...]
+    ) -> tuple[RuleSet, tuple[Canonical, ...], tuple[str, ...]]:
+        """The canonical messages and the rules they came from: none at all where they took too much away."""
+        if self._settings.checks_shortening:
+            sent = sum(num_chars(message) for message in messages)
+            if is_shortened_too_much(sent, sum(num_chars(each.message) for each in canonical)):
+                note = "the canonical key would be over 10 % shorter than the prompt: the prompt itself is the key"
+                return EXACT, tuple(canonicalise(message, EXACT) for message in messages), (note,)
+        return self._settings.rules, canonical, ()
+
+    # --- what is known of it ------------------------------------------------------------------------------------------
+
+    def _replayed(self, reading: Reading, session: SessionHint, shared: frozenset[str]) -> Reading:
+        """The reading with what is known of its conversation, as far as the request shows that it is its client's."""
+        identity, messages = reading.identity, reading.messages
+        known = self._stores.turns.find(identity.chains)
+        seen = {node.chain: node for node in known.ancestry()} if known is not None else {}
+        is_one_client = identity.owner.is_one_client
+        num_own = len(messages) if is_one_client else num_shown(messages, identity.chains, self._wrote_on(seen))
+        newest = _newest(messages)
+        recognised = [
+            self._recognised(
+                reading, index, seen.get(identity.chains[index]), index < num_own, in_history=index < newest
+            )
+            for index in range(len(messages))
+        ]
+        tools = reading.tools
+        if "tools_order" in identity.rules:
+            until = self._stores.until(session.ttl_seconds)
+            tools = self._stores.turns.tools_as_seen(identity.tools_digest, tools, until)
+        nobodys = shared | ({"tools_order"} if tools != reading.tools else set())
+        canonical = with_meanings(identity.canonical, [each.meaning for each in recognised])
+        return replace(
+            reading,
+            messages=tuple(each.message for each in recognised),
+            tools=tools,
+            identity=replace(identity, canonical=canonical),
+            writings=tuple(each.written for each in recognised if each.message.role == "assistant"),
+            effects=RuleEffects(
+                fired=reading.effects.fired | nobodys,
+                replayed=nobodys.union(*(each.replayed for each in recognised)),
+                as_sent=frozenset().union(*(each.as_sent for each in recognised)),
+                num_rejected=sum(each.is_rejected for each in recognised),
+            ),
+            num_known_messages=_num_known(identity.chains, seen),
+            before=self._before(reading, known),
+        )
+
+    def _wrote_on(self, seen: Mapping[bytes, Seen]) -> Wrote:
+        """What the model wrote at the places of a path that was read; also where a client's echo of it, which nothing
+        came back to, was read since."""
+        return lambda place: self._stores.healing.find(place) if place in seen else None
+
+    def _before(self, reading: Reading, known: Seen | None) -> TurnRecord | None:
+        """What the request is compared with, which is shown to its client: a request of that client's only. Where its
+        first message is new already, the conversation whose first words are the same under another system prompt; where
+        several clients share their records, the request whose answer it sends back."""
+        identity, turns = reading.identity, self._stores.turns
+        if not identity.owner.is_one_client:
+            leaf = self._earlier.by_answers(identity)
+            given = turns.find([leaf]) if leaf is not None else None
+            is_sure = given is not None and not any(map(turns.is_contested, given.ancestry()))
+            return turns.record_at(given) if given is not None and is_sure else None
+        if known is None and (leaf := self._earlier.by_first_words(identity)) is not None:
+            known = turns.find([leaf])
+        return turns.record_for(known, identity.owner.session_name)
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _recognised(
+        self, reading: Reading, index: int, seen: Seen | None, is_own: bool, *, in_history: bool
+    ) -> _Recognised:
+        message = reading.messages[index]
+        if reading.identity.canonical[index].message is None:
+            return _Recognised(message)
+        if not is_own:
+            return _Recognised(message)
+        if seen is None:
+            return self._healed(reading, index)
+        may_put_back = not self._stores.turns.is_contested(seen)
+        result = self._familiar.replay(
+            message,
+            seen.message,
+            wrote=seen.written.message if seen.written is not None else None,
+            in_history=in_history,
+            rules=reading.identity.rules,
+            may_put_back=may_put_back,
+        )
+        is_explained = bool(result.fired or result.as_sent) or same_words(result.message, seen.message)
+        meaning = seen.meaning if result.message == seen.message else None
+        return _Recognised(result.message, seen.written, result.fired, result.as_sent, not is_explained, meaning)
+
+    def _healed(self, reading: Reading, index: int) -> _Recognised:
+        """An assistant's message whose path is forgotten, but not what the model wrote there."""
+        identity, message = reading.identity, reading.messages[index]
+        rules, place = identity.rules, identity.chains[index]
+        may_heal = all(
+            name in rules and rules.replays(name, in_history=True) for name in ("thinking", "call_arguments")
+        )
+        if message.role != "assistant" or not may_heal:
+            return _Recognised(message)
+        healed = self._stores.healing.heal(message, place, same_arguments)
+        return _Recognised(
+            healed, self._stores.healing.find(place), frozenset({"healing"} if healed is not message else ())
+        )
+
+
+def _num_known(chains: Sequence[bytes], seen: Mapping[bytes, Seen]) -> int:
+    return next((index + 1 for index in reversed(range(len(chains))) if chains[index] in seen), 0)
+
+
+def _newest(messages: Sequence[Message]) -> int:
+    """The index behind the last assistant's message: what follows has not been answered yet."""
+    return next((index + 1 for index in reversed(range(len(messages))) if messages[index].role == "assistant"), 0)
