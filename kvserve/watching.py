@@ -196,7 +196,7 @@ def _sessions(look: Look, last_of_branch: Mapping[BranchId, Explanation]) -> lis
 
 def _session_name(view: SessionView) -> str:
     kind, _, name = view.key.partition(":")
-    return session_label(name) if kind == "id" else f"unnamed {name}"
+    return session_label(name.partition("/")[2] or name) if kind == "id" else f"unnamed {name}"  # less its principal
 
 
 def _branch(branch: Branch, seen_at: float, last: Explanation | None) -> JsonObject:

@@ -31,8 +31,10 @@ from kvserve.identity.provenance import MIN_BYTES, num_answer_bytes
 from kvserve.identity.reading import Reading
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.sessions.archive import Archive
+from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import pack_ids
 from tests.laws import num_examples
+from tests.words_held import files_with, values_with
 
 REMINDER = "<system-reminder>\nThe PIN is {}.\n</system-reminder>\n"
 SENDER = 'Sender (untrusted metadata):\n```json\n{{\n  "sender": "{}"\n}}\n```\n\n'
@@ -401,3 +403,63 @@ def test_words_do_come_back_to_their_own() -> None:
     acts = [(0, "hello", REMINDER, "own", ""), (1, "hello", SENDER, "own", "")] * 3
     assert lead((SessionHint(), SessionHint()), acts, World()) == 4
     assert lead((SessionHint("s1"), SessionHint("s2")), acts, World()) == 4
+
+
+# --- what is forgotten -----------------------------------------------------------------------------------------------
+
+ANN, BOB = Principal("a"), Principal("b")
+
+
+def fill(conversations: Conversations) -> None:
+    """Two sessions of one principal, one of another under the same name, and somebody without any."""
+    hints = {"annone": ("one", ANN), "anntwo": ("two", ANN), "bobone": ("one", BOB), "nobody": (None, Principal())}
+    for word, (session, principal) in hints.items():
+        hint = {"session_id": session, "principal": principal}
+        prompt = TokenSequence(tuple(1000 + number + 100 * len(hint) for number in range(100)))
+        for number in range(2):
+            turn = asked(said("system", f"For {word}."), said("user", f"Ask {word} {number}."), **hint)
+            reading = conversations.read(turn)
+            answer = Message("assistant", (ThinkingBlock(f"Think {word}."), TextBlock(f"Tell {word}, {LONG}")))
+            written = Written(answer, (5,), (7, 8), opens_reasoning=False)
+            exchanged = Exchanged(turn.request_id, turn.session, prompt, (), {}, written, pack_ids(prompt.ids))
+            conversations.remember(reading, exchanged)
+        raw = RawRecord(
+            request_id=RequestId("raw"),
+            owner=reading.identity.owner.name,
+            text=f"Raw {word}.",
+            num_prompt_characters=4,
+            packed_ids=b"",
+            num_prompt_tokens=1,
+        )
+        conversations.raw_prompts.remember(raw)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gone"),
+    [
+        ({"session": "one"}, {"annone", "bobone"}),
+        ({"principal": str(ANN)}, {"annone", "anntwo"}),
+        ({"session": "one", "principal": str(BOB)}, {"bobone"}),
+        ({"principal": ""}, {"nobody"}),
+        ({"session": "three"}, set()),
+    ],
+)
+def test_what_is_forgotten_is_held_nowhere(tmp_path: Path, wanted: dict[str, str], gone: set[str]) -> None:
+    """Neither in memory nor in a file; what belongs to others is all there, also for the next process."""
+    words = ("annone", "anntwo", "bobone", "nobody")
+    conversations = Conversations(
+        IdentitySettings(DEFAULT_RULES), Archive(tmp_path, max_bytes=1 << 30, report=pytest.fail)
+    )
+    fill(conversations)
+    assert conversations.flush()
+    assert all(values_with(conversations, word) and files_with(tmp_path, word.encode()) for word in words)
+    conversations.forget(**wanted)
+    for word in words:
+        held = values_with(conversations, word), files_with(tmp_path, word.encode())
+        assert held == ([], []) if word in gone else all(held), word
+    conversations.close()
+    again = Conversations(IdentitySettings(DEFAULT_RULES), Archive(tmp_path, max_bytes=1 << 30, report=pytest.fail))
+    for word in words:
+        kept = {text for text in values_with(again, word) if not text.startswith("Raw")}
+        assert bool(kept) is (word not in gone), word
+    again.close()

@@ -7,13 +7,13 @@ from kvserve.canonical.canonicalise import canonicalise, chain
 from kvserve.canonical.familiar import Familiar
 from kvserve.core import Message, MessageStart, RequestId, SessionHint, TokenSequence, Turn, Written
 from kvserve.identity.earlier import Earlier
-from kvserve.identity.owner import Owner
+from kvserve.identity.owner import Owner, is_of_principal, is_of_session
 from kvserve.identity.provenance import MIN_BYTES
 from kvserve.identity.reading import Identity, Reading
 from kvserve.identity.recognise import IdentitySettings, Recogniser
 from kvserve.sessions.archive import Archive, ArchiveTotals
 from kvserve.sessions.beginnings import Beginning
-from kvserve.sessions.lineage import Branch, SessionView, session_key
+from kvserve.sessions.lineage import NAMED, Branch, SessionView, session_key
 from kvserve.sessions.raw_prompts import RawPrompts, RawRecord
 from kvserve.sessions.seen import Step, TurnRecord, pack_ids
 from kvserve.sessions.stores import Stores
@@ -29,6 +29,14 @@ class ConversationTotals:
     num_bytes: int
     num_healing_entries: int
     archive: ArchiveTotals
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """How many sessions and messages were forgotten."""
+
+    num_sessions: int
+    num_messages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +94,14 @@ class Conversations:
             exchanged.prompt.images,
             now=stores.now(),
             until=until,
+            owner=str(identity.owner.principal),
         )
         steps, written = list(reading.steps()), exchanged.written
         if written is not None:
             identity = _with_answer(identity, written.message)
             place = identity.chains[-1]
             steps.append(Step(place, written.message, written, identity.meaning(-1)))
-            stores.healing.remember(place, written, until)
+            stores.healing.remember(place, written, until, owner=identity.owner.name)
         if not steps:
             return None
         messages = (*reading.messages, *([written.message] if written is not None else []))
@@ -103,7 +112,7 @@ class Conversations:
             TurnRecord(
                 request_id=exchanged.request_id,
                 session=identity.owner.session_name,
-                leaf=stores.turns.extend(None, steps, until),
+                leaf=stores.turns.extend(None, steps, until, owner=identity.owner.name),
                 messages=messages,
                 tools=reading.tools,
                 tools_digest=identity.tools_digest,
@@ -119,7 +128,7 @@ class Conversations:
         )
         num_tokens = len(exchanged.prompt) + len(emitted)
         return stores.index.advance(
-            session_key(identity.owner.label, exchanged.prompt.ids),
+            session_key(identity.owner.session_name, exchanged.prompt.ids),
             identity.chains,
             num_tokens=num_tokens,
             ends=_ends(starts, len(identity.chains), num_tokens),
@@ -146,6 +155,25 @@ class Conversations:
     def sessions(self) -> tuple[SessionView, ...]:
         """The sessions with their branches, least recently used first."""
         return self._stores.index.sessions(self._stores.now())
+
+    def forget(self, *, session: str | None = None, principal: str | None = None) -> Forgotten:
+        """Forget what belongs to a session, whichever principal's, or to a principal (`str(Principal)`): to both, where
+        both are given. Memos of messages, which know no owners, go as a whole."""
+
+        def is_gone(name: str) -> bool:
+            is_principals = principal is None or is_of_principal(name, principal)
+            return is_principals and (session is None or is_of_session(name, session))
+
+        stores = self._stores
+        if session is None:
+            stores.beginnings.forget(lambda owner: owner == principal)
+        stores.healing.forget(is_gone)
+        self.raw_prompts.forget(is_gone)
+        self._familiar.clear()
+        num_sessions = stores.index.forget(lambda key: key.startswith(NAMED) and is_gone(key.removeprefix(NAMED)))
+        num_messages = stores.turns.forget(is_gone)
+        stores.erase()
+        return Forgotten(num_sessions, num_messages)
 
     def clear(self) -> None:
         """Forget every conversation."""

@@ -36,13 +36,6 @@ class Owner:
         return self.name.encode("utf-8", "surrogatepass")
 
     @property
-    def label(self) -> str | None:
-        """The session's name for a person to read, with the principal behind it if it is somebody's."""
-        if self.session is None:
-            return None
-        return f"{self.session} ({self.principal})" if str(self.principal) else self.session
-
-    @property
     def session_name(self) -> str | None:
         """The name, if it is that of a session."""
         return None if self.session is None else self.name

@@ -82,6 +82,7 @@ class Archive:
         self._is_failing = False
         self._num_faults = 0
         self._num_renewals = 0
+        self._is_erasing = False
         self._upkeep: Upkeep | None = None
         self._thread: threading.Thread | None = None
         self._file: ArchiveFile | None = None
@@ -119,6 +120,13 @@ class Archive:
         with self._changed:
             wanted = self._num_changes
             return self._changed.wait_for(lambda: self._num_written >= wanted or self._file is None, timeout_seconds)
+
+    def erase(self, timeout_seconds: float) -> bool:
+        """Wait until nothing that was dropped before is in the file any more; False where it could not be in time."""
+        with self._changed:
+            self._is_erasing = True
+        self.drop("counter", b"")  # there is none: something to write, so that the file is looked at
+        return self.flush(timeout_seconds)
 
     def close(self, timeout_seconds: float) -> None:
         """Write what is left and end the thread. What is told later is not kept."""
@@ -215,7 +223,8 @@ class Archive:
     def _after_write(self, file: ArchiveFile, num_bytes_before: int) -> None:
         if self._is_failing:
             self._report("Records of conversations are written again.")
-        if file.num_bytes < num_bytes_before / 2:
+        if self._is_erasing or file.num_bytes < num_bytes_before / 2:
+            self._is_erasing = False
             file.compact()  # what was cleared leaves the disk at once
         if file.num_bytes > self._max_bytes and self._upkeep is not None:
             self._upkeep.make_room()

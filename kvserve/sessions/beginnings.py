@@ -7,7 +7,7 @@ import struct
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +28,7 @@ ROW_LIFE_SECONDS = 3_600.0
 NUM_USES_PER_ROW = 8
 """The first uses are written down each, later ones now and then: what was used a hundred times stays in front."""
 
-_HEAD = struct.Struct("<QQdd")
+_HEAD = struct.Struct("<QQddB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,10 @@ class Beginning:
 
 @dataclass(slots=True)
 class _Known:
-    """As it is kept: packed ids, and until when its row may stay (None: it has none)."""
+    """As it is kept: packed ids, whose prompts began so, and until when its row may stay (None: it has none)."""
 
     packed: bytes
+    owner: str
     first_message: int
     num_uses: int
     used_at: float
@@ -69,18 +70,20 @@ class Beginnings:
         *,
         now: float,
         until: float | None = None,
+        owner: str = "",
     ) -> None:
-        """The model has read this prompt (`pack_ids`). What comes before its first user message counts, if it is long
-        enough and has no picture. `until`: its row is kept so long at least; None: it is not written down."""
+        """The model has read this prompt (`pack_ids`) of principal `owner`. What comes before its first user message
+        counts, if it is long enough and has no picture. `until`: its row is kept so long at least; None: it is not
+        written down."""
         end = next((start.offset for start in starts if start.is_user), 0)
         if end < MIN_TOKENS or starts[0].offset >= end or any(span.start < end for span in images):
             return
         packed = packed_prompt[: end * PACKED_BYTES]
-        key = hashlib.sha256(packed).digest()
+        key = _key(packed, owner)
         with self._lock:
             known = self._known.get(key)
             if known is None:
-                known = self._known[key] = _Known(packed, starts[0].offset, 0, now)
+                known = self._known[key] = _Known(packed, owner, starts[0].offset, 0, now)
                 self._num_bytes += len(packed)
             known.num_uses += 1
             known.used_at = now
@@ -94,13 +97,21 @@ class Beginnings:
                 self._forget(next(iter(self._known)))
 
     def most_used(self, num: int) -> tuple[Beginning, ...]:
-        """The `num` that were used most, the most used first; those that were used once are none."""
+        """The `num` that were used most, the most used first; those that nobody has used twice are none."""
         with self._lock:
             known = [each for each in self._known.values() if each.num_uses >= MIN_USES]
         known.sort(key=lambda each: (each.num_uses, each.used_at), reverse=True)
+        found = {each.packed: each for each in reversed(known)}  # of two owners' the one that is used more
+        ranked = sorted(found.values(), key=lambda each: (each.num_uses, each.used_at), reverse=True)
         return tuple(
-            Beginning(tuple(array(PACKED, each.packed)), each.first_message, each.num_uses) for each in known[:num]
+            Beginning(tuple(array(PACKED, each.packed)), each.first_message, each.num_uses) for each in ranked[:num]
         )
+
+    def forget(self, is_gone: Callable[[str], bool]) -> None:
+        """Forget what the prompts of these principals began with."""
+        with self._lock:
+            for key in [key for key, each in self._known.items() if is_gone(each.owner)]:
+                self._forget(key)
 
     def clear(self) -> None:
         """Forget all."""
@@ -126,7 +137,7 @@ class Beginnings:
         found = [(key, _known_of(body)) for key, body in rows.get("beginning", ())]
         with self._lock:
             for key, known in sorted(found, key=lambda pair: pair[1].used_at):
-                if hashlib.sha256(known.packed).digest() != key:
+                if _key(known.packed, known.owner) != key:
                     raise ValueError("a beginning has another name than its tokens")
                 self._known[key] = known
                 self._num_bytes += len(known.packed)
@@ -138,16 +149,23 @@ class Beginnings:
             self._journal.drop("beginning", key)
 
     def _put(self, key: bytes, known: _Known) -> None:
-        head = _HEAD.pack(known.num_uses, known.first_message, known.used_at, known.until or 0.0)
-        self._journal.put("beginning", key, partial(bytes.__add__, head, known.packed))
+        owner = known.owner.encode()
+        head = _HEAD.pack(known.num_uses, known.first_message, known.used_at, known.until or 0.0, len(owner))
+        self._journal.put("beginning", key, partial(bytes.__add__, head + owner, known.packed))
+
+
+def _key(packed: bytes, owner: str) -> bytes:
+    return hashlib.sha256(owner.encode() + b"\0" + packed).digest()
 
 
 def _known_of(body: bytes) -> _Known:
     """Raises ValueError for a row of another form."""
-    packed = body[_HEAD.size :]
-    if len(body) < _HEAD.size or len(packed) % PACKED_BYTES or not packed:
+    if len(body) < _HEAD.size:
+        raise ValueError("a beginning without its head")
+    num_uses, first_message, used_at, until, num_owner_bytes = _HEAD.unpack(body[: _HEAD.size])
+    owner, packed = body[_HEAD.size :][:num_owner_bytes].decode(), body[_HEAD.size + num_owner_bytes :]
+    if len(packed) % PACKED_BYTES or not packed:
         raise ValueError("a beginning is no run of tokens")
-    num_uses, first_message, used_at, until = _HEAD.unpack(body[: _HEAD.size])
     if first_message * PACKED_BYTES >= len(packed):
         raise ValueError("a beginning has no message")
-    return _Known(packed, first_message, num_uses, used_at, until)
+    return _Known(packed, owner, first_message, num_uses, used_at, until)

@@ -14,7 +14,7 @@ from itertools import dropwhile
 
 from kvserve.core import Block, Message, TextBlock, ThinkingBlock, ToolCallBlock, Written
 from kvserve.sessions.journal import UNWRITTEN, Journal, Rows
-from kvserve.sessions.message_rows import dump, number, parse, seconds, written_of, written_row
+from kvserve.sessions.message_rows import dump, number, parse, seconds, text_of, written_of, written_row
 from kvserve.sessions.writings import same_writing, written_bytes
 
 type SameArguments = Callable[[str, str], bool]
@@ -31,9 +31,11 @@ AMBIGUOUS = Ambiguous()
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of a place. `until` is when its row may go, in seconds since the epoch, None while it has none."""
+    """What is known of a place, and whose it is. `until` is when its row may go, in seconds since the epoch, None while
+    it has none."""
 
     wrote: Written | Ambiguous
+    owner: str
     until: float | None = None
 
     @property
@@ -57,14 +59,14 @@ class HealingStore:
         with self._lock:
             return len(self._entries)
 
-    def remember(self, chain: bytes, written: Written, until: float | None = None) -> None:
-        """The model wrote this here. The same again changes nothing (the first tokens stay: there is KV for them),
-        something else makes the place ambiguous for good. `until`: the row is kept so long at least; None: what was
-        written is not written down."""
+    def remember(self, chain: bytes, written: Written, until: float | None = None, *, owner: str = "") -> None:
+        """The model wrote this here, for the conversation's owner. The same again changes nothing (the first tokens
+        stay: for them there is KV), something else makes the place ambiguous for good. `until`: the row is kept so long
+        at least; None: what was written is not written down."""
         with self._lock:
             entry = self._entries.get(chain)
             if entry is None:
-                entry = self._entries[chain] = _Entry(written)
+                entry = self._entries[chain] = _Entry(written, owner)
                 self._num_bytes += entry.num_bytes
             elif isinstance(entry.wrote, Written) and not same_writing(entry.wrote, written):
                 self._num_bytes -= entry.num_bytes
@@ -92,6 +94,12 @@ class HealingStore:
         written = self.find(chain)
         return message if written is None else healed(message, written.message, same_arguments)
 
+    def forget(self, is_gone: Callable[[str], bool]) -> None:
+        """Forget what was written for these owners."""
+        with self._lock:
+            for chain in [chain for chain, entry in self._entries.items() if is_gone(entry.owner)]:
+                self._forget(chain)
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
@@ -105,7 +113,7 @@ class HealingStore:
         with self._lock:
             for chain, row in sorted(found, key=lambda pair: number(pair[1].get("serial"))):
                 wrote = AMBIGUOUS if row.get("written") is None else written_of(row["written"])
-                entry = self._entries[chain] = _Entry(wrote, seconds(row.get("until")))
+                entry = self._entries[chain] = _Entry(wrote, text_of(row.get("owner")), seconds(row.get("until")))
                 self._num_bytes += entry.num_bytes
                 self._num_written = number(row.get("serial")) + 1
             self._shrink(self._max_bytes)
@@ -140,13 +148,13 @@ class HealingStore:
             self._journal.drop("healing", chain)
 
     def _put(self, chain: bytes, entry: _Entry) -> None:
-        self._journal.put("healing", chain, partial(_body, entry.wrote, entry.until, self._num_written))
+        self._journal.put("healing", chain, partial(_body, entry.wrote, entry.owner, entry.until, self._num_written))
         self._num_written += 1
 
 
-def _body(wrote: Written | Ambiguous, until: float | None, serial: int) -> bytes:
+def _body(wrote: Written | Ambiguous, owner: str, until: float | None, serial: int) -> bytes:
     written = written_row(wrote) if isinstance(wrote, Written) else None
-    return dump({"written": written, "until": until, "serial": serial})
+    return dump({"written": written, "owner": owner, "until": until, "serial": serial})
 
 
 # --- one message -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import hashlib
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NewType
@@ -23,6 +23,8 @@ SessionKey = NewType("SessionKey", str)
 BranchId = NewType("BranchId", int)
 
 HINT_TOKENS = 128
+NAMED = "id:"
+"""What the key of a session with a name begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class _Session:
 def session_key(session_id: str | None, ids: Sequence[int]) -> SessionKey:
     """The id that a client gave, else a hash of its first 128 model tokens: a hint, two windows may share it."""
     if session_id:
-        return SessionKey(f"id:{session_id}")
+        return SessionKey(f"{NAMED}{session_id}")
     return SessionKey(f"tokens:{hashlib.sha256(array('I', ids[:HINT_TOKENS]).tobytes()).hexdigest()[:16]}")
 
 
@@ -159,6 +161,14 @@ class SessionIndex:
         with self._lock:
             self._drop_idle(now)
             return LineageTotals(len(self._sessions), sum(len(session.lines) for session in self._sessions.values()))
+
+    def forget(self, is_gone: Callable[[SessionKey], bool]) -> int:
+        """Forget these sessions; how many that were."""
+        with self._lock:
+            gone = [key for key in self._sessions if is_gone(key)]
+            for key in gone:
+                self._forget_session(key)
+            return len(gone)
 
     def clear(self) -> None:
         """Forget all sessions. Branch ids are not given twice."""

@@ -7,7 +7,7 @@ import hashlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import RequestId
@@ -94,6 +94,12 @@ class RawPrompts:
             return num_common, -length if num_common >= TELLING_CHARACTERS else -abs(length - len(text))
 
         return max(reversed(records), key=likeness, default=None)
+
+    def forget(self, is_gone: Callable[[str], bool]) -> None:
+        """Forget what these owners sent."""
+        with self._lock:
+            self._records = deque(record for record in self._records if not is_gone(record.owner))
+            self._num_bytes = sum(record.num_bytes for record in self._records)
 
     def clear(self) -> None:
         """Forget everything."""

@@ -29,7 +29,8 @@ class Step:
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
     """A message as the model saw it, below what it saw before it. Compared by identity; nobody changes it, so a path
-    that somebody holds stays what the model saw, whatever becomes of the store. `index` is 0 for a first message."""
+    that somebody holds stays what the model saw, whatever becomes of the store. `index` is 0 for a first message;
+    `owner` names whose conversation it is, from the first message to the last."""
 
     parent: "Seen | None" = field(repr=False)
     chain: bytes
@@ -37,6 +38,7 @@ class Seen:
     written: Written | None
     index: int
     meaning: bytes = b""
+    owner: str = ""
 
     def ancestry(self) -> "Iterator[Seen]":
         """This one, then what stands before it, up to the first message."""

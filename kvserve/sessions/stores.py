@@ -133,6 +133,10 @@ class Stores:
         """Wait until all of this is on disk; False where it could not be in time."""
         return self._archive is None or self._archive.flush(FLUSH_SECONDS)
 
+    def erase(self) -> bool:
+        """The same, and nothing that was dropped is in a file any more."""
+        return self._archive is None or self._archive.erase(FLUSH_SECONDS)
+
     def close(self) -> None:
         """Write what is left. What is remembered later is not kept."""
         if self._archive is not None:

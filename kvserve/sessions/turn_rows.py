@@ -61,6 +61,7 @@ def node_body(parent: int | None, seen: Seen) -> bytes:
     return dump(
         {
             "parent": parent,
+            "owner": seen.owner if parent is None else None,
             "chain": seen.chain.hex(),
             "meaning": seen.meaning.hex(),
             "message": None if is_shared else message_row(seen.message),
@@ -85,8 +86,8 @@ def node_of(body: bytes, nodes: Mapping[int, Seen]) -> Seen:
         message = written.message
     else:
         raise ValueError("a node without a message")
-    index = 0 if parent is None else parent.index + 1
-    return Seen(parent, digest_of(row.get("chain")), message, written, index, digest_of(row.get("meaning")))
+    index, owner = (0, text_of(row.get("owner"))) if parent is None else (parent.index + 1, parent.owner)
+    return Seen(parent, digest_of(row.get("chain")), message, written, index, digest_of(row.get("meaning")), owner)
 
 
 def reading_body(reading: Reading) -> bytes:

@@ -10,7 +10,7 @@ is found, older paths keep theirs. It knows neither rules nor rendering.
 import heapq
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -122,9 +122,11 @@ class TurnStore:
 
     # --- adding -------------------------------------------------------------------------------------------------------
 
-    def extend(self, parent: Seen | None, steps: Iterable[Step], until: float | None = None) -> Seen:
-        """What the model saw after `parent` (None: from the beginning); the last message of it. Its rows are kept
-        `until` then at least, in seconds since the epoch; None: it is not written down.
+    def extend(
+        self, parent: Seen | None, steps: Iterable[Step], until: float | None = None, *, owner: str = ""
+    ) -> Seen:
+        """What the model saw after `parent` (None: from the beginning, in a conversation of `owner`); the last message
+        of it. Its rows are kept `until` then at least, in seconds since the epoch; None: it is not written down.
 
         A step that the model saw exactly so at this place is no new node; a step that leaves the chain as it is (a
         message that is no part of the identity) has none. Raises ValueError where that leaves nothing.
@@ -136,7 +138,7 @@ class TurnStore:
             seen = parent
             for step in added:
                 if seen is None or step.chain != seen.chain:
-                    seen = self._step(seen, step)
+                    seen = self._step(seen, step, owner)
             if seen is None:
                 raise ValueError("A path has at least one message.")
             self._touch(seen)
@@ -163,6 +165,17 @@ class TurnStore:
         """The same set of tools in the order in which it first came. `digest` is the set's, free of order."""
         with self._lock:
             return self._tools.as_seen(digest, tools, until)
+
+    def forget(self, is_gone: Callable[[str], bool]) -> int:
+        """Forget the conversations of these owners, and whose tools came in which order first, as nobody knows who sent
+        them; how many messages that were."""
+        with self._lock:
+            gone = [seen for seen in self._kept if is_gone(seen.owner)]
+            for seen in sorted(gone, key=lambda seen: seen.index, reverse=True):
+                self._forget(seen)
+            self._drop_old_entries()
+            self._tools.clear()
+            return len(gone)
 
     def clear(self) -> None:
         """Forget everything. Paths that somebody holds stay whole."""
@@ -192,14 +205,15 @@ class TurnStore:
             known[node] = verdict
         return verdict
 
-    def _step(self, parent: Seen | None, step: Step) -> Seen:
+    def _step(self, parent: Seen | None, step: Step, owner: str) -> Seen:
         readings = self._children(parent).get(step.chain, {})
         for known in islice(reversed(readings), NUM_COMPARED):
             if self._is_as_seen(known, step):
                 self._read_again(known)
                 return known
         index = 0 if parent is None else parent.index + 1
-        seen = Seen(parent, step.chain, step.message, step.written, index, step.meaning)
+        owner = owner if parent is None else parent.owner
+        seen = Seen(parent, step.chain, step.message, step.written, index, step.meaning, owner)
         self._keep(seen)
         return seen
 
@@ -281,9 +295,13 @@ class TurnStore:
         if kept.num_children:
             return
         if len(self._oldest) > 2 * len(self._kept) + 64:
-            self._oldest = [entry for entry in self._oldest if self._counts(entry[0], entry[2])]
-            heapq.heapify(self._oldest)
+            self._drop_old_entries()
         heapq.heappush(self._oldest, (kept.used, next(self._serials), seen))
+
+    def _drop_old_entries(self) -> None:
+        """What former uses left in the order in which leaves go."""
+        self._oldest = [entry for entry in self._oldest if self._counts(entry[0], entry[2])]
+        heapq.heapify(self._oldest)
 
     def _counts(self, used: int, seen: Seen) -> bool:
         kept = self._kept.get(seen)
