@@ -1,6 +1,7 @@
 """The responses that clients may name again, with the items that led to them: bounded, on disk in one SQLite file.
 
-It knows ids and items of the wire, no turns and no tokens. One owner: the process; any thread may call it.
+It knows ids and items of the wire and whose they are, no turns and no tokens. One owner: the process; any thread may
+call it.
 """
 
 import json
@@ -13,32 +14,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvserve.core import JsonObject
+from kvserve.core import NOBODY, JsonObject, Principal
 from kvserve.errors import NotFound
 from kvserve.protocols.responses_items import answer_of_item
 from kvserve.protocols.responses_stream import response_id
 
 MAX_RESPONSES = 2_000
 MAX_BYTES = 256 * 2**20
+KEEP_SECONDS = 30 * 86_400.0
+"""OpenAI keeps them as long."""
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, previous TEXT, body TEXT NOT NULL, items TEXT NOT NULL,
-    num_bytes INTEGER NOT NULL, used REAL NOT NULL
-);
-CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used);
-PRAGMA user_version = 1;
+TIDY_SECONDS = 600.0
+"""How often the file is looked through for responses whose time is over; until then they are not found either."""
+
+VERSION = 2
+"""A file of another version is begun anew: the first one did not know whose its responses were."""
+
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS responses ("
+    "id TEXT PRIMARY KEY, key_digest TEXT NOT NULL, user_digest TEXT NOT NULL, session TEXT, previous TEXT, "
+    "body TEXT NOT NULL, items TEXT NOT NULL, num_bytes INTEGER NOT NULL, used REAL NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used)",
+    f"PRAGMA user_version = {VERSION}",
+)
+_SELECT = """
+SELECT body, items, previous, key_digest, user_digest, session FROM responses
+WHERE id = ? AND key_digest = ? AND (user_digest = ? OR user_digest = '' OR ? = '') AND used > ?
 """
-_SELECT = "SELECT body, items, previous FROM responses WHERE id = ?"
+_FORGET = """
+DELETE FROM responses WHERE (:session IS NULL OR session = :session)
+AND (:principal IS NULL OR principal(key_digest, user_digest) = :principal)
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, the items of its own request, and the response that both go on from."""
+    """A response, the items of its own request, the response that both go on from, and who asked in which session."""
 
     body: JsonObject
     items: tuple[JsonObject, ...]
     previous: str | None
+    principal: Principal = NOBODY
+    session: str | None = None
 
     @property
     def output(self) -> tuple[JsonObject, ...]:
@@ -47,8 +64,34 @@ class StoredResponse:
         return tuple(output) if isinstance(output, list) else ()
 
 
+@dataclass(frozen=True, slots=True)
+class OwnResponses:
+    """The responses that `asker` may name: those of its key, and of its user where both name one. Any other is as
+    unknown to it as one that never was. A request that names a response by its path alone has no user."""
+
+    store: "ResponseStore"
+    asker: Principal
+
+    def get(self, wanted: str) -> StoredResponse:
+        """One response. Raises NotFound."""
+        return self.store.get(wanted, self.asker)
+
+    def delete(self, wanted: str) -> None:
+        """Forget a response. Raises NotFound."""
+        self.store.delete(wanted, self.asker)
+
+    def items_until(self, wanted: str) -> Sequence[JsonObject]:
+        """All items up to and with a response, oldest first. Raises NotFound, also where an older one is not kept."""
+        return self.store.items_until(wanted, self.asker)
+
+    def item(self, item_id: str) -> JsonObject:
+        """One item of an answer. Raises NotFound."""
+        return self.store.item(item_id, self.asker)
+
+
 class ResponseStore:
-    """Keeps the `max_responses` used last, in `max_bytes` of JSON. `path` None keeps them in memory.
+    """Keeps the `max_responses` used last, in `max_bytes` of JSON, for `keep_seconds` after their last use: when they
+    were made, or gone on from. `path` None keeps them in memory.
 
     What goes wrong with the file is reported, and costs what was kept: a request never fails for it.
     """
@@ -59,20 +102,31 @@ class ResponseStore:
         report: Callable[[str], None],
         max_responses: int = MAX_RESPONSES,
         max_bytes: int = MAX_BYTES,
+        keep_seconds: float = KEEP_SECONDS,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._path = path
         self._report = report
         self._max_responses = max_responses
         self._max_bytes = max_bytes
+        self.keep_seconds = keep_seconds
+        self._wall_clock = wall_clock
         self._lock = threading.Lock()
         self._opened: sqlite3.Connection | None = None
+        self._tidied_at = 0.0
 
     # --- what requests ask for ---------------------------------------------------------------------------------------
+
+    def of(self, asker: Principal) -> OwnResponses:
+        """What somebody may see of it."""
+        return OwnResponses(self, asker)
 
     def put(self, response: StoredResponse) -> None:
         """Keep a response, and forget those used longest ago beyond the limits."""
         body, items = json.dumps(response.body), json.dumps(response.items)
-        row = (response.body["id"], response.previous, body, items, len(body) + len(items), time.time())
+        whose = response.principal.key, response.principal.user, response.session
+        num_bytes = len(body) + len(items)
+        row = (response.body["id"], *whose, response.previous, body, items, num_bytes, self._wall_clock())
         with self._lock:
             try:
                 self._insert(row)
@@ -83,28 +137,24 @@ class ResponseStore:
 
     def _insert(self, row: tuple[Any, ...]) -> None:
         with self._database as database:
-            database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)", row)
+            database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
             self._forget_oldest(database)
 
-    def get(self, wanted: str) -> StoredResponse:
+    def get(self, wanted: str, asker: Principal) -> StoredResponse:
         """One response. Raises NotFound."""
         with self._lock:
-            found = self._find(wanted)
+            found = self._find(wanted, asker)
         if found is None:
             raise NotFound(f"The response {wanted!r} is not kept here.", param="response_id")
         return found
 
-    def delete(self, wanted: str) -> None:
+    def delete(self, wanted: str, asker: Principal) -> None:
         """Forget a response. Raises NotFound."""
-        self.get(wanted)
+        self.get(wanted, asker)
         with self._lock:
-            try:
-                with self._database as database:
-                    database.execute("DELETE FROM responses WHERE id = ?", (wanted,))
-            except sqlite3.Error as error:
-                self._give_up(error)
+            self._erase("DELETE FROM responses WHERE id = ?", (wanted,))
 
-    def items_until(self, wanted: str) -> Sequence[JsonObject]:
+    def items_until(self, wanted: str, asker: Principal) -> Sequence[JsonObject]:
         """All items up to and with a response, oldest first. Raises NotFound, also where an older one is not kept."""
         turns: list[StoredResponse] = []
         seen: set[str] = set()
@@ -112,7 +162,7 @@ class ResponseStore:
         with self._lock:
             while following is not None and following not in seen:
                 seen.add(following)
-                found = self._find(following)
+                found = self._find(following, asker)
                 if found is None:
                     message = f"The response {following!r} is not kept here (any more); send the whole conversation."
                     raise NotFound(message, param="previous_response_id")
@@ -121,15 +171,45 @@ class ResponseStore:
             self._touch(seen)
         return [item for turn in reversed(turns) for item in (*turn.items, *turn.output)]
 
-    def item(self, item_id: str) -> JsonObject:
+    def item(self, item_id: str, asker: Principal) -> JsonObject:
         """One item of an answer. Raises NotFound."""
         request_id = answer_of_item(item_id)
         with self._lock:
-            found = self._find(response_id(request_id)) if request_id is not None else None
+            found = self._find(response_id(request_id), asker) if request_id is not None else None
         for item in found.output if found is not None else ():
             if item.get("id") == item_id:
                 return item
         raise NotFound(f"The item {item_id!r} is not kept here; send it whole.", param="input")
+
+    # --- forgetting --------------------------------------------------------------------------------------------------
+
+    def forget(self, *, session: str | None, principal: str | None) -> int:
+        """Forget the responses of a session, of a principal (by its name), or of a session of a principal; None stands
+        for any. Returns how many there were."""
+        with self._lock:
+            return self._erase(_FORGET, {"session": session, "principal": principal})
+
+    def tidy(self) -> None:
+        """Forget the responses whose time is over, at most once in `TIDY_SECONDS`; opens the file if there is one."""
+        now = self._wall_clock()
+        with self._lock:
+            if 0 <= now - self._tidied_at < TIDY_SECONDS:
+                return
+            self._tidied_at = now
+            if self._opened is not None or (self._path is not None and self._path.exists()):
+                self._erase("DELETE FROM responses WHERE used <= ?", (now - self.keep_seconds,))
+
+    def _erase(self, statement: str, values: tuple[Any, ...] | dict[str, Any]) -> int:
+        """How many rows a DELETE took away, from the write-ahead log too."""
+        try:
+            with self._database as database:
+                num_rows = database.execute(statement, values).rowcount
+            if num_rows:
+                database.execute("PRAGMA wal_checkpoint(TRUNCATE)").close()
+        except sqlite3.Error as error:
+            self._give_up(error)
+            return 0
+        return num_rows
 
     def close(self) -> None:
         """Nothing is asked of it any more."""
@@ -158,32 +238,34 @@ class ResponseStore:
                 raise sqlite3.OperationalError(str(error)) from error
             database = sqlite3.connect(self._path, check_same_thread=False)
         try:
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = NORMAL")
-            database.executescript(_SCHEMA)
+            for name, value in (("secure_delete", "ON"), ("journal_mode", "WAL"), ("synchronous", "NORMAL")):
+                database.execute(f"PRAGMA {name} = {value}")
+            database.create_function("principal", 2, lambda key, user: str(Principal(key, user)), deterministic=True)
+            _make_tables(database)
         except sqlite3.Error:
             database.close()
             raise
         return database
 
-    def _find(self, wanted: str) -> StoredResponse | None:
+    def _find(self, wanted: str, asker: Principal) -> StoredResponse | None:
+        oldest = self._wall_clock() - self.keep_seconds
         try:
-            with closing(self._database.execute(_SELECT, (wanted,))) as rows:
+            with closing(self._database.execute(_SELECT, (wanted, asker.key, asker.user, asker.user, oldest))) as rows:
                 row = rows.fetchone()
         except sqlite3.Error as error:
             self._give_up(error)
             return None
         if row is None:
             return None
-        body, items, previous = row
+        body, items, previous, key, user, session = row
         try:
-            return StoredResponse(json.loads(body), tuple(json.loads(items)), previous)
+            return StoredResponse(json.loads(body), tuple(json.loads(items)), previous, Principal(key, user), session)
         except ValueError as error:
             self._report(f"the stored response {wanted!r} is broken: {error}")
             return None
 
     def _touch(self, used: set[str]) -> None:
-        now = time.time()
+        now = self._wall_clock()
         try:
             with self._database as database:
                 database.executemany("UPDATE responses SET used = ? WHERE id = ?", [(now, name) for name in used])
@@ -215,3 +297,25 @@ class ResponseStore:
             self._path = path
         except OSError as fault:
             self._report(f"stored responses are kept in memory: {fault}")
+
+
+def _make_tables(database: sqlite3.Connection) -> None:
+    """Begin a file of another version anew: its rows are overwritten, in pages that were free before too. Where two
+    servers open it, one of them does."""
+
+    def version() -> int:
+        return int(database.execute("PRAGMA user_version").fetchone()[0])
+
+    if version() == VERSION:
+        return
+    with database:
+        database.execute("BEGIN IMMEDIATE")
+        was = version()
+        if was != VERSION:
+            database.execute("DROP TABLE IF EXISTS responses")
+            for statement in _SCHEMA:
+                database.execute(statement)
+    if was not in (0, VERSION):
+        for statement in ("VACUUM", "PRAGMA wal_checkpoint(TRUNCATE)"):
+            with suppress(sqlite3.OperationalError):  # another server reads it at this moment
+                database.execute(statement).close()

@@ -6,12 +6,13 @@ import time
 from collections.abc import Sequence
 from urllib.parse import parse_qsl
 
-from kvserve.core import AnswerEvent, Finished, JsonObject
+from kvserve.core import AnswerEvent, Finished, JsonObject, Principal, key_digest
 from kvserve.errors import BadRequest, NotFound
 from kvserve.protocols.fields import decode_body
+from kvserve.protocols.principal import read_principal
 from kvserve.protocols.responses_listing import list_items
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
-from kvserve.protocols.responses_store import ResponseStore, StoredResponse
+from kvserve.protocols.responses_store import OwnResponses, ResponseStore, StoredResponse
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
 from kvserve.web.exchange import Exchange
 from kvserve.web.service import WebService
@@ -22,7 +23,8 @@ from kvserve.web.turns import stream_turn, whole_answer_events
 def post_response(exchange: Exchange, service: WebService) -> None:
     """POST /v1/responses."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
-    request = parse_responses(body, headers, service.defaults, exchange.request_id, service.responses)
+    own = service.responses.of(read_principal(body, headers))
+    request = parse_responses(body, headers, service.defaults, exchange.request_id, own)
     served = service.resolve_model(request.turn.model)
     with request.names.speaking():
         running = service.serve(request.turn, served)
@@ -40,13 +42,14 @@ def get_response(exchange: Exchange, service: WebService) -> None:
     """GET /v1/responses/{id} and /v1/responses/{id}/input_items."""
     wanted, _, what = exchange.path_rest.partition("/")
     query = dict(parse_qsl(exchange.head.query))
-    stored = service.responses.get(wanted)
+    own = _own_responses(exchange, service)
+    stored = own.get(wanted)
     if not what and query.get("stream", "false") != "false":
         raise BadRequest("stream: a response that is kept is not streamed again.", param="stream")
     if not what:
         exchange.send_json(200, stored.body)
     elif what == "input_items":
-        before = service.responses.items_until(stored.previous) if stored.previous is not None else ()
+        before = own.items_until(stored.previous) if stored.previous is not None else ()
         exchange.send_json(200, list_items((*before, *stored.items), query))
     else:
         raise NotFound(f"Unknown path {exchange.head.path!r}.")
@@ -54,8 +57,13 @@ def get_response(exchange: Exchange, service: WebService) -> None:
 
 def delete_response(exchange: Exchange, service: WebService) -> None:
     """DELETE /v1/responses/{id}."""
-    service.responses.delete(exchange.path_rest)
+    _own_responses(exchange, service).delete(exchange.path_rest)
     exchange.send_json(200, {"id": exchange.path_rest, "object": "response", "deleted": True})
+
+
+def _own_responses(exchange: Exchange, service: WebService) -> OwnResponses:
+    """Those of the key that asks: a path names no user."""
+    return service.responses.of(Principal(key_digest(exchange.head.as_mapping())))
 
 
 class _KeepingEncoder:
@@ -72,6 +80,14 @@ class _KeepingEncoder:
         """The events of the wire."""
         events = self._encoder.encode(event)
         if isinstance(event, Finished) and self._request.store:
-            request = self._request
-            self._store.put(StoredResponse(self._encoder.response, request.items, request.previous_response_id))
+            request, session = self._request, self._request.turn.session
+            self._store.put(
+                StoredResponse(
+                    self._encoder.response,
+                    request.items,
+                    request.previous_response_id,
+                    session.principal,
+                    session.session_id,
+                )
+            )
         return events

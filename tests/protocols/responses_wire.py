@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kvserve.core import AnswerEvent, JsonObject, RequestId
+from kvserve.core import NOBODY, AnswerEvent, JsonObject, RequestId
 from kvserve.protocols.responses_request import Described, ResponsesRequest, parse_responses
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
@@ -18,7 +18,7 @@ ID, MODEL, CREATED = RequestId("req0123456789abcdef01234567"), "org/model", 1_70
 def parse(kept: ResponseStore | None = None, /, **body: object) -> ResponsesRequest:
     """The request of a body given as keywords; the input is one greeting unless given."""
     body.setdefault("input", "hi")
-    return parse_responses(body, {}, DEFAULTS, ID, kept or ResponseStore(None, print))
+    return parse_responses(body, {}, DEFAULTS, ID, (kept or ResponseStore(None, print)).of(NOBODY))
 
 
 def described(**body: object) -> Described:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.core import Message, RequestDefaults, SessionHint, TextBlock, ThinkingChoice, ToolResultBlock
+from kvserve.core import NOBODY, Message, RequestDefaults, SessionHint, TextBlock, ThinkingChoice, ToolResultBlock
 from kvserve.errors import BadRequest, NotFound, RequestError
 from kvserve.protocols.responses_request import parse_responses
 from kvserve.protocols.responses_store import ResponseStore, StoredResponse
@@ -36,7 +36,7 @@ def test_a_whole_request_becomes_a_turn(defaults: RequestDefaults) -> None:
         "metadata": {"a": "b"},
         "field_of_tomorrow": {"x": [1]},
     }
-    request = parse_responses(body, {"session-id": "header"}, defaults, ID, ResponseStore(None, print))
+    request = parse_responses(body, {"session-id": "header"}, defaults, ID, ResponseStore(None, print).of(NOBODY))
     turn = request.turn
     assert turn.messages == (Message("system", (TextBlock("Be brief."),)), Message("user", (TextBlock("hi"),)))
     assert (turn.protocol, turn.model, turn.max_tokens) == ("openai_responses", "org/model", 99)
@@ -260,7 +260,7 @@ def test_recorded_bodies_are_read_whole(path: Path, defaults: RequestDefaults) -
     """Every text, thought, call and result that Codex sent is in the turn, once and in order."""
     row = json.loads(path.read_text("utf-8"))
     headers = {name.lower(): value for name, value in row["headers"]}
-    request = parse_responses(row["body"], headers, defaults, ID, ResponseStore(None, print))
+    request = parse_responses(row["body"], headers, defaults, ID, ResponseStore(None, print).of(NOBODY))
     assert request.turn.session.session_id == row["body"]["prompt_cache_key"]
     assert not request.store and request.stream
     said: list[str] = []

@@ -1,26 +1,37 @@
 """What is kept of responses: bounded, across a restart, and whatever happens to the file."""
 
+import sqlite3
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvserve.core import NOBODY, Principal
 from kvserve.errors import BadRequest, NotFound
 from kvserve.protocols.responses_listing import list_items
-from kvserve.protocols.responses_store import ResponseStore, StoredResponse
+from kvserve.protocols.responses_store import OwnResponses, ResponseStore, StoredResponse
 
 
-def response(name: str, previous: str | None = None, said: str = "x") -> StoredResponse:
+def response(
+    name: str,
+    previous: str | None = None,
+    said: str = "x",
+    principal: Principal = NOBODY,
+    session: str | None = None,
+) -> StoredResponse:
     """A response to one message."""
     output = [{"id": f"{name}-out", "type": "message", "role": "assistant", "content": said.upper()}]
-    return StoredResponse({"id": name, "output": output}, ({"id": f"{name}-in", "content": said},), previous)
+    return StoredResponse(
+        {"id": name, "output": output}, ({"id": f"{name}-in", "content": said},), previous, principal, session
+    )
 
 
 def ids(store: ResponseStore, name: str) -> list[object]:
     """The ids of a conversation's items."""
-    return [item["id"] for item in store.items_until(name)]
+    return [item["id"] for item in store.of(NOBODY).items_until(name)]
 
 
 def test_responses_outlive_the_process(tmp_path: Path) -> None:
@@ -31,7 +42,7 @@ def test_responses_outlive_the_process(tmp_path: Path) -> None:
     first.put(response("b", "a"))
     # not closed: a killed process closes nothing
     second = ResponseStore(path, pytest.fail)
-    assert second.get("b") == response("b", "a")
+    assert second.of(NOBODY).get("b") == response("b", "a")
     assert ids(second, "b") == ["a-in", "a-out", "b-in", "b-out"]
     assert path.stat().st_mode & 0o077 == 0
     first.close()
@@ -43,13 +54,13 @@ def test_a_deleted_response_is_gone_and_with_it_what_went_on_from_it() -> None:
     store = ResponseStore(None, pytest.fail)
     for each in (response("a"), response("b", "a"), response("c")):
         store.put(each)
-    store.delete("a")
+    store.of(NOBODY).delete("a")
     for name in ("a", "b"):
         with pytest.raises(NotFound):
-            store.items_until(name)
-    assert store.get("b").previous == "a" and ids(store, "c") == ["c-in", "c-out"]
+            store.of(NOBODY).items_until(name)
+    assert store.of(NOBODY).get("b").previous == "a" and ids(store, "c") == ["c-in", "c-out"]
     with pytest.raises(NotFound):
-        store.delete("a")
+        store.of(NOBODY).delete("a")
 
 
 def test_the_longest_unused_go_first() -> None:
@@ -61,7 +72,7 @@ def test_the_longest_unused_go_first() -> None:
     store.put(response("d", "a"))
     assert ids(store, "d") == ["a-in", "a-out", "d-in", "d-out"]
     with pytest.raises(NotFound):
-        store.get("b")
+        store.of(NOBODY).get("b")
 
 
 def test_bytes_are_bounded_too() -> None:
@@ -75,7 +86,7 @@ def test_bytes_are_bounded_too() -> None:
 
 def _has(store: ResponseStore, name: str) -> bool:
     try:
-        store.get(name)
+        store.of(NOBODY).get(name)
     except NotFound:
         return False
     return True
@@ -96,7 +107,7 @@ def test_a_broken_file_costs_what_was_kept_and_nothing_else(tmp_path: Path) -> N
     reports: list[str] = []
     store = ResponseStore(path, reports.append)
     with pytest.raises(NotFound):
-        store.get("a")
+        store.of(NOBODY).get("a")
     assert len(reports) == 1
     store.put(response("a"))
     store.close()
@@ -140,7 +151,7 @@ def test_many_threads_keep_and_read() -> None:
         for number in range(20):
             name = f"{worker}-{number}"
             store.put(response(name, f"{worker}-{number - 1}" if number else None))
-            assert len(store.items_until(name)) == 2 * (number + 1)
+            assert len(store.of(NOBODY).items_until(name)) == 2 * (number + 1)
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
     for thread in threads:
@@ -148,6 +159,158 @@ def test_many_threads_keep_and_read() -> None:
     for thread in threads:
         thread.join()
     assert all(len(ids(store, f"{worker}-19")) == 40 for worker in range(4))
+
+
+# --- whose they are --------------------------------------------------------------------------------------------------
+
+KEY, OTHER_KEY = Principal("key1"), Principal("key2")
+ANN, BEN = Principal("key1", "ann"), Principal("key1", "ben")
+ASKED: list[tuple[Principal, Principal, bool]] = [
+    # (whose the response is, who asks for it, whether it is found)
+    (NOBODY, NOBODY, True),
+    (NOBODY, KEY, False),
+    (KEY, NOBODY, False),
+    (KEY, KEY, True),
+    (KEY, OTHER_KEY, False),
+    (ANN, ANN, True),
+    (ANN, BEN, False),
+    (ANN, KEY, True),  # as by the path alone, which names no user
+    (KEY, ANN, True),
+    (ANN, Principal("key2", "ann"), False),
+    (Principal("", "ann"), NOBODY, True),
+    (Principal("", "ann"), Principal("", "ben"), False),
+]
+
+
+@pytest.mark.parametrize(("owner", "asker", "is_found"), ASKED)
+def test_a_response_is_there_for_its_principal(owner: Principal, asker: Principal, is_found: bool) -> None:
+    """By name, as the one before, as the one before that, by an item, and to be deleted; to others it never was."""
+    store = ResponseStore(None, pytest.fail)
+    name = "resp_req" + "1" * 24
+    item = {"id": f"msg_{name.removeprefix('resp_')}_0", "content": "x"}
+    store.put(StoredResponse({"id": name, "output": [item]}, (), None, owner))
+    store.put(response("b", name, principal=Principal(asker.key)))
+    own = store.of(asker)
+    asks: list[Callable[[OwnResponses, str], object]] = [
+        lambda own, name: own.get(name),
+        lambda own, name: own.items_until(name),
+        lambda own, name: own.item(f"msg_{name.removeprefix('resp_')}_0"),
+        lambda own, name: own.delete(name),
+    ]
+    if is_found:
+        assert len(own.items_until("b")) == 3
+        for ask in asks:
+            ask(own, name)
+        assert not _has(store, name)
+        return
+    with pytest.raises(NotFound):
+        own.items_until("b")
+    unheard = name.replace("1", "2")
+    for ask in asks:
+        told: list[str] = []
+        for each in (name, unheard):
+            with pytest.raises(NotFound) as caught:
+                ask(own, each)
+            told.append(f"{caught.value} {caught.value.param}".replace(each, "ID"))
+        assert told[0].replace("1" * 24, "") == told[1].replace("2" * 24, "")
+    assert store.of(owner).get(name)
+
+
+# --- how long, and forgetting ----------------------------------------------------------------------------------------
+
+
+def test_a_response_is_kept_for_a_time_after_its_last_use(tmp_path: Path) -> None:
+    """Going on from it is a use; when its time is over it is not found, and soon no word of it is in the file."""
+    now = [1e9]
+    path = tmp_path / "responses.sqlite3"
+    store = ResponseStore(path, pytest.fail, keep_seconds=1_000.0, wall_clock=lambda: now[0])
+    for each in (response("a", said="MARZIPAN"), response("b", said="quince")):
+        store.put(each)
+    store.tidy()
+    now[0] += 999
+    assert ids(store, "b")
+    now[0] += 1
+    assert not _has(store, "a") and _has(store, "b")
+    assert b"MARZIPAN" in _bytes_of(path)
+    store.tidy()
+    assert b"MARZIPAN" not in _bytes_of(path) and b"quince" in _bytes_of(path)
+    store.close()
+
+
+def test_a_file_is_tidied_where_nobody_asks_for_responses(tmp_path: Path) -> None:
+    """At a start, and as other requests come; a file that is not there is not made."""
+    now = [1e9]
+    path = tmp_path / "responses.sqlite3"
+    ResponseStore(path, pytest.fail).tidy()
+    assert not path.exists()
+    first = ResponseStore(path, pytest.fail, wall_clock=lambda: now[0])
+    first.put(response("a", said="MARZIPAN"))
+    first.close()
+    now[0] += 31 * 86_400
+    second = ResponseStore(path, pytest.fail, wall_clock=lambda: now[0])
+    second.tidy()
+    assert b"MARZIPAN" not in _bytes_of(path)
+    second.close()
+
+
+FORGOTTEN: list[tuple[str | None, Principal | None, set[str]]] = [
+    ("s1", None, {"ann1", "ben1"}),
+    (None, ANN, {"ann1", "ann2", "ann"}),
+    ("s1", ANN, {"ann1"}),
+    (None, NOBODY, {"nobody2"}),
+    ("s3", None, set()),
+    (None, OTHER_KEY, set()),
+]
+KEPT = (
+    *((f"ann{number}", ANN, f"s{number}") for number in (1, 2)),
+    ("ann", ANN, None),
+    ("ben1", BEN, "s1"),
+    ("nobody2", NOBODY, "s2"),
+)
+
+
+@pytest.mark.parametrize(("session", "principal", "gone"), FORGOTTEN)
+def test_a_session_and_a_principal_can_be_forgotten(
+    tmp_path: Path, session: str | None, principal: Principal | None, gone: set[str]
+) -> None:
+    """Those and no others; their words are in no file any more."""
+    path = tmp_path / "responses.sqlite3"
+    store = ResponseStore(path, pytest.fail)
+    for name, owner, named in KEPT:
+        store.put(response(name, None, f"<{name}>", owner, named))
+    num = store.forget(session=session, principal=None if principal is None else str(principal))
+    assert num == len(gone)
+    held = _bytes_of(path)
+    for name, owner, named in KEPT:
+        assert (f"<{name}>".encode() in held) == (name not in gone)
+        if name not in gone:
+            assert store.of(owner).get(name) == response(name, None, f"<{name}>", owner, named)
+    store.close()
+
+
+def test_a_file_of_before_is_begun_anew(tmp_path: Path) -> None:
+    """Nobody knows whose its responses are: they are answered to nobody, and overwritten."""
+    path = tmp_path / "responses.sqlite3"
+    with sqlite3.connect(path) as database:
+        database.executescript(
+            "CREATE TABLE responses (id TEXT PRIMARY KEY, previous TEXT, body TEXT NOT NULL, items TEXT NOT NULL, "
+            "num_bytes INTEGER NOT NULL, used REAL NOT NULL); PRAGMA user_version = 1;"
+            "INSERT INTO responses VALUES ('a', NULL, '{\"id\": \"a\"}', '[\"MARZIPAN\"]', 9, 9e9);"
+        )
+    database.close()
+    store = ResponseStore(path, pytest.fail)
+    assert not _has(store, "a")
+    assert b"MARZIPAN" not in _bytes_of(path)
+    store.put(response("b"))
+    store.close()
+    again = ResponseStore(path, pytest.fail)
+    assert _has(again, "b")
+    again.close()
+
+
+def _bytes_of(path: Path) -> bytes:
+    """The file and what SQLite keeps beside it."""
+    return b"".join(each.read_bytes() for each in path.parent.glob(f"{path.name}*"))
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------

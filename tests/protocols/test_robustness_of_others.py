@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.core import JsonObject, RequestDefaults, RequestId
+from kvserve.core import NOBODY, JsonObject, RequestDefaults, RequestId
 from kvserve.errors import BadRequest, NotFound, RequestError
 from kvserve.protocols import anthropic_errors, openai_errors
 from kvserve.protocols.agents import parse_create, parse_generate
@@ -19,7 +19,7 @@ from tests.laws import num_examples
 from tests.protocols.test_robustness import JSON, VALID, paths, replaced
 
 ID = RequestId("req0123456789abcdef01234567")
-KEPT = ResponseStore(None, print)
+KEPT = ResponseStore(None, print).of(NOBODY)
 MARK = {"type": "ephemeral", "ttl": "1h"}
 
 MESSAGES: dict[str, object] = {

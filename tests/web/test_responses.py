@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from kvserve.core import ContentDelta, Finished, ReasoningDelta, ToolCallBlock, ToolCallDelta, Usage
+from kvserve.core import (
+    ContentDelta,
+    Finished,
+    Principal,
+    ReasoningDelta,
+    ToolCallBlock,
+    ToolCallDelta,
+    Usage,
+    key_digest,
+)
 from kvserve.errors import BadRequest, ContextOverflow, EngineFailure, MemoryExhausted, QueueFull, RequestError
 from tests.protocols.responses_wire import put_together
 from tests.web.fakes import (
@@ -92,6 +101,40 @@ def test_responses_are_kept_unless_the_client_says_no() -> None:
             assert client.request("POST", PATH, {"input": "x", "previous_response_id": name}).status == 404
         assert client.request("GET", f"{PATH}/{second['id']}/unheard").status == 404
         assert client.request("GET", f"{PATH}/{second['id']}?stream=true").error["param"] == "stream"
+
+
+ANN = {"authorization": "Bearer key1"}
+OTHER_KEY = {"x-api-key": "key2"}
+
+
+def test_another_keys_response_is_unheard_of() -> None:
+    """By its path, as the one before, as an item: in status and body like one that never was. Its own key has it, and a
+    response that its user asked for is no other user's to go on from."""
+    with serving() as served, served.connect() as client:
+        made = client.request("POST", PATH, {"input": "hi", "user": "ann", "session_id": "s1"}, ANN).json
+        name, item = str(made["id"]), str(made["output"][0]["id"])  # type: ignore[index]
+
+        def asked(name: str, item: str, headers: dict[str, str], **fields: str) -> list[tuple[int, str]]:
+            bodies = (
+                {"input": "x", "previous_response_id": name, **fields},
+                {"input": [{"type": "item_reference", "id": item}], **fields},
+            )
+            answers = [client.request("POST", PATH, body, headers) for body in bodies]
+            if "user" not in fields:
+                paths = (f"{PATH}/{name}", f"{PATH}/{name}/input_items")
+                answers += [client.request("GET", path, None, headers) for path in paths]
+            return [(each.status, str(each.body).replace(item, "ITEM").replace(name, "NAME")) for each in answers]
+
+        never = name[:-24] + "0" * 24, item.replace(name[-24:], "0" * 24)
+        for headers, fields in ((OTHER_KEY, {}), ({}, {}), (ANN, {"user": "ben"}), (OTHER_KEY, {"user": "ann"})):
+            told = asked(name, item, headers, **fields)
+            assert told == asked(*never, headers, **fields) and {status for status, _ in told} == {404}
+        assert client.request("DELETE", f"{PATH}/{name}", None, OTHER_KEY).status == 404
+        for fields in ({}, {"user": "ann"}):
+            assert {status for status, _ in asked(name, item, ANN, **fields)} == {200}
+        kept = served.service.responses.of(Principal(key_digest(ANN))).get(name)
+        assert kept.session == "s1" and kept.principal.user
+        assert client.request("DELETE", f"{PATH}/{name}", None, ANN).status == 200
 
 
 def test_a_streamed_response_is_kept_before_its_end_is_told() -> None:
