@@ -71,7 +71,7 @@ class _Shown:
 class Keep(Protocol):
     """Keeps a turn that is over."""
 
-    def __call__(self, shown: _Shown, running: TurnInProgress, *, is_whole: bool) -> AgentNote:
+    def __call__(self, shown: _Shown, running: TurnInProgress, *, is_stored: bool) -> AgentNote:
         """What the answer says of its agent."""
 
 
@@ -197,10 +197,11 @@ class Agents:
             if not queue:
                 self._queues.pop(agent_id, None)
 
-    def _keep(self, shown: _Shown, running: TurnInProgress, *, is_whole: bool) -> AgentNote:
-        """Add a turn that came to its own end to the history. Raises NotFound if the agent is gone, StorageFailure."""
+    def _keep(self, shown: _Shown, running: TurnInProgress, *, is_stored: bool) -> AgentNote:
+        """Add a turn to the history, where it came to its own end and its client wants it kept. Raises NotFound if the
+        agent is gone, StorageFailure."""
         agent = shown.agent
-        if is_whole:
+        if is_stored:
             done = TurnDone(
                 messages=(*shown.messages, running.said),
                 model=shown.model,
@@ -219,7 +220,7 @@ class Agents:
             num_turns=agent.num_turns,
             num_dropped_turns=shown.first_turn,
             num_context_tokens=agent.num_context_tokens,
-            is_stored=is_whole,
+            is_stored=is_stored,
         )
 
     def _shown(self, agent: Agent, turn: Turn) -> _Shown:
@@ -346,7 +347,8 @@ class AgentTurn:
             for event in events:
                 if isinstance(event, Finished):
                     is_whole = not (self._cancelled.is_set() or running.is_lost)
-                    self._note = self._keep(shown, running, is_whole=is_whole)
+                    is_wanted = not shown.turn.session.wants_nothing_kept
+                    self._note = self._keep(shown, running, is_stored=is_whole and is_wanted)
                 yield event
 
 

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from kvserve import __version__
 from kvserve.agent_turns import Agents, Models
-from kvserve.agents.store import AgentStore
 from kvserve.catalogue import Catalogue, Disk, ModelSource
 from kvserve.config import Launch, load_launch
 from kvserve.core import JsonObject, RequestDefaults, TokenSequence, Turn
@@ -43,19 +42,19 @@ from kvserve.watching import Look
 from kvserve.web.routes import make_router
 from kvserve.web.server import HttpServer
 from kvserve.wiring import (
+    agent_store,
     catalogue_settings,
     identity_settings,
     proxy_settings,
     remote_pictures,
     request_defaults,
+    response_store,
     seeing_settings,
     url_host,
     web_settings,
 )
 
 DEMO_MODEL_NAME = "kvserve-demo-qwen3"
-RESPONSES_FILE = "responses.sqlite3"
-AGENTS_FILE = "agents.sqlite3"
 MAX_WATCHERS = 8
 """Pages that may watch at the same time: each holds a connection and its thread."""
 
@@ -109,7 +108,7 @@ class App:
         self.is_fetching = False
         self._proxy: LitellmProxy | None = None
         self._watchers = threading.BoundedSemaphore(MAX_WATCHERS)
-        self._seeing = Seeing(seeing_settings(self._settings), terminal, self._look)
+        self._seeing = Seeing(seeing_settings(self._settings, launch.disk_cache), terminal, self._look)
         self._server = HttpServer(web_settings(self._settings), make_router(self), terminal.error)
         self._defaults = request_defaults(self._settings)
         self._catalogue_settings = catalogue_settings(self._settings, self._listed_model_id)
@@ -130,7 +129,7 @@ class App:
             Callbacks(self._submit, self._seeing.refused, terminal.note),
             max_waiting=max(1, self._settings.max_queued_requests),
         )
-        self._agent_store = AgentStore(self._settings.state_dir / AGENTS_FILE)
+        self._agent_store = agent_store(self._settings, launch.disk_cache)
         self._agents = Agents(
             self._agent_store,
             Models(
@@ -142,12 +141,13 @@ class App:
                 let_go=self._let_go,
             ),
         )
-        self._responses = ResponseStore(self._settings.state_dir / RESPONSES_FILE, terminal.error)
+        self._responses = response_store(self._settings, launch.disk_cache, terminal.error)
 
     # --- start and stop -----------------------------------------------------------------------------------------------
 
     def start(self, stopping: threading.Event) -> None:
         """Start everything; returns early once `stopping` is set. Raises StartupError."""
+        self._responses.tidy()
         self._server.bind()
         self._server.start()
         self._start_proxy()
@@ -353,6 +353,7 @@ class App:
 
     def _submit(self, turn: Turn, served: ServedModel) -> TurnInProgress:
         """Submit a turn to the model that is loaded; one that is refused has its line in the terminal too."""
+        self._responses.tidy()
         try:
             return serve_turn(turn, served)
         except RequestError as error:

@@ -240,6 +240,9 @@ class Settings(BaseSettings):
     state_dir: Folder = Field(
         Path("~/.cache/kvserve/run").expanduser(), description="Generated LiteLLM config, pid file and log; demo model."
     )
+    responses_keep_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        30, description="Days after its last use that a response of /v1/responses is kept."
+    )
     enable_request_logging: bool = Field(True, description="Write a trace file per session under LOG_ROOT.")
     log_root: Folder = Field(Path("logs"), description="Where trace files go.")
     log_keep_days: Annotated[int, Field(ge=0)] = Field(

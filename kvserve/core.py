@@ -182,6 +182,11 @@ class SessionHint:
     num_marked_messages: int | None = None
     marked_seconds: float | None = None
 
+    @property
+    def wants_nothing_kept(self) -> bool:
+        """`ttl: 0`: no word of the request is to be left on disk, nor anything that goes on from it be served."""
+        return self.ttl_seconds == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:

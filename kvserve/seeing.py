@@ -101,7 +101,7 @@ class Seeing:
             self._readers.put(finished.reading.identity.chains[-1:], facts.model)
         else:
             self._readers.put(text_digests(finished.prompt.text), facts.model)
-        if self._settings.writes_traces:
+        if self._settings.writes_traces and not finished.turn.session.wants_nothing_kept:
             session = facts.session or _first_tokens_hash(finished.prompt.tokens.ids)
             self._trace.write(session, "turn", **trace_fields(finished))
         self._terminal.request_line(facts)

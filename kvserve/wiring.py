@@ -1,7 +1,9 @@
 """The settings of each room, from the settings of the process. It joins rooms and decides nothing."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+from kvserve.agents.store import AgentStore
 from kvserve.canonical.rules import select
 from kvserve.catalogue import CatalogueSettings
 from kvserve.config import DiskMode, Settings
@@ -14,12 +16,15 @@ from kvserve.engine.worker import EngineSettings
 from kvserve.errors import SettingError
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.prompt.images_remote import RemoteLimits, RemotePictures
+from kvserve.protocols.responses_store import ResponseStore
 from kvserve.proxy.settings import ProxySettings
 from kvserve.seeing import SeeingSettings
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE_NAME
 from kvserve.sessions.stores import StoreLimits
 from kvserve.web.settings import WebSettings
 
+RESPONSES_FILE = "responses.sqlite3"
+AGENTS_FILE = "agents.sqlite3"
 RECORDS_PREFIX = "records-"
 """How the folders of records in DISK_CACHE_DIR begin; a digest of the model follows."""
 
@@ -167,16 +172,28 @@ def proxy_settings(settings: Settings, backend_port: int) -> ProxySettings:
     )
 
 
+def response_store(settings: Settings, disk_cache: DiskMode, report: Callable[[str], None]) -> ResponseStore:
+    """In memory where KV is: who wants none on disk wants no words there."""
+    path = settings.state_dir / RESPONSES_FILE if disk_cache == "on" else None
+    return ResponseStore(path, report, keep_seconds=settings.responses_keep_days * 86_400)
+
+
+def agent_store(settings: Settings, disk_cache: DiskMode) -> AgentStore:
+    """The same for agents: none of them persists then."""
+    return AgentStore(settings.state_dir / AGENTS_FILE if disk_cache == "on" else None)
+
+
 def remote_pictures(settings: Settings) -> RemotePictures | None:
     """What fetches pictures of the hosts that are allowed; None where none is."""
     limits = RemoteLimits(settings.image_fetch_seconds, settings.image_fetch_max_bytes)
     return RemotePictures(settings.image_hosts, limits) if settings.image_hosts else None
 
 
-def seeing_settings(settings: Settings) -> SeeingSettings:
+def seeing_settings(settings: Settings, disk_cache: DiskMode = "on") -> SeeingSettings:
+    """A trace is a prompt on disk: without a disk cache there is none."""
     return SeeingSettings(
         log_root=settings.log_root,
-        writes_traces=settings.enable_request_logging,
+        writes_traces=settings.enable_request_logging and disk_cache == "on",
         num_trace_days=settings.log_keep_days,
         num_explanations=settings.explanations_kept,
         shows_text=settings.dashboard_show_text,

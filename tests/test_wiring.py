@@ -15,6 +15,7 @@ from kvserve.wiring import (
     proxy_settings,
     remote_pictures,
     request_defaults,
+    response_store,
     seeing_settings,
     web_settings,
 )
@@ -34,6 +35,7 @@ def every_room(settings: Settings) -> SimpleNamespace:
         proxy=proxy_settings(settings, 1),
         pictures=remote_pictures(settings),
         seeing=seeing_settings(settings),
+        responses=response_store(settings, "on", print),
     )
 
 
@@ -101,6 +103,7 @@ PLACES: list[tuple[str, str, str, object]] = [
     ("BODY_TIMEOUT_SECONDS", "4", "web.body_timeout_seconds", 4),
     ("IDLE_CONNECTION_SECONDS", "6", "web.idle_timeout_seconds", 6),
     ("STATE_DIR", "/state", "proxy.state_dir", Path("/state")),
+    ("RESPONSES_KEEP_DAYS", "0.5", "responses.keep_seconds", 43_200),
     ("ENABLE_REQUEST_LOGGING", "false", "seeing.writes_traces", False),
     ("LOG_ROOT", "/traces", "seeing.log_root", Path("/traces")),
     ("LOG_KEEP_DAYS", "3", "seeing.num_trace_days", 3),

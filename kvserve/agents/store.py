@@ -48,13 +48,13 @@ _LATER_COLUMN = "context_images TEXT NOT NULL DEFAULT '[]'"
 
 
 class AgentStore:
-    """Safe for several threads. The file is made with the first agent that persists. Everything raises StorageFailure
-    where the file cannot be read or written; nothing is changed then."""
+    """Safe for several threads. The file is made with the first agent that persists; without a file none does.
+    Everything raises StorageFailure where the file cannot be read or written; nothing is changed then."""
 
-    def __init__(self, file: Path, wall_clock: Callable[[], float] = time.time) -> None:
-        self._persistent = _Shelf(file)
+    def __init__(self, file: Path | None, wall_clock: Callable[[], float] = time.time) -> None:
         self._passing = _Shelf(None)
-        self._shelves = (self._persistent, self._passing)
+        self._persistent = _Shelf(file) if file is not None else self._passing
+        self._shelves = (self._persistent, self._passing) if file is not None else (self._passing,)
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
 

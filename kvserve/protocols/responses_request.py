@@ -134,7 +134,8 @@ def parse_responses(
         session=read_session(body, headers),
     )
     stream, _ = read_stream(fields)
-    store = fields.optional("store", flag) is not False
+    # not in memory either: what answers `previous_response_id` now and not tomorrow would be no help
+    store = fields.optional("store", flag) is not False and not turn.session.wants_nothing_kept
     reasoning = fields.optional("reasoning", mapping)
     with_summary = reasoning is not None and _asks_for_summary(reasoning)
     echo = _echo(fields, turn, tools, store=store, previous=previous)

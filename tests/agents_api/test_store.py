@@ -156,3 +156,14 @@ def test_a_file_that_cannot_be_used_is_named_and_left_alone(file: Path, damage: 
         with pytest.raises(StorageFailure, match=file.name):
             act()
     assert os.stat(file).st_size == before.st_size
+
+
+def test_without_a_file_no_agent_persists() -> None:
+    """It says so, whatever it was asked for, and is like any other until its store ends."""
+    store = AgentStore(None)
+    for is_persistent in (True, False):
+        agent = store.create(NewAgent(f"one {is_persistent}", is_persistent=is_persistent))
+        assert not agent.is_persistent
+        assert store.append(agent, done()).num_turns == 1
+    assert store.num_agents() == len(store.agents()) == 2
+    assert store.delete("one True").agent_id == "one True"

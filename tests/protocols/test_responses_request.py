@@ -137,6 +137,22 @@ def test_a_field_that_asks_for_nothing_passes(name: str, value: object) -> None:
     assert parse(**{name: value}).turn == parse().turn
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_stored"),
+    [
+        ({}, True),
+        ({"store": False}, False),
+        ({"ttl": 0}, False),
+        ({"ttl": 0, "store": True}, False),
+        ({"ttl": 1}, True),
+    ],
+)
+def test_a_request_that_wants_nothing_kept_is_not_stored(fields: dict[str, Any], is_stored: bool) -> None:
+    """`ttl: 0` is `store: false`, and the response says so."""
+    request = parse(**fields)
+    assert request.store == request.described.echo["store"] == is_stored
+
+
 # --- former responses ------------------------------------------------------------------------------------------------
 
 
