@@ -279,8 +279,8 @@ class App:
         body = cache_body(report, totals, self._seeing.num_rejections)
         return {**body, **image_fields(served.engine.image_report())}
 
-    def explain(self, request_id: str | None) -> JsonObject:
-        return self._seeing.explain(request_id)
+    def explain(self, request_id: str | None, key: str) -> JsonObject:
+        return self._seeing.explain(request_id, key)
 
     def count_error(self, endpoint: str, status: int) -> None:
         """An error is answered: count it, whether or not a model hears of it."""
@@ -314,6 +314,12 @@ class App:
         if self._next_turns is not None:
             self._next_turns.clear()
         served.engine.clear_cache()
+
+    def forget(self, session: str | None, principal: str | None) -> JsonObject:
+        """Forget what is kept of a session, of a principal (by its name), or of a session of a principal; None stands
+        for any. Returns how much that was. What runs at this moment is kept when it ends."""
+        num_responses = self._responses.forget(session=session, principal=principal)
+        return {"num_responses": num_responses, **self._seeing.forget(session=session, principal=principal)}
 
     def _loaded_as(self, model_name: str) -> ServedModel | None:
         """The loaded model, if this is its name."""

@@ -145,6 +145,9 @@ KEY_HEADER: Final = "x-kvserve-key"
 
 NO_KEY: Final = "-"
 
+NOBODY_NAME: Final = f"{NO_KEY}.{NO_KEY}"
+"""How an operator writes nobody's name, which is empty."""
+
 _DIGEST_CHARACTERS = 16
 _DIGEST = re.compile(rf"[0-9a-f]{{{_DIGEST_CHARACTERS}}}")
 

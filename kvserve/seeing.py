@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvserve.core import JsonObject, Turn
+from kvserve.core import NOBODY_NAME, JsonObject, Turn
 from kvserve.errors import NotFound, RequestError
 from kvserve.reports import explanation_body, image_line, trace_fields
 from kvserve.running import FinishedTurn, Observer, RunningTurn
 from kvserve.sessions.explanation import TOLERANCE_TOKENS, Explanation
 from kvserve.sessions.explanation_words import clause
-from kvserve.sessions.explanations import ExplanationBook
+from kvserve.sessions.explanations import Explained, ExplanationBook
 from kvserve.sessions.lineage import BranchId
 from kvserve.sessions.raw_prompts import text_digests
 from kvserve.sessions.whereabouts import Places
@@ -95,7 +95,7 @@ class Seeing:
         self._activity.end(facts)
         self._metrics.add(facts, explanation.cause if explanation is not None else None)
         if explanation is not None:
-            self._explanations.put(explanation)
+            self._explanations.put(Explained(explanation, finished.turn.session.principal, facts.session))
             self._note_branch(finished, explanation)
         if finished.reading is not None:
             self._readers.put(finished.reading.identity.chains[-1:], facts.model)
@@ -103,7 +103,7 @@ class Seeing:
             self._readers.put(text_digests(finished.prompt.text), facts.model)
         if self._settings.writes_traces and not finished.turn.session.wants_nothing_kept:
             session = facts.session or _first_tokens_hash(finished.prompt.tokens.ids)
-            self._trace.write(session, "turn", **trace_fields(finished))
+            self._trace.write(session, "turn", str(finished.turn.session.principal), **trace_fields(finished))
         self._terminal.request_line(facts)
         if self._settings.shows_image_cuts and finished.prompt.tokens.images:
             self._terminal.note(image_line(facts, finished.prompt.tokens))
@@ -124,6 +124,16 @@ class Seeing:
         self._readers.clear()
         with self._lock:
             self._last_of_branch.clear()
+
+    def forget(self, *, session: str | None, principal: str | None) -> JsonObject:
+        """Forget what was said of a session's requests, of a principal's (by its name), or of those that are both; None
+        stands for any. Returns how much that was; numbers stay."""
+        gone = self._explanations.forget(session=session, principal=principal)
+        with self._lock:
+            for key in [key for key, last in self._last_of_branch.items() if last.request_id in gone]:
+                del self._last_of_branch[key]
+        num_files = self._trace.forget(session=session, principal=principal)
+        return {"num_explanations": len(gone), "num_trace_files": num_files}
 
     def _explained(self, finished: FinishedTurn) -> Explanation | None:
         """The explanation, with what only the process knows: that another of its models led this conversation, or has
@@ -158,19 +168,19 @@ class Seeing:
         """The counter `exact_key_rejected_by_model_lcp`."""
         return self._explanations.num_rejections
 
-    def explain(self, request_id: str | None) -> JsonObject:
-        """The body of GET /v1/cache/explain/{request_id}; an answer's `id` will do, None is the newest request that is
-        over. Raises NotFound."""
+    def explain(self, request_id: str | None, key: str) -> JsonObject:
+        """The body of GET /v1/cache/explain/{request_id} for the key with this digest; an answer's `id` will do, None
+        is its newest request that is over. Raises NotFound, also for a request of another key."""
         if request_id is None:
-            newest = self._explanations.newest(1)
-            if not newest:
-                raise NotFound("No request is over yet.")
-            return explanation_body(newest[0])
-        explanation = self._explanations.get(request_id.replace("_", "-").rpartition("-")[2])
-        if explanation is None:
-            kept = self._settings.num_explanations
-            raise NotFound(f"The request {request_id!r} is not known; the last {kept} are.", param="request_id")
-        return explanation_body(explanation)
+            found = self._explanations.last(key)
+            if found is None:
+                raise NotFound("No request of this key is over yet.")
+        else:
+            found = self._explanations.get(request_id.replace("_", "-").rpartition("-")[2], key)
+            if found is None:
+                kept = f"the last {self._settings.num_explanations} are, each to the key that it came with"
+                raise NotFound(f"The request {request_id!r} is not known; {kept}.", param="request_id")
+        return {**explanation_body(found.explanation), "principal": str(found.principal) or NOBODY_NAME}
 
     def metrics(self) -> bytes:
         """The body of GET /metrics."""

@@ -1,5 +1,6 @@
 """What of requests is on disk, who may ask for it, and how it is forgotten, on the whole server and a real model."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": SAID[0]["content"], "max_output_tokens": 2},
     f"{AGENTS}/confectioner/generate": {"messages": SAID, "max_tokens": 2},
 }
+ALICE, BOB = {"authorization": "Bearer alice"}, {"x-api-key": "bob"}
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
+    with serving_app(tmp_path_factory.mktemp("app"), max_kv_size=2048) as app:
+        yield app
 
 
 def ask_everywhere(app: AppUnderTest, **fields: Any) -> dict[str, Response]:
@@ -43,6 +51,11 @@ def files_with_the_word(folder: Path) -> list[Path]:
 
 def kv_files(folder: Path) -> list[Path]:
     return list(folder.rglob("*.safetensors"))
+
+
+def delete(app: AppUnderTest, path: str) -> Response:
+    with app.connect() as client:
+        return client.request("DELETE", path, None, {"Connection": "close"})
 
 
 # --- nothing on disk -------------------------------------------------------------------------------------------------
@@ -84,3 +97,55 @@ def test_where_responses_agents_and_traces_go(tmp_path: Path, disk_cache: DiskMo
         names = {path.name.partition("-")[0] for path in files_with_the_word(tmp_path)}
         assert bool(names) == (tmp_path / "state" / "responses.sqlite3").exists() == is_written
         assert seeing_settings(app._settings, disk_cache).writes_traces == is_written
+
+
+# --- whose it is -----------------------------------------------------------------------------------------------------
+
+
+def test_an_explanation_is_shown_to_the_key_that_asked(app: AppUnderTest) -> None:
+    """To another one, and to nobody, it is as unknown as one that never was; so is the newest one."""
+    answer = app.post(CHAT_PATH, BODIES[CHAT_PATH], ALICE).json
+    path = f"{EXPLAIN}/{answer['id']}"
+    assert eventually(lambda: app.get(path, ALICE).status == 200)
+    assert app.get(f"{EXPLAIN}?last", ALICE).json["request_id"] in str(answer["id"])
+    unknown = f"{EXPLAIN}/chatcmpl-req{'0' * 24}"
+    for other in (BOB, {}):
+        refused, never_was = app.get(path, other), app.get(unknown, other)
+        assert (refused.status, never_was.status) == (404, 404)
+        said = str(refused.error["message"]).replace(str(answer["id"]), "ID")
+        assert said == str(never_was.error["message"]).replace(unknown.rpartition("/")[2], "ID")
+    assert app.get(EXPLAIN, BOB).status == 404
+
+
+# --- forgetting ------------------------------------------------------------------------------------------------------
+
+
+def traces(app: AppUnderTest) -> int:
+    return len(list(app.log_root.rglob("*.log")))
+
+
+@pytest.mark.parametrize("by", ["session", "principal"])
+def test_what_was_said_can_be_forgotten(app: AppUnderTest, by: str) -> None:
+    """Response, explanation and trace of one session, or of one principal; those of others stay."""
+    kept, gone = (
+        app.post(RESPONSES, {**BODIES[RESPONSES], "session_id": f"by-{by}-{name}"}, {"x-api-key": f"{by}-{name}"}).json
+        for name in ("kept", "gone")
+    )
+    own = {"x-api-key": f"{by}-gone"}
+    assert eventually(lambda: app.get(f"{EXPLAIN}/{gone['id']}", own).status == 200)
+    assert eventually(lambda: len(list(app.log_root.rglob(f"*by-{by}-*.log"))) == 2)
+    name = app.get(f"{EXPLAIN}/{gone['id']}", own).json["principal"] if by == "principal" else f"by-{by}-gone"
+    before = traces(app)
+    told = delete(app, f"/v1/cache?{by}={name}")
+    assert told.status == 200, told.body
+    assert (
+        told.json.items() >= {"status": "ok", "num_responses": 1, "num_explanations": 1, "num_trace_files": 1}.items()
+    )
+    assert traces(app) == before - 1
+    assert app.get(f"{RESPONSES}/{gone['id']}", own).status == app.get(f"{EXPLAIN}/{gone['id']}", own).status == 404
+    others = {"x-api-key": f"{by}-kept"}
+    assert (
+        app.get(f"{RESPONSES}/{kept['id']}", others).status == app.get(f"{EXPLAIN}/{kept['id']}", others).status == 200
+    )
+    again = delete(app, f"/v1/cache?{by}={name}").json
+    assert [again[each] for each in ("num_responses", "num_explanations", "num_trace_files")] == [0, 0, 0]

@@ -1,20 +1,36 @@
-"""The explanations of the last requests, for whoever asks later, and how often an identity promised too much."""
+"""The explanations of the last requests, for whoever sent them and asks later, and how often an identity promised too
+much.
+"""
 
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
 from itertools import islice
 
-from kvserve.core import RequestId
+from kvserve.core import NOBODY, Principal, RequestId
 from kvserve.sessions.explanation import Explanation
 
 
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """A request that is over: why so much of it was reused, who sent it, and in which session."""
+
+    explanation: Explanation
+    principal: Principal = NOBODY
+    session: str | None = None
+
+
 class ExplanationBook:
-    """At most `max_entries` explanations, the oldest goes first. Safe for several threads."""
+    """At most `max_entries` explanations, the oldest goes first. Safe for several threads.
+
+    An explanation quotes a prompt: it is there for the key that the request came with. Whoever asks by a request's id
+    names no user, so users of one key are not told apart.
+    """
 
     def __init__(self, max_entries: int = 1_000) -> None:
         self._max_entries = max_entries
         self._lock = threading.Lock()
-        self._entries: OrderedDict[RequestId, Explanation] = OrderedDict()
+        self._entries: OrderedDict[RequestId, Explained] = OrderedDict()
         self._num_rejections = 0
 
     @property
@@ -22,23 +38,43 @@ class ExplanationBook:
         """Requests whose canonical key matched where the model's tokens did not, and no rule says why."""
         return self._num_rejections
 
-    def put(self, explanation: Explanation) -> None:
+    def put(self, explained: Explained) -> None:
         """A request is over."""
+        explanation = explained.explanation
         with self._lock:
-            self._entries[explanation.request_id] = explanation
+            self._entries[explanation.request_id] = explained
             self._num_rejections += explanation.is_rejection
             while len(self._entries) > self._max_entries:
                 self._entries.popitem(last=False)
 
-    def get(self, request_id: str) -> Explanation | None:
-        """The explanation of a request, None where it is forgotten or never was."""
+    def get(self, request_id: str, key: str) -> Explained | None:
+        """A request of the key with this digest; None where it is forgotten, another key's, or never was."""
         with self._lock:
-            return self._entries.get(RequestId(request_id))
+            found = self._entries.get(RequestId(request_id))
+        return found if found is not None and found.principal.key == key else None
+
+    def last(self, key: str) -> Explained | None:
+        """The newest request of the key with this digest."""
+        with self._lock:
+            return next((each for each in reversed(self._entries.values()) if each.principal.key == key), None)
 
     def newest(self, max_count: int) -> list[Explanation]:
-        """The last explanations, the newest first."""
+        """The last explanations of everybody, the newest first: for the operator."""
         with self._lock:
-            return list(islice(reversed(self._entries.values()), max_count))
+            return [each.explanation for each in islice(reversed(self._entries.values()), max_count)]
+
+    def forget(self, *, session: str | None, principal: str | None) -> frozenset[RequestId]:
+        """Forget the requests of a session, of a principal (by its name), or of a session of a principal; None stands
+        for any. Returns which they were."""
+        with self._lock:
+            gone = frozenset(
+                request_id
+                for request_id, each in self._entries.items()
+                if session in (None, each.session) and principal in (None, str(each.principal))
+            )
+            for request_id in gone:
+                del self._entries[request_id]
+        return gone
 
     def clear(self) -> None:
         """Forget everything but the count."""

@@ -1,8 +1,10 @@
-"""Trace files, one per session and day, for the person who asks afterwards what happened. It knows names and bytes of
-files, never what an event means; a trace that cannot be written costs a request nothing.
+"""Trace files, one per session of a principal and day, for the person who asks afterwards what happened. It knows names
+and bytes of files, never what an event means; a trace that cannot be written costs a request nothing.
 
     <root>/2026-11-21/cache-session-<label>.log        the newest events (one line each, see log.py)
     <root>/2026-11-21/cache-session-<label>.1.log      before them, and so on up to `num_older_files`
+
+A label is a session's, with `@` and a hash of the principal's name behind it where the principal is somebody.
 
 Files are 0600, the day's folder 0700. No file is kept open between two events.
 """
@@ -24,6 +26,7 @@ SHORT_FIELD_BYTES = 1024
 SMALLEST_FILE_BYTES = 4096  # what even an empty file costs, so that a limit on bytes limits the number of files too
 REFILL_FRACTION = 0.9
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")
+_FILE = re.compile(r"cache-session-(?P<label>[A-Za-z0-9_-]+)(?:@(?P<whose>[0-9a-f]{12}))?(?:\.\d+)?\.log")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,9 @@ class TraceLog:
         self._day: Path | None = None
         self._num_day_bytes = 0
 
-    def write(self, session_key: str, event: str, /, **fields: object) -> None:
-        """Append one event with its time to the session's file of today; does nothing where tracing is off.
+    def write(self, session_key: str, event: str, principal: str = "", /, **fields: object) -> None:
+        """Append one event with its time to the file of today of the principal's session; does nothing where tracing is
+        off.
 
         Changes files only. A failed write loses the event and is reported once per kind. Raises ValueError for a name
         that log.py refuses, nothing else.
@@ -72,7 +76,8 @@ class TraceLog:
             return
         moment = datetime.fromtimestamp(self._clock()).astimezone()
         line = self._line(event, {"time": moment.isoformat(timespec="milliseconds"), **fields})
-        path = self._root / moment.date().isoformat() / f"cache-session-{session_label(session_key)}.log"
+        label = session_label(session_key) + (f"@{_hash(principal)}" if principal else "")
+        path = self._root / moment.date().isoformat() / f"cache-session-{label}.log"
         try:
             with self._lock:
                 try:
@@ -82,6 +87,28 @@ class TraceLog:
                     self._append(path, line)
         except OSError as error:
             self._report_once(path, error)
+
+    def forget(self, *, session: str | None, principal: str | None) -> int:
+        """Delete the files of a session, of a principal, or of a session of a principal, whichever day and process they
+        are from, also where tracing is off; None stands for any, "" for the principal that is nobody. Returns how many
+        there were; one that cannot be deleted is reported."""
+        label = session_label(session) if session is not None else None
+        whose = _hash(principal) if principal else None
+        num_files = 0
+        with self._lock:
+            self._day = None  # what it holds is counted anew
+            for file in self._root.glob("*/cache-session-*.log"):
+                match = _FILE.fullmatch(file.name)
+                if match is None or label not in (None, match["label"]) or not _is_day(file.parent):
+                    continue
+                if principal is not None and match["whose"] != whose:
+                    continue
+                try:
+                    file.unlink(missing_ok=True)
+                    num_files += 1
+                except OSError as error:
+                    self._report(f"The trace file {file} cannot be deleted: {error.strerror or error}.")
+        return num_files
 
     def _line(self, event: str, fields: dict[str, object]) -> bytes:
         line = format_line(Event(event, **fields)).encode() + b"\n"
@@ -114,7 +141,7 @@ class TraceLog:
         """Delete the traces of the oldest days. Nothing else in their folders is touched, nor any other folder."""
         if not self._limits.max_days:
             return
-        days = sorted(path for path in self._root.iterdir() if _DAY.fullmatch(path.name) and _is_own(path))
+        days = sorted(path for path in self._root.iterdir() if _is_day(path))
         others = [day for day in days if day != self._day]
         for day in others[: max(0, len(days) - self._limits.max_days)]:
             for file in day.glob("cache-session-*.log"):
@@ -156,15 +183,18 @@ def session_label(session_key: str) -> str:
 
     A key with white space is no id but text, perhaps somebody's prompt: only its hash is used.
     """
-    digest = hashlib.sha256(session_key.encode("utf-8", "surrogatepass")).hexdigest()[:12]
     is_text = any(char.isspace() for char in session_key)
     readable = "" if is_text else re.sub(r"[^A-Za-z0-9_]+", "-", session_key[:256]).strip("-")[:LABEL_CHARACTERS]
-    return f"{readable.rstrip('-') or 'unnamed'}-{digest}"
+    return f"{readable.rstrip('-') or 'unnamed'}-{_hash(session_key)}"
 
 
-def _is_own(path: Path) -> bool:
-    """Whether a folder is one, and no link to somebody's."""
-    return path.is_dir() and not path.is_symlink()
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+def _is_day(path: Path) -> bool:
+    """Whether this is the folder of a day, and no link to somebody's."""
+    return _DAY.fullmatch(path.name) is not None and path.is_dir() and not path.is_symlink()
 
 
 def _json_bytes(value: object) -> int:

@@ -1,9 +1,10 @@
 """The endpoint table, and one function per row: wire body -> turn -> answer. It joins `protocols/` with the service."""
 
 import time
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qs, parse_qsl
 
-from kvserve.errors import NotFound
+from kvserve.core import NOBODY_NAME, key_digest
+from kvserve.errors import BadRequest, NotFound
 from kvserve.pipeline import collect
 from kvserve.protocols import (
     anthropic_errors,
@@ -127,12 +128,12 @@ def get_cache(exchange: Exchange, service: WebService) -> None:
 
 def get_explanation(exchange: Exchange, service: WebService) -> None:
     """GET /v1/cache/explain/{request_id}: also the `id` of an answer, which contains it."""
-    exchange.send_json(200, service.explain(exchange.path_rest))
+    exchange.send_json(200, service.explain(exchange.path_rest, key_digest(exchange.head.as_mapping())))
 
 
 def get_last_explanation(exchange: Exchange, service: WebService) -> None:
     """GET /v1/cache/explain, also with `?last`: the newest request that is over."""
-    exchange.send_json(200, service.explain(None))
+    exchange.send_json(200, service.explain(None, key_digest(exchange.head.as_mapping())))
 
 
 def get_metrics(exchange: Exchange, service: WebService) -> None:
@@ -141,9 +142,28 @@ def get_metrics(exchange: Exchange, service: WebService) -> None:
 
 
 def delete_cache(exchange: Exchange, service: WebService) -> None:
-    """DELETE /v1/cache."""
-    service.clear_cache()
-    exchange.send_json(200, {"status": "ok"})
+    """DELETE /v1/cache; with `?session=ID`, `?principal=NAME` or both, what is kept of these alone."""
+    wanted = _read_forgotten(exchange.head.query)
+    if not wanted:
+        service.clear_cache()
+        exchange.send_json(200, {"status": "ok"})
+        return
+    principal = wanted.get("principal")
+    forgotten = service.forget(wanted.get("session"), "" if principal == NOBODY_NAME else principal)
+    exchange.send_json(200, {"status": "ok", **forgotten})
+
+
+def _read_forgotten(query: str) -> dict[str, str]:
+    """Whose words are to be forgotten; everybody's where nobody is named. A name that is misspelt or empty, as of a
+    variable that is not set, is refused: it must not cost everybody theirs. Raises BadRequest."""
+    wanted: dict[str, str] = {}
+    for name, values in parse_qs(query, keep_blank_values=True).items():
+        if name not in ("session", "principal"):
+            raise BadRequest(f"{name}: what is forgotten is named by session or principal.", param=name)
+        if len(values) != 1 or not values[0].strip():
+            raise BadRequest(f"{name}: expected one name.", param=name)
+        wanted[name] = values[0].strip()
+    return wanted
 
 
 ROUTES = (

@@ -47,9 +47,9 @@ class Service[Model: NamedModel](Protocol):
     def cache_report(self) -> JsonObject:
         """The body of GET /v1/cache. Raises NotReady while loading."""
 
-    def explain(self, request_id: str | None) -> JsonObject:
+    def explain(self, request_id: str | None, key: str) -> JsonObject:
         """The body of GET /v1/cache/explain/{request_id}: what was reused, and why not more; None is the newest request
-        that is over. Raises NotFound."""
+        that is over. Only requests of the key with this digest are known. Raises NotFound."""
 
     def metrics(self) -> bytes:
         """The body of GET /metrics, in Prometheus' text format."""
@@ -66,6 +66,10 @@ class Service[Model: NamedModel](Protocol):
 
     def clear_cache(self) -> None:
         """Forget everything that the caches and records keep. Raises NotReady while loading."""
+
+    def forget(self, session: str | None, principal: str | None) -> JsonObject:
+        """Forget what is kept of a session, of a principal (by its name), or of a session of a principal, and say how
+        much that was; None stands for any, at least one is given."""
 
     def count_tokens(self, turn: Turn, served: Model) -> int:
         """Prompt tokens of a turn that is only counted. Raises BadRequest."""

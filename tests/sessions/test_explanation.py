@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvserve.core import Message, RequestId, Reuse, TextBlock, ThinkingBlock
-from kvserve.sessions.explanation import Asked, Circumstances, Explanation, RulesFired, explain
-from kvserve.sessions.explanations import ExplanationBook
+from kvserve.core import NOBODY, Message, Principal, RequestId, Reuse, TextBlock, ThinkingBlock
+from kvserve.sessions.explanation import Asked, Circumstances, RulesFired, explain
+from kvserve.sessions.explanations import Explained, ExplanationBook
 from kvserve.sessions.seen import Seen, TurnRecord, pack_ids
 
 MESSAGES = (Message("system", (TextBlock("S"),)), Message("user", (TextBlock("question"),)))
@@ -163,6 +163,61 @@ def test_an_identity_that_promised_too_much_is_counted() -> None:
     assert lost.is_rejection and not kept.is_rejection
     book = ExplanationBook(max_entries=1)
     for explanation in (lost, replace(kept, request_id=RequestId("three"))):
-        book.put(explanation)
-    assert book.num_rejections == 1 and book.get("two") is None and isinstance(book.get("three"), Explanation)
+        book.put(Explained(explanation))
+    assert book.num_rejections == 1 and book.get("two", "") is None and isinstance(book.get("three", ""), Explained)
     assert [each.request_id for each in book.newest(5)] == ["three"]
+
+
+# --- whose they are --------------------------------------------------------------------------------------------------
+
+ANN, BEN, STRANGER = Principal("key1", "ann"), Principal("key1", "ben"), Principal("key2", "ann")
+BOOKED = {
+    "one": (ANN, "s1"),
+    "two": (BEN, "s1"),
+    "three": (STRANGER, "s2"),
+    "four": (NOBODY, None),
+    "five": (ANN, None),
+}
+
+
+def book() -> ExplanationBook:
+    """Five requests, the last one the newest."""
+    made, told = ExplanationBook(), explain(asked(), before(), RulesFired(), 320)
+    for name, (principal, session) in BOOKED.items():
+        made.put(Explained(replace(told, request_id=RequestId(name)), principal, session))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("key", "known", "last"),
+    [
+        ("key1", {"one", "two", "five"}, "five"),
+        ("key2", {"three"}, "three"),
+        ("", {"four"}, "four"),
+        ("key3", set(), None),
+    ],
+)
+def test_an_explanation_is_there_for_its_key(key: str, known: set[str], last: str | None) -> None:
+    """By its id and as the newest one; an operator sees those of everybody."""
+    kept = book()
+    assert {name for name in BOOKED if kept.get(name, key) is not None} == known
+    newest = kept.last(key)
+    assert (newest.explanation.request_id if newest is not None else None) == last
+    assert [each.request_id for each in kept.newest(2)] == ["five", "four"]
+
+
+@pytest.mark.parametrize(
+    ("session", "principal", "gone"),
+    [
+        ("s1", None, {"one", "two"}),
+        (None, ANN, {"one", "five"}),
+        ("s1", ANN, {"one"}),
+        (None, NOBODY, {"four"}),
+        ("s3", None, set()),
+    ],
+)
+def test_explanations_can_be_forgotten(session: str | None, principal: Principal | None, gone: set[str]) -> None:
+    """Those of a session, of a principal, of both; the others stay."""
+    kept = book()
+    assert kept.forget(session=session, principal=None if principal is None else str(principal)) == gone
+    assert {each.request_id for each in kept.newest(9)} == set(BOOKED) - gone

@@ -248,3 +248,86 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     open_log(tmp_path / "logs", reports).write("s", "turn")
     assert victim.read_text() == ""
     assert len(reports) == 1
+
+
+# --- whose it is, and forgetting it ----------------------------------------------------------------------------------
+
+WRITTEN = [
+    # (session, the principal's name)
+    ("s1", "key1.ann"),
+    ("s1", "key1.ben"),
+    ("s1", ""),
+    ("s2", "key1.ann"),
+    ("s-1", ""),
+]
+
+
+def test_principals_do_not_share_a_file(tmp_path: Path) -> None:
+    """Also where they name the same session; no file is named after what a principal is called."""
+    log = open_log(tmp_path, [])
+    for session, principal in WRITTEN:
+        log.write(session, "turn", principal)
+    names = {path.name for path in (tmp_path / DAY).iterdir()}
+    assert len(names) == len(WRITTEN) and not any("key1" in name for name in names)
+    log.write("s3", "turn", "../../key/../x")
+    assert len({path.name for path in (tmp_path / DAY).iterdir()} - names) == 1
+
+
+FORGOTTEN: list[tuple[str | None, str | None, set[int]]] = [
+    ("s1", None, {0, 1, 2}),
+    (None, "key1.ann", {0, 3}),
+    ("s1", "key1.ann", {0}),
+    (None, "", {2, 4}),
+    ("s3", None, set()),
+    (None, "key1", set()),
+]
+
+
+@pytest.mark.parametrize(("session", "principal", "gone"), FORGOTTEN)
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_files_of_a_session_and_of_a_principal_can_be_deleted(
+    tmp_path: Path, session: str | None, principal: str | None, gone: set[int], is_enabled: bool
+) -> None:
+    """Of every day, older files too, also by a process that writes none; nothing else is touched."""
+    clock = Clock()
+    log = TraceLog(tmp_path, True, clock, pytest.fail, TraceLimits(max_file_bytes=1_000))
+    of: dict[int, set[Path]] = {}
+    for number, (written, whose) in enumerate(WRITTEN):
+        before = set(tmp_path.rglob("*.log"))
+        for day in range(2):
+            clock.seconds = NOON + day * 86_400
+            log.write(written, "turn", whose, text="x" * 800)
+            log.write(written, "turn", whose, text="x" * 800)
+        of[number] = set(tmp_path.rglob("*.log")) - before
+        assert len(of[number]) == 4
+    foreign = tmp_path / DAY / "cache-session-notes.txt", tmp_path / "elsewhere" / next(iter(of[0])).name
+    foreign[1].parent.mkdir()
+    for path in foreign:
+        path.write_text("mine")
+    (tmp_path / "2026-01-01").symlink_to(foreign[1].parent)
+    log = log if is_enabled else TraceLog(tmp_path, False, clock, pytest.fail)
+    assert log.forget(session=session, principal=principal) == 4 * len(gone)
+    kept = set.union(*(paths for number, paths in of.items() if number not in gone))
+    assert {path for path in tmp_path.rglob("*.log") if path not in foreign} == kept
+    assert all(path.read_text() == "mine" for path in foreign)
+    if is_enabled:
+        log.write("s1", "turn", "key1.ann")
+
+
+def test_a_file_that_cannot_be_deleted_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not counted; the others are deleted."""
+    reports: list[str] = []
+    log = open_log(tmp_path, reports)
+    for number in range(2):
+        log.write("s1", "turn", str(number))
+    first = min((tmp_path / DAY).iterdir())
+    real = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path == first:
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    assert log.forget(session="s1", principal=None) == 1
+    assert list((tmp_path / DAY).iterdir()) == [first] and len(reports) == 1

@@ -142,6 +142,7 @@ class FakeService:
     name: str = "tiny/model"
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(None, print))
     errors: list[tuple[str, int]] = field(default_factory=list)
+    forgotten: list[tuple[str | None, str | None]] = field(default_factory=list)
 
     def resolve_model(self, name: str | None) -> "FakeService":
         if name == "refused":
@@ -153,6 +154,16 @@ class FakeService:
 
     def count_error(self, endpoint: str, status: int) -> None:
         self.errors.append((endpoint, status))
+
+    def clear_cache(self) -> None:
+        self.forgotten.append((None, None))
+
+    def forget(self, session: str | None, principal: str | None) -> JsonObject:
+        self.forgotten.append((session, principal))
+        return {"num_responses": 1}
+
+    def explain(self, request_id: str | None, key: str) -> JsonObject:
+        return {"request_id": request_id, "key": key}
 
     def health(self) -> tuple[int, JsonObject]:
         return (200, {"status": "ok"}) if self.is_ready else (503, {"status": "loading"})

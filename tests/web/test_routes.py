@@ -2,7 +2,9 @@
 
 import json
 
-from kvserve.core import ContentDelta, ReasoningDelta, ToolCallBlock, ToolCallDelta
+import pytest
+
+from kvserve.core import KEY_HEADER, ContentDelta, ReasoningDelta, ToolCallBlock, ToolCallDelta, key_digest
 from kvserve.errors import ContextOverflow
 from tests.web.fakes import CHAT, FINISHED, HELLO, FakeService, serving
 
@@ -97,3 +99,48 @@ def test_refusals_come_before_the_stream() -> None:
         served.service.refusal = None
         served.service.script = HELLO
         assert client.request("POST", "/v1/chat/completions", CHAT).status == 200
+
+
+FORGET: list[tuple[str, list[tuple[str | None, str | None]]]] = [
+    ("", [(None, None)]),
+    ("?session=s1", [("s1", None)]),
+    ("?session=a%2Fb%20c", [("a/b c", None)]),
+    ("?principal=abc.-", [(None, "abc.-")]),
+    ("?principal=-.-", [(None, "")]),
+    ("?session=s1&principal=abc.def", [("s1", "abc.def")]),
+    ("?session=", []),
+    ("?session", []),
+    ("?principal=%20", []),
+    ("?session=s1&session=s2", []),
+    ("?sesion=s1", []),
+    ("?session=s1&all=1", []),
+]
+
+
+@pytest.mark.parametrize(("query", "forgotten"), FORGET)
+def test_whose_words_are_forgotten(query: str, forgotten: list[tuple[str | None, str | None]]) -> None:
+    """Everybody's only where nobody is named: a name that is misspelt, empty or said twice is a 400, and costs none."""
+    with serving() as served, served.connect() as client:
+        response = client.request("DELETE", f"/v1/cache{query}")
+    assert served.service.forgotten == forgotten
+    assert response.status == (200 if forgotten else 400)
+    if forgotten:
+        assert response.json == {"status": "ok", **({"num_responses": 1} if query else {})}
+    else:
+        assert response.error["param"] in query
+
+
+@pytest.mark.parametrize("path", ["/v1/cache/explain", "/v1/cache/explain?last", "/v1/cache/explain/x"])
+def test_who_asks_for_an_explanation_is_told_on(path: str) -> None:
+    """By the digest of the key, however it is sent."""
+    with serving() as served, served.connect() as client:
+        told = {
+            client.request("GET", path, None, headers).json["key"]
+            for headers in (
+                {"Authorization": "Bearer k"},
+                {"X-Api-Key": "k"},
+                {KEY_HEADER: key_digest({"x-api-key": "k"})},
+            )
+        }
+        assert told == {key_digest({"x-api-key": "k"})}
+        assert client.request("GET", path).json["key"] == ""
