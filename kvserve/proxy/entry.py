@@ -16,6 +16,7 @@ from threading import Thread
 import uvicorn
 
 from kvserve.proxy.guard import Guard, GuardRules
+from kvserve.proxy.wordless import WordlessLog
 
 _DRAIN_SECONDS = 1
 _LAST_RESORT_SECONDS = 4.0
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     rules = GuardRules.from_json(json.loads(Path(options.guard).read_text(encoding="utf-8")))
     litellm_app = importlib.import_module("litellm.proxy.proxy_server").app
     uvicorn.run(
-        Guard(litellm_app, rules),
+        WordlessLog(Guard(litellm_app, rules)),
         host=options.host,
         port=options.port,
         log_level="error",
