@@ -314,9 +314,9 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
     disk = parser.add_mutually_exclusive_group()
     disk.add_argument("--disk-cache", dest="disk_cache_dir", metavar="DIR", help="where KV is kept (DISK_CACHE_DIR)")
     disk.add_argument(
-        "--ephemeral-cache", action="store_true", help="keep KV in one scratch file that vanishes at exit"
+        "--ephemeral-cache", action="store_true", help="keep KV in one scratch file that vanishes at exit, no traces"
     )
-    disk.add_argument("--no-disk-cache", action="store_true", help="keep KV in RAM only")
+    disk.add_argument("--no-disk-cache", action="store_true", help="keep everything in RAM only, no traces")
     return parser.parse_args(argv)
 
 
