@@ -15,7 +15,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
 from kvserve.config import Settings
-from kvserve.core import GenerationRequest, JsonObject, RequestDefaults, RequestId
+from kvserve.core import NOBODY, GenerationRequest, JsonObject, RequestDefaults, RequestId
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.prefix_cache import PrefixCache, Tenancy
 from kvserve.engine.row_bytes import RowBytes
@@ -217,7 +217,7 @@ def _parse_responses(
     body: JsonObject, headers: Mapping[str, str], defaults: RequestDefaults, request_id: RequestId
 ) -> ResponsesRequest:
     """A request that names no response before it."""
-    return parse_responses(body, headers, defaults, request_id, ResponseStore(None, print))
+    return parse_responses(body, headers, defaults, request_id, ResponseStore(None, print).of(NOBODY))
 
 
 _PARSERS: Mapping[str, Callable[..., ChatRequest | MessagesRequest | ResponsesRequest]] = {

@@ -10,6 +10,7 @@ from kvserve.core import JsonObject, RequestDefaults, RequestId, Turn
 from kvserve.errors import BadRequest
 from kvserve.protocols import anthropic_messages, openai_chat
 from kvserve.protocols.anthropic_models import VERSION_HEADER
+from kvserve.protocols.session import read_session
 
 _SOMEBODY = ({"role": "user", "content": "x"},)
 """Stands in for messages while the rest of a body is read."""
@@ -36,6 +37,8 @@ def parse_prewarm(
         turn = replace(turn, messages=tuple(message for message in turn.messages if message.role == "system"))
     if not turn.messages and not turn.tools:
         raise BadRequest("There is nothing to compute: neither messages nor tools.", param="messages")
+    if read_session(body, headers).wants_nothing_kept:
+        raise BadRequest("ttl: what is computed ahead is kept, and 0 keeps nothing.", param="ttl")
     return turn
 
 

@@ -52,6 +52,16 @@ def test_there_need_be_no_message(messages: list[Any] | None) -> None:
         assert (turn.messages, [each.name for each in turn.tools]) == ((), ["read"])
 
 
+@pytest.mark.parametrize("body", [{"messages": [USER]}, {"system": "You help."}])
+def test_what_is_not_to_be_kept_is_not_computed_ahead(body: dict[str, Any]) -> None:
+    """A prewarming is for keeping: with `ttl: 0` it is refused, wherever that stands."""
+    for asked in ({**body, "ttl": 0}, {**body, "metadata": {"ttl": "0s"}}):
+        with pytest.raises(BadRequest) as caught:
+            parsed(asked)
+        assert caught.value.param == "ttl"
+    assert parsed({**body, "ttl": 60}).messages
+
+
 def test_messages_are_kept_as_they_came() -> None:
     """A conversation's beginning, with its first turns."""
     body = {"system": "You help.", "messages": [USER, {"role": "assistant", "content": "Hi."}]}
