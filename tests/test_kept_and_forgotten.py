@@ -1,5 +1,6 @@
 """What of requests is on disk, who may ask for it, and how it is forgotten, on the whole server and a real model."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from kvserve.config import DiskMode
 from kvserve.core import NOBODY
-from kvserve.protocols.responses_store import StoredResponse
+from kvserve.protocols.responses_store import ResponseStore, StoredResponse
 from kvserve.wiring import seeing_settings
 from tests.serving import CHAT_PATH, COMPLETION_PATH, AppUnderTest, Response, eventually, serving_app, unstarted_app
 
@@ -97,6 +98,23 @@ def test_where_responses_agents_and_traces_go(tmp_path: Path, disk_cache: DiskMo
         names = {path.name.partition("-")[0] for path in files_with_the_word(tmp_path)}
         assert bool(names) == (tmp_path / "state" / "responses.sqlite3").exists() == is_written
         assert seeing_settings(app._settings, disk_cache).writes_traces == is_written
+
+
+def test_old_responses_leave_at_a_start_and_while_others_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`RESPONSES_KEEP_DAYS` holds where nobody asks for a response any more."""
+    file = tmp_path / "state" / "responses.sqlite3"
+    kept = StoredResponse({"id": "resp_a", "output": []}, ({"content": WORD},), None)
+    before = ResponseStore(file, pytest.fail, wall_clock=lambda: time.time() - 3 * 86_400)
+    before.put(kept)
+    before.close()
+    assert files_with_the_word(tmp_path)
+    with serving_app(tmp_path, responses_keep_days=2) as app:
+        assert files_with_the_word(tmp_path) == []
+        app.app.responses.put(kept)
+        assert files_with_the_word(tmp_path)
+        monkeypatch.setattr(app.app.responses, "_wall_clock", lambda: time.time() + 3 * 86_400)
+        app.chat(max_tokens=2)
+        assert files_with_the_word(tmp_path) == []
 
 
 # --- whose it is -----------------------------------------------------------------------------------------------------
