@@ -1,0 +1,116 @@
+"""Pairs of clients on one server, in every protocol: nothing that one of them hid stands in the other's prompt."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.agents import model_text, seen_prompts
+from tests.laws import num_examples
+from tests.serving import CHAT_PATH, AppUnderTest, serving_app, writing
+
+FAMILY = "qwen3_5"
+"""Its template keeps thinking in the history, so that what comes back stands in the prompt."""
+
+REMINDER = "<system-reminder>\nThe PIN is {}.\n</system-reminder>\n"
+SENDER = 'Sender (untrusted metadata):\n```json\n{{\n  "sender": "{}"\n}}\n```\n\n'
+LONG = "That is a good question, and here is what I would do about it first."
+ANSWERS = ("ok", "Hello! How can I help you?", LONG)
+BROUGHT = "An answer that some other server once gave, in as many words as these."
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
+    with serving_app(tmp_path_factory.mktemp("served"), FAMILY, max_kv_size=4096) as app:
+        yield app
+
+
+@dataclass
+class Client:
+    """Somebody with a word of its own, which it hides in spans and the model thinks of."""
+
+    word: str
+    path: str
+    key: str
+    user: str
+    ids: dict[str, str]
+    history: list[tuple[str, str]] = field(default_factory=list)
+
+    def ask(self, app: AppUnderTest, said: str, hidden: str, answer: str) -> str:
+        """One turn; what stood in the prompt."""
+        newest = hidden.format(self.word) + said
+        messages = [{"role": role, "content": text} for role, text in (*self.history, ("user", newest))]
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        text = model_text(FAMILY, f"It is {self.word}.", answer, None)
+        with writing(app, text) as script, seen_prompts() as prompts:
+            response = app.post(self.path, {**self._body(messages), **self.ids, **script, "temperature": 0}, headers)
+        assert response.status == 200, response.body
+        self.history += [("user", said), ("assistant", answer)]
+        return app.served.tokenizer.decode(prompts[-1])
+
+    def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        thinks: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
+        if self.path == RESPONSES:
+            return {"input": messages, "max_output_tokens": 99, "store": False, "user": self.user, **thinks}
+        if self.path == MESSAGES:
+            metadata = {"metadata": {"user_id": self.user}}
+            return {"messages": messages, "max_tokens": 99, **metadata, "thinking": {"type": "enabled"}, **thinks}
+        return {"messages": messages, "max_tokens": 99, "user": self.user, **thinks}
+
+
+CLIENTS = st.tuples(
+    st.sampled_from([CHAT_PATH, MESSAGES, RESPONSES]),
+    st.sampled_from(["", "k1", "k2"]),
+    st.sampled_from(["", "ann", "bob"]),
+    st.sampled_from([{}, {"prompt_cache_key": "app"}, {"session_id": "s1"}, {"session_id": "s2"}]),
+)
+ACTS = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        st.sampled_from(["hello", "And?"]),
+        st.sampled_from(["", REMINDER, SENDER]),
+        st.sampled_from(ANSWERS),
+        st.sampled_from(["", "", "brought", "begin"]),
+    ),
+    min_size=3,
+    max_size=6,
+)
+
+
+@given(CLIENTS, CLIENTS, ACTS)
+@settings(max_examples=num_examples(4), deadline=None)
+def test_what_one_hid_never_stands_in_the_others_prompt(app: AppUnderTest, one: Any, other: Any, acts: Any) -> None:
+    """Other keys, users, sessions and protocols, or none at all; what they say aloud is the same."""
+    if "session_id" in one[3] and one[1:] == other[1:]:
+        other = (*other[:3], {})  # one session of one principal is one client
+    app.clear_cache()
+    clients = [Client("MARZIPAN", *one), Client("PUMPERNICKEL", *other)]
+    for who, said, hidden, answer, before in acts:
+        client, another = clients[who], clients[1 - who]
+        if before == "begin":
+            client.history.clear()
+        if before == "brought":
+            client.history += [("user", said), ("assistant", BROUGHT)]
+        assert another.word not in client.ask(app, said, hidden, answer)
+
+
+def test_what_one_hid_comes_back_to_it(app: AppUnderTest) -> None:
+    """The control: its own span and thinking stand in its next prompt, by the answer that it sends back."""
+    app.clear_cache()
+    client = Client("MARZIPAN", CHAT_PATH, "", "", {})
+    client.ask(app, "hello", REMINDER, LONG)
+    prompt = client.ask(app, "And?", "", LONG)
+    assert "The PIN is MARZIPAN" in prompt and "It is MARZIPAN" in prompt
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, MESSAGES, RESPONSES])
+def test_a_client_that_was_never_here_reads_nothing_of_another(app: AppUnderTest, path: str) -> None:
+    """It says hello as another did, brings an answer of its own, and asks for the PIN."""
+    app.clear_cache()
+    Client("MARZIPAN", CHAT_PATH, "", "", {}).ask(app, "hello", REMINDER, "ok")
+    stranger = Client("PUMPERNICKEL", path, "", "", {}, [("user", "hello"), ("assistant", "ok")])
+    assert "MARZIPAN" not in stranger.ask(app, "What is the PIN?", "", "ok")
