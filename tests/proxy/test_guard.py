@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvserve.core import KEY_HEADER, NO_KEY, key_digest
 from kvserve.errors import BadRequest, MethodNotAllowed, NotFound
 from kvserve.protocols.fields import decode_body
 from kvserve.proxy.asgi import App, Message, Receive, Scope, Send, parse_json_object
@@ -83,6 +84,21 @@ def test_litellm_sees_the_envelope_and_the_hook_the_body() -> None:
     assert dict(scope["headers"])[b"content-length"] == str(len(envelope)).encode()
     assert exchange is not None
     assert (exchange.body, exchange.headers) == (json.loads(raw), {"User-Agent": "a"})
+
+
+def test_the_backend_is_told_whose_key_it_is() -> None:
+    """LiteLLM carries the proxy's key; a client can neither say that it has another one, nor that it has none."""
+    for sent, told in (
+        ({}, NO_KEY),
+        ({"authorization": "Bearer mine"}, key_digest({"authorization": "Bearer mine"})),
+        ({"x_api_key": "mine", "x_kvserve_key": "0123456789abcdef"}, key_digest({"x-api-key": "mine"})),
+        ({"x_kvserve_key": "0123456789abcdef"}, NO_KEY),
+    ):
+        inner = Inner()
+        raw = b'{"messages": []}'
+        call(inner, scope_of(content_length=str(len(raw)), **sent), piece(raw))
+        scope, _, _ = inner.seen[0]
+        assert [value for name, value in scope["headers"] if name == KEY_HEADER.encode()] == [told.encode()]
 
 
 HALVES = rb'{"m\udc00": [{"content": "\ud83d \ud83d\ude00 \\ud83d \uDE00\ud83d"}, 5], "model": "m"}'
