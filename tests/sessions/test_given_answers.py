@@ -1,4 +1,4 @@
-"""Requests by the answers that they were given: found by who sends these back, and by nobody where two were given them."""
+"""Requests by the answers that they were given: found by who sends these back, and not where two were given them."""
 
 from kvserve.sessions.given_answers import GivenAnswers
 
