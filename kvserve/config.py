@@ -164,6 +164,9 @@ class Settings(BaseSettings):
         True, description="Image markers in the canonical key; digests are verified all the same."
     )
     cache_session_partitioning: bool = Field(True, description="Separate turn records and per-session limits.")
+    tenant_isolation: bool = Field(
+        False, description="Keep KV apart per key and user: no timing tells what others asked; nothing is shared."
+    )
     cache_norm_safety_check: bool = Field(
         False,
         description="Fall back to the original prompt as key when the canonical one is over 10 % shorter.",

@@ -128,7 +128,7 @@ class ThinkingChoice:
 @dataclass(frozen=True, slots=True)
 class Principal:
     """Who sends a request: digests of the key that it carries and of the stable part of its user, "" for none. Without
-    either it is nobody. Records, explanations and responses belong to a principal; KV does not."""
+    either it is nobody. Records, explanations and responses are a principal's, KV only where tenants are kept apart."""
 
     key: str = ""
     user: str = ""
@@ -336,7 +336,8 @@ class GenerationRequest:
 
     `message_starts`, `session` and `ttl_seconds` (since its last use) steer what the prefix cache keeps and for how
     long, never what it reuses. `turn_end` is the stop token that later prompts have behind the answer, whichever ended
-    it; None where that is not known. `images` has every image that the prompt's spans name, once.
+    it; None where that is not known. `images` has every image that the prompt's spans name, once. What was
+    computed for one `partition` is never reused in another one.
     """
 
     request_id: RequestId
@@ -350,6 +351,7 @@ class GenerationRequest:
     ttl_seconds: float | None = None
     turn_end: int | None = None
     images: tuple[ImageInput, ...] = ()
+    partition: str = ""
 
 
 ReuseTier = Literal["nothing", "ram", "live row", "disk", "warmed"]

@@ -90,6 +90,7 @@ class Foresight:
             key=line.name,
             images=tuple(image for image in turn.turn.images if image.facts.digest in digests),
             ends_before_user=not _calls(turn.running.said),
+            partition=served.partition(turn.turn.session.principal),
         )
 
     def clear(self) -> None:

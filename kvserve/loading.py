@@ -79,6 +79,7 @@ class ModelMaker:
             vocab_size=max(sizes.vocab_size, tokenizer.vocab_size),
             context_limit=sizes.context_limit,
             observe=self.observe,
+            isolates_tenants=self.settings.tenant_isolation,
             conversations=Conversations(self.identity, self._archive(folder)),  # last: its file is open from here on
         )
 

@@ -23,6 +23,7 @@ from kvserve.core import (
     ImageBlock,
     Message,
     MessageStart,
+    Principal,
     ReasoningDelta,
     RequestDefaults,
     TextBlock,
@@ -54,6 +55,8 @@ from kvserve.telemetry.terminal import LengthLimit
 _NOBODY_SAYS = "\u2058"
 """Another user's words, to see where the system's end."""
 
+PARTITION_OF_NOBODY = "nobody"
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -74,6 +77,12 @@ class ServedModel:
     observe: Observer
     keeps_kv: bool = True
     images: Images | None = None
+    isolates_tenants: bool = False
+
+    def partition(self, principal: Principal) -> str:
+        """Where the KV of a principal is: with tenants apart it finds its own only. Nobody has a partition with a name
+        too, for what was kept while tenants were not apart is of all of them."""
+        return str(principal) or PARTITION_OF_NOBODY if self.isolates_tenants else ""
 
 
 def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
@@ -98,6 +107,7 @@ def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
         session=owner.session_name,
         ttl_seconds=turn.session.marked_seconds if turn.session.ttl_seconds is None else turn.session.ttl_seconds,
         images=turn.images,
+        partition=served.partition(turn.session.principal),
     )
     generation = served.engine.submit(request)
     submitted = Submitted(

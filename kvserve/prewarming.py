@@ -44,12 +44,17 @@ def prewarm(turn: Turn, served: ServedModel) -> Prewarming:
         raise ContextOverflow(num_tokens, served.context_limit)
     shown = frozenset(span.digest for span in beginning.tokens.images)
     images = tuple(image for image in looked_at.images if image.facts.digest in shown)
-    job = WarmJob(beginning.tokens, "prewarm", beginning.message_starts, images=images)
+    partition = served.partition(turn.session.principal)
+    job = WarmJob(beginning.tokens, "prewarm", beginning.message_starts, images=images, partition=partition)
     return Prewarming(served.name, served.engine.warm(job))
 
 
 def warm_learned(served: ServedModel, num_beginnings: int) -> list[Warming]:
-    """Have the beginnings computed that this model was asked most often; nobody waits for it."""
+    """Have the beginnings computed that this model was asked most often; nobody waits for it. None where tenants are
+    apart: who asked is not counted, and a beginning that is there before its first use says that somebody else used it.
+    """
+    if served.isolates_tenants:
+        return []
     return [
         served.engine.warm(
             WarmJob(

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from kvserve.core import NOBODY_NAME, JsonObject, TokenSequence
+from kvserve.engine.cache_records import CacheReport
 from kvserve.engine.disk_cache import DiskReport
-from kvserve.engine.prefix_cache import CacheReport
 from kvserve.engine.vision_tower import ImageReport
 from kvserve.engine.warming import WarmReport
 from kvserve.identity.conversations import ConversationTotals

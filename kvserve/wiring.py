@@ -8,8 +8,8 @@ from kvserve.canonical.rules import select
 from kvserve.catalogue import CatalogueSettings
 from kvserve.config import DiskMode, Settings
 from kvserve.core import RequestDefaults, SamplingParams
+from kvserve.engine.cache_records import CacheSettings
 from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.prefix_cache import CacheSettings
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.warming import WarmSettings
 from kvserve.engine.worker import EngineSettings

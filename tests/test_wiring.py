@@ -118,6 +118,8 @@ KEPT_ELSEWHERE = {
     *("EVICTION_INTERVAL_SECONDS", "KEEPALIVE_INTERVAL_SECONDS"),
     # rules, and pictures of named hosts: below too, for they have no value of their own to compare
     *("CACHE_RULE_POLICIES", "IMAGE_HOSTS", "IMAGE_FETCH_SECONDS", "IMAGE_FETCH_MAX_BYTES"),
+    # where a request's KV is: tests/test_tenant_isolation.py
+    "TENANT_ISOLATION",
     # what the process itself acts on: tests/test_app.py, tests/test_next_turns.py, tests/test_prewarming.py
     *("MODEL_PATH", "MODEL_FAMILY", "PROXY_STARTUP_WAIT_SECONDS", "WARM_NEXT_TURN", "PREWARM_PREFIXES"),
 }

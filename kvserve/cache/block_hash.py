@@ -24,12 +24,14 @@ def sha256(data: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class HashChain:
-    """The names of a sequence's whole blocks, first to last; `num_tokens` leading tokens are named."""
+    """The names of a sequence's whole blocks, first to last; `num_tokens` leading tokens are named. `partition` is the
+    one that they are names in."""
 
     block_size: int
     seed: bytes
     hashes: tuple[bytes, ...] = ()
     digest: Digest = sha256
+    partition: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -97,4 +99,4 @@ class BlockHasher:
         """The empty chain; sequences of different partitions never share a name."""
         fields = [FORMAT, str(self.block_size).encode(), self.fingerprint.encode(), partition.encode()]
         seed = b"".join(struct.pack("<Q", len(field)) + field for field in fields)
-        return HashChain(self.block_size, self.digest(seed), digest=self.digest)
+        return HashChain(self.block_size, self.digest(seed), digest=self.digest, partition=partition)

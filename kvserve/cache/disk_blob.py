@@ -25,6 +25,22 @@ GATHERED_BYTES = 256 * 1024
 """Arrays that are smaller are copied together before they are hashed and written."""
 MAX_HEADER_BYTES = 64 * 2**20
 NO_PARENT = ""
+PARTITION_MARK = "partition "
+"""What the first blob of a prefix stands on in a partition with a name: this and the name, so that the names of all
+that stand on it are other ones too, and without partitions every name is what it was before there were any."""
+
+
+def parent_of_first(partition: str) -> str:
+    """What the blobs that begin at the first token say of their parent."""
+    return PARTITION_MARK + partition if partition else NO_PARENT
+
+
+def partition_of_first(parent: str) -> str | None:
+    """The partition that this parent stands for; None where it is a blob."""
+    if parent == NO_PARENT:
+        return ""
+    return parent.removeprefix(PARTITION_MARK) if parent.startswith(PARTITION_MARK) else None
+
 
 BlobName = NewType("BlobName", str)
 BlobKind = Literal["segment", "checkpoint"]

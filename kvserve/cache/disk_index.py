@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
-from kvserve.cache.disk_blob import NO_PARENT, BlobHead, BlobKind, BlobName
+from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
 from kvserve.cache.records import BoundaryKind, Checkpoint, RecordId, Segment
 from kvserve.cache.token_run import ID_BYTES, TokenRun, join
 from kvserve.cache.trie import Node, Position, Trie
@@ -87,8 +87,13 @@ class DiskIndex:
             position = self._find(run, chain)
             return Found(position.depth, tuple(self._steps(position)))
 
+    def partitions(self) -> list[str]:
+        """Those that hold something, or were asked for."""
+        with self._lock:
+            return [root.partition for root in self._trie.roots()]
+
     def _find(self, run: TokenRun, chain: HashChain) -> Position:
-        return self._trie.find(self._trie.root(""), run, chain.truncated(run.end))
+        return self._trie.find(self._trie.root(chain.partition), run, chain.truncated(run.end))
 
     def _steps(self, position: Position) -> Iterator[Step]:
         for node in position.node.path():
@@ -153,7 +158,7 @@ class DiskIndex:
 
     def _head(self, kind: BlobKind, position: Position, tokens: TokenRun, boundary: BoundaryKind) -> BlobHead:
         is_first = position.node.parent is None
-        parent = NO_PARENT if is_first else self._entry_of(position.node).name
+        parent = parent_of_first(position.node.partition) if is_first else self._entry_of(position.node).name
         return BlobHead(self.model, kind, parent, tokens, boundary)
 
     def _attach(self, position: Position, head: BlobHead, hashes: tuple[bytes, ...]) -> Entry:
@@ -183,8 +188,8 @@ class DiskIndex:
     def _place(self, head: BlobHead) -> Position | None:
         """Where a blob stands: at the root, or inside its parent."""
         offset = head.tokens.start
-        if head.parent == NO_PARENT:
-            return Position(self._trie.root(""), 0) if offset == 0 and head.kind == "segment" else None
+        if (partition := partition_of_first(head.parent)) is not None:
+            return Position(self._trie.root(partition), 0) if offset == 0 and head.kind == "segment" else None
         parent = self._by_name.get(BlobName(head.parent))
         holders = self._trie.holders.get(parent.record_id, ()) if parent is not None else ()
         return next((Position(node, offset) for node in holders if node.start < offset <= node.end), None)
@@ -200,7 +205,7 @@ class DiskIndex:
         """The names of the blocks that end inside `tokens`, which stand at `position`."""
         size = self._hasher.block_size
         border = position.depth // size * size
-        chain, before = self._hasher.start(), [tokens]
+        chain, before = self._hasher.start(position.node.root().partition), [tokens]
         node: Node | None = position.node
         while node is not None and node.parent is not None:
             if node.start < position.depth and node.end > border:
@@ -259,7 +264,9 @@ class DiskIndex:
             if entry.head.kind == "checkpoint":
                 return self._forget_checkpoint(entry)
             tops = [node for node in self._trie.holders[entry.record_id] if not self._is_held_by(node.parent, entry)]
-            return [gone for top in tops for gone in self._forget_subtree(top)]
+            gone = [gone for top in tops for gone in self._forget_subtree(top)]
+            self._trie.prune()
+            return gone
 
     def _is_held_by(self, node: Node | None, entry: Entry) -> bool:
         return node is not None and node.segment is not None and node.segment.record_id == entry.record_id

@@ -33,4 +33,4 @@ def kept_path(store: Store, hasher: BlockHasher, last: Node) -> KeptPath:
     run = join([node.tokens.part(node.start, node.end) for node in path])
     hashes = tuple(name for node in path for name in node.hashes)
     parts = (KeptPart(store.piece_of(node, node.end), store.state_of(node), node.kind) for node in path)
-    return KeptPath(run, replace(hasher.start(), hashes=hashes), tuple(parts))
+    return KeptPath(run, replace(hasher.start(last.root().partition), hashes=hashes), tuple(parts))

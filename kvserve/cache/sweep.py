@@ -69,6 +69,7 @@ class Sweep:
             self._expire(owners_seen_at)
             self._limit_entries()
             self._forget_owners(owners_seen_at)
+            self._store.trie.prune()
         self._thin_checkpoints()
         self._make_room(reserved_bytes)
 

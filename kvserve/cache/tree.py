@@ -141,6 +141,10 @@ class PrefixTree:
         is_there = node.checkpoint is not None and node.end <= limit
         return is_there and image_around(tokens.images, node.end) is None
 
+    def partitions(self) -> list[str]:
+        """Those that hold something, or did a moment ago."""
+        return [root.partition for root in self._trie.roots()]
+
     def known_depth(self, tokens: TokenSequence, *, partition: str = "") -> int:
         """Tokens of a prompt that a row could start from; to ask is no use of them, and counts nowhere."""
         named = self._names.name(tokens, partition)
@@ -274,15 +278,16 @@ class PrefixTree:
     # --- limits -------------------------------------------------------------------------------------------------------
 
     def discard(self, tokens: TokenSequence, is_owner: Callable[[str], bool]) -> list[KeptPath]:
-        """Forget what serves only the conversation of `tokens` and the entries of these owners: each up to a branch of
-        others, a live row, or the end of system and tools. Returns the paths as they were; drop them soon."""
-        named = self._names.name(tokens, "")
-        position = self._trie.find(self._trie.root(""), named.run, named.chain)
-        last = position.node if position.depth == position.node.end else None
+        """Forget what serves only the conversation of `tokens`, in whichever partition, and the entries of these
+        owners: each up to a branch of others, a live row, or the end of system and tools. Returns the paths as they
+        were; drop them soon."""
+        named = (self._names.name(tokens, partition) for partition in self.partitions())
+        positions = [self._trie.find(self._trie.root(each.partition), each.run, each.chain) for each in named]
+        last = {position.node for position in positions if position.depth == position.node.end}
 
         def is_owned(node: Node) -> bool:
             end = node.sequence_end
-            return node is last or (end is not None and end.owner is not None and is_owner(end.owner))
+            return node in last or (end is not None and end.owner is not None and is_owner(end.owner))
 
         gone = exclusive_nodes(self._trie.nodes(), is_owned)
         paths = [self._kept(node) for node in gone if not node.children]

@@ -26,7 +26,7 @@ class Node:
     """The tokens `[start, end)` behind `parent`; `checkpoint`, `kind` and `sequence_end` belong to its end.
 
     A use is a row that went through here, a restore one that began at its end (or ended there, and may go on).
-    `hashes` name the blocks that end in `(start, end]`. Children differ in their first token.
+    `hashes` name the blocks that end in `(start, end]`. Children differ in their first token. `partition` is a root's.
     """
 
     parent: "Node | None"
@@ -43,6 +43,7 @@ class Node:
     num_uses: int = 0
     restored_at: float = 0.0
     num_restores: int = 0
+    partition: str = ""
 
     @property
     def tokens(self) -> TokenRun:
@@ -116,8 +117,14 @@ class Trie:
     def root(self, partition: str) -> Node:
         """The root of a partition's sequences."""
         if partition not in self._roots:
-            self._roots[partition] = Node(None, 0, 0, None)
+            self._roots[partition] = Node(None, 0, 0, None, partition=partition)
         return self._roots[partition]
+
+    def prune(self) -> None:
+        """Forget the partitions that hold nothing and that nobody stands in: those who ask once are many."""
+        for partition in [name for name, root in self._roots.items() if not (root.children or root.leases)]:
+            del self._roots[partition]
+            self.version += 1  # a lookup may have found this root
 
     def roots(self) -> list[Node]:
         """One root per partition that was ever asked for."""

@@ -47,8 +47,8 @@ class _Run:
 class WarmedTokens:
     """The one owner of these counts. Belongs to the engine thread; totals may be read anywhere."""
 
-    def __init__(self, known_depth: Callable[[TokenSequence], int]) -> None:
-        """`known_depth` says how much of a prompt a request could start from now, in RAM or on disk."""
+    def __init__(self, known_depth: Callable[[TokenSequence, str], int]) -> None:
+        """`known_depth` says how much of a prompt a request of a partition could start from now, in RAM or on disk."""
         self._known_depth = known_depth
         self._runs: list[_Run] = []
         self._totals = WarmedTotals()
@@ -85,7 +85,7 @@ class WarmedTokens:
     def look(self) -> None:
         """Ask of a few whether they are still there; those that are go to the end of the line."""
         for each in self._runs[:NUM_RUNS_PER_LOOK]:
-            self._waste(each, max(each.first_unused, self._known_depth(each.tokens)))
+            self._waste(each, max(each.first_unused, self._known_depth(each.tokens, each.chain.partition)))
             if each in self._runs:
                 self._runs.remove(each)
                 self._runs.append(each)
@@ -124,6 +124,8 @@ class WarmedTokens:
 
 def _common(one: _Run, run: TokenRun, chain: HashChain) -> int:
     """How many tokens a prefix has in common with another one, at most to its own end."""
+    if one.chain.partition != chain.partition:
+        return 0
     limit = min(one.end, run.end)
     low, high = 0, min(len(one.chain.hashes), len(chain.hashes), limit // chain.block_size)
     while low < high:

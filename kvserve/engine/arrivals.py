@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kvserve.engine.cache_records import Tenancy
 from kvserve.engine.disk_cache import Hold
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefill_pool import PrefillPool
-from kvserve.engine.prefix_cache import PrefixCache, Tenancy
+from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Row
 
 

@@ -83,6 +83,7 @@ class Hold:
     tokens: TokenSequence
     lease: Lease
     is_settled: bool = False
+    partition: str = ""
     goal: Goal | None = None
     load: Load | None = None
     arrived: list[Blob | None] = field(default_factory=list)
@@ -127,19 +128,20 @@ class DiskCache:
     def report(self) -> DiskReport:
         return DiskReport(self.tier.stats(), self.num_restores, self.num_restored_tokens, self.num_declined)
 
-    def known_depth(self, tokens: TokenSequence, hasher: BlockHasher) -> int:
-        """Tokens of a prompt that are on disk, up to a state where one is needed."""
+    def known_depth(self, tokens: TokenSequence, hasher: BlockHasher, partition: str = "") -> int:
+        """Tokens of a prompt that a partition has on disk, up to a state where one is needed."""
         run = pack(tokens)
-        found = self.tier.index.find(run, hasher.start().extended(run)).written()
+        found = self.tier.index.find(run, hasher.start(partition).extended(run)).written()
         ends = [step.end for step in found.steps if step.checkpoint is not None] if self._needs_checkpoints else []
         return max(ends, default=0) if self._needs_checkpoints else found.depth
 
     def discard(self, tokens: TokenSequence, paths: Sequence[KeptPath], hasher: BlockHasher) -> None:
-        """Forget what serves only these paths and the conversation of `tokens`."""
+        """Forget what serves only these paths and the conversation of `tokens`, in whichever partition."""
         run, index = pack(tokens), self.tier.index
         for path in paths:
             self.tier.discard(index.exclusive(path.run, path.chain))
-        self.tier.discard(index.exclusive(run, hasher.start().extended(run)))
+        for partition in index.partitions():
+            self.tier.discard(index.exclusive(run, hasher.start(partition).extended(run)))
 
     def retract(self, path: KeptPath, start: int) -> None:
         """Forget what serves only this path, from `start` on."""
@@ -163,10 +165,10 @@ class DiskCache:
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
-    def hold(self, tokens: TokenSequence) -> Hold:
+    def hold(self, tokens: TokenSequence, partition: str = "") -> Hold:
         """Hold what RAM has of a row's tokens, and begin to read what the disk has beyond it."""
-        match = self._tree.lookup(tokens)
-        hold = Hold(tokens, self._tree.acquire(match))
+        match = self._tree.lookup(tokens, partition=partition)
+        hold = Hold(tokens, self._tree.acquire(match), partition=partition)
         try:
             self._begin(hold, match)
         except Exception as error:  # noqa: BLE001 - a defect here costs what the disk has, never the request
@@ -209,7 +211,7 @@ class DiskCache:
 
     def _plan_again(self, hold: Hold) -> None:
         """The tree may have grown, and blobs may be gone: what is there now?"""
-        match = self._tree.lookup(hold.tokens)
+        match = self._tree.lookup(hold.tokens, partition=hold.partition)
         lease = self._tree.acquire(match)
         self._tree.release(hold.lease)
         hold.lease = lease

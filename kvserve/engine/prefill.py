@@ -11,8 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvserve.engine.cache_records import Tenancy
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.prefix_cache import Tenancy
 from kvserve.engine.rows import Row
 from kvserve.engine.vision_pass import see
 from kvserve.engine.vision_row import RowImages

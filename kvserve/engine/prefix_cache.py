@@ -9,7 +9,6 @@ Everything here belongs to the engine thread. An array is copied on its way in a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -18,83 +17,24 @@ from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.checkpoints import Stop, plan_stops
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.in_flight import InFlight, Wait, plan_wait
-from kvserve.cache.records import BoundaryKind, CacheStats, Limits
-from kvserve.cache.token_run import TokenRun, image_around
+from kvserve.cache.records import BoundaryKind, Limits
+from kvserve.cache.token_run import image_around
 from kvserve.cache.tree import Match, PrefixTree
 from kvserve.cache.trie import Lease
 from kvserve.cache.warmed import WarmedTokens
 from kvserve.core import Reuse, ReuseTier, TokenSequence
-from kvserve.engine.disk_cache import DiskCache, DiskReport, Hold
+from kvserve.engine.cache_records import CacheReport, CacheSettings, Tenancy, Totals
+from kvserve.engine.disk_cache import DiskCache, Hold
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.row_outline import is_of_session, outline, owner_of, tokens_of, with_stop
 from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
-from kvserve.engine.warming import WarmReport
 
 CLEAR_AFTER_BYTES = 64 * 2**20
 """MLX keeps freed buffers for reuse; after an eviction of this size they are given back."""
 
 TRIM_MISS_TOLERANCE_TOKENS = 64
 """A retreat of this many tokens or fewer is not counted as a missed checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSettings:
-    """What the operator decides about the prefix cache; `max_bytes` None leaves it to the engine."""
-
-    max_bytes: int | None
-    block_size: int
-    use_index: bool
-    max_entries: int
-    max_entries_per_owner: int
-    ttl_seconds: float
-    owner_idle_seconds: float
-    keep_alive_seconds: float = 0.0
-    check_seconds: float = 1.0
-
-
-@dataclass(slots=True, eq=False)
-class Tenancy:
-    """A row in the cache: what it stands on, where its prefill stops, and its prompt for rows that come after it.
-
-    `is_stuck`: what it has computed cannot be taken in while it decodes.
-    """
-
-    row: Row
-    lease: Lease
-    prompt: TokenRun
-    stops: list[Stop] = field(default_factory=list)
-    is_stuck: bool = False
-
-    def next_stop(self, num_done: int) -> int | None:
-        """The first planned offset behind `num_done`."""
-        return next((stop.offset for stop in self.stops if stop.offset > num_done), None)
-
-    def stop_at(self, offset: int) -> Stop | None:
-        return next((stop for stop in self.stops if stop.offset == offset), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Prompt tokens of all requests that began: those found in the cache, and those computed so far."""
-
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_prefill_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CacheReport:
-    """What `/v1/cache` tells: the tree's own figures, its budget for kept and live KV, and the engine's counters.
-    `has_lost_disk`: there is to be one, and it cannot be used."""
-
-    stats: CacheStats
-    totals: Totals
-    num_hybrid_trim_misses: int
-    max_bytes: int
-    disk: DiskReport | None = None
-    warming: WarmReport | None = None
-    has_lost_disk: bool = False
 
 
 class PrefixCache:
@@ -126,7 +66,7 @@ class PrefixCache:
         )
         self._num_hybrid_trim_misses = 0
         self._totals = Totals()
-        self.warmed = WarmedTokens(lambda tokens: self.kept_tokens(tokens)[1])
+        self.warmed = WarmedTokens(lambda tokens, partition: self.kept_tokens(tokens, [partition])[1])
 
     # --- a row's life -------------------------------------------------------------------------------------------------
 
@@ -135,7 +75,12 @@ class PrefixCache:
 
         `prefilling` are the rows that compute now, with the number of prompt tokens each has done.
         """
-        prefilling = [(tenancy, num_done) for tenancy, num_done in prefilling if not tenancy.lease.is_detached]
+        partition = row.request.partition
+        prefilling = [
+            (tenancy, num_done)
+            for tenancy, num_done in prefilling
+            if not tenancy.lease.is_detached and tenancy.row.request.partition == partition
+        ]
         if not prefilling:
             return None
         tokens = tokens_of(row)
@@ -143,7 +88,7 @@ class PrefixCache:
             InFlight(tenancy.prompt, num_done, tenancy.lease.num_tokens, tuple(stop.offset for stop in tenancy.stops))
             for tenancy, num_done in prefilling
         ]
-        usable = self._tree.lookup(tokens).num_usable_tokens
+        usable = self._tree.lookup(tokens, partition=partition).num_usable_tokens
         wait = plan_wait(tokens, usable, flights, needs_checkpoints=self._needs_checkpoints)
         if wait is None:
             return None
@@ -157,7 +102,7 @@ class PrefixCache:
         `is_ahead`: nobody asked for this row, so it is no use of anything and becomes nobody's entry.
         """
         tokens = tokens_of(row)
-        match = self._tree.lookup(tokens)
+        match = self._tree.lookup(tokens, partition=row.request.partition)
         if not is_ahead:
             self._note_reuse(row, match)
         owner = None if is_ahead else owner_of(row)
@@ -192,10 +137,10 @@ class PrefixCache:
     def hold(self, row: Row) -> Hold:
         """Keep what a row will start from until it enters: room is made for it before it does. What only the disk has
         of it begins to come back."""
-        tokens = tokens_of(row)
+        tokens, partition = tokens_of(row), row.request.partition
         if self._disk is not None:
-            return self._disk.hold(tokens)
-        return Hold(tokens, self._tree.acquire(self._tree.lookup(tokens)), is_settled=True)
+            return self._disk.hold(tokens, partition)
+        return Hold(tokens, self._tree.acquire(self._tree.lookup(tokens, partition=partition)), is_settled=True)
 
     def is_restoring(self, hold: Hold) -> bool:
         """Take in what the disk has given for a row so far; True while more is to come."""
@@ -299,10 +244,15 @@ class PrefixCache:
 
     # --- limits, idle work, reports -----------------------------------------------------------------------------------
 
-    def kept_tokens(self, tokens: TokenSequence) -> tuple[int, int]:
-        """How much of a conversation RAM has, and how much RAM or the disk has; to ask is no use of it."""
-        in_ram = self._tree.known_depth(tokens)
-        return in_ram, max(in_ram, self._disk.known_depth(tokens, self.hasher) if self._disk is not None else 0)
+    def kept_tokens(self, tokens: TokenSequence, partitions: Sequence[str] | None = None) -> tuple[int, int]:
+        """How much of a conversation RAM has, and how much RAM or the disk has, the partition with most of it (None:
+        of all); to ask is no use of it."""
+        disk, asked = self._disk, partitions
+        if asked is None:
+            asked = [*self._tree.partitions(), *(disk.tier.index.partitions() if disk is not None else ())]
+        in_ram = max((self._tree.known_depth(tokens, partition=each) for each in asked), default=0)
+        on_disk = (disk.known_depth(tokens, self.hasher, each) for each in asked) if disk is not None else ()
+        return in_ram, max(in_ram, *on_disk, 0)
 
     def discard(self, tokens: TokenSequence, session: str) -> None:
         """Forget what only this session and this conversation use, on disk too."""

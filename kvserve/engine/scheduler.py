@@ -18,11 +18,12 @@ import mlx.core as mx
 from kvserve.core import StopReason
 from kvserve.engine.admission import Budget
 from kvserve.engine.arrivals import Arrivals
+from kvserve.engine.cache_records import CacheReport, Tenancy
 from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
-from kvserve.engine.prefix_cache import CacheReport, PrefixCache, Tenancy
+from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import processors_for, sampler_for
 from kvserve.engine.warmer import Warmer

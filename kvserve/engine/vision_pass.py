@@ -27,7 +27,7 @@ def see(
     place(decoder, images, end, caches)
     if not touched:
         return decoder.look(mx.array(list(ids))[None], caches, Glance())
-    found = [(span, tower.features(images.inputs[span.digest])) for _, span in touched]
+    found = [(span, tower.features(images.inputs[span.digest], images.partition)) for _, span in touched]
     # Image tokens need not be in the vocabulary, and models with embeddings per layer take the first one's for them.
     places = image_index(touched, start, end)
     text = mx.array([0 if place >= 0 else token for token, place in zip(ids, places.tolist(), strict=True)])[None]

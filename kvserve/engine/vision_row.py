@@ -17,11 +17,12 @@ from kvserve.errors import EngineFailure
 @dataclass(frozen=True, slots=True)
 class RowImages:
     """The images of one row, in order. `shifts[i]` is how far positions are from offsets before image i, the last one
-    behind all; all 0 in families that count tokens only."""
+    behind all; all 0 in families that count tokens only. `partition` is the request's."""
 
     spans: tuple[ImageSpan, ...]
     inputs: Mapping[str, ImageInput]
     shifts: tuple[int, ...]
+    partition: str = ""
 
     @classmethod
     def of(cls, request: GenerationRequest, *, has_positions: bool) -> "RowImages | None":
@@ -37,7 +38,7 @@ class RowImages:
             grid = inputs[span.digest].facts.grid
             gained = max(grid) - (span.end - span.start) if has_positions and grid is not None else 0
             shifts.append(shifts[-1] + gained)
-        return cls(spans, inputs, tuple(shifts))
+        return cls(spans, inputs, tuple(shifts), request.partition)
 
     @property
     def end(self) -> int:

@@ -59,20 +59,21 @@ class Tower:
         self._image_token = image_token
         self._scale = scale
         self._max_bytes = FEATURE_BYTES
-        self._known: OrderedDict[str, Features] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], Features] = OrderedDict()
         self.num_bytes = 0
         self.num_calls = 0
 
-    def features(self, image: ImageInput) -> Features:
-        """What the tower sees in an image; it is asked only if that is not known. Raises BadRequest."""
-        digest = image.facts.digest
-        known = self._known.get(digest)
+    def features(self, image: ImageInput, partition: str = "") -> Features:
+        """What the tower sees in an image; it is asked only if that is not known in this partition. Raises
+        BadRequest."""
+        key = partition, image.facts.digest
+        known = self._known.get(key)
         if known is not None:
-            self._known.move_to_end(digest)
+            self._known.move_to_end(key)
             return known
         made = self.look(image.load(), len(image.facts.ids))
         self.num_calls += 1
-        self._known[digest] = made
+        self._known[key] = made
         self.num_bytes += made.num_bytes
         while self.num_bytes > self._max_bytes and len(self._known) > 1:
             self.num_bytes -= self._known.popitem(last=False)[1].num_bytes

@@ -15,11 +15,12 @@ import mlx.core as mx
 from kvserve.cache.checkpoints import Stop
 from kvserve.cache.token_run import image_around, pack
 from kvserve.engine.admission import Budget
+from kvserve.engine.cache_records import Tenancy
 from kvserve.engine.courier import Delivery
 from kvserve.engine.disk_cache import Hold
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
-from kvserve.engine.prefix_cache import PrefixCache, Tenancy
+from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.time_share import TimeShare
 from kvserve.engine.warming import Warming, WarmKind, WarmReport, WarmResult, WarmSettings, WarmState
@@ -197,7 +198,8 @@ class Warmer:
             self._waiting.remove(old)
             self._end(old, "dropped", "replaced")
         run = pack(task.warming.job.tokens)
-        self._cache.warmed.replace(key, run, self._cache.hasher.start().extended(run))
+        chain = self._cache.hasher.start(task.warming.job.partition)
+        self._cache.warmed.replace(key, run, chain.extended(run))
 
     def _drop_cancelled(self) -> None:
         if self._stint is not None and self._stint.task.warming.is_cancelled:

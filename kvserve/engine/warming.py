@@ -41,7 +41,7 @@ class WarmJob:
     `message_starts` (before its end) are where its messages begin, for the states of layers that cannot be cut; its end
     has one in any case. `ends_before_user`: a user's own words come next. A later job with the same `key` takes the
     place of an earlier one. `max_tokens` are computed at most; None leaves it to the settings, which do not bind what a
-    client asked for. `images` has every image that the tokens name.
+    client asked for. `images` has every image that the tokens name. Requests of another `partition` find nothing of it.
     """
 
     tokens: TokenSequence
@@ -51,6 +51,7 @@ class WarmJob:
     max_tokens: int | None = None
     images: tuple[ImageInput, ...] = ()
     ends_before_user: bool = False
+    partition: str = ""
 
     def as_request(self) -> GenerationRequest:
         """The prompt that is prefilled up to its last token, which is none of the prefix."""
@@ -65,6 +66,7 @@ class WarmJob:
             stop_tokens=frozenset(),
             message_starts=(*starts, MessageStart(num_tokens, is_user=self.ends_before_user)),
             images=self.images,
+            partition=self.partition,
         )
 
 

@@ -16,13 +16,14 @@ from mlx_lm.generate import generation_stream
 
 from kvserve.core import GenerationRequest, SamplingParams, TokenSequence
 from kvserve.engine.admission import Budget, half_of_the_rest
+from kvserve.engine.cache_records import CacheReport, CacheSettings
 from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.courier import Courier
 from kvserve.engine.disk_open import DiskSettings, open_disk
 from kvserve.engine.fingerprint import kv_fingerprint, model_fingerprint
 from kvserve.engine.first_tokens import draw_two_tokens
 from kvserve.engine.model import CacheSupport, LoadedModel, load
-from kvserve.engine.prefix_cache import CacheReport, CacheSettings, PrefixCache
+from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.sampling import check_sampling

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.disk_blob import (
     GATHERED_BYTES,
     BlobHead,
@@ -14,6 +15,8 @@ from kvserve.cache.disk_blob import (
     DamagedBlob,
     Tensor,
     pack_blob,
+    parent_of_first,
+    partition_of_first,
     read_head,
     unpack_blob,
 )
@@ -33,6 +36,18 @@ def test_a_blob_comes_back() -> None:
     assert [(each.dtype, each.shape, bytes(each.data)) for each in blob.tensors] == [
         (each.dtype, each.shape, bytes(each.data)) for each in TENSORS
     ]
+
+
+def test_without_partitions_names_are_what_they_were() -> None:
+    """A cache on disk of before there were any is found; in a partition the same tokens have another name."""
+    run = TokenRun(0, b"\1\0\0\0\2\0\0\0")
+    name = "8a4a7f26dbbea834c25f8781da7a9433c453e893"
+    assert BlobHead("0" * 32, "segment", parent_of_first(""), run, "stride").name == name
+    assert BlobHead("0" * 32, "segment", parent_of_first("key.user"), run, "stride").name != name
+    assert [partition_of_first(parent_of_first(each)) for each in ("", "key.user")] == ["", "key.user"]
+    assert partition_of_first(name) is None
+    seed = BlockHasher(4, "fingerprint").start().seed.hex()
+    assert seed == "3f06f11d45be457f5c61db4607255f0ee4aaa860986ec266aacb91a5b599cad6"
 
 
 def test_it_is_a_safetensors_file() -> None:

@@ -16,7 +16,7 @@ class Warmed(WarmedTokens):
 
     def __init__(self, depth: int = 10**6) -> None:
         self.depth = depth
-        super().__init__(lambda _tokens: self.depth)
+        super().__init__(lambda _tokens, _partition: self.depth)
 
     def warm(self, tokens: TokenSequence, start: int, end: int, key: str | None = None) -> None:
         run = pack(tokens)

@@ -24,8 +24,8 @@ from kvserve.core import (
     TokenDelta,
     TokenSequence,
 )
+from kvserve.engine.cache_records import CacheSettings
 from kvserve.engine.decode import Decoder
-from kvserve.engine.prefix_cache import CacheSettings
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.worker import Engine, EngineSettings

@@ -1,0 +1,72 @@
+"""The nouns of the prefix cache as the engine uses it: what the operator decides, a row's tenancy, what is told of it.
+No arrays.
+"""
+
+from dataclasses import dataclass, field
+
+from kvserve.cache.checkpoints import Stop
+from kvserve.cache.records import CacheStats
+from kvserve.cache.token_run import TokenRun
+from kvserve.cache.trie import Lease
+from kvserve.engine.disk_cache import DiskReport
+from kvserve.engine.rows import Row
+from kvserve.engine.warming import WarmReport
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """What the operator decides about the prefix cache; `max_bytes` None leaves it to the engine."""
+
+    max_bytes: int | None
+    block_size: int
+    use_index: bool
+    max_entries: int
+    max_entries_per_owner: int
+    ttl_seconds: float
+    owner_idle_seconds: float
+    keep_alive_seconds: float = 0.0
+    check_seconds: float = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Tenancy:
+    """A row in the cache: what it stands on, where its prefill stops, and its prompt for rows that come after it.
+
+    `is_stuck`: what it has computed cannot be taken in while it decodes.
+    """
+
+    row: Row
+    lease: Lease
+    prompt: TokenRun
+    stops: list[Stop] = field(default_factory=list)
+    is_stuck: bool = False
+
+    def next_stop(self, num_done: int) -> int | None:
+        """The first planned offset behind `num_done`."""
+        return next((stop.offset for stop in self.stops if stop.offset > num_done), None)
+
+    def stop_at(self, offset: int) -> Stop | None:
+        return next((stop for stop in self.stops if stop.offset == offset), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Prompt tokens of all requests that began: those found in the cache, and those computed so far."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_prefill_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """What `/v1/cache` tells: the tree's own figures, its budget for kept and live KV, and the engine's counters.
+    `has_lost_disk`: there is to be one, and it cannot be used."""
+
+    stats: CacheStats
+    totals: Totals
+    num_hybrid_trim_misses: int
+    max_bytes: int
+    disk: DiskReport | None = None
+    warming: WarmReport | None = None
+    has_lost_disk: bool = False
