@@ -26,6 +26,7 @@ from kvserve.demo.build import build_model
 from kvserve.engine.model import expected_sizes, resolve_model_folder
 from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.errors import KvserveError, ModelLoadError, NotReady, RequestError, StartupError
+from kvserve.identity.owner import is_of_session
 from kvserve.loading import ModelMaker
 from kvserve.next_turns import NextTurns
 from kvserve.pipeline import ServedModel, count_tokens, serve_turn
@@ -342,7 +343,7 @@ class App:
         """Forget the KV of a conversation that nobody will go on with; what is not loaded ages out on disk."""
         if (served := self._loaded_as(model_name)) is not None:
             with contextlib.suppress(NotReady):
-                served.engine.discard(tokens, session)
+                served.engine.discard(tokens, lambda owner: bool(session) and is_of_session(owner, session))
 
     def count_tokens(self, turn: Turn, served: ServedModel) -> int:
         return count_tokens(self._roster.countable(turn, served), served)

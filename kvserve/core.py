@@ -334,8 +334,9 @@ class Grammar:
 class GenerationRequest:
     """What the engine is asked for: continue `prompt` until a stop token, `max_tokens` or a cancellation.
 
-    `message_starts`, `session` and `ttl_seconds` (since its last use) steer what the prefix cache keeps and for how
-    long, never what it reuses. `turn_end` is the stop token that later prompts have behind the answer, whichever ended
+    `message_starts`, `owner` and `ttl_seconds` (since its last use) steer what the prefix cache keeps and for how long,
+    never what it reuses. `owner` names who asks: limits are its own, and what only it used can be forgotten by it; ""
+    where that is not known. `turn_end` is the stop token that later prompts have behind the answer, whichever ended
     it; None where that is not known. `images` has every image that the prompt's spans name, once. What was
     computed for one `partition` is never reused in another one.
     """
@@ -347,7 +348,7 @@ class GenerationRequest:
     stop_tokens: frozenset[int]
     grammar: Grammar | None = None
     message_starts: tuple[MessageStart, ...] = ()
-    session: str | None = None
+    owner: str = ""
     ttl_seconds: float | None = None
     turn_end: int | None = None
     images: tuple[ImageInput, ...] = ()

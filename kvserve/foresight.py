@@ -91,6 +91,7 @@ class Foresight:
             images=tuple(image for image in turn.turn.images if image.facts.digest in digests),
             ends_before_user=not _calls(turn.running.said),
             partition=served.partition(turn.turn.session.principal),
+            owner=served.conversations.owner(turn.turn.session).name,
         )
 
     def clear(self) -> None:

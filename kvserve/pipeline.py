@@ -104,7 +104,7 @@ def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
         grammar=_grammar(turn, served, prompt, max_tokens),
         message_starts=prompt.message_starts,
         turn_end=served.stitcher.turn_end,
-        session=owner.session_name,
+        owner=owner.name,
         ttl_seconds=turn.session.marked_seconds if turn.session.ttl_seconds is None else turn.session.ttl_seconds,
         images=turn.images,
         partition=served.partition(turn.session.principal),

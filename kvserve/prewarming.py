@@ -44,8 +44,14 @@ def prewarm(turn: Turn, served: ServedModel) -> Prewarming:
         raise ContextOverflow(num_tokens, served.context_limit)
     shown = frozenset(span.digest for span in beginning.tokens.images)
     images = tuple(image for image in looked_at.images if image.facts.digest in shown)
-    partition = served.partition(turn.session.principal)
-    job = WarmJob(beginning.tokens, "prewarm", beginning.message_starts, images=images, partition=partition)
+    job = WarmJob(
+        beginning.tokens,
+        "prewarm",
+        beginning.message_starts,
+        images=images,
+        partition=served.partition(turn.session.principal),
+        owner=served.conversations.owner(turn.session).name,
+    )
     return Prewarming(served.name, served.engine.warm(job))
 
 

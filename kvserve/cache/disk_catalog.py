@@ -8,7 +8,7 @@ import contextlib
 import json
 import math
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +31,14 @@ CREATE INDEX blobs_by_use ON blobs (used_at);
 CREATE INDEX blobs_by_parent ON blobs (model, parent);
 CREATE TABLE rates (name TEXT PRIMARY KEY, per_second REAL NOT NULL);
 """
+
+_USERS = """
+CREATE TABLE IF NOT EXISTS users (
+    model TEXT NOT NULL, name TEXT NOT NULL, user TEXT NOT NULL, depth INTEGER NOT NULL,
+    PRIMARY KEY (model, name, user)
+) WITHOUT ROWID
+"""
+"""Beside the version: an index without this table is as good as any, and one with it as good for a server of before."""
 
 
 _PASSING = frozenset(
@@ -89,11 +97,17 @@ class Books(Protocol):
 
     def rate(self, name: str) -> float | None: ...
 
+    def users(self, model: str) -> Iterator[tuple[BlobName, str, int]]: ...
+
     def put(self, blobs: Iterable[Listed]) -> None: ...
 
     def touch(self, model: str, used_at: dict[BlobName, float]) -> None: ...
 
     def drop(self, blobs: Collection[tuple[str, BlobName]]) -> None: ...
+
+    def put_users(self, model: str, depths: Mapping[tuple[BlobName, str], int | None]) -> None: ...
+
+    def forget_users(self, model: str, users: Collection[str]) -> None: ...
 
     def set_rate(self, name: str, per_second: float) -> None: ...
 
@@ -126,6 +140,7 @@ class Catalog:
         try:
             self._path.chmod(0o600)
             db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA secure_delete=ON")  # rows have tokens, and what is forgotten must be gone
             db.execute("PRAGMA synchronous=NORMAL")
             db.execute(f"PRAGMA wal_autocheckpoint={LOG_PAGES}")
             db.execute(f"PRAGMA journal_size_limit={LOG_PAGES * 4096}")
@@ -135,11 +150,12 @@ class Catalog:
             with _transaction(db):
                 if version != VERSION:
                     self.fault = self.fault or f"it is of version {version}, not {VERSION}"
-                    for table in ("blobs", "rates"):
+                    for table in ("blobs", "rates", "users"):
                         db.execute(f"DROP TABLE IF EXISTS {table}")
                     for statement in _SCHEMA.split(";"):
                         db.execute(statement)
                     db.execute(f"PRAGMA user_version={VERSION}")
+                db.execute(_USERS)
         except BaseException:
             db.close()
             raise
@@ -201,6 +217,12 @@ class Catalog:
             todo += children
         return found
 
+    def users(self, model: str) -> Iterator[tuple[BlobName, str, int]]:
+        """Who used a model's blobs, and up to which offset."""
+        for name, user, depth in self._db.execute("SELECT name, user, depth FROM users WHERE model = ?", (model,)):
+            if isinstance(name, str) and isinstance(user, str) and isinstance(depth, int):
+                yield BlobName(name), user, depth
+
     def rate(self, name: str) -> float | None:
         """A measured rate per second, None where none was put down."""
         row = self._db.execute("SELECT per_second FROM rates WHERE name = ?", (name,)).fetchone()
@@ -230,6 +252,21 @@ class Catalog:
         """Forget blobs by (model, name)."""
         with _transaction(self._db):
             self._db.executemany("DELETE FROM blobs WHERE model = ? AND name = ?", blobs)
+            self._db.executemany("DELETE FROM users WHERE model = ? AND name = ?", blobs)
+
+    def put_users(self, model: str, depths: Mapping[tuple[BlobName, str], int | None]) -> None:
+        """Note who used blobs, and up to which offset; None: not noted any more."""
+        with _transaction(self._db):
+            noted = [(model, name, user, depth) for (name, user), depth in depths.items() if depth is not None]
+            self._db.executemany("INSERT OR REPLACE INTO users VALUES (?, ?, ?, ?)", noted)
+            gone = [(model, name, user) for (name, user), depth in depths.items() if depth is None]
+            self._db.executemany("DELETE FROM users WHERE model = ? AND name = ? AND user = ?", gone)
+
+    def forget_users(self, model: str, users: Collection[str]) -> None:
+        """Note nothing of these any more, and leave no trace of what was deleted: neither here nor in the log."""
+        with _transaction(self._db):
+            self._db.executemany("DELETE FROM users WHERE model = ? AND user = ?", [(model, user) for user in users])
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def set_rate(self, name: str, per_second: float) -> None:
         """Put a measured rate down."""

@@ -9,25 +9,28 @@ confirmed. Every method may be called from any thread.
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
+from kvserve.cache.forgetting import IsForgotten, remaining
 from kvserve.cache.records import BoundaryKind, Checkpoint, RecordId, Segment
 from kvserve.cache.token_run import ID_BYTES, TokenRun, join
-from kvserve.cache.trie import Node, Position, Trie
+from kvserve.cache.trie import Node, Position, Trie, note_use
 from kvserve.core import ImageSpan
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A blob that is on disk, or will be. Changed by the index only."""
+    """A blob that is on disk, or will be. `users`: who used its tokens, and up to which offset. Changed by the index
+    only."""
 
     record_id: RecordId
     head: BlobHead
     num_bytes: int = 0
     is_written: bool = False
+    users: dict[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> BlobName:
@@ -62,6 +65,15 @@ class Found:
         return Found(steps[-1].end if steps else 0, tuple(steps))
 
 
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """What nobody needs once these users are forgotten: blobs, and the bytes of those that were on disk."""
+
+    names: tuple[BlobName, ...]
+    users: tuple[str, ...]
+    num_bytes: int
+
+
 class DiskIndex:
     """All blobs of one model, by prefix. `model` is the name of its folder."""
 
@@ -75,6 +87,7 @@ class DiskIndex:
         self._next_id = 0
         self._num_written: Counter[BlobKind] = Counter()
         self._num_bytes = 0
+        self._unsaved_uses: dict[tuple[BlobName, str], int | None] = {}
 
     def is_known(self, name: BlobName) -> bool:
         return name in self._by_name
@@ -231,6 +244,52 @@ class DiskIndex:
                 parent = above.head.parent
         return found
 
+    # --- users --------------------------------------------------------------------------------------------------------
+
+    def use(self, run: TokenRun, chain: HashChain, users: Mapping[str, int]) -> bool:
+        """These have used a prefix, each up to an offset. Whether any of it is new."""
+        with self._lock:
+            for step in self._steps(self._find(run, chain)):
+                for user, depth in users.items():
+                    if depth > step.start:
+                        self._note_use(step.segment, user, min(depth, step.end))
+                    if step.checkpoint is not None and depth >= step.end:
+                        self._note_use(step.checkpoint, user, step.end)
+            return bool(self._unsaved_uses)
+
+    def _note_use(self, entry: Entry, user: str, depth: int) -> None:
+        if entry.users.get(user, 0) >= depth:
+            return
+        oldest = note_use(entry.users, user, depth)
+        self._unsaved_uses[entry.name, user] = depth
+        if oldest is not None:
+            self._unsaved_uses[entry.name, oldest] = None
+
+    def take_uses(self) -> dict[tuple[BlobName, str], int | None]:
+        """What is new of users since the last call: (blob, user) -> how far it came, None where it is noted no more."""
+        with self._lock:
+            uses, self._unsaved_uses = self._unsaved_uses, {}
+            return uses
+
+    def own(self, name: BlobName, user: str, depth: int) -> None:
+        """Take in what was put down of a blob's users; nothing where the blob is not known."""
+        with self._lock:
+            if (entry := self._by_name.get(name)) is not None:
+                note_use(entry.users, user, depth)
+
+    def forget_users(self, is_forgotten: IsForgotten) -> "Unused":
+        """Forget the blobs with tokens that only these users are known to have used, or nobody, and what stands on
+        them; and these users of the others."""
+        with self._lock:
+            users = {user for entry in self._by_name.values() for user in entry.users if is_forgotten(user)}
+            before, doomed = self._num_bytes, list[BlobName]()
+            for entry in self._by_name.values():
+                entry.users = remaining(entry.users, users.__contains__)
+                if max(entry.users.values(), default=0) < entry.head.tokens.end:
+                    doomed.append(entry.name)
+            gone = tuple(each for name in doomed for each in self.forget(name))
+            return Unused(gone, tuple(users), before - self._num_bytes)
+
     # --- removing -----------------------------------------------------------------------------------------------------
 
     def exclusive(self, run: TokenRun, chain: HashChain, start: int = 0) -> list[BlobName]:
@@ -310,6 +369,7 @@ class DiskIndex:
             self._entries.clear()
             self._by_name.clear()
             self._num_written.clear()
+            self._unsaved_uses.clear()
             self._num_bytes = 0
 
     # --- reports ------------------------------------------------------------------------------------------------------

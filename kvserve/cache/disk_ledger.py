@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from kvserve.cache.disk_blob import BlobHead, BlobName, DamagedBlob
 from kvserve.cache.disk_catalog import Books, Listed, Victim, is_passing
 from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_index import DiskIndex
+from kvserve.cache.disk_index import DiskIndex, Unused
 from kvserve.cache.disk_records import DiskLimits
 from kvserve.cache.disk_store import BlobStore, StoredFile
 
@@ -39,6 +39,7 @@ class Ledger:
         self._catalog: Books | None = None
         self._unlisted: list[Listed] = []
         self._touched: dict[BlobName, float] = {}
+        self._users: dict[tuple[BlobName, str], int | None] = {}
         self._seen: set[tuple[str, BlobName]] = set()
         self.total_bytes = 0
         self.beside_bytes = 0
@@ -59,6 +60,7 @@ class Ledger:
         self._open_catalog()
         self._take_rows(files)
         self._adopt([file for name, file in files.items() if not self._index.is_known(name)])
+        self._take_users()
 
     def _open_catalog(self) -> None:
         try:
@@ -92,6 +94,11 @@ class Ledger:
                 self._broken(error)
             return
         self._do(lambda catalog: catalog.drop([(self._index.model, name) for name in gone]))
+
+    def _take_users(self) -> None:
+        """Who used the blobs; of those that nobody put down for it is not known."""
+        for name, user, depth in self._try(lambda catalog: list(catalog.users(self._index.model))) or ():
+            self._index.own(name, user, depth)
 
     def _adopt(self, files: Iterable[StoredFile]) -> None:
         """Files that no row names: what was written last before a crash, or everything when the index is new."""
@@ -136,7 +143,9 @@ class Ledger:
                 if model == self._index.model and self._index.is_known(name):
                     self._faults.add("missing", name)
                     self._index.forget(name)
-            self._adopt([file for key, file in files.items() if self._is_news(key, known)])
+            if news := [file for key, file in files.items() if self._is_news(key, known)]:
+                self._adopt(news)
+                self._take_users()  # another server put them down
         self.commit()
         self.expire()
         self.make_room(0)
@@ -190,13 +199,17 @@ class Ledger:
         """Put down what happened since the last time. What cannot be put down now is kept for the next time."""
         if self._catalog is None:
             self._open_catalog()
-        unlisted, touched = self._unlisted, self._touched
+        unlisted, touched, users = self._unlisted, self._touched, self._users
+        users |= self._index.take_uses()
         if unlisted and not self._do(lambda catalog: catalog.put(unlisted)):
             return False
         self._unlisted = []
         if touched and not self._do(lambda catalog: catalog.touch(self._index.model, touched)):
             return False
         self._touched = {}
+        if users and not self._do(lambda catalog: catalog.put_users(self._index.model, users)):
+            return False
+        self._users = {}
         self._look_beside()  # the index has grown
         return True
 
@@ -258,10 +271,20 @@ class Ledger:
         for each in gone:
             self._delete(self._index.model, each)
 
+    def forget(self, unused: Unused) -> bool:
+        """Users are forgotten, and the blobs that nobody else needs leave. Whether the index could be told too."""
+        is_listed = self.commit()
+        gone = [name for name in unused.names if not self._index.is_known(name)]
+        is_listed &= self._do(lambda catalog: catalog.drop([(self._index.model, name) for name in gone]))
+        for name in gone:
+            self._delete(self._index.model, name)
+        self.total_bytes -= unused.num_bytes
+        return self._do(lambda catalog: catalog.forget_users(self._index.model, unused.users)) and is_listed
+
     def clear(self) -> None:
         """Everything of this model leaves."""
         self._index.clear()
-        self._unlisted, self._touched = [], {}
+        self._unlisted, self._touched, self._users = [], {}, {}
         try:
             gone = [file for file in self._store.files() if file.model == self._index.model]
         except OSError as error:

@@ -45,6 +45,14 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class Removal:
+    """Blobs that somebody wanted gone: bytes of them, and whether all are, from the index too."""
+
+    num_bytes: int
+    is_done: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DiskStats:
     """What the disk tier holds (of this model, and of all) and has done; a snapshot for other threads."""
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Buffer, Collection, Iterable, Iterator, Sequence
+from collections.abc import Buffer, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvserve.cache.disk_blob import BlobHead, BlobName, num_bytes_of
@@ -136,6 +136,7 @@ class MemoryBooks:
         self.fault: str | None = None
         self._blobs: dict[tuple[str, BlobName], Listed] = {}
         self._rates: dict[str, float] = {}
+        self._users: dict[tuple[str, BlobName, str], int] = {}
 
     def listed(self, model: str) -> Iterator[Listed | BlobName]:
         own = (blob for blob in self._blobs.values() if blob.head.model == model)
@@ -162,6 +163,18 @@ class MemoryBooks:
     def rate(self, name: str) -> float | None:
         return self._rates.get(name)
 
+    def users(self, model: str) -> Iterator[tuple[BlobName, str, int]]:
+        return ((name, user, depth) for (of, name, user), depth in list(self._users.items()) if of == model)
+
+    def put_users(self, model: str, depths: Mapping[tuple[BlobName, str], int | None]) -> None:
+        for (name, user), depth in depths.items():
+            self._users.pop((model, name, user), None)
+            if depth is not None:
+                self._users[model, name, user] = depth
+
+    def forget_users(self, model: str, users: Collection[str]) -> None:
+        self._users = {key: depth for key, depth in self._users.items() if key[0] != model or key[2] not in users}
+
     def put(self, blobs: Iterable[Listed]) -> None:
         self._blobs.update({(blob.head.model, blob.head.name): blob for blob in blobs})
 
@@ -173,12 +186,15 @@ class MemoryBooks:
     def drop(self, blobs: Collection[tuple[str, BlobName]]) -> None:
         for key in blobs:
             self._blobs.pop(key, None)
+        gone = set(blobs)
+        self._users = {key: depth for key, depth in self._users.items() if key[:2] not in gone}
 
     def set_rate(self, name: str, per_second: float) -> None:
         self._rates[name] = per_second
 
     def reset(self) -> None:
         self._blobs.clear()
+        self._users.clear()
 
     def close(self) -> None:
         self._blobs.clear()

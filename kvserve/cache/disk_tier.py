@@ -19,8 +19,10 @@ from kvserve.cache.disk_blob import Blob, BlobName, Tensor, num_bytes_of
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_hand import DiskHand, Written
 from kvserve.cache.disk_index import DiskIndex, Entry
-from kvserve.cache.disk_records import DiskLimits, DiskStats, Load, Write
+from kvserve.cache.disk_records import DiskLimits, DiskStats, Load, Removal, Write
 from kvserve.cache.disk_store import BlobStore
+from kvserve.cache.forgetting import IsForgotten
+from kvserve.cache.kept_path import KeptPath
 
 MAX_READ_AHEAD_BYTES = 512 * 2**20
 """What was read and not yet taken; then reading waits for whoever asked."""
@@ -183,6 +185,12 @@ class DiskTier:
             self._used.update(dict.fromkeys(names))
             self._has_news = True
 
+    def note_users(self, path: KeptPath) -> None:
+        """Whoever used this path used the blobs that it is in."""
+        if self.index.use(path.run, path.chain, path.users):
+            with self._wake:
+                self._has_news = True
+
     @property
     def read_rate(self) -> float | None:
         """Bytes per second, checksum included; None as long as nothing was ever read on this disk."""
@@ -220,6 +228,15 @@ class DiskTier:
         with self._wake:
             self._orders.extend(partial(self._delete, name) for name in gone)
             self._wake.notify_all()
+
+    def forget(self, is_forgotten: IsForgotten, timeout_seconds: float = 10.0) -> Removal:
+        """Delete what only these users are known to have used, and what is of nobody who is known."""
+        unused, told = self.index.forget_users(is_forgotten), list[bool]()
+        with self._wake:
+            for load in (load for load in self._loads if load.names & set(unused.names)):
+                load.is_cancelled = True
+        is_over = self._order(lambda: told.append(self._hand.ledger.forget(unused)), timeout_seconds)
+        return Removal(unused.num_bytes, is_over and all(told))
 
     def close(self, timeout_seconds: float) -> bool:
         """Write what waits, then end the thread. False if that took too long: what was not written is lost."""

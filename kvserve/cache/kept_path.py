@@ -1,5 +1,6 @@
 """All that is kept of a prefix, for another tier: values, and how they are read off the tree's records."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
@@ -20,11 +21,13 @@ class KeptPart:
 
 @dataclass(frozen=True, slots=True)
 class KeptPath:
-    """All that is kept of a prefix: its tokens, the names of their blocks, and the parts that cover them in order."""
+    """All that is kept of a prefix: its tokens, the names of their blocks, the parts that cover them in order, and who
+    used it up to which offset."""
 
     run: TokenRun
     chain: HashChain
     parts: tuple[KeptPart, ...]
+    users: Mapping[str, int]
 
 
 def kept_path(store: Store, hasher: BlockHasher, last: Node) -> KeptPath:
@@ -33,4 +36,5 @@ def kept_path(store: Store, hasher: BlockHasher, last: Node) -> KeptPath:
     run = join([node.tokens.part(node.start, node.end) for node in path])
     hashes = tuple(name for node in path for name in node.hashes)
     parts = (KeptPart(store.piece_of(node, node.end), store.state_of(node), node.kind) for node in path)
-    return KeptPath(run, replace(hasher.start(last.root().partition), hashes=hashes), tuple(parts))
+    users = {user: depth for node in path for user, depth in node.users.items()}  # the deepest of each
+    return KeptPath(run, replace(hasher.start(last.root().partition), hashes=hashes), tuple(parts), users)

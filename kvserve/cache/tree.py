@@ -13,13 +13,14 @@ the engine thread; what `stats()` returned may be read anywhere.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 
-from kvserve.cache.block_hash import BlockHasher, HashChain
+from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, merge_nodes, plan_run
 from kvserve.cache.eviction import SCORES, Score
+from kvserve.cache.forgetting import IsForgotten, forget_users
 from kvserve.cache.integrity import check_shape, check_totals
 from kvserve.cache.kept_path import KeptPath, kept_path
+from kvserve.cache.match import Match
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.recent_names import RecentNames
 from kvserve.cache.records import (
@@ -30,41 +31,12 @@ from kvserve.cache.records import (
     Limits,
     MatchCause,
     Payload,
-    Piece,
-    State,
 )
 from kvserve.cache.store import CutPayload, Store
 from kvserve.cache.sweep import Sweep, added_tail, exclusive_nodes
 from kvserve.cache.token_run import TokenRun, image_around, pack
-from kvserve.cache.trie import Lease, Node, Position, SequenceEnd, Trie
+from kvserve.cache.trie import Lease, Node, Position, SequenceEnd, Trie, note_use
 from kvserve.core import TokenSequence
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What the tree knows of a prompt; to be acquired before the tree changes.
-
-    `[0, num_matched_tokens)` is stored, token by token the same. `[0, num_usable_tokens)` can be restored: from
-    `pieces`, which cover it in order, and `state`, the checkpoint at exactly that offset (None where everything can be
-    cut, or nothing is usable). At most all but the last token is usable: computing that one gives the first answer
-    token. `run` is the whole prompt, packed.
-    """
-
-    num_prompt_tokens: int
-    num_matched_tokens: int
-    num_usable_tokens: int
-    pieces: tuple[Piece, ...]
-    state: State | None
-    cause: MatchCause
-    run: TokenRun = field(repr=False)
-    node: Node = field(repr=False)
-    chain: HashChain = field(repr=False)
-    version: int = field(repr=False)
-
-    @property
-    def num_trim_missed_tokens(self) -> int:
-        """Tokens that match but are computed again, because no checkpoint is there (`hybrid_trim_miss`)."""
-        return min(self.num_matched_tokens, max(self.num_prompt_tokens - 1, 0)) - self.num_usable_tokens
 
 
 class PrefixTree:
@@ -153,11 +125,13 @@ class PrefixTree:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def acquire(self, match: Match, *, owner: str | None = None, ttl_seconds: float | None = None) -> Lease:
+    def acquire(
+        self, match: Match, *, owner: str | None = None, ttl_seconds: float | None = None, user: str = ""
+    ) -> Lease:
         """Stand on what a match can use; marks the path as used.
 
-        `owner` is whose entry the row will be (a session's branch), `ttl_seconds` the owner's own time limit. Raises
-        ValueError if the tree has changed since the lookup.
+        `owner` is whose entry the row will be (a session's branch), `ttl_seconds` the owner's own time limit, `user`
+        who asks. Raises ValueError if the tree has changed since the lookup.
         """
         if match.version != self._trie.version:
             raise ValueError("The tree has changed since this lookup: look up again.")
@@ -166,11 +140,11 @@ class PrefixTree:
         if is_parting and match.num_usable_tokens > match.node.start:
             # The row leaves what is stored inside this node: what lies behind was of no use to it.
             self._trie.split(match.node, match.num_usable_tokens, self._hasher.block_size)
-        self._touch(match.node, now)
+        self._touch(Position(match.node, match.num_usable_tokens), user, now)
         match.node.restored_at = now
         match.node.num_restores += 1
         chain = match.chain.truncated(match.num_usable_tokens)
-        lease = Lease(match.node, match.num_usable_tokens, chain, owner, ttl_seconds)
+        lease = Lease(match.node, match.num_usable_tokens, chain, owner, ttl_seconds, user)
         match.node.leases.add(lease)
         self._leases.add(lease)
         if owner is not None:
@@ -208,7 +182,7 @@ class PrefixTree:
         if first_new < end:
             self._grow(lease, run, rows)
         has_new_checkpoint = self._finish_at(lease, take_state, kind)
-        self._touch(lease.node, self._clock(), num_uses=0)
+        self._touch(Position(lease.node, lease.num_tokens), lease.user, self._clock(), num_uses=0)
         return Extension(start, first_new, end, has_new_checkpoint)
 
     def _grow(self, lease: Lease, run: TokenRun, payload: Payload | None) -> None:
@@ -252,10 +226,13 @@ class PrefixTree:
         lease.is_detached = True
         self._sweep.expect_change()
 
-    def _touch(self, node: Node, now: float, num_uses: int = 1) -> None:
+    def _touch(self, position: Position, user: str, now: float, num_uses: int = 1) -> None:
+        node = position.node
         while node.parent is not None:
             node.last_used_at = now
             node.num_uses += num_uses
+            if user:
+                note_use(node.users, user, min(position.depth, node.end))
             node = node.parent
 
     # --- what is kept, for another tier ------------------------------------------------------------------------------
@@ -294,6 +271,17 @@ class PrefixTree:
         self._store.remove_leaves(gone)
         self._store.take_departures()
         return paths
+
+    def forget(self, is_forgotten: IsForgotten) -> int:
+        """Forget what only these users are known to have used, and what is of nobody who is known; their live rows go
+        on, but what they compute is not kept. Returns how many tokens left."""
+        for lease in [lease for lease in self._leases if lease.user and is_forgotten(lease.user)]:
+            self.release(lease)
+        num_tokens = forget_users(self._store, is_forgotten, self._hasher.block_size)
+        self._store.take_departures()
+        self._names.clear()
+        self._sweep.expect_change()  # owners without entries are forgotten too
+        return num_tokens
 
     def retract(self, lease: Lease, start: int) -> KeptPath | None:
         """The row left, and what it added from `start` on goes with it, up to where others go on, stand or ended.

@@ -11,6 +11,20 @@ from kvserve.cache.block_hash import HashChain
 from kvserve.cache.records import BoundaryKind, Checkpoint, RecordId, Segment
 from kvserve.cache.token_run import TokenKey, TokenRun, common_end
 
+MAX_USERS = 64
+"""So many are remembered of those who used the same tokens, the last ones. What many share goes with the last of them:
+whoever is not remembered any more cannot be told apart from those who are, and what only one used has only one."""
+
+
+def note_use(users: dict[str, int], user: str, depth: int) -> str | None:
+    """A user came `depth` tokens far, on its own way: noted as the newest of these. Whom there is no place for then."""
+    users[user] = max(depth, users.pop(user, 0))
+    if len(users) <= MAX_USERS:
+        return None
+    oldest = next(iter(users))
+    del users[oldest]
+    return oldest
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnd:
@@ -27,6 +41,7 @@ class Node:
 
     A use is a row that went through here, a restore one that began at its end (or ended there, and may go on).
     `hashes` name the blocks that end in `(start, end]`. Children differ in their first token. `partition` is a root's.
+    `users` says who used these tokens, and up to which offset; rows of which that is not known are not in it.
     """
 
     parent: "Node | None"
@@ -44,6 +59,7 @@ class Node:
     restored_at: float = 0.0
     num_restores: int = 0
     partition: str = ""
+    users: dict[str, int] = field(default_factory=dict)
 
     @property
     def tokens(self) -> TokenRun:
@@ -72,7 +88,8 @@ class Node:
 class Lease:
     """A live row's hold on the path of its first `num_tokens` tokens, which end in `node`. Changed by the tree only.
 
-    `chain` names the row's whole blocks so far. A lease is detached once its path is gone: released, or all cleared.
+    `owner` is whose entry it becomes, `user` who asks ("": not known). `chain` names the row's whole blocks so far. A
+    lease is detached once its path is gone: released, or all cleared.
     """
 
     node: Node
@@ -80,6 +97,7 @@ class Lease:
     chain: HashChain
     owner: str | None
     ttl_seconds: float | None
+    user: str = ""
     is_detached: bool = False
 
 
@@ -223,6 +241,8 @@ class Trie:
         lower.checkpoint, lower.kind, lower.sequence_end = node.checkpoint, node.kind, node.sequence_end
         lower.last_used_at, lower.num_uses = node.last_used_at, node.num_uses
         lower.restored_at, lower.num_restores = node.restored_at, node.num_restores
+        lower.users = {user: depth for user, depth in node.users.items() if depth > at}
+        node.users = {user: min(depth, at) for user, depth in node.users.items()}
         for child in lower.children.values():
             child.parent = lower
         for lease in [lease for lease in node.leases if lease.num_tokens > at]:
@@ -243,6 +263,8 @@ class Trie:
             child.parent = node
         node.checkpoint, node.kind, node.sequence_end = lower.checkpoint, lower.kind, lower.sequence_end
         node.restored_at, node.num_restores = lower.restored_at, lower.num_restores
+        for user, depth in lower.users.items():
+            note_use(node.users, user, depth)
         lower.parent = None
         for lease in list(lower.leases):
             self.move(lease, Position(node, lease.num_tokens))

@@ -42,6 +42,7 @@ class _Run:
     first_unused: int
     end: int
     key: str | None
+    owner: str
 
 
 class WarmedTokens:
@@ -54,14 +55,21 @@ class WarmedTokens:
         self._totals = WarmedTotals()
 
     def add(
-        self, tokens: TokenSequence, run: TokenRun, chain: HashChain, start: int, end: int, key: str | None
+        self,
+        tokens: TokenSequence,
+        run: TokenRun,
+        chain: HashChain,
+        start: int,
+        end: int,
+        key: str | None,
+        owner: str = "",
     ) -> None:
         """The tokens `[start, end)` of `tokens` were computed and are kept. `run` and `chain` reach at least to `end`;
-        `key` is whose next request it is for."""
+        `key` is which next request it is for, `owner` whose ("": not known)."""
         if end <= start:
             return
         self._count(num_warmed_tokens=end - start)
-        self._runs.append(_Run(tokens, run.part(0, end), chain.truncated(end), start, end, key))
+        self._runs.append(_Run(tokens, run.part(0, end), chain.truncated(end), start, end, key, owner))
         for old in self._runs[:-MAX_RUNS]:
             self._waste(old, old.first_unused)
 
@@ -93,6 +101,11 @@ class WarmedTokens:
     def clear(self) -> None:
         """Nothing is there any more."""
         for each in list(self._runs):
+            self._waste(each, each.first_unused)
+
+    def forget_owners(self, is_forgotten: Callable[[str], bool]) -> None:
+        """What was warmed for these, or for nobody who is known, was in vain."""
+        for each in [each for each in self._runs if not each.owner or is_forgotten(each.owner)]:
             self._waste(each, each.first_unused)
 
     def forget(self) -> None:

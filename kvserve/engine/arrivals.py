@@ -47,6 +47,11 @@ class Arrivals:
             self._arrivals.remove(arrival)
             self._cache.let_go(arrival.hold)
 
+    def forget(self) -> None:
+        """Those who were forgotten begin with what is left."""
+        for arrival in [each for each in self._arrivals if each.row.is_forgotten]:
+            self._cache.let_go(arrival.hold)
+
     def discard(self, *, is_cache_kept: bool) -> None:
         """Throw all of them away, and their holds unless the cache goes with them."""
         arrivals, self._arrivals = self._arrivals, []

@@ -50,6 +50,17 @@ class Tenancy:
 
 
 @dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What went with those who were forgotten: tokens and bytes in RAM, bytes on disk. `is_done`: all of it is gone;
+    else a part of it leaves the disk later."""
+
+    num_tokens: int = 0
+    num_ram_bytes: int = 0
+    num_disk_bytes: int = 0
+    is_done: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Totals:
     """Prompt tokens of all requests that began: those found in the cache, and those computed so far."""
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.disk_blob import Blob, BlobName
 from kvserve.cache.disk_index import Entry, Found, Step
-from kvserve.cache.disk_records import DiskStats, Load
+from kvserve.cache.disk_records import DiskStats, Load, Removal
 from kvserve.cache.disk_tier import DiskTier
+from kvserve.cache.forgetting import IsForgotten
 from kvserve.cache.kept_path import KeptPath
+from kvserve.cache.match import Match
 from kvserve.cache.token_run import image_around, pack
-from kvserve.cache.tree import Match, PrefixTree
+from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import Lease
 from kvserve.core import TokenSequence
 from kvserve.engine.blobs import NotReadable, decode_kv, decode_state
@@ -84,6 +86,7 @@ class Hold:
     lease: Lease
     is_settled: bool = False
     partition: str = ""
+    owner: str = ""
     goal: Goal | None = None
     load: Load | None = None
     arrived: list[Blob | None] = field(default_factory=list)
@@ -143,6 +146,14 @@ class DiskCache:
         for partition in index.partitions():
             self.tier.discard(index.exclusive(run, hasher.start(partition).extended(run)))
 
+    def forget(self, is_forgotten: IsForgotten) -> Removal:
+        """Forget what only these users are known to have used, and what is of nobody who is known; the tree has done so
+        before. What others have in RAM and stood on that is written anew."""
+        removal = self.tier.forget(is_forgotten)
+        for path in list(self._tree.kept_paths()):
+            self.writing.save(path, 0)
+        return removal
+
     def retract(self, path: KeptPath, start: int) -> None:
         """Forget what serves only this path, from `start` on."""
         self.tier.discard(self.tier.index.exclusive(path.run, path.chain, start))
@@ -165,10 +176,10 @@ class DiskCache:
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
-    def hold(self, tokens: TokenSequence, partition: str = "") -> Hold:
+    def hold(self, tokens: TokenSequence, partition: str = "", owner: str = "") -> Hold:
         """Hold what RAM has of a row's tokens, and begin to read what the disk has beyond it."""
         match = self._tree.lookup(tokens, partition=partition)
-        hold = Hold(tokens, self._tree.acquire(match), partition=partition)
+        hold = Hold(tokens, self._tree.acquire(match, user=owner), partition=partition, owner=owner)
         try:
             self._begin(hold, match)
         except Exception as error:  # noqa: BLE001 - a defect here costs what the disk has, never the request
@@ -212,7 +223,7 @@ class DiskCache:
     def _plan_again(self, hold: Hold) -> None:
         """The tree may have grown, and blobs may be gone: what is there now?"""
         match = self._tree.lookup(hold.tokens, partition=hold.partition)
-        lease = self._tree.acquire(match)
+        lease = self._tree.acquire(match, user=hold.owner)
         self._tree.release(hold.lease)
         hold.lease = lease
         self._begin(hold, match)

@@ -43,8 +43,11 @@ class DiskWriting:
         """Put what the disk lacks of a path into the queue; whether nothing was refused. What lies before `behind` has
         been put before, and only counts if what comes later cannot stand without it. A queue that is full is waited
         for, `until` then (`time.monotonic`)."""
-        if not self._is_storable:
-            return False
+        is_put = self._is_storable and self._put(path, behind, until)
+        self._tier.note_users(path)
+        return is_put
+
+    def _put(self, path: KeptPath, behind: int, until: float) -> bool:
         found = self._tier.index.find(path.run, path.chain)
         with_state = {step.end for step in found.steps if step.checkpoint is not None}
         first = min(behind, found.depth + 1)

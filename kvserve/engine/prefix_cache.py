@@ -8,7 +8,7 @@
 Everything here belongs to the engine thread. An array is copied on its way in and on its way out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,17 +16,19 @@ import mlx.core as mx
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.checkpoints import Stop, plan_stops
 from kvserve.cache.disk_tier import DiskTier
+from kvserve.cache.forgetting import IsForgotten
 from kvserve.cache.in_flight import InFlight, Wait, plan_wait
+from kvserve.cache.match import Match
 from kvserve.cache.records import BoundaryKind, Limits
 from kvserve.cache.token_run import image_around
-from kvserve.cache.tree import Match, PrefixTree
+from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import Lease
 from kvserve.cache.warmed import WarmedTokens
 from kvserve.core import Reuse, ReuseTier, TokenSequence
-from kvserve.engine.cache_records import CacheReport, CacheSettings, Tenancy, Totals
+from kvserve.engine.cache_records import CacheReport, CacheSettings, Forgotten, Tenancy, Totals
 from kvserve.engine.disk_cache import DiskCache, Hold
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.row_outline import is_of_session, outline, owner_of, tokens_of, with_stop
+from kvserve.engine.row_outline import outline, owner_of, request_owner, tokens_of, with_stop
 from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
 
@@ -106,8 +108,9 @@ class PrefixCache:
         if not is_ahead:
             self._note_reuse(row, match)
         owner = None if is_ahead else owner_of(row)
-        lease = self._tree.acquire(match, owner=owner, ttl_seconds=row.request.ttl_seconds)
-        if not self._model.cache_support.can_keep or row.request.ttl_seconds == 0:
+        request = row.request
+        lease = self._tree.acquire(match, owner=owner, ttl_seconds=request.ttl_seconds, user=request.owner)
+        if not self._model.cache_support.can_keep or request.ttl_seconds == 0 or row.is_forgotten:
             self._tree.release(lease)  # a row that stands on nothing leaves nothing behind, and nobody waits for it
         try:
             return self._restored(row, tokens, match, lease)
@@ -137,10 +140,11 @@ class PrefixCache:
     def hold(self, row: Row) -> Hold:
         """Keep what a row will start from until it enters: room is made for it before it does. What only the disk has
         of it begins to come back."""
-        tokens, partition = tokens_of(row), row.request.partition
+        tokens, partition, owner = tokens_of(row), row.request.partition, row.request.owner
         if self._disk is not None:
-            return self._disk.hold(tokens, partition)
-        return Hold(tokens, self._tree.acquire(self._tree.lookup(tokens, partition=partition)), is_settled=True)
+            return self._disk.hold(tokens, partition, owner)
+        match = self._tree.lookup(tokens, partition=partition)
+        return Hold(tokens, self._tree.acquire(match, user=owner), is_settled=True)
 
     def is_restoring(self, hold: Hold) -> bool:
         """Take in what the disk has given for a row so far; True while more is to come."""
@@ -218,8 +222,11 @@ class PrefixCache:
             kind=kind,
         )
         is_new = extension.num_new_tokens or extension.has_new_checkpoint
-        if self._disk is not None and is_new and (path := self._tree.kept(tenancy.lease)) is not None:
-            self._disk.writing.save(path, extension.start)
+        if self._disk is not None and (path := self._tree.kept(tenancy.lease)) is not None:
+            if is_new:
+                self._disk.writing.save(path, extension.start)
+            else:
+                self._disk.tier.note_users(path)
         tenancy.row.note_kept(extension.first_new, end)
 
     def _add_stop(self, tenancy: Tenancy, wait: Wait) -> None:
@@ -254,13 +261,26 @@ class PrefixCache:
         on_disk = (disk.known_depth(tokens, self.hasher, each) for each in asked) if disk is not None else ()
         return in_ram, max(in_ram, *on_disk, 0)
 
-    def discard(self, tokens: TokenSequence, session: str) -> None:
-        """Forget what only this session and this conversation use, on disk too."""
-        paths = self._tree.discard(tokens, lambda owner: is_of_session(owner, session))
+    def discard(self, tokens: TokenSequence, is_owner: Callable[[str], bool]) -> None:
+        """Forget what only the entries of these owners and this conversation use, on disk too."""
+        paths = self._tree.discard(tokens, lambda entry_owner: is_owner(request_owner(entry_owner)))
         if self._disk is not None:
             self._disk.discard(tokens, paths, self.hasher)
         del paths
         mx.clear_cache()
+
+    def forget(self, is_forgotten: IsForgotten) -> Forgotten:
+        """Forget what only the requests of these owners used, and what is of nobody who is known: it may be theirs."""
+        held_bytes = self._tree.num_ram_bytes
+        num_tokens = self._tree.forget(is_forgotten)
+        removal = self._disk.forget(is_forgotten) if self._disk is not None else None
+        self.warmed.forget_owners(is_forgotten)
+        num_ram_bytes = held_bytes - self._tree.num_ram_bytes
+        self.make_room()
+        mx.clear_cache()
+        if removal is None:
+            return Forgotten(num_tokens, num_ram_bytes)
+        return Forgotten(num_tokens, num_ram_bytes, removal.num_bytes, removal.is_done)
 
     def account_live(self, num_bytes: float) -> None:
         """Say what the live rows' own caches hold: they count in the budget."""
@@ -325,8 +345,8 @@ class PrefixCache:
             disk, self._disk = self._disk, None
             disk.close(timeout_seconds)
 
-    def forget(self) -> None:
-        """Begin anew: nothing kept, nothing counted."""
+    def begin_anew(self) -> None:
+        """Nothing kept, nothing counted."""
         self.clear()
         self.warmed.forget()
         self._totals = Totals()

@@ -12,16 +12,16 @@ from kvserve.engine.rows import Row
 
 
 def owner_of(row: Row) -> str:
-    """Whose entry a row becomes: a branch of a session begins with its own system prompt and first user message."""
+    """Whose entry a row becomes: a branch of its owner's begins with its own system prompt and first user message."""
     prompt, starts = row.request.prompt, row.request.message_starts
     ends = (following.offset for start, following in pairwise(starts) if start.is_user)
     beginning = hashlib.sha256(pack(prompt, 0, next(ends, len(prompt))).ids).hexdigest()
-    return f"{row.request.session or ''}/{beginning[:16]}"
+    return f"{row.request.owner}/{beginning[:16]}"
 
 
-def is_of_session(owner: str, session: str) -> bool:
-    """Whether an entry is one of this session's; rows without a session belong to none."""
-    return bool(session) and owner.rpartition("/")[0] == session
+def request_owner(entry_owner: str) -> str:
+    """The `owner` of the requests whose entry this is."""
+    return entry_owner.rpartition("/")[0]
 
 
 def tokens_of(row: Row) -> TokenSequence:

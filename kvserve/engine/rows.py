@@ -123,6 +123,7 @@ class Row:
     `on_end` frees its place, before its client hears of the end and may come again.
     `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
     `answer_kept_from`: where what was kept of its answer while it went on begins, None as long as there is nothing.
+    `is_forgotten`: whoever asks was forgotten meanwhile, and it leaves nothing behind.
     """
 
     generation: Generation
@@ -136,6 +137,7 @@ class Row:
     has_waited_for_row: bool = False
     has_come_from_disk: bool = False
     answer_kept_from: int | None = None
+    is_forgotten: bool = False
     generated: list[int] = field(default_factory=list)
     num_generator_failures: int = 0
     failure: Exception | None = None

@@ -18,7 +18,7 @@ import mlx.core as mx
 from kvserve.core import StopReason
 from kvserve.engine.admission import Budget
 from kvserve.engine.arrivals import Arrivals
-from kvserve.engine.cache_records import CacheReport, Tenancy
+from kvserve.engine.cache_records import CacheReport, Forgotten, Tenancy
 from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
@@ -149,6 +149,26 @@ class Scheduler:
     def report(self) -> CacheReport:
         """What is kept and was done, also ahead of requests."""
         return replace(self.cache.report(), warming=self.warmer.report())
+
+    def clear(self) -> None:
+        """Forget everything that is kept; running rows go on."""
+        self.warmer.drop_all("cleared")
+        self.cache.empty()
+        self._forget_images()
+
+    def forget(self, is_forgotten: Callable[[str], bool]) -> Forgotten:
+        """Forget what only the requests of these owners used; those that are under way go on and leave nothing."""
+        self.warmer.forget(is_forgotten)
+        for row in self._rows:
+            row.is_forgotten |= is_forgotten(row.request.owner)
+        self._arrivals.forget()
+        self._forget_images()
+        return self.cache.forget(is_forgotten)
+
+    def _forget_images(self) -> None:
+        """Of what a vision tower made nobody knows whose it is."""
+        if self._model.sight is not None:
+            self._model.sight.tower.clear()
 
     def keep_running(self) -> None:
         """Keep what running rows have computed so far: nothing will run on."""

@@ -127,6 +127,13 @@ class Warmer:
         for task in tasks:
             self._end(task, "dropped", reason)
 
+    def forget(self, is_forgotten: Callable[[str], bool]) -> None:
+        """End the jobs of these owners, and those of nobody who is known; what was computed for them goes."""
+        self.pause()
+        for task in [task for task in self._waiting if not (owner := task.warming.job.owner) or is_forgotten(owner)]:
+            self._waiting.remove(task)
+            self._end(task, "dropped", "forgotten")
+
     def step(self) -> bool:
         """One short piece of work, where there is any to be done now. Whether there was."""
         if self._clock() < self._quiet_until:
@@ -299,8 +306,9 @@ class Warmer:
 
     def _count_warmed(self, stint: _Stint, tenancy: Tenancy) -> None:
         """What is kept now and was not there before."""
-        prompt, key, lease = stint.row.request.prompt, stint.task.warming.job.key, tenancy.lease
-        self._cache.warmed.add(prompt, tenancy.prompt, lease.chain, stint.counted, lease.num_tokens, key)
+        prompt, job, lease = stint.row.request.prompt, stint.task.warming.job, tenancy.lease
+        end = lease.num_tokens
+        self._cache.warmed.add(prompt, tenancy.prompt, lease.chain, stint.counted, end, job.key, job.owner)
 
     def _account(self, task: _Task, seconds: float) -> None:
         task.seconds += seconds

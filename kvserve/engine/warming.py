@@ -42,6 +42,7 @@ class WarmJob:
     has one in any case. `ends_before_user`: a user's own words come next. A later job with the same `key` takes the
     place of an earlier one. `max_tokens` are computed at most; None leaves it to the settings, which do not bind what a
     client asked for. `images` has every image that the tokens name. Requests of another `partition` find nothing of it.
+    `owner` is whose request it is for; "" where that is not known.
     """
 
     tokens: TokenSequence
@@ -52,6 +53,7 @@ class WarmJob:
     images: tuple[ImageInput, ...] = ()
     ends_before_user: bool = False
     partition: str = ""
+    owner: str = ""
 
     def as_request(self) -> GenerationRequest:
         """The prompt that is prefilled up to its last token, which is none of the prefix."""
@@ -67,6 +69,7 @@ class WarmJob:
             message_starts=(*starts, MessageStart(num_tokens, is_user=self.ends_before_user)),
             images=self.images,
             partition=self.partition,
+            owner=self.owner,
         )
 
 

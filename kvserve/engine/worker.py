@@ -16,7 +16,7 @@ from mlx_lm.generate import generation_stream
 
 from kvserve.core import GenerationRequest, SamplingParams, TokenSequence
 from kvserve.engine.admission import Budget, half_of_the_rest
-from kvserve.engine.cache_records import CacheReport, CacheSettings
+from kvserve.engine.cache_records import CacheReport, CacheSettings, Forgotten
 from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.courier import Courier
 from kvserve.engine.disk_open import DiskSettings, open_disk
@@ -183,21 +183,18 @@ class Engine:
         """How many of these tokens' KV RAM has, and how many RAM or the disk. Raises NotReady."""
         return self._ask(lambda scheduler: scheduler.cache.kept_tokens(tokens))
 
-    def discard(self, tokens: TokenSequence, session: str) -> None:
-        """Forget what serves only this conversation and this session, on disk too. Raises NotReady."""
-        self._ask(lambda scheduler: scheduler.cache.discard(tokens, session))
+    def discard(self, tokens: TokenSequence, is_owner: Callable[[str], bool]) -> None:
+        """Forget what serves only this conversation and these owners, on disk too. Raises NotReady."""
+        self._ask(lambda scheduler: scheduler.cache.discard(tokens, is_owner))
 
     def clear_cache(self) -> None:
         """Forget everything that is kept, on disk too; running rows go on. Raises NotReady."""
-        sight = self.wait_until_ready(0).sight
+        self._ask(lambda scheduler: scheduler.clear())
 
-        def empty(scheduler: Scheduler) -> None:
-            scheduler.warmer.drop_all("cleared")
-            scheduler.cache.empty()
-            if sight is not None:
-                sight.tower.clear()
-
-        self._ask(empty)
+    def forget(self, owners: Callable[[str], bool]) -> Forgotten:
+        """Forget what only the requests of these owners used, in RAM and on disk; it waits for the disk. Raises
+        NotReady."""
+        return self._ask(lambda scheduler: scheduler.forget(owners))
 
     def image_report(self) -> ImageReport | None:
         """What the vision tower has done; None for a model that takes no images. Raises NotReady."""
@@ -302,7 +299,7 @@ class Engine:
             model = with_images_tried(model, self._settings.image_feature_bytes)
             scheduler = self._new_scheduler(model)
             draw_two_tokens(scheduler, self._settings.default_sampling)
-            scheduler.cache.forget()
+            scheduler.cache.begin_anew()
             self._open_disk(scheduler, model)
         except ModelLoadError as error:
             self._load_error = error

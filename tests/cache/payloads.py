@@ -6,8 +6,9 @@ from hashlib import sha256
 
 from kvserve.cache.block_hash import BlockHasher, Digest
 from kvserve.cache.eviction import SCORES, Score
-from kvserve.cache.records import BoundaryKind, Limits, Payload
-from kvserve.cache.tree import Match, PrefixTree
+from kvserve.cache.match import Match
+from kvserve.cache.records import BoundaryKind, Limits, Payload, Piece
+from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import Lease
 from kvserve.core import ImageSpan, TokenSequence
 
@@ -53,6 +54,15 @@ class Clock:
 def cut_rows(payload: Payload, start: int, end: int) -> Payload:
     assert isinstance(payload, Rows)
     return Rows(payload.keys[start:end])
+
+
+def joined(pieces: Sequence[Piece]) -> Rows:
+    """The rows of pieces that follow one another."""
+    keys: list[Key] = []
+    for piece in pieces:
+        assert isinstance(piece.payload, Rows)
+        keys += piece.payload.keys[piece.first_row : piece.end_row]
+    return Rows(tuple(keys))
 
 
 def flatten(atoms: Sequence[Atom]) -> TokenSequence:
@@ -119,11 +129,13 @@ def store(
     ends: Sequence[int] | None = None,
     *,
     owner: str | None = None,
+    user: str = "",
+    ttl_seconds: float | None = None,
     kinds: dict[int, BoundaryKind] | None = None,
     keep: bool = False,
 ) -> Lease:
     """One row from lookup to release; a state at each of `ends`, an entry at the last."""
-    lease = tree.acquire(tree.lookup(tokens), owner=owner)
+    lease = tree.acquire(tree.lookup(tokens), owner=owner, user=user, ttl_seconds=ttl_seconds)
     keys = keys_of(tokens)
     for end in ends or (len(tokens),):
         if end >= lease.num_tokens:

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from kvserve.cache.match import Match
 from kvserve.cache.records import Limits
-from kvserve.cache.tree import Match, PrefixTree
+from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import Lease, Node
 from kvserve.core import TokenSequence
 from tests.cache.payloads import (

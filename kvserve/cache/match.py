@@ -1,0 +1,35 @@
+"""What a lookup in the prefix tree found. A value; it knows the tree's records and where it was found."""
+
+from dataclasses import dataclass, field
+
+from kvserve.cache.block_hash import HashChain
+from kvserve.cache.records import MatchCause, Piece, State
+from kvserve.cache.token_run import TokenRun
+from kvserve.cache.trie import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the tree knows of a prompt; to be acquired before the tree changes.
+
+    `[0, num_matched_tokens)` is stored, token by token the same. `[0, num_usable_tokens)` can be restored: from
+    `pieces`, which cover it in order, and `state`, the checkpoint at exactly that offset (None where everything can be
+    cut, or nothing is usable). At most all but the last token is usable: computing that one gives the first answer
+    token. `run` is the whole prompt, packed.
+    """
+
+    num_prompt_tokens: int
+    num_matched_tokens: int
+    num_usable_tokens: int
+    pieces: tuple[Piece, ...]
+    state: State | None
+    cause: MatchCause
+    run: TokenRun = field(repr=False)
+    node: Node = field(repr=False)
+    chain: HashChain = field(repr=False)
+    version: int = field(repr=False)
+
+    @property
+    def num_trim_missed_tokens(self) -> int:
+        """Tokens that match but are computed again, because no checkpoint is there (`hybrid_trim_miss`)."""
+        return min(self.num_matched_tokens, max(self.num_prompt_tokens - 1, 0)) - self.num_usable_tokens
