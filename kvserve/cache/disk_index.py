@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
+from kvserve.cache.disk_rescue import Endangered, endangered
 from kvserve.cache.forgetting import IsForgotten, remaining
 from kvserve.cache.records import BoundaryKind, Checkpoint, RecordId, Segment
 from kvserve.cache.token_run import ID_BYTES, TokenRun, join
@@ -276,6 +277,11 @@ class DiskIndex:
         with self._lock:
             if (entry := self._by_name.get(name)) is not None:
                 note_use(entry.users, user, depth)
+
+    def endangered(self, is_forgotten: IsForgotten) -> list[Endangered]:
+        """What others used and would lose with these users' blobs."""
+        with self._lock:
+            return endangered(self._trie, lambda node: self._entry_of(node).users, is_forgotten)
 
     def forget_users(self, is_forgotten: IsForgotten) -> "Unused":
         """Forget the blobs with tokens that only these users are known to have used, or nobody, and what stands on

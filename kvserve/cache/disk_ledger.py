@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from kvserve.cache.disk_blob import BlobHead, BlobName, DamagedBlob
 from kvserve.cache.disk_catalog import Books, Listed, Victim, is_passing
 from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_index import DiskIndex, Unused
-from kvserve.cache.disk_records import DiskLimits
+from kvserve.cache.disk_index import DiskIndex
+from kvserve.cache.disk_records import DiskLimits, Removal
 from kvserve.cache.disk_store import BlobStore, StoredFile
+from kvserve.cache.forgetting import IsForgotten
 
 VICTIMS_AT_ONCE = 64
 AUTO_MAX_BYTES = 500 * 10**9
@@ -271,15 +272,16 @@ class Ledger:
         for each in gone:
             self._delete(self._index.model, each)
 
-    def forget(self, unused: Unused) -> bool:
-        """Users are forgotten, and the blobs that nobody else needs leave. Whether the index could be told too."""
-        is_listed = self.commit()
+    def forget(self, is_forgotten: IsForgotten) -> Removal:
+        """Users are forgotten, and the blobs that nobody else needs leave."""
+        unused, is_done = self._index.forget_users(is_forgotten), self.commit()
         gone = [name for name in unused.names if not self._index.is_known(name)]
-        is_listed &= self._do(lambda catalog: catalog.drop([(self._index.model, name) for name in gone]))
+        is_done &= self._do(lambda catalog: catalog.drop([(self._index.model, name) for name in gone]))
         for name in gone:
             self._delete(self._index.model, name)
         self.total_bytes -= unused.num_bytes
-        return self._do(lambda catalog: catalog.forget_users(self._index.model, unused.users)) and is_listed
+        is_done &= self._do(lambda catalog: catalog.forget_users(self._index.model, unused.users))
+        return Removal(unused.num_bytes, is_done)
 
     def clear(self) -> None:
         """Everything of this model leaves."""

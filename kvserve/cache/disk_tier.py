@@ -230,13 +230,11 @@ class DiskTier:
             self._wake.notify_all()
 
     def forget(self, is_forgotten: IsForgotten, timeout_seconds: float = 10.0) -> Removal:
-        """Delete what only these users are known to have used, and what is of nobody who is known."""
-        unused, told = self.index.forget_users(is_forgotten), list[bool]()
-        with self._wake:
-            for load in (load for load in self._loads if load.names & set(unused.names)):
-                load.is_cancelled = True
-        is_over = self._order(lambda: told.append(self._hand.ledger.forget(unused)), timeout_seconds)
-        return Removal(unused.num_bytes, is_over and all(told))
+        """Delete what only these users are known to have used, and what is of nobody who is known. It is the disk
+        thread that forgets: what it finds in the folder meanwhile is not taken in again."""
+        done = list[Removal]()
+        is_over = self._order(lambda: done.append(self._hand.ledger.forget(is_forgotten)), timeout_seconds)
+        return done[0] if is_over and done else Removal(0, is_done=False)
 
     def close(self, timeout_seconds: float) -> bool:
         """Write what waits, then end the thread. False if that took too long: what was not written is lost."""

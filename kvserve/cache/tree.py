@@ -12,7 +12,7 @@ the engine thread; what `stats()` returned may be read anywhere.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, merge_nodes, plan_run
@@ -218,6 +218,13 @@ class PrefixTree:
             return
         node.sequence_end = SequenceEnd(lease.owner, lease.ttl_seconds, now)
         self._sweep.expect_change()
+
+    def note_users(self, lease: Lease, users: Mapping[str, int]) -> None:
+        """These have used what a row stands on too, each up to an offset."""
+        for node in lease.node.path():
+            for user, depth in users.items():
+                if (end := min(depth, lease.num_tokens, node.end)) > node.start:
+                    note_use(node.users, user, end)
 
     def release(self, lease: Lease) -> None:
         """The row left. Idempotent."""

@@ -102,6 +102,14 @@ class Hold:
         return time.monotonic() - self.last_news_at > self.patience_seconds
 
 
+RESCUE_SECONDS = 5.0
+RESCUE_WAIT_SECONDS = 0.02
+"""So long nobody is served while what others have is read before somebody is forgotten; the rest is computed again."""
+
+ANY_TOKEN = 0
+"""Stands behind what is to be had whole: of a prompt all but the last token are."""
+
+
 class RowsGone(Exception):
     """What a blob was to be put behind has left RAM meanwhile."""
 
@@ -146,13 +154,28 @@ class DiskCache:
         for partition in index.partitions():
             self.tier.discard(index.exclusive(run, hasher.start(partition).extended(run)))
 
-    def forget(self, is_forgotten: IsForgotten) -> Removal:
+    def forget(self, is_forgotten: IsForgotten, max_bytes: int) -> Removal:
         """Forget what only these users are known to have used, and what is of nobody who is known; the tree has done so
-        before. What others have in RAM and stood on that is written anew."""
+        before. What others have that stands on it goes through RAM, within `max_bytes` there, and is written anew."""
+        holds = list(self._rescued(is_forgotten, max_bytes))
         removal = self.tier.forget(is_forgotten)
         for path in list(self._tree.kept_paths()):
             self.writing.save(path, 0)
+        for hold in holds:
+            self.let_go(hold)
         return removal
+
+    def _rescued(self, is_forgotten: IsForgotten, max_bytes: int) -> Iterator[Hold]:
+        """What others would lose, in RAM: as much of it as can be read in a moment."""
+        until = time.monotonic() + RESCUE_SECONDS
+        for each in self.tier.index.endangered(is_forgotten):
+            if time.monotonic() >= until or self._tree.num_ram_bytes >= max_bytes:
+                return
+            hold = self.hold(TokenSequence((*each.tokens.ids, ANY_TOKEN), each.tokens.images), each.partition)
+            while self.advance(hold) and time.monotonic() < until:
+                self.tier.wait(RESCUE_WAIT_SECONDS)
+            self._tree.note_users(hold.lease, each.users)
+            yield hold
 
     def retract(self, path: KeptPath, start: int) -> None:
         """Forget what serves only this path, from `start` on."""

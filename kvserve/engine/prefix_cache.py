@@ -273,9 +273,9 @@ class PrefixCache:
         """Forget what only the requests of these owners used, and what is of nobody who is known: it may be theirs."""
         held_bytes = self._tree.num_ram_bytes
         num_tokens = self._tree.forget(is_forgotten)
-        removal = self._disk.forget(is_forgotten) if self._disk is not None else None
-        self.warmed.forget_owners(is_forgotten)
         num_ram_bytes = held_bytes - self._tree.num_ram_bytes
+        removal = self._disk.forget(is_forgotten, self._max_bytes) if self._disk is not None else None
+        self.warmed.forget_owners(is_forgotten)
         self.make_room()
         mx.clear_cache()
         if removal is None:

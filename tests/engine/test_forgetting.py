@@ -136,6 +136,29 @@ def test_owners_outlive_the_process(tmp_path: Path) -> None:
         assert engine.kept_tokens(TokenSequence((*apart, 1)))[1] == before > 0
 
 
+@pytest.mark.parametrize("family", sampled(FAMILIES, TWO_KINDS))
+def test_what_only_the_disk_has_of_another_one_stays(family: str, tmp_path: Path) -> None:
+    """It stood in the middle of what goes: after a restart nothing of it is in RAM, and it is written anew."""
+    with running_engine(family, disk=on(tmp_path)) as engine:
+        generate(engine, asked(ONE, MINE))
+        generate(engine, asked(OTHER, THEIRS))
+    with running_engine(family, disk=on(tmp_path)) as engine:
+        before = engine.kept_tokens(TokenSequence((*THEIRS, 1)))[1]
+        gone = engine.forget(is_one)
+        assert gone.is_done and gone.num_disk_bytes > 0 and (gone.num_tokens, gone.num_ram_bytes) == (0, 0)
+        assert found_in(tmp_path, OWN_WORDS) == [] and not found_in_ram(engine, OWN_WORDS)
+        settle(engine)
+        engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+    with running_engine(family, disk=on(tmp_path)) as engine:
+        assert found_in(tmp_path, OWN_WORDS) == []
+        assert engine.kept_tokens(TokenSequence((*THEIRS, 1)))[1] == before > len(SHARED)
+        [warm] = generate(engine, turn(THEIRS))
+        assert_exact(warm, cold(engine, THEIRS))
+        generate(engine, asked(OTHER, THEIRS))
+        assert engine.forget(lambda name: name == OTHER).num_disk_bytes > 0
+        assert engine.kept_tokens(TokenSequence((*THEIRS, 1))) == (0, 0), "whose it is was written anew too"
+
+
 def test_whoever_is_not_forgotten_keeps_all(tmp_path: Path) -> None:
     """Negative control: to forget somebody else is no loss for anybody, in RAM or on disk."""
     with running_engine(disk=on(tmp_path)) as engine:
