@@ -290,6 +290,10 @@ class PrefixTree:
         self._sweep.expect_change()  # owners without entries are forgotten too
         return num_tokens
 
+    def forget_names(self) -> None:
+        """Forget which prompts were looked up last."""
+        self._names.clear()
+
     def retract(self, lease: Lease, start: int) -> KeptPath | None:
         """The row left, and what it added from `start` on goes with it, up to where others go on, stand or ended.
         Returns the path as it was; drop it soon."""

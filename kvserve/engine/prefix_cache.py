@@ -195,6 +195,8 @@ class PrefixCache:
     def leave(self, tenancy: Tenancy) -> None:
         """The row is gone; segments that were complete stay."""
         self._tree.release(tenancy.lease)
+        if tenancy.row.is_forgotten:
+            self._tree.forget_names()
 
     def count(self, *, num_prompt_tokens: int = 0, num_cached_tokens: int = 0, num_prefill_tokens: int = 0) -> None:
         """Add to the totals."""

@@ -13,6 +13,7 @@ from kvserve.engine.cache_records import Forgotten
 from kvserve.engine.disk_open import DiskSettings
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Generation
+from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.warming import WarmJob, WarmSettings
 from kvserve.engine.worker import Engine
 from tests.engine.engines import (
@@ -23,6 +24,7 @@ from tests.engine.engines import (
     cold,
     collect,
     generate,
+    held,
     prompt_of,
     running_engine,
     turn,
@@ -46,6 +48,11 @@ def asked(owner: str, tokens: list[int], max_tokens: int = 8) -> GenerationReque
 
 def is_one(name: str) -> bool:
     return name == ONE
+
+
+def forget_one(scheduler: Scheduler | None) -> None:
+    assert scheduler is not None
+    scheduler.forget(is_one)
 
 
 def on(folder: Path) -> DiskSettings:
@@ -193,6 +200,19 @@ def test_a_running_row_of_who_is_forgotten_leaves_nothing(engine: Engine) -> Non
     [generation] = running
     assert len(collect(generation).tokens) == 200
     assert not found_in_ram(engine, prompt[20:100])
+
+
+def test_a_waiting_row_of_who_is_forgotten_leaves_nothing(engine: Engine) -> None:
+    """It was asked before, so it is answered; who asks once more is kept again."""
+    engine.clear_cache()
+    prompt = prompt_of(200, 11)
+    with held(engine):
+        generation = engine.submit(asked(ONE, prompt))
+        engine._put(forget_one)
+    assert len(collect(generation).tokens) == 8
+    assert not found_in_ram(engine, prompt[20:100])
+    generate(engine, asked(ONE, prompt))
+    assert found_in_ram(engine, prompt[20:100])
 
 
 def wait_for(check: Callable[[], bool]) -> None:
