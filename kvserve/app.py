@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -23,10 +24,11 @@ from kvserve.config import Launch, load_launch
 from kvserve.core import JsonObject, RequestDefaults, TokenSequence, Turn
 from kvserve.deferred import TurnInProgress
 from kvserve.demo.build import build_model
+from kvserve.engine.cache_records import Forgotten
 from kvserve.engine.model import expected_sizes, resolve_model_folder
 from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.errors import KvserveError, ModelLoadError, NotReady, RequestError, StartupError
-from kvserve.identity.owner import is_of_session
+from kvserve.identity.owner import belongs_to
 from kvserve.loading import ModelMaker
 from kvserve.next_turns import NextTurns
 from kvserve.pipeline import ServedModel, count_tokens, serve_turn
@@ -318,9 +320,25 @@ class App:
 
     def forget(self, session: str | None, principal: str | None) -> JsonObject:
         """Forget what is kept of a session, of a principal (by its name), or of a session of a principal; None stands
-        for any. Returns how much that was. What runs at this moment is kept when it ends."""
-        num_responses = self._responses.forget(session=session, principal=principal)
-        return {"num_responses": num_responses, **self._seeing.forget(session=session, principal=principal)}
+        for any. Returns how much that was. What runs at this moment is kept when it ends; KV of a model that is not
+        loaded stays on disk until it ages out."""
+        is_theirs = partial(belongs_to, session=session, principal=principal)
+        if self._next_turns is not None:
+            self._next_turns.forget()
+        gone = [known.conversations.forget(session=session, principal=principal) for known in self._roster.known()]
+        kept = Forgotten()
+        with contextlib.suppress(NotReady):
+            kept = self._roster.loaded.engine.forget(is_theirs)
+        return {
+            "num_sessions": sum(each.num_sessions for each in gone),
+            "num_messages": sum(each.num_messages for each in gone),
+            "num_tokens": kept.num_tokens,
+            "ram_bytes": kept.num_ram_bytes,
+            "disk_bytes": kept.num_disk_bytes,
+            "is_done": kept.is_done,
+            "num_responses": self._responses.forget(session=session, principal=principal),
+            **self._seeing.forget(session=session, principal=principal),
+        }
 
     def _loaded_as(self, model_name: str) -> ServedModel | None:
         """The loaded model, if this is its name."""
@@ -339,11 +357,11 @@ class App:
         is_fresh = time.time() - used_at < self._settings.disk_cache_ttl_hours * 3_600
         return 0, len(tokens) if self._launch.disk_cache == "on" and is_fresh else 0
 
-    def _let_go(self, model_name: str, tokens: TokenSequence, session: str) -> None:
-        """Forget the KV of a conversation that nobody will go on with; what is not loaded ages out on disk."""
+    def _let_go(self, model_name: str, tokens: TokenSequence, owner: str) -> None:
+        """Forget the KV of an owner's conversation that nobody will go on with; what is not loaded ages out on disk."""
         if (served := self._loaded_as(model_name)) is not None:
             with contextlib.suppress(NotReady):
-                served.engine.discard(tokens, lambda owner: bool(session) and is_of_session(owner, session))
+                served.engine.discard(tokens, owner.__eq__)
 
     def count_tokens(self, turn: Turn, served: ServedModel) -> int:
         return count_tokens(self._roster.countable(turn, served), served)

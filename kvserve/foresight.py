@@ -99,6 +99,11 @@ class Foresight:
         with self._lock:
             self._lines.clear()
 
+    def forget_clients(self) -> None:
+        """Forget what clients were seen to do."""
+        with self._lock:
+            self._clients.clear()
+
     def _line_of(self, turn: Over) -> Line:
         """The conversation that a turn belongs to, with what this turn shows of its client."""
         before, request_id = turn_before(turn), turn.turn.request_id

@@ -75,6 +75,11 @@ class NextTurns:
                 self._pending.popitem(last=False)
             self._changed.notify_all()
 
+    def forget(self) -> None:
+        """The same, and what clients were seen to do: what they add to messages are words too."""
+        self.clear()
+        self._foresight.forget_clients()
+
     def clear(self) -> None:
         """Forget conversations and their guesses."""
         with self._changed:

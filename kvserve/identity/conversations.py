@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvserve.canonical.canonicalise import canonicalise, chain
 from kvserve.canonical.familiar import Familiar
 from kvserve.core import Message, MessageStart, RequestId, SessionHint, TokenSequence, Turn, Written
 from kvserve.identity.earlier import Earlier
-from kvserve.identity.owner import Owner, is_of_principal, is_of_session
+from kvserve.identity.owner import Owner, belongs_to
 from kvserve.identity.provenance import MIN_BYTES
 from kvserve.identity.reading import Identity, Reading
 from kvserve.identity.recognise import IdentitySettings, Recogniser
@@ -160,10 +161,7 @@ class Conversations:
         """Forget what belongs to a session, whichever principal's, or to a principal (`str(Principal)`): to both, where
         both are given. Memos of messages, which know no owners, go as a whole."""
 
-        def is_gone(name: str) -> bool:
-            is_principals = principal is None or is_of_principal(name, principal)
-            return is_principals and (session is None or is_of_session(name, session))
-
+        is_gone = partial(belongs_to, session=session, principal=principal)
         stores = self._stores
         if session is None:
             stores.beginnings.forget(lambda owner: owner == principal)

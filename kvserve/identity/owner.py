@@ -41,11 +41,7 @@ class Owner:
         return None if self.session is None else self.name
 
 
-def is_of_principal(name: str, principal: str) -> bool:
-    """Whether an owner's name is one of this principal's."""
-    return name.partition("/")[0] == principal
-
-
-def is_of_session(name: str, session: str) -> bool:
-    """Whether an owner's name is that of this session, whichever principal's."""
-    return name.partition("/")[2] == session
+def belongs_to(name: str, *, session: str | None, principal: str | None) -> bool:
+    """Whether an owner's name is that of this session and of this principal; None stands for any."""
+    own_principal, _, own_session = name.partition("/")
+    return session in (None, own_session) and principal in (None, own_principal)
