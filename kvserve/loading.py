@@ -62,9 +62,10 @@ class ModelMaker:
         check_folder(folder)
         check_weights(folder)
         tokenizer = load_tokenizer(folder)
-        template = ChatTemplate(tokenizer, self.identity.limits.placed_bytes)
-        markers = learn_markers(tokenizer, template)
         added_tokens = frozenset(token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
+        output_format = _output_format(self.settings, folder, tokenizer, added_tokens)
+        template = ChatTemplate(tokenizer, self.identity.limits.placed_bytes, output_format.tags)
+        markers = learn_markers(tokenizer, template)
         sizes = expected_sizes(folder, self.settings.max_kv_size)
         return ServedModel(
             name=source.name,
@@ -72,7 +73,7 @@ class ModelMaker:
             template=template,
             markers=markers,
             stitcher=Stitcher.of(tokenizer, template, markers, self.identity.limits.memo_bytes),
-            output_format=_output_format(self.settings, folder, tokenizer, added_tokens),
+            output_format=output_format,
             added_tokens=added_tokens,
             engine=self._new_engine(folder, tokenizer),
             defaults=self.defaults,

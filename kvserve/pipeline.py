@@ -211,7 +211,7 @@ def _render(turn: Turn, reading: Reading, served: ServedModel) -> Prompt:
     """The turn as model tokens, its history as the model saw and wrote it."""
     text, stitched = _stitch(turn, reading, served)
     return Prompt(
-        text=text.text,
+        text=text.shown,
         tokens=TokenSequence(stitched.ids, stitched.images),
         opens_reasoning=text.opens_reasoning,
         continues=text.continues,

@@ -36,6 +36,13 @@ class OutputFormat:
     silent_tags: tuple[str, ...] = ()
     channels: Literal["tags", "harmony"] = "tags"
 
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """All that stands for structure in what the model writes; channels are no tags."""
+        thinking = (self.thinking.opening, self.thinking.closing) if self.thinking is not None else ()
+        calls = (tag for form in self.tool_forms for tag in (form.open_tag, form.stray_close, *form.inner_tags) if tag)
+        return (*thinking, *self.silent_tags, *calls)
+
 
 THINK = ThinkingTags("<think>", "</think>")
 

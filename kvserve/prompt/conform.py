@@ -12,6 +12,8 @@ from functools import cached_property
 
 from kvserve.core import Message, ToolSpec
 from kvserve.prompt.compiled import MessageDict
+from kvserve.prompt.control import ControlTokens
+from kvserve.prompt.guarding import guarded_steps
 from kvserve.prompt.memo import Memo
 from kvserve.prompt.steps import (
     ROLES,
@@ -83,17 +85,24 @@ class Conformed:
 
 
 def conform(
-    messages: Sequence[Message], tools: Sequence[ToolSpec], dialect: Dialect, memory: "Memory | None" = None
+    messages: Sequence[Message],
+    tools: Sequence[ToolSpec],
+    dialect: Dialect,
+    memory: "Memory | None" = None,
+    control: ControlTokens | None = None,
 ) -> Conformed:
     """The messages as steps in the template's dialect; tools that it does not take are described in the system message.
 
-    `memory` is that of this dialect. Raises BadRequest for an image.
+    `memory` is that of this dialect. With `control` the messages are guarded, the tools have been. Raises BadRequest
+    for an image.
     """
     if tools and not dialect.tools:
         memory = None  # its conversations begin without that description
     known = memory.find(messages) if memory is not None else None
     placing, num_known = (known.placing.copy(), len(known.messages)) if known is not None else (_Placing(dialect), 0)
     steps = [step for index, message in enumerate(messages[num_known:], num_known) for step in steps_of(message, index)]
+    if control is not None:
+        steps = list(guarded_steps(steps, dialect.form, control))
     if tools and not dialect.tools:
         steps = list(_with_tools_described(steps, tools))
         placing.note("tools described in the system message", 0)

@@ -82,6 +82,11 @@ def encode_marked(
     return MarkedIds(tuple(ids), tuple(images))
 
 
+def without_barriers(text: str) -> str:
+    """A text in which placeholders that a client typed stand as they were typed."""
+    return _MARK.sub(lambda mark: mark[0] if mark[1] else "", text) if EDGE in text else text
+
+
 def _needs_marks(block: Block, words: ImageWords) -> bool:
     """Whether it holds an image, or a text of which something is to be cut."""
     match block:

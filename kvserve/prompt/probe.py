@@ -10,6 +10,7 @@ from itertools import product
 from kvserve.core import ToolCallBlock, ToolSpec
 from kvserve.prompt.compiled import CompiledTemplate, Refusal
 from kvserve.prompt.conform import Dialect, Place
+from kvserve.prompt.control import Sample
 from kvserve.prompt.steps import (
     INLINE,
     ROLES,
@@ -149,6 +150,25 @@ def probe(prober: Prober) -> Dialect | None:
     if dialect.calls:
         dialect = _probe_call_shapes(prober, dialect)
     return replace(dialect, order=frozenset(_order(prober, dialect)))
+
+
+def sample(prober: Prober, dialect: Dialect) -> Sample:
+    """How the prober's template writes, with thinking where it has such; tools, which it explains in words, in the
+    whole loop only."""
+    toolless = replace(prober, tools=())
+
+    def written(asked: Prober, *kinds: Kind, tail: bool = False) -> str:
+        text = asked.render(talk(kinds), dialect.form, tail=tail, keep=True)
+        return text if isinstance(text, str) else ""
+
+    answered = written(toolless, "system", "user", "assistant", "user", tail=True)
+    return Sample(
+        source=prober.template.source,
+        user=written(toolless, "user"),
+        talk=answered or written(toolless, "user", "assistant"),
+        calls=written(toolless, "user", "calls") if dialect.calls else "",
+        loop=written(prober, "user", "calls", "result", tail=True) if dialect.results else "",
+    )
 
 
 def _shows_tools(prober: Prober, form: WireForm) -> bool:

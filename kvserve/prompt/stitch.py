@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from kvserve.core import ImageSpan, MessageStart, Written
 from kvserve.prompt.boundaries import MessageMarkers
+from kvserve.prompt.control import ControlTokens, shown
 from kvserve.prompt.cuts import Cutter, Piece
 from kvserve.prompt.images_text import Runs, encode_marked
 from kvserve.prompt.layout import TurnLayout, learn_layout
@@ -73,17 +74,23 @@ class Stitcher:
     """Makes one model's prompts. Every method may be called from several threads at once."""
 
     def __init__(
-        self, tokenizer: Tokenizer, markers: MessageMarkers, layout: TurnLayout, max_bytes: int = MEMO_BYTES
+        self,
+        tokenizer: Tokenizer,
+        markers: MessageMarkers,
+        layout: TurnLayout,
+        max_bytes: int = MEMO_BYTES,
+        control: ControlTokens | None = None,
     ) -> None:
-        """`max_bytes` bounds what is remembered of earlier prompts."""
+        """`max_bytes` bounds what is remembered of earlier prompts; `control` is what marked the prompts' texts."""
         self._tokenizer = tokenizer
+        self._encode = (control or ControlTokens(tokenizer, ())).encode
         self._markers = markers
         self._cutter = Cutter(tokenizer, layout.openers | layout.ends)
         # A turn that is not cut off exactly where it ends cannot be replaced.
         is_cut = layout.openers | layout.ends <= self._cutter.tokens
         self._layout = layout if is_cut else replace(layout, header="")
-        cut_ids = {tokenizer.token_id(token) for token in self._cutter.tokens}
-        self._starts_are_local = cut_ids.isdisjoint(markers.user_header[1:])
+        self._cut_ids = {tokenizer.token_id(token) for token in self._cutter.tokens}
+        self._starts_are_local = self._cut_ids.isdisjoint(markers.user_header[1:])
         self._shared: dict[int, int] = {}
         self._known: Memo[_Tokens] = Memo(max_bytes // 2)
         self._said: Memo[Said] = Memo(max_bytes // 4)
@@ -94,7 +101,7 @@ class Stitcher:
         cls, tokenizer: Tokenizer, template: ChatTemplate, markers: MessageMarkers, max_bytes: int = MEMO_BYTES
     ) -> "Stitcher":
         """The stitcher of a model whose template is asked how it lays out turns."""
-        return cls(tokenizer, markers, learn_layout(tokenizer, template, markers), max_bytes)
+        return cls(tokenizer, markers, learn_layout(tokenizer, template, markers), max_bytes, template.control)
 
     @property
     def turn_end(self) -> int | None:
@@ -123,7 +130,7 @@ class Stitcher:
 
     def _whole(self, prompt: PromptText) -> Stitched:
         first = prompt.adds_special_tokens
-        marked = encode_marked(self._tokenizer.encode, prompt.text, prompt.runs, adds_special_tokens=first)
+        marked = encode_marked(self._encode, prompt.text, prompt.runs, adds_special_tokens=first)
         starts = self._markers.message_starts(marked.ids)
         tail_ids = marked.ids[starts[-1].offset :] if starts else ()
         return Stitched(marked.ids, starts, tail_ids, 0, len(prompt.text), marked.images)
@@ -150,8 +157,8 @@ class Stitcher:
         return Stitched(ids, starts, tail_ids, len(replays), num_new_chars, tuple(_images(rows)))
 
     def _tokenised(self, text: str, runs: Runs) -> _Tokens:
-        """The ids of one piece, from now on known: marks of images are part of its text."""
-        marked = encode_marked(self._tokenizer.encode, text, runs)
+        """The ids of one piece, from now on known: marks of images and of a client's words are part of its text."""
+        marked = encode_marked(self._encode, text, runs)
         tokens = replace(self._with_starts(marked.ids), images=marked.images)
         self._known.put(text, tokens, _num_bytes(text, tokens))
         return tokens
@@ -186,7 +193,7 @@ class Stitcher:
                 continue
             start, stop = units[span.start].index, units[span.stop - 1].index + 1
             # The model goes on right behind an unfinished turn: there white space says something too.
-            if continues and span.stop == len(units) and _text(pieces[start:stop]) != emitted.text:
+            if continues and span.stop == len(units) and shown(_text(pieces[start:stop])) != emitted.text:
                 continue
             replays[start] = _Replay(stop, emitted)
             unit = span.stop
@@ -201,18 +208,21 @@ class Stitcher:
         ids = written.prefix_ids + written.ids
         text = self._tokenizer.decode(ids)
         behind = behind_header(text, self._layout)
-        said = says(behind) if behind is not None and self._ends_in_words(text) else None
+        said = says(behind) if behind is not None and self._ends_in_words(ids) else None
         emitted = _Emitted(written, text, said, self._with_starts(ids))
         self._emitted.put(key, emitted, 2 * _num_bytes(text, emitted.tokens))
         return emitted
 
-    def _ends_in_words(self, text: str) -> bool:
-        """Whether the template's end may follow: an answer can be cut between two of its messages too."""
-        pieces = self._cutter.cut(text)
-        if len(pieces) < 2:
+    def _ends_in_words(self, ids: tuple[int, ...]) -> bool:
+        """Whether the template's end may follow: an answer can be cut between two of its messages too.
+
+        Read off the ids: an answer about such tokens may spell them out in words.
+        """
+        last = next((index for index in range(len(ids) - 1, 0, -1) if ids[index] in self._cut_ids), 0)
+        if not last:
             return True
-        token, body = pieces[-1]
-        said = body if token in self._layout.ends else behind_header(token + body, self._layout)
+        token, text = self._tokenizer.decode(ids[last : last + 1]), self._tokenizer.decode(ids[last:])
+        said = text.removeprefix(token) if token in self._layout.ends else behind_header(text, self._layout)
         return said is not None and bool(said.strip())
 
 
@@ -231,7 +241,7 @@ class _Remembering:
         key = (self.says.key, text)
         said = self.memo.get(key)
         if said is None:
-            said = self.says(text)
+            said = self.says(shown(text))
             self.memo.put(key, said, 3 * len(text) + 256)
         return said
 

@@ -4,19 +4,21 @@ It knows one model's template and tokenizer; nothing of protocols, caches or the
 into the nearest form by `conform.py`, and if that is refused too, into plainer ones, never into an error of the server.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvserve.core import Message, TextBlock, TokenSequence, ToolSpec
 from kvserve.errors import BadRequest
 from kvserve.prompt.compiled import CompiledTemplate, MessageDict
 from kvserve.prompt.conform import Dialect, Memory, conform
-from kvserve.prompt.images_text import Runs
-from kvserve.prompt.probe import PROBE_TOOL, Prober, probe
-from kvserve.prompt.steps import Step, hermes_tools, plain_data, steps_of, tool_dicts, transcript
+from kvserve.prompt.control import ControlTokens, Sample, control_tokens, shown, spared_tags
+from kvserve.prompt.guarding import guarded_data, guarded_steps, guarded_tools
+from kvserve.prompt.images_text import Runs, without_barriers
+from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, sample
+from kvserve.prompt.steps import Step, WireForm, hermes_tools, steps_of, tool_dicts, transcript
 from kvserve.prompt.switches import Switches, find_switches, keep_arguments
 from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
-from kvserve.prompt.writing import Writer, Written
+from kvserve.prompt.writing import REASONING_TAGS, Writer, Written
 
 ARGUMENTS_FIELD = "chat_template_kwargs"
 
@@ -31,7 +33,8 @@ class PromptText:
     `opens_reasoning`: it ends inside an opened think tag or channel, so the model's text starts as reasoning.
     `continues`: it ends inside the last message, an assistant's, instead of in a generation tail. `notes` say what was
     put into another form than the client sent. `adds_special_tokens`: the tokenizer's own ones (BOS) are still missing.
-    `runs` are the ids of the images whose marks the text holds.
+    `runs` are the ids of the images whose marks the text holds. In the text control tokens that a client spelt out are
+    marked; it is for the stitcher, and `shown` is for people.
     """
 
     text: str
@@ -40,6 +43,11 @@ class PromptText:
     continues: bool = False
     adds_special_tokens: bool = False
     runs: Runs = field(default_factory=dict)
+
+    @property
+    def shown(self) -> str:
+        """The text in which a client's own words stand as they were sent."""
+        return without_barriers(shown(self.text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,7 @@ class _Voice:
     dialect: Dialect
     tool_dialect: Dialect | None
     switches: Switches
+    sample: Sample
 
     @property
     def in_words(self) -> Dialect:
@@ -77,24 +86,28 @@ def _probed(template: CompiledTemplate) -> _Voice | None:
     dialect = probe(prober)
     if dialect is None:
         return None
-    tool_dialect = probe(replace(prober, tools=(PROBE_TOOL,)))
+    with_tools = replace(prober, tools=(PROBE_TOOL,))
+    tool_dialect = probe(with_tools)
     if tool_dialect is not None and not tool_dialect.tools:
         tool_dialect = None
-    return _Voice(template, dialect, tool_dialect, find_switches(prober, dialect.form))
+    written = sample(prober, dialect) if tool_dialect is None else sample(with_tools, tool_dialect)
+    return _Voice(template, dialect, tool_dialect, find_switches(prober, dialect.form), written)
 
 
 class ChatTemplate:
     """The chat template of one model, compiled and probed once. Thread-safe: what it remembers changes no text."""
 
-    def __init__(self, tokenizer: Tokenizer, max_bytes: int = MEMORY_BYTES) -> None:
-        """`max_bytes` bounds what is remembered of earlier conversations. Raises ModelLoadError where the template is
-        broken. A model without one gets labelled plain text."""
+    def __init__(self, tokenizer: Tokenizer, max_bytes: int = MEMORY_BYTES, tags: Collection[str] = ()) -> None:
+        """`max_bytes` bounds what is remembered of earlier conversations, `tags` are those that the model's answers are
+        searched for. Raises ModelLoadError where the template is broken. A model without one gets labelled plain text.
+        """
         self._tokenizer = tokenizer
         source = tokenizer.chat_template
         self._voice = _probed(CompiledTemplate(source, tokenizer.template_variables)) if source is not None else None
         dialects = (self._voice.dialect, self._voice.tool_dialect) if self._voice is not None else ()
         spoken = [dialect for dialect in dialects if dialect is not None]
         self._memories = [(dialect, Memory(max_bytes // len(spoken))) for dialect in spoken]
+        self.control = _control_of(tokenizer, self._voice.sample if self._voice is not None else None, tags)
 
     @property
     def accepts_tools(self) -> bool:
@@ -147,26 +160,27 @@ class ChatTemplate:
         Raises BadRequest for an image, and for template arguments that the template fails with.
         """
         voice = self._voice
+        tools = guarded_tools(tools, self.control)
         if voice is None:
-            return _plain(messages, tools, ())
-        given = _free_arguments(voice, template_arguments or {})
+            return self._plain(messages, tools, ())
+        given = self._free_arguments(voice, template_arguments or {})
         arguments = voice.switches.arguments(given, thinking=thinking, preserve=preserve_thinking, effort=effort)
         switched = voice.switches.arguments({}, thinking=thinking, preserve=preserve_thinking, effort=effort)
         refusals: list[str] = []
         for dialect, said in _attempts(voice, messages, tools):
-            conformed = conform(said, tools, dialect, self._memory_of(dialect))
+            conformed = conform(said, tools, dialect, self._memory_of(dialect), self.control)
             writer = Writer(voice.template, dialect.form, tool_dicts(tools) if dialect.tools else None, arguments)
             written = writer.write(conformed)
             if isinstance(written, Written):
                 notes = (*refusals, *conformed.notes)
                 # A chat template writes every special token itself, BOS included; that is how they are all written.
-                text = without_surrogates(written.text)
+                text = self.control.settled(without_surrogates(written.text))
                 return PromptText(text, written.opens_reasoning, notes, continues=conformed.continues)
             if given and isinstance(replace(writer, arguments=switched).write(conformed), Written):
-                reason = f"The chat template fails with these arguments: {written.reason}"
+                reason = f"The chat template fails with these arguments: {shown(written.reason)}"
                 raise BadRequest(reason, param=ARGUMENTS_FIELD)
-            refusals.append(f"the chat template refused ({written.reason}): a plainer form was tried")
-        return _plain(messages, tools, tuple(refusals))
+            refusals.append(f"the chat template refused ({shown(written.reason)}): a plainer form was tried")
+        return self._plain(messages, tools, tuple(refusals))
 
     def render(
         self,
@@ -187,27 +201,34 @@ class ChatTemplate:
             effort=effort,
             template_arguments=template_arguments,
         )
-        ids = self._tokenizer.encode(prompt.text, add_special_tokens=prompt.adds_special_tokens)
-        return RenderedPrompt(prompt.text, TokenSequence(ids), prompt.opens_reasoning, prompt.notes)
+        ids = self.control.encode(prompt.text, add_special_tokens=prompt.adds_special_tokens)
+        return RenderedPrompt(prompt.shown, TokenSequence(ids), prompt.opens_reasoning, prompt.notes)
+
+    def _plain(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], notes: tuple[str, ...]) -> PromptText:
+        """The conversation as labelled text, without the model's template."""
+        said = [step for index, message in enumerate(messages) for step in steps_of(message, index)]
+        steps = [Step("system", hermes_tools(tools))] if tools else []
+        steps += guarded_steps(said, WireForm(), self.control)
+        continues = bool(steps) and steps[-1].kind == "assistant" and bool(steps[-1].text)
+        text = without_surrogates(transcript(steps) + ("" if continues else "\n\n[assistant]\n"))
+        notes = (*notes, "no chat template: rendered as labelled plain text")
+        text = self.control.settled(text)
+        return PromptText(text, opens_reasoning=False, notes=notes, continues=continues, adds_special_tokens=True)
+
+    def _free_arguments(self, voice: _Voice, given: Mapping[str, object]) -> dict[str, object]:
+        """The request's arguments less the names that the rendering itself needs."""
+        free = {name: value for name, value in given.items() if voice.template.is_free(name)}
+        return {name: guarded_data(value, self.control) for name, value in free.items()}
 
     def _memory_of(self, dialect: Dialect) -> Memory | None:
         """The memory of a dialect that was probed; one that is tried because of a refusal has none."""
         return next((memory for known, memory in self._memories if known is dialect), None)
 
 
-def _plain(messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], notes: tuple[str, ...]) -> PromptText:
-    """The conversation as labelled text, without the model's template."""
-    steps = [Step("system", hermes_tools(tools))] if tools else []
-    steps += [step for index, message in enumerate(messages) for step in steps_of(message, index)]
-    continues = bool(steps) and steps[-1].kind == "assistant" and bool(steps[-1].text)
-    text = without_surrogates(transcript(steps) + ("" if continues else "\n\n[assistant]\n"))
-    notes = (*notes, "no chat template: rendered as labelled plain text")
-    return PromptText(text, opens_reasoning=False, notes=notes, continues=continues, adds_special_tokens=True)
-
-
-def _free_arguments(voice: _Voice, given: Mapping[str, object]) -> dict[str, object]:
-    """The request's arguments less the names that the rendering itself needs."""
-    return {name: plain_data(value) for name, value in given.items() if voice.template.is_free(name)}
+def _control_of(tokenizer: Tokenizer, sample: Sample | None, tags: Collection[str]) -> ControlTokens:
+    known = {*tags, *(tag for pair in REASONING_TAGS for tag in pair)}
+    tokens = control_tokens(tokenizer, sample, known)
+    return ControlTokens(tokenizer, tokens, spared_tags(tokenizer, tokens, sample, known))
 
 
 def _attempts(

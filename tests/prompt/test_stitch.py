@@ -50,7 +50,7 @@ def test_rendered_conversations_have_the_ids_of_their_text(name: str) -> None:
         rendered = of.template.render(said, (LOOK,), thinking=thinking)
         prompt = of.template.write(said, (LOOK,), thinking=thinking)
         stitched = of.stitcher.tokens(prompt)
-        assert (prompt.text, prompt.notes) == (rendered.text, rendered.notes)
+        assert (prompt.shown, prompt.notes) == (rendered.text, rendered.notes)
         assert stitched.ids == rendered.ids.ids
         assert stitched.message_starts == of.markers.message_starts(stitched.ids)
 

@@ -80,11 +80,10 @@ class Family:
 @cache
 def family(name: str) -> Family:
     tokenizer = family_tokenizer(name)
-    template = ChatTemplate(tokenizer)
+    output_format = _output_format(name, tokenizer)
+    template = ChatTemplate(tokenizer, tags=output_format.tags)
     markers = learn_markers(tokenizer, template)
-    return Family(
-        name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), _output_format(name, tokenizer)
-    )
+    return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
 
 
 def _output_format(name: str, tokenizer: Tokenizer) -> OutputFormat:

@@ -25,7 +25,7 @@ class ForeignToolForm:
 
     def form(self) -> ToolForm:
         """This form as the splitter uses it."""
-        return ToolForm("foreign", self.open_tag, self._scan)
+        return ToolForm("foreign", self.open_tag, self._scan, inner_tags=(self.close_tag,))
 
     def _scan(self, tools: Sequence[ToolSpec]) -> Scan:
         chars: list[str] = []

@@ -33,12 +33,16 @@ type Reader[T] = Generator[None, str, T]
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """A form: `scan(tools)` reads what follows `open_tag`; `stray_close` is a tag some models write after it."""
+    """A form: `scan(tools)` reads what follows `open_tag`; `stray_close` is a tag some models write after it.
+
+    `inner_tags` are the others that it is written with.
+    """
 
     name: str
     open_tag: str
     scan: Callable[[Sequence[ToolSpec]], Scan]
     stray_close: str | None = None
+    inner_tags: tuple[str, ...] = ()
 
 
 def parse_text(form: ToolForm, text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:

@@ -52,7 +52,7 @@ def _name(char: str) -> Reader[tuple[str, str]]:
     return "".join(name), char
 
 
-GLM = ToolForm("glm", OPEN, scan)
+GLM = ToolForm("glm", OPEN, scan, inner_tags=(KEY_OPEN, KEY_CLOSE, VALUE_OPEN, VALUE_CLOSE, CLOSE))
 
 
 def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:

@@ -56,7 +56,7 @@ def read_arguments(value: object) -> dict[str, object]:
     return value
 
 
-HERMES = ToolForm("hermes", OPEN, scan)
+HERMES = ToolForm("hermes", OPEN, scan, inner_tags=(CLOSE,))
 
 
 def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:

@@ -53,8 +53,9 @@ def _function(tools: Sequence[ToolSpec], closing: tuple[str, ...]) -> Scan:
     return [typed_call(name, values, tools)]
 
 
-QWEN_CODER = ToolForm("qwen_coder", OPEN, scan)
-QWEN_CODER_BARE = ToolForm("qwen_coder_bare", FUNCTION_OPEN, scan_bare, stray_close=CLOSE)
+_INNER_TAGS = (PARAMETER_OPEN, PARAMETER_CLOSE, FUNCTION_CLOSE)
+QWEN_CODER = ToolForm("qwen_coder", OPEN, scan, inner_tags=(FUNCTION_OPEN, *_INNER_TAGS, CLOSE))
+QWEN_CODER_BARE = ToolForm("qwen_coder_bare", FUNCTION_OPEN, scan_bare, stray_close=CLOSE, inner_tags=_INNER_TAGS)
 
 
 def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:

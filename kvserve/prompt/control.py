@@ -1,0 +1,223 @@
+"""Control tokens that a client spells out: in the prompt they are words, and only the template's own are tokens.
+
+    client's text -> a mark in every spelling -> chat template -> ids, where what is marked is plain text
+
+It knows a tokenizer's added tokens and which of them a template writes; nothing of messages. Marks are noncharacters of
+Unicode, which no text for interchange holds; those that a client sends all the same become U+FFFD.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import tokenizers
+
+from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
+
+MARK = "\ufdd1"
+"""Behind the first character of a spelling: no search finds the token any more, neither the template's nor ours."""
+
+BEFORE, BEHIND = "\ufdd2", "\ufdd3"
+"""Beside a spelling that ends or begins a text, until it is rendered: templates ask how a text starts and ends."""
+
+LIVE = "\ufdd4"
+"""Before the template's own tokens, under the names that they have in the second tokenizer."""
+
+_PRIVATE = re.compile(f"[{MARK}-{LIVE}]")
+
+
+def shown(text: str) -> str:
+    """A text without the marks: what the client and the template said."""
+    return text if text.isascii() else _PRIVATE.sub("", text)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """How one template writes: its source and a few short conversations, in which every word is a marker word.
+
+    `user` is a user's message alone, `talk` has an answer too, `calls` ends with calls, `loop` has tools and results
+    as well. What the template does not write is "".
+    """
+
+    source: str
+    user: str
+    talk: str
+    calls: str
+    loop: str
+
+
+def control_tokens(tokenizer: Tokenizer, sample: Sample | None, tags: Iterable[str]) -> frozenset[str]:
+    """The added tokens that mean something to the model's turns, by trying: special ones, those that end an answer,
+    those that the template writes, and those that `tags`, which the readers of answers look for, are made of."""
+    written = "\n".join(tags)
+    if sample is not None:
+        written = "\n".join((written, sample.source, sample.user, sample.talk, sample.calls, sample.loop))
+    return frozenset(
+        token.content
+        for id, token in tokenizer.backend.get_added_tokens_decoder().items()
+        if token.content.strip(" \t\r\n\u2581")  # runs of blanks are how text is written
+        and (token.special or id in tokenizer.stop_token_ids or token.content in written)
+    )
+
+
+def spared_tags(
+    tokenizer: Tokenizer, tokens: Collection[str], sample: Sample | None, tags: Iterable[str]
+) -> frozenset[str]:
+    """What stays as it is in an assistant's text: thinking tags and the tags of calls.
+
+    Clients send thinking and calls back inside the text, templates look for the tags there, and a model goes on behind
+    them. A tag that also stands around a user's words, or ends an answer, is no such tag: it would end the message.
+    """
+    if sample is None:
+        return frozenset()
+    stops = {tokenizer.decode([id]) for id in tokenizer.stop_token_ids}
+    of_calls = {token for token in tokens if token in sample.calls and token not in sample.talk}
+    known = {tag for tag in tags if any(token in tag for token in tokens)}
+    return frozenset(tag for tag in known | of_calls if tag not in stops and tag not in sample.user)
+
+
+class ControlTokens:
+    """Tells a client's spelling of control tokens from the template's. Every method may be called from several threads
+    at once."""
+
+    def __init__(self, tokenizer: Tokenizer, tokens: Collection[str], spared: Collection[str] = ()) -> None:
+        """`spared` are tags that an assistant's text keeps."""
+        self.tokens = frozenset(tokens)
+        self.spared = frozenset(spared)
+        self._tokenizer = tokenizer
+        self._longest_first = sorted(tokens, key=lambda token: (-len(token), token))
+        either = _either(tokens)
+        self._any = re.compile(either)
+        self._starts = re.compile(f"(?={either}).", re.DOTALL)
+        self._starts_in_answer = re.compile(f"({_either(spared)})|(?={either})(.)", re.DOTALL)
+        self._edges = re.compile(f"{BEFORE}({either})|({either}){BEHIND}")
+
+    # --- before the template ------------------------------------------------------------------------------------------
+
+    def marked(self, text: str) -> str:
+        """A client's text with every spelling marked; the same text where there is none."""
+        text = _without_private(text)
+        return self._starts.sub(f"\\g<0>{MARK}", text) if self._any.search(text) else text
+
+    def marked_content(self, text: str) -> str:
+        """The same for a message's whole text. A spelling at its start or end stays legible for the template."""
+        marked = self.marked(text)
+        if marked is text or MARK not in marked:
+            return marked
+        start, end = len(marked) - len(marked.lstrip()), len(marked.rstrip())
+        for token in self._longest_first:
+            spelling = f"{token[0]}{MARK}{token[1:]}"
+            if marked.startswith(spelling, start):
+                first = start + len(spelling)
+                return f"{marked[:start]}{token}{BEHIND}" + self._legible_end(marked[first:end]) + marked[end:]
+        return self._legible_end(marked[:end]) + marked[end:]
+
+    def marked_answer(self, text: str) -> str:
+        """The same for an assistant's text, which keeps the tags of thinking and of calls."""
+        text = _without_private(text)
+        if not self._any.search(text):
+            return text
+        return self._starts_in_answer.sub(lambda found: found[1] or found[2] + MARK, text)
+
+    def _legible_end(self, marked: str) -> str:
+        for token in self._longest_first:
+            spelling = f"{token[0]}{MARK}{token[1:]}"
+            if marked.endswith(spelling):
+                return marked.removesuffix(spelling) + BEFORE + token
+        return marked
+
+    # --- behind it ----------------------------------------------------------------------------------------------------
+
+    def settled(self, text: str) -> str:
+        """A rendered text where every client's spelling has its mark inside."""
+        if BEFORE not in text and BEHIND not in text:
+            return text
+        text = self._edges.sub(lambda found: self._starts.sub(f"\\g<0>{MARK}", found[1] or found[2]), text)
+        return text.replace(BEFORE, "").replace(BEHIND, "")
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
+        """The ids of a settled text: as the tokenizer has them, but that marked spellings are words.
+
+        With special tokens, what the tokenizer itself puts around a text (BOS) is added.
+        """
+        if MARK not in text:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        before = self._tokenizer.encode("", add_special_tokens=True) if add_special_tokens else ()
+        return before + self._plain.encode(*self._any.subn(f"{LIVE}\\g<0>", without_surrogates(text)))
+
+    @cached_property
+    def _plain(self) -> "_SecondTokenizer":
+        return _SecondTokenizer.of(self._tokenizer.backend, self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _SecondTokenizer:
+    """The model's tokenizer, in which control tokens have other names: their usual ones are words like any other.
+
+    It shares the vocabulary with the first one. `real_ids` are those of the added tokens by the ids of here.
+    """
+
+    backend: tokenizers.Tokenizer
+    real_ids: dict[int, int]
+    control_ids: frozenset[int]
+    mark_id: int | None
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer, tokens: Collection[str]) -> "_SecondTokenizer":
+        second = tokenizers.Tokenizer(backend.model)
+        if backend.normalizer is not None:
+            second.normalizer = backend.normalizer
+        if backend.pre_tokenizer is not None:
+            second.pre_tokenizer = backend.pre_tokenizer
+        added = sorted(backend.get_added_tokens_decoder().items())
+        names = [LIVE + token.content if token.content in tokens else token.content for _, token in added]
+        renamed = [_renamed(token, name) for name, (_, token) in zip(names, added, strict=True)]
+        second.add_tokens([*renamed, tokenizers.AddedToken(MARK, normalized=False)])
+        new_ids = [second.token_to_id(name) for name in (*names, MARK)]
+        real_ids = {new: id for new, (id, _) in zip(new_ids, added, strict=False) if new is not None}
+        control_ids = frozenset(id for id, token in added if token.content in tokens)
+        return cls(second, real_ids, control_ids, new_ids[-1])
+
+    def encode(self, text: str, num_live: int) -> tuple[int, ...]:
+        """The ids of a text in which `num_live` tokens have their names of here.
+
+        Some vocabularies hold control tokens as words too, and could put one together from its characters: then every
+        spelling is cut at its mark.
+        """
+        ids = self._ids(text.replace(MARK, ""))
+        if sum(id in self.control_ids for id in ids) > num_live:
+            ids = self._ids(text)
+        return ids
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        found: Sequence[int] = self.backend.encode(text, add_special_tokens=False).ids
+        return tuple(self.real_ids.get(id, id) for id in found if id != self.mark_id)
+
+
+def _renamed(token: tokenizers.AddedToken, name: str) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(
+        name,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=token.special,
+    )
+
+
+def _either(words: Collection[str]) -> str:
+    """A pattern of any of them, the longest that fits; one of nothing at all where there are none.
+
+    Words that begin alike are tried together: vocabularies have hundreds, and every `<` of a text may begin one.
+    """
+    groups: dict[str, list[str]] = {}
+    for word in sorted(words, key=lambda word: (-len(word), word)):
+        groups.setdefault(word[:2], []).append(re.escape(word[2:]))
+    either = "|".join(f"{re.escape(start)}(?:{'|'.join(rests)})" for start, rests in groups.items())
+    return f"(?:{either})" if groups else "(?!)"
+
+
+def _without_private(text: str) -> str:
+    """A client's text in which no character can be taken for a mark."""
+    return text if text.isascii() else _PRIVATE.sub("\ufffd", text)

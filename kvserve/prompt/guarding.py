@@ -1,0 +1,76 @@
+"""What a client says, made safe for a chat template: control tokens that it spells out are marked, wherever they are.
+
+It knows steps, calls and tools, and which words of them are a client's; what a mark is, `control.py` knows.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from kvserve.core import ToolCallBlock, ToolSpec
+from kvserve.prompt.control import ControlTokens
+from kvserve.prompt.steps import Step, WireForm, parsed_arguments
+
+
+def guarded_steps(steps: Sequence[Step], form: WireForm, control: ControlTokens) -> Iterator[Step]:
+    """The steps of one or more messages with a client's spellings marked; the same objects where there are none."""
+    for step in steps:
+        is_answer = step.kind in ("assistant", "calls")
+        text = control.marked_answer(step.text) if is_answer else control.marked_content(step.text)
+        reasoning = control.marked(step.reasoning)
+        calls = tuple(_guarded_call(call, form, control) for call in step.calls)
+        ids_are_written = form.call_ids == "given"  # the others are made anew, and digests of the id as it was sent
+        call_id = control.marked(step.call_id) if ids_are_written else step.call_id
+        call_name = control.marked(step.call_name)
+        name = control.marked(step.name) if step.name is not None else None
+        said = (text, reasoning, calls, call_id, call_name, name)
+        if said == (step.text, step.reasoning, step.calls, step.call_id, step.call_name, step.name):
+            yield step
+        else:
+            text, reasoning, calls, call_id, call_name, name = said
+            yield replace(
+                step, text=text, reasoning=reasoning, calls=calls, call_id=call_id, call_name=call_name, name=name
+            )
+
+
+def guarded_tools(tools: Sequence[ToolSpec], control: ControlTokens) -> tuple[ToolSpec, ...]:
+    """The tools, every word of them guarded."""
+    return tuple(
+        replace(
+            tool,
+            name=control.marked(tool.name),
+            description=control.marked(tool.description) if tool.description is not None else None,
+            parameters=_guarded_object(tool.parameters, control),
+        )
+        for tool in tools
+    )
+
+
+def guarded_data(value: object, control: ControlTokens) -> object:
+    """A JSON value with each of its strings and keys guarded."""
+    if isinstance(value, str):
+        return control.marked(value)
+    if isinstance(value, Mapping):
+        return _guarded_object(value, control)
+    if isinstance(value, list | tuple):
+        return [guarded_data(item, control) for item in value]
+    return value
+
+
+def _guarded_object(value: Mapping[str, object], control: ControlTokens) -> dict[str, object]:
+    return {control.marked(str(key)): guarded_data(item, control) for key, item in value.items()}
+
+
+def _guarded_call(call: ToolCallBlock, form: WireForm, control: ControlTokens) -> ToolCallBlock:
+    """A call; templates that take arguments as text write them as they are, others what their JSON says."""
+    call_id = control.marked(call.call_id) if form.call_ids == "given" else call.call_id
+    arguments = control.marked(call.arguments)
+    if not form.arguments_as_text and (arguments != call.arguments or "\\" in arguments):
+        parsed = parsed_arguments(call.arguments)
+        if parsed is not None:
+            guarded = _guarded_object(parsed, control)
+            arguments = call.arguments if guarded == parsed else json.dumps(guarded, ensure_ascii=False)
+    name = control.marked(call.name)
+    if (call_id, name, arguments) == (call.call_id, call.name, call.arguments):
+        return call
+    return ToolCallBlock(call_id, name, arguments)

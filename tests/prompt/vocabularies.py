@@ -1,0 +1,49 @@
+"""Real vocabularies with the chat templates of their families, where the shared test data are."""
+
+import lzma
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks.recordings import shared_folder
+from kvserve.output.formats import select_format
+from kvserve.prompt.boundaries import learn_markers
+from kvserve.prompt.stitch import Stitcher
+from kvserve.prompt.template import ChatTemplate
+from kvserve.prompt.tokenizer import load_tokenizer
+from tests.prompt.turns import Family
+
+REAL = {
+    "qwen3": ("qwen3", "qwen3"),
+    "qwen3_5": ("qwen3", "qwen3_5"),
+    "qwen3_coder": ("qwen3", "qwen3_coder"),
+    "gemma3": ("gemma3", "gemma3"),
+    "gpt_oss": ("gptoss", "gpt_oss"),
+    "llama3_1": ("llama3_1", "llama3_1"),
+    "deepseek_v3_1": ("deepseek_v3", "deepseek_v3_1"),
+}
+"""(vocabulary, template) by the template's name."""
+
+
+@cache
+def real_family(name: str) -> Family:
+    """Skips where the test data are not there."""
+    shared = shared_folder()
+    if shared is None or not (shared / "tokenizers").is_dir():
+        pytest.skip("the real vocabularies are not here")
+    vocabulary, source = REAL[name]
+    with tempfile.TemporaryDirectory(prefix="kvserve-vocabulary-") as scratch:
+        folder = Path(scratch)
+        packed = shared / "tokenizers" / vocabulary
+        (folder / "tokenizer.json").write_bytes(lzma.decompress((packed / "tokenizer.json.xz").read_bytes()))
+        shutil.copyfile(packed / "tokenizer_config.json", folder / "tokenizer_config.json")
+        shutil.copyfile(shared / "templates" / f"{source}.jinja", folder / "chat_template.jinja")
+        tokenizer = load_tokenizer(folder)
+    added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
+    output_format = select_format("auto", tokenizer.chat_template or "", added, None)
+    template = ChatTemplate(tokenizer, tags=output_format.tags)
+    markers = learn_markers(tokenizer, template)
+    return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
