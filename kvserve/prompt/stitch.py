@@ -20,6 +20,7 @@ from kvserve.prompt.memo import Memo
 from kvserve.prompt.replay import Places, Said, Says, Unit, behind_header, find_units
 from kvserve.prompt.template import ChatTemplate, PromptText
 from kvserve.prompt.tokenizer import Tokenizer
+from kvserve.prompt.writing import open_tag
 
 MEMO_BYTES = 128 * 2**20
 _BYTES_PER_TOKEN = 8
@@ -64,10 +65,11 @@ class _Emitted:
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """`emitted` stands in place of the pieces from its own up to `stop`."""
+    """`emitted` stands in place of the pieces from its own up to `stop`, and `closing` behind it."""
 
     stop: int
     emitted: _Emitted
+    closing: str = ""
 
 
 class Stitcher:
@@ -144,12 +146,15 @@ class Stitcher:
             stop = index + 1 if replay is None else replay.stop
             if index <= tail < stop:
                 num_rows_before_tail = len(rows)
-            text = "" if replay is not None else "".join(pieces[index])
-            tokens = replay.emitted.tokens if replay is not None else self._known.get(text)
-            if tokens is None:
-                tokens = self._tokenised(text, runs)
-                num_new_chars += len(text)
-            rows.append(tokens)
+            if replay is not None:
+                rows.append(replay.emitted.tokens)
+            text = "".join(pieces[index]) if replay is None else replay.closing
+            if text:
+                tokens = self._known.get(text)
+                if tokens is None:
+                    tokens = self._tokenised(text, runs)
+                    num_new_chars += len(text)
+                rows.append(tokens)
             index = stop
         ids = _ids(rows)
         starts = tuple(_starts(rows)) if self._starts_are_local else self._markers.message_starts(ids)
@@ -195,7 +200,10 @@ class Stitcher:
             # The model goes on right behind an unfinished turn: there white space says something too.
             if continues and span.stop == len(units) and shown(_text(pieces[start:stop])) != emitted.text:
                 continue
-            replays[start] = _Replay(stop, emitted)
+            closing = _closing(emitted, shown(units[span.stop - 1].text))
+            if closing is None:
+                continue
+            replays[start] = _Replay(stop, emitted, closing)
             unit = span.stop
         return replays
 
@@ -244,6 +252,23 @@ class _Remembering:
             said = self.says(shown(text))
             self.memo.put(key, said, 3 * len(text) + 256)
         return said
+
+
+def _closing(emitted: _Emitted, rendered: str) -> str | None:
+    """What the template closes an answer with that was cut in its thinking, or the model would go on with it in a later
+    message; "" for any other answer, None where that cannot be told.
+
+    `rendered` is the text of the turn that says the same.
+    """
+    reasoning, content, calls = emitted.said or ("", "", ())
+    opened = open_tag(emitted.text)
+    thought = reasoning or (opened[0] if opened is not None else "")
+    if content or calls or not thought or not emitted.text.rstrip().endswith(thought):
+        return ""
+    if thought not in rendered:
+        return None
+    closing = rendered.rpartition(thought)[2]
+    return closing.lstrip() if emitted.text[-1].isspace() or not closing.strip() else closing
 
 
 def _last_opener(pieces: Sequence[Piece], layout: TurnLayout) -> int:
