@@ -25,6 +25,7 @@ from kvserve.prompt.steps import (
     hermes_result,
     hermes_tools,
     message_dict,
+    named,
     speaker_after,
     steps_of,
 )
@@ -110,7 +111,7 @@ def conform(
     while steps and _says_nothing(steps[-1], dialect):
         steps.pop()
     for step in steps:
-        for lowered in placing.lowered(step):
+        for lowered in placing.lowered(placing.with_name(step)):
             placing.place(lowered)
     ends_with_answer = bool(steps) and steps[-1].kind == "assistant"
     if memory is not None and steps and len(steps) == num_given and not ends_with_answer:
@@ -215,6 +216,13 @@ class _Placing:
             where = ", ".join(str(index) for index in dict.fromkeys(indices[:8]))
             yield f"{change} (message {where}{', ...' if len(indices) > 8 else ''})"
 
+    def with_name(self, step: Step) -> Step:
+        """The step with its name in the text, if the template would not write it."""
+        if not step.name or ROLES[step.kind] in self._dialect.form.named_roles:
+            return step
+        self.note("name put before the text", step.index)
+        return replace(step, text=named(step.text, step.name))
+
     def lowered(self, step: Step) -> Iterator[Step]:
         """One assistant's step as the steps that the template can write without losing a part."""
         if step.kind != "calls":
@@ -245,7 +253,7 @@ class _Placing:
             self._append(step)
         elif step.kind == "system" or (step.kind == "later_system" and self.last_kind != "system"):
             self.note("system message rendered as a user message", step.index)
-            self.place(replace(step, kind="user", text=f"[system]\n{step.text}", name=None))
+            self.place(replace(step, kind="user", text=f"[system]\n{step.text}"))
         elif step.kind in ("result", "orphan") and self._bridge_to(step.kind) != ("user",):
             self.note("tool result rendered as a user message", step.index)
             self.place(replace(step, kind="user", text=hermes_result(step.text)))

@@ -143,7 +143,7 @@ def probe(prober: Prober) -> Dialect | None:
         form = replace(form, content_as_list=True)
         if not prober.shows(talk(["user"]), form):
             return None
-    form = replace(form, empty_text=dict(_empty_texts(prober, form)))
+    form = replace(form, empty_text=dict(_empty_texts(prober, form)), named_roles=frozenset(_named_roles(prober, form)))
     dialect = _probe_calls(prober, form)
     form = _probe_reasoning(prober, dialect)
     dialect = replace(dialect, form=form, tools=_shows_tools(prober, form))
@@ -189,6 +189,21 @@ def _empty_texts(prober: Prober, form: WireForm) -> Iterator[tuple[str, str]]:
         steps = talk(kinds)
         steps[position] = replace(steps[position], text="")
         yield role, "" if prober.shows(steps, form) else STAND_IN_FOR_EMPTY
+
+
+def _named_roles(prober: Prober, form: WireForm) -> Iterator[str]:
+    """The roles whose messages are written with their names."""
+    places: tuple[tuple[tuple[Kind, ...], int], ...] = (
+        (("system", "user"), 0),
+        (("user",), 0),
+        (("user", "assistant", "user"), 1),
+    )
+    for kinds, position in places:
+        steps = talk(kinds)
+        steps[position] = replace(steps[position], name="kwname")
+        text = prober.render(steps, form)
+        if isinstance(text, str) and "kwname" in text:
+            yield ROLES[kinds[position]]
 
 
 def _probe_calls(prober: Prober, form: WireForm) -> Dialect:

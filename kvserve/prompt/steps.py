@@ -5,10 +5,12 @@ It knows the blocks of core.py and the dicts that Hugging Face templates read; n
 
 import hashlib
 import json
+import math
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from decimal import Decimal
+from typing import Literal, NoReturn
 
 from kvserve.core import (
     Block,
@@ -83,7 +85,8 @@ class WireForm:
 
     `reasoning` is the name of the field that it reads, `INLINE` or `THINKING_PART`; None: it takes no reasoning.
     `keeps_think_tags`: an empty reasoning saves a literal </think> in the content. `wraps_raw_arguments`: arguments
-    that are no JSON object are put into one. `empty_text` says per role what stands for an empty text.
+    that are no JSON object are put into one. `empty_text` says per role what stands for an empty text. The messages of
+    `named_roles` are written with their names.
     """
 
     content_as_list: bool = False
@@ -94,6 +97,7 @@ class WireForm:
     arguments_as_text: bool = False
     wraps_raw_arguments: bool = False
     empty_text: Mapping[str, str] = field(default_factory=dict)
+    named_roles: frozenset[str] = frozenset()
 
 
 def steps_of(message: Message, index: int) -> Iterator[Step]:
@@ -137,7 +141,7 @@ def _assistant_steps(message: Message, index: int) -> Iterator[Step]:
                 calls.append(block)
             case ToolResultBlock():
                 yield from cut()
-                yield result_step(block, index)
+                yield result_step(block, index, message.name)
             case ImageBlock():
                 raise _no_images()
     yield from cut()
@@ -152,7 +156,7 @@ def _other_steps(message: Message, index: int) -> Iterator[Step]:
             if texts:
                 yield Step(kind, "\n".join(texts), name=message.name, index=index)
                 texts = []
-            yield result_step(block, index)
+            yield result_step(block, index, message.name)
         else:
             texts.append(_text_of(block))
     if texts:
@@ -170,10 +174,17 @@ def _text_of(block: Block) -> str:
             raise _no_images()
 
 
-def result_step(block: ToolResultBlock, index: int) -> Step:
-    """The step of a tool result; an error is marked, since no template has a field for it."""
+def result_step(block: ToolResultBlock, index: int, name: str | None = None) -> Step:
+    """The step of a tool result; an error is marked, since no template has a field for it. `name` is what the message
+    calls the tool: its call says it too, where there is one."""
     text = "\n".join(_text_of(part) for part in block.blocks)
-    return Step("result", f"[error]\n{text}" if block.is_error else text, call_id=block.call_id, index=index)
+    said = f"[error]\n{text}" if block.is_error else text
+    return Step("result", said, call_id=block.call_id, call_name=name or "", index=index)
+
+
+def named(text: str, name: str) -> str:
+    """A message's text with its name, for templates that have no place for one."""
+    return f"[name: {name}]\n{text}"
 
 
 def _no_images() -> BadRequest:
@@ -228,14 +239,38 @@ def _call_dict(call: ToolCallBlock, number: int, form: WireForm) -> dict[str, ob
 
 
 def parsed_arguments(text: str) -> dict[str, object] | None:
-    """The object that a call's arguments are as JSON, {} for none at all, None for anything else."""
+    """The object that a call's arguments are as JSON, {} for none at all, None for anything else.
+
+    None too for an object that would lose something on the way to the template: one of two equal keys, or a number that
+    no double is (1e400, 0.10000000000000000001). Its text is then written as it was sent.
+    """
     if not text.strip():
         return {}
     try:
-        value = json.loads(text)
+        value = json.loads(
+            text, object_pairs_hook=_single_keys, parse_float=_exact_float, parse_constant=_refuse_constant
+        )
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _single_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key stands twice")
+    return value
+
+
+def _exact_float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value) or Decimal(digits) != Decimal(repr(value)):
+        raise ValueError("no double is this number")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 def wire_id(form: CallIds, call_id: str, name: str, number: int) -> str:
@@ -309,7 +344,8 @@ def transcript(steps: Iterable[Step]) -> str:
     """The steps as plain text, each part under a label: the form that needs nothing from a template."""
     parts: list[str] = []
     for step in steps:
-        said = [f"[thinking]\n{step.reasoning}"] if step.reasoning else []
+        said = [named("", step.name).rstrip()] if step.name else []
+        said += [f"[thinking]\n{step.reasoning}"] if step.reasoning else []
         if step.kind in ("result", "orphan"):
             said.append(hermes_result(step.text))
         elif step.text:

@@ -21,7 +21,7 @@ from kvserve.core import (
 )
 from kvserve.errors import BadRequest
 from kvserve.protocols.anthropic_signature import signed_text
-from kvserve.protocols.fields import Fields, Reader, filled_text, flag, list_of, mapping, mistyped, text
+from kvserve.protocols.fields import Fields, Reader, filled_text, flag, list_of, mapping, mistyped, single_keys, text
 
 type PlainBlock = TextBlock | ImageBlock
 type BlockReader = Callable[[Fields], Sequence[Block]]
@@ -91,7 +91,7 @@ def _read_redacted_thinking(block: Fields) -> list[ThinkingBlock]:
 
 
 def _read_tool_use(block: Fields) -> list[ToolCallBlock]:
-    arguments = json.dumps(block.required("input", mapping).values, ensure_ascii=False, separators=(",", ":"))
+    arguments = json.dumps(block.required("input", single_keys).values, ensure_ascii=False, separators=(",", ":"))
     return [ToolCallBlock(block.required("id", text), block.required("name", filled_text), arguments)]
 
 

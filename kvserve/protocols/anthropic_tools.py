@@ -1,8 +1,10 @@
 """Tools, which of them must be called, and the form of the content, as Anthropic spells it -> nouns."""
 
+import json
+
 from kvserve.core import ResponseFormat, ToolChoice, ToolSpec
 from kvserve.errors import BadRequest
-from kvserve.protocols.fields import Fields, filled_text, flag, list_of, mapping, mistyped, text, word
+from kvserve.protocols.fields import Fields, filled_text, flag, list_of, mapping, mistyped, single_keys, text, word
 from kvserve.protocols.json_schema import read_schema
 from kvserve.protocols.openai_tools import read_parameters, tool_name
 from kvserve.protocols.renaming import FieldNames
@@ -20,10 +22,20 @@ def _read_tool(value: object, path: str) -> ToolSpec:
         raise mistyped(f"{path}.type", '"custom" (tools of the server are not offered here)', kind)
     return ToolSpec(
         name=tool.required("name", tool_name),
-        description=tool.optional("description", text),
+        description=_description(tool),
         parameters=tool.required("input_schema", read_parameters),
         strict=tool.optional("strict", flag) or False,
     )
+
+
+def _description(tool: Fields) -> str | None:
+    """The description, and behind it the examples of input: no chat template has a place of its own for them."""
+    described = tool.optional("description", text)
+    examples = [example.values for example in tool.optional("input_examples", list_of(single_keys)) or ()]
+    if not examples:
+        return described
+    lines = "\n".join(json.dumps(example, ensure_ascii=False) for example in examples)
+    return "\n\n".join(part for part in (described, f"Examples of input:\n{lines}") if part)
 
 
 def read_tool_choice(fields: Fields, tools: tuple[ToolSpec, ...]) -> tuple[ToolChoice, bool]:

@@ -23,6 +23,9 @@ MAX_INTEGER = 2**63 - 1
 MAX_TOKEN_COUNT = 2**31 - 1
 
 _MAX_SHOWN_CHARACTERS = 40
+_CALL_SIGNS = tuple(map(re.compile, (rb'"tool_use"', rb'"input_examples"', rb'"arguments"\s*:\s*\{')))
+"""Only bodies that may hold arguments as objects are looked through for equal keys, which costs half a parsing more."""
+
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -33,14 +36,20 @@ _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 def decode_body(raw: bytes) -> JsonObject:
     """The JSON object in `raw` (UTF-8).
 
-    Of equal keys the last one counts. A lone surrogate becomes U+FFFD instead of an error: clients that cut text by
-    UTF-16 units send halves of emoji in the middle of long sessions. Raises BadRequest for everything else that is
-    not a JSON object: empty, not UTF-8, broken, NaN or Infinity, a number beyond a double, too many levels.
+    Of equal keys the last one counts; `single_keys` refuses them where every word must arrive. A lone surrogate becomes
+    U+FFFD instead of an error: clients that cut text by UTF-16 units send halves of emoji in the middle of long
+    sessions. Raises BadRequest for everything else that is not a JSON object: empty, not UTF-8, broken, NaN or
+    Infinity, a number beyond a double, too many levels.
     """
     if not raw.strip():
         raise BadRequest("The request has no body; expected a JSON object.")
     try:
-        value: object = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite_float)
+        value: object = json.loads(
+            raw.decode("utf-8"),
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+            object_pairs_hook=_noting_equal_keys if any(sign.search(raw) for sign in _CALL_SIGNS) else None,
+        )
     except UnicodeDecodeError as error:
         raise BadRequest(f"The body is not UTF-8: {error.reason} at byte {error.start}.") from error
     except json.JSONDecodeError as error:
@@ -55,6 +64,15 @@ def decode_body(raw: bytes) -> JsonObject:
     if not isinstance(value, dict):
         raise BadRequest(f"The body must be a JSON object, got {_describe(value)}.")
     return value
+
+
+class EqualKeys(dict[str, object]):
+    """An object of a body that names a key more than once: it has the last value."""
+
+
+def _noting_equal_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    return value if len(value) == len(pairs) else EqualKeys(value)
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -92,7 +110,7 @@ def _mend_surrogates(value: object) -> object:
     if isinstance(value, str):
         return _LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
     if isinstance(value, dict):
-        return {_mend_surrogates(key): _mend_surrogates(child) for key, child in value.items()}
+        return type(value)({_mend_surrogates(key): _mend_surrogates(child) for key, child in value.items()})
     if isinstance(value, list):
         return [_mend_surrogates(child) for child in value]
     return value
@@ -200,6 +218,16 @@ def mapping(value: object, path: str) -> Fields:
     if not isinstance(value, Mapping):
         raise mistyped(path, "an object", value)
     return Fields(value, path)
+
+
+def single_keys(value: object, path: str) -> Fields:
+    """A JSON object in which no object names a key twice: of two values one would be lost."""
+    level = [value]
+    while level:
+        if any(isinstance(child, EqualKeys) for child in level):
+            raise BadRequest(f"{path}: a key is named twice in one object; give each key once.", param=path)
+        level = [child for parent in level for child in _children(parent)]
+    return mapping(value, path)
 
 
 def word(*words: str) -> Reader[str]:

@@ -19,7 +19,7 @@ from kvserve.core import (
     ToolResultBlock,
 )
 from kvserve.errors import BadRequest
-from kvserve.protocols.fields import Fields, Reader, filled_text, list_of, mapping, mistyped, text
+from kvserve.protocols.fields import Fields, Reader, filled_text, list_of, mapping, mistyped, single_keys, text
 from kvserve.protocols.openai_files import read_file_part, read_input_file
 
 ROLES: Mapping[str, Role] = {
@@ -110,7 +110,7 @@ _read_assistant_content = content_reader(ASSISTANT_PARTS)
 def _read_arguments(value: object, path: str) -> str:
     """The JSON text exactly as received; an object, which some clients send, becomes compact JSON."""
     if isinstance(value, Mapping):
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        return json.dumps(single_keys(value, path).values, ensure_ascii=False, separators=(",", ":"))
     return text(value, path)
 
 

@@ -15,6 +15,7 @@ from kvserve.core import (
 )
 from kvserve.errors import BadRequest
 from kvserve.protocols.anthropic_signature import sign
+from kvserve.protocols.fields import decode_body
 from tests.protocols.anthropic_wire import parse
 
 MARK = {"type": "ephemeral"}
@@ -198,3 +199,13 @@ def test_what_cannot_be_read_is_named(name: str) -> None:
     with pytest.raises(BadRequest) as caught:
         messages(sent)
     assert caught.value.param == param
+
+
+def test_equal_keys_in_the_input_of_a_call_are_refused() -> None:
+    """Of the two values the model would see one."""
+    raw = (
+        b'{"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"c","name":"f","input":{"a":1,"a":2}}]}]}'
+    )
+    with pytest.raises(BadRequest, match="a key is named twice") as caught:
+        parse(**decode_body(raw))
+    assert caught.value.param == "messages[0].content[0].input"

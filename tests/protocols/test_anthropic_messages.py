@@ -247,3 +247,22 @@ def test_any_body_is_a_request_or_a_request_error(data: st.DataObject) -> None:
 def test_the_valid_body_is_valid() -> None:
     """Else the test above would show nothing."""
     assert parse_messages(VALID, {}, DEFAULTS, RequestId("r")).turn.session.ttl_seconds == 300.0
+
+
+@pytest.mark.parametrize(
+    ("described", "head"), [({"description": "looks"}, "looks\n\nExamples of input:\n"), ({}, "Examples of input:\n")]
+)
+def test_examples_of_input_are_behind_the_description(described: dict[str, str], head: str) -> None:
+    """No chat template has a place for them: the model reads them with the tool, one a line."""
+    tool = {"name": "look", "input_schema": SCHEMA, **described}
+    [spec] = parse(tools=[{**tool, "input_examples": [{"a": "größe"}, {"a": "b"}]}]).turn.tools
+    assert spec.description == head + '{"a": "größe"}\n{"a": "b"}'
+    assert parse(tools=[{**tool, "input_examples": []}]).turn.tools[0].description == described.get("description")
+
+
+@pytest.mark.parametrize("examples", [5, {"a": 1}, ["a"], [[{}]]])
+def test_examples_that_are_no_objects_are_refused(examples: object) -> None:
+    """The error names the field."""
+    with pytest.raises(BadRequest) as caught:
+        parse(tools=[{**TOOL, "input_examples": examples}])
+    assert (caught.value.param or "").startswith("tools[0].input_examples")

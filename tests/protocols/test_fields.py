@@ -18,6 +18,7 @@ from kvserve.protocols.fields import (
     mapping,
     number,
     places,
+    single_keys,
     text,
     with_extra_body,
     word,
@@ -169,3 +170,24 @@ def test_places_are_those_that_exist() -> None:
     assert [place.path for place in places(body, (), ("x", "y"), ("z",), ("z", "y"))] == ["", "x.y"]
     with pytest.raises(BadRequest):
         places({"x": 3}, ("x",))
+
+
+@pytest.mark.parametrize("sent", ['{"a":1,"a":2}', '{"b":[{"a":"\\ud800","a":2}]}', '{"b":{"c":{"":1,"":1}}}'])
+@pytest.mark.parametrize("sign", ['"type":"tool_use","input":', '"arguments" : ', '"input_examples":'])
+def test_where_every_word_must_arrive_equal_keys_are_refused(sent: str, sign: str) -> None:
+    """One of the two values would be lost: the client hears of it, with the field's name."""
+    body = decode_body(f"{{{sign}{sent}}}".encode())
+    field = next(key for key, value in body.items() if not isinstance(value, str))
+    with pytest.raises(BadRequest, match="a key is named twice") as caught:
+        Fields(body).required(field, single_keys)
+    assert caught.value.param == field
+
+
+@given(
+    st.recursive(st.none() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=9)
+)
+def test_objects_without_equal_keys_are_read(value: object) -> None:
+    """Whatever they hold."""
+    sent = {"type": "tool_use", "input": {"value": value}}
+    body = decode_body(json.dumps(sent).encode())
+    assert Fields(body).required("input", single_keys).values == decode_body(json.dumps(sent["input"]).encode())

@@ -4,7 +4,7 @@ import pytest
 
 from kvserve.core import Block, ImageBlock, Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
 from kvserve.errors import BadRequest
-from kvserve.protocols.fields import Fields
+from kvserve.protocols.fields import Fields, decode_body
 from kvserve.protocols.openai_messages import read_message, read_messages
 
 IMAGE = "data:image/png;base64,AAAA"
@@ -144,3 +144,11 @@ def test_order_and_number_of_messages_stay() -> None:
     roles = ["user", "system", "user", "user", "tool", "developer", "assistant"]
     read = read_messages(Fields({"messages": [{"role": role, "content": role} for role in roles]}))
     assert [message.role for message in read] == ["user", "system", "user", "user", "tool", "system", "assistant"]
+
+
+def test_equal_keys_in_arguments_that_are_an_object_are_refused() -> None:
+    """As text they are written as they were sent; as an object one of the two values is lost already."""
+    raw = b'{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments": {"a":1,"a":2}}}]}'
+    with pytest.raises(BadRequest, match="a key is named twice") as caught:
+        read_message(decode_body(raw), "messages[0]")
+    assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
