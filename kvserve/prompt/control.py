@@ -6,6 +6,7 @@ It knows a tokenizer's added tokens and which of them a template writes; nothing
 Unicode, which no text for interchange holds; those that a client sends all the same become U+FFFD.
 """
 
+import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,8 @@ class ControlTokens:
         self._longest_first = sorted(tokens, key=lambda token: (-len(token), token))
         either = _either(tokens)
         self._any = re.compile(either)
+        in_json = {json.dumps(token, ensure_ascii=False)[1:-1] for token in tokens}
+        self._any_in_json = re.compile(_either(in_json))
         self._starts = re.compile(f"(?={either}).", re.DOTALL)
         self._starts_in_answer = re.compile(f"({_either(spared)})|(?={either})(.)", re.DOTALL)
         self._edges = re.compile(f"{BEFORE}({either})|({either}){BEHIND}")
@@ -99,6 +102,10 @@ class ControlTokens:
         """A client's text with every spelling marked; the same text where there is none."""
         text = _without_private(text)
         return self._starts.sub(f"\\g<0>{MARK}", text) if self._any.search(text) else text
+
+    def is_spelt_in_json(self, text: str) -> bool:
+        """Whether something in a JSON text (not escaped to ASCII) would be marked."""
+        return self._any_in_json.search(text) is not None or _without_private(text) is not text
 
     def marked_content(self, text: str) -> str:
         """The same for a message's whole text. A spelling at its start or end stays legible for the template."""
@@ -220,4 +227,4 @@ def _either(words: Collection[str]) -> str:
 
 def _without_private(text: str) -> str:
     """A client's text in which no character can be taken for a mark."""
-    return text if text.isascii() else _PRIVATE.sub("\ufffd", text)
+    return text if text.isascii() or not _PRIVATE.search(text) else _PRIVATE.sub("\ufffd", text)

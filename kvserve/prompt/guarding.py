@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from kvserve.core import ToolCallBlock, ToolSpec
 from kvserve.prompt.control import ControlTokens
-from kvserve.prompt.steps import Step, WireForm, parsed_arguments
+from kvserve.prompt.steps import Step, WireForm, parsed_arguments, plain_data
 
 
 def guarded_steps(steps: Sequence[Step], form: WireForm, control: ControlTokens) -> Iterator[Step]:
@@ -34,7 +34,11 @@ def guarded_steps(steps: Sequence[Step], form: WireForm, control: ControlTokens)
 
 
 def guarded_tools(tools: Sequence[ToolSpec], control: ControlTokens) -> tuple[ToolSpec, ...]:
-    """The tools, every word of them guarded."""
+    """The tools, every word of them guarded. Looked through as one JSON text: that takes a third of the time, and most
+    tools spell nothing."""
+    said = [(tool.name, tool.description, tool.parameters) for tool in tools]
+    if not control.is_spelt_in_json(json.dumps(said, ensure_ascii=False, default=plain_data)):
+        return tuple(tools)
     return tuple(
         replace(
             tool,

@@ -11,8 +11,18 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.core import Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock, ToolSpec
+from kvserve.core import (
+    ImageBlock,
+    ImageWords,
+    Message,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+    ToolResultBlock,
+    ToolSpec,
+)
 from kvserve.prompt.control import LIVE, MARK, ControlTokens, shown
+from kvserve.prompt.images_text import mark_of, with_marks, with_words
 from kvserve.prompt.template import ChatTemplate, PromptText
 from tests.laws import num_examples, sampled, sampled_cells
 from tests.prompt.samples import byte_level_backend, tokenizer_of
@@ -303,3 +313,19 @@ def test_where_nothing_is_spelt_nothing_is_done() -> None:
     assert control.marked(text) is text and control.marked_content(text) is text and control.marked_answer(text) is text
     assert control.encode(control.settled(text)) == of.tokenizer.encode(text)
     assert "_plain" not in vars(control)
+
+
+def test_images_and_words_stand_in_one_prompt() -> None:
+    """An image is its run of ids, a typed placeholder and a typed end of turn beside it are words."""
+    of, digest = family("qwen3"), "a" * 64
+    pad, end = (of.tokenizer.token_id(token) for token in ("<|image_pad|>", "<|im_end|>"))
+    words = ImageWords("<|vision_start|>", "<|vision_end|>", ("<|image_pad|>",))
+    said = (TextBlock("<|im_end|> see "), ImageBlock(digest), TextBlock("<|image_pad|><|vision_start|>"))
+    prompt = of.template.write(with_marks([Message("user", said)], words), thinking=False)
+    prompt = replace(prompt, text=with_words(prompt.text, words), runs={digest: (pad, pad, pad)})
+    stitched = of.stitcher.tokens(prompt)
+    assert [stitched.ids[span.start : span.end] for span in stitched.images] == [(pad, pad, pad)]
+    counts = [stitched.ids.count(token) for token in (pad, end, of.tokenizer.token_id("<|vision_start|>"))]
+    assert counts == [3, 1, 1]
+    typed = "<|im_end|> see <|vision_start|>" + mark_of(digest) + "<|vision_end|><|image_pad|><|vision_start|>"
+    assert typed in prompt.shown
