@@ -313,6 +313,7 @@ class App:
         served = self._roster.loaded
         for known in self._roster.known():
             known.conversations.clear()
+            known.clear_memos()
         self._seeing.clear()
         if self._next_turns is not None:
             self._next_turns.clear()
@@ -325,6 +326,8 @@ class App:
         is_theirs = partial(belongs_to, session=session, principal=principal)
         if self._next_turns is not None:
             self._next_turns.forget()
+        for known in self._roster.known():
+            known.clear_memos()
         gone = [known.conversations.forget(session=session, principal=principal) for known in self._roster.known()]
         kept = Forgotten()
         with contextlib.suppress(NotReady):

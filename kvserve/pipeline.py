@@ -79,6 +79,13 @@ class ServedModel:
     images: Images | None = None
     isolates_tenants: bool = False
 
+    def clear_memos(self) -> None:
+        """Forget the words of earlier prompts that are kept only to be faster."""
+        self.stitcher.clear()
+        self.template.clear()
+        if self.images is not None:
+            self.images.clear()
+
     def partition(self, principal: Principal) -> str:
         """Where the KV of a principal is: with tenants apart it finds its own only. Nobody has a partition with a name
         too, for what was kept while tenants were not apart is of all of them."""

@@ -1,6 +1,7 @@
 """What of requests is on disk, who may ask for it, and how it is forgotten, on the whole server and a real model."""
 
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from kvserve.core import NOBODY
 from kvserve.protocols.responses_store import ResponseStore, StoredResponse
 from kvserve.wiring import seeing_settings
 from tests.serving import CHAT_PATH, COMPLETION_PATH, AppUnderTest, Response, eventually, serving_app, unstarted_app
+from tests.words_held import files_with, values_with
 
 RESPONSES, MESSAGES, AGENTS, EXPLAIN = "/v1/responses", "/v1/messages", "/v1/agents", "/v1/cache/explain"
 WORD = "MARZIPAN"
@@ -167,3 +169,37 @@ def test_what_was_said_can_be_forgotten(app: AppUnderTest, by: str) -> None:
     )
     again = delete(app, f"/v1/cache?{by}={name}").json
     assert [again[each] for each in ("num_responses", "num_explanations", "num_trace_files")] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("by", ["session", "principal"])
+def test_what_is_forgotten_is_held_nowhere(tmp_path: Path, by: str) -> None:
+    """Searched for by its bytes: as text in all that the server holds and in every file, as tokens in every file and in
+    the cache. What another client said is all there, and is reused."""
+    words = {"gone": "GOOSEBERRY jelly", "kept": "RASPBERRY jelly"}
+    with serving_app(tmp_path, max_kv_size=2048, warm_next_turn=False) as app:
+        ids, names = {}, {}
+        for who, word in words.items():
+            key = {"x-api-key": who}
+            body = {"messages": [{"role": "user", "content": f"{word}. " * 40}], "max_tokens": 4, "session_id": who}
+            answer: Any = app.post(CHAT_PATH, body, key).json
+            app.post(RESPONSES, {"input": f"{word}. " * 40, "max_output_tokens": 4, "session_id": who}, key)
+            app.post(COMPLETION_PATH, {"prompt": f"{word}. " * 40, "max_tokens": 4, "session_id": who}, key)
+            assert eventually(lambda key=key, answer=answer: app.get(f"{EXPLAIN}/{answer['id']}", key).status == 200)
+            names[who] = app.get(f"{EXPLAIN}/{answer['id']}", key).json["principal"]
+            ids[who] = array("I", app.served.tokenizer.encode(f" {word}. {word}.")).tobytes()
+        assert eventually(lambda: not app.get("/v1/cache").json["disk"]["num_queued_bytes"])
+        assert app.served.conversations.flush()
+        for who, word in words.items():
+            assert values_with(app.app, word) and files_with(tmp_path, word.encode()), who
+            assert files_with(tmp_path, ids[who]), who
+        told = delete(app, f"/v1/cache?{by}={'gone' if by == 'session' else names['gone']}").json
+        assert told["num_tokens"] > 100 and told["num_messages"] and told["disk_bytes"] and told["is_done"], told
+        del answer, told
+        assert files_with(tmp_path, words["gone"].encode(), ids["gone"]) == []
+        assert values_with(app.app, words["gone"]) == []
+        assert values_with(app.app, words["kept"]) and files_with(tmp_path, ids["kept"])
+        again: Any = app.post(
+            CHAT_PATH, {**body, "messages": [{"role": "user", "content": f"{words['kept']}. " * 40}]}, key
+        ).json
+        usage = again["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 16

@@ -4,6 +4,7 @@ import gc
 import types
 from array import array
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 PASSED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.FrameType, types.CodeType)
@@ -12,8 +13,12 @@ PASSED = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
 
 def files_with(folder: Path, *words: bytes) -> list[Path]:
     """The files that hold one of these bytes."""
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return [file for file in files if any(word in file.read_bytes() for word in words)]
+    found = []
+    for file in folder.rglob("*"):
+        with suppress(FileNotFoundError, IsADirectoryError):  # one that is being written has another name meanwhile
+            if any(word in file.read_bytes() for word in words):
+                found.append(file)
+    return found
 
 
 def values_with(root: object, *words: str) -> list[str]:

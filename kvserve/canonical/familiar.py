@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvserve.canonical.canonicalise import Canonical, canonicalise
+from kvserve.canonical.layout import forget_arguments
 from kvserve.canonical.replay import Replayed, replay
 from kvserve.canonical.rule import RuleSet
 from kvserve.core import Block, ImageBlock, Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
@@ -107,6 +108,7 @@ class Familiar:
 
     def clear(self) -> None:
         """Forget all messages."""
+        forget_arguments()
         with self._lock:
             self._known.clear()
             self._by_id.clear()

@@ -146,6 +146,11 @@ _memoised = lru_cache(maxsize=2_048)(_canonical_json)
 """Every request brings all calls of its history again."""
 
 
+def forget_arguments() -> None:
+    """Forget the calls that were sent before."""
+    _memoised.cache_clear()
+
+
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     named = dict(pairs)
     if len(named) != len(pairs):

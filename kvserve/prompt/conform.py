@@ -156,6 +156,10 @@ class Memory:
     def __init__(self, max_bytes: int) -> None:
         self._known: Memo[_Known] = Memo(max_bytes)
 
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._known.clear()
+
     def find(self, messages: Sequence[Message]) -> _Known | None:
         """The longest beginning that is known."""
         for index in range(len(messages) - 1, -1, -1):

@@ -59,6 +59,11 @@ class Images:
         self._known: Memo[ImageFacts] = Memo(MEMO_BYTES)
         self._inputs: Memo[Mapping[str, object]] = Memo(max_input_bytes)
 
+    def clear(self) -> None:
+        """Forget the pictures that were measured before."""
+        self._known.clear()
+        self._inputs.clear()
+
     def look(self, turn: Turn) -> Turn:
         """The turn with every image named by its digest, and its images. Raises BadRequest.
 

@@ -105,6 +105,11 @@ class Stitcher:
         """The stitcher of a model whose template is asked how it lays out turns."""
         return cls(tokenizer, markers, learn_layout(tokenizer, template, markers), max_bytes, template.control)
 
+    def clear(self) -> None:
+        """Forget earlier prompts."""
+        for memo in (self._known, self._said, self._emitted):
+            memo.clear()
+
     @property
     def turn_end(self) -> int | None:
         """The token that prompts have behind an answer; None where it is none."""

@@ -109,6 +109,11 @@ class ChatTemplate:
         self._memories = [(dialect, Memory(max_bytes // len(spoken))) for dialect in spoken]
         self.control = _control_of(tokenizer, self._voice.sample if self._voice is not None else None, tags)
 
+    def clear(self) -> None:
+        """Forget earlier conversations."""
+        for _, memory in self._memories:
+            memory.clear()
+
     @property
     def accepts_tools(self) -> bool:
         """Whether the template writes tools itself; else they are described in the system message."""
