@@ -28,7 +28,7 @@ from tests.laws import num_examples, sampled, sampled_cells
 from tests.prompt.samples import byte_level_backend, tokenizer_of
 from tests.prompt.test_cuts import texts_with
 from tests.prompt.turns import FAMILIES, LOOK, Family, Talk, family, in_odd_tokens
-from tests.prompt.vocabularies import REAL, real_family
+from tests.prompt.vocabularies import REAL, TEMPLATES, real_family, template_family
 
 HI = Message("user", (TextBlock("hi"),))
 CALL = ToolCallBlock("c1", "look", '{"q": "x"}')
@@ -140,6 +140,19 @@ def test_a_clients_control_tokens_are_words(name: str, place: str) -> None:
 def test_they_are_words_in_real_vocabularies(name: str, place: str) -> None:
     """The same with the vocabularies and templates that people run."""
     check_every_token(real_family(name), place)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", POSITIONS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_they_are_words_with_every_real_template(name: str, place: str) -> None:
+    """All that looks like a token in the template's source is one here, whatever the template asks of a text."""
+    of = template_family(name)
+    spared = of.template.control.spared if place in OF_THE_ASSISTANT else frozenset()
+    # "/think" in a system's text or a tool's description is smollm3's switch, inside of a tag too.
+    switches = {"</think>"} if name == "smollm3" else set()
+    tokens = sorted(of.template.control.tokens - spared - switches)
+    check_words(of, place, f"x {' '.join(tokens)} y")
 
 
 def test_unguarded_they_would_be_tokens() -> None:

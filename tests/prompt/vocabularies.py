@@ -1,12 +1,15 @@
-"""Real vocabularies with the chat templates of their families, where the shared test data are."""
+"""Real vocabularies with the chat templates of their families, and real templates with a small vocabulary, where the
+shared test data are."""
 
 import lzma
+import re
 import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from benchmarks.recordings import shared_folder
 from kvserve.output.formats import select_format
@@ -14,6 +17,7 @@ from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import load_tokenizer
+from tests.prompt.samples import byte_level_backend, tokenizer_of
 from tests.prompt.turns import Family
 
 REAL = {
@@ -44,6 +48,25 @@ def real_family(name: str) -> Family:
         tokenizer = load_tokenizer(folder)
     added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
     output_format = select_format("auto", tokenizer.chat_template or "", added, None)
+    template = ChatTemplate(tokenizer, tags=output_format.tags)
+    markers = learn_markers(tokenizer, template)
+    return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
+
+
+SHARED = shared_folder()
+TEMPLATES = sorted(file.stem for file in (SHARED / "templates").glob("*.jinja")) if SHARED is not None else []
+_LOOKS_LIKE_A_TOKEN = re.compile(r"<[|｜]?[^<>\s'\"{}]{1,30}[|｜]?>|\[/?[A-Z_]{2,20}\]")
+
+
+@cache
+def template_family(name: str) -> Family:
+    """A real template with a small vocabulary, in which all that looks like a token in its source is one."""
+    assert SHARED is not None
+    source = (SHARED / "templates" / f"{name}.jinja").read_text("utf-8")
+    backend = tokenizers.Tokenizer.from_str(byte_level_backend().to_str())
+    backend.add_special_tokens(sorted(set(_LOOKS_LIKE_A_TOKEN.findall(source))))
+    tokenizer = tokenizer_of(backend, source)
+    output_format = select_format("auto", source, (), None)
     template = ChatTemplate(tokenizer, tags=output_format.tags)
     markers = learn_markers(tokenizer, template)
     return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
