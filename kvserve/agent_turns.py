@@ -20,10 +20,10 @@ from kvserve.agents.records import Agent, NewAgent, TurnDone
 from kvserve.agents.store import AgentStore
 from kvserve.agents.window import answer_room, first_turn_shown
 from kvserve.core import (
+    AGENTS,
     AnswerEvent,
     Finished,
     Message,
-    Principal,
     RequestId,
     TextBlock,
     TokenSequence,
@@ -354,7 +354,7 @@ class AgentTurn:
 
 def _owner(agent_id: str) -> Owner:
     """Whose records an agent's turns find and leave: no client's, whichever session it names."""
-    return Owner(Principal(key="agents"), f"agent:{agent_id}", is_one_client=True)
+    return Owner(AGENTS, f"agent:{agent_id}", is_one_client=True)
 
 
 def _system(prompt: str | None) -> tuple[Message, ...]:

@@ -139,6 +139,8 @@ class Principal:
 
 
 NOBODY = Principal()
+AGENTS = Principal(key="agents")
+"""The agents that this server keeps: no digest is this word. Whoever knows an agent's name may talk to it."""
 
 KEY_HEADER: Final = "x-kvserve-key"
 """The digest of a client's key, or `NO_KEY`, told by the proxy: what comes from there carries the proxy's own key."""

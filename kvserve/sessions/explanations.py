@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import islice
 
-from kvserve.core import NOBODY, Principal, RequestId
+from kvserve.core import AGENTS, NOBODY, Principal, RequestId
 from kvserve.sessions.explanation import Explanation
 
 
@@ -18,6 +18,10 @@ class Explained:
     explanation: Explanation
     principal: Principal = NOBODY
     session: str | None = None
+
+    def is_shown_to(self, key: str) -> bool:
+        """Whether who has the key with this digest may read it: an agent is everybody's who knows its name."""
+        return self.principal == AGENTS or self.principal.key == key
 
 
 class ExplanationBook:
@@ -51,12 +55,12 @@ class ExplanationBook:
         """A request of the key with this digest; None where it is forgotten, another key's, or never was."""
         with self._lock:
             found = self._entries.get(RequestId(request_id))
-        return found if found is not None and found.principal.key == key else None
+        return found if found is not None and found.is_shown_to(key) else None
 
     def last(self, key: str) -> Explained | None:
         """The newest request of the key with this digest."""
         with self._lock:
-            return next((each for each in reversed(self._entries.values()) if each.principal.key == key), None)
+            return next((each for each in reversed(self._entries.values()) if each.is_shown_to(key)), None)
 
     def newest(self, max_count: int) -> list[Explanation]:
         """The last explanations of everybody, the newest first: for the operator."""
