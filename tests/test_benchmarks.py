@@ -298,7 +298,8 @@ def test_the_oracle_knows_where_words_end_that_are_joined_to_the_next(role: str)
 def test_a_conversation_without_a_model_reuses_prompt_and_answer(family: str) -> None:
     """The path without a model starts each turn where the last one ended, as the oracle beside it says."""
     folder, is_cuttable = tiny_model(family), CONVENTIONS[family].is_cuttable
-    talk = [("system", "You help. " * 20), ("user", "Look."), ("assistant", "It is so."), ("user", "And now?")]
+    answer = "It is so, and it stays so for as long as anybody looks."  # enough to show whose conversation it is
+    talk = [("system", "You help. " * 20), ("user", "Look."), ("assistant", answer), ("user", "And now?")]
     requests = tuple(wire(*talk[:length]) for length in (2, 4))
     played = play(
         Conversation("c", "n", requests),

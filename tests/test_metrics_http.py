@@ -150,7 +150,7 @@ def test_the_dashboard_and_file_names_hold_no_prompt(app: AppUnderTest) -> None:
         session_id=f"please tune my {SECRET}",
     )
     for day in range(2):
-        body = {"prompt": f"Day {day}. {WORDS * 3}", "max_tokens": 1, "user": SECRET}
+        body = {"prompt": f"Day {day}. {WORDS * 3}", "max_tokens": 1, "user": SECRET, "session_id": "raw"}
         assert app.post(COMPLETION_PATH, body).status == 200
 
     def has_last_miss() -> bool:

@@ -277,8 +277,6 @@ def is_shown(old: ModelFree, change: str) -> bool:
         return bool(old.served.template.accepts_preserve_thinking)
     return {
         "the thinking switch": old.served.template.accepts_thinking,
-        "a key named twice": False,
-        "the last digit of a number": False,
         "a number becomes a text": old.served.output_format.name not in ("glm", "qwen_coder"),
     }.get(change, True)
 
