@@ -4,8 +4,10 @@ where nothing of earlier requests is looked at.
 
 import copy
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import unified_diff
 from typing import Any
 
 import pytest
@@ -141,7 +143,7 @@ def edits_of_calls(draw: st.DrawFn) -> Edit:
             case "type":
                 arguments["depth"] = "2"
             case "key":
-                arguments["Depth"] = arguments.pop("depth")
+                arguments["Depth"] = arguments.pop("depth", 3)
             case "more":
                 calling["tool_calls"].append({**copy.deepcopy(calling["tool_calls"][0]), "id": "call_2"})
             case "less":
@@ -162,11 +164,13 @@ EDITS = st.lists(edits_of_characters() | edits_of_structure() | edits_of_calls()
 
 
 def read(app: AppUnderTest, messages: Messages, **fields: Any) -> tuple[int, str]:
-    """What became of a request, and the text that stood before the model."""
+    """What became of a request, and the text that stood before the model, less thinking in which nothing is thought:
+    an answer in the tokens that the model wrote has it, as it stood at the end of its prompt."""
     body = {"messages": messages, "max_tokens": 1, "temperature": 0, "ttl": 0, **QUIET, **fields}
     with seen_prompts() as prompts:
         status = app.post(CHAT_PATH, body).status
-    return status, app.served.tokenizer.decode(prompts[-1]) if prompts else ""
+    text = app.served.tokenizer.decode(prompts[-1]) if prompts else ""
+    return status, re.sub(r"<think>\s*</think>\s*", "", text)
 
 
 @given(EDITS)
@@ -177,12 +181,14 @@ def test_an_edit_reaches_the_model(app: AppUnderTest, edits: list[Edit]) -> None
     for edit in edits:
         if messages:
             edit(messages)
-    known = read(app, messages, session_id="fuzz")
-    assert known == read(app, messages, cache_mode="prefix")
+    known, plain = read(app, messages, session_id="fuzz"), read(app, messages, cache_mode="prefix")
+    assert known == plain, "".join(unified_diff(plain[1].splitlines(True), known[1].splitlines(True)))
 
 
 def test_an_edit_that_did_not_reach_it_would_be_seen(app: AppUnderTest) -> None:
     """The control: thinking that the client left out does come back, and is no part of the other prompt."""
+    if app.family == "qwen3":  # type: ignore[attr-defined]
+        pytest.skip("its template drops old thinking")
     talk: Messages = [{"role": "user", "content": "Look at the hill."}]
     with writing(app, model_text("qwen3_5", "Hm, a hill.", ANSWER, None), ends=False) as script:
         app.post(CHAT_PATH, {"messages": talk, "max_tokens": 99, "temperature": 0, "session_id": "control", **script})
