@@ -329,7 +329,7 @@ class App:
         for known in self._roster.known():
             known.clear_memos()
         gone = [known.conversations.forget(session=session, principal=principal) for known in self._roster.known()]
-        kept = Forgotten()
+        kept = Forgotten(is_done=False)  # as long as the engine does not say otherwise
         with contextlib.suppress(NotReady):
             kept = self._roster.loaded.engine.forget(is_theirs)
         return {
@@ -338,7 +338,7 @@ class App:
             "num_tokens": kept.num_tokens,
             "ram_bytes": kept.num_ram_bytes,
             "disk_bytes": kept.num_disk_bytes,
-            "is_done": kept.is_done,
+            "is_done": kept.is_done and all(each.is_done for each in gone),
             "num_responses": self._responses.forget(session=session, principal=principal),
             **self._seeing.forget(session=session, principal=principal),
         }

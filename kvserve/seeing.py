@@ -35,6 +35,8 @@ LOOK_SECONDS = 0.9
 """Whoever watches shares one look at the server in so many seconds: watching costs the same for one and for many."""
 
 MAX_BRANCHES = 4_096
+UNKNOWN_BEFORE = frozenset({"not seen since the start", "no session", "cache cleared", "new prompt"})
+"""Causes with which nothing is known of what came before; another model may know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class Seeing:
         """The explanation, with what only the process knows: that another of its models led this conversation, or has
         read this raw prompt or the beginning of it."""
         explanation, reading = finished.explanation, finished.reading
-        if explanation is None or explanation.cause not in ("not seen since the start", "cache cleared", "new prompt"):
+        if explanation is None or explanation.cause not in UNKNOWN_BEFORE:
             return explanation
         if reading is None and max(explanation.num_cached_tokens, explanation.num_shared_tokens) > TOLERANCE_TOKENS:
             return explanation  # this model has read the beginning itself, whoever else has meanwhile

@@ -160,13 +160,40 @@ def test_only_the_models_thinking_comes_back(conversations: Conversations) -> No
         assert reading.messages[:4] == messages
 
 
-def test_where_two_were_given_the_same_answer_neither_gets_the_others_words(conversations: Conversations) -> None:
-    """Both said hello, both got the same long answer, nobody can tell who asks now: also of an id that moved."""
-    for hidden in (REMINDER, INFO):
-        for secret in ("4711", "0815"):
-            answered(conversations, asked(said("user", f"{hidden.format(secret)}hello")), said("assistant", LONG))
-        messages = said("user", "hello"), said("assistant", LONG), said("user", "And?")
+@pytest.mark.parametrize("hidden", [REMINDER, INFO])
+def test_where_two_were_given_the_same_answer_neither_gets_the_others_words(
+    conversations: Conversations, hidden: str
+) -> None:
+    """Both said hello, both got the same long answer, nobody can tell who asks now: also of an id that moved, and where
+    the block that it stands in is sent again."""
+    for secret in ("4711", "0815"):
+        answered(conversations, asked(said("user", f"{hidden.format(secret)}hello")), said("assistant", LONG))
+    for sent in ("hello", f"{hidden.format('4711')}hello"):
+        messages = said("user", sent), said("assistant", LONG), said("user", "And?")
         assert conversations.read(asked(*messages)).messages == messages
+
+
+@pytest.mark.parametrize("hint", [{"ttl_seconds": 0.0}, {"cache_mode": "prefix"}])
+def test_who_leaves_no_trace_gets_nothing_and_is_not_taken_for_another(
+    conversations: Conversations, hint: dict[str, Any]
+) -> None:
+    """It gets the same answer as somebody before it, unseen, and goes on as everybody does."""
+    reminded = said("user", REMINDER.format("4711") + "hello")
+    answered(conversations, asked(reminded), said("assistant", LONG))
+    messages = said("user", "hello"), said("assistant", LONG), said("user", "And?")
+    assert conversations.read(asked(*messages[:1], **hint)).messages == messages[:1]
+    assert conversations.read(asked(*messages, **hint)).messages == messages
+    assert conversations.read(asked(*messages)).messages == messages
+
+
+def test_what_an_answer_shows_is_what_the_model_wrote(conversations: Conversations) -> None:
+    """The same call in longer JSON shows no more of it."""
+    wrote = Message("assistant", (ThinkingBlock("Look."), ToolCallBlock("", "list", '{"path":"."}')))
+    answered(conversations, asked(said("user", "Look.")), wrote)
+    spelt = '{"\\u0070\\u0061\\u0074\\u0068": "\\u002e"}'
+    echo = Message("assistant", (ToolCallBlock("", "list", spelt),))
+    assert num_answer_bytes(echo) >= MIN_BYTES > num_answer_bytes(wrote)
+    assert conversations.read(asked(said("user", "Look."), echo, said("user", "And?"))).messages[1] == echo
 
 
 def test_a_client_is_compared_with_its_own_requests_only(conversations: Conversations) -> None:

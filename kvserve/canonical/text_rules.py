@@ -85,7 +85,9 @@ TEXT_RULES: tuple[Rule, ...] = (
             {
                 "cch": re.compile(r" cch=[0-9a-f]{0,64};"),
                 # no longer and nothing else than a version or a word: whoever comes later reads it too
-                "billing_header": re.compile(r"(?<=cc_version=)[\w.-]{1,40}(?=;)|(?<=cc_entrypoint=)[\w.-]{1,40}(?=;)"),
+                "billing_header": re.compile(
+                    r"(?<=cc_version=)[0-9][0-9A-Za-z.-]{0,39}(?=;)|(?<=cc_entrypoint=)[a-z][a-z-]{0,19}(?=;)"
+                ),
             },
         ),
         is_personal=False,

@@ -34,10 +34,11 @@ class ConversationTotals:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """How many sessions and messages were forgotten."""
+    """How many sessions and messages were forgotten. `is_done`: no file holds them any more."""
 
     num_sessions: int
     num_messages: int
+    is_done: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +164,13 @@ class Conversations:
 
         is_gone = partial(belongs_to, session=session, principal=principal)
         stores = self._stores
-        if session is None:
-            stores.beginnings.forget(lambda owner: owner == principal)
+        stores.beginnings.forget(lambda owner: principal in (None, owner))  # they know no sessions
         stores.healing.forget(is_gone)
         self.raw_prompts.forget(is_gone)
         self._familiar.clear()
         num_sessions = stores.index.forget(lambda key: key.startswith(NAMED) and is_gone(key.removeprefix(NAMED)))
         num_messages = stores.turns.forget(is_gone)
-        stores.erase()
-        return Forgotten(num_sessions, num_messages)
+        return Forgotten(num_sessions, num_messages, is_done=stores.erase())
 
     def clear(self) -> None:
         """Forget every conversation."""

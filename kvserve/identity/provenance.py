@@ -25,7 +25,7 @@ def num_shown(messages: Sequence[Message], chains: Sequence[bytes], wrote: Wrote
     for index, (message, place) in enumerate(zip(messages, chains, strict=True)):
         written = wrote(place) if message.role == "assistant" else None
         if written is not None:
-            num_bytes += MIN_BYTES if _has_given_id(message, written.message) else num_answer_bytes(message)
+            num_bytes += MIN_BYTES if _has_given_id(message, written.message) else num_answer_bytes(written.message)
             num_messages = index + 1
     return num_messages if num_bytes >= MIN_BYTES else 0
 

@@ -71,7 +71,10 @@ class Recogniser:
         is_full = turn.session.cache_mode == "full"
         sent, shared = self._with_shared_values(turn) if is_full else (turn.messages, frozenset())
         reading = self._as_sent(turn, sent)
-        if is_full:
+        keeps_nothing = not is_full or turn.session.wants_nothing_kept
+        if keeps_nothing and not reading.identity.owner.is_one_client:
+            self._contest(reading)  # what is read is not remembered, and so not what it leaves out
+        elif is_full:
             reading = self._replayed(reading, turn.session, shared)
         rendered = reading.messages
         if self._settings.digests_writes:
@@ -121,6 +124,16 @@ class Recogniser:
                 note = "the canonical key would be over 10 % shorter than the prompt: the prompt itself is the key"
                 return EXACT, tuple(canonicalise(message, EXACT) for message in messages), (note,)
         return self._settings.rules, canonical, ()
+
+    def _contest(self, reading: Reading) -> None:
+        """Note where somebody has said something else than was read before, or has not said it: it is not known whose
+        words these are. Nothing comes back to a request that leaves no trace of having been here."""
+        identity = reading.identity
+        self._stores.turns.contest(
+            (place, identity.meaning(index))
+            for index, place in enumerate(identity.chains)
+            if identity.canonical[index].message is not None
+        )
 
     # --- what is known of it ------------------------------------------------------------------------------------------
 
@@ -192,6 +205,8 @@ class Recogniser:
         if seen is None:
             return self._healed(reading, index)
         may_put_back = not self._stores.turns.is_contested(seen)
+        if not may_put_back and not reading.identity.owner.is_one_client:
+            return _Recognised(message, seen.written)  # nobody knows whose words the model read here
         result = self._familiar.replay(
             message,
             seen.message,

@@ -82,7 +82,7 @@ class Archive:
         self._is_failing = False
         self._num_faults = 0
         self._num_renewals = 0
-        self._is_erasing = False
+        self._erased_until = 0
         self._upkeep: Upkeep | None = None
         self._thread: threading.Thread | None = None
         self._file: ArchiveFile | None = None
@@ -123,9 +123,9 @@ class Archive:
 
     def erase(self, timeout_seconds: float) -> bool:
         """Wait until nothing that was dropped before is in the file any more; False where it could not be in time."""
-        with self._changed:
-            self._is_erasing = True
         self.drop("counter", b"")  # there is none: something to write, so that the file is looked at
+        with self._changed:
+            self._erased_until = self._num_changes
         return self.flush(timeout_seconds)
 
     def close(self, timeout_seconds: float) -> None:
@@ -196,7 +196,7 @@ class Archive:
             if pending:
                 num_bytes_before = file.num_bytes
                 file.write(self._encoded(pending))
-                self._after_write(file, num_bytes_before)
+                self._after_write(file, num_bytes_before, num_changes)
         except (Damaged, UnicodeError) as error:
             self._renew(str(error))
         except (sqlite3.Error, OSError) as error:
@@ -220,11 +220,10 @@ class Archive:
             except sqlite3.Error as error:
                 self._count_fault(f"Records of conversations keep their room: {self._path}: {error}")
 
-    def _after_write(self, file: ArchiveFile, num_bytes_before: int) -> None:
+    def _after_write(self, file: ArchiveFile, num_bytes_before: int, num_changes: int) -> None:
         if self._is_failing:
             self._report("Records of conversations are written again.")
-        if self._is_erasing or file.num_bytes < num_bytes_before / 2:
-            self._is_erasing = False
+        if num_changes >= self._erased_until > self._num_written or file.num_bytes < num_bytes_before / 2:
             file.compact()  # what was cleared leaves the disk at once
         if file.num_bytes > self._max_bytes and self._upkeep is not None:
             self._upkeep.make_room()

@@ -230,9 +230,9 @@ def _without_record(asked: Asked, num_cached_tokens: int, around: Circumstances)
         return "nothing lost"
     if not around.looks_at_records:
         return "setting"
-    if not around.names_session:
-        return "no session"
-    return "cache cleared" if around.was_cleared else "not seen since the start"
+    if around.was_cleared:
+        return "cache cleared"
+    return "not seen since the start" if around.names_session else "no session"
 
 
 def _is_same_talk(compared: _Comparison) -> bool:

@@ -99,6 +99,16 @@ class TurnStore:
             place = self._places.get(seen.chain)
             return place is not None and place.is_contested
 
+    def contest(self, read: Iterable[tuple[bytes, bytes]]) -> None:
+        """Messages were read, by their chain and meaning, of which nothing is to be kept: where another meaning is
+        kept, nobody knows any more which of them a client leaves out."""
+        with self._lock:
+            for chain, meaning in read:
+                place = self._places.get(chain)
+                if place is not None and place.meaning not in (None, meaning) and not place.is_contested:
+                    place.is_contested = True
+                    self._rows.doubts(chain)
+
     def record_for(self, seen: Seen | None, session: str | None = None) -> TurnRecord | None:
         """The newest request that passed through this message, else the newest one that shares the most of its path;
         without any, the newest one of the session."""
