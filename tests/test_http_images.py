@@ -302,12 +302,12 @@ def test_after_a_restart_a_conversation_with_images_goes_on(tmp_path: Path) -> N
     """Records, KV and what the model wrote are there again: the next turn reuses it, and the tower stays asleep."""
     question = user("What is this? ", image_part(picture(1, 256, 256)), " Describe it, please." + LONG)
     with serving_app(tmp_path, family="qwen3_5_vl") as app:
-        first = ask(app, question)
-        second = ask(app, question, said(first), user("And why?"))
+        first = ask(app, question, session_id="one")
+        second = ask(app, question, said(first), user("And why?"), session_id="one")
         last = [question, said(first), user("And why?"), said(second), user("And then?")]
-        expected = said(ask(app, *last, ttl=0))
+        expected = said(ask(app, *last, ttl=0, session_id="one"))
     with serving_app(tmp_path, family="qwen3_5_vl") as app:
-        third = ask(app, *last)
+        third = ask(app, *last, session_id="one")
         found, total = reuse(third)
         assert said(third) == expected
         assert found / total >= MIN_REUSE, (found, total)
