@@ -25,8 +25,11 @@ def server(folder: Path, family: str, **settings: Any) -> Iterator[AppUnderTest]
 
 
 def conversation(app: AppUnderTest, family: str, style: EchoStyle, **fields: Any) -> Conversation:
+    """Of a client whose messages come back whole nothing but its answers say whose it is; a carrier that is gone makes
+    another conversation of it, which after a restart only the name of its session joins."""
     user = {"role": "user", "content": "Look around."}
-    return Conversation(app, family, style, True, [dict(SYSTEM), user], fields)
+    session = {"session_id": "one"} if style.carries else {}
+    return Conversation(app, family, style, True, [dict(SYSTEM), user], {**session, **fields})
 
 
 def go_on(talk: Conversation, turn: int) -> None:
