@@ -97,7 +97,7 @@ def test_a_long_tool_loop_reuses_every_turn(app: AppUnderTest, thinking: bool) -
     if thinking and not talk.thinking:
         pytest.skip("the family does not think")
     for turn in range(40):
-        talk.ask("Next.", "Go.", f"h{turn}")
+        talk.ask("Next.", "I go on to the next hill, to see what there is on it.", f"h{turn}")
         talk.answer_calls(f"tree {turn}")
     assert [asked.body["choices"][0]["finish_reason"] for asked in talk.turns] == ["tool_calls"] * 40
     lost = [before.num_tokens - now.num_cached_tokens for before, now in zip(talk.turns, talk.turns[1:], strict=False)]
