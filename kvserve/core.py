@@ -192,6 +192,11 @@ class SessionHint:
         """`ttl: 0`: no word of the request is to be left on disk, nor anything that goes on from it be served."""
         return self.ttl_seconds == 0
 
+    @property
+    def leaves_no_record(self) -> bool:
+        """Whether nothing is remembered of the request: it wants nothing kept, or nothing looked at but the prefix."""
+        return self.cache_mode == "prefix" or self.wants_nothing_kept
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:

@@ -56,9 +56,8 @@ class Over:
 def over(finished: FinishedTurn, running: RunningTurn) -> Over | None:
     """The turn, if its answer is whole and something may be kept of it; a turn that the watchdog ended is lost."""
     turn, session = finished.turn, finished.turn.session
-    keeps_nothing = session.cache_mode == "prefix" or session.ttl_seconds == 0
     is_whole = finished.facts.finish_reason in ("stop", "length", "tool_calls") and not running.is_lost
-    if finished.reading is None or keeps_nothing or not is_whole or finished.prompt.continues:
+    if finished.reading is None or session.leaves_no_record or not is_whole or finished.prompt.continues:
         return None
     return Over(turn, finished.reading, running, finished.facts.model) if running.said.blocks else None
 

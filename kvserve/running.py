@@ -241,8 +241,7 @@ class RunningTurn:
     def _remember(self, *, is_aborted: bool = False) -> None:
         """Keep what was read and written. A turn that the watchdog ended leaves nothing, a second call does nothing."""
         reading, session = self._submitted.reading, self._submitted.turn.session
-        keeps_nothing = session.cache_mode == "prefix" or session.ttl_seconds == 0
-        if self.is_lost or self._is_remembered or keeps_nothing:
+        if self.is_lost or self._is_remembered or session.leaves_no_record:
             return
         self._is_remembered = True
         prompt = self._submitted.prompt

@@ -161,7 +161,6 @@ class Conversations:
     def forget(self, *, session: str | None = None, principal: str | None = None) -> Forgotten:
         """Forget what belongs to a session, whichever principal's, or to a principal (`str(Principal)`): to both, where
         both are given. Memos of messages, which know no owners, go as a whole."""
-
         is_gone = partial(belongs_to, session=session, principal=principal)
         stores = self._stores
         stores.beginnings.forget(lambda owner: principal in (None, owner))  # they know no sessions

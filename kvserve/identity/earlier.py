@@ -5,7 +5,7 @@ long as the process lives.
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from kvserve.identity.provenance import MIN_BYTES, num_answer_bytes
+from kvserve.identity.provenance import are_enough
 from kvserve.identity.reading import Identity
 from kvserve.sessions.given_answers import GivenAnswers
 from kvserve.sessions.seen import PACKED_BYTES, Step, TurnRecord
@@ -25,17 +25,15 @@ class Earlier:
         leaf = steps[-1]
         if identity.owner.is_one_client:
             self._first_words.put(_first_words(identity), leaf.chain)
-        elif leaf.written is not None:
-            given = sum(num_answer_bytes(step.message) for step in steps if step.written is not None)
-            if given >= MIN_BYTES:
-                for digest in (leaf.chain, _answers(identity)[-1]):
-                    self._answers.put(digest, leaf.chain, hashlib.sha256(prompt).digest())
+        elif leaf.written is not None and are_enough(step.written.message for step in steps if step.written):
+            for digest in (leaf.chain, _answers(identity)[-1]):
+                self._answers.put(digest, leaf.chain, hashlib.sha256(prompt).digest())
 
     def recall(self, records: Iterable[TurnRecord]) -> None:
         """What was written down in another life."""
         for record in records:
-            given = sum(num_answer_bytes(seen.message) for seen in record.leaf.ancestry() if seen.written is not None)
-            if record.leaf.written is not None and given >= MIN_BYTES:
+            path = record.leaf.ancestry()
+            if record.leaf.written is not None and are_enough(seen.written.message for seen in path if seen.written):
                 prompt = record.packed_ids[: record.num_prompt_tokens * PACKED_BYTES]
                 self._answers.put(record.leaf.chain, record.leaf.chain, hashlib.sha256(prompt).digest())
 

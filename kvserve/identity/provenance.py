@@ -5,12 +5,13 @@ people may have said "hello". What the model wrote there does, if a client sends
 These must be more than a few words, which everybody would expect, or carry an id that only this server gave.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvserve.core import Message, TextBlock, ToolCallBlock, Written
 
 MIN_BYTES = 40
-"""Answers of so many bytes together, white space aside, show it: about eight words. Models greet in fewer."""
+"""Answers of so many bytes together, white space aside, show it: about eight words. Some stock greetings and refusals
+have more."""
 
 type Wrote = Callable[[bytes], Written | None]
 """What the model wrote at a place of a conversation, None where it did not or where nobody knows."""
@@ -28,6 +29,11 @@ def num_shown(messages: Sequence[Message], chains: Sequence[bytes], wrote: Wrote
             num_bytes += MIN_BYTES if _has_given_id(message, written.message) else num_answer_bytes(written.message)
             num_messages = index + 1
     return num_messages if num_bytes >= MIN_BYTES else 0
+
+
+def are_enough(answers: Iterable[Message]) -> bool:
+    """Whether these answers, as the model wrote them, show who was given them."""
+    return sum(map(num_answer_bytes, answers)) >= MIN_BYTES
 
 
 def num_answer_bytes(message: Message) -> int:

@@ -71,8 +71,7 @@ class Recogniser:
         is_full = turn.session.cache_mode == "full"
         sent, shared = self._with_shared_values(turn) if is_full else (turn.messages, frozenset())
         reading = self._as_sent(turn, sent)
-        keeps_nothing = not is_full or turn.session.wants_nothing_kept
-        if keeps_nothing and not reading.identity.owner.is_one_client:
+        if turn.session.leaves_no_record and not reading.identity.owner.is_one_client:
             self._contest(reading)  # what is read is not remembered, and so not what it leaves out
         elif is_full:
             reading = self._replayed(reading, turn.session, shared)
@@ -198,9 +197,7 @@ class Recogniser:
         self, reading: Reading, index: int, seen: Seen | None, is_own: bool, *, in_history: bool
     ) -> _Recognised:
         message = reading.messages[index]
-        if reading.identity.canonical[index].message is None:
-            return _Recognised(message)
-        if not is_own:
+        if reading.identity.canonical[index].message is None or not is_own:
             return _Recognised(message)
         if seen is None:
             return self._healed(reading, index)
