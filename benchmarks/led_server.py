@@ -18,6 +18,7 @@ import mlx.core as mx
 from rich.console import Console
 
 from benchmarks.client import BenchmarkError
+from benchmarks.given_ids import GivenIds
 from benchmarks.model_free import Script, Told, script_of
 from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
 from kvserve.app import App
@@ -49,6 +50,7 @@ class LedServer:
         self._app = app
         self._warms = warms
         self._lead: Callable[[Sequence[int]], Script] | None = None
+        self._ids = GivenIds()
 
     @property
     def served(self) -> ServedModel:
@@ -73,15 +75,18 @@ class LedServer:
     def ask(self, request: Request, max_tokens: int | None) -> Told:
         """Send a client's request and have its answer written, `max_tokens` of it (None: whole): what its usage says.
 
-        Raises BenchmarkError for an error answer, ValueError for a request without a reply to write.
+        Calls of this server's answers are sent back with the ids that it gave them. Raises BenchmarkError for an error
+        answer, ValueError for a request without a reply to write.
         """
         self._write(request.reply)
         limit = max_tokens or WHOLE_ANSWER_TOKENS
         dropped = {"stream", "stream_options", *LIMIT_FIELDS}
-        body = {name: value for name, value in request.body.items() if name not in dropped}
+        body = self._ids.in_body({name: value for name, value in request.body.items() if name not in dropped})
         body["max_output_tokens" if request.path == RESPONSES else "max_tokens"] = limit
         answer = self._exchange("POST", request.path, body, _headers(request))
         self._settle()
+        if request.reply is not None:
+            self._ids.give(request.reply.call_ids, list(_call_ids(request.path, answer)))
         return _told(request.path, answer["usage"])
 
     def stream(self, request: Request, is_enough: Callable[[Mapping[str, Any]], bool]) -> list[Mapping[str, Any]]:
@@ -112,6 +117,7 @@ class LedServer:
 
     def forget(self) -> None:
         """Begin anew: DELETE /v1/cache."""
+        self._ids = GivenIds()
         self._exchange("DELETE", CACHE_PATH)
 
     def _write(self, reply: Reply | None) -> None:
@@ -157,6 +163,16 @@ class LedServer:
 def _headers(request: Request) -> dict[str, str]:
     """What a client sent besides what every sender sets for itself."""
     return {name: value for name, value in request.headers.items() if name not in OWN_HEADERS}
+
+
+def _call_ids(path: str, answer: Mapping[str, Any]) -> Iterator[str]:
+    """What the server calls the calls of its answer."""
+    if path == MESSAGES:
+        yield from (block["id"] for block in answer["content"] if block["type"] == "tool_use")
+    elif path == RESPONSES:
+        yield from (item["call_id"] for item in answer["output"] if item["type"] == "function_call")
+    else:
+        yield from (call["id"] for call in answer["choices"][0]["message"].get("tool_calls") or ())
 
 
 def _told(path: str, usage: Mapping[str, Any]) -> Told:

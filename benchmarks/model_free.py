@@ -13,9 +13,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from benchmarks.given_ids import GivenIds
 from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
 from kvserve.config import Settings
-from kvserve.core import NOBODY, GenerationRequest, JsonObject, RequestDefaults, RequestId
+from kvserve.core import NOBODY, GenerationRequest, JsonObject, RequestDefaults, RequestId, ToolCallBlock
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.prefix_cache import PrefixCache, Tenancy
 from kvserve.engine.row_bytes import RowBytes
@@ -157,6 +158,8 @@ class ModelFree:
         self.engine = PlaybackEngine(model, settings)
         self._settings = settings
         self._told: FinishedTurn | None = None
+        self._ids = GivenIds()
+        self._recorded_ids: tuple[str, ...] = ()
         engine: Any = self.engine
         self.served = ServedModel(
             name="model-free",
@@ -178,6 +181,7 @@ class ModelFree:
     def forget(self) -> None:
         """Begin anew: no KV, no conversations, nothing tokenised."""
         self.engine.forget()
+        self._ids = GivenIds()
         served = self.served
         stitcher = Stitcher.of(served.tokenizer, served.template, served.markers)
         conversations = Conversations(identity_settings(self._settings))
@@ -188,8 +192,12 @@ class ModelFree:
         return self.end(self.start(json.dumps(request.body).encode(), request, number, max_tokens))
 
     def start(self, body: bytes, request: Request, number: int, max_tokens: int | None = None) -> RunningTurn:
-        """The part of it that comes before the answer, from the bytes of the body on."""
+        """The part of it that comes before the answer, from the bytes of the body on. Calls of this server's answers
+        come back with the ids that it gave them."""
         served, reply = self.served, request.reply
+        if self._ids:
+            body = json.dumps(self._ids.in_body(json.loads(body))).encode()
+        self._recorded_ids = reply.call_ids if reply is not None else ()
         self.engine.script = lambda asked: script_of(served, asked.prompt.ids, reply).cut(max_tokens) if reply else None
         parse = _PARSERS.get(request.path, parse_chat)
         asked = parse(json.loads(body), request.headers, self.served.defaults, RequestId(f"free{number}"))
@@ -200,6 +208,8 @@ class ModelFree:
         self.engine.answer()
         for _ in running.events(poll_seconds=0.0):
             pass
+        given = [block.call_id for block in running.said.blocks if isinstance(block, ToolCallBlock)]
+        self._ids.give(self._recorded_ids, given)
         told = self._told
         assert told is not None
         explanation = told.explanation

@@ -39,11 +39,13 @@ type Wire = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the model wrote. `calls` are name and the JSON text of the arguments."""
+    """What the model wrote. `calls` are name and the JSON text of the arguments, `call_ids` what these were called if
+    that is known; an id says nothing."""
 
     reasoning: str = ""
     content: str = ""
     calls: tuple[tuple[str, str], ...] = ()
+    call_ids: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def message(self) -> Wire:
@@ -150,7 +152,8 @@ def _recorded(row: Wire) -> Request:
         return Request(row["body"], items_said(reply["items"]) if reply else None, headers, RESPONSES)
     if not reply:
         return Request(row["body"], None, headers)
-    said = Reply(reply.get("reasoning") or "", reply.get("content") or "", _calls(reply.get("tool_calls")))
+    calls = reply.get("tool_calls")
+    said = Reply(reply.get("reasoning") or "", reply.get("content") or "", _calls(calls), _call_ids(calls))
     return Request(row["body"], said, headers)
 
 
@@ -161,7 +164,8 @@ def _collected(pool: Sequence[Wire], tools: Sequence[Wire], request: Wire) -> Re
     if request.get("reply") is None:
         return Request(body, None)
     said = pool[request["reply"]]
-    reply = Reply(said.get("reasoning_content") or "", said.get("content") or "", _calls(said.get("tool_calls")))
+    calls = said.get("tool_calls")
+    reply = Reply(said.get("reasoning_content") or "", said.get("content") or "", _calls(calls), _call_ids(calls))
     return Request(body, reply)
 
 
@@ -171,14 +175,20 @@ def blocks_said(blocks: Sequence[Wire]) -> Reply:
         "".join(block["thinking"] for block in blocks if block["type"] == "thinking"),
         "".join(block["text"] for block in blocks if block["type"] == "text"),
         tuple((block["name"], json.dumps(block["input"])) for block in blocks if block["type"] == "tool_use"),
+        tuple(block.get("id", "") for block in blocks if block["type"] == "tool_use"),
     )
 
 
 def items_said(items: Sequence[Wire]) -> Reply:
     """What an answer of `/v1/responses` says."""
     said = responses_bodies.said_in(items)
-    return Reply(said.get("reasoning_content", ""), said["content"], _calls(said.get("tool_calls")))
+    call_ids = tuple(item.get("call_id", "") for item in items if item.get("type") == "function_call")
+    return Reply(said.get("reasoning_content", ""), said["content"], _calls(said.get("tool_calls")), call_ids)
 
 
 def _calls(calls: Sequence[Wire] | None) -> tuple[tuple[str, str], ...]:
     return tuple((call["function"]["name"], call["function"]["arguments"]) for call in calls or ())
+
+
+def _call_ids(calls: Sequence[Wire] | None) -> tuple[str, ...]:
+    return tuple(call.get("id") or "" for call in calls or ())

@@ -263,16 +263,16 @@ def test_the_protocols_share_their_kv(tmp_path: Any, family: str) -> None:
     with serving_app(tmp_path, family=family) as app:
         talk: list[Any] = [{"role": "user", "content": WORDS * 20}]
         system = {"role": "system", "content": WORDS * 5}
-        first = app.chat([system, *talk], enable_thinking=False)
+        first = app.chat([system, *talk], enable_thinking=False, session_id="one")
         talk += [{"role": "assistant", "content": first.content}, {"role": "user", "content": "And on."}]
-        second = ask(app, talk, system=system["content"], thinking=OFF)
+        second = ask(app, talk, system=system["content"], thinking=OFF, session_id="one")
         assert second["usage"]["cache_read_input_tokens"] >= 0.97 * num_prompt_tokens(second)
         talk += [{"role": "assistant", "content": second["content"]}, {"role": "user", "content": "And on."}]
         chat = [
             {**message, "content": text_of(message) if isinstance(message["content"], list) else message["content"]}
             for message in talk
         ]
-        third = app.chat([system, *chat], enable_thinking=False)
+        third = app.chat([system, *chat], enable_thinking=False, session_id="one")
         assert third.usage is not None and third.num_cached_tokens is not None
         assert third.num_cached_tokens >= 0.97 * third.usage["prompt_tokens"]
 

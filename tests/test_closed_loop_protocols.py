@@ -33,7 +33,11 @@ def start(app: AppUnderTest, wire: Wire, name: str, *, thinking: bool) -> Talk:
 def go_on(talk: Talk, turn: int) -> None:
     """One turn: two of three are calls with their results, the third ends with the user's next words."""
     calls = turn % 3 != 2
-    talk.ask(f"Number {turn} is a < b.", f"It is {turn},\n so é.", f"hill {turn}" if calls else None)
+    talk.ask(
+        f"Number {turn} is a < b.",
+        f"It is {turn},\n so é, as far as one can see. " * 7,
+        f"hill {turn}" if calls else None,
+    )
     if calls:
         talk.answer_calls(f"a tree {turn}")
     else:

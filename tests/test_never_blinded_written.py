@@ -75,13 +75,15 @@ def _call(arguments: object, call_id: str) -> Body:
 
 
 def led(model: ModelFree, style: Style) -> Body:
-    """A conversation that the server answered up to its last request, whose body this is."""
+    """A conversation that the server answered up to its last request, whose body this is. It has a session of its own,
+    so that all that could be put back may be."""
     model.forget()
     messages: list[Body] = [
         {"role": "system", "content": f"You look at files.\n{LOG}"},
         {"role": "user", "content": f"What is in it?\n```\n{LOG}```\nAnd cch=abc2; what is that?"},
     ]
-    body: Body = {"messages": messages, "tools": [TOOL, OTHER_TOOL], "chat_template_kwargs": {"enable_thinking": True}}
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+    body: Body = {"messages": messages, "tools": [TOOL, OTHER_TOOL], "session_id": "one", **thinks}
     asked = 0
 
     def ask(said: str, thought: str, *calls: object) -> None:

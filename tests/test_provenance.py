@@ -27,7 +27,7 @@ from kvserve.core import (
     Written,
 )
 from kvserve.identity.conversations import Conversations, Exchanged
-from kvserve.identity.provenance import MIN_BYTES, num_answer_bytes
+from kvserve.identity.provenance import is_telling
 from kvserve.identity.reading import Reading
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.sessions.archive import Archive
@@ -41,8 +41,14 @@ SENDER = 'Sender (untrusted metadata):\n```json\n{{\n  "sender": "{}"\n}}\n```\n
 INBOUND = '## Inbound Context (trusted metadata)\nAbout the message.\n```json\n{{\n  "chat": "{}"\n}}\n```\n'
 INFO = 'Conversation info (untrusted metadata):\n```json\n{{\n  "message_id": "{}"\n}}\n```\n\n'
 
-LONG = "That is a good question, and here is what I would do about it first."
-OTHER_LONG = "An answer that some other server once gave, in as many words as these."
+LONG = (
+    "That is a good question, and here is what I would do about it: read what is there, write down what is amiss "
+    "and ask the person who knows it best before anything is changed; the rest can wait until that is clear."
+)
+OTHER_LONG = (
+    "An answer that some other server once gave, in as many words as the one above, so that nobody may say that it "
+    "shows less because it is shorter than what a model of ours has written; a client brought it from somewhere else."
+)
 
 
 def said(role: Role, text: str) -> Message:
@@ -110,33 +116,36 @@ def test_one_session_of_two_principals_is_two(conversations: Conversations) -> N
         assert (reading.before is not None) is comes_back
 
 
-@pytest.mark.parametrize("text", ["ok", "Hello! How can I help you today?", LONG])
+GREETING = "Hello! I'm Qwen, a large language model created by Alibaba Cloud. How can I help you today?"
+REFUSAL = "I'm sorry, but I can't assist with that request. If you have any other questions, feel free to ask me."
+
+
+@pytest.mark.parametrize("text", ["ok", "Hello! How can I help you today?", GREETING, REFUSAL, LONG])
 def test_an_answer_shows_where_a_request_comes_from_if_it_says_enough(conversations: Conversations, text: str) -> None:
     """What everybody expects a model to say proves nothing."""
     wrote = Message("assistant", (ThinkingBlock("The PIN."), TextBlock(text)))
     reminded = said("user", REMINDER.format("4711") + "hello")
     answered(conversations, asked(reminded), wrote)
     reading = conversations.read(asked(said("user", "hello"), said("assistant", text), said("user", "And?")))
-    is_shown = num_answer_bytes(wrote) >= MIN_BYTES
-    assert is_shown is (text == LONG)
+    is_shown = text == LONG
+    assert is_telling(wrote) is is_shown
     assert reading.messages[:2] == ((reminded, wrote) if is_shown else (said("user", "hello"), said("assistant", text)))
     assert (reading.before is not None) is (reading.writings[0] is not None) is is_shown
 
 
-def test_short_answers_add_up(conversations: Conversations) -> None:
-    """A conversation of a few of them is one that nobody else has had: from then on its thinking comes back."""
-    thought = [
-        Message("assistant", (ThinkingBlock(f"{n}."), TextBlock(f"It is number {n}, I should think.")))
-        for n in range(4)
-    ]
-    echo = [said("assistant", f"It is number {n}, I should think.") for n in range(4)]
+def test_short_answers_do_not_add_up(conversations: Conversations) -> None:
+    """Some stock answers are no more than one. From one that says enough on, what the model writes comes back; what
+    was read without its thinking before stays as it was read."""
+    texts = ["Yes, that is so.", GREETING, REFUSAL, LONG, "No."]
+    thought = [Message("assistant", (ThinkingBlock(f"{n}."), TextBlock(text))) for n, text in enumerate(texts)]
     talk: list[Message] = [said("user", "Begin.")]
     back = []
-    for number in range(4):
+    for number, text in enumerate(texts):
         reading = answered(conversations, asked(*talk), thought[number])
         back.append([message for message in reading.messages if message in thought])
-        talk += [echo[number], said("user", f"Next, {number}.")]
-    assert back == [[], [], [thought[1]], [thought[1], thought[2]]]
+        talk += [said("assistant", text), said("user", f"Next, {number}.")]
+    back.append([message for message in conversations.read(asked(*talk)).messages if message in thought])
+    assert back == [[], [], [], [], [thought[3]], [thought[3], thought[4]]]
 
 
 def test_an_id_that_only_this_server_gave_shows_it_too(conversations: Conversations) -> None:
@@ -186,13 +195,19 @@ def test_who_leaves_no_trace_gets_nothing_and_is_not_taken_for_another(
     assert conversations.read(asked(*messages)).messages == messages
 
 
+def escaped(text: str) -> str:
+    """The same text in JSON, six times as long."""
+    return "".join(f"\\u{ord(character):04x}" for character in text)
+
+
 def test_what_an_answer_shows_is_what_the_model_wrote(conversations: Conversations) -> None:
     """The same call in longer JSON shows no more of it."""
-    wrote = Message("assistant", (ThinkingBlock("Look."), ToolCallBlock("", "list", '{"path":"."}')))
+    path = "src/of/some/length/or_other.py"
+    wrote = Message("assistant", (ThinkingBlock("Look."), ToolCallBlock("", "list", f'{{"path":"{path}"}}')))
     answered(conversations, asked(said("user", "Look.")), wrote)
-    spelt = '{"\\u0070\\u0061\\u0074\\u0068": "\\u002e"}'
+    spelt = f'{{"{escaped("path")}": "{escaped(path)}"}}'
     echo = Message("assistant", (ToolCallBlock("", "list", spelt),))
-    assert num_answer_bytes(echo) >= MIN_BYTES > num_answer_bytes(wrote)
+    assert is_telling(echo) and not is_telling(wrote)
     assert conversations.read(asked(said("user", "Look."), echo, said("user", "And?"))).messages[1] == echo
 
 

@@ -17,9 +17,15 @@ FAMILY = "qwen3_5"
 
 REMINDER = "<system-reminder>\nThe PIN is {}.\n</system-reminder>\n"
 SENDER = 'Sender (untrusted metadata):\n```json\n{{\n  "sender": "{}"\n}}\n```\n\n'
-LONG = "That is a good question, and here is what I would do about it first."
+LONG = (
+    "That is a good question, and here is what I would do about it: read what is there, write down what is amiss "
+    "and ask the person who knows it best before anything is changed; the rest can wait until that is clear."
+)
 ANSWERS = ("ok", "Hello! How can I help you?", LONG)
-BROUGHT = "An answer that some other server once gave, in as many words as these."
+BROUGHT = (
+    "An answer that some other server once gave, in as many words as the one above, so that nobody may say that it "
+    "shows less because it is shorter than what a model of ours has written; a client brought it from somewhere else."
+)
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 
 

@@ -153,7 +153,7 @@ class Talk:
         return [{"role": role, "content": text} for role, text in self.said]
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        answer: Response = self.app.post(path, {**body, "temperature": 0, "model": "m"})
+        answer: Response = self.app.post(path, {**body, "temperature": 0, "model": "m", "session_id": "one"})
         assert answer.status == 200, answer.body
         return answer.json
 

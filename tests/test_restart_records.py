@@ -35,7 +35,11 @@ def conversation(app: AppUnderTest, family: str, style: EchoStyle, **fields: Any
 def go_on(talk: Conversation, turn: int) -> None:
     """A call and its result, or the user's next words, by turns."""
     calls = talk.family != "gemma3" and turn % 2 == 0
-    talk.ask(f"Number {turn} is a < b.", f"It is {turn},\n so.", f"hill {turn}" if calls else None)
+    talk.ask(
+        f"Number {turn} is a < b.",
+        f"It is {turn},\n so, as far as one can see. " * 7,
+        f"hill {turn}" if calls else None,
+    )
     if calls:
         talk.answer_calls(f"a tree {turn}")
     else:

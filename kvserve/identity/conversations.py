@@ -9,7 +9,7 @@ from kvserve.canonical.familiar import Familiar
 from kvserve.core import Message, MessageStart, RequestId, SessionHint, TokenSequence, Turn, Written
 from kvserve.identity.earlier import Earlier
 from kvserve.identity.owner import Owner, belongs_to
-from kvserve.identity.provenance import MIN_BYTES
+from kvserve.identity.provenance import is_telling_text
 from kvserve.identity.reading import Identity, Reading
 from kvserve.identity.recognise import IdentitySettings, Recogniser
 from kvserve.sessions.archive import Archive, ArchiveTotals
@@ -81,7 +81,7 @@ class Conversations:
 
     def raw_before(self, text: str, owner: Owner) -> RawRecord | None:
         """The raw prompt that this one is compared with, which is shown to its client: one of that client's only."""
-        return self.raw_prompts.nearest(text, owner.name, 0 if owner.is_one_client else MIN_BYTES)
+        return self.raw_prompts.nearest(text, owner.name, shown_by=None if owner.is_one_client else is_telling_text)
 
     def remember(self, reading: Reading, exchanged: Exchanged) -> Branch | None:
         """The model has read this turn, and written what it wrote: the branch that it belongs to.

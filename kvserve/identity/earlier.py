@@ -5,7 +5,6 @@ long as the process lives.
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from kvserve.identity.provenance import are_enough
 from kvserve.identity.reading import Identity
 from kvserve.sessions.given_answers import GivenAnswers
 from kvserve.sessions.seen import PACKED_BYTES, Step, TurnRecord
@@ -25,15 +24,14 @@ class Earlier:
         leaf = steps[-1]
         if identity.owner.is_one_client:
             self._first_words.put(_first_words(identity), leaf.chain)
-        elif leaf.written is not None and are_enough(step.written.message for step in steps if step.written):
+        elif leaf.written is not None:
             for digest in (leaf.chain, _answers(identity)[-1]):
                 self._answers.put(digest, leaf.chain, hashlib.sha256(prompt).digest())
 
     def recall(self, records: Iterable[TurnRecord]) -> None:
         """What was written down in another life."""
         for record in records:
-            path = record.leaf.ancestry()
-            if record.leaf.written is not None and are_enough(seen.written.message for seen in path if seen.written):
+            if record.leaf.written is not None:
                 prompt = record.packed_ids[: record.num_prompt_tokens * PACKED_BYTES]
                 self._answers.put(record.leaf.chain, record.leaf.chain, hashlib.sha256(prompt).digest())
 
@@ -42,8 +40,8 @@ class Earlier:
         return self._first_words.find(_first_words(identity))
 
     def by_answers(self, identity: Identity) -> bytes | None:
-        """The conversation of the request that was given the answers of this one: to the same questions, or whatever it
-        had asked."""
+        """The conversation of the request that was given the answers of this one, or the same as everybody: to the same
+        questions, or whatever it had asked."""
         return self._answers.find([*_answers(identity), *identity.chains])
 
     def clear(self) -> None:

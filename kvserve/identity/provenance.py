@@ -2,16 +2,16 @@
 
 Clients without a session of their own share their records, so a path of messages that was found proves nothing: two
 people may have said "hello". What the model wrote there does, if a client sends it back: it was told to nobody else.
-These must be more than a few words, which everybody would expect, or carry an id that only this server gave.
+It must be more than a model writes to everybody, or carry an id that only this server gave.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 
 from kvserve.core import Message, TextBlock, ToolCallBlock, Written
 
-MIN_BYTES = 40
-"""Answers of so many bytes together, white space aside, show it: about eight words. Some stock greetings and refusals
-have more."""
+MIN_ANSWER_BYTES = 160
+"""One answer of so many bytes, white space aside, shows it: about thirty words. Stock greetings, which name the model
+and its maker, have up to 90, refusals with their reason somewhat more."""
 
 type Wrote = Callable[[bytes], Written | None]
 """What the model wrote at a place of a conversation, None where it did not or where nobody knows."""
@@ -21,40 +21,51 @@ _MIN_ID_CHARACTERS = 16
 
 def num_shown(messages: Sequence[Message], chains: Sequence[bytes], wrote: Wrote) -> int:
     """How many messages from the beginning this client was there for: up to and with the last answer that it sends
-    back, once these are enough. `chains[i]` is the place of message i."""
-    num_bytes = num_messages = 0
-    for index, (message, place) in enumerate(zip(messages, chains, strict=True)):
-        written = wrote(place) if message.role == "assistant" else None
-        if written is not None:
-            num_bytes += MIN_BYTES if _has_given_id(message, written.message) else num_answer_bytes(written.message)
-            num_messages = index + 1
-    return num_messages if num_bytes >= MIN_BYTES else 0
+    back, if these show it. `chains[i]` is the place of message i, which all that stands before it is part of."""
+    answers = {
+        index: written.message
+        for index, (message, place) in enumerate(zip(messages, chains, strict=True))
+        if message.role == "assistant" and (written := wrote(place)) is not None
+    }
+    return max(answers) + 1 if answers and is_shown([messages[index] for index in answers], answers.values()) else 0
 
 
-def are_enough(answers: Iterable[Message]) -> bool:
-    """Whether these answers, as the model wrote them, show who was given them."""
-    return sum(map(num_answer_bytes, answers)) >= MIN_BYTES
+def is_shown(sent: Iterable[Message], wrote: Iterable[Message]) -> bool:
+    """Whether a request that sends these answers back was given what the model wrote, which says the same: one of them
+    says enough, or one of its calls has the id that it was given."""
+    wrote = list(wrote)
+    return any(map(is_telling, wrote)) or not _call_ids(sent).isdisjoint(_call_ids(wrote))
 
 
-def num_answer_bytes(message: Message) -> int:
-    """What an answer says, in bytes of its text and calls; thinking, which many clients do not show, aside."""
+def is_telling(answer: Message) -> bool:
+    """Whether an answer, as the model wrote it, says so much in its text and arguments that whoever sends it back was
+    given it. Thinking, which many clients do not show, does not count."""
+    return sum(map(_num_bytes, _texts(answer))) >= MIN_ANSWER_BYTES
+
+
+def is_telling_text(text: str) -> bool:
+    """The same of an answer without messages."""
+    return _num_bytes(text) >= MIN_ANSWER_BYTES
+
+
+def _call_ids(answers: Iterable[Message]) -> set[str]:
+    """The ids of their calls that are too long to be guessed, as every client leaves them: some take out all but
+    letters and digits."""
+    calls = (block for answer in answers for block in answer.blocks if isinstance(block, ToolCallBlock))
+    ids = ("".join(filter(str.isalnum, call.call_id)) for call in calls)
+    return {call_id for call_id in ids if len(call_id) >= _MIN_ID_CHARACTERS}
+
+
+def _texts(answer: Message) -> list[str]:
     said: list[str] = []
-    for block in message.blocks:
+    for block in answer.blocks:
         match block:
             case TextBlock(text):
                 said.append(text)
-            case ToolCallBlock(_, name, arguments):
-                said += (name, arguments)
-    return sum(len(word.encode("utf-8", "surrogatepass")) for text in said for word in text.split())
+            case ToolCallBlock(arguments=arguments):
+                said.append(arguments)
+    return said
 
 
-def _has_given_id(echo: Message, wrote: Message) -> bool:
-    """Whether a call has the id that the server gave it, or what a client made of that: some take out all but letters
-    and digits."""
-    given = {_plain(block.call_id) for block in wrote.blocks if isinstance(block, ToolCallBlock)}
-    named = {_plain(block.call_id) for block in echo.blocks if isinstance(block, ToolCallBlock)}
-    return any(len(each) >= _MIN_ID_CHARACTERS for each in given & named)
-
-
-def _plain(call_id: str) -> str:
-    return "".join(filter(str.isalnum, call_id))
+def _num_bytes(text: str) -> int:
+    return sum(len(word.encode("utf-8", "surrogatepass")) for word in text.split())

@@ -21,7 +21,7 @@ from kvserve.canonical.write_calls import with_write_content_digested
 from kvserve.core import Message, SessionHint, Turn, Written
 from kvserve.identity.earlier import Earlier
 from kvserve.identity.owner import Owner
-from kvserve.identity.provenance import Wrote, num_shown
+from kvserve.identity.provenance import Wrote, is_shown, num_shown
 from kvserve.identity.reading import Identity, Reading, RuleEffects, with_meanings
 from kvserve.sessions.seen import Seen, TurnRecord
 from kvserve.sessions.stores import StoreLimits, Stores
@@ -175,7 +175,8 @@ class Recogniser:
     def _wrote_on(self, seen: Mapping[bytes, Seen]) -> Wrote:
         """What the model wrote at the places of a path that was read; also where a client's echo of it, which nothing
         came back to, was read since."""
-        return lambda place: self._stores.healing.find(place) if place in seen else None
+        healing = self._stores.healing
+        return lambda place: (seen[place].written or healing.find(place)) if place in seen else None
 
     def _before(self, reading: Reading, known: Seen | None) -> TurnRecord | None:
         """What the request is compared with, which is shown to its client: a request of that client's only. Where its
@@ -185,11 +186,17 @@ class Recogniser:
         if not identity.owner.is_one_client:
             leaf = self._earlier.by_answers(identity)
             given = turns.find([leaf]) if leaf is not None else None
-            is_sure = given is not None and not any(map(turns.is_contested, given.ancestry()))
-            return turns.record_at(given) if given is not None and is_sure else None
+            return turns.record_at(given) if given is not None and self._was_given(reading, given) else None
         if known is None and (leaf := self._earlier.by_first_words(identity)) is not None:
             known = turns.find([leaf])
         return turns.record_for(known, identity.owner.session_name)
+
+    def _was_given(self, reading: Reading, given: Seen) -> bool:
+        """Whether the request shows that its client was given the answers of this path, and nobody else was."""
+        path = list(given.ancestry())
+        sent = [message for message in reading.messages if message.role == "assistant"]
+        wrote = [seen.written.message for seen in path if seen.written is not None]
+        return is_shown(sent, wrote) and not any(map(self._stores.turns.is_contested, path))
 
     # --- messages -----------------------------------------------------------------------------------------------------
 

@@ -39,12 +39,14 @@ class GivenAnswers:
                 self._given.popitem(last=False)
 
     def find(self, answers: Sequence[bytes]) -> bytes | None:
-        """The conversation that the last known of these stands for."""
+        """The conversation that the last known of these stands for; None where that could be one of several, which a
+        shallower one could only hide."""
         with self._lock:
             for each in reversed(answers):
-                if (given := self._given.get(each)) is not None:
+                if each in self._given:
                     self._given.move_to_end(each)
-                    return given.leaf
+                    given = self._given[each]
+                    return given.leaf if given is not None else None
         return None
 
     def clear(self) -> None:

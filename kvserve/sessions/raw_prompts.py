@@ -44,9 +44,10 @@ class RawRecord:
         view: Sequence[int] = memoryview(self.packed_ids).cast(PACKED)
         return view
 
-    def is_repeated_in(self, text: str, min_characters: int) -> bool:
-        """Whether the text begins with this prompt and its answer, and that has so many characters."""
-        return len(self.text) - self.num_prompt_characters >= min_characters and text.startswith(self.text)
+    @property
+    def answer(self) -> str:
+        """What was written to it."""
+        return self.text[self.num_prompt_characters :]
 
     @property
     def num_bytes(self) -> int:
@@ -77,17 +78,17 @@ class RawPrompts:
             while len(self._records) > self._max_prompts or self._num_bytes > self._max_bytes:
                 self._num_bytes -= self._records.popleft().num_bytes
 
-    def nearest(self, text: str, owner: str, min_repeated: int = 0) -> RawRecord | None:
+    def nearest(self, text: str, owner: str, shown_by: Callable[[str], bool] | None = None) -> RawRecord | None:
         """The record of this owner that has most in common with the text at its beginning and least behind that, the
-        newest among equals; None where none is known. `min_repeated`: only one that the text repeats with its answer,
-        of so many characters: whoever was not given it cannot.
+        newest among equals; None where none is known. `shown_by`: only one that the text repeats with its answer, if
+        that answer passes: whoever was not given it cannot repeat it.
 
         Where next to nothing is common, as when a prompt's first word changes each time, the one of like length counts.
         """
         with self._lock:
             records = [record for record in self._records if record.owner == owner]
-        if min_repeated:
-            records = [record for record in records if record.is_repeated_in(text, min_repeated)]
+        if shown_by is not None:
+            records = [record for record in records if text.startswith(record.text) and shown_by(record.answer)]
 
         def likeness(record: RawRecord) -> tuple[int, int]:
             num_common, length = common_length(record.text, text), len(record.text)

@@ -23,6 +23,8 @@ def test_what_two_were_given_belongs_to_neither() -> None:
     assert given.find([b"one"]) is None
     given.put(b"one", b"leaf", b"prompt")
     assert given.find([b"one"]) is None, "that is not forgotten"
+    given.put(b"none", b"a shallower leaf", b"prompt")
+    assert given.find([b"none", b"one"]) is None, "one of the two is on this path too"
 
 
 def test_the_longest_unused_go_first() -> None:

@@ -47,11 +47,12 @@ def test_what_may_be_anothers_is_found_by_who_repeats_its_answer() -> None:
     """A prompt that only begins alike, or brings an answer of its own, may come from anybody."""
     prompts, answer = RawPrompts(), "What the model wrote, and told to nobody else."
     prompts.remember(record("a", "A question. ", answer=answer))
-    found = prompts.nearest(f"A question. {answer} And?", "", min_repeated=40)
+    found = prompts.nearest(f"A question. {answer} And?", "", shown_by=lambda said: len(said) >= 40)
     assert found is not None and found.request_id == "a"
     for text in ("A question. ", f"A question. {answer[:-1]}", f"A question. Mine. {answer}"):
-        assert prompts.nearest(text, "", min_repeated=40) is None and prompts.nearest(text, "") is not None
-    assert prompts.nearest(f"A question. {answer}", "", min_repeated=60) is None, "it may be a word that all expect"
+        assert prompts.nearest(text, "", shown_by=bool) is None and prompts.nearest(text, "") is not None
+    found = prompts.nearest(f"A question. {answer}", "", shown_by=lambda said: len(said) >= 60)
+    assert found is None, "it may be a word that all expect"
 
 
 def test_records_and_bytes_are_bounded() -> None:
