@@ -52,7 +52,7 @@ def test_a_history_is_whole_up_to_the_last_finished_turn(tmp_path: Path) -> None
         server.wait_until_healthy()
         after = call(server.port, "GET", "/v1/agents/durable")
         assert (after["messages"], after["num_turns"]) == (before["messages"], 2)
-        assert after["status"] == "warm"
+        assert after["status"] in ("warm", "hot"), "hot where the server has already read learned prefixes from disk"
         body = say(server.port, "Third.")
         assert body["agent"]["num_turns"] == 3
         reused = body["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -249,7 +249,7 @@ def test_a_client_that_does_not_read_holds_nobody_up() -> None:
         bring(turn, 1)
         turn.wait_until_idle()
         turn.generation.put(DONE)
-        assert deltas(quick.read_response().events)[1] == {"content": "lo"}
+        assert {"content": "lo"} in deltas(quick.read_response().events), "empty deltas may have kept it alive"
         stuck.generation.put(TokenDelta(1))
         stuck.generation.put(DONE)
         got = deltas(slow.read_response().events)
