@@ -232,6 +232,11 @@ def test_words_are_sent_by_the_thread_that_brings_them_and_the_end_by_the_stream
     assert turn.ended.is_set() and not turn.cancelled.is_set()
 
 
+def told(events: list[str]) -> list[object]:
+    """The deltas that say something: on a slow machine empty ones keep a stream alive."""
+    return [delta for delta in deltas(events) if delta != {"reasoning_content": ""}]
+
+
 def test_a_client_that_does_not_read_holds_nobody_up() -> None:
     """What its socket does not take is left to its own thread, which waits for it; the others' words go out. Nothing of
     it is lost when it reads again."""
@@ -249,10 +254,10 @@ def test_a_client_that_does_not_read_holds_nobody_up() -> None:
         bring(turn, 1)
         turn.wait_until_idle()
         turn.generation.put(DONE)
-        assert {"content": "lo"} in deltas(quick.read_response().events), "empty deltas may have kept it alive"
+        assert told(quick.read_response().events)[1] == {"content": "lo"}
         stuck.generation.put(TokenDelta(1))
         stuck.generation.put(DONE)
-        got = deltas(slow.read_response().events)
+        got = told(slow.read_response().events)
         assert [len(str(delta)) for delta in got[1:]] == [30_000_000 + len("{'content': ''}"), 17, 2]
         assert stuck.threads[0] == "MainThread" and "MainThread" not in stuck.threads[1:]
 
