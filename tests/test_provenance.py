@@ -2,7 +2,7 @@
 client that shows it was there, and to nobody else. Here without a model; over HTTP in test_provenance_http.py.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -328,18 +328,22 @@ ACTS = st.lists(
         st.sampled_from([None, None, REMINDER, SENDER, INFO]),
         st.sampled_from(["own", "ok", "greeting", "short", "long"]),
         st.sampled_from(["", "brought", "restart", "begin"]),
+        st.sampled_from(["", "", "", "ttl 0", "prefix", "aborted"]),
     ),
     min_size=2,
     max_size=10,
 )
-"""Per turn: who, its words, what it hides, what the model answers, and what happens before."""
+"""Per turn: who, its words, what it hides, what the model answers, what happens before, and how it is asked: some want
+nothing kept, and some leave before the answer comes."""
+
+type Act = tuple[int, str, str | None, str, str, str]
 
 
 def model_answer(kind: str, client: Client) -> Message:
     """What the model writes: its own words for this client, or what it writes for everybody; it thinks of secrets."""
     texts = {"own": f"For {client.name}: {LONG}", "ok": "ok", "greeting": "Hello! How can I help you?", "long": LONG}
     texts["short"] = f"Fine, {client.name}."
-    thought = ThinkingBlock(f"Thinking of {client.secret() if kind != 'long' else 'nothing'}.")
+    thought = ThinkingBlock(f"Thinking of {client.secret()}.")
     call = ToolCallBlock("call", "note", f'{{"of":  "{client.name}"}}')
     return Message("assistant", (thought, TextBlock(texts[kind]), *([call] if kind == "own" else [])))
 
@@ -348,13 +352,14 @@ def stripped(message: Message) -> Message:
     return Message(message.role, tuple(block for block in message.blocks if not isinstance(block, ThinkingBlock)))
 
 
-def lead(
-    pair: tuple[SessionHint, SessionHint], acts: list[tuple[int, str, str | None, str, str]], world: "World"
-) -> int:
+MANNERS: dict[str, dict[str, Any]] = {"ttl 0": {"ttl_seconds": 0.0}, "prefix": {"cache_mode": "prefix"}}
+
+
+def lead(pair: tuple[SessionHint, SessionHint], acts: list[Act], world: "World") -> int:
     """Play the acts; raises AssertionError where a word of one stands before the other. How many words came back."""
     clients = [Client("ann", pair[0]), Client("bob", pair[1])]
     num_back = 0
-    for who, words, hidden, kind, before in acts:
+    for who, words, hidden, kind, before, manner in acts:
         client, other = clients[who], clients[1 - who]
         if before == "restart":
             world.restart()
@@ -364,23 +369,21 @@ def lead(
             client.sent += [said("user", words), said("assistant", OTHER_LONG)]
         history = list(client.sent)
         newest = client.say(words, hidden)
-        turn = asked(*history, newest)
-        reading = world.conversations.read(Turn(**{**_fields(turn), "session": client.hint}))
+        hint = replace(client.hint, **MANNERS.get(manner, {}))
+        turn = replace(asked(*history, newest), session=hint)
+        reading = world.conversations.read(turn)
         told = repr((reading.messages, reading.rendered, reading.writings, reading.before))
         assert other.name not in told, f"{other.name} stands before {client.name}"
         num_back += reading.messages != (*history, newest)
         answer = model_answer(kind, client)
         prompt = TokenSequence(tuple(range(100)))
-        written = Written(answer, (5,), (7, 8), opens_reasoning=False)
-        world.conversations.remember(
-            reading, Exchanged(turn.request_id, client.hint, prompt, (), {}, written, pack_ids(prompt.ids))
-        )
-        client.sent.append(stripped(answer))
+        written = Written(answer, (5,), (7, 8), opens_reasoning=False) if manner != "aborted" else None
+        if not hint.leaves_no_record:
+            world.conversations.remember(
+                reading, Exchanged(turn.request_id, hint, prompt, (), {}, written, pack_ids(prompt.ids))
+            )
+        client.sent += [stripped(answer)] if written is not None else []
     return num_back
-
-
-def _fields(turn: Turn) -> dict[str, Any]:
-    return {name: getattr(turn, name) for name in turn.__dataclass_fields__}
 
 
 class World:
@@ -412,9 +415,7 @@ class LastingWorld(World):
 
 @given(PAIRS, ACTS)
 @settings(max_examples=num_examples(200), deadline=None)
-def test_no_words_of_one_ever_stand_before_the_other(
-    pair: tuple[SessionHint, SessionHint], acts: list[tuple[int, str, str | None, str, str]]
-) -> None:
+def test_no_words_of_one_ever_stand_before_the_other(pair: tuple[SessionHint, SessionHint], acts: list[Act]) -> None:
     """Whatever two clients have in common: keys, users, an app's cache key, visible words, answers; not one session."""
     event(f"something comes back: {lead(pair, acts, World()) > 0}")
 
@@ -424,25 +425,29 @@ def test_no_words_of_one_ever_stand_before_the_other(
 def test_nor_across_restarts(
     tmp_path_factory: pytest.TempPathFactory,
     pair: tuple[SessionHint, SessionHint],
-    acts: list[tuple[int, str, str | None, str, str]],
+    acts: list[Act],
 ) -> None:
     """What was written down belongs to whom it belonged."""
     world = LastingWorld(tmp_path_factory.mktemp("records"))
-    lead(pair, [(*act[:4], act[4] or "restart") for act in acts], world)
+    lead(pair, [(*act[:4], act[4] or "restart", act[5]) for act in acts], world)
     world.conversations.close()
 
 
 def test_the_law_would_see_a_leak() -> None:
     """The control: one session of one principal is one client, so that its words do come back to whoever uses it."""
     hint = SessionHint("s")
-    acts = [(0, "hello", REMINDER, "ok", ""), (1, "hello", None, "ok", ""), (1, "And?", None, "ok", "")]
+    acts: list[Act] = [
+        (0, "hello", REMINDER, "ok", "", ""),
+        (1, "hello", None, "ok", "", ""),
+        (1, "And?", None, "ok", "", ""),
+    ]
     with pytest.raises(AssertionError, match="ann stands before bob"):
         lead((hint, hint), acts, World())
 
 
 def test_words_do_come_back_to_their_own() -> None:
     """And the other control: in the led conversations there is something to come back."""
-    acts = [(0, "hello", REMINDER, "own", ""), (1, "hello", SENDER, "own", "")] * 3
+    acts: list[Act] = [(0, "hello", REMINDER, "own", "", ""), (1, "hello", SENDER, "own", "", "")] * 3
     assert lead((SessionHint(), SessionHint()), acts, World()) == 4
     assert lead((SessionHint("s1"), SessionHint("s2")), acts, World()) == 4
 
