@@ -119,3 +119,35 @@ def test_uses_add_up(order: list[int]) -> None:
     for now, system in enumerate(order):
         beginnings.count(prompt(system), STARTS, now=float(now))
     assert dict(systems(beginnings)) == {each: order.count(each) for each in set(order) if order.count(each) > 1}
+
+
+def test_what_two_principals_begin_with_is_theirs_each() -> None:
+    """Counted apart, so that one use of each is none; wanted once where both have used it; one of them can be
+    forgotten."""
+    beginnings = Beginnings()
+    for owner, times in (("a", 2), ("b", 1), ("b", 2)):
+        for user in range(times):
+            beginnings.count(prompt(1 if times == 2 else 2, user), STARTS, now=0, owner=owner)
+    beginnings.count(prompt(2), STARTS, now=0, owner="a")
+    assert systems(beginnings) == [(1, 2)], "each has used the second one once"
+    beginnings.forget("a".__eq__)
+    assert systems(beginnings) == [(1, 2)], "the other one's stays"
+    beginnings.forget("b".__eq__)
+    assert systems(beginnings) == [] and beginnings.most_used(9) == ()
+
+
+def test_whose_a_beginning_is_outlives_a_restart() -> None:
+    """Forgetting reaches what was written down."""
+    notebook = Notebook()
+    beginnings = Beginnings(journal=notebook)
+    for owner in ("a", "b"):
+        for user in range(2):
+            beginnings.count(prompt(1 if owner == "a" else 2, user), STARTS, now=0, until=9.0, owner=owner)
+    again = Beginnings(journal=notebook)
+    again.load(notebook.rows())
+    assert sorted(systems(again)) == [(1, 2), (2, 2)]
+    again.forget("a".__eq__)
+    assert systems(again) == [(2, 2)]
+    last = Beginnings()
+    last.load(notebook.rows())
+    assert systems(last) == [(2, 2)]
