@@ -340,45 +340,65 @@ def test_a_foreign_name_inside_a_compatible_wheel_is_no_contamination(finished: 
 # --- interruption, locking, failure ---
 
 
-def make_slow_wheel(checkout: Checkout) -> None:
-    """A wheel of so many modules that pip can be caught in the middle of installing it."""
-    files = {f"slow/module_{index:04}.py": f"value = {index}\n" for index in range(NUM_SLOW_MODULES)}
-    make_wheel(checkout.root / "wheels", "slow", "1.0", files)
-    checkout.require("alpha==1.0", "slow==1.0")
+def stopped_in_pip(checkout: Checkout) -> tuple[subprocess.Popen[str], str]:
+    """A set-up whose processes stand still in the middle of pip's copying, and the name of the package.
+
+    It has so many modules that pip can be caught. On a busy machine pip may have finished before: then there is another
+    package to install.
+    """
+    for attempt in range(1, 6):
+        name = f"slow{attempt}"
+        files = {f"{name}/module_{index:04}.py": f"value = {index}\n" for index in range(NUM_SLOW_MODULES)}
+        make_wheel(checkout.root / "wheels", name, "1.0", files)
+        checkout.require("alpha==1.0", *(f"slow{each}==1.0" for each in range(1, attempt + 1)))
+        process = checkout.start("--setup-only")
+        wait_for(checkout.venv / SITE_PACKAGES / name / "module_0002.py", process)
+        os.killpg(process.pid, signal.SIGSTOP)
+        if not record_of(checkout, name).exists():
+            return process, name
+        os.killpg(process.pid, signal.SIGCONT)
+        process.communicate(timeout=100)
+    pytest.fail("pip was never caught")
+
+
+def record_of(checkout: Checkout, name: str) -> Path:
+    """The last file that pip writes of a package."""
+    return checkout.venv / SITE_PACKAGES / f"{name}-1.0.dist-info/RECORD"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "landmark"),
-    [
-        pytest.param("untouched", "pyvenv.cfg", marks=pytest.mark.long),
-        pytest.param("untouched", SITE_PACKAGES / "slow/module_0002.py", marks=pytest.mark.long),
-        ("finished", SITE_PACKAGES / "slow/module_0002.py"),
-    ],
-)
-def test_an_interrupted_set_up_is_mended(request: pytest.FixtureRequest, name: str, landmark: Path) -> None:
-    """Killed while the environment is being made, or in the middle of pip's copying, the next run completes it."""
+@pytest.mark.parametrize("name", [pytest.param("untouched", marks=pytest.mark.long), "finished"])
+def test_an_interrupted_set_up_is_mended(request: pytest.FixtureRequest, name: str) -> None:
+    """Killed in the middle of pip's copying, the next run completes it."""
     checkout: Checkout = request.getfixturevalue(name)
-    make_slow_wheel(checkout)
-    process = checkout.start("--setup-only")
-    wait_for(checkout.venv / landmark, process)
+    process, package = stopped_in_pip(checkout)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert json.loads(checkout.stamp.read_text())["state"] == "begun"
-    assert not (checkout.venv / SITE_PACKAGES / "slow-1.0.dist-info/RECORD").exists()
 
     result = checkout.run()
     assert result.returncode == SERVER_EXIT_CODE, result.stdout + result.stderr
-    assert len(list((checkout.venv / SITE_PACKAGES / "slow").glob("module_*.py"))) == NUM_SLOW_MODULES
-    assert (checkout.venv / SITE_PACKAGES / "slow-1.0.dist-info/RECORD").exists()
+    assert len(list((checkout.venv / SITE_PACKAGES / package).glob("module_*.py"))) == NUM_SLOW_MODULES
+    assert record_of(checkout, package).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_an_environment_that_was_never_finished_is_made(untouched: Checkout) -> None:
+    """Killed while it is being made."""
+    process = untouched.start("--setup-only")
+    wait_for(untouched.venv / "pyvenv.cfg", process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert json.loads(untouched.stamp.read_text())["state"] == "begun"
+    assert untouched.run().returncode == SERVER_EXIT_CODE
 
 
 def test_sigterm_ends_pip_too(finished: Checkout) -> None:
     """A terminated bootstrap leaves no pip behind, and its status is that of the signal."""
-    make_slow_wheel(finished)
-    process = finished.start("--setup-only")
-    wait_for(finished.venv / SITE_PACKAGES / "slow/module_0002.py", process)
+    process, _ = stopped_in_pip(finished)
     process.terminate()
+    os.killpg(process.pid, signal.SIGCONT)
     process.communicate()
     assert process.returncode == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
@@ -388,11 +408,8 @@ def test_sigterm_ends_pip_too(finished: Checkout) -> None:
 @contextmanager
 def orphaned_pip(checkout: Checkout) -> Iterator[int]:
     """A pip that stands still in the middle of its work, and whose bootstrap was killed; yields its process group."""
-    make_slow_wheel(checkout)
-    process = checkout.start("--setup-only")
+    process, _ = stopped_in_pip(checkout)
     try:
-        wait_for(checkout.venv / SITE_PACKAGES / "slow/module_0002.py", process)
-        os.killpg(process.pid, signal.SIGSTOP)
         process.kill()
         process.wait()
         yield process.pid
