@@ -42,10 +42,12 @@ NUM_QUEUED_TURNS = 64
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """What agents ask of the process: what a model is called, the model itself, to submit a turn, to count its prompt,
-    of how much of a conversation, last used at some time, KV is kept: (tokens in RAM, tokens in RAM or on disk), and to
-    let a conversation's KV go: the model's name, its tokens, and the name of its turns' owner."""
+    """What agents ask of the process: to know of a turn that has come, what a model is called, the model itself, to
+    submit a turn, to count its prompt, of how much of a conversation, last used at some time, KV is kept: (tokens in
+    RAM, tokens in RAM or on disk), and to let a conversation's KV go: the model's name, its tokens, and the name of its
+    turns' owner."""
 
+    begin: Callable[[Turn], None]
     name_of: Callable[[str | None], str]
     resolve: Callable[[str | None], ServedModel]
     serve: Callable[[Turn, ServedModel], TurnInProgress]
@@ -163,6 +165,11 @@ class Agents:
         Raises NotFound, and what else can be said before anything is computed, unless other turns come before it.
         """
         agent = self._store.agent(agent_id)
+        # whatever session and key its client has of its own: who knows an agent's name talks to that agent
+        owner = _owner(agent_id)
+        hint = replace(turn.session, session_id=owner.session, principal=owner.principal, is_shared_id=False)
+        turn = replace(turn, session=hint)
+        self._models.begin(turn)
         ticket = object()
         with self._lock:
             queue = self._queues[agent_id]
@@ -229,10 +236,7 @@ class Agents:
         served = self._models.resolve(model)
         system_prompt, new = _with_system(agent, turn.messages)
         turns = self._store.history(agent)
-        # whatever session and key its client has of its own: who knows an agent's name talks to that agent
-        owner = _owner(agent.agent_id)
-        hint = replace(turn.session, session_id=owner.session, principal=owner.principal, is_shared_id=False)
-        turn = replace(turn, model=model, session=hint)
+        turn = replace(turn, model=model)
 
         def shown_from(first: int) -> Turn:
             history = (message for each in turns[first:] for message in each)

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -24,11 +23,11 @@ from kvserve.config import Launch, load_launch
 from kvserve.core import JsonObject, RequestDefaults, TokenSequence, Turn
 from kvserve.deferred import TurnInProgress
 from kvserve.demo.build import build_model
-from kvserve.engine.cache_records import Forgotten
 from kvserve.engine.model import expected_sizes, resolve_model_folder
 from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.errors import KvserveError, ModelLoadError, NotReady, RequestError, StartupError
-from kvserve.identity.owner import belongs_to
+from kvserve.forgetting import Forgetting
+from kvserve.keeping import Scope
 from kvserve.loading import ModelMaker
 from kvserve.next_turns import NextTurns
 from kvserve.pipeline import ServedModel, count_tokens, serve_turn
@@ -132,19 +131,21 @@ class App:
             Callbacks(self._submit, self._seeing.refused, terminal.note),
             max_waiting=max(1, self._settings.max_queued_requests),
         )
+        self._responses = response_store(self._settings, launch.disk_cache, terminal.error)
+        self._forgetting = Forgetting(self._roster, self._next_turns, self._responses, self._seeing)
         self._agent_store = agent_store(self._settings, launch.disk_cache)
         self._agents = Agents(
             self._agent_store,
             Models(
+                begin=self._forgetting.begin,
                 name_of=self._roster.name_of,
                 resolve=self._roster.resolve,
-                serve=self._roster.serve,
+                serve=self.serve,
                 count=lambda turn, served: count_tokens(self._roster.countable(turn, served), served),
                 kept=self._kept_tokens,
                 let_go=self._let_go,
             ),
         )
-        self._responses = response_store(self._settings, launch.disk_cache, terminal.error)
 
     # --- start and stop -----------------------------------------------------------------------------------------------
 
@@ -321,27 +322,8 @@ class App:
 
     def forget(self, session: str | None, principal: str | None) -> JsonObject:
         """Forget what is kept of a session, of a principal (by its name), or of a session of a principal; None stands
-        for any. Returns how much that was. What runs at this moment is kept when it ends; KV of a model that is not
-        loaded stays on disk until it ages out."""
-        is_theirs = partial(belongs_to, session=session, principal=principal)
-        if self._next_turns is not None:
-            self._next_turns.forget()
-        for known in self._roster.known():
-            known.clear_memos()
-        gone = [known.conversations.forget(session=session, principal=principal) for known in self._roster.known()]
-        kept = Forgotten(is_done=False)  # as long as the engine does not say otherwise
-        with contextlib.suppress(NotReady):
-            kept = self._roster.loaded.engine.forget(is_theirs)
-        return {
-            "num_sessions": sum(each.num_sessions for each in gone),
-            "num_messages": sum(each.num_messages for each in gone),
-            "num_tokens": kept.num_tokens,
-            "ram_bytes": kept.num_ram_bytes,
-            "disk_bytes": kept.num_disk_bytes,
-            "is_done": kept.is_done and all(each.is_done for each in gone),
-            "num_responses": self._responses.forget(session=session, principal=principal),
-            **self._seeing.forget(session=session, principal=principal),
-        }
+        for any. Returns how much that was."""
+        return self._forgetting.forget(Scope(session, principal))
 
     def _loaded_as(self, model_name: str) -> ServedModel | None:
         """The loaded model, if this is its name."""
@@ -367,16 +349,19 @@ class App:
                 served.engine.discard(tokens, owner.__eq__)
 
     def count_tokens(self, turn: Turn, served: ServedModel) -> int:
+        self._forgetting.begin(turn)
         return count_tokens(self._roster.countable(turn, served), served)
 
     def prewarm(self, turn: Turn, served: ServedModel) -> Prewarming:
         """Have what requests like this begin with computed soon; no other model is loaded for it."""
         if (loaded := self._loaded_as(served.name)) is None:
             raise NotReady(f"{served.name} is not loaded now.", retry_after_seconds=10)
+        self._forgetting.begin(turn)
         return prewarm(turn, loaded)
 
     def serve(self, turn: Turn, served: ServedModel) -> TurnInProgress:
         """Submit a turn; one whose model is not loaded waits for it."""
+        self._forgetting.begin(turn)
         return self._roster.serve(turn, served)
 
     def _submit(self, turn: Turn, served: ServedModel) -> TurnInProgress:

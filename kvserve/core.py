@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, NewType
 
+from kvserve.keeping import Keeping
+
 type JsonObject = Mapping[str, object]
 
 RequestId = NewType("RequestId", str)
@@ -204,7 +206,8 @@ class Turn:
 
     Either `messages` (a conversation for the chat template) or `raw_prompt` (text or token ids that go to the model
     as they are) is given. `max_tokens` None means up to the server's default. `images` are those of the messages once
-    they were looked at: from then on a block's `source` is its image's digest.
+    they were looked at: from then on a block's `source` is its image's digest. `keeping` says whether the request may
+    leave anything, and is one and the same however the turn is rewritten.
     """
 
     request_id: RequestId
@@ -223,6 +226,7 @@ class Turn:
     template_arguments: JsonObject = field(default_factory=dict)
     session: SessionHint = SessionHint()
     images: "tuple[ImageInput, ...]" = ()
+    keeping: Keeping = field(default_factory=Keeping, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +349,8 @@ class GenerationRequest:
     never what it reuses. `owner` names who asks: limits are its own, and what only it used can be forgotten by it; ""
     where that is not known. `turn_end` is the stop token that later prompts have behind the answer, whichever ended
     it; None where that is not known. `images` has every image that the prompt's spans name, once. What was
-    computed for one `partition` is never reused in another one.
+    computed for one `partition` is never reused in another one. `is_forgotten`: its owner was forgotten since it came,
+    so nothing of it is kept.
     """
 
     request_id: RequestId
@@ -360,6 +365,7 @@ class GenerationRequest:
     turn_end: int | None = None
     images: tuple[ImageInput, ...] = ()
     partition: str = ""
+    is_forgotten: bool = False
 
 
 ReuseTier = Literal["nothing", "ram", "live row", "disk", "warmed"]

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvserve.core import RequestId
-from kvserve.engine.warming import Warming
+from kvserve.engine.warming import Warming, WarmJob
 from kvserve.foresight import Foresight, Over, over, turn_before
 from kvserve.pipeline import ServedModel
 from kvserve.running import FinishedTurn, Observer, RunningTurn
@@ -62,12 +62,12 @@ class NextTurns:
             self._running[running.request_id] = running
 
     def finished(self, finished: FinishedTurn) -> None:
-        """A turn is over, and the one after it may be guessed."""
+        """A turn is over, and the one after it may be guessed; not where its owner was forgotten since it came."""
         request_id = finished.turn.request_id
-        with self._changed:
+        with finished.turn.keeping as may_keep, self._changed:
             running = self._running.pop(request_id, None)
             self._quiet_since = time.monotonic()
-            turn = over(finished, running) if running is not None else None
+            turn = over(finished, running) if running is not None and may_keep else None
             if turn is not None and not self._is_stopping:
                 self._pending[request_id] = turn
                 self._begin()
@@ -154,9 +154,15 @@ class NextTurns:
             with self._changed:
                 self._drop(before.request_id)  # what was to come next is there
         served = self._find(turn.model)
-        job = self._foresight.job_after(turn, served) if served is not None else None
-        if served is None or job is None:
+        if served is None:
             return
+        with served.keeping(turn.turn) as may_keep:
+            job = self._foresight.job_after(turn, served) if may_keep else None
+            if job is not None:
+                self._warm(turn, job, served)
+
+    def _warm(self, turn: Over, job: WarmJob, served: ServedModel) -> None:
+        """Have it computed, unless the turn was dropped meanwhile."""
         with self._changed:
             for request_id in [each for each, warming in self._jobs.items() if warming.result is not None]:
                 del self._jobs[request_id]  # there is nothing to cancel, and its tokens may be many

@@ -9,7 +9,8 @@
 This file joins rooms and knows no wire format. It runs on web threads and never touches an array.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from kvserve.core import (
@@ -83,8 +84,20 @@ class ServedModel:
         """Forget the words of earlier prompts that are kept only to be faster."""
         self.stitcher.clear()
         self.template.clear()
+        self.conversations.clear_memos()
         if self.images is not None:
             self.images.clear()
+
+    @contextmanager
+    def keeping(self, turn: Turn) -> Iterator[bool]:
+        """Something of a turn is read or rendered within the block: whether it may leave anything. Where it may not, it
+        leaves no memos either."""
+        with turn.keeping as may_keep:
+            try:
+                yield may_keep
+            finally:
+                if not may_keep:
+                    self.clear_memos()
 
     def partition(self, principal: Principal) -> str:
         """Where the KV of a principal is: with tenants apart it finds its own only. Nobody has a partition with a name
@@ -97,6 +110,16 @@ def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
 
     Raises RequestError for what cannot be served (400, 429, 503), before anything is computed.
     """
+    with served.keeping(turn) as may_keep:  # whoever forgets finds a row in the engine, or one that keeps nothing comes
+        return _submitted(turn if may_keep else _leaving_nothing(turn), served, may_keep=may_keep)
+
+
+def _leaving_nothing(turn: Turn) -> Turn:
+    """A turn whose owner was forgotten since it came: nothing is known of its history, and nothing is written down."""
+    return replace(turn, session=replace(turn.session, cache_mode="prefix", ttl_seconds=0))
+
+
+def _submitted(turn: Turn, served: ServedModel, *, may_keep: bool) -> RunningTurn:
     turn = _looked_at(turn, served)
     reading = served.conversations.read(turn) if turn.raw_prompt is None else None
     prompt = _render(turn, reading, served) if reading is not None else _raw_prompt(turn, served)
@@ -115,6 +138,7 @@ def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
         ttl_seconds=turn.session.marked_seconds if turn.session.ttl_seconds is None else turn.session.ttl_seconds,
         images=turn.images,
         partition=served.partition(turn.session.principal),
+        is_forgotten=not may_keep,
     )
     generation = served.engine.submit(request)
     submitted = Submitted(
@@ -134,20 +158,22 @@ def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
 
 def count_tokens(turn: Turn, served: ServedModel) -> int:
     """The prompt's tokens as `serve_turn` would submit them; the engine hears nothing of it. Raises BadRequest."""
-    turn = _looked_at(turn, served)
-    return len(_stitch(turn, served.conversations.read(turn), served)[1].ids)
+    with served.keeping(turn):
+        turn = _looked_at(turn, served)
+        return len(_stitch(turn, served.conversations.read(turn), served)[1].ids)
 
 
 def preview(turn: Turn, served: ServedModel) -> Prompt:
     """The prompt as `serve_turn` would submit it now; the engine hears nothing of it. Raises BadRequest,
     ContextOverflow."""
-    turn = _looked_at(turn, served)
-    if turn.raw_prompt is None:
-        prompt = _render(turn, served.conversations.read(turn), served)
-    else:
-        prompt = _raw_prompt(turn, served)
-    _max_tokens(turn, served, len(prompt.tokens))
-    return prompt
+    with served.keeping(turn):
+        turn = _looked_at(turn, served)
+        if turn.raw_prompt is None:
+            prompt = _render(turn, served.conversations.read(turn), served)
+        else:
+            prompt = _raw_prompt(turn, served)
+        _max_tokens(turn, served, len(prompt.tokens))
+        return prompt
 
 
 @dataclass(frozen=True, slots=True)

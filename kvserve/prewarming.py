@@ -36,7 +36,18 @@ class Prewarming:
 
 
 def prewarm(turn: Turn, served: ServedModel) -> Prewarming:
-    """Have what requests with these messages and tools begin with computed soon. Raises RequestError."""
+    """Have what requests with these messages and tools begin with computed soon, unless their owner was forgotten since
+    the wish came. Raises RequestError."""
+    with served.keeping(turn) as may_keep:
+        job = _job(turn, served)
+        if may_keep:
+            return Prewarming(served.name, served.engine.warm(job))
+    dropped = Warming(job)
+    dropped.drop("forgotten")
+    return Prewarming(served.name, dropped)
+
+
+def _job(turn: Turn, served: ServedModel) -> WarmJob:
     looked_at = turn if served.images is None else served.images.look(turn)
     beginning = _beginning(turn, looked_at, served)
     num_tokens = len(beginning.tokens)
@@ -44,7 +55,7 @@ def prewarm(turn: Turn, served: ServedModel) -> Prewarming:
         raise ContextOverflow(num_tokens, served.context_limit)
     shown = frozenset(span.digest for span in beginning.tokens.images)
     images = tuple(image for image in looked_at.images if image.facts.digest in shown)
-    job = WarmJob(
+    return WarmJob(
         beginning.tokens,
         "prewarm",
         beginning.message_starts,
@@ -52,7 +63,6 @@ def prewarm(turn: Turn, served: ServedModel) -> Prewarming:
         partition=served.partition(turn.session.principal),
         owner=served.conversations.owner(turn.session).name,
     )
-    return Prewarming(served.name, served.engine.warm(job))
 
 
 def warm_learned(served: ServedModel, num_beginnings: int) -> list[Warming]:

@@ -239,11 +239,15 @@ class RunningTurn:
                 self._said.append(call)
 
     def _remember(self, *, is_aborted: bool = False) -> None:
-        """Keep what was read and written. A turn that the watchdog ended leaves nothing, a second call does nothing."""
-        reading, session = self._submitted.reading, self._submitted.turn.session
-        if self.is_lost or self._is_remembered or session.leaves_no_record:
-            return
-        self._is_remembered = True
+        """Keep what was read and written. A turn that the watchdog ended leaves nothing, nor does one whose owner was
+        forgotten since it came; a second call does nothing."""
+        with self._submitted.turn.keeping as may_keep:
+            if may_keep and not (self.is_lost or self._is_remembered or self._submitted.turn.session.leaves_no_record):
+                self._is_remembered = True
+                self._keep(is_aborted=is_aborted)
+
+    def _keep(self, *, is_aborted: bool) -> None:
+        reading = self._submitted.reading
         prompt = self._submitted.prompt
         ids = self._said_ids()
         num_computed_tokens = self._num_computed_tokens + len(ids) if is_aborted else None

@@ -90,12 +90,23 @@ class Seeing:
         self._activity.begin(running)
 
     def finished(self, finished: FinishedTurn) -> None:
-        """A request is over: explain it, count it, trace it, and write its line."""
+        """A request is over: explain it, count it, trace it, and write its line. Where its owner was forgotten since it
+        came only numbers and the line are left of it."""
         explanation = self._explained(finished)
         facts = replace(finished.facts, cause=clause(explanation) if explanation is not None else None)
         finished = replace(finished, explanation=explanation, facts=facts)
         self._activity.end(facts)
         self._metrics.add(facts, explanation.cause if explanation is not None else None)
+        with finished.turn.keeping as may_keep:
+            if may_keep:
+                self._keep(finished)
+        self._terminal.request_line(facts)
+        if self._settings.shows_image_cuts and finished.prompt.tokens.images:
+            self._terminal.note(image_line(facts, finished.prompt.tokens))
+
+    def _keep(self, finished: FinishedTurn) -> None:
+        """For those who ask later: why so much was reused, which model read it, and the trace."""
+        explanation, facts = finished.explanation, finished.facts
         if explanation is not None:
             self._explanations.put(Explained(explanation, finished.turn.session.principal, facts.session))
             self._note_branch(finished, explanation)
@@ -103,9 +114,6 @@ class Seeing:
         if self._settings.writes_traces and not finished.turn.session.wants_nothing_kept:
             session = facts.session or _first_tokens_hash(finished.prompt.tokens.ids)
             self._trace.write(session, "turn", str(finished.turn.session.principal), **trace_fields(finished))
-        self._terminal.request_line(facts)
-        if self._settings.shows_image_cuts and finished.prompt.tokens.images:
-            self._terminal.note(image_line(facts, finished.prompt.tokens))
 
     def refused(self, turn: Turn, model_name: str, error: RequestError) -> None:
         """A request was not taken: it has its line too."""

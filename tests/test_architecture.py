@@ -17,6 +17,7 @@ JOINERS = (
     "kvserve/seeing.py",
     "kvserve/watching.py",
     "kvserve/app.py",
+    "kvserve/forgetting.py",
     "kvserve/loading.py",
     "kvserve/stage.py",
     "kvserve/roster.py",
@@ -27,7 +28,7 @@ JOINERS = (
     "kvserve/wiring.py",
     "kvserve/web/",
 )
-OPEN_TO_ALL = ("kvserve.core", "kvserve.errors")
+OPEN_TO_ALL = ("kvserve.core", "kvserve.errors", "kvserve.keeping")
 
 PROCESS_CALLS = ("system", "popen", "fork", "forkpty", "posix_spawn", "posix_spawnp")
 PROCESS_CALL_PREFIXES = ("exec", "spawn")
@@ -167,7 +168,7 @@ def violations(path: str, source: str) -> list[str]:
             if door.matches(use) and not path.startswith(door.allowed):
                 found.add((use.line, f"{door.rule} ({use.name})"))
         if joins_rooms(path, use):
-            found.add((use.line, f"a room imports itself, core and errors ({use.name})"))
+            found.add((use.line, f"a room imports itself, core, errors and keeping ({use.name})"))
     return [f"{path}:{line}: {rule}" for line, rule in sorted(found)]
 
 

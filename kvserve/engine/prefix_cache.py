@@ -28,7 +28,7 @@ from kvserve.core import Reuse, ReuseTier, TokenSequence
 from kvserve.engine.cache_records import CacheReport, CacheSettings, Forgotten, Tenancy, Totals
 from kvserve.engine.disk_cache import DiskCache, Hold
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.row_outline import outline, owner_of, request_owner, tokens_of, with_stop
+from kvserve.engine.row_outline import outline, owner_of, request_owner, tokens_of, user_of, with_stop
 from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
 
@@ -109,7 +109,7 @@ class PrefixCache:
             self._note_reuse(row, match)
         owner = None if is_ahead else owner_of(row)
         request = row.request
-        lease = self._tree.acquire(match, owner=owner, ttl_seconds=request.ttl_seconds, user=request.owner)
+        lease = self._tree.acquire(match, owner=owner, ttl_seconds=request.ttl_seconds, user=user_of(row))
         if not self._model.cache_support.can_keep or request.ttl_seconds == 0 or row.is_forgotten:
             self._tree.release(lease)  # a row that stands on nothing leaves nothing behind, and nobody waits for it
         try:
@@ -140,11 +140,11 @@ class PrefixCache:
     def hold(self, row: Row) -> Hold:
         """Keep what a row will start from until it enters: room is made for it before it does. What only the disk has
         of it begins to come back."""
-        tokens, partition, owner = tokens_of(row), row.request.partition, row.request.owner
+        tokens, partition, user = tokens_of(row), row.request.partition, user_of(row)
         if self._disk is not None:
-            return self._disk.hold(tokens, partition, owner)
+            return self._disk.hold(tokens, partition, user)
         match = self._tree.lookup(tokens, partition=partition)
-        return Hold(tokens, self._tree.acquire(match, user=owner), is_settled=True)
+        return Hold(tokens, self._tree.acquire(match, user=user), is_settled=True)
 
     def is_restoring(self, hold: Hold) -> bool:
         """Take in what the disk has given for a row so far; True while more is to come."""

@@ -19,6 +19,11 @@ def owner_of(row: Row) -> str:
     return f"{row.request.owner}/{beginning[:16]}"
 
 
+def user_of(row: Row) -> str:
+    """By whose name it is noted what a row used; nobody's where who asks was forgotten."""
+    return "" if row.is_forgotten else row.request.owner
+
+
 def request_owner(entry_owner: str) -> str:
     """The `owner` of the requests whose entry this is."""
     return entry_owner.rpartition("/")[0]

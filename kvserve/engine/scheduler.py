@@ -348,6 +348,8 @@ class Scheduler:
     def _release(self, row: Row, left: Left | None) -> None:
         """A row is gone; with `left` its KV is taken in up to the last whole token."""
         self._forget_ended()
+        if row.is_forgotten:
+            self._forget_images()
         tenancy = self._tenancies.pop(row, None)
         self.cache.account_live(self._live_bytes())
         if tenancy is not None:

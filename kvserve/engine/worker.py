@@ -159,7 +159,7 @@ class Engine:
             self._num_open += 1
         generation = Generation(request, self._courier.carry)
         try:
-            self._put(Row(generation, self._row_ended, constraint))
+            self._put(Row(generation, self._row_ended, constraint, is_forgotten=request.is_forgotten))
         except NotReady:
             self._row_ended()
             raise

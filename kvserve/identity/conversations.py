@@ -166,10 +166,14 @@ class Conversations:
         stores.beginnings.forget(lambda owner: principal in (None, owner))  # they know no sessions
         stores.healing.forget(is_gone)
         self.raw_prompts.forget(is_gone)
-        self._familiar.clear()
+        self.clear_memos()
         num_sessions = stores.index.forget(lambda key: key.startswith(NAMED) and is_gone(key.removeprefix(NAMED)))
         num_messages = stores.turns.forget(is_gone)
         return Forgotten(num_sessions, num_messages, is_done=stores.erase())
+
+    def clear_memos(self) -> None:
+        """Forget the messages that are remembered only to be faster."""
+        self._familiar.clear()
 
     def clear(self) -> None:
         """Forget every conversation."""

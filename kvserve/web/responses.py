@@ -80,14 +80,19 @@ class _KeepingEncoder:
         """The events of the wire."""
         events = self._encoder.encode(event)
         if isinstance(event, Finished) and self._request.store:
-            request, session = self._request, self._request.turn.session
-            self._store.put(
-                StoredResponse(
-                    self._encoder.response,
-                    request.items,
-                    request.previous_response_id,
-                    session.principal,
-                    session.session_id,
-                )
-            )
+            with self._request.turn.keeping as may_keep:
+                if may_keep:
+                    self._keep()
         return events
+
+    def _keep(self) -> None:
+        request, session = self._request, self._request.turn.session
+        self._store.put(
+            StoredResponse(
+                self._encoder.response,
+                request.items,
+                request.previous_response_id,
+                session.principal,
+                session.session_id,
+            )
+        )

@@ -1,0 +1,58 @@
+"""Forgets who is to be forgotten, everywhere: what is under way, guesses, records, KV, responses, explanations, traces.
+
+    forbid what is under way to leave anything -> memos and guesses -> records -> KV -> what was told of requests
+
+It joins rooms per process; each of them knows how to forget its own.
+"""
+
+import contextlib
+from functools import partial
+
+from kvserve.core import JsonObject, Turn
+from kvserve.engine.cache_records import Forgotten
+from kvserve.errors import NotReady
+from kvserve.identity.owner import belongs_to
+from kvserve.keeping import Scope, UnderWay
+from kvserve.next_turns import NextTurns
+from kvserve.protocols.responses_store import ResponseStore
+from kvserve.roster import Roster
+from kvserve.seeing import Seeing
+
+
+class Forgetting:
+    """The one that forgets, for one process. Any thread may call it."""
+
+    def __init__(self, roster: Roster, next_turns: NextTurns | None, responses: ResponseStore, seeing: Seeing) -> None:
+        self._roster = roster
+        self._next_turns = next_turns
+        self._responses = responses
+        self._seeing = seeing
+        self._under_way = UnderWay()
+
+    def begin(self, turn: Turn) -> None:
+        """A turn has come: whoever forgets its owner from now on takes along what it leaves. Idempotent."""
+        self._under_way.begin(turn.keeping, str(turn.session.principal), turn.session.session_id)
+
+    def forget(self, scope: Scope) -> JsonObject:
+        """Forget what is kept of those who are meant; what of them is under way is answered and leaves nothing. Returns
+        how much that was; KV of a model that is not loaded stays on disk until it ages out."""
+        self._under_way.forget(scope)  # before all else: from here on nothing is added to what goes
+        if self._next_turns is not None:
+            self._next_turns.forget()
+        session, principal = scope.session, scope.principal
+        for known in self._roster.known():
+            known.clear_memos()
+        gone = [known.conversations.forget(session=session, principal=principal) for known in self._roster.known()]
+        kept = Forgotten(is_done=False)  # as long as the engine does not say otherwise
+        with contextlib.suppress(NotReady):
+            kept = self._roster.loaded.engine.forget(partial(belongs_to, session=session, principal=principal))
+        return {
+            "num_sessions": sum(each.num_sessions for each in gone),
+            "num_messages": sum(each.num_messages for each in gone),
+            "num_tokens": kept.num_tokens,
+            "ram_bytes": kept.num_ram_bytes,
+            "disk_bytes": kept.num_disk_bytes,
+            "is_done": kept.is_done and all(each.is_done for each in gone),
+            "num_responses": self._responses.forget(session=session, principal=principal),
+            **self._seeing.forget(session=session, principal=principal),
+        }
