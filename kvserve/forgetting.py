@@ -9,7 +9,7 @@ import contextlib
 from functools import partial
 
 from kvserve.core import JsonObject, Turn
-from kvserve.engine.cache_records import Forgotten
+from kvserve.engine.cache_records import ForgottenKv
 from kvserve.errors import NotReady
 from kvserve.identity.owner import belongs_to
 from kvserve.keeping import Scope, UnderWay
@@ -35,15 +35,15 @@ class Forgetting:
 
     def forget(self, scope: Scope) -> JsonObject:
         """Forget what is kept of those who are meant; what of them is under way is answered and leaves nothing. Returns
-        how much that was; KV of a model that is not loaded stays on disk until it ages out."""
+        how much that was; `is_done`: it is gone from every file, also from those of models that are not loaded."""
         self._under_way.forget(scope)  # before all else: from here on nothing is added to what goes
         if self._next_turns is not None:
             self._next_turns.forget()
         session, principal = scope.session, scope.principal
         for known in self._roster.known():
             known.clear_memos()
-        gone = [known.conversations.forget(session=session, principal=principal) for known in self._roster.known()]
-        kept = Forgotten(is_done=False)  # as long as the engine does not say otherwise
+        gone = self._roster.forget_records(scope)
+        kept = ForgottenKv(is_done=False)  # as long as the engine does not say otherwise
         with contextlib.suppress(NotReady):
             kept = self._roster.loaded.engine.forget(partial(belongs_to, session=session, principal=principal))
         return {

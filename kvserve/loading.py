@@ -6,7 +6,8 @@ It joins rooms per model. Which model is loaded, and when, is for `roster.py` to
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import llguidance
@@ -20,8 +21,9 @@ from kvserve.engine.model_files import check_weights
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError
-from kvserve.identity.conversations import Conversations
+from kvserve.identity.conversations import Conversations, ForgottenRecords
 from kvserve.identity.recognise import IdentitySettings
+from kvserve.keeping import Scope
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from kvserve.pipeline import ServedModel
@@ -33,7 +35,8 @@ from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
 from kvserve.running import Observer
-from kvserve.sessions.archive import Archive, sweep_stale
+from kvserve.sessions.archive import Archive, sweep_stale, unused
+from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE
 from kvserve.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_bytes
 
 OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
@@ -42,7 +45,8 @@ OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
 @dataclass(frozen=True, slots=True)
 class ModelMaker:
     """Makes served models, each with everything of its own. `report` takes lines for a person. Below `records_dir` the
-    records of conversations outlive the process; None: they do not."""
+    records of conversations outlive the process; None: they do not. `open_records` are the folders of those models that
+    were described: their files stay open until the process ends."""
 
     settings: Settings
     defaults: RequestDefaults
@@ -52,6 +56,7 @@ class ModelMaker:
     records_dir: Path | None = None
     disk_cache: DiskMode = "on"
     remote: RemotePictures | None = None
+    open_records: set[Path] = field(default_factory=set)
 
     def describe(self, source: ModelSource) -> ServedModel:
         """All that a model has without its weights: prompts can be written and counted, its engine has not started.
@@ -111,6 +116,24 @@ class ModelMaker:
             return None
         return Images(model.sight.reader, words, remote=self.remote)
 
+    def forget_at_rest(self, scope: Scope) -> list[ForgottenRecords]:
+        """Forget those who are meant in the records of models that were not described since the start. Blocks on the
+        disk: each file is read whole, as at a start."""
+        if self.records_dir is None:
+            return []
+        files = sorted(self.records_dir.glob(f"{RECORDS_PREFIX}*/{RECORDS_FILE}"))
+        return [self._forget_in(file.parent, scope) for file in files if file.parent not in self.open_records]
+
+    def _forget_in(self, place: Path, scope: Scope) -> ForgottenRecords:
+        def report(line: str) -> None:
+            self.report(f"While somebody was forgotten: {line}")
+
+        try:
+            with unused(place), closing(Conversations(self.identity, self._archive_at(place, report))) as conversations:
+                return conversations.forget(session=scope.session, principal=scope.principal)
+        except FileNotFoundError:  # another server has swept it away meanwhile
+            return ForgottenRecords(0, 0, is_done=True)
+
     def _archive(self, folder: Path) -> Archive | None:
         """Where this model's records outlive the process; None where nothing is to."""
         if self.records_dir is None:
@@ -118,10 +141,14 @@ class ModelMaker:
         place = self.records_dir / f"{RECORDS_PREFIX}{model_fingerprint(folder)[:32]}"
         oldest = time.time() - self.identity.limits.keep_seconds
         sweep_stale(self.records_dir, keep=place, older_than=oldest, report=self.report)
+        self.open_records.add(place)
+        return self._archive_at(place, self.report)
+
+    def _archive_at(self, place: Path, report: Callable[[str], None]) -> Archive:
         return Archive(
             place,
             max_bytes=max_record_disk_bytes(self.settings),
-            report=self.report,
+            report=report,
             min_free_bytes=self.settings.disk_cache_min_free_bytes,
         )
 

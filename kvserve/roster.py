@@ -18,6 +18,8 @@ from kvserve.core import Turn
 from kvserve.deferred import DeferredTurn, TurnInProgress
 from kvserve.engine.worker import EngineStatus
 from kvserve.errors import ModelLoadError, ModelNotFound, ModelUnavailable, NotReady, QueueFull, RequestError
+from kvserve.identity.conversations import ForgottenRecords
+from kvserve.keeping import Scope
 from kvserve.pipeline import ServedModel, preview, without_images
 from kvserve.stage import KnownModel, Maker, Stage, Swap
 from kvserve.telemetry.activity import RunningFacts
@@ -123,6 +125,14 @@ class Roster:
         """Every model that was asked for since the start, with what it has read and written."""
         with self._lock:
             return tuple(known.served for known in self._stage.known.values())
+
+    def forget_records(self, scope: Scope) -> list[ForgottenRecords]:
+        """Forget those who are meant in the records of every model, also of those that nobody asked for since the
+        start."""
+        with self._describing:  # whoever describes a model opens its records
+            at_rest = self._maker.forget_at_rest(scope)
+        session, principal = scope.session, scope.principal
+        return [*at_rest, *(each.conversations.forget(session=session, principal=principal) for each in self.known())]
 
     def listings(self) -> list[Listing]:
         """What can be served, the loaded model first; nothing before the start is over."""

@@ -19,6 +19,8 @@ from kvserve.engine.model import LoadedModel
 from kvserve.engine.model_files import weights_stamp
 from kvserve.engine.worker import Engine, EngineStatus
 from kvserve.errors import ModelLoadError, NotReady
+from kvserve.identity.conversations import ForgottenRecords
+from kvserve.keeping import Scope
 from kvserve.pipeline import ServedModel
 
 MIN_STAY_SECONDS = 1.0
@@ -41,6 +43,9 @@ class Maker(Protocol):
 
     def completed(self, served: ServedModel, model: LoadedModel) -> ServedModel:
         """The same once its engine has loaded."""
+
+    def forget_at_rest(self, scope: Scope) -> list[ForgottenRecords]:
+        """Forget those who are meant in the records of models that were not described."""
 
 
 @dataclass(frozen=True, slots=True)

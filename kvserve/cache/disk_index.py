@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
 from kvserve.cache.disk_rescue import Endangered, endangered
-from kvserve.cache.forgetting import IsForgotten, remaining
+from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 from kvserve.cache.records import BoundaryKind, Checkpoint, RecordId, Segment
 from kvserve.cache.token_run import ID_BYTES, TokenRun, join
 from kvserve.cache.trie import Node, Position, Trie, note_use
@@ -291,7 +291,7 @@ class DiskIndex:
             before, doomed = self._num_bytes, list[BlobName]()
             for entry in self._by_name.values():
                 entry.users = remaining(entry.users, users.__contains__)
-                if max(entry.users.values(), default=0) < entry.head.tokens.end:
+                if not is_needed(entry.users, entry.head.tokens.end):
                     doomed.append(entry.name)
             gone = tuple(each for name in doomed for each in self.forget(name))
             return Unused(gone, tuple(users), before - self._num_bytes)

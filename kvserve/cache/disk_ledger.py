@@ -7,11 +7,13 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 
 from kvserve.cache.disk_blob import BlobHead, BlobName, DamagedBlob
 from kvserve.cache.disk_catalog import Books, Listed, Victim, is_passing
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
+from kvserve.cache.disk_others import UnusedOfModel, models_but, unused_of_model
 from kvserve.cache.disk_records import DiskLimits, Removal
 from kvserve.cache.disk_store import BlobStore, StoredFile
 from kvserve.cache.forgetting import IsForgotten
@@ -273,15 +275,35 @@ class Ledger:
             self._delete(self._index.model, each)
 
     def forget(self, is_forgotten: IsForgotten) -> Removal:
-        """Users are forgotten, and the blobs that nobody else needs leave."""
+        """Users are forgotten, and the blobs that nobody else needs leave, of whichever model."""
+        self.settle()  # what is listed nowhere is of nobody who is known, and listed from here on
         unused, is_done = self._index.forget_users(is_forgotten), self.commit()
         gone = [name for name in unused.names if not self._index.is_known(name)]
         is_done &= self._do(lambda catalog: catalog.drop([(self._index.model, name) for name in gone]))
-        for name in gone:
-            self._delete(self._index.model, name)
+        is_done &= all([self._is_gone(self._index.model, name) for name in gone])
         self.total_bytes -= unused.num_bytes
         is_done &= self._do(lambda catalog: catalog.forget_users(self._index.model, unused.users))
-        return Removal(unused.num_bytes, is_done)
+        others = self._forget_of_others(is_forgotten)
+        return Removal(unused.num_bytes + others.num_bytes, is_done and others.is_done)
+
+    def _forget_of_others(self, is_forgotten: IsForgotten) -> Removal:
+        """The same of models that are not loaded here: who used their blobs is put down in the books."""
+        models = self._try(lambda catalog: models_but(catalog, self._index.model))
+        if models is None:
+            return Removal(0, is_done=False)
+        num_bytes, is_done = 0, True
+        for model in models:
+            unused = self._try(partial(unused_of_model, model=model, is_forgotten=is_forgotten))
+            is_done &= unused is not None and self._remove(unused)
+            num_bytes += unused.num_bytes if unused is not None else 0
+        self.total_bytes -= num_bytes
+        return Removal(num_bytes, is_done)
+
+    def _remove(self, unused: UnusedOfModel) -> bool:
+        """Whether all of it is gone. Files first: another server's janitor takes in those that no row names."""
+        is_done = all([self._is_gone(unused.model, name) for name in unused.names])
+        is_done &= self._do(lambda catalog: catalog.drop([(unused.model, name) for name in unused.names]))
+        return is_done & self._do(lambda catalog: catalog.forget_users(unused.model, unused.users))
 
     def clear(self) -> None:
         """Everything of this model leaves."""
@@ -312,6 +334,15 @@ class Ledger:
         except OSError as error:
             self._faults.add("unwritable", error)
             return False
+
+    def _is_gone(self, model: str, name: BlobName) -> bool:
+        """Delete a file, if it is there; whether it is not there any more."""
+        try:
+            self._store.delete(model, name)
+        except OSError as error:
+            self._faults.add("unwritable", error)
+            return False
+        return True
 
     # --- the catalogue and its faults ---------------------------------------------------------------------------------
 

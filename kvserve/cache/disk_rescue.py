@@ -7,7 +7,7 @@ others               |----- blob             |      stood on it: what they used 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvserve.cache.forgetting import IsForgotten, remaining
+from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 from kvserve.cache.token_run import image_around, join
 from kvserve.cache.trie import Node, Trie
 from kvserve.core import TokenSequence
@@ -29,7 +29,7 @@ def endangered(trie: Trie, users_of: Callable[[Node], dict[str, int]], is_forgot
     for node in trie.nodes():  # parents before children
         staying = remaining(users_of(node), is_forgotten)
         users[node] = {user: min(depth, node.end) for user, depth in staying.items() if depth > node.start}
-        if max(staying.values(), default=0) < node.tokens.end or node.parent in doomed:
+        if not is_needed(staying, node.tokens.end) or node.parent in doomed:
             doomed.add(node)
     ends = (node for node in doomed if users[node] and not any(users[child] for child in node.children.values()))
     return [_endangered(node, users) for node in ends]

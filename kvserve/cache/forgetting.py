@@ -5,7 +5,7 @@ nodes and their users, no bytes and no policy.
     other  |------------------|                       came 60 tokens far: [0, 60) stays
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 
 from kvserve.cache.store import Store
@@ -18,6 +18,12 @@ type IsForgotten = Callable[[str], bool]
 def remaining(users: dict[str, int], is_forgotten: IsForgotten) -> dict[str, int]:
     """The other users."""
     return {user: depth for user, depth in users.items() if not is_forgotten(user)}
+
+
+def is_needed(users: Mapping[str, int], end: int) -> bool:
+    """Whether somebody of those who stay, each of whom came so many tokens far, has used a blob up to its end: it goes
+    or stays whole."""
+    return max(users.values(), default=0) >= end
 
 
 def forget_users(store: Store, is_forgotten: IsForgotten, block_size: int) -> int:

@@ -50,7 +50,7 @@ class Tenancy:
 
 
 @dataclass(frozen=True, slots=True)
-class Forgotten:
+class ForgottenKv:
     """What went with those who were forgotten: tokens and bytes in RAM, bytes on disk. `is_done`: all of it is gone;
     else a part of it leaves the disk later."""
 

@@ -10,12 +10,14 @@ from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.disk_blob import FORMAT
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
-from kvserve.cache.disk_records import DiskLimits
+from kvserve.cache.disk_records import DiskLimits, Removal
 from kvserve.cache.disk_scratch import ScratchStore
 from kvserve.cache.disk_store import INDEX_NAME, BlobStore, FolderStore
 from kvserve.cache.disk_tier import DiskTier
+from kvserve.cache.forgetting import IsForgotten
 
 FOLDER_NAME_DIGITS = 32
+CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,22 @@ def open_disk(settings: DiskSettings, hasher: BlockHasher, report: Callable[[str
     except Exception as error:  # noqa: BLE001 - whatever is wrong with the disk, a server without it serves
         report(f"KV is not kept on disk: {settings.folder} cannot be used ({error}). Set DISK_CACHE_DIR.")
         return None
+
+
+def forget_on_disk(
+    settings: DiskSettings, hasher: BlockHasher, report: Callable[[str], None], is_forgotten: IsForgotten
+) -> Removal:
+    """Forget what others than these users do not need of all models that ever wrote here, where the loaded one has no
+    disk tier: its caches cannot be kept, or the folder could not be used at the start. Blocks on the disk."""
+    if settings.is_ephemeral:
+        return Removal(0, is_done=True)
+    tier = open_disk(settings, hasher, report)
+    if tier is None:
+        return Removal(0, is_done=False)
+    try:
+        return tier.forget(is_forgotten)
+    finally:
+        tier.close(CLOSE_SECONDS)
 
 
 def _open_store(settings: DiskSettings, model: str) -> BlobStore:

@@ -9,12 +9,14 @@ Everything here belongs to the engine thread. An array is copied on its way in a
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.checkpoints import Stop, plan_stops
+from kvserve.cache.disk_records import Removal
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.forgetting import IsForgotten
 from kvserve.cache.in_flight import InFlight, Wait, plan_wait
@@ -25,7 +27,7 @@ from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import Lease
 from kvserve.cache.warmed import WarmedTokens
 from kvserve.core import Reuse, ReuseTier, TokenSequence
-from kvserve.engine.cache_records import CacheReport, CacheSettings, Forgotten, Tenancy, Totals
+from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv, Tenancy, Totals
 from kvserve.engine.disk_cache import DiskCache, Hold
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.row_outline import outline, owner_of, request_owner, tokens_of, user_of, with_stop
@@ -50,6 +52,7 @@ class PrefixCache:
         self.hasher = BlockHasher(settings.block_size, fingerprint)
         self._disk: DiskCache | None = None
         self.has_lost_disk = False
+        self.forget_on_disk: Callable[[IsForgotten], Removal] = lambda _: Removal(0, is_done=True)
         self._tree = PrefixTree(
             self.hasher,
             Limits(
@@ -271,18 +274,17 @@ class PrefixCache:
         del paths
         mx.clear_cache()
 
-    def forget(self, is_forgotten: IsForgotten) -> Forgotten:
+    def forget(self, is_forgotten: IsForgotten) -> ForgottenKv:
         """Forget what only the requests of these owners used, and what is of nobody who is known: it may be theirs."""
         held_bytes = self._tree.num_ram_bytes
         num_tokens = self._tree.forget(is_forgotten)
         num_ram_bytes = held_bytes - self._tree.num_ram_bytes
-        removal = self._disk.forget(is_forgotten, self._max_bytes) if self._disk is not None else None
+        forget_on_disk = partial(self._disk.forget, max_bytes=self._max_bytes) if self._disk else self.forget_on_disk
+        removal = forget_on_disk(is_forgotten)
         self.warmed.forget_owners(is_forgotten)
         self.make_room()
         mx.clear_cache()
-        if removal is None:
-            return Forgotten(num_tokens, num_ram_bytes)
-        return Forgotten(num_tokens, num_ram_bytes, removal.num_bytes, removal.is_done)
+        return ForgottenKv(num_tokens, num_ram_bytes, removal.num_bytes, removal.is_done)
 
     def account_live(self, num_bytes: float) -> None:
         """Say what the live rows' own caches hold: they count in the budget."""

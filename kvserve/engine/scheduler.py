@@ -18,7 +18,7 @@ import mlx.core as mx
 from kvserve.core import StopReason
 from kvserve.engine.admission import Budget
 from kvserve.engine.arrivals import Arrivals
-from kvserve.engine.cache_records import CacheReport, Forgotten, Tenancy
+from kvserve.engine.cache_records import CacheReport, ForgottenKv, Tenancy
 from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
@@ -156,7 +156,7 @@ class Scheduler:
         self.cache.empty()
         self._forget_images()
 
-    def forget(self, is_forgotten: Callable[[str], bool]) -> Forgotten:
+    def forget(self, is_forgotten: Callable[[str], bool]) -> ForgottenKv:
         """Forget what only the requests of these owners used; those that are under way go on and leave nothing."""
         self.warmer.forget(is_forgotten)
         for row in self._rows:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +17,10 @@ from mlx_lm.generate import generation_stream
 
 from kvserve.core import GenerationRequest, SamplingParams, TokenSequence
 from kvserve.engine.admission import Budget, half_of_the_rest
-from kvserve.engine.cache_records import CacheReport, CacheSettings, Forgotten
+from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv
 from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.courier import Courier
-from kvserve.engine.disk_open import DiskSettings, open_disk
+from kvserve.engine.disk_open import DiskSettings, forget_on_disk, open_disk
 from kvserve.engine.fingerprint import kv_fingerprint, model_fingerprint
 from kvserve.engine.first_tokens import draw_two_tokens
 from kvserve.engine.model import CacheSupport, LoadedModel, load
@@ -191,7 +192,7 @@ class Engine:
         """Forget everything that is kept, on disk too; running rows go on. Raises NotReady."""
         self._ask(lambda scheduler: scheduler.clear())
 
-    def forget(self, owners: Callable[[str], bool]) -> Forgotten:
+    def forget(self, owners: Callable[[str], bool]) -> ForgottenKv:
         """Forget what only the requests of these owners used, in RAM and on disk; it waits for the disk. Raises
         NotReady."""
         return self._ask(lambda scheduler: scheduler.forget(owners))
@@ -327,11 +328,14 @@ class Engine:
 
     def _open_disk(self, scheduler: Scheduler, model: LoadedModel) -> None:
         """From here on, so that nothing of the warm-up is kept."""
-        if self._settings.disk is not None and model.cache_support.can_keep:
-            tier = open_disk(self._settings.disk, scheduler.cache.hasher, self._report)
-            scheduler.cache.has_lost_disk = tier is None
+        if (settings := self._settings.disk) is None:
+            return
+        cache = scheduler.cache
+        cache.forget_on_disk = partial(forget_on_disk, settings, cache.hasher, self._report)
+        if model.cache_support.can_keep:
+            cache.has_lost_disk = (tier := open_disk(settings, cache.hasher, self._report)) is None
             if tier is not None:
-                scheduler.cache.use_disk(tier, is_ram_lent=self._settings.disk.is_ephemeral)
+                cache.use_disk(tier, is_ram_lent=settings.is_ephemeral)
 
     def _keep_on_disk(self) -> None:
         """What running rows have computed is kept, to be written with all that RAM has."""

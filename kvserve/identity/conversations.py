@@ -33,7 +33,7 @@ class ConversationTotals:
 
 
 @dataclass(frozen=True, slots=True)
-class Forgotten:
+class ForgottenRecords:
     """How many sessions and messages were forgotten. `is_done`: no file holds them any more."""
 
     num_sessions: int
@@ -158,7 +158,7 @@ class Conversations:
         """The sessions with their branches, least recently used first."""
         return self._stores.index.sessions(self._stores.now())
 
-    def forget(self, *, session: str | None = None, principal: str | None = None) -> Forgotten:
+    def forget(self, *, session: str | None = None, principal: str | None = None) -> ForgottenRecords:
         """Forget what belongs to a session, whichever principal's, or to a principal (`str(Principal)`): to both, where
         both are given. Memos of messages, which know no owners, go as a whole."""
         is_gone = partial(belongs_to, session=session, principal=principal)
@@ -169,7 +169,7 @@ class Conversations:
         self.clear_memos()
         num_sessions = stores.index.forget(lambda key: key.startswith(NAMED) and is_gone(key.removeprefix(NAMED)))
         num_messages = stores.turns.forget(is_gone)
-        return Forgotten(num_sessions, num_messages, is_done=stores.erase())
+        return ForgottenRecords(num_sessions, num_messages, is_done=stores.erase())
 
     def clear_memos(self) -> None:
         """Forget the messages that are remembered only to be faster."""

@@ -7,12 +7,13 @@ on: a file that cannot be believed is begun anew, one that cannot be written now
 at all leaves everything in RAM.
 """
 
+import contextlib
 import os
 import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,11 +123,12 @@ class Archive:
             return self._changed.wait_for(lambda: self._num_written >= wanted or self._file is None, timeout_seconds)
 
     def erase(self, timeout_seconds: float) -> bool:
-        """Wait until nothing that was dropped before is in the file any more; False where it could not be in time."""
+        """Wait until nothing that was dropped before is in the file any more; False where it could not be in time, or
+        where there is a file that cannot be had."""
         self.drop("counter", b"")  # there is none: something to write, so that the file is looked at
         with self._changed:
             self._erased_until = self._num_changes
-        return self.flush(timeout_seconds)
+        return self.flush(timeout_seconds) and (self._file is not None or not self._path.exists())
 
     def close(self, timeout_seconds: float) -> None:
         """Write what is left and end the thread. What is told later is not kept."""
@@ -298,6 +300,19 @@ class Archive:
     def _count_fault(self, line: str) -> None:
         self._num_faults += 1
         self._report(line)
+
+
+@contextlib.contextmanager
+def unused(folder: Path) -> Iterator[None]:
+    """What is done to an archive within the block is no use of it: `sweep_stale` goes by the time when it was written
+    last. Raises FileNotFoundError where there is none."""
+    file = folder / FILE_NAME
+    before = file.stat()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def sweep_stale(cache_dir: Path, *, keep: Path, older_than: float, report: Callable[[str], None]) -> int:

@@ -215,3 +215,67 @@ def test_an_index_of_before_is_taken_as_it_is(tmp_path: Path) -> None:
         assert disk.recall(ONE)[0] == ONE
         disk.tier.forget(lambda user: user == "somebody")
         assert disk.recall(ONE)[0] == []
+
+
+OTHER_MODEL = "b" * 32
+
+
+def users_in(folder: Path) -> set[tuple[str, str]]:
+    with sqlite3.connect(folder / "index.sqlite") as db:
+        return {(model, user) for model, user in db.execute("SELECT model, user FROM users")}
+
+
+def written_of_another_model(folder: Path) -> tuple[list[int], list[int], list[int]]:
+    """What two users, and nobody, have on disk of a model that is not served any more: a's, b's, nobody's."""
+    mine, theirs, nobodys = list(range(1000, 1100)), list(range(2000, 2100)), list(range(3000, 3100))
+    with Disk(folder, model=OTHER_MODEL) as disk:
+        for ids, user in ((mine, "a"), (theirs, "b"), (nobodys, None)):
+            disk.say(ids, states=(len(ids),))
+            if user is not None:
+                disk.tier.index.use(*named(ids), {user: len(ids)})
+                disk.tier._has_news = True
+        disk.say([*theirs, *range(4000, 4050)], states=(150,))  # stands on what b used, and is a's
+        disk.tier.index.use(*named([*theirs, *range(4000, 4050)]), {"a": 150})
+        disk.say([*mine[:50], *range(4100, 4150)])  # c's, behind the middle of what is a's
+        disk.tier.index.use(*named([*mine[:50], *range(4100, 4150)]), {"c": 100})
+        disk.tier._has_news = True
+        assert disk.tier.flush(60)
+    return mine, theirs, nobodys
+
+
+def test_what_is_on_disk_of_other_models_goes_too(tmp_path: Path) -> None:
+    """By the users that are put down beside the blobs, as in the trie of the model that is loaded; what others used of
+    it is there when that model is served again, but what stands behind the middle of what goes."""
+    mine, theirs, nobodys = written_of_another_model(tmp_path)
+    tail = list(range(4010, 4040))
+    own = list(range(5000, 5100))
+    with Disk(tmp_path) as disk:
+        disk.say(own)
+        disk.tier.index.use(*named(own), {"b": len(own)})
+        before = disk.tier.stats().total_bytes
+        removal = disk.tier.forget(lambda user: user == "a")
+        assert removal.is_done and removal.num_bytes == before - disk.tier.stats().total_bytes > 0
+        for ids in (mine, nobodys, tail, list(range(4110, 4140))):
+            assert found_in(tmp_path, ids) == [], ids
+        assert users_in(tmp_path) == {(MODEL, "b"), (OTHER_MODEL, "b")}
+        assert disk.recall(own)[0] == own and disk.faults == {}
+    with Disk(tmp_path, model=OTHER_MODEL) as disk:
+        assert disk.recall(theirs) == (theirs, [len(theirs)])
+        assert disk.recall(mine) == ([], []) and disk.faults == {}
+
+
+def test_a_folder_whose_index_cannot_be_asked_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on disk of other models is known by the index alone."""
+    mine, _, _ = written_of_another_model(tmp_path)
+    with Disk(tmp_path) as disk:
+
+        def busy(*_: object) -> None:
+            raise sqlite3.OperationalError("database is locked")
+
+        monkeypatch.setattr("kvserve.cache.disk_catalog.Catalog.users", busy)
+        monkeypatch.setattr("kvserve.cache.disk_ledger.is_passing", lambda error: True)
+        assert not disk.tier.forget(lambda user: user == "a").is_done
+        monkeypatch.undo()
+        assert found_in(tmp_path, mine)
+        assert disk.tier.forget(lambda user: user == "a").is_done
+        assert found_in(tmp_path, mine) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvserve.core import GenerationRequest, TokenSequence
-from kvserve.engine.cache_records import Forgotten
+from kvserve.engine.cache_records import ForgottenKv
 from kvserve.engine.disk_open import DiskSettings
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Generation
@@ -173,7 +173,7 @@ def test_whoever_is_not_forgotten_keeps_all(tmp_path: Path) -> None:
         generate(engine, asked(OTHER, THEIRS))
         settle(engine)
         files = sorted(path.name for path in tmp_path.rglob("*.safetensors"))
-        assert engine.forget(lambda name: name == "nobody that is here") == Forgotten()
+        assert engine.forget(lambda name: name == "nobody that is here") == ForgottenKv()
         assert found_in_ram(engine, OWN_WORDS) and found_in(tmp_path, OWN_WORDS)
         assert sorted(path.name for path in tmp_path.rglob("*.safetensors")) == files
 
