@@ -132,7 +132,13 @@ class App:
             max_waiting=max(1, self._settings.max_queued_requests),
         )
         self._responses = response_store(self._settings, launch.disk_cache, terminal.error)
-        self._forgetting = Forgetting(self._roster, self._next_turns, self._responses, self._seeing)
+        self._forgetting = Forgetting(
+            self._roster,
+            self._next_turns,
+            self._responses,
+            self._seeing,
+            parts_sessions=self._settings.cache_session_partitioning,
+        )
         self._agent_store = agent_store(self._settings, launch.disk_cache)
         self._agents = Agents(
             self._agent_store,
@@ -322,7 +328,7 @@ class App:
 
     def forget(self, session: str | None, principal: str | None) -> JsonObject:
         """Forget what is kept of a session, of a principal (by its name), or of a session of a principal; None stands
-        for any. Returns how much that was."""
+        for any. Returns how much that was. Raises BadRequest where sessions are not kept apart."""
         return self._forgetting.forget(Scope(session, principal))
 
     def _loaded_as(self, model_name: str) -> ServedModel | None:

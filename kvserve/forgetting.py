@@ -10,7 +10,7 @@ from functools import partial
 
 from kvserve.core import JsonObject, Turn
 from kvserve.engine.cache_records import ForgottenKv
-from kvserve.errors import NotReady
+from kvserve.errors import BadRequest, NotReady
 from kvserve.identity.owner import belongs_to
 from kvserve.keeping import Scope, UnderWay
 from kvserve.next_turns import NextTurns
@@ -18,11 +18,26 @@ from kvserve.protocols.responses_store import ResponseStore
 from kvserve.roster import Roster
 from kvserve.seeing import Seeing
 
+NO_SESSIONS = (
+    "session: with CACHE_SESSION_PARTITIONING=false the sessions of a principal share their records and KV, so none "
+    "can be forgotten alone. Forget the principal (?principal=NAME), or empty the cache (DELETE /v1/cache)."
+)
+
 
 class Forgetting:
     """The one that forgets, for one process. Any thread may call it."""
 
-    def __init__(self, roster: Roster, next_turns: NextTurns | None, responses: ResponseStore, seeing: Seeing) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        next_turns: NextTurns | None,
+        responses: ResponseStore,
+        seeing: Seeing,
+        *,
+        parts_sessions: bool,
+    ) -> None:
+        """`parts_sessions`: what is kept names the session that it came from, beside the principal."""
+        self._parts_sessions = parts_sessions
         self._roster = roster
         self._next_turns = next_turns
         self._responses = responses
@@ -35,7 +50,10 @@ class Forgetting:
 
     def forget(self, scope: Scope) -> JsonObject:
         """Forget what is kept of those who are meant; what of them is under way is answered and leaves nothing. Returns
-        how much that was; `is_done`: it is gone from every file, also from those of models that are not loaded."""
+        how much that was; `is_done`: it is gone from every file, also from those of models that are not loaded. Raises
+        BadRequest where a session is meant and none is known by its name: half of it would stay."""
+        if scope.session is not None and not self._parts_sessions:
+            raise BadRequest(NO_SESSIONS, param="session")
         self._under_way.forget(scope)  # before all else: from here on nothing is added to what goes
         if self._next_turns is not None:
             self._next_turns.forget()

@@ -355,7 +355,7 @@ class RunningTurn:
         around = Circumstances(
             looks_at_records=submitted.turn.session.cache_mode == "full",
             can_keep=submitted.keeps_kv,
-            was_cleared=self._conversations.was_cleared,
+            was_cleared=self._conversations.was_forgotten(reading.identity.owner),
             names_session=reading.identity.owner.is_one_client,
             rules_off=partial(rules_off, reading.identity.rules),
             decode=submitted.decode,

@@ -203,3 +203,50 @@ def test_what_is_forgotten_is_held_nowhere(tmp_path: Path, by: str) -> None:
         ).json
         usage = again["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 16
+
+
+def cause(app: AppUnderTest, session: str) -> str:
+    """Why a request whose history nobody knows (any more) reused no more."""
+    history = [
+        {"role": "user", "content": f"{session} jelly. " * 40},
+        {
+            "role": "assistant",
+            "content": "An answer that is long enough to be somebody's own, and was given to nobody.",
+        },
+        {"role": "user", "content": "And then?"},
+    ]
+    answer: Any = app.post(CHAT_PATH, {"messages": history, "max_tokens": 2, "session_id": session}, ALICE).json
+    assert eventually(lambda: app.get(f"{EXPLAIN}/{answer['id']}", ALICE).status == 200)
+    told = app.get(f"{EXPLAIN}/{answer['id']}", ALICE).json
+    assert "first_difference" in told
+    return str(told["cause"])
+
+
+@pytest.mark.parametrize("by", ["session", "principal"])
+def test_whoever_was_forgotten_is_told_so(tmp_path: Path, by: str) -> None:
+    """The next turn of a session says why nothing of it is known, and no other one's does."""
+    with serving_app(tmp_path, max_kv_size=2048) as app:
+        assert cause(app, "before") == "not seen since the start"
+        principal = app.get(f"{EXPLAIN}?last", ALICE).json["principal"]
+        assert delete(app, f"/v1/cache?session=gone&principal={'a' * 16}.-").status == 200
+        assert cause(app, "gone") == "not seen since the start", "it was another one's of this name"
+        assert delete(app, f"/v1/cache?{by}={'gone' if by == 'session' else principal}").json["is_done"]
+        assert cause(app, "gone") == "cache cleared"
+        assert cause(app, "kept") == ("not seen since the start" if by == "session" else "cache cleared")
+
+
+def test_without_sessions_in_records_none_can_be_forgotten(tmp_path: Path) -> None:
+    """It is refused with what to do instead, and costs nobody anything; a principal can be."""
+    with serving_app(tmp_path, max_kv_size=2048, cache_session_partitioning=False) as app:
+        answer: Any = app.post(RESPONSES, {**BODIES[RESPONSES], "session_id": "one"}, ALICE).json
+        assert eventually(lambda: app.get(f"{EXPLAIN}/{answer['id']}", ALICE).status == 200)
+        principal = app.get(f"{EXPLAIN}/{answer['id']}", ALICE).json["principal"]
+        for query in ("session=one", f"session=one&principal={principal}"):
+            refused = delete(app, f"/v1/cache?{query}")
+            assert refused.status == 400 and refused.error["param"] == "session"
+            assert "CACHE_SESSION_PARTITIONING" in str(refused.error["message"])
+            assert "?principal=" in str(refused.error["message"])
+        assert app.get(f"{RESPONSES}/{answer['id']}", ALICE).status == 200 and traces(app) == 1
+        told = delete(app, f"/v1/cache?principal={principal}").json
+        assert told["num_responses"] == told["num_trace_files"] == 1 and told["num_messages"] and told["is_done"]
+        assert files_with_the_word(tmp_path) == []

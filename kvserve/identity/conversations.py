@@ -1,5 +1,6 @@
 """Everything that one model has read and written: turns are recognised by it, and remembered in it."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,12 +13,14 @@ from kvserve.identity.owner import Owner, belongs_to
 from kvserve.identity.provenance import is_telling_text
 from kvserve.identity.reading import Identity, Reading
 from kvserve.identity.recognise import IdentitySettings, Recogniser
+from kvserve.keeping import Scope
 from kvserve.sessions.archive import Archive, ArchiveTotals
 from kvserve.sessions.beginnings import Beginning
 from kvserve.sessions.lineage import NAMED, Branch, SessionView, session_key
 from kvserve.sessions.raw_prompts import RawPrompts, RawRecord
 from kvserve.sessions.seen import Step, TurnRecord, pack_ids
 from kvserve.sessions.stores import Stores
+from kvserve.sessions.whereabouts import Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,8 @@ class Conversations:
         self._earlier.recall(self._stores.turns.records())
         self._recogniser = Recogniser(settings, self._familiar, self._stores, self._earlier)
         self.raw_prompts = RawPrompts()
-        self.was_cleared = False
+        self._was_emptied = False
+        self._forgotten: Places[bool] = Places()
 
     def read(self, turn: Turn) -> Reading:
         """Recognise a turn. In cache mode `prefix` nothing of earlier turns is looked at: it is rendered as sent."""
@@ -169,7 +173,14 @@ class Conversations:
         self.clear_memos()
         num_sessions = stores.index.forget(lambda key: key.startswith(NAMED) and is_gone(key.removeprefix(NAMED)))
         num_messages = stores.turns.forget(is_gone)
+        self._forgotten.put([_digest(Scope(session, principal))], True)
         return ForgottenRecords(num_sessions, num_messages, is_done=stores.erase())
+
+    def was_forgotten(self, owner: Owner) -> bool:
+        """Whether somebody wanted forgotten what was kept of this owner: all that there was, or its own."""
+        principal = str(owner.principal)
+        scopes = Scope(owner.session), Scope(principal=principal), Scope(owner.session, principal)
+        return self._was_emptied or self._forgotten.find([_digest(scope) for scope in scopes]) is not None
 
     def clear_memos(self) -> None:
         """Forget the messages that are remembered only to be faster."""
@@ -177,7 +188,7 @@ class Conversations:
 
     def clear(self) -> None:
         """Forget every conversation."""
-        self.was_cleared = True
+        self._was_emptied = True
         self._earlier.clear()
         self.raw_prompts.clear()
         self._familiar.clear()
@@ -190,6 +201,11 @@ class Conversations:
     def close(self) -> None:
         """Write down what is left to be; the last that is asked of it."""
         self._stores.close()
+
+
+def _digest(scope: Scope) -> bytes:
+    """Those who were forgotten are known by no name any more."""
+    return hashlib.sha256(repr((scope.session, scope.principal)).encode("utf-8", "surrogatepass")).digest()
 
 
 def _with_answer(identity: Identity, answer: Message) -> Identity:

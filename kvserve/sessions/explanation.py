@@ -111,8 +111,9 @@ class RulesFired:
 @dataclass(frozen=True, slots=True)
 class Circumstances:
     """What decides besides the messages: whether earlier requests were looked at, whether this model's KV can be kept,
-    whether somebody emptied the cache, whether the request names a session of its own. `rules_off` names the rules,
-    switched off here, under which two messages would be the same; `decode` turns token ids into text."""
+    whether somebody emptied the cache or had this client's words forgotten, whether the request names a session of its
+    own. `rules_off` names the rules, switched off here, under which two messages would be the same; `decode` turns
+    token ids into text."""
 
     looks_at_records: bool = True
     can_keep: bool = True

@@ -34,8 +34,9 @@ WORDS: Mapping[Cause, Words] = {
         "Name the session in every request (x-session-id or session_id): what is known of it then comes back.",
     ),
     "cache cleared": Words(
-        "The history holds answers that this server does not know any more: the cache was emptied.",
-        "Empty the cache (DELETE /v1/cache) between conversations, not within one.",
+        "The history holds answers that this server does not know any more: the cache was emptied, or what was kept of "
+        "this session or client was forgotten.",
+        "Empty the cache, or have a session forgotten (DELETE /v1/cache), between conversations, not within one.",
     ),
     "other model": Words(
         "What is sent was read by another model before: {decided_by}. KV of one model means nothing to another.",

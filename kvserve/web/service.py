@@ -69,7 +69,8 @@ class Service[Model: NamedModel](Protocol):
 
     def forget(self, session: str | None, principal: str | None) -> JsonObject:
         """Forget what is kept of a session, of a principal (by its name), or of a session of a principal, and say how
-        much that was; None stands for any, at least one is given."""
+        much that was; None stands for any, at least one is given. Raises BadRequest for a session where the sessions of
+        a principal share what is kept."""
 
     def count_tokens(self, turn: Turn, served: Model) -> int:
         """Prompt tokens of a turn that is only counted. Raises BadRequest."""
