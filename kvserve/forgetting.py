@@ -63,7 +63,7 @@ class Forgetting:
         gone = self._roster.forget_records(scope)
         kept = ForgottenKv(is_done=False)  # as long as the engine does not say otherwise
         with contextlib.suppress(NotReady):
-            kept = self._roster.loaded.engine.forget(partial(belongs_to, session=session, principal=principal))
+            kept = self._roster.loaded.engine.forget(partial(belongs_to, scope=scope))
         return {
             "num_sessions": sum(each.num_sessions for each in gone),
             "num_messages": sum(each.num_messages for each in gone),

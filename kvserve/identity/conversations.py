@@ -165,7 +165,8 @@ class Conversations:
     def forget(self, *, session: str | None = None, principal: str | None = None) -> ForgottenRecords:
         """Forget what belongs to a session, whichever principal's, or to a principal (`str(Principal)`): to both, where
         both are given. Memos of messages, which know no owners, go as a whole."""
-        is_gone = partial(belongs_to, session=session, principal=principal)
+        scope = Scope(session, principal)
+        is_gone = partial(belongs_to, scope=scope)
         stores = self._stores
         stores.beginnings.forget(lambda owner: principal in (None, owner))  # they know no sessions
         stores.healing.forget(is_gone)
@@ -173,7 +174,7 @@ class Conversations:
         self.clear_memos()
         num_sessions = stores.index.forget(lambda key: key.startswith(NAMED) and is_gone(key.removeprefix(NAMED)))
         num_messages = stores.turns.forget(is_gone)
-        self._forgotten.put([_digest(Scope(session, principal))], True)
+        self._forgotten.put([_digest(scope)], True)
         return ForgottenRecords(num_sessions, num_messages, is_done=stores.erase())
 
     def was_forgotten(self, owner: Owner) -> bool:

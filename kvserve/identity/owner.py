@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvserve.core import Principal, SessionHint
+from kvserve.keeping import Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Owner:
         return None if self.session is None else self.name
 
 
-def belongs_to(name: str, *, session: str | None, principal: str | None) -> bool:
-    """Whether an owner's name is that of this session and of this principal; None stands for any."""
-    own_principal, _, own_session = name.partition("/")
-    return session in (None, own_session) and principal in (None, own_principal)
+def belongs_to(name: str, scope: Scope) -> bool:
+    """Whether the owner of this name is meant."""
+    principal, _, session = name.partition("/")
+    return scope.covers(principal, session or None)

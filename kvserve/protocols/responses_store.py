@@ -16,6 +16,7 @@ from typing import Any
 
 from kvserve.core import NOBODY, JsonObject, Principal
 from kvserve.errors import NotFound
+from kvserve.keeping import Scope
 from kvserve.protocols.responses_items import answer_of_item
 from kvserve.protocols.responses_stream import response_id
 
@@ -41,10 +42,7 @@ _SELECT = """
 SELECT body, items, previous, key_digest, user_digest, session FROM responses
 WHERE id = ? AND key_digest = ? AND (user_digest = ? OR user_digest = '' OR ? = '') AND used > ?
 """
-_FORGET = """
-DELETE FROM responses WHERE (:session IS NULL OR session = :session)
-AND (:principal IS NULL OR principal(key_digest, user_digest) = :principal)
-"""
+_FORGET = "DELETE FROM responses WHERE is_covered(:session, :principal, key_digest, user_digest, session)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +238,7 @@ class ResponseStore:
         try:
             for name, value in (("secure_delete", "ON"), ("journal_mode", "WAL"), ("synchronous", "NORMAL")):
                 database.execute(f"PRAGMA {name} = {value}")
-            database.create_function("principal", 2, lambda key, user: str(Principal(key, user)), deterministic=True)
+            database.create_function("is_covered", 5, _is_covered, deterministic=True)
             _make_tables(database)
         except sqlite3.Error:
             database.close()
@@ -297,6 +295,11 @@ class ResponseStore:
             self._path = path
         except OSError as fault:
             self._report(f"stored responses are kept in memory: {fault}")
+
+
+def _is_covered(session: str | None, principal: str | None, key: str, user: str, own_session: str | None) -> bool:
+    """Whether a row is of those who are to be forgotten."""
+    return Scope(session, principal).covers(str(Principal(key, user)), own_session)
 
 
 def _make_tables(database: sqlite3.Connection) -> None:

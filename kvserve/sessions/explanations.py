@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvserve.core import AGENTS, NOBODY, Principal, RequestId
+from kvserve.keeping import Scope
 from kvserve.sessions.explanation import Explanation
 
 
@@ -70,11 +71,12 @@ class ExplanationBook:
     def forget(self, *, session: str | None, principal: str | None) -> frozenset[RequestId]:
         """Forget the requests of a session, of a principal (by its name), or of a session of a principal; None stands
         for any. Returns which they were."""
+        scope = Scope(session, principal)
         with self._lock:
             gone = frozenset(
                 request_id
                 for request_id, each in self._entries.items()
-                if session in (None, each.session) and principal in (None, str(each.principal))
+                if scope.covers(str(each.principal), each.session)
             )
             for request_id in gone:
                 del self._entries[request_id]
