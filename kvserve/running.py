@@ -242,7 +242,7 @@ class RunningTurn:
         """Keep what was read and written. A turn that the watchdog ended leaves nothing, nor does one whose owner was
         forgotten since it came; a second call does nothing."""
         with self._submitted.turn.keeping as may_keep:
-            if may_keep and not (self.is_lost or self._is_remembered or self._submitted.turn.session.leaves_no_record):
+            if may_keep and not (self.is_lost or self._is_remembered):
                 self._is_remembered = True
                 self._keep(is_aborted=is_aborted)
 
@@ -252,7 +252,8 @@ class RunningTurn:
         ids = self._said_ids()
         num_computed_tokens = self._num_computed_tokens + len(ids) if is_aborted else None
         if reading is None:
-            self._remember_raw(ids, num_computed_tokens)
+            if not self._submitted.turn.session.leaves_no_record:
+                self._remember_raw(ids, num_computed_tokens)
             return
         is_written = bool(self._said) and bool(ids) and not prompt.continues
         written = Written(Message("assistant", tuple(self._said)), prompt.tail_ids, ids, prompt.opens_reasoning)

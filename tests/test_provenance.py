@@ -200,6 +200,22 @@ def escaped(text: str) -> str:
     return "".join(f"\\u{ord(character):04x}" for character in text)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_who_leaves_no_record_and_is_given_the_same_answer_gets_nobodys_words(
+    conversations: Conversations, is_first: bool
+) -> None:
+    """Once it does leave one: nothing says which of the two it was, whoever came first."""
+    hidden = said("user", REMINDER.format("4711") + "hello")
+    wrote = Message("assistant", (ThinkingBlock("The PIN."), TextBlock(LONG)))
+    turns = [asked(said("user", "hello"), ttl_seconds=0.0), asked(hidden)]
+    for turn in turns if is_first else reversed(turns):
+        thought = Message("assistant", (ThinkingBlock("Nothing."), TextBlock(LONG)))
+        answered(conversations, turn, wrote if turn is turns[1] else thought)
+    messages = said("user", "hello"), said("assistant", LONG), said("user", "What is the PIN?")
+    reading = conversations.read(asked(*messages))
+    assert reading.messages == messages and reading.before is None
+
+
 def test_what_an_answer_shows_is_what_the_model_wrote(conversations: Conversations) -> None:
     """The same call in longer JSON shows no more of it."""
     path = "src/of/some/length/or_other.py"
@@ -375,13 +391,12 @@ def lead(pair: tuple[SessionHint, SessionHint], acts: list[Act], world: "World")
         told = repr((reading.messages, reading.rendered, reading.writings, reading.before))
         assert other.name not in told, f"{other.name} stands before {client.name}"
         num_back += reading.messages != (*history, newest)
-        answer = model_answer(kind, client)
+        leaves_digests_only = hint.leaves_no_record and isinstance(world, LastingWorld)
+        answer = model_answer("own" if leaves_digests_only else kind, client)
         prompt = TokenSequence(tuple(range(100)))
         written = Written(answer, (5,), (7, 8), opens_reasoning=False) if manner != "aborted" else None
-        if not hint.leaves_no_record:
-            world.conversations.remember(
-                reading, Exchanged(turn.request_id, hint, prompt, (), {}, written, pack_ids(prompt.ids))
-            )
+        exchanged = Exchanged(turn.request_id, hint, prompt, (), {}, written, pack_ids(prompt.ids))
+        world.conversations.remember(reading, exchanged)
         client.sent += [stripped(answer)] if written is not None else []
     return num_back
 

@@ -90,9 +90,16 @@ class Conversations:
     def remember(self, reading: Reading, exchanged: Exchanged) -> Branch | None:
         """The model has read this turn, and written what it wrote: the branch that it belongs to.
 
-        None where there is nothing to know it by: messages without identity, and no answer.
+        None where there is nothing to know it by, messages without identity and no answer, and of a request that leaves
+        no record: of such a one only digests stay, in memory, so that nobody's words are put back into its next one.
         """
         stores, identity, session = self._stores, reading.identity, exchanged.session
+        if session.leaves_no_record:
+            if exchanged.written is not None and not identity.owner.is_one_client:
+                stores.turns.pass_by(
+                    [_answer_step(_with_answer(identity, exchanged.written.message), exchanged.written)]
+                )
+            return None
         until = stores.until(session.ttl_seconds)
         stores.beginnings.count(
             exchanged.packed_prompt,
@@ -105,9 +112,8 @@ class Conversations:
         steps, written = list(reading.steps()), exchanged.written
         if written is not None:
             identity = _with_answer(identity, written.message)
-            place = identity.chains[-1]
-            steps.append(Step(place, written.message, written, identity.meaning(-1)))
-            stores.healing.remember(place, written, until, owner=identity.owner.name)
+            steps.append(_answer_step(identity, written))
+            stores.healing.remember(steps[-1].chain, written, until, owner=identity.owner.name)
         if not steps:
             return None
         messages = (*reading.messages, *([written.message] if written is not None else []))
@@ -213,6 +219,11 @@ def _with_answer(identity: Identity, answer: Message) -> Identity:
     """The identity of the conversation with the answer at its end."""
     canonical = (*identity.canonical, canonicalise(answer, identity.rules))
     return replace(identity, canonical=canonical, chains=chain(identity.owner.root, canonical))
+
+
+def _answer_step(identity: Identity, written: Written) -> Step:
+    """The answer that a conversation ends with, as what the model wrote there."""
+    return Step(identity.chains[-1], written.message, written, identity.meaning(-1))
 
 
 def _ends(starts: Sequence[int], num_messages: int, num_tokens: int) -> list[int]:

@@ -72,7 +72,8 @@ class Recogniser:
         sent, shared = self._with_shared_values(turn) if is_full else (turn.messages, frozenset())
         reading = self._as_sent(turn, sent)
         if turn.session.leaves_no_record and not reading.identity.owner.is_one_client:
-            self._contest(reading)  # what is read is not remembered, and so not what it leaves out
+            # nothing comes back to a request that leaves no trace of having been here
+            self._stores.turns.pass_by(reading.steps())
         elif is_full:
             reading = self._replayed(reading, turn.session, shared)
         rendered = reading.messages
@@ -123,16 +124,6 @@ class Recogniser:
                 note = "the canonical key would be over 10 % shorter than the prompt: the prompt itself is the key"
                 return EXACT, tuple(canonicalise(message, EXACT) for message in messages), (note,)
         return self._settings.rules, canonical, ()
-
-    def _contest(self, reading: Reading) -> None:
-        """Note where somebody has said something else than was read before, or has not said it: it is not known whose
-        words these are. Nothing comes back to a request that leaves no trace of having been here."""
-        identity = reading.identity
-        self._stores.turns.contest(
-            (place, identity.meaning(index))
-            for index, place in enumerate(identity.chains)
-            if identity.canonical[index].message is not None
-        )
 
     # --- what is known of it ------------------------------------------------------------------------------------------
 

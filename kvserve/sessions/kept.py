@@ -45,6 +45,13 @@ class Place:
         self.is_contested |= self.meaning not in (None, seen.meaning)
         self.meaning = seen.meaning
 
+    def pass_by(self, meaning: bytes, said: bytes | None) -> bool:
+        """Something was read here, and written, that is not kept; whether that says what was not known."""
+        known = self.is_contested, self.is_doubtful
+        self.is_contested |= self.meaning not in (None, meaning)
+        self.is_doubtful |= said is not None and self.said not in (None, said)
+        return known != (self.is_contested, self.is_doubtful)
+
     def recall(self, doubts: Doubts) -> None:
         """What was known here in another life."""
         self.said, self.is_doubtful = doubts.said, doubts.is_doubtful

@@ -17,12 +17,13 @@ from itertools import count, islice
 from kvserve.core import ToolSpec
 from kvserve.sessions.journal import UNWRITTEN, Journal, Rows, number_key
 from kvserve.sessions.kept import Kept, Place, node_bytes, nodes_of_rows
+from kvserve.sessions.passers_by import PassersBy
 from kvserve.sessions.path_journal import PathJournal
 from kvserve.sessions.records import RecordShelf
 from kvserve.sessions.seen import Seen, Step, TurnRecord
 from kvserve.sessions.tool_order import ToolOrders
 from kvserve.sessions.turn_rows import doubts_of, record_of
-from kvserve.sessions.writings import same_words, same_writing
+from kvserve.sessions.writings import said_digest, same_words, same_writing
 
 __all__ = ["Seen", "Step", "TurnRecord", "TurnStore", "TurnTotals"]
 
@@ -74,6 +75,7 @@ class TurnStore:
         self._rows = PathJournal(journal, self._kept, self._places)
         self._records = RecordShelf(max_record_bytes, self._rows.record_gone)
         self._tools = ToolOrders(max_tool_sets, max_tool_bytes, journal)
+        self._passers_by = PassersBy()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -99,15 +101,16 @@ class TurnStore:
             place = self._places.get(seen.chain)
             return place is not None and place.is_contested
 
-    def contest(self, read: Iterable[tuple[bytes, bytes]]) -> None:
-        """Messages were read, by their chain and meaning, of which nothing is to be kept: where another meaning is
-        kept, nobody knows any more which of them a client leaves out."""
+    def pass_by(self, steps: Iterable[Step]) -> None:
+        """Messages were read, and written, of which nothing is to be kept: where another meaning or another answer is
+        kept, now or later, nobody knows any more which of them a client leaves out."""
         with self._lock:
-            for chain, meaning in read:
-                place = self._places.get(chain)
-                if place is not None and place.meaning not in (None, meaning) and not place.is_contested:
-                    place.is_contested = True
-                    self._rows.doubts(chain)
+            for step in steps:
+                said = said_digest(step.written) if step.written is not None else None
+                self._passers_by.put(step.chain, step.meaning, said)
+                place = self._places.get(step.chain)
+                if place is not None and place.pass_by(step.meaning, said):
+                    self._rows.doubts(step.chain)
 
     def record_for(self, seen: Seen | None, session: str | None = None) -> TurnRecord | None:
         """The newest request that passed through this message, else the newest one that shares the most of its path;
@@ -185,6 +188,7 @@ class TurnStore:
                 self._forget(seen)
             self._drop_old_entries()
             self._tools.clear()
+            self._passers_by.clear()
             return len(gone)
 
     def clear(self) -> None:
@@ -198,6 +202,7 @@ class TurnStore:
             self._num_bytes = 0
             self._records.clear()
             self._tools.clear()
+            self._passers_by.clear()
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
@@ -253,7 +258,10 @@ class TurnStore:
         self._clock += 1
         self._kept[seen] = Kept(next(self._numbers), node_bytes(seen), self._clock)
         self._num_bytes += self._kept[seen].num_bytes
-        self._places.setdefault(seen.chain, Place()).take(seen)
+        place = self._places.setdefault(seen.chain, Place())
+        place.take(seen)
+        place.is_contested |= self._passers_by.meant_otherwise(seen.chain, seen.meaning)
+        place.is_doubtful |= place.said is not None and self._passers_by.was_given_otherwise(seen.chain, place.said)
         self._read_again(seen)
         self._rows.doubts(seen.chain)
 
