@@ -136,8 +136,8 @@ class Principal:
     user: str = ""
 
     def __str__(self) -> str:
-        """The name by which an operator can have all of a principal's words forgotten; "" for nobody."""
-        return f"{self.key or NO_KEY}.{self.user or NO_KEY}" if self.key or self.user else ""
+        """The name by which an operator can have all of a principal's words forgotten; nobody's is `-.-`."""
+        return f"{self.key or NO_KEY}.{self.user or NO_KEY}"
 
 
 NOBODY = Principal()
@@ -148,9 +148,6 @@ KEY_HEADER: Final = "x-kvserve-key"
 """The digest of a client's key, or `NO_KEY`, told by the proxy: what comes from there carries the proxy's own key."""
 
 NO_KEY: Final = "-"
-
-NOBODY_NAME: Final = f"{NO_KEY}.{NO_KEY}"
-"""How an operator writes nobody's name, which is empty."""
 
 _DIGEST_CHARACTERS = 16
 _DIGEST = re.compile(rf"[0-9a-f]{{{_DIGEST_CHARACTERS}}}")

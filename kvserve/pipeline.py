@@ -56,8 +56,6 @@ from kvserve.telemetry.terminal import LengthLimit
 _NOBODY_SAYS = "\u2058"
 """Another user's words, to see where the system's end."""
 
-PARTITION_OF_NOBODY = "nobody"
-
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -102,7 +100,7 @@ class ServedModel:
     def partition(self, principal: Principal) -> str:
         """Where the KV of a principal is: with tenants apart it finds its own only. Nobody has a partition with a name
         too, for what was kept while tenants were not apart is of all of them."""
-        return str(principal) or PARTITION_OF_NOBODY if self.isolates_tenants else ""
+        return str(principal) if self.isolates_tenants else ""
 
 
 def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:

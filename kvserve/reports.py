@@ -6,7 +6,7 @@ It turns values of the rooms into JSON objects and decides nothing. The names ar
 from dataclasses import asdict
 from typing import Any
 
-from kvserve.core import NOBODY_NAME, JsonObject, TokenSequence
+from kvserve.core import JsonObject, TokenSequence
 from kvserve.engine.cache_records import CacheReport
 from kvserve.engine.disk_cache import DiskReport
 from kvserve.engine.vision_tower import ImageReport
@@ -196,7 +196,7 @@ def trace_fields(finished: FinishedTurn) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "request_id": facts.request_id,
         "protocol": facts.protocol,
-        "principal": str(finished.turn.session.principal) or NOBODY_NAME,
+        "principal": str(finished.turn.session.principal),
         "num_messages": len(finished.turn.messages),
         "num_prompt_tokens": facts.num_prompt_tokens,
         "num_cached_tokens": facts.num_cached_tokens,

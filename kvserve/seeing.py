@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvserve.core import NOBODY_NAME, JsonObject, Turn
+from kvserve.core import JsonObject, Turn
 from kvserve.errors import NotFound, RequestError
 from kvserve.reports import explanation_body, image_line, trace_fields
 from kvserve.running import FinishedTurn, Observer, RunningTurn
@@ -185,7 +185,7 @@ class Seeing:
             if found is None:
                 kept = f"the last {self._settings.num_explanations} are, each to the key that it came with"
                 raise NotFound(f"The request {request_id!r} is not known; {kept}.", param="request_id")
-        return {**explanation_body(found.explanation), "principal": str(found.principal) or NOBODY_NAME}
+        return {**explanation_body(found.explanation), "principal": str(found.principal)}
 
     def metrics(self) -> bytes:
         """The body of GET /metrics."""

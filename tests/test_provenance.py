@@ -502,7 +502,7 @@ def fill(conversations: Conversations) -> None:
         ({"session": "one"}, {"annone", "bobone"}),
         ({"principal": str(ANN)}, {"annone", "anntwo"}),
         ({"session": "one", "principal": str(BOB)}, {"bobone"}),
-        ({"principal": ""}, {"nobody"}),
+        ({"principal": str(Principal())}, {"nobody"}),
         ({"session": "three"}, set()),
     ],
 )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from kvserve.core import NOBODY
 from kvserve.telemetry.log import Event, format_line
 
 LABEL_CHARACTERS = 24
@@ -65,7 +66,7 @@ class TraceLog:
         self._day: Path | None = None
         self._num_day_bytes = 0
 
-    def write(self, session_key: str, event: str, principal: str = "", /, **fields: object) -> None:
+    def write(self, session_key: str, event: str, principal: str = str(NOBODY), /, **fields: object) -> None:
         """Append one event with its time to the file of today of the principal's session; does nothing where tracing is
         off.
 
@@ -76,7 +77,7 @@ class TraceLog:
             return
         moment = datetime.fromtimestamp(self._clock()).astimezone()
         line = self._line(event, {"time": moment.isoformat(timespec="milliseconds"), **fields})
-        label = session_label(session_key) + (f"@{_hash(principal)}" if principal else "")
+        label = session_label(session_key) + (f"@{whose}" if (whose := _whose(principal)) else "")
         path = self._root / moment.date().isoformat() / f"cache-session-{label}.log"
         try:
             with self._lock:
@@ -90,10 +91,10 @@ class TraceLog:
 
     def forget(self, *, session: str | None, principal: str | None) -> int:
         """Delete the files of a session, of a principal, or of a session of a principal, whichever day and process they
-        are from, also where tracing is off; None stands for any, "" for the principal that is nobody. Returns how many
-        there were; one that cannot be deleted is reported."""
+        are from, also where tracing is off; None stands for any. Returns how many there were; one that cannot be
+        deleted is reported."""
         label = session_label(session) if session is not None else None
-        whose = _hash(principal) if principal else None
+        whose = _whose(principal) if principal is not None else None
         num_files = 0
         with self._lock:
             self._day = None  # what it holds is counted anew
@@ -186,6 +187,11 @@ def session_label(session_key: str) -> str:
     is_text = any(char.isspace() for char in session_key)
     readable = "" if is_text else re.sub(r"[^A-Za-z0-9_]+", "-", session_key[:256]).strip("-")[:LABEL_CHARACTERS]
     return f"{readable.rstrip('-') or 'unnamed'}-{_hash(session_key)}"
+
+
+def _whose(principal: str) -> str | None:
+    """The mark of a principal in the names of its files; nobody's have none."""
+    return None if principal == str(NOBODY) else _hash(principal)
 
 
 def _hash(text: str) -> str:

@@ -3,7 +3,7 @@
 import time
 from urllib.parse import parse_qs, parse_qsl
 
-from kvserve.core import NOBODY_NAME, key_digest
+from kvserve.core import key_digest
 from kvserve.errors import BadRequest, NotFound
 from kvserve.pipeline import collect
 from kvserve.protocols import (
@@ -148,8 +148,7 @@ def delete_cache(exchange: Exchange, service: WebService) -> None:
         service.clear_cache()
         exchange.send_json(200, {"status": "ok"})
         return
-    principal = wanted.get("principal")
-    forgotten = service.forget(wanted.get("session"), "" if principal == NOBODY_NAME else principal)
+    forgotten = service.forget(wanted.get("session"), wanted.get("principal"))
     exchange.send_json(200, {"status": "ok", **forgotten})
 
 

@@ -22,9 +22,9 @@ def old_claude_code(session: str, user: str = "6d7e") -> str:
 
 
 def test_without_key_and_user_it_is_nobody() -> None:
-    """Nobody has no name either."""
+    """Nobody has a name all the same, by which its words can be forgotten."""
     assert read_principal({"user": " ", "metadata": {"user_id": ""}}, {"x-session-id": "s"}) == NOBODY
-    assert not str(NOBODY)
+    assert str(NOBODY) == "-.-"
 
 
 @pytest.mark.parametrize("body", [{"user": "ann"}, {"safety_identifier": "ann"}, {"metadata": {"user_id": "ann"}}])

@@ -235,5 +235,5 @@ def test_chat_and_responses_read_the_same_conversation_alike(body: dict[str, Any
     responses = parse(**as_responses(body)).turn
     assert responses.messages == chat.messages
     assert responses.tools == chat.tools
-    fields = [name for name in chat.__dataclass_fields__ if name not in ("protocol", "messages", "tools")]
+    fields = [name for name in chat.__dataclass_fields__ if name not in ("protocol", "messages", "tools", "keeping")]
     assert [getattr(responses, name) for name in fields] == [getattr(chat, name) for name in fields]

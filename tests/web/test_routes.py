@@ -106,7 +106,7 @@ FORGET: list[tuple[str, list[tuple[str | None, str | None]]]] = [
     ("?session=s1", [("s1", None)]),
     ("?session=a%2Fb%20c", [("a/b c", None)]),
     ("?principal=abc.-", [(None, "abc.-")]),
-    ("?principal=-.-", [(None, "")]),
+    ("?principal=-.-", [(None, "-.-")]),
     ("?session=s1&principal=abc.def", [("s1", "abc.def")]),
     ("?session=", []),
     ("?session", []),
