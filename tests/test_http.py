@@ -104,10 +104,11 @@ def test_many_clients_that_leave_leave_nothing_behind(roomy: AppUnderTest, num_c
                 elif number % 3:
                     time.sleep(0.01)
         assert neighbour.result() == quiet
+    # only once the server has heard of all that left does it mean something that nothing runs
+    assert eventually(lambda: len([line for line in roomy.lines()[num_lines:] if "cancelled" in line]) == num_clients)
     assert eventually(roomy.is_idle)
     assert eventually(lambda: set(threading.enumerate()) <= threads)
     assert eventually(lambda: num_open_files() <= files)
-    assert eventually(lambda: len([line for line in roomy.lines()[num_lines:] if "cancelled" in line]) == num_clients)
     health = roomy.health()
     assert (health["num_running"], health["num_waiting"], health["num_open_connections"]) == (0, 0, 1)
     assert roomy.chat(WORDS, max_tokens=100) == quiet
