@@ -17,6 +17,8 @@ class GivenIds:
     def give(self, recorded: Sequence[str], given: Sequence[str]) -> None:
         """An answer's calls. One that was recorded under the id of another is left as it was recorded."""
         for old, new in zip(recorded, given, strict=False):
+            if not _plain(old):
+                continue
             self._given[_plain(old)] = None if _plain(old) in self._given else new
 
     def __bool__(self) -> bool:

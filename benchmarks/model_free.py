@@ -6,7 +6,7 @@ remembered are the server's own; KV has no bytes and tokens cost nothing. It kno
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,13 @@ TAIL_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the server says of a request: its prompt's tokens, how many it knew, and why not more."""
+    """What the server says of a request: its prompt's tokens, how many it knew, and why not more; without a model also
+    how many of the model's own turns stand in it as they were written."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     cause: str | None
+    num_replayed_turns: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,7 @@ class ModelFree:
             told.facts.num_prompt_tokens,
             told.facts.num_cached_tokens,
             explanation.cause if explanation is not None else None,
+            told.prompt.num_replayed_turns,
         )
 
     def _finished(self, turn: FinishedTurn) -> None:

@@ -66,7 +66,7 @@ class Loop:
         messages = list(self._messages)
         if newest is not None:
             messages[-1] = messages[-1] | {"content": newest}
-        return {"model": "loop", "messages": messages, "tools": [TOOL], "stream": True}
+        return {"model": "loop", "messages": messages, "tools": [TOOL], "stream": True, "session_id": "loop"}
 
     def _words(self, num_bytes: int) -> str:
         self._at += num_bytes
@@ -96,6 +96,8 @@ class Turns:
         told = self._model.end(running)
         if told.num_cached_tokens < 0.99 * self.num_tokens:
             raise BenchmarkError(f"only {told.num_cached_tokens} of {told.num_prompt_tokens} tokens were known")
+        if told.num_replayed_turns < NUM_MESSAGES // 2 - 1:
+            raise BenchmarkError(f"only {told.num_replayed_turns} of the model's turns were its own")
         return seconds
 
     def whole_seconds(self) -> float:

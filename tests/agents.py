@@ -143,7 +143,7 @@ class Conversation:
         """The body of the next request."""
         sent = [*self.messages, *([CARRIER] if self.style.carries else [])]
         tools = {"tools": [TOOL]} if self.family in CALLS else {}
-        plain = {"temperature": 0, "repetition_penalty": 1, "max_tokens": 500}
+        plain = {"temperature": 0, "repetition_penalty": 1, "max_tokens": 1000}
         switch = {"chat_template_kwargs": {"enable_thinking": self.thinking}}
         return {"messages": sent, **tools, **plain, **switch, **self.fields, **fields}
 

@@ -35,7 +35,7 @@ def go_on(talk: Talk, turn: int) -> None:
     calls = turn % 3 != 2
     talk.ask(
         f"Number {turn} is a < b.",
-        f"It is {turn},\n so é, as far as one can see. " * 7,
+        f"It is {turn},\n so é, as far as one can see. " * 12,
         f"hill {turn}" if calls else None,
     )
     if calls:

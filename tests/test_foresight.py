@@ -140,7 +140,7 @@ def some(request: pytest.FixtureRequest) -> Client:
 def test_no_word_of_a_message_that_nobody_knows_is_guessed(some: Client, calls: tuple[tuple[str, str], ...]) -> None:
     """Whatever comes next, its prompt begins with the guess; white space at the edge may share a token with it."""
     thought = "Hm, where is it? " * 8 if some.model.served.template.accepts_thinking else ""
-    reply = Reply(thought, " ".join(["A hill."] * 30), calls)
+    reply = Reply(thought, " ".join(["A hill."] * 60), calls)
     asked = some.ask(body(WITH_CARRIER), reply)
     assert asked.job is not None, "an answer behind a carrier is read again"
     wire = [

@@ -127,7 +127,7 @@ def test_a_senders_name_never_reaches_another_chat(conversations: Conversations)
         block = 'Conversation info (untrusted metadata):\n```json\n{\n  "sender": "SENDER"\n}\n```\n\nhi'
         return said("user", block.replace("SENDER", sender))
 
-    hello = said("assistant", "Hello! It is good to hear from you again, what shall we do? " * 4)
+    hello = said("assistant", "Hello! It is good to hear from you again, what shall we do? " * 7)
     for sender in ("Ann", "Bob"):
         answered(conversations, asked(SYSTEM, greeting(sender), session=None), hello)
     reading = conversations.read(asked(SYSTEM, said("user", "hi"), hello, said("user", "Who am I?"), session=None))
@@ -137,7 +137,7 @@ def test_a_senders_name_never_reaches_another_chat(conversations: Conversations)
 def test_a_block_that_the_client_takes_off_is_put_back(conversations: Conversations) -> None:
     """The control: with one sender only, the stripped message is rendered as the model read it."""
     block = said("user", 'Conversation info (untrusted metadata):\n```json\n{\n  "sender": "Ann"\n}\n```\n\nhi')
-    hello = said("assistant", "Hello! It is good to hear from you again, what shall we do? " * 4)
+    hello = said("assistant", "Hello! It is good to hear from you again, what shall we do? " * 7)
     answered(conversations, asked(SYSTEM, block, session=None), hello)
     reading = conversations.read(asked(SYSTEM, said("user", "hi"), hello, said("user", "Who am I?"), session=None))
     assert reading.messages[1] == block and reading.effects.replayed == {"conversation_info"}

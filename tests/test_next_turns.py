@@ -27,7 +27,7 @@ SETTINGS: Mapping[str, Any] = {
 }
 """Templates that could keep old thinking are not asked to, and the engine's share of time is no part of these tests."""
 
-THOUGHT, SAID = "Where is it, then? " * 3, "It is over there. " * 13
+THOUGHT, SAID = "Where is it, then? " * 3, "It is over there. " * 23
 FAMILIES = ("qwen3", "qwen3_5")
 """Layers that can be cut anywhere, and states that cannot."""
 

@@ -15,7 +15,7 @@ from tests.engine.engines import held
 from tests.models import tiny_model
 from tests.serving import CHAT_PATH, AppUnderTest, encode_request, eventually, serving_app, slow_prefill
 
-LONG = "Places are looked at one after the other, and what is there is said in few words. " * 3
+LONG = "Places are looked at one after the other, and what is there is said in few words. " * 5
 SETTINGS: dict[str, Any] = {
     "prompt_cache_max_entries_global": 1000,
     "prompt_cache_max_entries_per_session": 100,
@@ -74,7 +74,7 @@ def place(asked: Asked) -> tuple[Any, Any, Any]:
 def test_an_edited_message(app: AppUnderTest, session: str | None) -> None:
     """The client changed one word of an old message; without a session its answers show whose history it is."""
     talk = start(app, session=session)
-    talk.ask("", "It is a lake, as far as I can see. " * 8)
+    talk.ask("", "It is a lake, as far as I can see. " * 13)
     talk.say("Thanks.")
     talk.messages[1] = {"role": "user", "content": f"Look at the hall. {LONG}"}
     asked = talk.ask("", "Gladly.")

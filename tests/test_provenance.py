@@ -43,11 +43,15 @@ INFO = 'Conversation info (untrusted metadata):\n```json\n{{\n  "message_id": "{
 
 LONG = (
     "That is a good question, and here is what I would do about it: read what is there, write down what is amiss "
-    "and ask the person who knows it best before anything is changed; the rest can wait until that is clear."
+    "and ask the person who knows it best before anything is changed; the rest can wait until that is clear. "
+    "Then take the smallest step that can be seen from outside, show it, and only then think about the next one, for "
+    "most of what seems to be needed now will not be, and the rest will look different by the time one comes to it."
 )
 OTHER_LONG = (
     "An answer that some other server once gave, in as many words as the one above, so that nobody may say that it "
-    "shows less because it is shorter than what a model of ours has written; a client brought it from somewhere else."
+    "shows less because it is shorter than what a model of ours has written; a client brought it from somewhere else. "
+    "It goes on like this for a while, because an answer of some length is what people are used to, and because a "
+    "few more words cost a server next to nothing, whoever reads them."
 )
 
 
@@ -117,10 +121,20 @@ def test_one_session_of_two_principals_is_two(conversations: Conversations) -> N
 
 
 GREETING = "Hello! I'm Qwen, a large language model created by Alibaba Cloud. How can I help you today?"
+WHO_IT_IS = (
+    "I am Qwen, a large-scale language model independently developed by the Tongyi Lab under Alibaba Group. I am "
+    "designed to answer questions, create text such as stories, official documents, emails, scripts, and more, as "
+    "well as perform logical reasoning, programming, and other tasks."
+)
+WHO_IT_IS_IN_CHINESE = (
+    "你好！我是通义千问，是阿里巴巴集团旗下的通义实验室自主研发的超大规模语言模型。我可以帮助你回答问题、创作文字，"
+    "比如写故事、写公文、写邮件、写剧本、逻辑推理、编程等等，还能表达观点，玩游戏等。"
+    "如果你有任何问题或需要帮助，欢迎随时告诉我！"
+)
 REFUSAL = "I'm sorry, but I can't assist with that request. If you have any other questions, feel free to ask me."
 
 
-@pytest.mark.parametrize("text", ["ok", "Hello! How can I help you today?", GREETING, REFUSAL, LONG])
+@pytest.mark.parametrize("text", ["ok", GREETING, WHO_IT_IS, WHO_IT_IS_IN_CHINESE, REFUSAL, LONG])
 def test_an_answer_shows_where_a_request_comes_from_if_it_says_enough(conversations: Conversations, text: str) -> None:
     """What everybody expects a model to say proves nothing."""
     wrote = Message("assistant", (ThinkingBlock("The PIN."), TextBlock(text)))
@@ -218,7 +232,7 @@ def test_who_leaves_no_record_and_is_given_the_same_answer_gets_nobodys_words(
 
 def test_what_an_answer_shows_is_what_the_model_wrote(conversations: Conversations) -> None:
     """The same call in longer JSON shows no more of it."""
-    path = "src/of/some/length/or_other.py"
+    path = "src/of/some/length/or_other.py" * 2
     wrote = Message("assistant", (ThinkingBlock("Look."), ToolCallBlock("", "list", f'{{"path":"{path}"}}')))
     answered(conversations, asked(said("user", "Look.")), wrote)
     spelt = f'{{"{escaped("path")}": "{escaped(path)}"}}'
@@ -313,6 +327,7 @@ class Client:
 
     def say(self, words: str, hidden: str | None) -> Message:
         """The newest message, with its hidden span; in history only the words are left."""
+        words = words.format(self.name)
         self.sent.append(said("user", words))
         return said("user", hidden.format(self.secret()) + words) if hidden else self.sent[-1]
 
@@ -336,11 +351,16 @@ def are_one(one: SessionHint, other: SessionHint) -> bool:
     return is_own and (one.session_id, one.principal) == (other.session_id, other.principal)
 
 
-PAIRS = st.tuples(hints(), hints()).filter(lambda pair: not are_one(*pair))
+PAIRS = st.one_of(
+    st.tuples(hints(), hints()).filter(lambda pair: not are_one(*pair)),
+    st.sampled_from([None, "app"]).map(lambda session: (SessionHint(session, is_shared_id=session is not None),) * 2),
+)
+"""Half of them have records of their own, half share theirs."""
+
 ACTS = st.lists(
     st.tuples(
         st.integers(0, 1),
-        st.sampled_from(["hello", "And?"]),
+        st.sampled_from(["hello", "And?", "I am {}."]),
         st.sampled_from([None, None, REMINDER, SENDER, INFO]),
         st.sampled_from(["own", "ok", "greeting", "short", "long"]),
         st.sampled_from(["", "brought", "restart", "begin"]),
@@ -373,7 +393,7 @@ MANNERS: dict[str, dict[str, Any]] = {"ttl 0": {"ttl_seconds": 0.0}, "prefix": {
 
 def lead(pair: tuple[SessionHint, SessionHint], acts: list[Act], world: "World") -> int:
     """Play the acts; raises AssertionError where a word of one stands before the other. How many words came back."""
-    clients = [Client("ann", pair[0]), Client("bob", pair[1])]
+    clients = [Client("annemarie", pair[0]), Client("barnabas", pair[1])]
     num_back = 0
     for who, words, hidden, kind, before, manner in acts:
         client, other = clients[who], clients[1 - who]
@@ -382,7 +402,7 @@ def lead(pair: tuple[SessionHint, SessionHint], acts: list[Act], world: "World")
         if before == "begin":
             client.sent.clear()
         if before == "brought":
-            client.sent += [said("user", words), said("assistant", OTHER_LONG)]
+            client.sent += [said("user", words.format(client.name)), said("assistant", OTHER_LONG)]
         history = list(client.sent)
         newest = client.say(words, hidden)
         hint = replace(client.hint, **MANNERS.get(manner, {}))
@@ -391,13 +411,16 @@ def lead(pair: tuple[SessionHint, SessionHint], acts: list[Act], world: "World")
         told = repr((reading.messages, reading.rendered, reading.writings, reading.before))
         assert other.name not in told, f"{other.name} stands before {client.name}"
         num_back += reading.messages != (*history, newest)
+        # of who leaves no record not even digests outlive the process: what it is given must be its own there
         leaves_digests_only = hint.leaves_no_record and isinstance(world, LastingWorld)
         answer = model_answer("own" if leaves_digests_only else kind, client)
         prompt = TokenSequence(tuple(range(100)))
-        written = Written(answer, (5,), (7, 8), opens_reasoning=False) if manner != "aborted" else None
+        if manner == "aborted":  # what was written so far is kept, and the client may show it or not
+            answer = Message("assistant", answer.blocks[:2])
+        written = Written(answer, (5,), (7, 8), opens_reasoning=False)
         exchanged = Exchanged(turn.request_id, hint, prompt, (), {}, written, pack_ids(prompt.ids))
         world.conversations.remember(reading, exchanged)
-        client.sent += [stripped(answer)] if written is not None else []
+        client.sent += [stripped(answer)] if manner != "aborted" or kind == "own" else []
     return num_back
 
 
@@ -456,7 +479,7 @@ def test_the_law_would_see_a_leak() -> None:
         (1, "hello", None, "ok", "", ""),
         (1, "And?", None, "ok", "", ""),
     ]
-    with pytest.raises(AssertionError, match="ann stands before bob"):
+    with pytest.raises(AssertionError, match="annemarie stands before barnabas"):
         lead((hint, hint), acts, World())
 
 

@@ -19,12 +19,16 @@ REMINDER = "<system-reminder>\nThe PIN is {}.\n</system-reminder>\n"
 SENDER = 'Sender (untrusted metadata):\n```json\n{{\n  "sender": "{}"\n}}\n```\n\n'
 LONG = (
     "That is a good question, and here is what I would do about it: read what is there, write down what is amiss "
-    "and ask the person who knows it best before anything is changed; the rest can wait until that is clear."
+    "and ask the person who knows it best before anything is changed; the rest can wait until that is clear. "
+    "Then take the smallest step that can be seen from outside, show it, and only then think about the next one, for "
+    "most of what seems to be needed now will not be, and the rest will look different by the time one comes to it."
 )
 ANSWERS = ("ok", "Hello! How can I help you?", LONG)
 BROUGHT = (
     "An answer that some other server once gave, in as many words as the one above, so that nobody may say that it "
-    "shows less because it is shorter than what a model of ours has written; a client brought it from somewhere else."
+    "shows less because it is shorter than what a model of ours has written; a client brought it from somewhere else. "
+    "It goes on like this for a while, because an answer of some length is what people are used to, and because a "
+    "few more words cost a server next to nothing, whoever reads them."
 )
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 

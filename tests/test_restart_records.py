@@ -37,7 +37,7 @@ def go_on(talk: Conversation, turn: int) -> None:
     calls = talk.family != "gemma3" and turn % 2 == 0
     talk.ask(
         f"Number {turn} is a < b.",
-        f"It is {turn},\n so, as far as one can see. " * 7,
+        f"It is {turn},\n so, as far as one can see. " * 13,
         f"hill {turn}" if calls else None,
     )
     if calls:

@@ -106,11 +106,11 @@ class Talk:
         if self.wire.is_anthropic:
             tool = {"name": FUNCTION["name"], "description": FUNCTION["description"]}
             tools = [{**tool, "input_schema": FUNCTION["parameters"]}]
-            return {"model": "claude", "messages": past, "tools": tools, "max_tokens": 500, **fields}
+            return {"model": "claude", "messages": past, "tools": tools, "max_tokens": 1000, **fields}
         if self.wire.keeps_names and self.turns:
             fields["previous_response_id"] = self.turns[-1].body["id"]
         tools = [{"type": "function", **FUNCTION}]
-        return {"model": "gpt", "input": past, "tools": tools, "max_output_tokens": 500, **fields}
+        return {"model": "gpt", "input": past, "tools": tools, "max_output_tokens": 1000, **fields}
 
     def _send(self, body: dict[str, Any]) -> Asked:
         is_streamed = len(self.turns) % 2 == 1

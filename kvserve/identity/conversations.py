@@ -96,9 +96,10 @@ class Conversations:
         stores, identity, session = self._stores, reading.identity, exchanged.session
         if session.leaves_no_record:
             if exchanged.written is not None and not identity.owner.is_one_client:
-                stores.turns.pass_by(
-                    [_answer_step(_with_answer(identity, exchanged.written.message), exchanged.written)]
-                )
+                identity = _with_answer(identity, exchanged.written.message)
+                answer = _answer_step(identity, exchanged.written)
+                stores.turns.pass_by([answer])
+                self._earlier.put(identity, [answer], exchanged.packed_prompt)
             return None
         until = stores.until(session.ttl_seconds)
         stores.beginnings.count(

@@ -1,5 +1,6 @@
 """Which conversation a turn continues, and its messages as the model is to see them. It looks things up and leaves
-nothing behind but the values of telemetry and the order of tools, which are nobody's words.
+nothing behind but the values of telemetry and the order of tools, which are nobody's words, and digests of what leaves
+no record.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,19 +2,19 @@
 
 from collections import OrderedDict
 
-MAX_PLACES = 4_096
+MAX_DIGESTS = 8_192
 
 
 class PassersBy:
-    """What was meant, and written by the model, at places of conversations, of at most `max_places`, the longest unused
+    """What was meant, and written by the model, at places of conversations: at most `max_digests`, the longest unused
     go first. Used under the turn store's lock.
 
     Of such a request nothing is kept, so nothing of it can be put back. But what another client is known to have said
     at the same place may be what this one left out: nobody knows whose words its next request would get.
     """
 
-    def __init__(self, max_places: int = MAX_PLACES) -> None:
-        self._max_places = max_places
+    def __init__(self, max_digests: int = MAX_DIGESTS) -> None:
+        self._max_digests = max_digests
         self._digests: OrderedDict[tuple[str, bytes], bytes | None] = OrderedDict()
 
     def put(self, chain: bytes, meaning: bytes, said: bytes | None) -> None:
@@ -39,5 +39,5 @@ class PassersBy:
         if self._digests.setdefault(key, digest) != digest:
             self._digests[key] = None  # several
         self._digests.move_to_end(key)
-        while len(self._digests) > 2 * self._max_places:
+        while len(self._digests) > self._max_digests:
             self._digests.popitem(last=False)

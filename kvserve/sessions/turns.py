@@ -104,9 +104,9 @@ class TurnStore:
     def pass_by(self, steps: Iterable[Step]) -> None:
         """Messages were read, and written, of which nothing is to be kept: where another meaning or another answer is
         kept, now or later, nobody knows any more which of them a client leaves out."""
+        passed = [(step, said_digest(step.written) if step.written is not None else None) for step in steps]
         with self._lock:
-            for step in steps:
-                said = said_digest(step.written) if step.written is not None else None
+            for step, said in passed:
                 self._passers_by.put(step.chain, step.meaning, said)
                 place = self._places.get(step.chain)
                 if place is not None and place.pass_by(step.meaning, said):
@@ -188,7 +188,6 @@ class TurnStore:
                 self._forget(seen)
             self._drop_old_entries()
             self._tools.clear()
-            self._passers_by.clear()
             return len(gone)
 
     def clear(self) -> None:

@@ -19,7 +19,7 @@ def test_what_was_said_otherwise_is_known() -> None:
 
 def test_the_longest_unused_go_first() -> None:
     """To pass by again is a use."""
-    passed = PassersBy(max_places=1)
+    passed = PassersBy(max_digests=2)
     for place in (b"a", b"b", b"a", b"c"):
         passed.put(place, b"meaning", None)
     assert [passed.meant_otherwise(place, b"other") for place in (b"a", b"b", b"c")] == [True, False, True]
