@@ -10,7 +10,7 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -110,7 +110,10 @@ class Seeing:
         if explanation is not None:
             self._explanations.put(Explained(explanation, finished.turn.session.principal, facts.session))
             self._note_branch(finished, explanation)
-        self._readers.put(_places(finished)[-1:] if finished.reading is not None else _places(finished), facts.model)
+        if finished.reading is not None:
+            self._readers.put(finished.reading.identity.chains[-1:], facts.model)
+        else:
+            self._readers.put(text_digests(finished.prompt.text), facts.model)
         if self._settings.writes_traces and not finished.turn.session.wants_nothing_kept:
             session = facts.session or _first_tokens_hash(finished.prompt.tokens.ids)
             self._trace.write(session, "turn", str(finished.turn.session.principal), **trace_fields(finished))
@@ -151,7 +154,9 @@ class Seeing:
         if reading is None and max(explanation.num_cached_tokens, explanation.num_shared_tokens) > TOLERANCE_TOKENS:
             return explanation  # this model has read the beginning itself, whoever else has meanwhile
         # of a raw prompt at least about a quarter: a line that many prompts begin with says nothing
-        reader = self._readers.find(_places(finished) if reading is not None else _places(finished)[-3:])
+        reader = self._readers.find(
+            reading.identity.chains if reading is not None else text_digests(finished.prompt.text)[-3:]
+        )
         if reader is not None and reader != finished.facts.model:
             return replace(explanation, cause="other model", decided_by=reader)
         return explanation
@@ -218,13 +223,6 @@ class Seeing:
 
     def _readings(self) -> Iterable[Reading]:
         return readings(self._look())
-
-
-def _places(finished: FinishedTurn) -> Sequence[bytes]:
-    """What names the conversation up to each message, or a raw prompt and its beginnings; another's never do."""
-    if finished.reading is not None:
-        return finished.reading.identity.chains
-    return text_digests(finished.prompt.text, str(finished.turn.session.principal))
 
 
 def _first_tokens_hash(ids: tuple[int, ...]) -> str:
