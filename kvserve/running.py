@@ -37,6 +37,7 @@ from kvserve.core import (
 from kvserve.engine.rows import Generation
 from kvserve.errors import RequestError
 from kvserve.identity.conversations import Conversations, Exchanged
+from kvserve.identity.owner import Owner
 from kvserve.identity.reading import Reading
 from kvserve.output.answer import AnswerReader
 from kvserve.sessions.explanation import Asked, Circumstances, Explanation, explain
@@ -72,14 +73,17 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class FinishedTurn:
     """A turn that is over, for logs: what was asked and how it was understood (None for a raw prompt), what the model
-    saw, why that much of it was reused, and the facts of the request line."""
+    saw, why that much of it was reused, and the facts of the request line. `owner`: whose records it found and left;
+    `said`: what was answered."""
 
     turn: Turn
+    owner: Owner
     reading: Reading | None
     prompt: Prompt
     explanation: Explanation | None
     branch: Branch | None
     facts: RequestFacts
+    said: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,8 +338,16 @@ class RunningTurn:
     def _finished(self, error: RequestError | None) -> FinishedTurn:
         explanation = self._explanation()
         submitted = self._submitted
-        facts = self._facts(error)
-        return FinishedTurn(submitted.turn, submitted.reading, submitted.prompt, explanation, self._branch, facts)
+        return FinishedTurn(
+            turn=submitted.turn,
+            owner=self._conversations.owner(submitted.turn.session),
+            reading=submitted.reading,
+            prompt=submitted.prompt,
+            explanation=explanation,
+            branch=self._branch,
+            facts=self._facts(error),
+            said=self.said,
+        )
 
     def _explanation(self) -> Explanation | None:
         submitted, reading = self._submitted, self._submitted.reading

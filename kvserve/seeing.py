@@ -10,12 +10,16 @@ import hashlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvserve.canonical.canonicalise import canonicalise, chain
 from kvserve.core import JsonObject, Turn
 from kvserve.errors import NotFound, RequestError
+from kvserve.identity.owner import belongs_to
+from kvserve.identity.provenance import is_telling
+from kvserve.keeping import Scope
 from kvserve.reports import explanation_body, image_line, trace_fields
 from kvserve.running import FinishedTurn, Observer, RunningTurn
 from kvserve.sessions.explanation import TOLERANCE_TOKENS, Explanation
@@ -37,6 +41,14 @@ LOOK_SECONDS = 0.9
 MAX_BRANCHES = 4_096
 UNKNOWN_BEFORE = frozenset({"not seen since the start", "no session", "cache cleared", "new prompt"})
 """Causes with which nothing is known of what came before; another model may know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Which model has read something, and whose request it was (`Owner.name`)."""
+
+    model: str
+    owner: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +84,7 @@ class Seeing:
         self._explanations = ExplanationBook(settings.num_explanations)
         self._activity = Activity()
         self._metrics = Metrics(self._readings)
-        self._readers: Places[str] = Places()
+        self._readers: Places[Reader] = Places()
         self._lock = threading.Lock()
         self._last_of_branch: OrderedDict[tuple[str, BranchId], Explanation] = OrderedDict()
         self._looking = threading.Lock()
@@ -110,10 +122,7 @@ class Seeing:
         if explanation is not None:
             self._explanations.put(Explained(explanation, finished.turn.session.principal, facts.session))
             self._note_branch(finished, explanation)
-        if finished.reading is not None:
-            self._readers.put(finished.reading.identity.chains[-1:], facts.model)
-        else:
-            self._readers.put(text_digests(finished.prompt.text), facts.model)
+        self._readers.put(_left_digests(finished), Reader(facts.model, finished.owner.name))
         if self._settings.writes_traces and not finished.turn.session.wants_nothing_kept:
             session = facts.session or _first_tokens_hash(finished.prompt.tokens.ids)
             self._trace.write(session, "turn", str(finished.turn.session.principal), **trace_fields(finished))
@@ -142,6 +151,7 @@ class Seeing:
         with self._lock:
             for key in [key for key, last in self._last_of_branch.items() if last.request_id in gone]:
                 del self._last_of_branch[key]
+        self._readers.forget(lambda reader: belongs_to(reader.owner, Scope(session, principal)))
         num_files = self._trace.forget(session=session, principal=principal)
         return {"num_explanations": len(gone), "num_trace_files": num_files}
 
@@ -154,11 +164,9 @@ class Seeing:
         if reading is None and max(explanation.num_cached_tokens, explanation.num_shared_tokens) > TOLERANCE_TOKENS:
             return explanation  # this model has read the beginning itself, whoever else has meanwhile
         # of a raw prompt at least about a quarter: a line that many prompts begin with says nothing
-        reader = self._readers.find(
-            reading.identity.chains if reading is not None else text_digests(finished.prompt.text)[-3:]
-        )
-        if reader is not None and reader != finished.facts.model:
-            return replace(explanation, cause="other model", decided_by=reader)
+        reader = self._readers.find(reading.identity.chains if reading is not None else _raw_digests(finished)[-3:])
+        if reader is not None and reader.model != finished.facts.model:
+            return replace(explanation, cause="other model", decided_by=reader.model)
         return explanation
 
     def _note_branch(self, finished: FinishedTurn, explanation: Explanation) -> None:
@@ -223,6 +231,25 @@ class Seeing:
 
     def _readings(self) -> Iterable[Reading]:
         return readings(self._look())
+
+
+def _left_digests(finished: FinishedTurn) -> Sequence[bytes]:
+    """By what a later request of the same client shows that this model has read what it sends. Where several clients
+    share their records that is what the model answered, once it is enough: the question another one may ask as well."""
+    owner, reading = finished.owner, finished.reading
+    if reading is None:
+        return _raw_digests(finished)
+    identity = reading.identity
+    if owner.is_one_client:
+        return identity.chains[-1:]
+    if not any(map(is_telling, [*(written.message for written in reading.writings if written), finished.said])):
+        return ()
+    return chain(owner.root, (*identity.canonical, canonicalise(finished.said, identity.rules)))[-1:]
+
+
+def _raw_digests(finished: FinishedTurn) -> Sequence[bytes]:
+    """What a raw prompt is known by; without a session nothing, as its words do not show whose it is."""
+    return text_digests(finished.prompt.text, finished.owner.name) if finished.owner.is_one_client else ()
 
 
 def _first_tokens_hash(ids: tuple[int, ...]) -> str:

@@ -269,6 +269,23 @@ def test_another_model(tmp_path: Path) -> None:
         assert asked.explanation["first_difference"] is None, "the client changed nothing"
 
 
+def test_another_model_without_a_session(tmp_path: Path) -> None:
+    """Clients without a session share their records: who sends back what a model answered was there, who only begins as
+    another did is not told what that one asked."""
+    folders = tmp_path / "models"
+    folders.mkdir()
+    (folders / "small").symlink_to(tiny_model("llama"))
+    with serving_app(tmp_path, "qwen3", model_folders=(str(folders),), **SETTINGS) as app:
+        talk = start(app, session=None)
+        first = app.served.name
+        system, question, answer, *rest = talk.request()["messages"]
+        brought = {"role": "assistant", "content": "Some other server once said so, in as many words as these."}
+        for said, told in ((brought, ("no session", None)), (answer, ("other model", first))):
+            body = {**talk.request(), "model": "small", "max_tokens": 4, "messages": [system, question, said, *rest]}
+            explanation = send(app, body).explanation
+            assert (explanation["cause"], explanation["decided_by"]) == told, explanation
+
+
 def test_a_new_conversation(app: AppUnderTest) -> None:
     """Other words under a known system prompt: that is shared, and nothing is said to be lost."""
     talk = start(app)

@@ -28,12 +28,14 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
         yield app
 
 
-def ask(app: AppUnderTest, prompt: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+def ask(app: AppUnderTest, prompt: str, *, key: str = "", **fields: Any) -> tuple[str, dict[str, Any]]:
     """What the model wrote, and the explanation of the request."""
-    response = app.post(COMPLETION_PATH, {"prompt": prompt, "max_tokens": 4, "temperature": 0, **SESSION, **fields})
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    body: Any = {"prompt": prompt, "max_tokens": 4, "temperature": 0, **SESSION, **fields}
+    response = app.post(COMPLETION_PATH, body, headers)
     assert response.status == 200, response.body
-    body: Any = response.json
-    told = app.get(f"/v1/cache/explain/{body['id']}")
+    body = response.json
+    told = app.get(f"/v1/cache/explain/{body['id']}", headers)
     assert told.status == 200
     return body["choices"][0]["text"], dict(told.json)
 
@@ -134,6 +136,26 @@ def test_another_model(tmp_path: Path) -> None:
         _, told = ask(app, f"{TEXT[:1100]}{' Another question.' * 50}")
         assert (told["cause"], told["decided_by"]) == ("new prompt", None), "it had read the beginning itself"
         assert told["cached_tokens"] > 64, told
+
+
+def test_another_model_that_somebody_else_asked(tmp_path: Path) -> None:
+    """What another key, user or session asked of it is not told, nor what nobody knows whose it was, nor what was
+    forgotten. The first one is the control."""
+    folders = tmp_path / "models"
+    folders.mkdir()
+    (folders / "small").symlink_to(tiny_model("llama"))
+    everybody: list[dict[str, Any]] = [SESSION, {"key": "one"}, {"user": "otto"}, {"session_id": "two"}]
+    everybody += [{"session_id": None}, {"session_id": "forgotten"}]
+    with serving_app(tmp_path, "qwen3", model_folders=(str(folders),), **SETTINGS) as app:
+        first = app.served.name
+        for number, other in enumerate(everybody):  # this model reads each for the first time
+            ask(app, f"{number}. {TEXT}", **(other if None in other.values() or "forgotten" in other.values() else {}))
+        with app.connect() as client:
+            assert client.request("DELETE", "/v1/cache?session=forgotten", None, {"Connection": "close"}).status == 200
+        for number, other in enumerate(everybody):
+            _, told = ask(app, f"{number}. {TEXT} And more of it.", model="small", **other)
+            expected = ("other model", first) if other == SESSION else ("new prompt", None)
+            assert (told["cause"], told["decided_by"]) == expected, other
 
 
 @pytest.mark.parametrize("family", sampled(["qwen3_5", "gemma3"], ("qwen3_5",)))

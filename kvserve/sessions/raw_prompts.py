@@ -109,10 +109,11 @@ class RawPrompts:
             self._num_bytes = 0
 
 
-def text_digests(text: str) -> list[bytes]:
-    """Digests of a raw prompt's first 256, 512, 1,024 ... characters and, last, of all of it: prompts that begin alike
-    share the first ones."""
-    digest, digests, start, end = hashlib.sha256(b"raw prompt:"), [], 0, SHORTEST_DIGESTED
+def text_digests(text: str, owner: str) -> list[bytes]:
+    """Digests of a raw prompt's first 256, 512, 1,024 ... characters and, last, of all of it: prompts of one owner that
+    begin alike share the first ones."""
+    digests, start, end = [], 0, SHORTEST_DIGESTED
+    digest = hashlib.sha256(b"raw prompt:" + owner.encode("utf-8", "surrogatepass") + b"\0")
     while start < len(text):
         digest.update(text[start:end].encode("utf-8", "surrogatepass"))
         digests.append(digest.digest())

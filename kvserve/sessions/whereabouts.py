@@ -5,7 +5,7 @@ It knows digests only, so that nothing is kept alive by it.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class Places[Place]:
@@ -34,6 +34,12 @@ class Places[Place]:
         with self._lock:
             found = (self._entries.get(digest) for digest in reversed(digests))
             return next((place for place in found if place is not None), None)
+
+    def forget(self, is_gone: Callable[[Place], bool]) -> None:
+        """Forget the digests of which this is known."""
+        with self._lock:
+            for digest in [digest for digest, place in self._entries.items() if is_gone(place)]:
+                del self._entries[digest]
 
     def clear(self) -> None:
         """Forget everything."""

@@ -74,8 +74,16 @@ def test_records_and_bytes_are_bounded() -> None:
 def test_texts_share_the_digests_of_what_they_begin_with(piece: str, times: int, one: str, other: str) -> None:
     """As many as lie in the common beginning, and the last one only where the texts are equal."""
     beginning = piece * times
-    mine, theirs = text_digests(beginning + one), text_digests(beginning + other)
+    mine, theirs = text_digests(beginning + one, "me/s"), text_digests(beginning + other, "me/s")
     num_shared = len([length for n in range(9) if (length := SHORTEST_DIGESTED * 2**n) <= len(beginning)])
     assert mine[:num_shared] == theirs[:num_shared]
     assert (mine == theirs) == (one == other)
     assert mine[-1:] != theirs[-1:] or one == other
+
+
+@given(st.text(min_size=1, max_size=2_000))
+def test_texts_of_two_owners_share_no_digest(text: str) -> None:
+    """The very same text under another principal, or in another session of the same one."""
+    owners = ["/s", "me/", "me/s", "me/t"]
+    digests = [digest for owner in owners for digest in text_digests(text, owner)]
+    assert len(set(digests)) == len(digests)

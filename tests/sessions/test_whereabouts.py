@@ -21,3 +21,12 @@ def test_the_oldest_goes_first() -> None:
     assert len(places) == 2 and places.find([b"\x00"]) is None and places.find([b"\x01"]) == 1
     places.clear()
     assert len(places) == 0
+
+
+def test_what_is_known_of_some_can_be_forgotten() -> None:
+    """By what is known of them; the others stay."""
+    places: Places[str] = Places()
+    places.put([b"a", b"b"], "one")
+    places.put([b"b", b"c"], "two")
+    places.forget(lambda place: place == "two")
+    assert places.find([b"a", b"b", b"c"]) == "one" and len(places) == 1
