@@ -165,7 +165,8 @@ class Settings(BaseSettings):
     )
     cache_session_partitioning: bool = Field(True, description="Separate turn records and per-session limits.")
     tenant_isolation: bool = Field(
-        False, description="Keep KV apart per key and user: no timing tells what others asked; nothing is shared."
+        False,
+        description="Keep KV apart per key and user: neither cached_tokens nor prefill time tells what others asked.",
     )
     cache_norm_safety_check: bool = Field(
         False,

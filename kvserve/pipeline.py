@@ -100,7 +100,11 @@ class ServedModel:
     def partition(self, principal: Principal) -> str:
         """Where the KV of a principal is: with tenants apart it finds its own only. Nobody has a partition with a name
         too, for what was kept while tenants were not apart is of all of them."""
-        return str(principal) if self.isolates_tenants else ""
+        return self.partition_of(str(principal))
+
+    def partition_of(self, name: str) -> str:
+        """The same of the principal with this name (`str(Principal)`)."""
+        return name if self.isolates_tenants else ""
 
 
 def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:

@@ -66,11 +66,16 @@ def _job(turn: Turn, served: ServedModel) -> WarmJob:
 
 
 def warm_learned(served: ServedModel, num_beginnings: int) -> list[Warming]:
-    """Have the beginnings computed that this model was asked most often; nobody waits for it. None where tenants are
-    apart: who asked is not counted, and a beginning that is there before its first use says that somebody else used it.
+    """Have the beginnings computed that this model was asked most often; nobody waits for it. Where tenants are apart
+    one is computed for each that used it twice, and for nobody else, to whom it would say that somebody used it; what
+    is computed is nobody's by name, so that it goes with whoever is forgotten.
     """
+    learned = served.conversations.most_used_beginnings(num_beginnings)
     if served.isolates_tenants:
-        return []
+        wanted = [(num_uses, name, each) for each in learned for name, num_uses in each.uses]
+        wanted.sort(key=lambda use: use[0], reverse=True)
+    else:
+        wanted = [(each.num_uses, "", each) for each in learned]
     return [
         served.engine.warm(
             WarmJob(
@@ -78,9 +83,10 @@ def warm_learned(served: ServedModel, num_beginnings: int) -> list[Warming]:
                 "learned",
                 (MessageStart(beginning.first_message, is_user=False),),
                 ends_before_user=True,
+                partition=served.partition_of(name),
             )
         )
-        for beginning in served.conversations.most_used_beginnings(num_beginnings)
+        for _, name, beginning in wanted[:num_beginnings]
     ]
 
 

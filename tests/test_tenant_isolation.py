@@ -31,6 +31,10 @@ class Tenant:
         return {"Authorization": f"Bearer {self.key}"} if self.key is not None else {}
 
     @property
+    def principal(self) -> Principal:
+        return Principal(principal_digest("key", self.key or ""), principal_digest("user", self.user or ""))
+
+    @property
     def fields(self) -> dict[str, Any]:
         return {"user": self.user} if self.user is not None else {}
 
@@ -109,13 +113,39 @@ def test_what_comes_next_is_warmed_for_whom_it_was_learned_of(
 
 
 @pytest.mark.parametrize("is_set", sampled([False, True], (True,)))
-def test_beginnings_of_all_are_computed_for_nobody(tmp_path: Path, is_set: bool) -> None:
-    """Of whom they were learned is not known: where tenants are apart none is computed ahead."""
+def test_a_beginning_is_computed_for_whom_it_was_learned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_set: bool
+) -> None:
+    """For each that used it twice, the one that used it most first, and so many in all; where all share, once."""
+    jobs: list[WarmJob] = []
     with serving_app(tmp_path, tenant_isolation=is_set) as app:
+        for tenant, times in ((ONE, 2), (NOBODY, 3), (OTHER, 1)):
+            for number in range(times):
+                tenant.num_cached(app, f"And the {number}. mill?")
+        monkeypatch.setattr(Engine, "warm", lambda _, job: jobs.append(job))
+        for num in (4, 1):
+            warm_learned(app.served, num)
+        partitions = [
+            app.served.partition(tenant.principal) for tenant in ((NOBODY, ONE, NOBODY) if is_set else (NOBODY,) * 2)
+        ]
+    assert [job.partition for job in jobs] == partitions
+    assert len(set(partitions)) == (2 if is_set else 1)
+
+
+def test_a_beginning_is_warm_at_the_start_for_its_tenant_only(tmp_path: Path) -> None:
+    """Its KV is gone, what was learned is not: nobody else finds anything before its tenant asks, or behind it."""
+    with serving_app(tmp_path, tenant_isolation=True, max_kv_size=1024) as app:
         for said in (SAID, "And the mill?"):
             ONE.num_cached(app, said)
-        assert len(app.served.conversations.most_used_beginnings(4)) == 1
-        assert len(warm_learned(app.served, 4)) == (0 if is_set else 1)
+    for kept in ("*.safetensors", "index*"):
+        for file in (tmp_path / "kv").rglob(kept):
+            file.unlink()
+    with serving_app(tmp_path, tenant_isolation=True, max_kv_size=1024, prewarm_prefixes=4) as app:
+        assert eventually(lambda: app.get("/v1/cache").json["warming"]["num_jobs_done"] == 1)
+        assert OTHER.num_cached(app) == 0 and NOBODY.num_cached(app) == 0 and Tenant("one", "anna").num_cached(app) == 0
+        assert ONE.num_cached(app) > len(SYSTEM.split())
+        shown = str((app.get("/v1/cache").json, app.app.dashboard()))
+        assert "friendly" not in shown and "harbour" not in shown, "no text of it is shown"
 
 
 def test_an_agents_status_knows_where_its_conversation_is(app: AppUnderTest) -> None:

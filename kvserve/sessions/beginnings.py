@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from kvserve.core import ImageSpan, MessageStart
 from kvserve.sessions.journal import UNWRITTEN, Journal, Rows
@@ -33,11 +34,17 @@ _HEAD = struct.Struct("<QQddB")
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The tokens up to the first user's words; the first message begins at `first_message`."""
+    """The tokens up to the first user's words; the first message begins at `first_message`. `uses`: the principals that
+    used it, each as often as it did, the one that did most first."""
 
     ids: tuple[int, ...]
     first_message: int
-    num_uses: int
+    uses: tuple[tuple[str, int], ...]
+
+    @property
+    def num_uses(self) -> int:
+        """How often one principal used it."""
+        return self.uses[0][1]
 
 
 @dataclass(slots=True)
@@ -97,15 +104,21 @@ class Beginnings:
                 self._forget(next(iter(self._known)))
 
     def most_used(self, num: int) -> tuple[Beginning, ...]:
-        """The `num` that were used most, the most used first; those that nobody has used twice are none."""
+        """The `num` that some principal used most, the most used first; those that nobody has used twice are none."""
         with self._lock:
             known = [each for each in self._known.values() if each.num_uses >= MIN_USES]
-        known.sort(key=lambda each: (each.num_uses, each.used_at), reverse=True)
-        found = {each.packed: each for each in reversed(known)}  # of two owners' the one that is used more
-        ranked = sorted(found.values(), key=lambda each: (each.num_uses, each.used_at), reverse=True)
-        return tuple(
-            Beginning(tuple(array(PACKED, each.packed)), each.first_message, each.num_uses) for each in ranked[:num]
-        )
+            known.sort(key=lambda each: (each.num_uses, each.used_at), reverse=True)
+            alike: dict[bytes, list[_Known]] = {}
+            for each in known:
+                alike.setdefault(each.packed, []).append(each)
+            return tuple(
+                Beginning(
+                    tuple(array(PACKED, packed)),
+                    used[0].first_message,
+                    tuple((each.owner, each.num_uses) for each in used),
+                )
+                for packed, used in islice(alike.items(), num)
+            )
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
         """Forget what the prompts of these principals began with."""

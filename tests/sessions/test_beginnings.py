@@ -17,9 +17,16 @@ def prompt(system: int, user: int = 0) -> bytes:
     return pack_ids(range(system * 1000, system * 1000 + 40), range(user, user + 20))
 
 
-def used(beginnings: Beginnings, system: int, times: int, now: float = 0.0, until: float | None = None) -> None:
+def used(
+    beginnings: Beginnings, system: int, times: int, now: float = 0.0, until: float | None = None, owner: str = ""
+) -> None:
     for user in range(times):
-        beginnings.count(prompt(system, user), STARTS, now=now, until=until)
+        beginnings.count(prompt(system, user), STARTS, now=now, until=until, owner=owner)
+
+
+def uses(beginnings: Beginnings) -> list[tuple[int, tuple[tuple[str, int], ...]]]:
+    """Which system prompts are known, and whose they are how often."""
+    return [(each.ids[0] // 1000, each.uses) for each in beginnings.most_used(MAX_BEGINNINGS)]
 
 
 def systems(beginnings: Beginnings, num: int = MAX_BEGINNINGS) -> list[tuple[int, int]]:
@@ -83,6 +90,49 @@ def test_everything_can_be_told_again() -> None:
     beginnings._journal = book
     beginnings.put_all()
     assert len(book.bodies) == 1
+
+
+def test_whose_they_are_is_counted_apart() -> None:
+    """What two principals used once each nobody has used twice; of what both use, who uses it more comes first."""
+    beginnings = Beginnings()
+    for owner in ("ann", "bob"):
+        used(beginnings, 1, 1, owner=owner)
+    assert uses(beginnings) == []
+    used(beginnings, 1, 1, owner="ann")
+    assert uses(beginnings) == [(1, (("ann", 2),))]
+    used(beginnings, 1, 3, owner="bob")
+    used(beginnings, 2, 3, now=1.0)
+    assert uses(beginnings) == [(1, (("bob", 4), ("ann", 2))), (2, (("", 3),))]
+    assert systems(beginnings, 1) == [(1, 4)]
+
+
+def test_whose_they_are_outlives_a_restart() -> None:
+    """Also nobody's, and those of an owner with a long name."""
+    book = Notebook()
+    before = Beginnings(journal=book)
+    for now, owner in enumerate(("", "0123456789abcdef.0123456789abcdef", "ö" * 60)):
+        used(before, 1, 2, float(now), until=10_000.0, owner=owner)
+    after = Beginnings(journal=book)
+    after.load(book.rows())
+    assert uses(after) == uses(before) and len(uses(after)[0][1]) == 3
+
+
+OWNERS = st.sampled_from(["", "ann", "bob"])
+
+
+@given(st.lists(st.tuples(OWNERS, st.integers(1, 3)), max_size=40), st.sets(OWNERS))
+def test_what_is_forgotten_might_never_have_been(order: list[tuple[str, int]], gone: set[str]) -> None:
+    """In RAM and in the rows, whoever else used the same; what others used is as if they had been alone."""
+    books = Notebook(), Notebook()
+    forgetting, never = (Beginnings(journal=book) for book in books)
+    for owner, system in order:
+        used(forgetting, system, 1, until=10_000.0, owner=owner)
+        if owner not in gone:
+            used(never, system, 1, until=10_000.0, owner=owner)
+    forgetting.forget(lambda owner: owner in gone)
+    assert uses(forgetting) == uses(never)
+    assert books[0].bodies == books[1].bodies
+    assert forgetting._num_bytes == never._num_bytes
 
 
 @pytest.mark.parametrize(
