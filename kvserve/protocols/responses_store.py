@@ -40,7 +40,7 @@ _SCHEMA = (
 )
 _SELECT = """
 SELECT body, items, previous, key_digest, user_digest, session FROM responses
-WHERE id = ? AND key_digest = ? AND (user_digest = ? OR user_digest = '' OR ? = '') AND used > ?
+WHERE id = ? AND key_digest = ? AND user_digest = coalesce(?, user_digest) AND used > ?
 """
 _FORGET = "DELETE FROM responses WHERE is_covered(:session, :principal, key_digest, user_digest, session)"
 
@@ -63,12 +63,20 @@ class StoredResponse:
 
 
 @dataclass(frozen=True, slots=True)
+class Asker:
+    """Who names a response: the digest of its key, and its user, "" for a request that could name one and does not.
+    None: a path names none, so any of the key's will do."""
+
+    key: str
+    user: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class OwnResponses:
-    """The responses that `asker` may name: those of its key, and of its user where both name one. Any other is as
-    unknown to it as one that never was. A request that names a response by its path alone has no user."""
+    """The responses that `asker` may name: its own. Any other is as unknown to it as one that never was."""
 
     store: "ResponseStore"
-    asker: Principal
+    asker: Asker
 
     def get(self, wanted: str) -> StoredResponse:
         """One response. Raises NotFound."""
@@ -116,8 +124,12 @@ class ResponseStore:
     # --- what requests ask for ---------------------------------------------------------------------------------------
 
     def of(self, asker: Principal) -> OwnResponses:
-        """What somebody may see of it."""
-        return OwnResponses(self, asker)
+        """What a request may name and go on from: what comes back stands in its prompt, so it is its principal's."""
+        return OwnResponses(self, Asker(asker.key, asker.user))
+
+    def of_key(self, key: str) -> OwnResponses:
+        """What somebody with the key of this digest may name by its path: it says no user."""
+        return OwnResponses(self, Asker(key, None))
 
     def put(self, response: StoredResponse) -> None:
         """Keep a response, and forget those used longest ago beyond the limits."""
@@ -138,7 +150,7 @@ class ResponseStore:
             database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
             self._forget_oldest(database)
 
-    def get(self, wanted: str, asker: Principal) -> StoredResponse:
+    def get(self, wanted: str, asker: Asker) -> StoredResponse:
         """One response. Raises NotFound."""
         with self._lock:
             found = self._find(wanted, asker)
@@ -146,13 +158,13 @@ class ResponseStore:
             raise NotFound(f"The response {wanted!r} is not kept here.", param="response_id")
         return found
 
-    def delete(self, wanted: str, asker: Principal) -> None:
+    def delete(self, wanted: str, asker: Asker) -> None:
         """Forget a response. Raises NotFound."""
         self.get(wanted, asker)
         with self._lock:
             self._erase("DELETE FROM responses WHERE id = ?", (wanted,))
 
-    def items_until(self, wanted: str, asker: Principal) -> Sequence[JsonObject]:
+    def items_until(self, wanted: str, asker: Asker) -> Sequence[JsonObject]:
         """All items up to and with a response, oldest first. Raises NotFound, also where an older one is not kept."""
         turns: list[StoredResponse] = []
         seen: set[str] = set()
@@ -169,7 +181,7 @@ class ResponseStore:
             self._touch(seen)
         return [item for turn in reversed(turns) for item in (*turn.items, *turn.output)]
 
-    def item(self, item_id: str, asker: Principal) -> JsonObject:
+    def item(self, item_id: str, asker: Asker) -> JsonObject:
         """One item of an answer. Raises NotFound."""
         request_id = answer_of_item(item_id)
         with self._lock:
@@ -245,10 +257,10 @@ class ResponseStore:
             raise
         return database
 
-    def _find(self, wanted: str, asker: Principal) -> StoredResponse | None:
+    def _find(self, wanted: str, asker: Asker) -> StoredResponse | None:
         oldest = self._wall_clock() - self.keep_seconds
         try:
-            with closing(self._database.execute(_SELECT, (wanted, asker.key, asker.user, asker.user, oldest))) as rows:
+            with closing(self._database.execute(_SELECT, (wanted, asker.key, asker.user, oldest))) as rows:
                 row = rows.fetchone()
         except sqlite3.Error as error:
             self._give_up(error)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from urllib.parse import parse_qsl
 
-from kvserve.core import AnswerEvent, Finished, JsonObject, Principal, key_digest
+from kvserve.core import AnswerEvent, Finished, JsonObject, key_digest
 from kvserve.errors import BadRequest, NotFound
 from kvserve.protocols.fields import decode_body
 from kvserve.protocols.principal import read_principal
@@ -63,7 +63,7 @@ def delete_response(exchange: Exchange, service: WebService) -> None:
 
 def _own_responses(exchange: Exchange, service: WebService) -> OwnResponses:
     """Those of the key that asks: a path names no user."""
-    return service.responses.of(Principal(key_digest(exchange.head.as_mapping())))
+    return service.responses.of_key(key_digest(exchange.head.as_mapping()))
 
 
 class _KeepingEncoder:

@@ -174,10 +174,11 @@ ASKED: list[tuple[Principal, Principal, bool]] = [
     (KEY, OTHER_KEY, False),
     (ANN, ANN, True),
     (ANN, BEN, False),
-    (ANN, KEY, True),  # as by the path alone, which names no user
-    (KEY, ANN, True),
+    (ANN, KEY, False),
+    (KEY, ANN, False),
     (ANN, Principal("key2", "ann"), False),
-    (Principal("", "ann"), NOBODY, True),
+    (Principal("", "ann"), NOBODY, False),
+    (NOBODY, Principal("", "ann"), False),
     (Principal("", "ann"), Principal("", "ben"), False),
 ]
 
@@ -189,7 +190,7 @@ def test_a_response_is_there_for_its_principal(owner: Principal, asker: Principa
     name = "resp_req" + "1" * 24
     item = {"id": f"msg_{name.removeprefix('resp_')}_0", "content": "x"}
     store.put(StoredResponse({"id": name, "output": [item]}, (), None, owner))
-    store.put(response("b", name, principal=Principal(asker.key)))
+    store.put(response("b", name, principal=asker))
     own = store.of(asker)
     asks: list[Callable[[OwnResponses, str], object]] = [
         lambda own, name: own.get(name),
@@ -201,7 +202,8 @@ def test_a_response_is_there_for_its_principal(owner: Principal, asker: Principa
         assert len(own.items_until("b")) == 3
         for ask in asks:
             ask(own, name)
-        assert not _has(store, name)
+        with pytest.raises(NotFound):
+            own.get(name)
         return
     with pytest.raises(NotFound):
         own.items_until("b")
@@ -214,6 +216,34 @@ def test_a_response_is_there_for_its_principal(owner: Principal, asker: Principa
             told.append(f"{caught.value} {caught.value.param}".replace(each, "ID"))
         assert told[0].replace("1" * 24, "") == told[1].replace("2" * 24, "")
     assert store.of(owner).get(name)
+
+
+@pytest.mark.parametrize("owner", [ANN, BEN, KEY, OTHER_KEY, NOBODY, Principal("", "ann")])
+def test_a_path_names_no_user(owner: Principal) -> None:
+    """By it alone a response is there for its key, whichever user asked for it."""
+    store = ResponseStore(None, pytest.fail)
+    for each in (response("a", principal=owner), response("b", "a", principal=owner)):
+        store.put(each)
+    for key in ("key1", "key2", ""):
+        own = store.of_key(key)
+        if key == owner.key:
+            assert own.get("a") and len(own.items_until("b")) == 4
+        else:
+            with pytest.raises(NotFound):
+                own.get("a")
+    store.of_key(owner.key).delete("a")
+    with pytest.raises(NotFound):
+        store.of(owner).get("a")
+
+
+def test_a_conversation_of_two_users_is_nobodys_to_go_on_from() -> None:
+    """Earlier versions let one user go on from another one's response: what came before is not read into a prompt."""
+    store = ResponseStore(None, pytest.fail)
+    for each in (response("a", principal=ANN), response("b", "a", principal=KEY)):
+        store.put(each)
+    for asker in (ANN, KEY, BEN):
+        with pytest.raises(NotFound):
+            store.of(asker).items_until("b")
 
 
 # --- how long, and forgetting ----------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 from kvserve.core import (
     ContentDelta,
     Finished,
-    Principal,
     ReasoningDelta,
     ToolCallBlock,
     ToolCallDelta,
@@ -108,8 +107,8 @@ OTHER_KEY = {"x-api-key": "key2"}
 
 
 def test_another_keys_response_is_unheard_of() -> None:
-    """By its path, as the one before, as an item: in status and body like one that never was. Its own key has it, and a
-    response that its user asked for is no other user's to go on from."""
+    """By its path, as the one before, as an item: in status and body like one that never was. Its own key has it by its
+    path; to go on from it is its user's only, also where a request names none."""
     with serving() as served, served.connect() as client:
         made = client.request("POST", PATH, {"input": "hi", "user": "ann", "session_id": "s1"}, ANN).json
         name, item = str(made["id"]), str(made["output"][0]["id"])  # type: ignore[index]
@@ -129,10 +128,15 @@ def test_another_keys_response_is_unheard_of() -> None:
         for headers, fields in ((OTHER_KEY, {}), ({}, {}), (ANN, {"user": "ben"}), (OTHER_KEY, {"user": "ann"})):
             told = asked(name, item, headers, **fields)
             assert told == asked(*never, headers, **fields) and {status for status, _ in told} == {404}
+        told, unheard = asked(name, item, ANN), asked(*never, ANN)
+        assert [status for status, _ in told] == [404, 404, 200, 200] and told[:2] == unheard[:2]
         assert client.request("DELETE", f"{PATH}/{name}", None, OTHER_KEY).status == 404
-        for fields in ({}, {"user": "ann"}):
-            assert {status for status, _ in asked(name, item, ANN, **fields)} == {200}
-        kept = served.service.responses.of(Principal(key_digest(ANN))).get(name)
+        assert {status for status, _ in asked(name, item, ANN, user="ann")} == {200}
+        of_nobody = client.request("POST", PATH, {"input": "hi"}, ANN).json
+        going_on = {"input": "x", "previous_response_id": str(of_nobody["id"])}
+        assert client.request("POST", PATH, {**going_on, "user": "ann"}, ANN).status == 404
+        assert client.request("POST", PATH, going_on, ANN).status == 200
+        kept = served.service.responses.of_key(key_digest(ANN)).get(name)
         assert kept.session == "s1" and kept.principal.user
         assert client.request("DELETE", f"{PATH}/{name}", None, ANN).status == 200
 
