@@ -6,6 +6,7 @@ It joins rooms per process, as `pipeline.py` does per request.
 """
 
 import contextlib
+import secrets
 import signal
 import threading
 import time
@@ -111,7 +112,9 @@ class App:
         self._proxy: LitellmProxy | None = None
         self._watchers = threading.BoundedSemaphore(MAX_WATCHERS)
         self._seeing = Seeing(seeing_settings(self._settings, launch.disk_cache), terminal, self._look)
-        self._server = HttpServer(web_settings(self._settings), make_router(self), terminal.error)
+        self._proxy_secret = secrets.token_hex(16)
+        web = replace(web_settings(self._settings), proxy_secret=self._proxy_secret)
+        self._server = HttpServer(web, make_router(self), terminal.error)
         self._defaults = request_defaults(self._settings)
         self._catalogue_settings = catalogue_settings(self._settings, self._listed_model_id)
         self._next_turns = NextTurns(self._loaded_as, terminal.error) if self._settings.warm_next_turn else None
@@ -206,7 +209,11 @@ class App:
     def _start_proxy(self) -> None:
         if not self._launch.with_proxy:
             return
-        settings = replace(proxy_settings(self._settings, self._server.port), listed_model_id=self._listed_model_id)
+        settings = replace(
+            proxy_settings(self._settings, self._server.port),
+            listed_model_id=self._listed_model_id,
+            secret=self._proxy_secret,
+        )
         self._proxy = LitellmProxy(settings, self._launch.environment, self._terminal.note)
         self._proxy.start()
 

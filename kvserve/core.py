@@ -145,7 +145,8 @@ AGENTS = Principal(key="agents")
 """The agents that this server keeps: no digest is this word. Whoever knows an agent's name may talk to it."""
 
 KEY_HEADER: Final = "x-kvserve-key"
-"""The digest of a client's key, or `NO_KEY`, told by the proxy: what comes from there carries the proxy's own key."""
+"""The digest of a client's key, or `NO_KEY`, told by the proxy: what comes from there carries the proxy's own key.
+On its way it stands behind a secret, which `web/guard.py` takes off; told without that it is left out."""
 
 NO_KEY: Final = "-"
 

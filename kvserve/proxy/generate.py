@@ -103,6 +103,7 @@ def guard_rules(settings: ProxySettings) -> GuardRules:
     return GuardRules(
         host=settings.host,
         api_key=settings.api_key,
+        secret=settings.secret,
         allowed_origins=settings.allowed_origins,
         allowed_hosts=settings.allowed_hosts,
         max_body_bytes=settings.max_body_bytes,

@@ -41,11 +41,13 @@ _WARM_UP_TIMEOUT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class GuardRules:
-    """What the guard enforces; it travels to the child process as JSON."""
+    """What the guard enforces; it travels to the child process as JSON. `secret` goes before what the backend is to
+    believe."""
 
     host: str
     default_model: str
     api_key: str | None = None
+    secret: str = ""
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20
@@ -158,7 +160,7 @@ class Guard:
         if body is None:
             return
         envelope = json.dumps(route.envelope(body, self._rules.default_model)).encode("utf-8")
-        inner["headers"] = inner_headers(scope, len(envelope))
+        inner["headers"] = inner_headers(scope, len(envelope), self._rules.secret)
         send.exchange = Exchange(body, forwarded_headers(read_headers(scope)))
         CURRENT_EXCHANGE.set(send.exchange)
         await self._app(inner, replay(envelope, receive), send)
@@ -167,7 +169,7 @@ class Guard:
         raw = await read_body(receive, self._rules.max_body_bytes, read_headers(scope))
         if raw is None:
             return
-        inner = native_scope(scope, inner_headers(scope, len(ENVELOPE)), raw, self._rules.api_key)
+        inner = native_scope(scope, inner_headers(scope, len(ENVELOPE), self._rules.secret), raw, self._rules.api_key)
         await run_while_wanted(self._app, inner, receive, send)
 
     def _warm_before_ready(self, scope: Scope, send: Send) -> Send:
@@ -258,14 +260,15 @@ def find_route(method: str, path: str, headers: Container[str] = ()) -> Route:
     return route
 
 
-def inner_headers(scope: Scope, num_body_bytes: int) -> HeaderList:
+def inner_headers(scope: Scope, num_body_bytes: int, secret: str) -> HeaderList:
     """The request's headers as LiteLLM sees them: with a session header under the name that it forwards, and with the
     digest of the client's key, in whose place the backend gets the proxy's."""
     headers = [pair for pair in scope["headers"] if pair[0].lower() not in _WITHHELD_HEADERS]
     headers += [*json_header(), (b"content-length", str(num_body_bytes).encode())]
     sent = read_headers(scope)
     own = {name: values[0] for name, values in sent.items() if name != KEY_HEADER}
-    headers.append((KEY_HEADER.encode(), (key_digest(own) or NO_KEY).encode()))
+    told = f"{secret} {key_digest(own) or NO_KEY}".lstrip()  # LiteLLM's client refuses a value that begins with a blank
+    headers.append((KEY_HEADER.encode(), told.encode()))
     session = next((sent[name][0] for name in _SESSION_HEADERS if name in sent), None)
     if session is not None and "x-session-id" not in sent:
         headers.append((b"x-session-id", session.encode("latin-1")))

@@ -10,6 +10,7 @@ class ProxySettings:
 
     `listed_model_id` is what the proxy lists; the backend sees it without the `openai/` that LiteLLM users put before
     the name. With `api_key` every request needs that key and the backend gets it too; without, any key or none will do.
+    By `secret` the backend knows that it is the proxy who says whose key a request came with.
     A stream that is silent for `keep_alive_seconds` (at least 1) gets a comment.
     `allowed_origins` and `allowed_hosts` extend loopback exactly as they do on the backend's own port.
     """
@@ -20,6 +21,7 @@ class ProxySettings:
     state_dir: Path
     host: str = "127.0.0.1"
     api_key: str | None = None
+    secret: str = ""
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20

@@ -5,10 +5,11 @@ Pure functions over header values; it knows no sockets and no wire forms.
 
 import hmac
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from kvserve.core import KEY_HEADER
 from kvserve.errors import Forbidden, Unauthorized
 from kvserve.web.head import RequestHead
 from kvserve.web.settings import WebSettings
@@ -101,6 +102,19 @@ def check_key(head: RequestHead, settings: WebSettings) -> None:
     # Header values were read as latin-1; their bytes are compared, in constant time.
     if not any([hmac.compare_digest(key.encode("latin-1"), expected) for key in sent]):
         raise Unauthorized("The API key is missing or wrong: send it as `Authorization: Bearer KEY` or `x-api-key`.")
+
+
+def with_told_key(head: RequestHead, settings: WebSettings) -> RequestHead:
+    """The head with the digest that the proxy tells of a client's key, less the proof that the proxy tells it. What
+    others tell is left out: a principal's name stands in its explanations, and is no key."""
+    told = head.values(KEY_HEADER)
+    if not told:
+        return head
+    proof, _, digest = told[0].partition(" ")
+    secret = settings.proxy_secret.encode("utf-8")
+    is_proxy = bool(secret) and len(told) == 1 and hmac.compare_digest(proof.encode("latin-1"), secret)
+    rest = tuple(pair for pair in head.headers if pair[0] != KEY_HEADER)
+    return replace(head, headers=(*rest, (KEY_HEADER, digest)) if is_proxy else rest)
 
 
 def is_preflight(head: RequestHead) -> bool:

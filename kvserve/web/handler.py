@@ -102,7 +102,7 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         settings = self._front.settings
         raw = self._reader.read_head(settings.max_header_bytes, settings.header_timeout_seconds)
         self._enter_phase("receiving")
-        exchange.head = head = parse_head(raw, settings.max_header_count)
+        exchange.head = head = guard.with_told_key(parse_head(raw, settings.max_header_count), settings)
         framing = body_framing(head)
         self._owes_bytes = framing.kind == "chunked" or framing.num_bytes > 0
         keeps = head.version >= (1, 1) and "close" not in head.tokens("connection")

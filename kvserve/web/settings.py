@@ -10,11 +10,13 @@ class WebSettings:
     `port` 0 takes a free one. `header_timeout_seconds` and `body_timeout_seconds` each hold for the whole section,
     `write_timeout_seconds` for one event of a stream or one whole answer. `poll_seconds` is how often a waiting request
     looks whether its client is still there; `keep_alive_seconds` is the longest silence of a stream.
+    Whose key a request came with says the proxy, if it knows `proxy_secret`; "" believes nobody.
     """
 
     host: str = "127.0.0.1"
     port: int = 8080
     api_key: str | None = None
+    proxy_secret: str = ""
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20

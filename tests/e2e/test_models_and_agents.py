@@ -1,6 +1,7 @@
 """Models by name and agents, on both ports of a whole server, with the openai SDK where it knows the endpoint."""
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from openai import InternalServerError, NotFoundError, OpenAI
 
+from kvserve.core import KEY_HEADER, Principal, key_digest
 from tests.e2e.servers import ServerProcess, serving
 from tests.models import tiny_model
 
@@ -47,6 +49,29 @@ def test_the_name_decides_which_model_answers(server: ServerProcess, front: str)
             assert Path(answered_by(model)).name == name
         with pytest.raises((NotFoundError, InternalServerError), match="hf download mlx-community/gemma-3-12b-it-4bit"):
             answered_by("gemma-3")
+
+
+@pytest.mark.parametrize("front", ["kvserve", "litellm"])
+def test_a_request_is_its_keys_on_either_port(server: ServerProcess, front: str) -> None:
+    """The proxy's word is believed: the explanation is there for the client's own key. A client's word is not."""
+
+    def status(key: str, **headers: str) -> int:
+        url = f"http://127.0.0.1:{server.port}/v1/cache/explain/{asked.id}"
+        request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}", **headers})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                assert json.loads(response.read())["principal"] == name
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    key = f"the-key-of-{front}"
+    digest = key_digest({"x-api-key": key})
+    name = str(Principal(digest))
+    with OpenAI(base_url=f"http://127.0.0.1:{server.port_of(front)}/v1", api_key=key, max_retries=0) as client:
+        asked = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hello"}], **GREEDY)
+    assert status(key) == 200
+    assert status("another") == status("another", **{KEY_HEADER: digest}) == 404
 
 
 @pytest.mark.parametrize("front", ["kvserve", "litellm"])

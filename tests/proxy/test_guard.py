@@ -15,7 +15,7 @@ from kvserve.proxy.asgi import App, Message, Receive, Scope, Send, parse_json_ob
 from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange, UpstreamError
 from kvserve.proxy.guard import ROUTES, Guard, GuardRules, find_route
 
-RULES = GuardRules("127.0.0.1", "openai/m", max_body_bytes=1000)
+RULES = GuardRules("127.0.0.1", "openai/m", max_body_bytes=1000, secret="shared")
 CHAT = "/v1/chat/completions"
 
 
@@ -98,7 +98,10 @@ def test_the_backend_is_told_whose_key_it_is() -> None:
         raw = b'{"messages": []}'
         call(inner, scope_of(content_length=str(len(raw)), **sent), piece(raw))
         scope, _, _ = inner.seen[0]
-        assert [value for name, value in scope["headers"] if name == KEY_HEADER.encode()] == [told.encode()]
+        assert [value for name, value in scope["headers"] if name == KEY_HEADER.encode()] == [f"shared {told}".encode()]
+    inner = Inner()
+    call(inner, scope_of(content_length="2"), piece(b"{}"), rules=GuardRules("127.0.0.1", "openai/m"))
+    assert (KEY_HEADER.encode(), NO_KEY.encode()) in inner.seen[0][0]["headers"], "without a secret: no blank before it"
 
 
 HALVES = rb'{"m\udc00": [{"content": "\ud83d \ud83d\ude00 \\ud83d \uDE00\ud83d"}, 5], "model": "m"}'

@@ -139,8 +139,29 @@ def test_who_asks_for_an_explanation_is_told_on(path: str) -> None:
             for headers in (
                 {"Authorization": "Bearer k"},
                 {"X-Api-Key": "k"},
-                {KEY_HEADER: key_digest({"x-api-key": "k"})},
+                {"Authorization": "Bearer k", KEY_HEADER: key_digest({"x-api-key": "other"})},
             )
         }
         assert told == {key_digest({"x-api-key": "k"})}
         assert client.request("GET", path).json["key"] == ""
+
+
+def test_whose_key_it_is_says_the_proxy_only() -> None:
+    """A digest is a name and no key: told by anybody else, or twice, it counts for nothing."""
+    digest, proof = key_digest({"x-api-key": "k"}), "s" * 32
+    own = {"Authorization": "Bearer own"}
+    sent: list[tuple[str, str, str]] = [
+        # (what the server and its proxy share, what is told, whose request it is)
+        (proof, f"{proof} {digest}", digest),
+        (proof, f"{proof} -", ""),
+        (proof, digest, key_digest({"x-api-key": "own"})),
+        (proof, "-", key_digest({"x-api-key": "own"})),
+        (proof, f"{proof[1:]} {digest}", key_digest({"x-api-key": "own"})),
+        (proof, f"\xe9 {digest}", key_digest({"x-api-key": "own"})),
+        ("", f" {digest}", key_digest({"x-api-key": "own"})),
+        ("", digest, key_digest({"x-api-key": "own"})),
+    ]
+    for secret, told, whose in sent:
+        with serving(proxy_secret=secret) as served, served.connect() as client:
+            got = client.request("GET", "/v1/cache/explain", None, {**own, KEY_HEADER: told}).json["key"]
+        assert got == whose, (secret, told)
