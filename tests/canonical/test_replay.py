@@ -236,6 +236,22 @@ def test_thinking_that_was_changed_is_rendered_as_sent() -> None:
         assert result.as_sent == {"thinking"}
 
 
+THOUGHT = "First the files.\n\nThen what is in them; and last of all who wrote it."
+
+
+@given(st.integers(0, len(THOUGHT)), st.integers(0, len(THOUGHT)), st.sampled_from(["", " ", "\n", "\u2026", "."]))
+def test_thinking_that_was_cut_or_trimmed_brings_nothing_of_the_rest(start: int, end: int, mark: str) -> None:
+    """A client echoes a piece of it, or white space for it, and leaves it out later: the model reads what was sent, and
+    what was sent then is not taken for the model's own."""
+    wrote = assistant(ThinkingBlock(THOUGHT), TextBlock("Now."))
+    echo = assistant(ThinkingBlock(THOUGHT[start:end] + mark), TextBlock("Now."))
+    bare = assistant(TextBlock("Now."))
+    is_whole = echo == wrote
+    assert replay(echo, wrote, wrote=wrote, in_history=True).message == echo
+    assert replay(bare, echo, wrote=wrote, in_history=True).message == (wrote if is_whole else bare)
+    assert replay(bare, echo, wrote=None, in_history=True).message == bare
+
+
 def test_only_thinking_that_the_model_wrote_comes_back() -> None:
     """What a client once sent as thinking, of another server's model perhaps, is rendered where it is sent again."""
     brought = assistant(ThinkingBlock("Mine."), TextBlock("Now."))

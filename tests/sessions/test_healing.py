@@ -70,6 +70,34 @@ def test_a_changed_meaning_is_left_as_it_was_sent(echo: Message) -> None:
     assert store_of().heal(echo, CHAIN, same_arguments) is echo
 
 
+THOUGHT = "First the files.\n\nThen what is in them; and last of all who wrote it."
+
+
+@given(st.integers(0, len(THOUGHT)), st.integers(0, len(THOUGHT)), st.sampled_from(["", "\u2026", "."]))
+def test_thinking_that_was_cut_brings_nothing_of_the_rest(start: int, end: int, mark: str) -> None:
+    """A piece of it is the client's word, and so are its calls then; white space around all of it cuts nothing off."""
+    wrote = assistant("I look.", call(RAW), thinking=THOUGHT)
+    sent = THOUGHT[start:end] + mark
+    echo = assistant("I look.", call(COMPACT), thinking=sent)
+    got = healed(echo, wrote, same_arguments)
+    thinking = "".join(block.text for block in got.blocks if isinstance(block, ThinkingBlock))
+    if not sent.strip():
+        assert got == wrote, "it was lost, not changed"
+    elif sent == THOUGHT:
+        assert got == wrote
+    else:
+        assert got is echo and thinking == sent
+
+
+@pytest.mark.parametrize("edges", [("\n", ""), ("", "\n\n"), (" ", " ")])
+def test_white_space_around_thinking_is_the_clients(edges: tuple[str, str]) -> None:
+    """It is the same thinking; it stands in the prompt as it was sent."""
+    sent = THOUGHT.join(edges)
+    wrote = assistant("I look.", thinking=THOUGHT)
+    got = healed(assistant("I look.", thinking=sent), wrote, same_arguments)
+    assert [block.text for block in got.blocks if isinstance(block, ThinkingBlock)] == [sent]
+
+
 def test_an_empty_thinking_block_is_lost_thinking() -> None:
     """A client that shows no thinking echoes an empty block: the text comes back in its place."""
     echo = Message("assistant", (ThinkingBlock("", "signed"), TextBlock("I look."), call(COMPACT)))
