@@ -7,7 +7,7 @@ and so is the boolean `required` of old drafts, which tools still carry.
 from collections.abc import Callable, Mapping
 
 from kvserve.core import JsonObject
-from kvserve.protocols.fields import child_path, mapping, mistyped, text, word
+from kvserve.protocols.fields import child_path, mapping, mistyped, single_keys, text, word
 
 type Check = Callable[[object, str], None]
 
@@ -15,8 +15,8 @@ _type_name = word("string", "number", "integer", "boolean", "object", "array", "
 
 
 def read_schema(value: object, path: str) -> JsonObject:
-    """The schema itself. Raises BadRequest naming the broken keyword."""
-    fields = mapping(value, path)
+    """The schema itself. Raises BadRequest naming the broken keyword, and for equal keys: one of them would be lost."""
+    fields = single_keys(value, path)
     check_schema(value, path)
     return fields.values
 

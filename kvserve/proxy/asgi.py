@@ -31,6 +31,9 @@ _ANTHROPIC_ERROR_TYPES = {
     429: "rate_limit_error",
 }
 _BODY_TIMEOUT_SECONDS = 60.0
+_WHOLE_FIELDS = ("arguments", "parameters", "schema")
+"""Where the server's own port refuses equal keys: they hold what the model must read whole."""
+
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -76,10 +79,16 @@ def parse_json_object(raw: bytes) -> dict[str, object]:
     """The JSON object in `raw`. Raises BadRequest for anything else.
 
     Half a character, which clients send that cut text by UTF-16 units, becomes U+FFFD as on the server's own port:
-    LiteLLM's HTTP client could not write it down again.
+    LiteLLM's HTTP client could not write it down again. Of equal keys the last one counts; in arguments and schemas
+    they are refused here, because the backend gets a body that has none any more.
     """
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite_float)
+        value = json.loads(
+            raw.decode("utf-8"),
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+            object_pairs_hook=_noting_equal_keys,
+        )
         if _ESCAPED_SURROGATE.search(raw):
             value = _mended(value)
     except UnicodeDecodeError:
@@ -90,6 +99,28 @@ def parse_json_object(raw: bytes) -> dict[str, object]:
     if not isinstance(value, dict):
         raise BadRequest("The body must be a JSON object.")
     return value
+
+
+class _EqualKeys(dict[str, Any]):
+    """An object that names a key more than once."""
+
+
+def _noting_equal_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    for name, child in pairs:
+        if name in _WHOLE_FIELDS and _has_equal_keys(child):
+            raise BadRequest(f"{name}: a key is named twice in one object; give each key once.", param=name)
+    return value if len(value) == len(pairs) else _EqualKeys(value)
+
+
+def _has_equal_keys(value: Any) -> bool:
+    level = [value]
+    while level:
+        if any(isinstance(each, _EqualKeys) for each in level):
+            return True
+        objects = [each.values() for each in level if isinstance(each, dict)]
+        level = [child for each in (*objects, *(each for each in level if isinstance(each, list))) for child in each]
+    return False
 
 
 def _mended(value: Any) -> Any:

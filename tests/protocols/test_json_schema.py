@@ -3,6 +3,7 @@
 import pytest
 
 from kvserve.errors import BadRequest
+from kvserve.protocols.fields import Fields, decode_body
 from kvserve.protocols.json_schema import read_schema
 
 GOOD = [
@@ -57,3 +58,28 @@ def test_a_broken_schema_names_the_keyword(schema: object, param: str) -> None:
     with pytest.raises(BadRequest) as caught:
         read_schema(schema, "p")
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"type":"object","type":"array"}',
+        '{"properties":{"a":{"type":"string"},"a":{"type":"integer"}}}',
+        '{"items":{"anyOf":[{"properties":{"b":{"enum":["x"],"enum":["y"]}}}]}}',
+        '{"x-vendor":[{"k":1,"k":2}]}',
+    ],
+)
+@pytest.mark.parametrize("name", ["parameters", "input_schema", "schema"])
+def test_equal_keys_in_a_schema_are_refused(name: str, schema: str) -> None:
+    """However deep: the model would read one of the two only, so the client hears of it with the field's name."""
+    fields = Fields(decode_body(f'{{"tools":[],"{name}" : {schema}}}'.encode()))
+    with pytest.raises(BadRequest, match="a key is named twice") as caught:
+        fields.required(name, read_schema)
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("name", ["parameters", "input_schema", "schema"])
+def test_equal_keys_in_two_objects_of_a_schema_are_none(name: str) -> None:
+    """Neighbours and parents may have the same names."""
+    schema = '{"type":"object","properties":{"type":{"type":"string"},"a":{"type":"string"}}}'
+    assert Fields(decode_body(f'{{"{name}":{schema}}}'.encode())).required(name, read_schema)["type"] == "object"

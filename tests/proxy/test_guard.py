@@ -104,6 +104,25 @@ def test_the_backend_is_told_whose_key_it_is() -> None:
     assert (KEY_HEADER.encode(), NO_KEY.encode()) in inner.seen[0][0]["headers"], "without a secret: no blank before it"
 
 
+EQUAL_KEYS = (
+    '{"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":{"a":{"b":1,"b":2}}}}]}]}',
+    '{"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object","type":"array"}}}]}',
+    '{"response_format":{"type":"json_schema","json_schema":{"schema":{"anyOf":[{"enum":[1],"enum":[2]}]}}}}',
+)
+
+
+@pytest.mark.parametrize("sent", EQUAL_KEYS)
+def test_equal_keys_are_refused_where_the_server_refuses_them(sent: str) -> None:
+    """What goes on to the backend has no equal keys any more: it could not tell."""
+    with pytest.raises(BadRequest, match="a key is named twice"):
+        parse_json_object(sent.encode())
+    once = sent.replace('"b":1,', "").replace('"type":"array"', '"x":{"type":"array"}').replace('"enum":[1],', "")
+    assert parse_json_object(once.encode()) == decode_body(once.encode())
+    assert (
+        parse_json_object(b'{"a":1,"a":{"b":2,"b":3}}') == decode_body(b'{"a":1,"a":{"b":2,"b":3}}') == {"a": {"b": 3}}
+    )
+
+
 HALVES = rb'{"m\udc00": [{"content": "\ud83d \ud83d\ude00 \\ud83d \uDE00\ud83d"}, 5], "model": "m"}'
 
 
