@@ -11,7 +11,7 @@ from kvserve.core import Principal, TokenSequence, principal_digest
 from kvserve.engine.warming import Warming, WarmJob
 from kvserve.engine.worker import Engine
 from kvserve.prewarming import warm_learned
-from tests.agents import CARRIER
+from tests.agents import CARRIER, seen_prompts
 from tests.laws import sampled
 from tests.serving import AppUnderTest, eventually, serving_app, writing
 
@@ -146,6 +146,21 @@ def test_a_beginning_is_warm_at_the_start_for_its_tenant_only(tmp_path: Path) ->
         assert ONE.num_cached(app) > len(SYSTEM.split())
         shown = str((app.get("/v1/cache").json, app.app.dashboard()))
         assert "friendly" not in shown and "harbour" not in shown, "no text of it is shown"
+
+
+def test_a_session_id_is_no_secret(app: AppUnderTest) -> None:
+    """The dashboard shows it. Whoever names it under another principal has nothing of it in the prompt; under its own,
+    the control, it is the client."""
+    hidden = {"role": "user", "content": f"<system-reminder>\nThe PIN is 4711.\n</system-reminder>\n{SAID}"}
+    app.chat([hidden], headers=ONE.headers, session_id="sid-1", max_tokens=2)
+    assert "sid-1" in str(app.app.dashboard()) and "4711" not in str(app.app.dashboard())
+    for read in (app.get("/v1/cache").body, app.get("/metrics").body):
+        assert b"sid-1" not in read
+    said = [{"role": "user", "content": SAID}, {"role": "assistant", "content": "x"}, {"role": "user", "content": "?"}]
+    for tenant, is_its_own in ((OTHER, False), (NOBODY, False), (Tenant("one", "anna"), False), (ONE, True)):
+        with seen_prompts() as prompts:
+            app.chat(said, headers=tenant.headers, session_id="sid-1", max_tokens=2, **tenant.fields)
+        assert ("4711" in app.served.tokenizer.decode(prompts[-1])) is is_its_own, tenant
 
 
 def test_an_agents_status_knows_where_its_conversation_is(app: AppUnderTest) -> None:
