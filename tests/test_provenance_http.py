@@ -65,11 +65,11 @@ class Client:
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         thinks: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
         if self.path == RESPONSES:
-            return {"input": messages, "max_output_tokens": 99, "store": False, "user": self.user, **thinks}
+            return {"input": messages, "max_output_tokens": 500, "store": False, "user": self.user, **thinks}
         if self.path == MESSAGES:
             metadata = {"metadata": {"user_id": self.user}}
-            return {"messages": messages, "max_tokens": 99, **metadata, "thinking": {"type": "enabled"}, **thinks}
-        return {"messages": messages, "max_tokens": 99, "user": self.user, **thinks}
+            return {"messages": messages, "max_tokens": 500, **metadata, "thinking": {"type": "enabled"}, **thinks}
+        return {"messages": messages, "max_tokens": 500, "user": self.user, **thinks}
 
 
 CLIENTS = st.tuples(
