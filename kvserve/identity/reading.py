@@ -103,6 +103,8 @@ def with_meanings(canonical: Sequence[Canonical], meanings: Sequence[bytes | Non
     """The canonical messages, with the meaning of what the model reads instead of what was sent where there is one:
     what was put back belongs to a message."""
     return tuple(
-        each if meaning is None else replace(each, meaning=meaning, wording=meaning)
+        each
+        if meaning is None or meaning == each.meaning == each.wording
+        else replace(each, meaning=meaning, wording=meaning)
         for each, meaning in zip(canonical, meanings, strict=True)
     )
