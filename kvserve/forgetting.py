@@ -1,6 +1,7 @@
 """Forgets who is to be forgotten, everywhere: what is under way, guesses, records, KV, responses, explanations, traces.
 
-    forbid what is under way to leave anything -> memos and guesses -> records -> KV -> what was told of requests
+    forbid what is under way, and what comes until the end, to leave anything
+    -> memos and guesses -> records -> KV -> what was told of requests
 
 It joins rooms per process; each of them knows how to forget its own.
 """
@@ -45,16 +46,21 @@ class Forgetting:
         self._under_way = UnderWay()
 
     def begin(self, turn: Turn) -> None:
-        """A turn has come: whoever forgets its owner from now on takes along what it leaves. Idempotent."""
+        """A turn has come: whoever forgets its owner from now on, or is about to, takes along what it leaves.
+        Idempotent."""
         self._under_way.begin(turn.keeping, str(turn.session.principal), turn.session.session_id)
 
     def forget(self, scope: Scope) -> JsonObject:
-        """Forget what is kept of those who are meant; what of them is under way is answered and leaves nothing. Returns
-        how much that was; `is_done`: it is gone from every file, also from those of models that are not loaded. Raises
-        BadRequest where a session is meant and none is known by its name: half of it would stay."""
+        """Forget what is kept of those who are meant; what of them is under way, or comes meanwhile, is answered and
+        leaves nothing. Returns how much that was; `is_done`: it is gone from every file, also from those of models that
+        are not loaded. Raises BadRequest where a session is meant and none is known by its name: half of it would
+        stay."""
         if scope.session is not None and not self._parts_sessions:
             raise BadRequest(NO_SESSIONS, param="session")
-        self._under_way.forget(scope)  # before all else: from here on nothing is added to what goes
+        with self._under_way.forgetting(scope):  # around all else: nothing is added to what goes
+            return self._forget(scope)
+
+    def _forget(self, scope: Scope) -> JsonObject:
         if self._next_turns is not None:
             self._next_turns.forget()
         session, principal = scope.session, scope.principal

@@ -3,6 +3,8 @@ nothing of what is kept; open to all rooms, as `core.py` is.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -52,15 +54,32 @@ class UnderWay:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._whose: WeakKeyDictionary[Keeping, tuple[str, str | None]] = WeakKeyDictionary()
+        self._being_forgotten: list[Scope] = []
 
     def begin(self, keeping: Keeping, principal: str, session: str | None) -> None:
-        """A request has come, of a principal (by its name) in a session; idempotent."""
+        """A request has come, of a principal (by its name) in a session; idempotent. It may keep nothing where its
+        owner is being forgotten: what goes is still there to be read."""
         with self._lock:
             self._whose[keeping] = principal, session
+            is_meant = any(scope.covers(principal, session) for scope in self._being_forgotten)
+        if is_meant:
+            keeping.forbid()
 
-    def forget(self, scope: Scope) -> None:
-        """Those who are meant may leave nothing from now on; what they have left so far is all there when this
-        returns."""
+    @contextmanager
+    def forgetting(self, scope: Scope) -> Iterator[None]:
+        """Those who are meant are forgotten within the block: whoever of them is under way or comes until its end may
+        leave nothing. What they have left so far is all there when it begins."""
+        with self._lock:
+            self._being_forgotten.append(scope)
+        try:
+            self._forbid(scope)
+            yield
+        finally:
+            with self._lock:
+                self._being_forgotten.remove(scope)
+
+    def _forbid(self, scope: Scope) -> None:
+        """Without the lock: it waits for what is just being kept. Who begins meanwhile knows the scope already."""
         with self._lock:
             meant = [keeping for keeping, whose in self._whose.items() if scope.covers(*whose)]
         for keeping in meant:

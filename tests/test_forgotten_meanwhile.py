@@ -14,6 +14,8 @@ import kvserve.app
 from kvserve.engine.worker import Engine
 from kvserve.foresight import Foresight
 from kvserve.identity.conversations import Conversations
+from kvserve.keeping import Scope
+from kvserve.roster import Roster
 from kvserve.telemetry.trace import TraceLog
 from tests.models import tiny_model
 from tests.serving import (
@@ -194,6 +196,36 @@ def test_a_request_that_waits_for_its_model_leaves_nothing(tmp_path: Path) -> No
         ids = array("I", other.tokenizer.encode(f" {GONE}. {GONE}.")).tobytes()
         assert eventually(lambda: files_with(tmp_path, GONE.encode(), ids) == [])
         assert values_with(app.app, GONE) == []
+
+
+def test_a_request_that_comes_meanwhile_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when its session is being forgotten and its records are still there: what is put back from them into its
+    prompt goes into no record, no KV and no trace of its own."""
+    real = Roster.forget_records
+    asked = {"max_tokens": 4, "session_id": "gone", "temperature": 0}
+    before = [{"role": "user", "content": f"<system-reminder>\n{said(GONE)}\n</system-reminder>\nhello"}]
+    with serving_app(tmp_path, max_kv_size=4096) as app, app.connect() as client:
+        answer: Any = app.post(CHAT_PATH, {"messages": before, **asked}, KEY[GONE]).json
+        settled(app)
+        assert all(held(app, tmp_path, GONE))
+        later = [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": answer["choices"][0]["message"]["content"]},
+            {"role": "user", "content": "And now?"},
+        ]
+
+        def meanwhile(self: Roster, scope: Scope) -> Any:
+            body = {"messages": later, "stream": True, **asked}
+            client.send(encode_request("POST", CHAT_PATH, body, KEY[GONE]))
+            assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
+            return real(self, scope)
+
+        with no_tokens(), monkeypatch.context() as patch:
+            patch.setattr(Roster, "forget_records", meanwhile)
+            assert_done(forget(app, "session=gone"))
+        assert id_of(client.read_response())
+        settled(app)
+        assert held(app, tmp_path, GONE) == ([], [])
 
 
 @pytest.mark.parametrize("is_queued", [False, True])

@@ -29,17 +29,47 @@ def test_whom_a_scope_covers(scope: Scope, covered: set[tuple[str, str | None]])
     under_way, keepings = UnderWay(), {whose: Keeping() for whose in EVERYBODY}
     for (principal, session), keeping in keepings.items():
         under_way.begin(keeping, principal, session)
-    under_way.forget(scope)
-    for whose, keeping in keepings.items():
-        with keeping as may_keep:
-            assert may_keep is (whose not in covered)
+    with under_way.forgetting(scope):
+        for whose, keeping in keepings.items():
+            assert may_keep(keeping) is (whose not in covered)
+
+
+def may_keep(keeping: Keeping) -> bool:
+    with keeping as is_allowed:
+        return is_allowed
+
+
+def test_who_comes_while_its_owner_is_forgotten_may_keep_nothing() -> None:
+    """Until the end of it, however many forget the same one at once; who comes later may."""
+    under_way = UnderWay()
+
+    def comes(principal: str = "ann") -> bool:
+        keeping = Keeping()
+        under_way.begin(keeping, principal, "one")
+        return may_keep(keeping)
+
+    with under_way.forgetting(Scope(principal="ann")):
+        with under_way.forgetting(Scope(principal="ann")), under_way.forgetting(Scope("two")):
+            assert not comes() and comes("ben")
+        assert not comes()
+        late = Keeping()
+        under_way.begin(late, "ann", None)
+    assert comes() and not may_keep(late)
+    with pytest.raises(OSError, match="broken"), under_way.forgetting(Scope("one")):
+        raise OSError("broken")
+    assert comes()
 
 
 def test_who_forgets_waits_for_what_is_being_kept() -> None:
     """It is all there when forgetting goes on, and what asks within the block is told the same."""
     keeping, under_way = Keeping(), UnderWay()
     under_way.begin(keeping, "ann", None)
-    forgetting = threading.Thread(target=under_way.forget, args=(Scope(principal="ann"),))
+
+    def forget() -> None:
+        with under_way.forgetting(Scope(principal="ann")):
+            pass
+
+    forgetting = threading.Thread(target=forget)
     with keeping as may_keep:
         forgetting.start()
         forgetting.join(0.1)
