@@ -263,6 +263,11 @@ class App:
     def responses(self) -> ResponseStore:
         return self._responses
 
+    def begin(self, turn: Turn) -> ServedModel:
+        """A turn has been read: it is under way before its model is looked for, which may take seconds."""
+        self._forgetting.begin(turn)
+        return self.resolve_model(turn.model)
+
     def resolve_model(self, name: str | None) -> ServedModel:
         """The model that this name means, loaded or not; the default one for names that nobody knows."""
         return self._roster.resolve(name)
@@ -362,19 +367,16 @@ class App:
                 served.engine.discard(tokens, owner.__eq__)
 
     def count_tokens(self, turn: Turn, served: ServedModel) -> int:
-        self._forgetting.begin(turn)
         return count_tokens(self._roster.countable(turn, served), served)
 
     def prewarm(self, turn: Turn, served: ServedModel) -> Prewarming:
         """Have what requests like this begin with computed soon; no other model is loaded for it."""
         if (loaded := self._loaded_as(served.name)) is None:
             raise NotReady(f"{served.name} is not loaded now.", retry_after_seconds=10)
-        self._forgetting.begin(turn)
         return prewarm(turn, loaded)
 
     def serve(self, turn: Turn, served: ServedModel) -> TurnInProgress:
         """Submit a turn; one whose model is not loaded waits for it."""
-        self._forgetting.begin(turn)
         return self._roster.serve(turn, served)
 
     def _submit(self, turn: Turn, served: ServedModel) -> TurnInProgress:

@@ -1,7 +1,7 @@
 """Forgets who is to be forgotten, everywhere: what is under way, guesses, records, KV, responses, explanations, traces.
 
     forbid what is under way, and what comes until the end, to leave anything
-    -> memos and guesses -> records -> KV -> what was told of requests
+    -> responses -> memos and guesses -> records -> KV -> what was told of requests
 
 It joins rooms per process; each of them knows how to forget its own.
 """
@@ -61,9 +61,10 @@ class Forgetting:
             return self._forget(scope)
 
     def _forget(self, scope: Scope) -> JsonObject:
+        # first: a request that is being read has what it goes on from before it begins
+        num_responses = self._responses.forget(session=scope.session, principal=scope.principal)
         if self._next_turns is not None:
             self._next_turns.forget()
-        session, principal = scope.session, scope.principal
         for known in self._roster.known():
             known.clear_memos()
         gone = self._roster.forget_records(scope)
@@ -77,6 +78,6 @@ class Forgetting:
             "ram_bytes": kept.num_ram_bytes,
             "disk_bytes": kept.num_disk_bytes,
             "is_done": kept.is_done and all(each.is_done for each in gone),
-            "num_responses": self._responses.forget(session=session, principal=principal),
-            **self._seeing.forget(session=session, principal=principal),
+            "num_responses": num_responses,
+            **self._seeing.forget(session=scope.session, principal=scope.principal),
         }

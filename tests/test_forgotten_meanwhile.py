@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import kvserve.app
+from kvserve.app import App
 from kvserve.engine.worker import Engine
 from kvserve.foresight import Foresight
 from kvserve.identity.conversations import Conversations
@@ -225,6 +226,30 @@ def test_a_request_that_comes_meanwhile_leaves_nothing(tmp_path: Path, monkeypat
             assert_done(forget(app, "session=gone"))
         assert id_of(client.read_response())
         settled(app)
+        assert held(app, tmp_path, GONE) == ([], [])
+
+
+def test_a_request_whose_model_is_being_looked_for_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has read the response that it goes on from, and nothing else: what it has copied goes nowhere."""
+    real = App.resolve_model
+    with serving_app(tmp_path, max_kv_size=4096) as app:
+        before: Any = app.post(RESPONSES, {**body(GONE, RESPONSES), "stream": False}, KEY[GONE]).json
+        settled(app)
+        forgetting = Forgetting(app)
+
+        def meanwhile(self: App, name: str | None) -> Any:
+            forgetting.begin()
+            return real(self, name)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(App, "resolve_model", meanwhile)
+            later = {**body(GONE, RESPONSES, previous_response_id=before["id"]), "input": "And now?"}
+            assert id_of(app.post(RESPONSES, later, KEY[GONE]))
+            forgetting.end()
+        settled(app)
+        del before
         assert held(app, tmp_path, GONE) == ([], [])
 
 

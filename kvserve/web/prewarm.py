@@ -19,7 +19,7 @@ def post_prewarm(exchange: Exchange, service: WebService) -> None:
     body = decode_body(exchange.body)
     _answer_in_form(exchange, body)
     turn = parse_prewarm(body, headers, service.defaults, exchange.request_id)
-    wanted = service.prewarm(turn, service.resolve_model(turn.model))
+    wanted = service.prewarm(turn, service.begin(turn))
     exchange.send_json(200, _outcome(exchange, wanted))
 
 

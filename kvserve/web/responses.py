@@ -25,7 +25,7 @@ def post_response(exchange: Exchange, service: WebService) -> None:
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     own = service.responses.of(read_principal(body, headers))
     request = parse_responses(body, headers, service.defaults, exchange.request_id, own)
-    served = service.resolve_model(request.turn.model)
+    served = service.begin(request.turn)
     with request.names.speaking():
         running = service.serve(request.turn, served)
         encoder = ResponseStreamEncoder(exchange.request_id, served.name, int(time.time()), request.described)

@@ -33,7 +33,7 @@ def post_chat(exchange: Exchange, service: WebService) -> None:
     """POST /v1/chat/completions."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = openai_chat.parse_chat(body, headers, service.defaults, exchange.request_id)
-    served = service.resolve_model(request.turn.model)
+    served = service.begin(request.turn)
     running = service.serve(request.turn, served)
     created = int(time.time())
     if request.stream:
@@ -48,7 +48,7 @@ def post_completion(exchange: Exchange, service: WebService) -> None:
     """POST /v1/completions."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = openai_completions.parse_completion(body, headers, service.defaults, exchange.request_id)
-    served = service.resolve_model(request.turn.model)
+    served = service.begin(request.turn)
     running = service.serve(request.turn, served)
     created = int(time.time())
     if request.stream:
@@ -65,7 +65,7 @@ def post_messages(exchange: Exchange, service: WebService) -> None:
     """POST /v1/messages."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = anthropic_messages.parse_messages(body, headers, service.defaults, exchange.request_id)
-    served = service.resolve_model(request.turn.model)
+    served = service.begin(request.turn)
     with request.names.speaking():
         running = service.serve(request.turn, served)
         encoder = MessageStreamEncoder(
@@ -85,7 +85,7 @@ def post_count_tokens(exchange: Exchange, service: WebService) -> None:
     """POST /v1/messages/count_tokens."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     turn = anthropic_messages.parse_counted(body, headers, service.defaults, exchange.request_id)
-    exchange.send_json(200, {"input_tokens": service.count_tokens(turn, service.resolve_model(turn.model))})
+    exchange.send_json(200, {"input_tokens": service.count_tokens(turn, service.begin(turn))})
 
 
 def get_models(exchange: Exchange, service: WebService) -> None:

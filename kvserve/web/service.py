@@ -35,8 +35,9 @@ class Service[Model: NamedModel](Protocol):
     def responses(self) -> ResponseStore:
         """The responses that clients may name again."""
 
-    def resolve_model(self, name: str | None) -> Model:
-        """The model that serves this name. Raises NotFound in strict mode, NotReady while loading."""
+    def begin(self, turn: Turn) -> Model:
+        """A turn has been read, which is under way from here on for whoever forgets its owner: the model that it means.
+        Raises NotFound in strict mode, NotReady while loading."""
 
     def list_models(self) -> Sequence[ModelCard]:
         """The served models, the loaded one first; empty while loading."""
@@ -82,5 +83,5 @@ class Service[Model: NamedModel](Protocol):
         """Submit a turn. Raises RequestError (400, 429, 503) before anything is computed."""
 
 
-# Routes hand the model from `resolve_model` to `serve` and read nothing but its name.
+# Routes hand the model from `begin` to `serve` and read nothing but its name.
 type WebService = Service[Any]

@@ -144,8 +144,8 @@ class FakeService:
     errors: list[tuple[str, int]] = field(default_factory=list)
     forgotten: list[tuple[str | None, str | None]] = field(default_factory=list)
 
-    def resolve_model(self, name: str | None) -> "FakeService":
-        if name == "refused":
+    def begin(self, turn: Turn) -> "FakeService":
+        if turn.model == "refused":
             raise NotFound("The model 'refused' is not served here.", param="model")
         return self
 
