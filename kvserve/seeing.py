@@ -86,7 +86,7 @@ class Seeing:
         self._metrics = Metrics(self._readings)
         self._readers: Places[Reader] = Places()
         self._lock = threading.Lock()
-        self._last_of_branch: OrderedDict[tuple[str, BranchId], Explanation] = OrderedDict()
+        self._last_of_branch: OrderedDict[tuple[str, BranchId], Explained] = OrderedDict()
         self._looking = threading.Lock()
         self._seen_at = 0.0
         self._seen: JsonObject = {}
@@ -120,8 +120,9 @@ class Seeing:
         """For those who ask later: why so much was reused, which model read it, and the trace."""
         explanation, facts = finished.explanation, finished.facts
         if explanation is not None:
-            self._explanations.put(Explained(explanation, finished.turn.session.principal, facts.session))
-            self._note_branch(finished, explanation)
+            explained = Explained(explanation, finished.turn.session.principal, facts.session)
+            self._explanations.put(explained)
+            self._note_branch(finished, explained.without_text())
         self._readers.put(_left_digests(finished), Reader(facts.model, finished.owner.name))
         if self._settings.writes_traces and not finished.turn.session.wants_nothing_kept:
             session = facts.session or _first_tokens_hash(finished.prompt.tokens.ids)
@@ -143,17 +144,25 @@ class Seeing:
         self._readers.clear()
         with self._lock:
             self._last_of_branch.clear()
+        self._look_again()
 
     def forget(self, *, session: str | None, principal: str | None) -> JsonObject:
         """Forget what was said of a session's requests, of a principal's (by its name), or of those that are both; None
         stands for any. Returns how much that was; numbers stay."""
-        gone = self._explanations.forget(session=session, principal=principal)
+        scope = Scope(session, principal)
+        num_explanations = self._explanations.forget(session=session, principal=principal)
         with self._lock:
-            for key in [key for key, last in self._last_of_branch.items() if last.request_id in gone]:
+            for key in [key for key, last in self._last_of_branch.items() if last.belongs_to(scope)]:
                 del self._last_of_branch[key]
-        self._readers.forget(lambda reader: belongs_to(reader.owner, Scope(session, principal)))
+        self._readers.forget(lambda reader: belongs_to(reader.owner, scope))
         num_files = self._trace.forget(session=session, principal=principal)
-        return {"num_explanations": len(gone), "num_trace_files": num_files}
+        self._look_again()
+        return {"num_explanations": num_explanations, "num_trace_files": num_files}
+
+    def _look_again(self) -> None:
+        """Whoever watches sees nothing of what was there a moment ago; waits for who looks just now."""
+        with self._looking:
+            self._seen_at, self._seen = 0.0, {}
 
     def _explained(self, finished: FinishedTurn) -> Explanation | None:
         """The explanation, with what only the process knows: that another of its models led this conversation, or has
@@ -169,12 +178,12 @@ class Seeing:
             return replace(explanation, cause="other model", decided_by=reader.model)
         return explanation
 
-    def _note_branch(self, finished: FinishedTurn, explanation: Explanation) -> None:
+    def _note_branch(self, finished: FinishedTurn, explained: Explained) -> None:
         if finished.branch is None:
             return
         with self._lock:
             key = finished.facts.model, finished.branch.branch_id
-            self._last_of_branch[key] = explanation
+            self._last_of_branch[key] = explained
             self._last_of_branch.move_to_end(key)
             while len(self._last_of_branch) > MAX_BRANCHES:
                 self._last_of_branch.popitem(last=False)
@@ -216,7 +225,7 @@ class Seeing:
         look = self._look()
         with self._lock:
             last_of_branch = {
-                branch_id: last
+                branch_id: last.explanation
                 for (model, branch_id), last in self._last_of_branch.items()
                 if model == look.health["model"]
             }

@@ -205,6 +205,34 @@ def test_what_is_forgotten_is_held_nowhere(tmp_path: Path, by: str) -> None:
         assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 16
 
 
+@pytest.mark.parametrize("num_kept", [1, 100])
+def test_nobody_who_watches_is_shown_what_was_forgotten(tmp_path: Path, num_kept: int) -> None:
+    """The words around a difference: neither in what the dashboard has just shown, nor beside the branch, also where
+    the explanation itself has left as one too many."""
+    word = "GOOSEBERRY jelly"
+    settings: dict[str, Any] = {"explanations_kept": num_kept, "dashboard_show_text": num_kept > 1}
+    with serving_app(tmp_path, max_kv_size=2048, enable_request_logging=False, **settings) as app:
+
+        def said(words: str, *more: dict[str, str], session: str = "gone") -> dict[str, Any]:
+            asked = {"max_tokens": 4, "temperature": 0, "session_id": session}
+            told: Any = app.post(CHAT_PATH, {"messages": [{"role": "user", "content": words}, *more], **asked}).json
+            assert eventually(lambda: app.get(f"{EXPLAIN}/{told['id']}").status == 200)
+            return dict(told)
+
+        first = said(f"{'hello ' * 50}{word}")["choices"][0]["message"]
+        answer, again = {"role": "assistant", "content": first["content"]}, {"role": "user", "content": "And then?"}
+        second = said(f"{'hello ' * 50}{word}, edited", answer, again)
+        assert word in app.get(f"{EXPLAIN}/{second['id']}").body.decode()
+        said("Somebody else's.", session="kept")
+        assert (word in str(app.app.dashboard())) is (num_kept > 1)
+        told = delete(app, "/v1/cache?session=gone").json
+        assert told["is_done"] and told["num_explanations"] == (2 if num_kept > 1 else 0)
+        del first, answer, second
+        assert values_with(app.app, word) == []
+        shown = app.app.dashboard()["sessions"]
+        assert [each["name"][:4] for each in shown] == ["kept"] and shown[0]["branches"][0]["last"]
+
+
 def cause(app: AppUnderTest, session: str) -> str:
     """Why a request whose history nobody knows (any more) reused no more."""
     history = [

@@ -4,7 +4,7 @@ much.
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvserve.core import AGENTS, NOBODY, Principal, RequestId
@@ -23,6 +23,14 @@ class Explained:
     def is_shown_to(self, key: str) -> bool:
         """Whether who has the key with this digest may read it: an agent is everybody's who knows its name."""
         return self.principal == AGENTS or self.principal.key == key
+
+    def belongs_to(self, scope: Scope) -> bool:
+        """Whether who sent it is meant."""
+        return scope.covers(str(self.principal), self.session)
+
+    def without_text(self) -> "Explained":
+        """The same without the words around a difference."""
+        return replace(self, explanation=replace(self.explanation, first_difference=None))
 
 
 class ExplanationBook:
@@ -68,19 +76,15 @@ class ExplanationBook:
         with self._lock:
             return [each.explanation for each in islice(reversed(self._entries.values()), max_count)]
 
-    def forget(self, *, session: str | None, principal: str | None) -> frozenset[RequestId]:
+    def forget(self, *, session: str | None, principal: str | None) -> int:
         """Forget the requests of a session, of a principal (by its name), or of a session of a principal; None stands
-        for any. Returns which they were."""
+        for any. Returns how many there were."""
         scope = Scope(session, principal)
         with self._lock:
-            gone = frozenset(
-                request_id
-                for request_id, each in self._entries.items()
-                if scope.covers(str(each.principal), each.session)
-            )
+            gone = [request_id for request_id, each in self._entries.items() if each.belongs_to(scope)]
             for request_id in gone:
                 del self._entries[request_id]
-        return gone
+        return len(gone)
 
     def clear(self) -> None:
         """Forget everything but the count."""
