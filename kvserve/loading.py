@@ -118,7 +118,7 @@ class ModelMaker:
 
     def forget_at_rest(self, scope: Scope) -> list[ForgottenRecords]:
         """Forget those who are meant in the records of models that were not described since the start. Blocks on the
-        disk: each file is read whole, as at a start."""
+        disk: each file is read whole, as at a start. What cannot be had is reported, and not done."""
         if self.records_dir is None:
             return []
         files = sorted(self.records_dir.glob(f"{RECORDS_PREFIX}*/{RECORDS_FILE}"))
@@ -133,6 +133,9 @@ class ModelMaker:
                 return conversations.forget(session=scope.session, principal=scope.principal)
         except FileNotFoundError:  # another server has swept it away meanwhile
             return ForgottenRecords(0, 0, is_done=True)
+        except OSError as error:  # the others' are forgotten all the same
+            report(f"the records in {place} cannot be had: {error}")
+            return ForgottenRecords(0, 0, is_done=False)
 
     def _archive(self, folder: Path) -> Archive | None:
         """Where this model's records outlive the process; None where nothing is to."""

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 import kvserve.engine.worker
+import kvserve.loading
 from kvserve.canonical.rules import DEFAULT_RULES
+from kvserve.engine.fingerprint import model_fingerprint
 from kvserve.identity.conversations import Conversations
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.sessions import archive_file
 from kvserve.sessions.archive import Archive
 from kvserve.sessions.archive_file import FILE_NAME
+from kvserve.wiring import RECORDS_PREFIX
 from tests.models import tiny_model
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, eventually, serving_app
 from tests.words_held import files_with
@@ -126,6 +129,42 @@ def test_records_that_another_server_has_open_are_not_done(tmp_path: Path, monke
         others.close()
         assert forget(app)["is_done"]
         assert files_with(tmp_path, GONE.encode()) == []
+
+
+@pytest.mark.parametrize("refused", ["read", "dated"])
+def test_records_that_may_not_be_had_are_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """The others' are forgotten all the same, and it is said which they are. `dated`: a file that can be written and is
+    another user's."""
+    settings = models(tmp_path)
+    with serving_app(tmp_path, **settings) as app:
+        for model in ("other", "default"):
+            ask(app, GONE, model)
+    [place] = {each.parent for each in files_with(tmp_path / "kv", GONE.encode()) if each.name == FILE_NAME} - {
+        own_records(tmp_path)
+    }
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(place))
+
+    with serving_app(tmp_path, **settings) as app:
+        with monkeypatch.context() as patch:
+            patch.setattr(*((kvserve.loading, "unused") if refused == "read" else (os, "utime")), refuse)
+            told = forget(app)
+        held = [each for each in files_with(tmp_path, GONE.encode()) if each.name.startswith(FILE_NAME)]
+        if refused == "read":
+            assert not told["is_done"] and {each.parent for each in held} == {place}
+            assert "Permission denied" in app.screen.getvalue()
+            assert forget(app)["is_done"]
+        else:
+            assert told["is_done"] and held == []
+        assert files_with(tmp_path, GONE.encode()) == []
+
+
+def own_records(folder: Path) -> Path:
+    """Where the default model's records are."""
+    return folder / "kv" / f"{RECORDS_PREFIX}{model_fingerprint(tiny_model('qwen3'))[:32]}"
 
 
 def test_to_be_looked_through_is_no_use_of_records(tmp_path: Path) -> None:

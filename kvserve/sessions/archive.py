@@ -305,13 +305,13 @@ class Archive:
 @contextlib.contextmanager
 def unused(folder: Path) -> Iterator[None]:
     """What is done to an archive within the block is no use of it: `sweep_stale` goes by the time when it was written
-    last. Raises FileNotFoundError where there is none."""
+    last. Raises OSError where it cannot be had, FileNotFoundError where there is none."""
     file = folder / FILE_NAME
     before = file.stat()
     try:
         yield
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's: its time is now
             os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
