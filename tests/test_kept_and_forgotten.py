@@ -233,34 +233,52 @@ def test_nobody_who_watches_is_shown_what_was_forgotten(tmp_path: Path, num_kept
         assert [each["name"][:4] for each in shown] == ["kept"] and shown[0]["branches"][0]["last"]
 
 
-def cause(app: AppUnderTest, session: str) -> str:
-    """Why a request whose history nobody knows (any more) reused no more."""
-    history = [
-        {"role": "user", "content": f"{session} jelly. " * 40},
-        {
-            "role": "assistant",
-            "content": "An answer that is long enough to be somebody's own, and was given to nobody.",
-        },
-        {"role": "user", "content": "And then?"},
-    ]
-    answer: Any = app.post(CHAT_PATH, {"messages": history, "max_tokens": 2, "session_id": session}, ALICE).json
-    assert eventually(lambda: app.get(f"{EXPLAIN}/{answer['id']}", ALICE).status == 200)
-    told = app.get(f"{EXPLAIN}/{answer['id']}", ALICE).json
-    assert "first_difference" in told
-    return str(told["cause"])
+class Talk:
+    """A conversation, with a session or without."""
+
+    def __init__(self, app: AppUnderTest, session: str | None, key: dict[str, str] = ALICE) -> None:
+        self._app = app
+        self._key = key
+        self._fields = {"max_tokens": 8, "temperature": 0, **({} if session is None else {"session_id": session})}
+        self._messages: list[dict[str, str]] = []
+        self.principal = ""
+
+    def cause(self) -> str:
+        """Why its next turn reused no more."""
+        text = "And then?" if self._messages else f"{self._fields.get('session_id')} jelly. " * 40
+        self._messages.append({"role": "user", "content": text})
+        answer: Any = self._app.post(CHAT_PATH, {"messages": self._messages, **self._fields}, self._key).json
+        self._messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+        assert eventually(lambda: self._app.get(f"{EXPLAIN}/{answer['id']}", self._key).status == 200)
+        told = self._app.get(f"{EXPLAIN}/{answer['id']}", self._key).json
+        self.principal = str(told["principal"])
+        return str(told["cause"])
 
 
 @pytest.mark.parametrize("by", ["session", "principal"])
 def test_whoever_was_forgotten_is_told_so(tmp_path: Path, by: str) -> None:
-    """The next turn of a session says why nothing of it is known, and no other one's does."""
-    with serving_app(tmp_path, max_kv_size=2048) as app:
-        assert cause(app, "before") == "not seen since the start"
-        principal = app.get(f"{EXPLAIN}?last", ALICE).json["principal"]
+    """The next turn of a session says why nothing of it is known, and that of one that is still known does not."""
+    with serving_app(tmp_path, max_kv_size=4096) as app:
+        gone, kept = Talk(app, "gone"), Talk(app, "kept")
+        for talk in (gone, kept):
+            assert [talk.cause(), talk.cause()] == ["new conversation", "nothing lost"]
         assert delete(app, f"/v1/cache?session=gone&principal={'a' * 16}.-").status == 200
-        assert cause(app, "gone") == "not seen since the start", "it was another one's of this name"
-        assert delete(app, f"/v1/cache?{by}={'gone' if by == 'session' else principal}").json["is_done"]
-        assert cause(app, "gone") == "cache cleared"
-        assert cause(app, "kept") == ("not seen since the start" if by == "session" else "cache cleared")
+        assert gone.cause() == "nothing lost", "it was another one's of this name"
+        told = delete(app, f"/v1/cache?{by}={'gone' if by == 'session' else gone.principal}").json
+        assert told["is_done"] and told["num_messages"]
+        assert gone.cause() == "cache cleared"
+        assert kept.cause() == ("nothing lost" if by == "session" else "cache cleared")
+        assert [gone.cause(), kept.cause()] == ["nothing lost"] * 2
+
+
+@pytest.mark.parametrize("key", [{}, ALICE])
+def test_who_names_no_session_is_told_to(tmp_path: Path, key: dict[str, str]) -> None:
+    """Also after somebody was forgotten: it is what helps from then on."""
+    with serving_app(tmp_path, max_kv_size=4096) as app:
+        talk = Talk(app, None, key)
+        assert talk.cause() == "new conversation" and (talk.principal == str(NOBODY)) is (not key)
+        assert delete(app, f"/v1/cache?principal={talk.principal}").json["is_done"]
+        assert talk.cause() == "no session"
 
 
 def test_without_sessions_in_records_none_can_be_forgotten(tmp_path: Path) -> None:

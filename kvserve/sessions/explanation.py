@@ -231,9 +231,9 @@ def _without_record(asked: Asked, num_cached_tokens: int, around: Circumstances)
         return "nothing lost"
     if not around.looks_at_records:
         return "setting"
-    if around.was_cleared:
-        return "cache cleared"
-    return "not seen since the start" if around.names_session else "no session"
+    if not around.names_session:
+        return "no session"  # also where somebody was forgotten: to name one is what helps
+    return "cache cleared" if around.was_cleared else "not seen since the start"
 
 
 def _is_same_talk(compared: _Comparison) -> bool:

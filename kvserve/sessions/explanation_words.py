@@ -34,8 +34,8 @@ WORDS: Mapping[Cause, Words] = {
         "Name the session in every request (x-session-id or session_id): what is known of it then comes back.",
     ),
     "cache cleared": Words(
-        "The history holds answers that this server does not know any more: the cache was emptied, or what was kept of "
-        "this session or client was forgotten.",
+        "The history holds answers that this server does not know: since its start the cache was emptied, or what was "
+        "kept of this session or client was forgotten.",
         "Empty the cache, or have a session forgotten (DELETE /v1/cache), between conversations, not within one.",
     ),
     "other model": Words(

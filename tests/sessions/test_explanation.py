@@ -109,6 +109,7 @@ def test_a_first_request_has_nothing_before_it() -> None:
     [
         (Circumstances(), 0, "not seen since the start"),
         (Circumstances(was_cleared=True), 0, "cache cleared"),
+        (Circumstances(was_cleared=True, names_session=False), 0, "no session"),
         (Circumstances(looks_at_records=False), 0, "setting"),
         (Circumstances(), 300, "nothing lost"),
     ],
