@@ -336,8 +336,13 @@ class RunningTurn:
         return self.num_prompt_tokens if self._answer.num_completion_tokens else self._num_prefilled_tokens
 
     def _finished(self, error: RequestError | None) -> FinishedTurn:
-        explanation = self._explanation()
         submitted = self._submitted
+        with submitted.turn.keeping as may_keep:
+            try:
+                explanation = self._explanation()
+            finally:
+                if not may_keep:
+                    self._conversations.clear_memos()  # what was compared is remembered to be faster
         return FinishedTurn(
             turn=submitted.turn,
             owner=self._conversations.owner(submitted.turn.session),

@@ -12,6 +12,7 @@ import pytest
 
 import kvserve.app
 from kvserve.app import App
+from kvserve.canonical import layout
 from kvserve.engine.worker import Engine
 from kvserve.foresight import Foresight
 from kvserve.identity.conversations import Conversations
@@ -227,6 +228,31 @@ def test_a_request_that_comes_meanwhile_leaves_nothing(tmp_path: Path, monkeypat
         assert id_of(client.read_response())
         settled(app)
         assert held(app, tmp_path, GONE) == ([], [])
+
+
+def test_what_a_forgotten_request_is_compared_with_stays_in_no_memo(tmp_path: Path) -> None:
+    """It is explained when it is over: its messages beside those of the request before, by every rule there is."""
+
+    def asked(argument: str, *more: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        call = {"name": "cook", "arguments": json.dumps({"what": argument})}
+        said = {"role": "assistant", "tool_calls": [{"id": "call_1", "type": "function", "function": call}]}
+        result = {"role": "tool", "tool_call_id": "call_1", "content": "It is done. " * 20}
+        messages = [{"role": "user", "content": "Cook something. " * 20}, said, result, *more]
+        return {"messages": messages, "max_tokens": 4, "temperature": 0, "session_id": "gone", **fields}
+
+    with serving_app(tmp_path, max_kv_size=4096) as app, app.connect() as client:
+        assert app.post(CHAT_PATH, asked(GONE), KEY[GONE]).status == 200
+        again = {"role": "user", "content": "And now?"}
+        with no_tokens():
+            client.send(encode_request("POST", CHAT_PATH, asked(f"{GONE}, sweet", again, stream=True), KEY[GONE]))
+            assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
+            assert values_with(layout._memoised, GONE)
+            assert_done(forget(app, "session=gone"))
+            assert values_with(layout._memoised, GONE) == []
+        assert id_of(client.read_response())
+        settled(app)
+        assert "message changed" in app.screen.getvalue()
+        assert values_with(layout._memoised, GONE) == held(app, tmp_path, GONE)[0] == []
 
 
 def test_a_request_whose_model_is_being_looked_for_leaves_nothing(
