@@ -275,7 +275,7 @@ class Ledger:
             self._delete(self._index.model, each)
 
     def forget(self, is_forgotten: IsForgotten) -> Removal:
-        """Users are forgotten, and the blobs that nobody else needs leave, of whichever model."""
+        """Users of this model are forgotten, and the blobs that nobody else needs leave."""
         self.settle()  # what is listed nowhere is of nobody who is known, and listed from here on
         unused, is_done = self._index.forget_users(is_forgotten), self.commit()
         gone = [name for name in unused.names if not self._index.is_known(name)]
@@ -283,10 +283,9 @@ class Ledger:
         is_done &= all([self._is_gone(self._index.model, name) for name in gone])
         self.total_bytes -= unused.num_bytes
         is_done &= self._do(lambda catalog: catalog.forget_users(self._index.model, unused.users))
-        others = self._forget_of_others(is_forgotten)
-        return Removal(unused.num_bytes + others.num_bytes, is_done and others.is_done)
+        return Removal(unused.num_bytes, is_done)
 
-    def _forget_of_others(self, is_forgotten: IsForgotten) -> Removal:
+    def forget_of_others(self, is_forgotten: IsForgotten) -> Removal:
         """The same of models that are not loaded here: who used their blobs is put down in the books."""
         models = self._try(lambda catalog: models_but(catalog, self._index.model))
         if models is None:

@@ -51,6 +51,9 @@ class Removal:
     num_bytes: int
     is_done: bool
 
+    def __add__(self, other: "Removal") -> "Removal":
+        return Removal(self.num_bytes + other.num_bytes, self.is_done and other.is_done)
+
 
 @dataclass(frozen=True, slots=True)
 class DiskStats:

@@ -232,8 +232,15 @@ class DiskTier:
     def forget(self, is_forgotten: IsForgotten, timeout_seconds: float = 10.0) -> Removal:
         """Delete what only these users are known to have used, and what is of nobody who is known. It is the disk
         thread that forgets: what it finds in the folder meanwhile is not taken in again."""
+        return self._removed(lambda: self._hand.ledger.forget(is_forgotten), timeout_seconds)
+
+    def forget_of_others(self, is_forgotten: IsForgotten, timeout_seconds: float = 10.0) -> Removal:
+        """The same of all other models that wrote here, behind `forget`: all their books are read. From any thread."""
+        return self._removed(lambda: self._hand.ledger.forget_of_others(is_forgotten), timeout_seconds)
+
+    def _removed(self, remove: Callable[[], Removal], timeout_seconds: float) -> Removal:
         done = list[Removal]()
-        is_over = self._order(lambda: done.append(self._hand.ledger.forget(is_forgotten)), timeout_seconds)
+        is_over = self._order(lambda: done.append(remove()), timeout_seconds)
         return done[0] if is_over and done else Removal(0, is_done=False)
 
     def close(self, timeout_seconds: float) -> bool:

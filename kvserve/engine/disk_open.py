@@ -62,7 +62,7 @@ def forget_on_disk(
     if tier is None:
         return Removal(0, is_done=False)
     try:
-        return tier.forget(is_forgotten)
+        return tier.forget(is_forgotten) + tier.forget_of_others(is_forgotten)
     finally:
         tier.close(CLOSE_SECONDS)
 

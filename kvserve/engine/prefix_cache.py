@@ -275,7 +275,8 @@ class PrefixCache:
         mx.clear_cache()
 
     def forget(self, is_forgotten: IsForgotten) -> ForgottenKv:
-        """Forget what only the requests of these owners used, and what is of nobody who is known: it may be theirs."""
+        """Forget what only the requests of these owners used, and what is of nobody who is known: it may be theirs. On
+        the disk of this model: see `forget_of_others`."""
         held_bytes = self._tree.num_ram_bytes
         num_tokens = self._tree.forget(is_forgotten)
         num_ram_bytes = held_bytes - self._tree.num_ram_bytes
@@ -285,6 +286,12 @@ class PrefixCache:
         self.make_room()
         mx.clear_cache()
         return ForgottenKv(num_tokens, num_ram_bytes, removal.num_bytes, removal.is_done)
+
+    def forget_of_others(self, is_forgotten: IsForgotten) -> Removal:
+        """The same on the disk, of all other models; from any thread, as it may take seconds."""
+        if self._disk is None:
+            return Removal(0, is_done=True)  # `forget_on_disk` has seen to all of them
+        return self._disk.tier.forget_of_others(is_forgotten)
 
     def account_live(self, num_bytes: float) -> None:
         """Say what the live rows' own caches hold: they count in the budget."""

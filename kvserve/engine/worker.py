@@ -193,9 +193,15 @@ class Engine:
         self._ask(lambda scheduler: scheduler.clear())
 
     def forget(self, owners: Callable[[str], bool]) -> ForgottenKv:
-        """Forget what only the requests of these owners used, in RAM and on disk; it waits for the disk. Raises
-        NotReady."""
-        return self._ask(lambda scheduler: scheduler.forget(owners))
+        """Forget what only the requests of these owners used, in RAM and on disk; it waits for the disk, and where that
+        is about models that are not loaded the engine does not. Raises NotReady."""
+        gone, cache = self._ask(lambda scheduler: (scheduler.forget(owners), scheduler.cache))
+        others = cache.forget_of_others(owners)
+        return replace(
+            gone,
+            num_disk_bytes=gone.num_disk_bytes + others.num_bytes,
+            is_done=gone.is_done and others.is_done,
+        )
 
     def image_report(self) -> ImageReport | None:
         """What the vision tower has done; None for a model that takes no images. Raises NotReady."""

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.disk_index import DiskIndex
+from kvserve.cache.disk_records import Removal
 from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import MAX_USERS
 from kvserve.core import TokenSequence
@@ -220,6 +221,11 @@ def test_an_index_of_before_is_taken_as_it_is(tmp_path: Path) -> None:
 OTHER_MODEL = "b" * 32
 
 
+def forgotten(disk: Disk, user: str) -> Removal:
+    """Whoever is forgotten, of all models."""
+    return disk.tier.forget(user.__eq__) + disk.tier.forget_of_others(user.__eq__)
+
+
 def users_in(folder: Path) -> set[tuple[str, str]]:
     with sqlite3.connect(folder / "index.sqlite") as db:
         return {(model, user) for model, user in db.execute("SELECT model, user FROM users")}
@@ -253,7 +259,7 @@ def test_what_is_on_disk_of_other_models_goes_too(tmp_path: Path) -> None:
         disk.say(own)
         disk.tier.index.use(*named(own), {"b": len(own)})
         before = disk.tier.stats().total_bytes
-        removal = disk.tier.forget(lambda user: user == "a")
+        removal = forgotten(disk, "a")
         assert removal.is_done and removal.num_bytes == before - disk.tier.stats().total_bytes > 0
         for ids in (mine, nobodys, tail, list(range(4110, 4140))):
             assert found_in(tmp_path, ids) == [], ids
@@ -274,8 +280,8 @@ def test_a_folder_whose_index_cannot_be_asked_is_not_done(tmp_path: Path, monkey
 
         monkeypatch.setattr("kvserve.cache.disk_catalog.Catalog.users", busy)
         monkeypatch.setattr("kvserve.cache.disk_ledger.is_passing", lambda error: True)
-        assert not disk.tier.forget(lambda user: user == "a").is_done
+        assert not forgotten(disk, "a").is_done
         monkeypatch.undo()
         assert found_in(tmp_path, mine)
-        assert disk.tier.forget(lambda user: user == "a").is_done
+        assert forgotten(disk, "a").is_done
         assert found_in(tmp_path, mine) == []

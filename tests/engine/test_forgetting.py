@@ -3,11 +3,14 @@
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvserve.cache.disk_ledger import Ledger
+from kvserve.cache.disk_records import Removal
 from kvserve.core import GenerationRequest, TokenSequence
 from kvserve.engine.cache_records import ForgottenKv
 from kvserve.engine.disk_open import DiskSettings
@@ -164,6 +167,30 @@ def test_what_only_the_disk_has_of_another_one_stays(family: str, tmp_path: Path
         generate(engine, asked(OTHER, THEIRS))
         assert engine.forget(lambda name: name == OTHER).num_disk_bytes > 0
         assert engine.kept_tokens(TokenSequence((*THEIRS, 1))) == (0, 0), "whose it is was written anew too"
+
+
+def test_the_engine_goes_on_while_other_models_books_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be long; whoever forgets waits for the end of them, and no row does."""
+    real, is_reading, may_end = Ledger.forget_of_others, threading.Event(), threading.Event()
+
+    def slowly(self: Ledger, owners: Callable[[str], bool]) -> Removal:
+        is_reading.set()
+        assert may_end.wait(WAIT_SECONDS)
+        return real(self, owners) + Removal(7, is_done=True)
+
+    monkeypatch.setattr(Ledger, "forget_of_others", slowly)
+    with running_engine(disk=on(tmp_path)) as engine, ThreadPoolExecutor(1) as pool:
+        generate(engine, asked(ONE, MINE))
+        settle(engine)
+        told = pool.submit(engine.forget, is_one)
+        try:
+            assert is_reading.wait(WAIT_SECONDS)
+            assert collect(engine.submit(asked(OTHER, THEIRS))).tokens and not told.done()
+            assert found_in(tmp_path, OWN_WORDS) == []
+        finally:
+            may_end.set()
+        gone = told.result(WAIT_SECONDS)
+        assert gone.is_done and gone.num_disk_bytes > 7
 
 
 def test_whoever_is_not_forgotten_keeps_all(tmp_path: Path) -> None:
