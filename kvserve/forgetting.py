@@ -62,7 +62,7 @@ class Forgetting:
 
     def _forget(self, scope: Scope) -> JsonObject:
         # first: a request that is being read has what it goes on from before it begins
-        num_responses = self._responses.forget(session=scope.session, principal=scope.principal)
+        num_responses = self._responses.forget(scope)
         if self._next_turns is not None:
             self._next_turns.forget()
         for known in self._roster.known():
@@ -79,5 +79,5 @@ class Forgetting:
             "disk_bytes": kept.num_disk_bytes,
             "is_done": kept.is_done and all(each.is_done for each in gone),
             "num_responses": num_responses,
-            **self._seeing.forget(session=scope.session, principal=scope.principal),
+            **self._seeing.forget(scope),
         }

@@ -146,16 +146,14 @@ class Seeing:
             self._last_of_branch.clear()
         self._look_again()
 
-    def forget(self, *, session: str | None, principal: str | None) -> JsonObject:
-        """Forget what was said of a session's requests, of a principal's (by its name), or of those that are both; None
-        stands for any. Returns how much that was; numbers stay."""
-        scope = Scope(session, principal)
-        num_explanations = self._explanations.forget(session=session, principal=principal)
+    def forget(self, scope: Scope) -> JsonObject:
+        """Forget what was said of the requests of those who are meant. Returns how much that was; numbers stay."""
+        num_explanations = self._explanations.forget(scope)
         with self._lock:
             for key in [key for key, last in self._last_of_branch.items() if last.belongs_to(scope)]:
                 del self._last_of_branch[key]
         self._readers.forget(lambda reader: belongs_to(reader.owner, scope))
-        num_files = self._trace.forget(session=session, principal=principal)
+        num_files = self._trace.forget(scope)
         self._look_again()
         return {"num_explanations": num_explanations, "num_trace_files": num_files}
 

@@ -193,11 +193,10 @@ class ResponseStore:
 
     # --- forgetting --------------------------------------------------------------------------------------------------
 
-    def forget(self, *, session: str | None, principal: str | None) -> int:
-        """Forget the responses of a session, of a principal (by its name), or of a session of a principal; None stands
-        for any. Returns how many there were."""
+    def forget(self, scope: Scope) -> int:
+        """Forget the responses of those who are meant. Returns how many there were."""
         with self._lock:
-            return self._erase(_FORGET, {"session": session, "principal": principal})
+            return self._erase(_FORGET, {"session": scope.session, "principal": scope.principal})
 
     def tidy(self) -> None:
         """Forget the responses whose time is over, at most once in `TIDY_SECONDS`; opens the file if there is one."""

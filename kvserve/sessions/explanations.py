@@ -76,10 +76,8 @@ class ExplanationBook:
         with self._lock:
             return [each.explanation for each in islice(reversed(self._entries.values()), max_count)]
 
-    def forget(self, *, session: str | None, principal: str | None) -> int:
-        """Forget the requests of a session, of a principal (by its name), or of a session of a principal; None stands
-        for any. Returns how many there were."""
-        scope = Scope(session, principal)
+    def forget(self, scope: Scope) -> int:
+        """Forget the requests of those who are meant. Returns how many there were."""
         with self._lock:
             gone = [request_id for request_id, each in self._entries.items() if each.belongs_to(scope)]
             for request_id in gone:

@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from kvserve.core import NOBODY
+from kvserve.keeping import Scope
 from kvserve.telemetry.log import Event, format_line
 
 LABEL_CHARACTERS = 24
@@ -89,12 +90,11 @@ class TraceLog:
         except OSError as error:
             self._report_once(path, error)
 
-    def forget(self, *, session: str | None, principal: str | None) -> int:
-        """Delete the files of a session, of a principal, or of a session of a principal, whichever day and process they
-        are from, also where tracing is off; None stands for any. Returns how many there were; one that cannot be
-        deleted is reported."""
-        label = session_label(session) if session is not None else None
-        whose = _whose(principal) if principal is not None else None
+    def forget(self, scope: Scope) -> int:
+        """Delete the files of those who are meant, whichever day and process they are from, also where tracing is off.
+        Returns how many there were; one that cannot be deleted is reported."""
+        label = session_label(scope.session) if scope.session is not None else None
+        whose = _whose(scope.principal) if scope.principal is not None else None
         num_files = 0
         with self._lock:
             self._day = None  # what it holds is counted anew
@@ -102,7 +102,7 @@ class TraceLog:
                 match = _FILE.fullmatch(file.name)
                 if match is None or label not in (None, match["label"]) or not _is_day(file.parent):
                     continue
-                if principal is not None and match["whose"] != whose:
+                if scope.principal is not None and match["whose"] != whose:
                     continue
                 try:
                     file.unlink(missing_ok=True)

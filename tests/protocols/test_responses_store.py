@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvserve.core import NOBODY, Principal
 from kvserve.errors import BadRequest, NotFound
+from kvserve.keeping import Scope
 from kvserve.protocols.responses_listing import list_items
 from kvserve.protocols.responses_store import OwnResponses, ResponseStore, StoredResponse
 
@@ -308,7 +309,7 @@ def test_a_session_and_a_principal_can_be_forgotten(
     store = ResponseStore(path, pytest.fail)
     for name, owner, named in KEPT:
         store.put(response(name, None, f"<{name}>", owner, named))
-    num = store.forget(session=session, principal=None if principal is None else str(principal))
+    num = store.forget(Scope(session, None if principal is None else str(principal)))
     assert num == len(gone)
     held = _bytes_of(path)
     for name, owner, named in KEPT:

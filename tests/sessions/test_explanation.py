@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvserve.core import NOBODY, Message, Principal, RequestId, Reuse, TextBlock, ThinkingBlock
+from kvserve.keeping import Scope
 from kvserve.sessions.explanation import Asked, Circumstances, RulesFired, explain
 from kvserve.sessions.explanations import Explained, ExplanationBook
 from kvserve.sessions.seen import Seen, TurnRecord, pack_ids
@@ -220,5 +221,5 @@ def test_an_explanation_is_there_for_its_key(key: str, known: set[str], last: st
 def test_explanations_can_be_forgotten(session: str | None, principal: Principal | None, gone: set[str]) -> None:
     """Those of a session, of a principal, of both; the others stay."""
     kept = book()
-    assert kept.forget(session=session, principal=None if principal is None else str(principal)) == len(gone)
+    assert kept.forget(Scope(session, None if principal is None else str(principal))) == len(gone)
     assert {each.request_id for each in kept.newest(9)} == set(BOOKED) - gone

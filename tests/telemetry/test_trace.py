@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvserve.keeping import Scope
 from kvserve.telemetry.log import parse_line
 from kvserve.telemetry.trace import TraceLimits, TraceLog, session_label
 
@@ -306,7 +307,7 @@ def test_the_files_of_a_session_and_of_a_principal_can_be_deleted(
         path.write_text("mine")
     (tmp_path / "2026-01-01").symlink_to(foreign[1].parent)
     log = log if is_enabled else TraceLog(tmp_path, False, clock, pytest.fail)
-    assert log.forget(session=session, principal=principal) == 4 * len(gone)
+    assert log.forget(Scope(session, principal)) == 4 * len(gone)
     kept = set.union(*(paths for number, paths in of.items() if number not in gone))
     assert {path for path in tmp_path.rglob("*.log") if path not in foreign} == kept
     assert all(path.read_text() == "mine" for path in foreign)
@@ -329,5 +330,5 @@ def test_a_file_that_cannot_be_deleted_is_reported(tmp_path: Path, monkeypatch: 
         real(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", unlink)
-    assert log.forget(session="s1", principal=None) == 1
+    assert log.forget(Scope(session="s1")) == 1
     assert list((tmp_path / DAY).iterdir()) == [first] and len(reports) == 1
