@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvserve.core import Message, TextBlock, ToolCallBlock, Written
 
-MIN_ANSWER_CHARACTERS = 300
-"""One answer of so many characters, white space aside, shows it: about sixty words. What a model writes to everybody is
-shorter: greetings have up to 120, refusals with their reason as many, and what it says when it is asked who it is 250.
+MIN_ANSWER_CHARACTERS = 250
+"""One answer of so many characters, white space aside, shows it: about fifty words. What a model writes to everybody is
+shorter: greetings have up to 120, refusals with their reason as many, and the longest known answer to who it is 239.
 That is a heuristic; a session or a call id is proof."""
 
 type Wrote = Callable[[bytes], Written | None]
