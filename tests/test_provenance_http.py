@@ -124,3 +124,27 @@ def test_a_client_that_was_never_here_reads_nothing_of_another(app: AppUnderTest
     Client("MARZIPAN", CHAT_PATH, "", "", {}).ask(app, "hello", REMINDER, "ok")
     stranger = Client("PUMPERNICKEL", path, "", "", {}, [("user", "hello"), ("assistant", "ok")])
     assert "MARZIPAN" not in stranger.ask(app, "What is the PIN?", "", "ok")
+
+
+def test_thinking_that_a_client_brought_comes_to_nobody(app: AppUnderTest) -> None:
+    """The model has not written it: another client that sends the same answer without it reads nothing of it."""
+    app.clear_cache()
+    prompts = []
+    for brought in ({"reasoning_content": "My doctor says MARZIPAN."}, {}):
+        answer = {"role": "assistant", "content": BROUGHT, **brought}
+        talk = [{"role": "user", "content": "hello"}, answer, {"role": "user", "content": "And?"}]
+        with seen_prompts() as seen:
+            assert app.post(CHAT_PATH, {"messages": talk, "max_tokens": 2, "temperature": 0}).status == 200
+        prompts.append(app.served.tokenizer.decode(seen[-1]))
+    assert "MARZIPAN" in prompts[0] and "MARZIPAN" not in prompts[1]
+
+
+def test_a_first_request_is_explained_by_nobody_elses(app: AppUnderTest) -> None:
+    """Two clients say hello under system prompts of their own: neither hears of the other's."""
+    app.clear_cache()
+    for system in ("You are the helper of MARZIPAN. " * 9, "You are somebody's helper. " * 9):
+        talk = [{"role": "system", "content": system}, {"role": "user", "content": "hello"}]
+        answer = app.post(CHAT_PATH, {"messages": talk, "max_tokens": 2, "temperature": 0})
+    told = app.get(f"/v1/cache/explain/{answer.json['id']}")
+    assert told.json["before"] is None and told.json["cause"] == "new conversation"
+    assert b"MARZIPAN" not in told.body
