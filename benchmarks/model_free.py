@@ -198,12 +198,17 @@ class ModelFree:
         come back with the ids that it gave them."""
         served, reply = self.served, request.reply
         if self._ids:
-            body = json.dumps(self._ids.in_body(json.loads(body))).encode()
+            body = json.dumps(self.sent(json.loads(body))).encode()
         self._recorded_ids = reply.call_ids if reply is not None else ()
         self.engine.script = lambda asked: script_of(served, asked.prompt.ids, reply).cut(max_tokens) if reply else None
         parse = _PARSERS.get(request.path, parse_chat)
         asked = parse(json.loads(body), request.headers, self.served.defaults, RequestId(f"free{number}"))
         return serve_turn(asked.turn, self.served)
+
+    def sent(self, body: JsonObject) -> JsonObject:
+        """A recorded body as its client would have sent it here: with the ids of calls that this server gave."""
+        renamed: JsonObject = self._ids.in_body(body)
+        return renamed
 
     def end(self, running: RunningTurn) -> Told:
         """The rest of it: the answer as it was written, and what is remembered."""

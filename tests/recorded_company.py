@@ -44,6 +44,6 @@ def _counted(model: ModelFree, request: Request) -> int | None:
     """What count_tokens says of a request."""
     if request.path != MESSAGES:
         return None
-    body = {key: value for key, value in request.body.items() if key != "max_tokens"}
+    body = model.sent({key: value for key, value in request.body.items() if key != "max_tokens"})
     counted = parse_counted(body, request.headers, model.served.defaults, RequestId("count"))
     return count_tokens(counted, model.served)
