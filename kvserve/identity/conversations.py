@@ -95,11 +95,7 @@ class Conversations:
         """
         stores, identity, session = self._stores, reading.identity, exchanged.session
         if session.leaves_no_record:
-            if exchanged.written is not None and not identity.owner.is_one_client:
-                identity = _with_answer(identity, exchanged.written.message)
-                answer = _answer_step(identity, exchanged.written)
-                stores.turns.pass_by([answer])
-                self._earlier.put(identity, [answer], exchanged.packed_prompt)
+            self._pass_by(identity, exchanged)
             return None
         until = stores.until(session.ttl_seconds)
         stores.beginnings.count(
@@ -148,6 +144,14 @@ class Conversations:
             now=stores.now(),
             until=until,
         )
+
+    def _pass_by(self, identity: Identity, exchanged: Exchanged) -> None:
+        """Note that a client which leaves no record was given this answer, as others may have been."""
+        if exchanged.written is not None and not identity.owner.is_one_client:
+            identity = _with_answer(identity, exchanged.written.message)
+            answer = _answer_step(identity, exchanged.written)
+            self._stores.turns.pass_by([answer])
+            self._earlier.put(identity, [answer], exchanged.packed_prompt)
 
     def most_used_beginnings(self, num: int) -> tuple[Beginning, ...]:
         """What prompts have begun with most often, up to the first user's words."""
