@@ -4,7 +4,7 @@ It knows nodes, records and tiers; not when something is added or which record s
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.records import (
@@ -136,22 +136,26 @@ class Store:
 
     def piece_of(self, node: Node, end: int) -> Piece:
         """A node's rows up to `end`."""
-        if node.segment is None:
-            raise ValueError("The root has no rows.")
-        first = node.segment.tokens.start
-        payload = self.ram.get(node.segment.record_id)
-        return Piece(node.segment, payload, node.start - first, min(node.end, end) - first)
+        return self._rows(node, node, end)
 
     def pieces_to(self, node: Node, end: int) -> tuple[Piece, ...]:
         """The rows `[0, end)` of the path to a node, `end` inside it. Neighbours in one record are one piece, because a
         restore pays for each: states stand inside records."""
-        pieces: list[Piece] = []
+        spans: list[tuple[Node, Node]] = []
         for each in node.path():
-            piece = self.piece_of(each, end)
-            if pieces and pieces[-1].segment is piece.segment:
-                piece = replace(pieces.pop(), end_row=piece.end_row)
-            pieces.append(piece)
-        return tuple(pieces)
+            if spans and spans[-1][1].segment is each.segment:
+                spans[-1] = spans[-1][0], each
+            else:
+                spans.append((each, each))
+        return tuple(self._rows(first, last, end) for first, last in spans)
+
+    def _rows(self, first: Node, last: Node, end: int) -> Piece:
+        """The rows up to `end` of nodes that follow one another in one record."""
+        if first.segment is None:
+            raise ValueError("The root has no rows.")
+        begin = first.segment.tokens.start
+        payload = self.ram.get(first.segment.record_id)
+        return Piece(first.segment, payload, first.start - begin, min(last.end, end) - begin)
 
     def state_of(self, node: Node) -> State | None:
         """The checkpoint at a node's end with its payload."""

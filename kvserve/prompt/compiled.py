@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils.chat_template_utils import _compile_jinja_template as compile_template
 
@@ -40,6 +41,7 @@ class Refusal:
 _DICT_NAMES = frozenset(dir(dict))
 _STR_METHODS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"}
 """What the sandbox allows of a text unchanged; the two that are left out it wraps."""
+_LOOP_NAMES = frozenset(name for name in dir(LoopContext) if not name.startswith("_"))
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -66,7 +68,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         kind = type(obj)
         if kind is dict and attribute not in _DICT_NAMES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if kind is str and attribute in _STR_METHODS:
+        if (kind is str and attribute in _STR_METHODS) or (kind is LoopContext and attribute in _LOOP_NAMES):
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 

@@ -149,6 +149,8 @@ class Fields:
 
     def optional[T](self, key: str, reader: Reader[T]) -> T | None:
         """The value under `key`, or None where it is missing or null. Raises BadRequest as the reader does."""
+        if self.fallback is None and self.values.get(key) is None:
+            return None  # most fields of most messages: no path is put together for them
         value, path = self.locate(key)
         return None if value is None else reader(value, path)
 

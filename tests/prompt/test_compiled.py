@@ -21,6 +21,8 @@ EXPRESSIONS = (
     *("message.content.split('</think>')[-1].lstrip()", "message.content.strip().startswith('hi')"),
     *("message.content.format", "'{0.__class__}'.format(message)", "message.content.__class__", "message.content.none"),
     *("message.parts[0].text", "message.parts.append(1)", "message.parts | map(attribute='text') | join"),
+    *(f"loop.{name}" for name in ("index0", "last", "previtem", "nextitem.role", "missing", "__class__", "_iterable")),
+    *("loop.cycle('a', 'b')", "loop.changed(1)", "loop(2)", "[loop] | map(attribute='first') | list"),
     *("dict(a=1).a", "namespace(a=1).a", "messages | selectattr('role', 'equalto', 'user') | list | length"),
 )
 
@@ -29,7 +31,7 @@ EXPRESSIONS = (
 @pytest.mark.parametrize("form", ["{{{{ {} }}}}", "{{% set found = {} %}}{{{{ found is defined }}}} {{{{ found }}}}"])
 def test_a_field_is_found_or_refused_as_in_the_sandbox(expression: str, form: str) -> None:
     """The short ways to fields and methods lead to the same values; what is unsafe stays so, and nothing is changed."""
-    source = form.format(expression)
+    source = "{% for item in [message, message] %}" + form.format(expression) + "{% endfor %}"
     message = dict(MESSAGE)
     given = {"messages": [message], "message": message, "tools": None, "add_generation_prompt": False}
     try:
