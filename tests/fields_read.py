@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kvserve.core import RequestDefaults, RequestId, SamplingParams
-from kvserve.protocols.fields import Fields, child_path
+from kvserve.protocols.fields import Fields, Reader, child_path
 from kvserve.protocols.openai_chat import parse_chat
 from kvserve.protocols.openai_completions import parse_completion
 from kvserve.protocols.openai_messages import ROLES
@@ -38,14 +38,22 @@ def without_indices(path: str) -> str:
 
 def _looked_up(parse: Callable[[], object]) -> set[str]:
     names: set[str] = set()
-    real = Fields.locate
+    locate, optional = Fields.locate, Fields.optional
 
-    def noting(self: Fields, key: str) -> tuple[object, str]:
-        if re.fullmatch(r"(messages\[\d+\])?", self.path):
-            names.add(without_indices(child_path(self.path, key)))
-        return real(self, key)
+    def note(fields: Fields, key: str) -> None:
+        if re.fullmatch(r"(messages\[\d+\])?", fields.path):
+            names.add(without_indices(child_path(fields.path, key)))
+
+    def noting_locate(self: Fields, key: str) -> tuple[object, str]:
+        note(self, key)
+        return locate(self, key)
+
+    def noting_optional[T](self: Fields, key: str, reader: Reader[T]) -> T | None:
+        note(self, key)  # a missing field is not located
+        return optional(self, key, reader)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Fields, "locate", noting)
+        patch.setattr(Fields, "locate", noting_locate)
+        patch.setattr(Fields, "optional", noting_optional)
         parse()
     return names - _OF_HEADERS
