@@ -106,6 +106,13 @@ class Backend:
         self.server.shutdown()
         self.server.server_close()
 
+    def wait_until_asked(self, seconds: float) -> bool:
+        """Whether a request arrived within `seconds`: a client that leaves before is none of the backend's."""
+        deadline = time.monotonic() + seconds
+        while not self.received and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return bool(self.received)
+
     def wait_until_left(self, seconds: float) -> float | None:
         """When the proxy dropped its connection to us, None if it did not within `seconds`."""
         deadline = time.monotonic() + seconds
