@@ -45,6 +45,7 @@ from kvserve.watching import Look
 from kvserve.web.routes import make_router
 from kvserve.web.server import HttpServer
 from kvserve.wiring import (
+    access_warnings,
     agent_store,
     catalogue_settings,
     identity_settings,
@@ -230,7 +231,7 @@ class App:
             stopping.wait(0.1)
 
     def _banner(self, served: ServedModel) -> BannerFacts:
-        warnings: list[str] = []
+        warnings = access_warnings(self._settings)
         if self._settings.normalize_write_tool_content_for_prompt:
             warnings.append("The model does not see the contents of its past write calls, only their digests.")
         if (support := served.engine.status.cache_support) is not None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from kvserve.errors import BadRequest, BodyTooLarge, RequestError, RequestTimeout
-from kvserve.proxy.access import Headers
+from kvserve.proxy.access import HeaderLines, Headers
 
 type Message = MutableMapping[str, Any]
 type Scope = MutableMapping[str, Any]
@@ -184,23 +184,9 @@ def json_header() -> HeaderList:
     return [(b"content-type", b"application/json")]
 
 
-def sharing_headers(origin: str | None) -> HeaderList:
-    """What lets the page of an accepted Origin read the answer."""
-    if origin is None:
-        return []
-    exposed = (b"access-control-expose-headers", b"x-request-id, request-id, retry-after")
-    return [(b"vary", b"Origin"), (b"access-control-allow-origin", origin.encode("latin-1")), exposed]
-
-
-def preflight_headers(origin: str, headers: Headers) -> HeaderList:
-    """The answer to a preflight of an accepted Origin: what it asks for is granted."""
-    asked = ", ".join(headers.get("access-control-request-headers", ())) or "authorization, content-type, x-api-key"
-    return [
-        *sharing_headers(origin),
-        (b"access-control-allow-methods", b"GET, POST, DELETE"),
-        (b"access-control-allow-headers", asked.encode("latin-1")),
-        (b"access-control-max-age", b"600"),
-    ]
+def encoded(lines: HeaderLines) -> HeaderList:
+    """Header lines as ASGI has them."""
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in lines]
 
 
 def error_body(error: RequestError, path: str = "") -> bytes:

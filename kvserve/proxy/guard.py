@@ -13,7 +13,7 @@ from typing import Any
 
 from kvserve.core import KEY_HEADER, NO_KEY, key_digest
 from kvserve.errors import EngineFailure, MethodNotAllowed, NotFound, RequestError
-from kvserve.proxy.access import AccessRules, Headers, check_access
+from kvserve.proxy.access import AccessRules, Headers, check_access, preflight_headers, sharing_headers
 from kvserve.proxy.asgi import (
     App,
     HeaderList,
@@ -22,14 +22,13 @@ from kvserve.proxy.asgi import (
     Scope,
     Send,
     answer,
+    encoded,
     error_body,
     json_header,
-    preflight_headers,
     read_body,
     read_headers,
     read_json_object,
     replay,
-    sharing_headers,
     with_request_id,
 )
 from kvserve.proxy.envelope import chat_envelope, completion_envelope
@@ -139,14 +138,15 @@ class Guard:
         try:
             origin = check_access(headers, self._rules.access, needs_key=False)
             if origin is not None and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-                await answer(send, 204, b"", preflight_headers(origin, headers))
+                granted = preflight_headers(headers, ("GET", "POST", "DELETE"))
+                await answer(send, 204, b"", encoded((*sharing_headers(origin), *granted)))
                 return
             route = find_route(scope["method"], scope["path"], headers)
             check_access(headers, self._rules.access, needs_key=route.needs_key)
             await self._pass_on(route, scope, receive, AnswerFilter(send, origin))
         except RequestError as error:
             body = error_body(error, scope["path"])
-            await answer(send, error.status, body, [*json_header(), *sharing_headers(origin)])
+            await answer(send, error.status, body, [*json_header(), *encoded(sharing_headers(origin))])
 
     async def _pass_on(self, route: Route, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
         if route.is_native:
@@ -221,7 +221,7 @@ class AnswerFilter:
         if message["type"] == "http.response.start":
             replaced = self._replacement(message)
             if replaced is None:
-                message["headers"] = [*outer_headers(message["headers"]), *sharing_headers(self._origin)]
+                message["headers"] = [*outer_headers(message["headers"]), *encoded(sharing_headers(self._origin))]
             else:
                 self._is_replaced = True
                 await answer(self._send, *replaced)
@@ -233,7 +233,7 @@ class AnswerFilter:
         if status < 400:
             return None
         sent = {name.lower(): value for name, value in start["headers"]}
-        kept = [*outer_headers(request_id_of(sent)), *sharing_headers(self._origin)]
+        kept = [*outer_headers(request_id_of(sent)), *encoded(sharing_headers(self._origin))]
         upstream = self.exchange.upstream_error if self.exchange is not None else None
         if upstream is not None:
             extra = [(b"content-type", upstream.content_type.encode("latin-1")), *kept]
