@@ -213,6 +213,7 @@ class App:
         settings = replace(
             proxy_settings(self._settings, self._server.port),
             listed_model_id=self._listed_model_id,
+            backend_model_id=self._model_name,
             secret=self._proxy_secret,
         )
         self._proxy = LitellmProxy(settings, self._launch.environment, self._terminal.note)

@@ -165,6 +165,7 @@ def proxy_settings(settings: Settings, backend_port: int) -> ProxySettings:
         port=settings.proxy_port,
         backend_url=f"http://{backend_host}:{backend_port}",
         listed_model_id=settings.listed_model_id,
+        backend_model_id=settings.model_path,
         state_dir=settings.state_dir,
         api_key=settings.api_key,
         allowed_origins=settings.allowed_origins,

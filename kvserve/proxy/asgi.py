@@ -9,6 +9,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import quote
 
 from kvserve.errors import BadRequest, BodyTooLarge, RequestError, RequestTimeout
 from kvserve.proxy.access import HeaderLines, Headers
@@ -34,6 +35,7 @@ _BODY_TIMEOUT_SECONDS = 60.0
 _WHOLE_FIELDS = ("arguments", "parameters", "schema")
 """Where the server's own port refuses equal keys: they hold what the model must read whole."""
 
+_PLAIN_IN_PATHS = "/:@!$&'()*+,;=~"
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -44,6 +46,11 @@ def read_headers(scope: Scope) -> dict[str, list[str]]:
     for name, value in scope["headers"]:
         headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
     return headers
+
+
+def at_path(scope: Scope, path: str) -> Scope:
+    """The request as if it had been sent to this path, which is given decoded."""
+    return {**scope, "path": path, "raw_path": quote(path, safe=_PLAIN_IN_PATHS).encode("ascii")}
 
 
 async def read_json_object(receive: Receive, max_bytes: int, headers: Headers) -> dict[str, object] | None:
