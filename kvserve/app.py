@@ -45,6 +45,7 @@ from kvserve.watching import Look
 from kvserve.web.routes import make_router
 from kvserve.web.server import HttpServer
 from kvserve.wiring import (
+    access_warnings,
     agent_store,
     catalogue_settings,
     identity_settings,
@@ -212,6 +213,7 @@ class App:
         settings = replace(
             proxy_settings(self._settings, self._server.port),
             listed_model_id=self._listed_model_id,
+            backend_model_id=self._model_name,
             secret=self._proxy_secret,
         )
         self._proxy = LitellmProxy(settings, self._launch.environment, self._terminal.note)
@@ -230,7 +232,7 @@ class App:
             stopping.wait(0.1)
 
     def _banner(self, served: ServedModel) -> BannerFacts:
-        warnings: list[str] = []
+        warnings = access_warnings(self._settings)
         if self._settings.normalize_write_tool_content_for_prompt:
             warnings.append("The model does not see the contents of its past write calls, only their digests.")
         if (support := served.engine.status.cache_support) is not None:

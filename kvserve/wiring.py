@@ -17,6 +17,7 @@ from kvserve.errors import SettingError
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.prompt.images_remote import RemoteLimits, RemotePictures
 from kvserve.protocols.responses_store import ResponseStore
+from kvserve.proxy.access import is_loopback
 from kvserve.proxy.settings import ProxySettings
 from kvserve.seeing import SeeingSettings
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE_NAME
@@ -164,6 +165,7 @@ def proxy_settings(settings: Settings, backend_port: int) -> ProxySettings:
         port=settings.proxy_port,
         backend_url=f"http://{backend_host}:{backend_port}",
         listed_model_id=settings.listed_model_id,
+        backend_model_id=settings.model_path,
         state_dir=settings.state_dir,
         api_key=settings.api_key,
         allowed_origins=settings.allowed_origins,
@@ -199,6 +201,16 @@ def seeing_settings(settings: Settings, disk_cache: DiskMode = "on") -> SeeingSe
         shows_text=settings.dashboard_show_text,
         shows_image_cuts=settings.vlm_cache_debug,
     )
+
+
+def access_warnings(settings: Settings) -> list[str]:
+    """What the start says of who may speak to this server."""
+    if settings.api_key is not None or is_loopback(settings.mlx_host.lower()):
+        return []
+    return [
+        f"MLX_HOST={settings.mlx_host} without API_KEY: whoever reaches this machine over the network may use the "
+        "model, read what is told of requests and empty the cache."
+    ]
 
 
 def url_host(host: str) -> str:

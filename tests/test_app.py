@@ -16,6 +16,7 @@ import pytest
 import kvserve.loading
 from kvserve.errors import ModelLoadError, PortTaken
 from kvserve.telemetry.log import parse_line
+from kvserve.wiring import access_warnings
 from tests.engine.odd_caches import Unmergeable, use_cache
 from tests.serving import (
     CHAT_PATH,
@@ -198,6 +199,14 @@ def test_the_banner_says_what_is_served_and_where(app: AppUnderTest) -> None:
     text = app.screen.getvalue()
     assert f"serves {app.served.name} (context 4,096 tokens)" in text
     assert f"http://127.0.0.1:{app.port}/v1" in text and "LiteLLM" not in text
+
+
+def test_the_banner_warns_of_an_open_server(app: AppUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound to the network without a key."""
+    assert not app.app._banner(app.served).warnings
+    open_to_all = app.app._settings.model_copy(update={"mlx_host": "0.0.0.0"})
+    monkeypatch.setattr(app.app, "_settings", open_to_all)
+    assert app.app._banner(app.served).warnings == tuple(access_warnings(open_to_all))
 
 
 # --- what a person reads ----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from kvserve.config import Settings, setting_key
 from kvserve.engine.quantised import KvSettings
 from kvserve.wiring import (
+    access_warnings,
     catalogue_settings,
     engine_settings,
     identity_settings,
@@ -156,6 +157,27 @@ def test_the_proxy_stays_on_loopback_and_finds_the_server(monkeypatch: pytest.Mo
     monkeypatch.setenv("MLX_HOST", host)
     proxy = proxy_settings(Settings(), 1)
     assert (proxy.host, proxy.backend_url) == ("127.0.0.1", "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "is_warned"),
+    [
+        ("127.0.0.1", "", False),
+        ("localhost", "", False),
+        ("::1", "", False),
+        ("0.0.0.0", "secret", False),
+        ("0.0.0.0", "", True),
+        ("::", "", True),
+        ("192.168.1.5", "", True),
+        ("box.local", "", True),
+    ],
+)
+def test_an_open_server_is_warned_of(monkeypatch: pytest.MonkeyPatch, host: str, key: str, is_warned: bool) -> None:
+    """An address of the network without a key: the start says what that means."""
+    monkeypatch.setenv("MLX_HOST", host)
+    monkeypatch.setenv("API_KEY", key)
+    warnings = access_warnings(Settings())
+    assert [f"MLX_HOST={host} without API_KEY" in warning for warning in warnings] == [True] * is_warned
 
 
 def test_the_rules_get_their_policies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,36 @@
-"""Who may speak to the proxy: Host (against DNS rebinding), Origin (against foreign web pages) and the API key, by the
-same rules as on the backend's own port. Pure functions over header values; it knows no sockets.
+"""Who may speak to either port: Host (against DNS rebinding), Origin (against foreign web pages) and the API key, and
+what a browser is told of it. Pure functions over header values, also of `web/guard.py`; it knows no sockets.
 """
 
 import hmac
+import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 from kvserve.errors import Forbidden, Unauthorized
 
 type Headers = Mapping[str, Sequence[str]]
+type HeaderLines = tuple[tuple[str, str], ...]
 
+READ_HEADERS = ("host", "origin", "authorization", "x-api-key")
+"""All that decides who may speak."""
+
+# Names that no public name server gives out, so that no page of the web can have one of them and then point it at this
+# machine: those of this machine, those by which a container calls its host, and those of the local network (RFC 6762).
+_LOCAL_NAMES = frozenset({"localhost", "host.docker.internal", "gateway.docker.internal", "host.containers.internal"})
+_LOCAL_NAME = re.compile(r"[^.].*\.(?:localhost|local)")
+
+_USUAL_HEADERS = "authorization, content-type, x-api-key, x-session-id, anthropic-version, anthropic-beta"
+_HEADER_NAMES = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+(?:[ \t]*,[ \t]*[!#$%&'*+\-.^_`|~0-9A-Za-z]+)*")
 _ANY = "*"
 
 
 @dataclass(frozen=True, slots=True)
 class AccessRules:
-    """`host` is the address that the proxy is bound to; the rest is the operator's."""
+    """`host` is the address that the port is bound to; the rest is the operator's."""
 
     host: str
     api_key: str | None = None
@@ -44,19 +57,28 @@ def check_access(headers: Headers, rules: AccessRules, *, needs_key: bool) -> st
 
 
 def check_host(headers: Headers, rules: AccessRules) -> None:
-    """Raises Forbidden unless the request was sent to a loopback name, the bound host or an allowed one."""
+    """Raises Forbidden unless the request was sent to an address in numbers, a local name, the bound host or an allowed
+    one.
+
+    A web page whose name was re-pointed at this machine still sends its own name as Host; an address has no name to
+    re-point.
+    """
     sent = headers.get("host", ())
     if not sent:  # only HTTP/1.0 may leave it out, and no browser speaks that
         return
     own = _parse_authority(sent[0]) if len(sent) == 1 else None
     allowed = {rules.host.lower(), *(name.lower().rstrip(".") for name in rules.allowed_hosts)}
-    if own is not None and (_is_loopback(own.name) or own.name in allowed or _ANY in allowed):
+    if own is not None and (_is_local(own.name) or own.name in allowed or _ANY in allowed):
         return
     raise Forbidden("The Host header names no host of this server; ALLOWED_HOSTS admits further names.")
 
 
 def check_origin(headers: Headers, rules: AccessRules) -> str | None:
-    """The Origin to which the answer may be shown, None if the request has none. Raises Forbidden for a foreign one."""
+    """The Origin to which the answer may be shown, None if the request has none. Raises Forbidden for a foreign one.
+
+    Pages that this machine serves may call, the server's own and those of `allowed_origins`. `null`, which sandboxed
+    pages send, is foreign unless it is listed.
+    """
     origins = headers.get("origin", ())
     if not origins:
         return None
@@ -77,19 +99,41 @@ def check_key(headers: Headers, rules: AccessRules) -> None:
     expected = rules.api_key.encode("utf-8")
     # Header values were read as latin-1; their bytes are compared, in constant time.
     if not any([hmac.compare_digest(key.encode("latin-1"), expected) for key in sent]):
-        raise Unauthorized("The API key is missing or wrong: send it as `Authorization: Bearer KEY` or `x-api-key`.")
+        raise Unauthorized(
+            "The API key is missing or wrong: send the server's API_KEY, the only key that it knows, as "
+            "`Authorization: Bearer KEY` or `x-api-key`."
+        )
+
+
+def sharing_headers(origin: str | None) -> HeaderLines:
+    """What lets the page of an accepted Origin read the answer."""
+    if origin is None:
+        return (("Vary", "Origin"),)
+    exposed = "x-request-id, request-id, x-client-request-id, retry-after"
+    return (("Vary", "Origin"), ("Access-Control-Allow-Origin", origin), ("Access-Control-Expose-Headers", exposed))
+
+
+def preflight_headers(headers: Headers, methods: Sequence[str]) -> HeaderLines:
+    """The answer to a preflight of an accepted Origin; the headers it asks for are granted if they are header names."""
+    asked = ", ".join(headers.get("access-control-request-headers", ()))
+    return (
+        ("Access-Control-Allow-Methods", ", ".join(methods)),
+        ("Access-Control-Allow-Headers", asked if _HEADER_NAMES.fullmatch(asked) else _USUAL_HEADERS),
+        ("Access-Control-Max-Age", "600"),
+    )
 
 
 def _is_own_page(origin: str, headers: Headers) -> bool:
-    """Whether the Origin is the Host that `check_host` accepted, or both are loopback names with the same port."""
+    """Whether this machine serves the page, or the Origin is the Host that `check_host` accepted, port and all."""
     scheme, _, authority = origin.partition("://")
     page, own = _parse_authority(authority), _parse_authority("".join(headers.get("host", ())))
-    if scheme.lower() not in ("http", "https") or page is None or own is None or page.port != own.port:
+    if scheme.lower() not in ("http", "https") or page is None:
         return False
-    return page.name == own.name or (_is_loopback(page.name) and _is_loopback(own.name))
+    return is_loopback(page.name) or page == own
 
 
 def _parse_authority(text: str) -> _Authority | None:
+    """`name`, `name:port` or `[v6]:port` with the name in lower case, or None if the text is none of these."""
     try:
         parts = urlsplit(f"//{text}")
         port = parts.port
@@ -101,10 +145,22 @@ def _parse_authority(text: str) -> _Authority | None:
     return _Authority(name, port)
 
 
-def _is_loopback(name: str) -> bool:
-    if name == "localhost" or name.endswith(".localhost"):
+def is_loopback(name: str) -> bool:
+    """Whether the name can only mean the machine on which it is used."""
+    address = _address(name)
+    return address.is_loopback if address is not None else name == "localhost" or name.endswith(".localhost")
+
+
+def _is_local(name: str) -> bool:
+    """Whether no public name server can point this name anywhere: an address, a local name, or this machine's own."""
+    if _address(name) is not None or name in _LOCAL_NAMES or _LOCAL_NAME.fullmatch(name):
         return True
+    own = socket.gethostname().lower().rstrip(".")  # asked each time: it changes with the network on some systems
+    return name in (own, own.partition(".")[0])
+
+
+def _address(name: str) -> IPv4Address | IPv6Address | None:
     try:
-        return ip_address(name).is_loopback
+        return ip_address(name)
     except ValueError:
-        return False
+        return None

@@ -9,9 +9,10 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import quote
 
 from kvserve.errors import BadRequest, BodyTooLarge, RequestError, RequestTimeout
-from kvserve.proxy.access import Headers
+from kvserve.proxy.access import HeaderLines, Headers
 
 type Message = MutableMapping[str, Any]
 type Scope = MutableMapping[str, Any]
@@ -34,6 +35,7 @@ _BODY_TIMEOUT_SECONDS = 60.0
 _WHOLE_FIELDS = ("arguments", "parameters", "schema")
 """Where the server's own port refuses equal keys: they hold what the model must read whole."""
 
+_PLAIN_IN_PATHS = "/:@!$&'()*+,;=~"
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -44,6 +46,11 @@ def read_headers(scope: Scope) -> dict[str, list[str]]:
     for name, value in scope["headers"]:
         headers.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1"))
     return headers
+
+
+def at_path(scope: Scope, path: str) -> Scope:
+    """The request as if it had been sent to this path, which is given decoded."""
+    return {**scope, "path": path, "raw_path": quote(path, safe=_PLAIN_IN_PATHS).encode("ascii")}
 
 
 async def read_json_object(receive: Receive, max_bytes: int, headers: Headers) -> dict[str, object] | None:
@@ -184,23 +191,9 @@ def json_header() -> HeaderList:
     return [(b"content-type", b"application/json")]
 
 
-def sharing_headers(origin: str | None) -> HeaderList:
-    """What lets the page of an accepted Origin read the answer."""
-    if origin is None:
-        return []
-    exposed = (b"access-control-expose-headers", b"x-request-id, request-id, retry-after")
-    return [(b"vary", b"Origin"), (b"access-control-allow-origin", origin.encode("latin-1")), exposed]
-
-
-def preflight_headers(origin: str, headers: Headers) -> HeaderList:
-    """The answer to a preflight of an accepted Origin: what it asks for is granted."""
-    asked = ", ".join(headers.get("access-control-request-headers", ())) or "authorization, content-type, x-api-key"
-    return [
-        *sharing_headers(origin),
-        (b"access-control-allow-methods", b"GET, POST, DELETE"),
-        (b"access-control-allow-headers", asked.encode("latin-1")),
-        (b"access-control-max-age", b"600"),
-    ]
+def encoded(lines: HeaderLines) -> HeaderList:
+    """Header lines as ASGI has them."""
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in lines]
 
 
 def error_body(error: RequestError, path: str = "") -> bytes:

@@ -15,6 +15,7 @@ from threading import Thread
 
 import uvicorn
 
+from kvserve.proxy.backend import Backend
 from kvserve.proxy.guard import Guard, GuardRules
 from kvserve.proxy.wordless import WordlessLog
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     rules = GuardRules.from_json(json.loads(Path(options.guard).read_text(encoding="utf-8")))
     litellm_app = importlib.import_module("litellm.proxy.proxy_server").app
     uvicorn.run(
-        WordlessLog(Guard(litellm_app, rules)),
+        WordlessLog(Guard(litellm_app, Backend(rules.backend_url), rules)),
         host=options.host,
         port=options.port,
         log_level="error",

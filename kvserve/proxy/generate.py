@@ -108,6 +108,8 @@ def guard_rules(settings: ProxySettings) -> GuardRules:
         allowed_hosts=settings.allowed_hosts,
         max_body_bytes=settings.max_body_bytes,
         default_model=settings.listed_model_id,
+        backend_model=settings.backend_model_id,
+        backend_url=settings.backend_url,
     )
 
 

@@ -6,14 +6,14 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvserve.core import KEY_HEADER, NO_KEY, key_digest
-from kvserve.errors import EngineFailure, MethodNotAllowed, NotFound, RequestError
-from kvserve.proxy.access import AccessRules, Headers, check_access
+from kvserve.errors import EngineFailure, RequestError
+from kvserve.proxy.access import AccessRules, Headers, check_access, preflight_headers, sharing_headers
 from kvserve.proxy.asgi import (
     App,
     HeaderList,
@@ -22,30 +22,33 @@ from kvserve.proxy.asgi import (
     Scope,
     Send,
     answer,
+    at_path,
+    encoded,
     error_body,
     json_header,
-    preflight_headers,
     read_body,
     read_headers,
     read_json_object,
     replay,
-    sharing_headers,
     with_request_id,
 )
-from kvserve.proxy.envelope import chat_envelope, completion_envelope
 from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange
-from kvserve.proxy.native import ENVELOPE, native_methods, native_scope, run_while_wanted
+from kvserve.proxy.native import ENVELOPE, native_scope, run_while_wanted
+from kvserve.proxy.paths import Envelope, Route, find_route, versioned
 
 _WARM_UP_TIMEOUT_SECONDS = 10.0
+_MODEL_PLACE = "/v1/models/"
 
 
 @dataclass(frozen=True, slots=True)
 class GuardRules:
     """What the guard enforces; it travels to the child process as JSON. `secret` goes before what the backend is to
-    believe."""
+    believe. `default_model` is what LiteLLM lists, `backend_model` the same model's name on the backend's own port."""
 
     host: str
     default_model: str
+    backend_model: str = ""
+    backend_url: str = ""
     api_key: str | None = None
     secret: str = ""
     allowed_origins: tuple[str, ...] = ()
@@ -67,30 +70,6 @@ class GuardRules:
         names = {name: tuple(value[name]) for name in ("allowed_origins", "allowed_hosts")}
         return cls(**{**value, **names})
 
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """A path that the proxy serves. With `envelope` the body is a JSON object of which LiteLLM sees only that; what
-    `is_native` is passed on byte for byte."""
-
-    method: str
-    envelope: Callable[[Mapping[str, object], str], dict[str, object]] | None = None
-    needs_key: bool = True
-    is_native: bool = False
-
-
-# LiteLLM has some hundred paths more. Some change its configuration, some send what they get to a cloud provider, and
-# its /health runs a generation per call.
-ROUTES: Mapping[str, Route] = {
-    "/v1/chat/completions": Route("POST", chat_envelope),
-    "/chat/completions": Route("POST", chat_envelope),
-    "/v1/completions": Route("POST", completion_envelope),
-    "/completions": Route("POST", completion_envelope),
-    "/v1/models": Route("GET"),
-    "/models": Route("GET"),
-    "/health/readiness": Route("GET", needs_key=False),
-    "/health/liveliness": Route("GET", needs_key=False),
-}
 
 # In order of preference; x-session-id is also what LiteLLM routes a session by.
 _SESSION_HEADERS = ("session_id", "session-id", "thread_id", "thread-id", "conversation_id", "conversation-id")
@@ -117,10 +96,11 @@ _WARM_UP_SCOPE: Scope = {
 
 
 class Guard:
-    """The ASGI application that the child process serves."""
+    """The ASGI application that the child process serves: LiteLLM's, and the backend where LiteLLM has no part."""
 
-    def __init__(self, app: App, rules: GuardRules) -> None:
+    def __init__(self, app: App, backend: App, rules: GuardRules) -> None:
         self._app = app
+        self._backend = backend
         self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,38 +119,53 @@ class Guard:
         try:
             origin = check_access(headers, self._rules.access, needs_key=False)
             if origin is not None and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-                await answer(send, 204, b"", preflight_headers(origin, headers))
+                granted = preflight_headers(headers, ("GET", "POST", "DELETE"))
+                await answer(send, 204, b"", encoded((*sharing_headers(origin), *granted)))
                 return
             route = find_route(scope["method"], scope["path"], headers)
             check_access(headers, self._rules.access, needs_key=route.needs_key)
-            await self._pass_on(route, scope, receive, AnswerFilter(send, origin))
+            await self._pass_on(route, at_path(scope, route.path), receive, AnswerFilter(send, origin))
         except RequestError as error:
-            body = error_body(error, scope["path"])
-            await answer(send, error.status, body, [*json_header(), *sharing_headers(origin)])
+            body = error_body(error, versioned(scope["path"]))
+            await answer(send, error.status, body, [*json_header(), *encoded(sharing_headers(origin))])
 
     async def _pass_on(self, route: Route, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
-        if route.is_native:
+        if route.way == "direct":
+            await self._pass_directly(scope, receive, send)
+        elif route.way == "as it is":
             await self._pass_natively(scope, receive, send)
-            return
-        inner = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != b"origin"]}
-        if route.envelope is None:
-            await self._app(inner, receive, send)
-            return
+        elif route.envelope is None:
+            await self._app({**scope, "headers": _without_origin(scope)}, receive, send)
+        else:
+            await self._pass_enveloped(route.envelope, scope, receive, send)
+
+    async def _pass_enveloped(self, envelope: Envelope, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
         body = await read_json_object(receive, self._rules.max_body_bytes, read_headers(scope))
         if body is None:
             return
-        envelope = json.dumps(route.envelope(body, self._rules.default_model)).encode("utf-8")
-        inner["headers"] = inner_headers(scope, len(envelope), self._rules.secret)
+        shown = json.dumps(envelope(body, self._rules.default_model)).encode("utf-8")
+        inner = {**scope, "headers": inner_headers(scope, len(shown), self._rules.secret)}
         send.exchange = Exchange(body, forwarded_headers(read_headers(scope)))
         CURRENT_EXCHANGE.set(send.exchange)
-        await self._app(inner, replay(envelope, receive), send)
+        await self._app(inner, replay(shown, receive), send)
 
     async def _pass_natively(self, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
         raw = await read_body(receive, self._rules.max_body_bytes, read_headers(scope))
         if raw is None:
             return
         inner = native_scope(scope, inner_headers(scope, len(ENVELOPE), self._rules.secret), raw, self._rules.api_key)
-        await run_while_wanted(self._app, inner, receive, send)
+        await run_while_wanted(self._app, inner, ENVELOPE, receive, send)
+
+    async def _pass_directly(self, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
+        """The client's own headers go on: where the guard asks for no key, the backend asks for it if it wants one."""
+        raw = await read_body(receive, self._rules.max_body_bytes, read_headers(scope))
+        if raw is None:
+            return
+        if scope["path"] == f"{_MODEL_PLACE}{self._rules.default_model}":
+            scope = at_path(scope, f"{_MODEL_PLACE}{self._rules.backend_model}")
+        told = told_key(read_headers(scope), self._rules.secret)
+        kept = [pair for pair in _without_origin(scope) if pair[0].lower() != told[0]]
+        await run_while_wanted(self._backend, {**scope, "headers": [*kept, told]}, raw, receive, send)
 
     def _warm_before_ready(self, scope: Scope, send: Send) -> Send:
         """Holds back "started" until one request went through: the first one takes 600 ms longer than the others."""
@@ -221,7 +216,7 @@ class AnswerFilter:
         if message["type"] == "http.response.start":
             replaced = self._replacement(message)
             if replaced is None:
-                message["headers"] = [*outer_headers(message["headers"]), *sharing_headers(self._origin)]
+                message["headers"] = [*outer_headers(message["headers"]), *encoded(sharing_headers(self._origin))]
             else:
                 self._is_replaced = True
                 await answer(self._send, *replaced)
@@ -233,7 +228,7 @@ class AnswerFilter:
         if status < 400:
             return None
         sent = {name.lower(): value for name, value in start["headers"]}
-        kept = [*outer_headers(request_id_of(sent)), *sharing_headers(self._origin)]
+        kept = [*outer_headers(request_id_of(sent)), *encoded(sharing_headers(self._origin))]
         upstream = self.exchange.upstream_error if self.exchange is not None else None
         if upstream is not None:
             extra = [(b"content-type", upstream.content_type.encode("latin-1")), *kept]
@@ -246,33 +241,28 @@ class AnswerFilter:
         return status, error_body(failure), [*json_header(), *kept]
 
 
-def find_route(method: str, path: str, headers: Container[str] = ()) -> Route:
-    """The route of a path, for a request with headers of these names. Raises NotFound or MethodNotAllowed."""
-    if methods := native_methods(path, headers):
-        if method not in methods:
-            raise MethodNotAllowed(f"This path takes {' and '.join(methods)}.")
-        return Route(method, is_native=True)
-    route = ROUTES.get(path)
-    if route is None:
-        raise NotFound("The proxy serves no such path; the server's own port may.")
-    if method != route.method:
-        raise MethodNotAllowed(f"This path takes {route.method}.")
-    return route
-
-
 def inner_headers(scope: Scope, num_body_bytes: int, secret: str) -> HeaderList:
     """The request's headers as LiteLLM sees them: with a session header under the name that it forwards, and with the
     digest of the client's key, in whose place the backend gets the proxy's."""
     headers = [pair for pair in scope["headers"] if pair[0].lower() not in _WITHHELD_HEADERS]
     headers += [*json_header(), (b"content-length", str(num_body_bytes).encode())]
     sent = read_headers(scope)
-    own = {name: values[0] for name, values in sent.items() if name != KEY_HEADER}
-    told = f"{secret} {key_digest(own) or NO_KEY}".lstrip()  # LiteLLM's client refuses a value that begins with a blank
-    headers.append((KEY_HEADER.encode(), told.encode()))
+    headers.append(told_key(sent, secret))
     session = next((sent[name][0] for name in _SESSION_HEADERS if name in sent), None)
     if session is not None and "x-session-id" not in sent:
         headers.append((b"x-session-id", session.encode("latin-1")))
     return headers
+
+
+def told_key(sent: Headers, secret: str) -> tuple[bytes, bytes]:
+    """The header that tells the backend whose key a request with these headers came with."""
+    own = {name: values[0] for name, values in sent.items() if name != KEY_HEADER}
+    told = f"{secret} {key_digest(own) or NO_KEY}".lstrip()  # LiteLLM's client refuses a value that begins with a blank
+    return KEY_HEADER.encode(), told.encode()
+
+
+def _without_origin(scope: Scope) -> HeaderList:
+    return [pair for pair in scope["headers"] if pair[0].lower() != b"origin"]
 
 
 def forwarded_headers(headers: Headers) -> dict[str, str]:

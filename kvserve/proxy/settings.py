@@ -9,7 +9,8 @@ class ProxySettings:
     """Where LiteLLM listens, what it fronts and who may call it.
 
     `listed_model_id` is what the proxy lists; the backend sees it without the `openai/` that LiteLLM users put before
-    the name. With `api_key` every request needs that key and the backend gets it too; without, any key or none will do.
+    the name. `backend_model_id` is what the backend itself lists that model as.
+    With `api_key` every request needs that key and the backend gets it too; without, any key or none will do.
     By `secret` the backend knows that it is the proxy who says whose key a request came with.
     A stream that is silent for `keep_alive_seconds` (at least 1) gets a comment.
     `allowed_origins` and `allowed_hosts` extend loopback exactly as they do on the backend's own port.
@@ -18,6 +19,7 @@ class ProxySettings:
     port: int
     backend_url: str
     listed_model_id: str
+    backend_model_id: str
     state_dir: Path
     host: str = "127.0.0.1"
     api_key: str | None = None

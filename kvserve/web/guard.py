@@ -1,107 +1,40 @@
-"""Who may speak to this server: Host (against DNS rebinding), Origin (against foreign web pages) and the API key.
-
-Pure functions over header values; it knows no sockets and no wire forms.
+"""Who may speak to this server, by the rules of `proxy/access.py`, which both ports share, and whose key the proxy says
+that a request came with. Pure functions over a request's head; it knows no sockets.
 """
 
 import hmac
-import re
-from dataclasses import dataclass, replace
-from ipaddress import ip_address
-from urllib.parse import urlsplit
+from dataclasses import replace
 
 from kvserve.core import KEY_HEADER
-from kvserve.errors import Forbidden, Unauthorized
+from kvserve.proxy import access
+from kvserve.proxy.access import AccessRules, HeaderLines, sharing_headers
 from kvserve.web.head import RequestHead
 from kvserve.web.settings import WebSettings
 
-_HEADER_NAMES = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+(?:[ \t]*,[ \t]*[!#$%&'*+\-.^_`|~0-9A-Za-z]+)*")
-_ANY = "*"
-
-
-@dataclass(frozen=True, slots=True)
-class _Authority:
-    name: str
-    port: int | None
-
-
-def parse_authority(text: str) -> _Authority | None:
-    """`name`, `name:port` or `[v6]:port` with the name in lower case, or None if the text is none of these."""
-    try:
-        parts = urlsplit(f"//{text}")
-        port = parts.port
-    except ValueError:
-        return None
-    name = (parts.hostname or "").rstrip(".")
-    if parts.path or parts.query or parts.fragment or parts.username is not None or not name:
-        return None
-    return _Authority(name, port)
-
-
-def is_loopback(name: str) -> bool:
-    """Whether the name can only mean this machine: `localhost`, a name below it, or a loopback address."""
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ip_address(name).is_loopback
-    except ValueError:
-        return False
+__all__ = [
+    "check_host",
+    "check_key",
+    "check_origin",
+    "is_preflight",
+    "preflight_headers",
+    "sharing_headers",
+    "with_told_key",
+]
 
 
 def check_host(head: RequestHead, settings: WebSettings) -> None:
-    """Raises Forbidden unless the request was sent to a loopback name, the bound host or an allowed one.
-
-    A web page whose name was re-pointed at this machine still sends its own name as Host.
-    """
-    sent = _own_authority(head)
-    if sent is None:  # only HTTP/1.0 may leave it out, and no browser speaks that
-        return
-    own = parse_authority(sent)
-    allowed = {settings.host.lower(), *(name.lower().rstrip(".") for name in settings.allowed_hosts)}
-    if own is not None and (is_loopback(own.name) or own.name in allowed or _ANY in allowed):
-        return
-    raise Forbidden("The Host header names no host of this server; ALLOWED_HOSTS admits further names.")
+    """Raises Forbidden for a Host that is not ours; an absolute target's authority counts in its place."""
+    access.check_host(_read(head), _rules(settings))
 
 
 def check_origin(head: RequestHead, settings: WebSettings) -> str | None:
-    """The Origin to which the answer may be shown, None if the request has none. Raises Forbidden for a foreign one.
-
-    The server's own pages and those of `allowed_origins` may call. `null`, which sandboxed pages send, is foreign
-    unless it is listed.
-    """
-    origins = head.values("origin")
-    if not origins:
-        return None
-    origin = origins[0]
-    allowed = {origin.lower().rstrip("/") for origin in settings.allowed_origins}
-    if len(origins) == 1 and (_is_own_page(origin, head) or origin.lower() in allowed or _ANY in allowed):
-        return origin
-    raise Forbidden("This Origin may not call the server; ALLOWED_ORIGINS admits further ones.")
-
-
-def _own_authority(head: RequestHead) -> str | None:
-    return head.authority if head.authority is not None else head.get("host")
-
-
-def _is_own_page(origin: str, head: RequestHead) -> bool:
-    """Whether the Origin is the Host that `check_host` accepted, or both are loopback names with the same port."""
-    scheme, _, authority = origin.partition("://")
-    page, own = parse_authority(authority), parse_authority(_own_authority(head) or "")
-    if scheme.lower() not in ("http", "https") or page is None or own is None or page.port != own.port:
-        return False
-    return page.name == own.name or (is_loopback(page.name) and is_loopback(own.name))
+    """The Origin to which the answer may be shown, None if the request has none. Raises Forbidden for a foreign one."""
+    return access.check_origin(_read(head), _rules(settings))
 
 
 def check_key(head: RequestHead, settings: WebSettings) -> None:
-    """Raises Unauthorized if an API key is set and neither `Authorization: Bearer` nor `x-api-key` carries it."""
-    if settings.api_key is None:
-        return
-    scheme, _, bearer = (head.get("authorization") or "").partition(" ")
-    sent = [bearer.strip()] if scheme.lower() == "bearer" else []
-    sent.extend(head.values("x-api-key"))
-    expected = settings.api_key.encode("utf-8")
-    # Header values were read as latin-1; their bytes are compared, in constant time.
-    if not any([hmac.compare_digest(key.encode("latin-1"), expected) for key in sent]):
-        raise Unauthorized("The API key is missing or wrong: send it as `Authorization: Bearer KEY` or `x-api-key`.")
+    """Raises Unauthorized if an API key is set and the request does not carry it."""
+    access.check_key(_read(head), _rules(settings))
 
 
 def with_told_key(head: RequestHead, settings: WebSettings) -> RequestHead:
@@ -124,20 +57,16 @@ def is_preflight(head: RequestHead) -> bool:
     )
 
 
-def sharing_headers(origin: str | None) -> tuple[tuple[str, str], ...]:
-    """What lets the page of an accepted Origin read the answer."""
-    if origin is None:
-        return (("Vary", "Origin"),)
-    exposed = "x-request-id, request-id, x-client-request-id, retry-after"
-    return (("Vary", "Origin"), ("Access-Control-Allow-Origin", origin), ("Access-Control-Expose-Headers", exposed))
+def preflight_headers(head: RequestHead, methods: tuple[str, ...]) -> HeaderLines:
+    """The answer to a preflight of an accepted Origin."""
+    asked = "access-control-request-headers"
+    return access.preflight_headers({asked: head.values(asked)}, methods)
 
 
-def preflight_headers(head: RequestHead, methods: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    """The answer to a preflight of an accepted Origin; the headers it asks for are granted if they are header names."""
-    asked = head.get("access-control-request-headers") or ""
-    granted = asked if _HEADER_NAMES.fullmatch(asked) else "authorization, content-type, x-api-key"
-    return (
-        ("Access-Control-Allow-Methods", ", ".join(methods)),
-        ("Access-Control-Allow-Headers", granted),
-        ("Access-Control-Max-Age", "600"),
-    )
+def _read(head: RequestHead) -> dict[str, tuple[str, ...]]:
+    sent = {name: head.values(name) for name in access.READ_HEADERS}
+    return sent if head.authority is None else {**sent, "host": (head.authority,)}
+
+
+def _rules(settings: WebSettings) -> AccessRules:
+    return AccessRules(settings.host, settings.api_key, settings.allowed_origins, settings.allowed_hosts)

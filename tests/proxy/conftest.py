@@ -10,7 +10,7 @@ import pytest
 from kvserve.proxy.litellm import LitellmProxy
 from kvserve.proxy.settings import ProxySettings
 from tests.proxy.reached import Reached
-from tests.proxy.stubs import KEY, LISTED, Backend, Client, Running, Script, free_port
+from tests.proxy.stubs import KEY, LISTED, SERVED, Backend, Client, Running, Script, free_port
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +34,7 @@ def running(backend: Backend, reached: Reached, folder: Path, key: str | None) -
         port=free_port(),
         backend_url=backend.url,
         listed_model_id=LISTED,
+        backend_model_id=SERVED,
         state_dir=folder,
         api_key=key,
         allowed_origins=("https://allowed.example",),

@@ -13,7 +13,11 @@ from kvserve.proxy.settings import ProxySettings
 
 folder, port, *command = sys.argv[1:]
 settings = ProxySettings(
-    port=int(port), backend_url="http://127.0.0.1:9", listed_model_id="openai/m", state_dir=Path(folder)
+    port=int(port),
+    backend_url="http://127.0.0.1:9",
+    listed_model_id="openai/m",
+    backend_model_id="m",
+    state_dir=Path(folder),
 )
 proxy = LitellmProxy(settings, dict(os.environ), lambda text: None, command or None)
 proxy.start()

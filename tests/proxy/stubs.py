@@ -14,6 +14,7 @@ from typing import Any
 from kvserve.proxy.litellm import LitellmProxy
 
 LISTED = "openai/some-org/Model-4bit"
+SERVED = "some-org/Model-4bit"
 KEY = "secret-key"
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from kvserve.errors import BadRequest, MethodNotAllowed, NotFound
 from kvserve.protocols.fields import decode_body
 from kvserve.proxy.asgi import App, Message, Receive, Scope, Send, parse_json_object
 from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange, UpstreamError
-from kvserve.proxy.guard import ROUTES, Guard, GuardRules, find_route
+from kvserve.proxy.guard import Guard, GuardRules
+from kvserve.proxy.paths import ROUTES, find_route
 
 RULES = GuardRules("127.0.0.1", "openai/m", max_body_bytes=1000, secret="shared")
 CHAT = "/v1/chat/completions"
@@ -47,7 +48,14 @@ def scope_of(method: str = "POST", path: str = CHAT, **headers: str) -> Scope:
     return {"type": "http", "method": method, "path": path, "headers": raw}
 
 
-def call(app: App, scope: Scope, *messages: Message, rules: GuardRules = RULES) -> list[Message]:
+async def unasked(scope: Scope, receive: Receive, send: Send) -> None:
+    """The one that is not to be asked."""
+    raise AssertionError(scope["path"])
+
+
+def call(
+    app: App, scope: Scope, *messages: Message, rules: GuardRules = RULES, backend: App = unasked
+) -> list[Message]:
     """Everything the guard sent for one request."""
     sent: list[Message] = []
 
@@ -60,7 +68,7 @@ def call(app: App, scope: Scope, *messages: Message, rules: GuardRules = RULES) 
         async def send(message: Message) -> None:
             sent.append(message)
 
-        await Guard(app, rules)(scope, receive, send)
+        await Guard(app, backend, rules)(scope, receive, send)
 
     asyncio.run(run())
     return sent
@@ -251,7 +259,7 @@ def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> 
     async def send(message: Message) -> None:
         sent.append(message)
 
-    asyncio.run(Guard(Inner(), RULES)(scope_of(), never, send))
+    asyncio.run(Guard(Inner(), unasked, RULES)(scope_of(), never, send))
     assert sent[0]["status"] == 408
 
 
@@ -264,17 +272,54 @@ def test_websockets_are_closed() -> None:
 
 
 def test_the_key_is_needed_but_for_health() -> None:
-    """Readiness stays open for whoever watches; all else wants the key."""
+    """Health and the dashboard's files stay open for whoever watches; all else wants the key."""
     rules = GuardRules("127.0.0.1", "m", api_key="k")
-    for path, route in ROUTES.items():
-        sent = call(Inner(), scope_of(route.method, path), piece(b"{}"), rules=rules)
-        assert sent[0]["status"] == (401 if route.needs_key else 200), path
-        sent = call(Inner(), scope_of(route.method, path, x_api_key="k"), piece(b"{}"), rules=rules)
-        assert sent[0]["status"] == 200, path
+    for pattern, route in ROUTES.items():
+        path = pattern.replace("*", "x")
+        for method in route.methods:
+            litellm, kvserve = Inner(), Inner()
+            sent = call(litellm, scope_of(method, path), piece(b"{}"), rules=rules, backend=kvserve)
+            assert sent[0]["status"] == (401 if route.needs_key else 200), path
+            assert len(litellm.seen) + len(kvserve.seen) == (not route.needs_key)
+            sent = call(litellm, scope_of(method, path, x_api_key="k"), piece(b"{}"), rules=rules, backend=kvserve)
+            assert sent[0]["status"] == 200, path
+            assert bool(kvserve.seen) == (route.way == "direct") != bool(litellm.seen)
     assert [path for path, route in ROUTES.items() if not route.needs_key] == [
-        "/health/readiness",
-        "/health/liveliness",
+        *("/health/readiness", "/health/liveliness"),
+        *("/health", "/dashboard", "/dashboard/*"),
     ]
+
+
+def test_the_refusal_names_the_one_key() -> None:
+    """Whoever tries one of LiteLLM's virtual keys, or to make one, reads why that cannot work."""
+    rules = GuardRules("127.0.0.1", "m", api_key="k")
+    sent = call(Inner(), scope_of(authorization="Bearer sk-virtual"), piece(b"{}"), rules=rules)
+    assert sent[0]["status"] == 401 and "API_KEY, the only key" in json.loads(sent[1]["body"])["error"]["message"]
+    for path in ("/key/generate", "/user/new", "/team/list"):
+        sent = call(Inner(), scope_of(path=path, authorization="Bearer k"), piece(b"{}"), rules=rules)
+        assert sent[0]["status"] == 404
+        assert "virtual keys" in (message := json.loads(sent[1]["body"])["error"]["message"]) and "database" in message
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3000", "http://127.0.0.1:5173", "http://[::1]:8000"])
+def test_pages_of_this_machine_may_call(origin: str) -> None:
+    """A web app beside the server: its preflight, answers and errors, whoever gives them."""
+    wanted = "authorization,content-type,x-api-key,x-session-id,anthropic-version,anthropic-beta"
+    asks = {"access_control_request_method": "POST", "access_control_request_headers": wanted}
+    sent = call(Inner(), scope_of("OPTIONS", origin=origin, **asks), rules=RULES)
+    assert (sent[0]["status"], header(sent, b"access-control-allow-headers")) == (204, wanted.encode())
+    assert header(sent, b"access-control-allow-methods") == b"GET, POST, DELETE"
+    answers = [sent]
+    for scope, inner in (
+        (scope_of(origin=origin), Inner()),
+        (scope_of(origin=origin), Inner(500, b"text/plain", b"broken")),
+        (scope_of(path="/v1/messages", origin=origin), Inner(content_type=b"text/event-stream")),
+        (scope_of("GET", "/health", origin=origin), Inner()),
+        (scope_of(path="/nothing", origin=origin), Inner()),
+    ):
+        answers.append(call(inner, scope, piece(b"{}"), backend=inner))
+    assert [answer[0]["status"] for answer in answers] == [204, 200, 500, 200, 200, 404]
+    assert {header(answer, b"access-control-allow-origin") for answer in answers} == {origin.encode()}
 
 
 @pytest.mark.parametrize(
@@ -331,7 +376,8 @@ def test_the_start_is_held_back_until_litellm_is_warm() -> None:
         async def send(message: Message) -> None:
             order.append(message["type"])
 
-        await Guard(app, GuardRules("127.0.0.1", "m", api_key="k"))({"type": "lifespan", "state": {}}, receive, send)
+        rules = GuardRules("127.0.0.1", "m", api_key="k")
+        await Guard(app, unasked, rules)({"type": "lifespan", "state": {}}, receive, send)
 
     asyncio.run(run())
     assert order == [(True, b"Bearer k", {"from": "lifespan"}, "m"), "lifespan.startup.complete"]
@@ -354,13 +400,13 @@ def test_a_warm_up_that_hangs_does_not_keep_the_proxy_from_starting(monkeypatch:
     async def receive() -> Message:
         return {"type": "lifespan.startup"}
 
-    asyncio.run(Guard(app, RULES)({"type": "lifespan", "state": {}}, receive, send))
+    asyncio.run(Guard(app, unasked, RULES)({"type": "lifespan", "state": {}}, receive, send))
     assert sent == ["lifespan.startup.complete"]
 
 
 def test_routes_are_exact() -> None:
     """No prefix and no other method opens a path."""
-    assert find_route("POST", CHAT) is ROUTES[CHAT]
+    assert find_route("POST", CHAT) == replace(ROUTES[CHAT], path=CHAT)
     for path in ("/", "/v1", "//v1/models", "/v1/models/", "/openai/v1/models", "/V1/MODELS"):
         with pytest.raises(NotFound):
             find_route("GET", path)

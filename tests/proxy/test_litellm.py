@@ -28,6 +28,7 @@ def make_settings(folder: Path, startup_timeout_seconds: float = 60.0) -> ProxyS
         port=free_port(),
         backend_url="http://127.0.0.1:9",
         listed_model_id="openai/m",
+        backend_model_id="m",
         state_dir=folder,
         startup_timeout_seconds=startup_timeout_seconds,
     )

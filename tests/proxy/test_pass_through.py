@@ -539,13 +539,13 @@ def test_allowed_pages_are_served(client: Client, backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/health", 404),
         ("GET", "/", 404),
+        ("POST", "/key/generate", 404),
         ("POST", "/openai/v1/chat/completions", 404),
         ("POST", "/anthropic/v1/messages", 404),
         ("POST", "/config/update", 404),
         ("POST", "/model/new", 404),
-        ("POST", "/v1/models/x:generateContent", 404),
+        ("POST", "/v1/models/x:generateContent", 405),
         ("POST", "/v1/models", 405),
         ("GET", "/v1/chat/completions", 405),
         ("GET", "/health/readiness", 200),

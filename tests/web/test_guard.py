@@ -14,6 +14,9 @@ SETTINGS = WebSettings(
 )
 
 
+USUAL_HEADERS = ("authorization", "content-type", "x-api-key", "x-session-id", "anthropic-version", "anthropic-beta")
+
+
 def head_of(*lines: str, method: str = "GET", target: str = "/") -> RequestHead:
     return parse_head("\r\n".join([f"{method} {target} HTTP/1.1", *lines]).encode("latin-1"), 50)
 
@@ -31,10 +34,22 @@ def head_of(*lines: str, method: str = "GET", target: str = "/") -> RequestHead:
         "192.168.1.5:8080",
         "box.example",
         "BOX2.:80",
+        "192.168.1.6",
+        "203.0.113.5:8080",
+        "[fe80::1]:8080",
+        "0.0.0.0:8080",
+        "box.local:8080",
+        "Host.Docker.Internal:8080",
+        "gateway.docker.internal",
+        "host.containers.internal:8080",
+        "desk:8080",
+        "DESK.office.example.",
     ],
 )
-def test_own_hosts(host: str) -> None:
-    """Loopback names and addresses, the bound host and allowed names are ours, on any port."""
+def test_own_hosts(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any address in numbers, names that no public name server gives out, this machine's own name, the bound host and
+    allowed names are ours, on any port."""
+    monkeypatch.setattr("socket.gethostname", lambda: "Desk.office.example")
     guard.check_host(head_of(f"Host: {host}"), SETTINGS)
 
 
@@ -45,7 +60,13 @@ def test_own_hosts(host: str) -> None:
         "localhost.evil.example",
         "127.0.0.1.evil.example",
         "notlocalhost",
-        "192.168.1.6",
+        "local",
+        ".local",
+        "local.evil.example",
+        "desk.evil.example",
+        "office.example",
+        "docker.internal",
+        "evil.docker.internal",
         "",
         "localhost:port",
         "localhost:99999",
@@ -59,8 +80,9 @@ def test_own_hosts(host: str) -> None:
         "localhost, evil.example",
     ],
 )
-def test_foreign_hosts(host: str) -> None:
+def test_foreign_hosts(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that could be re-pointed at this machine, and anything malformed, is refused."""
+    monkeypatch.setattr("socket.gethostname", lambda: "desk.office.example")
     with pytest.raises(Forbidden):
         guard.check_host(head_of(f"Host: {host}"), SETTINGS)
 
@@ -86,12 +108,18 @@ def test_a_star_admits_every_host_and_origin() -> None:
         ("127.0.0.1:8080", "http://localhost:8080"),
         ("LocalHost:8080", "HTTP://localhost:8080"),
         ("box.example", "https://box.example"),
+        ("localhost:8080", "http://localhost:3000"),
+        ("localhost:8080", "http://localhost"),
+        ("192.168.1.5:8080", "https://127.0.0.1:5173"),
+        ("host.docker.internal:8080", "http://[::1]:3000"),
+        ("127.0.0.1:8080", "http://app.localhost:3000"),
+        ("192.168.1.6:8080", "http://192.168.1.6:8080"),
         ("localhost:8080", "https://ui.example"),
         ("localhost:8080", "http://UI2.example:3000"),
     ],
 )
 def test_own_origins(host: str, origin: str) -> None:
-    """The server's own pages and the listed ones may call."""
+    """Pages that this machine serves, on whichever port, the server's own pages and the listed ones may call."""
     assert guard.check_origin(head_of(f"Host: {host}", f"Origin: {origin}"), SETTINGS) == origin
 
 
@@ -99,8 +127,12 @@ def test_own_origins(host: str, origin: str) -> None:
     "origin",
     [
         "https://evil.example",
-        "http://localhost:3000",
-        "http://localhost",
+        "http://192.168.1.6:8080",
+        "http://192.168.1.5:3000",
+        "http://box.local:8080",
+        "http://host.docker.internal:8080",
+        "http://localhost.evil.example",
+        "ftp://localhost",
         "null",
         "",
         "http://localhost:8080.evil.example",
@@ -113,9 +145,15 @@ def test_own_origins(host: str, origin: str) -> None:
     ],
 )
 def test_foreign_origins(origin: str) -> None:
-    """Another port, scheme, name or none at all is foreign."""
+    """Another machine, scheme, name or none at all is foreign."""
     with pytest.raises(Forbidden):
         guard.check_origin(head_of("Host: localhost:8080", f"Origin: {origin}"), SETTINGS)
+
+
+def test_another_port_of_a_machine_of_the_network_is_foreign() -> None:
+    """Under its own address the server's own page is known by its port: what else is served there is not ours."""
+    with pytest.raises(Forbidden):
+        guard.check_origin(head_of("Host: 192.168.1.6:8080", "Origin: http://192.168.1.6:3000"), SETTINGS)
 
 
 def test_two_origins_are_foreign() -> None:
@@ -172,8 +210,9 @@ def test_without_a_key_any_key_passes() -> None:
     ("asked", "granted"),
     [
         ("x-stainless-os, Authorization", "x-stainless-os, Authorization"),
-        ("", "authorization, content-type, x-api-key"),
-        ("a b", "authorization, content-type, x-api-key"),
+        ("authorization,x-session-id, anthropic-beta", "authorization,x-session-id, anthropic-beta"),
+        ("", ", ".join(USUAL_HEADERS)),
+        ("a b", ", ".join(USUAL_HEADERS)),
     ],
 )
 def test_preflights_grant_header_names_only(asked: str, granted: str) -> None:

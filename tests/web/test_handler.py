@@ -306,6 +306,29 @@ def test_pages_of_allowed_origins_may_call_others_not() -> None:
             assert "access-control-allow-origin" not in refused.headers
 
 
+@pytest.mark.parametrize("origin", ["http://localhost:3000", "http://127.0.0.1:5173", "http://[::1]:8000"])
+def test_pages_of_this_machine_may_call(origin: str) -> None:
+    """A web app beside the server: its preflight, its answers, streams and errors."""
+    wanted = "authorization,content-type,x-api-key,x-session-id,anthropic-version,anthropic-beta"
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
+    with serving(api_key="k") as served, served.connect() as client:
+        own, key = {"Origin": origin}, {"x-api-key": "k"}
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+            granted = client.request("OPTIONS", path, headers=own | asks)
+            assert (granted.status, granted.headers["access-control-allow-headers"]) == (204, wanted)
+            assert "POST" in granted.headers["access-control-allow-methods"]
+            assert granted.headers["access-control-allow-origin"] == origin
+        answers = [
+            client.request("POST", "/v1/chat/completions", CHAT, own | key),
+            client.request("POST", "/v1/chat/completions", {**CHAT, "stream": True}, own | key),
+            client.request("POST", "/v1/chat/completions", {}, own | key),
+            client.request("POST", "/v1/chat/completions", CHAT, own),
+        ]
+        assert [answer.status for answer in answers] == [200, 200, 400, 401]
+        assert {answer.headers["access-control-allow-origin"] for answer in answers} == {origin}
+        assert all("x-request-id" in answer.headers["access-control-expose-headers"] for answer in answers)
+
+
 def test_clients_that_vanish_before_their_error_is_written_are_no_defect() -> None:
     """Nothing is reported."""
     with serving() as served:
