@@ -204,8 +204,9 @@ class Turn:
 
     Either `messages` (a conversation for the chat template) or `raw_prompt` (text or token ids that go to the model
     as they are) is given. `max_tokens` None means up to the server's default. `images` are those of the messages once
-    they were looked at: from then on a block's `source` is its image's digest. `keeping` says whether the request may
-    leave anything, and is one and the same however the turn is rewritten.
+    they were looked at: from then on a block's `source` is its image's digest. `num_top_logprobs`: the answer's tokens
+    come with their log-probabilities and those of so many likeliest ones; None: with none. `keeping` says whether the
+    request may leave anything, and is one and the same however the turn is rewritten.
     """
 
     request_id: RequestId
@@ -224,6 +225,7 @@ class Turn:
     template_arguments: JsonObject = field(default_factory=dict)
     session: SessionHint = SessionHint()
     images: "tuple[ImageInput, ...]" = ()
+    num_top_logprobs: int | None = None
     keeping: Keeping = field(default_factory=Keeping, compare=False, repr=False)
 
 
@@ -348,7 +350,7 @@ class GenerationRequest:
     where that is not known. `turn_end` is the stop token that later prompts have behind the answer, whichever ended
     it; None where that is not known. `images` has every image that the prompt's spans name, once. What was
     computed for one `partition` is never reused in another one. `is_forgotten`: its owner was forgotten since it came,
-    so nothing of it is kept.
+    so nothing of it is kept. `num_top_logprobs`: tokens come with log-probabilities, and so many likeliest ones.
     """
 
     request_id: RequestId
@@ -364,6 +366,7 @@ class GenerationRequest:
     images: tuple[ImageInput, ...] = ()
     partition: str = ""
     is_forgotten: bool = False
+    num_top_logprobs: int | None = None
 
 
 ReuseTier = Literal["nothing", "ram", "live row", "disk", "warmed"]
@@ -395,10 +398,20 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model held a token, as natural logarithms: its own distribution, before anything that steers the
+    draw. `top` are the likeliest ids of its place, the likeliest first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """The next generated token; a stop token is not delivered."""
+    """The next generated token; a stop token is not delivered. `logprobs` where the request asks for them."""
 
     token: int
+    logprobs: TokenLogprobs | None = None
 
 
 StopReason = Literal["stop", "length", "watchdog", "cancelled", "shutdown"]
@@ -444,10 +457,25 @@ class ReasoningDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class ContentToken:
+    """A token that the answer's text was written with, for requests that ask for log-probabilities.
+
+    `text_bytes` is the whole token, which may hold a part of a character or reach beyond the answer's text; `offset`
+    counts that text's characters before it. `top` are the likeliest tokens of its place, the likeliest first.
+    """
+
+    text_bytes: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """A piece of the answer's text."""
+    """A piece of the answer's text. `tokens`, where the request asks for log-probabilities: those that begin in it."""
 
     text: str
+    tokens: tuple[ContentToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -506,3 +534,4 @@ class Answer:
     content: str
     calls: tuple[ToolCallBlock, ...]
     finished: Finished
+    tokens: tuple[ContentToken, ...] = ()

@@ -12,12 +12,14 @@ This file joins rooms and knows no wire format. It runs on web threads and never
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 
 from kvserve.core import (
     Answer,
     AnswerEvent,
     Block,
     ContentDelta,
+    ContentToken,
     Finished,
     GenerationRequest,
     Grammar,
@@ -39,6 +41,7 @@ from kvserve.errors import BadRequest, ContextOverflow, EngineFailure
 from kvserve.identity.conversations import Conversations
 from kvserve.identity.reading import Reading
 from kvserve.output.answer import AnswerReader
+from kvserve.output.content_tokens import ContentTokens
 from kvserve.output.formats import OutputFormat
 from kvserve.output.grammar import ThinkingAhead, build_grammar
 from kvserve.output.said import Says
@@ -141,6 +144,7 @@ def _submitted(turn: Turn, served: ServedModel, *, may_keep: bool) -> RunningTur
         images=turn.images,
         partition=served.partition(turn.session.principal),
         is_forgotten=not may_keep,
+        num_top_logprobs=turn.num_top_logprobs,
     )
     generation = served.engine.submit(request)
     submitted = Submitted(
@@ -226,17 +230,19 @@ def collect(events: Iterable[AnswerEvent]) -> Answer:
     """The whole answer of a turn, for clients that do not stream."""
     reasoning: list[str] = []
     content: list[str] = []
+    tokens: list[ContentToken] = []
     calls = []
     for event in events:
         match event:
             case ReasoningDelta(text):
                 reasoning.append(text)
-            case ContentDelta(text):
+            case ContentDelta(text, written_with):
                 content.append(text)
+                tokens += written_with
             case ToolCallDelta(call):
                 calls.append(call)
             case Finished():
-                return Answer("".join(reasoning), "".join(content), tuple(calls), event)
+                return Answer("".join(reasoning), "".join(content), tuple(calls), event, tuple(tokens))
             case Waiting():
                 pass
     raise EngineFailure("The answer broke off before its end.")
@@ -345,7 +351,14 @@ def _answer_reader(turn: Turn, served: ServedModel, prompt: Prompt) -> AnswerRea
         scanner=StopScanner(turn.stop_strings),
         splitter=splitter,
         allows_many_calls=turn.parallel_tool_calls,
+        content_tokens=_content_tokens(turn, served, splitter),
     )
+
+
+def _content_tokens(turn: Turn, served: ServedModel, splitter: Splitter | None) -> ContentTokens | None:
+    if turn.num_top_logprobs is None:
+        return None
+    return ContentTokens(cache(served.tokenizer.token_bytes), splitter.written_from if splitter is not None else None)
 
 
 def _is_thinking(turn: Turn, served: ServedModel) -> bool:

@@ -192,10 +192,11 @@ class RunningTurn:
         self._submitted.generation.wait(seconds, read)
 
     def _read(self, batch: list[GenerationEvent]) -> Iterator[AnswerEvent]:
-        tokens = [event.token for event in batch if isinstance(event, TokenDelta)]
+        generated = [event for event in batch if isinstance(event, TokenDelta)]
+        tokens = [event.token for event in generated]
         if not self._answer.is_over:
             self._emitted += tokens
-        deltas = self._answer.feed(tokens)
+        deltas = self._answer.feed(tokens, [event.logprobs for event in generated if event.logprobs is not None])
         if self._answer.is_over:
             self.cancel()
         was_looked_up = self._is_looked_up

@@ -101,8 +101,8 @@ COMMON_MISTYPED: dict[str, list[Any]] = {
 }
 CHAT_MISTYPED: dict[str, list[Any]] = {
     **COMMON_MISTYPED,
-    "logprobs": [True, 5, "x"],
-    "top_logprobs": [5, "x"],
+    "logprobs": [1, 5, "x", []],
+    "top_logprobs": [1, 5, -1, 21, True, "x"],
     "messages": [None, [], "hello", 5, {}, [5], ["hi"], [None], [[]], [{"role": "user", "content": [PICTURE]}]],
     "messages[0].role": [[{"role": role, "content": "x"}] for role in ("wizard", "", 5, None, [], "User")],
     "messages[0].name": [[{"role": "user", "content": "x", "name": name}] for name in (5, True, [], {})],
@@ -171,7 +171,7 @@ CHAT_MISTYPED: dict[str, list[Any]] = {
 }
 COMPLETION_MISTYPED: dict[str, list[Any]] = {
     **COMMON_MISTYPED,
-    "logprobs": [0, 5, True, "x"],
+    "logprobs": [-1, 21, 1.5, True, "x"],
     "prompt": [None, "", [], 5, True, {}, [True], ["a", "b"], [[]], [1.5], [-1], [999_999], [2**40], [[1], [2]]],
     "suffix": ["x", 5],
     "echo": [True, "x"],

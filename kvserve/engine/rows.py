@@ -24,6 +24,7 @@ from kvserve.core import (
 )
 from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.courier import Carry, call_now
+from kvserve.engine.logprobs import LogprobReader
 from kvserve.errors import EngineFailure, KvserveError
 
 type Reader = Callable[[], bool]
@@ -123,7 +124,8 @@ class Row:
     `on_end` frees its place, before its client hears of the end and may come again.
     `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
     `answer_kept_from`: where what was kept of its answer while it went on begins, None as long as there is nothing.
-    `is_forgotten`: whoever asks was forgotten meanwhile, and it leaves nothing behind.
+    `is_forgotten`: whoever asks was forgotten meanwhile, and it leaves nothing behind. `logprobs` reads those of its
+    tokens, None where nobody asks.
     """
 
     generation: Generation
@@ -142,6 +144,7 @@ class Row:
     num_generator_failures: int = 0
     failure: Exception | None = None
     is_over: bool = False
+    logprobs: LogprobReader | None = None
 
     @property
     def request(self) -> GenerationRequest:
@@ -178,8 +181,9 @@ class Row:
         is_first = self.first_token_at is None
         if is_first:
             self.first_token_at = time.monotonic()
+        logprobs = self.logprobs.take(self.num_tokens, token) if self.logprobs is not None else None
         self.generated.append(token)
-        self.generation.put(TokenDelta(token), may_wait=not is_first)
+        self.generation.put(TokenDelta(token, logprobs), may_wait=not is_first)
 
     def finish(self, reason: StopReason, *, num_hidden_tokens: int = 0) -> None:
         """Tell the client that the row is over; `num_hidden_tokens` were generated but not delivered (a stop token)."""

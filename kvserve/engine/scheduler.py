@@ -309,6 +309,8 @@ class Scheduler:
     def _decoder(self, row: Row) -> Decoder:
         sampling, num_prompt_tokens = row.request.sampling, len(row.request.prompt)
         processors = processors_for(sampling, num_prompt_tokens)
+        if row.logprobs is not None:
+            processors.insert(0, row.logprobs)
         if row.constraint is not None:
             row.constraint.reset()
             processors.append(row.constraint)

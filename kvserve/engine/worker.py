@@ -23,6 +23,7 @@ from kvserve.engine.courier import Courier
 from kvserve.engine.disk_open import DiskSettings, forget_on_disk, open_disk
 from kvserve.engine.fingerprint import kv_fingerprint, model_fingerprint
 from kvserve.engine.first_tokens import draw_two_tokens
+from kvserve.engine.logprobs import LogprobReader
 from kvserve.engine.model import CacheSupport, LoadedModel, load
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
@@ -154,13 +155,16 @@ class Engine:
         if request.grammar is not None:
             tokenizer = self._grammar_tokenizer(model.vocab_size)
             constraint = GrammarProcessor(request.grammar, tokenizer, len(request.prompt))
+        logprobs = LogprobReader(request.num_top_logprobs) if request.num_top_logprobs is not None else None
         with self._lock:
             if self._num_open >= self._settings.max_concurrent_requests + self._settings.max_queued_requests:
                 raise QueueFull(f"{self._num_open} requests are open already; try again later.", retry_after_seconds=5)
             self._num_open += 1
         generation = Generation(request, self._courier.carry)
         try:
-            self._put(Row(generation, self._row_ended, constraint, is_forgotten=request.is_forgotten))
+            self._put(
+                Row(generation, self._row_ended, constraint, is_forgotten=request.is_forgotten, logprobs=logprobs)
+            )
         except NotReady:
             self._row_ended()
             raise

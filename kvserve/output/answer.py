@@ -5,7 +5,7 @@ token -> detokenizer -> splitter (reasoning | content | call) -> stop strings, f
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,9 +17,11 @@ from kvserve.core import (
     GenerationDone,
     OutputDelta,
     ReasoningDelta,
+    TokenLogprobs,
     ToolCallDelta,
     Usage,
 )
+from kvserve.output.content_tokens import ContentTokens
 from kvserve.output.record import Piece
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
@@ -47,12 +49,16 @@ class SaidTokens:
 
 @dataclass(slots=True, eq=False)
 class AnswerReader:
-    """The state of one answer. Without a splitter all of its text is content (a raw prompt has no channels)."""
+    """The state of one answer. Without a splitter all of its text is content (a raw prompt has no channels).
+
+    With `content_tokens` its content comes with the tokens that it was written with.
+    """
 
     detokenizer: Detokenizer
     scanner: StopScanner
     splitter: Splitter | None
     allows_many_calls: bool = True
+    content_tokens: ContentTokens | None = None
     num_tokens: int = 0
     num_hidden_tokens: int = 0
     num_reasoning_tokens: int = 0
@@ -85,15 +91,18 @@ class AnswerReader:
         # The last of them may only begin a character that the next one completes: the first that ends here is the last.
         return SaidTokens(bisect_left(self._ends, start) + 1 if start else 0, text[start:])
 
-    def feed(self, tokens: list[int]) -> list[OutputDelta]:
-        """The deltas of these tokens; nothing after the answer's end."""
+    def feed(self, tokens: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[OutputDelta]:
+        """The deltas of these tokens; nothing after the answer's end. `logprobs`, one for each token, are needed where
+        there are `content_tokens`."""
         deltas: list[OutputDelta] = []
-        for token in tokens:
+        for index, token in enumerate(tokens):
             if self.is_over:
                 break
             self.first_token_at = self.first_token_at or time.monotonic()
             self.num_tokens += 1
             text = self.detokenizer.add(token)
+            if self.content_tokens is not None:
+                self.content_tokens.add(token, logprobs[index], text)
             if self.scanner.looks_for_any:
                 self._ends.append(len(text) + (self._ends[-1] if self._ends else 0))
             deltas += self._split(text)
@@ -118,11 +127,14 @@ class AnswerReader:
 
     def _rest(self, is_cut: bool) -> list[OutputDelta]:
         """What detokenizer, splitter and stop strings held back."""
-        deltas = self._split(self.detokenizer.finish())
+        text = self.detokenizer.finish()
+        if self.content_tokens is not None:
+            self.content_tokens.complete(text)
+        deltas = self._split(text)
         if self.splitter is not None and not self.is_over:
             deltas += self._scan(self.splitter.finish(cut=is_cut))
         if self.stop_string is None and (held := self.scanner.finish().text):
-            deltas.append(ContentDelta(held))
+            deltas.append(self._content(held))
         return deltas
 
     def _split(self, text: str) -> list[OutputDelta]:
@@ -139,14 +151,18 @@ class AnswerReader:
             if isinstance(delta, ContentDelta):
                 scanned = self.scanner.feed(delta.text)
                 self.stop_string = scanned.stop_string
-                kept += [ContentDelta(scanned.text)] if scanned.text else []
+                kept += [self._content(scanned.text)] if scanned.text else []
             else:
                 held = self.scanner.finish().text
-                kept += [ContentDelta(held)] if held else []
+                kept += [self._content(held)] if held else []
                 self.has_calls = self.has_calls or isinstance(delta, ToolCallDelta)
                 kept.append(delta)
         self._num_content_characters += sum(len(delta.text) for delta in kept if isinstance(delta, ContentDelta))
         return kept
+
+    def _content(self, text: str) -> ContentDelta:
+        """The next content that goes out."""
+        return ContentDelta(text, self.content_tokens.take(len(text)) if self.content_tokens is not None else ())
 
 
 def _up_to_content(pieces: Iterable[Piece], num_characters: int) -> str:
@@ -170,7 +186,7 @@ def _joined(deltas: list[OutputDelta]) -> list[OutputDelta]:
     for delta in deltas:
         last = joined[-1] if joined else None
         if isinstance(delta, ContentDelta) and isinstance(last, ContentDelta):
-            joined[-1] = ContentDelta(last.text + delta.text)
+            joined[-1] = ContentDelta(last.text + delta.text, last.tokens + delta.tokens)
         elif isinstance(delta, ReasoningDelta) and isinstance(last, ReasoningDelta):
             joined[-1] = ReasoningDelta(last.text + delta.text)
         else:

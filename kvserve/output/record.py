@@ -58,6 +58,10 @@ class Record:
         self._calls.clear()
         return deltas
 
+    def written_from(self, start: int) -> Sequence[tuple[PieceKind, str]]:
+        """What was noted, in order, from the entry with this number on; an entry never changes."""
+        return self._written[start:]
+
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """All pieces so far; neighbours of one kind are joined, except calls."""

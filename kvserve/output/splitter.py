@@ -20,14 +20,14 @@ What looks odd is decided like this:
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvserve.core import OutputDelta, ToolCallBlock, ToolSpec
 from kvserve.output import harmony
 from kvserve.output.attempt import Attempt, Found
 from kvserve.output.formats import OutputFormat
 from kvserve.output.harmony import Channel, ChannelOpened
-from kvserve.output.record import Piece, Record
+from kvserve.output.record import Piece, PieceKind, Record
 from kvserve.output.tag_table import OnTag, TagTable
 from kvserve.output.tool_parsers.form import END, SPACE, NotACall, ParsedCall, ToolForm
 from kvserve.output.tool_parsers.json_text import write_json
@@ -78,6 +78,10 @@ class Splitter:
     def pieces(self) -> tuple[Piece, ...]:
         """Where each character so far went; after `finish` all of them."""
         return self._record.pieces
+
+    def written_from(self, start: int) -> Sequence[tuple[PieceKind, str]]:
+        """Where text went since so many entries were noted."""
+        return self._record.written_from(start)
 
     def feed(self, text: str) -> list[OutputDelta]:
         """The deltas that are certain once `text` was written too."""

@@ -72,6 +72,25 @@ def make_detokenizer(backend: tokenizers.Tokenizer, form: DecoderForm, after: Se
     return WindowDetokenizer(backend, has_byte_tokens=form.has_byte_tokens, after=after)
 
 
+def token_bytes(backend: tokenizers.Tokenizer, form: DecoderForm, token: int) -> bytes:
+    """What a token says inside a text, as UTF-8 that may begin or end inside a character; b"" without a token."""
+    name = backend.id_to_token(token) if token >= 0 else None
+    if name is None:
+        return b""
+    if form.kind == "bytes":
+        return _token_bytes(name)
+    if form.has_byte_tokens and _is_byte(name):
+        return bytes([int(name[3:5], 16)])
+    # At the start of a text some decoders drop a leading space: the second of two is inside one.
+    once: str = backend.decode([token], skip_special_tokens=False)
+    twice: str = backend.decode([token, token], skip_special_tokens=False)
+    return twice[len(once) :].encode()
+
+
+def _is_byte(name: str) -> bool:
+    return len(name) == 6 and name.startswith("<0x") and name.endswith(">")
+
+
 def _byte_of_character() -> dict[str, int]:
     """The alphabet of byte-level BPE: printable bytes stand for themselves, the others for U+0100 and up (GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -139,4 +158,4 @@ class WindowDetokenizer:
         return text[len(known) :]
 
     def _is_byte(self, name: str) -> bool:
-        return self._has_byte_tokens and len(name) == 6 and name.startswith("<0x") and name.endswith(">")
+        return self._has_byte_tokens and _is_byte(name)

@@ -13,7 +13,7 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from kvserve.errors import ModelLoadError
-from kvserve.prompt.detokenizer import DecoderForm, Detokenizer, decoder_form, make_detokenizer
+from kvserve.prompt.detokenizer import DecoderForm, Detokenizer, decoder_form, make_detokenizer, token_bytes
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -67,6 +67,11 @@ class Tokenizer:
         """The id of a token by its name, None if there is none."""
         found: int | None = self.backend.token_to_id(token)
         return found
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token says inside a text, as UTF-8; it may begin or end inside a character. Ids without a token say
+        nothing."""
+        return token_bytes(self.backend, self.decoder, token)
 
     def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
         """An incremental decoder for ids that follow `after`; its pieces joined are `decode` of all of them."""

@@ -3,13 +3,14 @@
 Every field may also stand in `extra_body`; what stands at the top level counts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import (
     Answer,
     AnswerEvent,
     ContentDelta,
+    ContentToken,
     Finished,
     FinishReason,
     JsonObject,
@@ -23,6 +24,7 @@ from kvserve.core import (
 )
 from kvserve.errors import BadRequest, RequestError
 from kvserve.protocols.fields import flag, places, text, with_extra_body
+from kvserve.protocols.logprobs import chat_logprobs, read_chat_logprobs
 from kvserve.protocols.openai_errors import encode_error
 from kvserve.protocols.openai_messages import read_messages
 from kvserve.protocols.openai_tools import read_response_format, read_tool_choice, read_tools
@@ -40,7 +42,7 @@ from kvserve.protocols.thinking import SWITCH_FIELDS, read_thinking
 
 PROTOCOL = "openai_chat"
 
-_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {"n": (1,), "logprobs": (False, 0), "top_logprobs": (0,)}
+_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {"n": (1,)}
 
 # what the renderer passes to the template itself: a request that set one of these would change what a render is
 _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
@@ -92,6 +94,7 @@ def parse_chat(
         thinking=read_thinking(body),
         template_arguments=read_template_arguments(body),
         session=read_session(body, headers),
+        num_top_logprobs=read_chat_logprobs(fields),
     )
     return ChatRequest(turn, stream, include_usage)
 
@@ -120,7 +123,9 @@ def chat_id(request_id: RequestId) -> str:
 class ChatStreamEncoder:
     """Turns the events of one answer into chunks, in order. It remembers only how many calls it has sent."""
 
-    def __init__(self, request_id: RequestId, model: str, created: int, include_usage: bool) -> None:
+    def __init__(
+        self, request_id: RequestId, model: str, created: int, include_usage: bool, *, with_logprobs: bool = False
+    ) -> None:
         self._head = {
             "id": chat_id(request_id),
             "object": "chat.completion.chunk",
@@ -128,6 +133,7 @@ class ChatStreamEncoder:
             "model": model,
         }
         self._include_usage = include_usage
+        self._with_logprobs = with_logprobs
         self._num_calls = 0
 
     def role_chunk(self) -> dict[str, object]:
@@ -152,8 +158,8 @@ class ChatStreamEncoder:
                 return []
             case ReasoningDelta(text):
                 return [self._chunk({"reasoning_content": text})]
-            case ContentDelta(text):
-                return [self._chunk({"content": text})]
+            case ContentDelta(text, tokens):
+                return [self._chunk({"content": text}, tokens=tokens)]
             case ToolCallDelta(call):
                 delta = {"index": self._num_calls, **_encode_call(call)}
                 self._num_calls += 1
@@ -162,12 +168,21 @@ class ChatStreamEncoder:
                 usage_chunk = {**self._head, "choices": [], "usage": encode_usage(usage)}
                 return [self._chunk({}, reason), *([usage_chunk] if self._include_usage else [])]
 
-    def _chunk(self, delta: JsonObject, finish_reason: FinishReason | None = None) -> dict[str, object]:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    def _chunk(
+        self,
+        delta: JsonObject,
+        finish_reason: FinishReason | None = None,
+        tokens: Sequence[ContentToken] | None = None,
+    ) -> dict[str, object]:
+        choice: dict[str, object] = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+        if self._with_logprobs:
+            choice["logprobs"] = chat_logprobs(tokens) if tokens is not None else None
         return {**self._head, "choices": [choice], **({"usage": None} if self._include_usage else {})}
 
 
-def encode_answer(answer: Answer, request_id: RequestId, model: str, created: int) -> dict[str, object]:
+def encode_answer(
+    answer: Answer, request_id: RequestId, model: str, created: int, *, with_logprobs: bool = False
+) -> dict[str, object]:
     """The body of an answer that is not streamed: its message is what the chunks put together say."""
     message: dict[str, object] = {
         "role": "assistant",
@@ -178,7 +193,8 @@ def encode_answer(answer: Answer, request_id: RequestId, model: str, created: in
         message["reasoning_content"] = answer.reasoning
     if answer.calls:
         message["tool_calls"] = [_encode_call(call) for call in answer.calls]
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finished.reason}
+    logprobs = chat_logprobs(answer.tokens) if with_logprobs else None
+    choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": answer.finished.reason}
     return {
         "id": chat_id(request_id),
         "object": "chat.completion",

@@ -3,13 +3,14 @@
 A completion is not split into channels: all that the model writes is content.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import (
     Answer,
     AnswerEvent,
     ContentDelta,
+    ContentToken,
     Finished,
     FinishReason,
     JsonObject,
@@ -20,6 +21,7 @@ from kvserve.core import (
 )
 from kvserve.errors import BadRequest, RequestError
 from kvserve.protocols.fields import MAX_TOKEN_COUNT, filled_text, integer, list_of, mistyped, text, with_extra_body
+from kvserve.protocols.logprobs import completion_logprobs, read_completion_logprobs
 from kvserve.protocols.openai_errors import encode_error
 from kvserve.protocols.openai_usage import encode_usage
 from kvserve.protocols.sampling import (
@@ -35,13 +37,11 @@ from kvserve.protocols.thinking import read_thinking
 
 PROTOCOL = "openai_completions"
 
-# logprobs 0 is not harmless here: it asks for those of the drawn tokens
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "logprobs": (False,),
 }
 
 _read_token_ids = list_of(integer(0, MAX_TOKEN_COUNT))
@@ -77,6 +77,7 @@ def parse_completion(
         stop_strings=read_stop_strings(fields),
         thinking=read_thinking(body),
         session=read_session(body, headers),
+        num_top_logprobs=read_completion_logprobs(fields),
     )
     return CompletionRequest(turn, stream, include_usage)
 
@@ -109,9 +110,12 @@ def completion_id(request_id: RequestId) -> str:
 class CompletionStreamEncoder:
     """Turns the events of one completion into chunks, in order."""
 
-    def __init__(self, request_id: RequestId, model: str, created: int, include_usage: bool) -> None:
+    def __init__(
+        self, request_id: RequestId, model: str, created: int, include_usage: bool, *, with_logprobs: bool = False
+    ) -> None:
         self._head = _head(request_id, model, created)
         self._include_usage = include_usage
+        self._with_logprobs = with_logprobs
 
     def keep_alive(self) -> dict[str, object]:
         """A chunk that says nothing, for clients and proxies that give up on silence."""
@@ -126,23 +130,27 @@ class CompletionStreamEncoder:
         match event:
             case Waiting():
                 return []
-            case ContentDelta(text):
-                return [self._chunk(text)]
+            case ContentDelta(text, tokens):
+                return [self._chunk(text, tokens=tokens if self._with_logprobs else None)]
             case Finished(reason, usage):
                 usage_chunk = {**self._head, "choices": [], "usage": encode_usage(usage)}
                 return [self._chunk("", reason), *([usage_chunk] if self._include_usage else [])]
         raise TypeError(f"a completion has no {type(event).__name__}")
 
-    def _chunk(self, text: str, finish_reason: FinishReason | None = None) -> dict[str, object]:
-        body = {**self._head, "choices": [_encode_choice(text, finish_reason)]}
+    def _chunk(
+        self, text: str, finish_reason: FinishReason | None = None, tokens: Sequence[ContentToken] | None = None
+    ) -> dict[str, object]:
+        body = {**self._head, "choices": [_encode_choice(text, finish_reason, tokens)]}
         return {**body, "usage": None} if self._include_usage else body
 
 
-def encode_completion(answer: Answer, request_id: RequestId, model: str, created: int) -> dict[str, object]:
+def encode_completion(
+    answer: Answer, request_id: RequestId, model: str, created: int, *, with_logprobs: bool = False
+) -> dict[str, object]:
     """The body of a completion that is not streamed. Raises TypeError where the answer was split."""
     if answer.reasoning or answer.calls:
         raise TypeError("a completion has neither reasoning nor calls")
-    choice = _encode_choice(answer.content, answer.finished.reason)
+    choice = _encode_choice(answer.content, answer.finished.reason, answer.tokens if with_logprobs else None)
     return {**_head(request_id, model, created), "choices": [choice], "usage": encode_usage(answer.finished.usage)}
 
 
@@ -150,5 +158,8 @@ def _head(request_id: RequestId, model: str, created: int) -> dict[str, object]:
     return {"id": completion_id(request_id), "object": "text_completion", "created": created, "model": model}
 
 
-def _encode_choice(text: str, finish_reason: FinishReason | None) -> dict[str, object]:
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def _encode_choice(
+    text: str, finish_reason: FinishReason | None, tokens: Sequence[ContentToken] | None
+) -> dict[str, object]:
+    logprobs = completion_logprobs(tokens) if tokens is not None else None
+    return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -22,6 +22,7 @@ from kvserve.protocols.fields import (
     with_extra_body,
     word,
 )
+from kvserve.protocols.logprobs import read_response_logprobs
 from kvserve.protocols.openai_chat import read_template_arguments
 from kvserve.protocols.renaming import FieldNames
 from kvserve.protocols.responses_items import input_items, read_items, resolve_references
@@ -42,7 +43,6 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "background": (False,),
     "conversation": (),
     "prompt": (),
-    "top_logprobs": (0,),
 }
 
 _TOLERATED: Mapping[str, Reader[object]] = {
@@ -59,7 +59,6 @@ _TOLERATED: Mapping[str, Reader[object]] = {
 """Known fields that change nothing about the answer: of the right type they pass."""
 
 _SEALED_REASONING = "reasoning.encrypted_content"
-_LOGPROBS = "message.output_text.logprobs"
 
 
 class History(Protocol):
@@ -113,7 +112,7 @@ def parse_responses(
     refuse_unsupported(fields, _UNSUPPORTED)
     for name, reader in _TOLERATED.items():
         fields.optional(name, reader)
-    include = _read_include(fields)
+    include = fields.optional("include", list_of(text)) or []
     previous = fields.optional("previous_response_id", filled_text)
     items = tuple(resolve_references(input_items(fields, request_id), history.item))
     choice, tools = read_tool_choice(fields, read_tools(fields))
@@ -132,6 +131,7 @@ def parse_responses(
         thinking=read_thinking(body),
         template_arguments=read_template_arguments(body),
         session=read_session(body, headers),
+        num_top_logprobs=read_response_logprobs(fields, include),
     )
     stream, _ = read_stream(fields)
     # not in memory either: what answers `previous_response_id` now and not tomorrow would be no help
@@ -155,13 +155,6 @@ def _read_messages(
         raise BadRequest("input is required: a string or items that say something.", param="input")
     system = (Message("system", (TextBlock(instructions),)),) if instructions else ()
     return (*system, *before, *said)
-
-
-def _read_include(fields: Fields) -> list[str]:
-    include = fields.optional("include", list_of(text)) or []
-    if _LOGPROBS in include:
-        raise BadRequest(f'include: "{_LOGPROBS}" is not supported by this server.', param="include")
-    return include
 
 
 def _asks_for_summary(reasoning: Fields) -> bool:
@@ -194,7 +187,7 @@ def _echo(fields: Fields, turn: Turn, tools: OfferedTools, *, store: bool, previ
         "text": {"format": {"type": "text"}, **(options.values if options is not None else {})},
         "tool_choice": choice if choice is not None else "auto",
         "tools": list(tools.shown),
-        "top_logprobs": 0,
+        "top_logprobs": turn.num_top_logprobs or 0,
         "top_p": turn.sampling.top_p,
         "truncation": "disabled",
     }

@@ -7,11 +7,13 @@
 An answer that is not streamed is the response of the last event: both are made by the same encoder.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from kvserve.core import (
     AnswerEvent,
     ContentDelta,
+    ContentToken,
     Finished,
     JsonObject,
     ReasoningDelta,
@@ -22,6 +24,7 @@ from kvserve.core import (
     Waiting,
 )
 from kvserve.errors import RequestError
+from kvserve.protocols.logprobs import response_delta_logprobs, response_logprobs
 from kvserve.protocols.responses_items import item_id
 from kvserve.protocols.responses_reasoning import seal_reasoning
 from kvserve.protocols.responses_request import Described
@@ -68,6 +71,7 @@ class ResponseStreamEncoder:
         self._output: list[Wire] = []
         self._open: str | None = None
         self._said: list[str] = []
+        self._tokens: list[ContentToken] = []
         self.response: Wire = self._response("in_progress")
 
     # --- what a stream asks for --------------------------------------------------------------------------------------
@@ -96,8 +100,8 @@ class ResponseStreamEncoder:
                 return []
             case ReasoningDelta(text):
                 return self._say("summary" if self._described.with_summary else "thoughts", text)
-            case ContentDelta(text):
-                return self._say("message", text)
+            case ContentDelta(text, tokens):
+                return self._say("message", text, tokens)
             case ToolCallDelta(call):
                 return [*self._close("completed"), *self._call(call)]
             case Finished(reason, usage):
@@ -105,14 +109,15 @@ class ResponseStreamEncoder:
 
     # --- items -------------------------------------------------------------------------------------------------------
 
-    def _say(self, kind: str, text: str) -> list[Wire]:
+    def _say(self, kind: str, text: str, tokens: Sequence[ContentToken] = ()) -> list[Wire]:
         """A piece of text, in the open item if it is of this kind."""
         events = [] if self._open == kind else [*self._close("completed"), *self._open_item(kind)]
         self._said.append(text)
-        return [*events, self._piece(f"{_PIECES[kind][1]}.delta", delta=text)]
+        self._tokens += tokens
+        return [*events, self._piece(f"{_PIECES[kind][1]}.delta", tokens, delta=text)]
 
     def _open_item(self, kind: str) -> list[Wire]:
-        self._open, self._said = kind, []
+        self._open, self._said, self._tokens = kind, [], []
         item = self._item("", "in_progress", with_part=False)
         return [
             self._event("response.output_item.added", output_index=len(self._output), item=item),
@@ -125,7 +130,7 @@ class ResponseStreamEncoder:
             return []
         said = "".join(self._said)
         done = [
-            self._piece(f"{_PIECES[self._open][1]}.done", text=said),
+            self._piece(f"{_PIECES[self._open][1]}.done", self._tokens, text=said),
             self._part("done", said),
             self._add(self._item(said, status, with_part=True)),
         ]
@@ -180,15 +185,17 @@ class ResponseStreamEncoder:
 
     def _part_of(self, said: str) -> Wire:
         part: Wire = {"type": _PIECES[self._open or "message"][0], "text": said}
-        return {**part, "annotations": [], "logprobs": []} if self._open == "message" else part
+        if self._open != "message":
+            return part
+        return {**part, "annotations": [], "logprobs": response_logprobs(self._tokens)}
 
     def _part(self, what: str, said: str) -> Wire:
         name = "reasoning_summary_part" if self._open == "summary" else "content_part"
         return self._event(f"response.{name}.{what}", **self._where, part=self._part_of(said))
 
-    def _piece(self, name: str, **said: object) -> Wire:
+    def _piece(self, name: str, tokens: Sequence[ContentToken], **said: object) -> Wire:
         event = self._event(name, **self._where, **said)
-        return {**event, "logprobs": []} if self._open == "message" else event
+        return {**event, "logprobs": response_delta_logprobs(tokens)} if self._open == "message" else event
 
     @property
     def _where(self) -> Wire:

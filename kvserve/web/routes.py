@@ -35,13 +35,16 @@ def post_chat(exchange: Exchange, service: WebService) -> None:
     request = openai_chat.parse_chat(body, headers, service.defaults, exchange.request_id)
     served = service.begin(request.turn)
     running = service.serve(request.turn, served)
-    created = int(time.time())
+    created, with_logprobs = int(time.time()), request.turn.num_top_logprobs is not None
     if request.stream:
-        encoder = openai_chat.ChatStreamEncoder(exchange.request_id, served.name, created, request.include_usage)
+        encoder = openai_chat.ChatStreamEncoder(
+            exchange.request_id, served.name, created, request.include_usage, with_logprobs=with_logprobs
+        )
         stream_turn(exchange, running, encoder, [encoder.role_chunk()])
     else:
         answer = collect(whole_answer_events(exchange, running))
-        exchange.send_json(200, openai_chat.encode_answer(answer, exchange.request_id, served.name, created))
+        body = openai_chat.encode_answer(answer, exchange.request_id, served.name, created, with_logprobs=with_logprobs)
+        exchange.send_json(200, body)
 
 
 def post_completion(exchange: Exchange, service: WebService) -> None:
@@ -50,15 +53,18 @@ def post_completion(exchange: Exchange, service: WebService) -> None:
     request = openai_completions.parse_completion(body, headers, service.defaults, exchange.request_id)
     served = service.begin(request.turn)
     running = service.serve(request.turn, served)
-    created = int(time.time())
+    created, with_logprobs = int(time.time()), request.turn.num_top_logprobs is not None
     if request.stream:
         encoder = openai_completions.CompletionStreamEncoder(
-            exchange.request_id, served.name, created, request.include_usage
+            exchange.request_id, served.name, created, request.include_usage, with_logprobs=with_logprobs
         )
         stream_turn(exchange, running, encoder, [])
     else:
         answer = collect(whole_answer_events(exchange, running))
-        exchange.send_json(200, openai_completions.encode_completion(answer, exchange.request_id, served.name, created))
+        body = openai_completions.encode_completion(
+            answer, exchange.request_id, served.name, created, with_logprobs=with_logprobs
+        )
+        exchange.send_json(200, body)
 
 
 def post_messages(exchange: Exchange, service: WebService) -> None:

@@ -1,13 +1,14 @@
 """Images in the engine, logit by logit: a greedy token can hide an error that a position or a pixel off would cause."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvserve.core import GenerationRequest
+from kvserve.core import GenerationRequest, TokenDelta
 from kvserve.engine.vision import RopeShift
 from tests.engine.engines import LOGIT_TOLERANCE, assert_close, cached, generate, generate_with_logits, running_engine
 from tests.engine.test_vision import Sighted
@@ -80,6 +81,20 @@ def test_warm_rows_have_the_logits_of_cold_ones(sighted: Sighted) -> None:
         warm, logits = generate_with_logits(sighted.engine, other.request(NUM_TOKENS))
         assert cached(warm) >= first.tokens.images[0].start, name
         assert_close(logits, expected[name])
+
+
+def test_a_row_with_an_image_is_told_how_likely_its_tokens_were(sighted: Sighted) -> None:
+    """Log-probabilities are those of the logits that each token was drawn from."""
+    prompted = sighted.writer.prompt("What is this? ", picture(1), " Say it.")
+    wanted = prompted.request(NUM_TOKENS)
+    expected = normalised(cold(sighted, wanted))
+    generation = sighted.engine.submit(replace(wanted, num_top_logprobs=2))
+    events = [event for batch in generation.batches(60) for event in batch]
+    told = [(event.token, event.logprobs) for event in events if isinstance(event, TokenDelta) and event.logprobs]
+    assert len(told) == len(expected)
+    for (token, logprobs), row in zip(told, expected, strict=True):
+        assert logprobs.logprob == pytest.approx(row[token], abs=LOGIT_TOLERANCE)
+        assert logprobs.top[0] == (token, logprobs.logprob)
 
 
 def test_a_shift_that_is_off_by_one_is_noticed(sighted: Sighted, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,29 @@ def test_a_continued_text_keeps_its_leading_space(kind: str, data: st.DataObject
     assert "".join(pieces(tokenizer, ids, before)) == tokenizer.decode([*before, *ids])[len(tokenizer.decode(before)) :]
 
 
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@given(text=st.text(alphabet="he llo 東é🫠\n", max_size=30), before=st.sampled_from(["h", "o e", "é"]))
+@settings(max_examples=num_examples(40))
+def test_the_bytes_of_tokens_joined_are_the_text_that_they_write(kind: str, text: str, before: str) -> None:
+    """Inside a text, leading spaces and parts of characters included; without their own knowing of each other."""
+    tokenizer = TOKENIZERS[kind]()
+    ids = tokenizer.encode(text)
+    said = "".join(pieces(tokenizer, ids, tokenizer.encode(before)))
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == said
+    assert kind != "byte_level" or said == text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bytes_of_a_familys_tokens_joined_are_the_text(family: str) -> None:
+    """With its special tokens by name; an id without a token has none."""
+    tokenizer = family_tokenizer(family)
+    text = "  Well, 東京é🫠\n\tdone" + "".join(sorted(tokenizer.special_tokens))
+    ids = tokenizer.encode(text)
+    first = tokenizer.encode("x")
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == "".join(pieces(tokenizer, ids, first))
+    assert tokenizer.token_bytes(tokenizer.vocab_size + 3) == tokenizer.token_bytes(-1) == b""
+
+
 def test_a_character_is_held_back_until_it_is_complete() -> None:
     """The bytes of one character say nothing until the last; cut off, they are one U+FFFD at the end."""
     tokenizer = tokenizer_of(byte_level_backend())

@@ -81,15 +81,16 @@ def test_one_prompt_in_any_spelling(
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "best_of": 2}, "best_of"),
         ({"prompt": "x", "n": 2}, "n"),
-        ({"prompt": "x", "logprobs": 0}, "logprobs"),
-        ({"prompt": "x", "logprobs": 5}, "logprobs"),
+        ({"prompt": "x", "logprobs": 21}, "logprobs"),
+        ({"prompt": "x", "logprobs": -1}, "logprobs"),
+        ({"prompt": "x", "logprobs": True}, "logprobs"),
         ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
     ],
 )
 def test_what_cannot_be_done_is_named(
     parse: Callable[..., CompletionRequest], body: dict[str, object], param: str
 ) -> None:
-    """Several prompts, echo, suffix, best_of and logprobs are a 400 that says so."""
+    """Several prompts, echo, suffix, best_of and too many logprobs are a 400 that says so."""
     with pytest.raises(BadRequest) as caught:
         parse(**body)
     assert caught.value.param == param
@@ -98,6 +99,7 @@ def test_what_cannot_be_done_is_named(
 def test_neutral_values_pass(parse: Callable[..., CompletionRequest]) -> None:
     """Fields that ask for nothing are tolerated."""
     parse(prompt="x", echo=False, suffix=None, best_of=1, n=1, logprobs=None)
+    assert parse(prompt="x", logprobs=False).turn.num_top_logprobs is None
 
 
 @pytest.mark.parametrize("include_usage", [False, True])

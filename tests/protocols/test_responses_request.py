@@ -72,7 +72,7 @@ REFUSED: list[tuple[str, object]] = [
     ("conversation", "conv_1"),
     ("prompt", {"id": "pmpt_1"}),
     ("top_logprobs", 2),
-    ("include", ["message.output_text.logprobs"]),
+    ("top_logprobs", 21),
     ("include", "reasoning.encrypted_content"),
     ("include", [5]),
     ("input", None),

@@ -62,8 +62,8 @@ def test_a_seed_may_use_64_bits(parse: Parse) -> None:
         *(("model", value) for value in (1, {})),
         *(("logit_bias", value) for value in ([], "x", 5, {str(i): 0 for i in range(1025)})),
         *(("n", value) for value in (0, 2, "1", True)),
-        *(("logprobs", value) for value in (True, 1, "x")),
-        *(("top_logprobs", value) for value in (1, 20, False)),
+        *(("logprobs", value) for value in (1, "x", [])),
+        *(("top_logprobs", value) for value in (1, 20, False, 21, -1, 1.5, "x")),
     ],
 )
 def test_a_mistyped_field_is_named(parse: Parse, field: str, value: object) -> None:

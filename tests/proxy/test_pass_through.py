@@ -306,6 +306,47 @@ def test_a_stream_comes_back_whole(client: Client, backend: Backend) -> None:
     assert reply.headers["x-request-id"] == "r1"
 
 
+STOPPED = {"index": 0, "message": {"role": "assistant", "content": "hello"}, "finish_reason": "stop"}
+
+
+def token(text: str, *top: str) -> dict[str, Any]:
+    """A token of a chat's log-probabilities."""
+    entry = {"token": text, "logprob": -0.5, "bytes": [*text.encode()]}
+    return {**entry, "top_logprobs": [{"token": each, "logprob": -0.5, "bytes": [*each.encode()]} for each in top]}
+
+
+def test_log_probabilities_of_a_chat_come_back(client: Client, backend: Backend) -> None:
+    """With the body and, chunk by chunk, with the text of a stream; bytes and alternatives included."""
+    hel, lo = token("hel", "hel", "x"), token("lo")
+    choice = {**STOPPED, "logprobs": {"content": [hel, lo], "refusal": None}}
+    backend.follow(Script(answer=ANSWER | {"choices": [choice]}))
+    body = {"model": "m", "messages": [], "logprobs": True, "top_logprobs": 2}
+    assert client.chat(body).json()["choices"][0]["logprobs"]["content"] == [hel, lo]
+    assert (arrived(backend)["logprobs"], arrived(backend)["top_logprobs"]) == (True, 2)
+
+    told = [None, {"content": [hel], "refusal": None}, {"content": [lo], "refusal": None}, None]
+    events = [
+        {**event, "choices": [{**event["choices"][0], "logprobs": each}]}
+        for event, each in zip(STREAM, told, strict=True)
+    ]
+    backend.follow(Script(events=events))
+    choices = [event["choices"][0] for event in client.chat(body | {"stream": True}).events()]
+    said = [choice for choice in choices if choice["delta"].get("content")]
+    got = [(choice["delta"]["content"], choice["logprobs"]["content"]) for choice in said]
+    assert got == [("hel", [hel]), ("lo", [lo])]
+
+
+def test_log_probabilities_of_a_completion_come_back(client: Client, backend: Backend) -> None:
+    """In the older form, with a body; of a stream LiteLLM passes on the text alone."""
+    told = {"tokens": ["up"], "token_logprobs": [-0.5], "top_logprobs": [{"up": -0.5, "x": -1.0}], "text_offset": [0]}
+    choice = {"index": 0, "text": "up", "finish_reason": "length", "logprobs": told}
+    text = {"id": "cmpl-1", "object": "text_completion", "created": 7, "model": "m", "choices": [choice]}
+    backend.follow(Script(answer=text | {"usage": USAGE}))
+    reply = client.post("/v1/completions", {"model": "m", "prompt": "x", "logprobs": 2})
+    assert reply.json()["choices"][0]["logprobs"] == told
+    assert arrived(backend)["logprobs"] == 2
+
+
 EMPTY_CHOICE = {"index": 0, "text": "", "finish_reason": None, "logprobs": None}
 EMPTY_TEXT = {"id": "cmpl-1", "object": "text_completion", "created": 7, "model": "m", "choices": [EMPTY_CHOICE]}
 
