@@ -22,15 +22,6 @@ def chat_envelope(body: JsonObject, default_model: str) -> dict[str, object]:
     return {**_common(body, default_model), "messages": [_plain_message(message) for message in newest]}
 
 
-def completion_envelope(body: JsonObject, default_model: str) -> dict[str, object]:
-    """A text completion as LiteLLM sees it; a prompt that is no string (token ids) is left out.
-
-    Raises BadRequest for a model that is no name.
-    """
-    prompt = body.get("prompt")
-    return {**_common(body, default_model), "prompt": prompt if isinstance(prompt, str) else ""}
-
-
 def _common(body: JsonObject, default_model: str) -> dict[str, object]:
     """Model and stream. A mistyped `stream` is shown as absent, so that the backend refuses it in its own words."""
     envelope: dict[str, object] = {"model": _model_name(body, default_model)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvserve.errors import MethodNotAllowed, NotFound
-from kvserve.proxy.envelope import chat_envelope, completion_envelope
+from kvserve.proxy.envelope import chat_envelope
 
 type Envelope = Callable[[Mapping[str, object], str], dict[str, object]]
 type Way = Literal["litellm", "as it is", "direct"]
@@ -33,10 +33,10 @@ _GET = ("GET", "HEAD")
 # it passes on of a stream: the dashboard's has no end.
 ROUTES: Mapping[str, Route] = {
     "/v1/chat/completions": Route(("POST",), "litellm", chat_envelope),
-    "/v1/completions": Route(("POST",), "litellm", completion_envelope),
     "/v1/models": Route(("GET",), "litellm"),
     "/health/readiness": Route(("GET",), "litellm", needs_key=False),
     "/health/liveliness": Route(("GET",), "litellm", needs_key=False),
+    "/v1/completions": Route(("POST",), "as it is"),
     "/v1/messages": Route(("POST",), "as it is"),
     "/v1/messages/count_tokens": Route(("POST",), "as it is"),
     "/v1/responses": Route(("POST",), "as it is"),

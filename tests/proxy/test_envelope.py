@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvserve.errors import BadRequest
-from kvserve.proxy.envelope import chat_envelope, completion_envelope
+from kvserve.proxy.envelope import chat_envelope
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -50,12 +50,6 @@ def test_the_newest_text_is_shown(message: object, shown: object) -> None:
     """Who said it and what; no calls, no images, no history, no other fields."""
     envelope = chat_envelope({"messages": [{"role": "user", "content": "before"}, message], "tools": [1]}, "default")
     assert envelope == {"model": "default", "messages": [shown]}
-
-
-def test_a_completion_shows_its_prompt_if_it_is_text() -> None:
-    """Token ids are left out."""
-    assert completion_envelope({"model": "m", "prompt": "p"}, "d") == {"model": "m", "prompt": "p"}
-    assert completion_envelope({"model": "m", "prompt": [1, 2]}, "d") == {"model": "m", "prompt": ""}
 
 
 @pytest.mark.parametrize("name", [5, ["a"], "a,b", "http://machine/model", True])

@@ -336,14 +336,16 @@ def test_log_probabilities_of_a_chat_come_back(client: Client, backend: Backend)
     assert got == [("hel", [hel]), ("lo", [lo])]
 
 
-def test_log_probabilities_of_a_completion_come_back(client: Client, backend: Backend) -> None:
-    """In the older form, with a body; of a stream LiteLLM passes on the text alone."""
+@pytest.mark.parametrize("stream", [True, False])
+def test_log_probabilities_of_a_completion_come_back(client: Client, backend: Backend, stream: bool) -> None:
+    """In the older form, which LiteLLM's own reader of streamed completions would drop."""
     told = {"tokens": ["up"], "token_logprobs": [-0.5], "top_logprobs": [{"up": -0.5, "x": -1.0}], "text_offset": [0]}
     choice = {"index": 0, "text": "up", "finish_reason": "length", "logprobs": told}
     text = {"id": "cmpl-1", "object": "text_completion", "created": 7, "model": "m", "choices": [choice]}
-    backend.follow(Script(answer=text | {"usage": USAGE}))
-    reply = client.post("/v1/completions", {"model": "m", "prompt": "x", "logprobs": 2})
-    assert reply.json()["choices"][0]["logprobs"] == told
+    backend.follow(Script(answer=text | {"usage": USAGE}, events=[text]))
+    reply = client.post("/v1/completions", {"model": "m", "prompt": "x", "logprobs": 2, "stream": stream})
+    answer = reply.events()[0] if stream else reply.json()
+    assert answer["choices"][0]["logprobs"] == told
     assert arrived(backend)["logprobs"] == 2
 
 

@@ -27,7 +27,7 @@ def test_what_only_the_proxy_serves_is_litellms_readiness() -> None:
     ("path", "whole", "way"),
     [
         ("/chat/completions", "/v1/chat/completions", "litellm"),
-        ("/completions", "/v1/completions", "litellm"),
+        ("/completions", "/v1/completions", "as it is"),
         ("/messages", "/v1/messages", "as it is"),
         ("/messages/count_tokens", "/v1/messages/count_tokens", "as it is"),
         ("/responses", "/v1/responses", "as it is"),
