@@ -50,11 +50,15 @@ def stream_turn(
 
 
 def send_events(
-    exchange: Exchange, events: Iterable[AnswerEvent], encoder: StreamEncoder, framing: Framing = UNNAMED
+    exchange: Exchange,
+    events: Iterable[AnswerEvent],
+    encoder: StreamEncoder,
+    framing: Framing = UNNAMED,
+    first: Iterable[JsonObject] = (),
 ) -> None:
     """Send an answer that is known as a whole, as a stream. Raises ClientGone."""
     stream = exchange.open_stream(encoder.error_chunk, framing)
-    stream.send([chunk for event in events for chunk in encoder.encode(event)])
+    stream.send([*first, *(chunk for event in events for chunk in encoder.encode(event))])
     stream.end()
 
 
