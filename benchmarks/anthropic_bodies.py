@@ -3,35 +3,68 @@ reading of these bodies is judged with it.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 type Wire = dict[str, Any]
 
 
 def as_chat(body: Wire) -> Wire:
-    """The chat body: system text, messages and tools in their order, thinking as a switch."""
+    """The chat body: system text, messages and tools in their order, thinking as a switch. A tool that waits for a
+    reference to it is described there."""
+    functions = {tool["name"]: _function(tool) for tool in body.get("tools") or []}
     system = _parts(body.get("system") or [])
     messages = [{"role": "system", "content": system}] if system else []
     for message in body["messages"]:
-        messages += _messages(message)
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool["name"],
-                "description": tool.get("description", ""),
-                "parameters": tool["input_schema"],
-            },
-        }
-        for tool in body.get("tools") or []
-    ]
+        messages += _messages(_with_definitions(message, functions))
+    deferred = {tool["name"] for tool in body.get("tools") or [] if tool.get("defer_loading")}
+    tools = [{"type": "function", "function": functions[name]} for name in functions if name not in deferred]
     chat: Wire = {"model": body["model"], "messages": messages, "stream": True}
     if tools:
         chat["tools"] = tools
     if "thinking" in body:
         chat["enable_thinking"] = body["thinking"]["type"] != "disabled"
     return chat
+
+
+def _function(tool: Wire) -> Wire:
+    return {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+
+
+def _with_definitions(message: Wire, functions: Mapping[str, Wire]) -> Wire:
+    """The message with the tools that its results refer to as text."""
+    content = [
+        {**block, "content": [_defined(part, functions) for part in _blocks(block.get("content") or [])]}
+        if block["type"] == "tool_result"
+        else block
+        for block in _blocks(message["content"])
+    ]
+    return {**message, "content": content}
+
+
+def _defined(part: Wire, functions: Mapping[str, Wire]) -> Wire:
+    if part["type"] != "tool_reference":
+        return part
+    return {"type": "text", "text": json.dumps(functions[part["tool_name"]], ensure_ascii=False)}
+
+
+def joined_blocks(events: Sequence[Wire]) -> list[Wire]:
+    """The blocks of a message, put together from the events of a stream as far as it came."""
+    blocks: list[Wire] = []
+    arguments = ""
+    for event in events:
+        match event:
+            case {"type": "content_block_start", "content_block": block}:
+                blocks.append(dict(block))
+                arguments = ""
+            case {"type": "content_block_delta", "delta": {"type": "input_json_delta", "partial_json": piece}}:
+                arguments += piece
+            case {"type": "content_block_delta", "delta": delta}:
+                field = delta["type"].removesuffix("_delta")
+                blocks[-1][field] = blocks[-1].get(field, "") + delta[field]
+            case {"type": "content_block_stop"} if blocks[-1]["type"] == "tool_use":
+                blocks[-1]["input"] = json.loads(arguments or "{}")
+    return blocks
 
 
 def without_thinking(body: Wire) -> Wire:

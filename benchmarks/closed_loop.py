@@ -11,7 +11,6 @@ reuse is below the oracle's by more than the tolerance.
 """
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.anthropic_bodies import joined_blocks
 from benchmarks.echoes import Echoes
 from benchmarks.figure import Bound, Figure
 from benchmarks.frozen import FrozenOracle, Possible
@@ -37,7 +37,13 @@ from benchmarks.recordings import (
     side_request,
 )
 
-SESSIONS = ("pi-0.87-anthropic", "claude-code-2.1.119", "claude-code-2.1.330", "codex")
+SESSIONS = (
+    "pi-0.87-anthropic",
+    "claude-code-2.1.119",
+    "claude-code-2.1.330",
+    "claude-code-2.1.330-toolsearch",
+    "codex",
+)
 FAMILIES = ("qwen3", "qwen3_5")
 HEADINGS = ("session", "family", "requests", "prompt tokens", "reuse", "oracle", "result")
 
@@ -110,7 +116,7 @@ def play(
 
 def _answer(server: LedServer, request: Request, said: Reply | None) -> list[dict[str, Any]]:
     """Blocks or items of the answer as the client has them; of one that it leaves, what it has by then."""
-    parts = _blocks if request.path == MESSAGES else _items
+    parts = joined_blocks if request.path == MESSAGES else _items
     if request.reply is not None:
         return parts(server.stream(request, lambda event: False))
     kept = said or Reply("I should wait.")
@@ -131,25 +137,6 @@ def _text_in(event: Wire) -> str:
         return str(event["delta"])
     is_text = event["type"] == "content_block_delta" and event["delta"]["type"] == "text_delta"
     return str(event["delta"]["text"]) if is_text else ""
-
-
-def _blocks(events: Sequence[Wire]) -> list[dict[str, Any]]:
-    """The blocks of a message, put together from the events of a stream as far as it came."""
-    blocks: list[dict[str, Any]] = []
-    arguments = ""
-    for event in events:
-        match event:
-            case {"type": "content_block_start", "content_block": block}:
-                blocks.append(dict(block))
-                arguments = ""
-            case {"type": "content_block_delta", "delta": {"type": "input_json_delta", "partial_json": piece}}:
-                arguments += piece
-            case {"type": "content_block_delta", "delta": delta}:
-                field = delta["type"].removesuffix("_delta")
-                blocks[-1][field] = blocks[-1].get(field, "") + delta[field]
-            case {"type": "content_block_stop"} if blocks[-1]["type"] == "tool_use":
-                blocks[-1]["input"] = json.loads(arguments or "{}")
-    return blocks
 
 
 def _items(events: Sequence[Wire]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import responses_bodies
-from benchmarks.anthropic_bodies import as_chat, without_thinking
+from benchmarks.anthropic_bodies import as_chat, joined_blocks, without_thinking
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECORDED_CLIENTS = (
@@ -23,9 +23,10 @@ RECORDED_CLIENTS = (
     "pi-0.87-anthropic",
     "claude-code-2.1.119",
     "claude-code-2.1.330",
+    "claude-code-2.1.330-toolsearch",
     "codex",
 )
-"""The recordings that are played; the last one has bodies of `/v1/responses`, the three before it of `/v1/messages`."""
+"""The recordings that are played; the last one has bodies of `/v1/responses`, the four before it of `/v1/messages`."""
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 
@@ -144,10 +145,11 @@ def read_corpus(shared: Path) -> Iterator[Conversation]:
 
 def _recorded(row: Wire) -> Request:
     headers = {name.lower(): value for name, value in row["headers"]}
-    reply = row.get("reply") if not row["disconnected"] else None
+    reply = row.get("reply") if not row.get("disconnected") else None
     path = row["path"].partition("?")[0]
     if path == MESSAGES:
-        return Request(row["body"], blocks_said(reply["blocks"]) if reply else None, headers, MESSAGES)
+        blocks = joined_blocks(events_in(reply)) if isinstance(reply, str) else reply["blocks"] if reply else None
+        return Request(row["body"], blocks_said(blocks) if blocks is not None else None, headers, MESSAGES)
     if path == RESPONSES:
         return Request(row["body"], items_said(reply["items"]) if reply else None, headers, RESPONSES)
     if not reply:
@@ -155,6 +157,12 @@ def _recorded(row: Wire) -> Request:
     calls = reply.get("tool_calls")
     said = Reply(reply.get("reasoning") or "", reply.get("content") or "", _calls(calls), _call_ids(calls))
     return Request(row["body"], said, headers)
+
+
+def events_in(stream: str) -> list[Wire]:
+    """The events of a recorded stream."""
+    lines = (line for line in stream.splitlines() if line.startswith("data: "))
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 def _collected(pool: Sequence[Wire], tools: Sequence[Wire], request: Wire) -> Request:

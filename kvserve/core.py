@@ -5,8 +5,9 @@ arrays stop in `engine/`; whatever travels between rooms is one of the types bel
 """
 
 import hashlib
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, NewType
 
@@ -54,15 +55,42 @@ class ImageBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolBlock:
+    """From here on a tool can be called or, with `is_removed`, it cannot any more.
+
+    `parameters` is the JSON text of its schema, keys in the client's order: a block is compared and hashed with all
+    that the model reads of it. None for a name that nobody defines.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: str | None = None
+    strict: bool = False
+    is_removed: bool = False
+
+    @classmethod
+    def of(cls, tool: "ToolSpec") -> "ToolBlock":
+        """The block that brings a tool in."""
+        return cls(tool.name, tool.description, json.dumps(tool.parameters, ensure_ascii=False), tool.strict)
+
+    @property
+    def spec(self) -> "ToolSpec | None":
+        """The tool that it brings in; None where it brings none."""
+        if self.parameters is None or self.is_removed:
+            return None
+        return ToolSpec(self.name, self.description, json.loads(self.parameters), self.strict)
+
+
+@dataclass(frozen=True, slots=True)
 class ToolResultBlock:
     """What a tool returned for the call `call_id`."""
 
     call_id: str
-    blocks: tuple[TextBlock | ImageBlock, ...]
+    blocks: tuple[TextBlock | ImageBlock | ToolBlock, ...]
     is_error: bool = False
 
 
-type Block = TextBlock | ThinkingBlock | ToolCallBlock | ToolResultBlock | ImageBlock
+type Block = TextBlock | ThinkingBlock | ToolCallBlock | ToolResultBlock | ImageBlock | ToolBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +110,39 @@ class ToolSpec:
     description: str | None
     parameters: JsonObject
     strict: bool = False
+
+
+def offered_tools(tools: Iterable[ToolSpec], messages: Iterable[Message]) -> tuple[ToolSpec, ...]:
+    """The tools that can be called behind `messages`: those in front of them, as their blocks changed them since."""
+    offered: dict[str, ToolSpec | ToolBlock] = {tool.name: tool for tool in tools}
+    for block in tool_blocks(messages):
+        if block.is_removed:
+            offered.pop(block.name, None)
+        elif block.parameters is not None:
+            offered[block.name] = block
+    return _specs(offered.values())
+
+
+def known_tools(tools: Iterable[ToolSpec], messages: Iterable[Message]) -> tuple[ToolSpec, ...]:
+    """The tools that calls anywhere in `messages` may be of: also those that were removed since."""
+    known: dict[str, ToolSpec | ToolBlock] = {tool.name: tool for tool in tools}
+    known |= {block.name: block for block in tool_blocks(messages) if block.parameters is not None}
+    return _specs(known.values())
+
+
+def _specs(tools: Iterable[ToolSpec | ToolBlock]) -> tuple[ToolSpec, ...]:
+    specs = (tool.spec if isinstance(tool, ToolBlock) else tool for tool in tools)
+    return tuple(spec for spec in specs if spec is not None)
+
+
+def tool_blocks(messages: Iterable[Message]) -> Iterator[ToolBlock]:
+    """What changes the tools in the messages, in order, tool results included."""
+    for message in messages:
+        for block in message.blocks:
+            if isinstance(block, ToolBlock):
+                yield block
+            elif isinstance(block, ToolResultBlock):
+                yield from (inner for inner in block.blocks if isinstance(inner, ToolBlock))
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +264,12 @@ class Turn:
     """One request for one answer, whichever protocol it came in.
 
     Either `messages` (a conversation for the chat template) or `raw_prompt` (text or token ids that go to the model
-    as they are) is given. `max_tokens` None means up to the server's default. `images` are those of the messages once
-    they were looked at: from then on a block's `source` is its image's digest. `num_top_logprobs`: the answer's tokens
-    come with their log-probabilities and those of so many likeliest ones; None: with none. `keeping` says whether the
-    request may leave anything, and is one and the same however the turn is rewritten.
+    as they are) is given. `tools` stand in front of the messages, whose blocks may bring more or take some away.
+    `unserved_tools` are names of tools that the client expects to run on the server, and that nobody runs here.
+    `max_tokens` None means up to the server's default. `images` are those of the messages once they were looked at:
+    from then on a block's `source` is its image's digest. `num_top_logprobs`: the answer's tokens come with their
+    log-probabilities and those of so many likeliest ones; None: with none. `keeping` says whether the request may leave
+    anything, and is one and the same however the turn is rewritten.
     """
 
     request_id: RequestId
@@ -226,6 +289,7 @@ class Turn:
     session: SessionHint = SessionHint()
     images: "tuple[ImageInput, ...]" = ()
     num_top_logprobs: int | None = None
+    unserved_tools: tuple[str, ...] = ()
     keeping: Keeping = field(default_factory=Keeping, compare=False, repr=False)
 
 

@@ -35,6 +35,8 @@ from kvserve.core import (
     ToolResultBlock,
     Turn,
     Waiting,
+    known_tools,
+    offered_tools,
 )
 from kvserve.engine.worker import Engine
 from kvserve.errors import BadRequest, ContextOverflow, EngineFailure
@@ -260,8 +262,13 @@ def _render(turn: Turn, reading: Reading, served: ServedModel) -> Prompt:
         tail_ids=stitched.tail_ids,
         num_replayed_turns=stitched.num_replayed_turns,
         num_marked_tokens=_num_marked_tokens(turn, reading, served, stitched),
-        notes=(*reading.notes, *text.notes),
+        notes=(*_unserved(turn), *reading.notes, *text.notes),
     )
+
+
+def _unserved(turn: Turn) -> tuple[str, ...]:
+    names = ", ".join(turn.unserved_tools)
+    return (f"not offered, for this server does not run them: {names}",) if names else ()
 
 
 def _message_starts(turn: Turn, reading: Reading, served: ServedModel, stitched: Stitched) -> tuple[MessageStart, ...]:
@@ -316,7 +323,8 @@ def _stitch(turn: Turn, reading: Reading, served: ServedModel) -> tuple[PromptTe
     )
     if images is not None:
         text = images.worded(text, turn.images)
-    return text, served.stitcher.tokens(text, reading.writings, Says.under(served.output_format, tools))
+    called = known_tools(tools, reading.messages) if turn.tool_choice.mode != "none" else ()
+    return text, served.stitcher.tokens(text, reading.writings, Says.under(served.output_format, called))
 
 
 def _raw_prompt(turn: Turn, served: ServedModel) -> Prompt:
@@ -340,11 +348,12 @@ def _raw_prompt(turn: Turn, served: ServedModel) -> Prompt:
 def _answer_reader(turn: Turn, served: ServedModel, prompt: Prompt) -> AnswerReader:
     splitter = None
     if turn.raw_prompt is None:
+        tools = offered_tools(turn.tools, turn.messages)
         splitter = Splitter(
             served.output_format,
             starts_in_reasoning=prompt.opens_reasoning,
-            tools=turn.tools,
-            allow_calls=bool(turn.tools) and turn.tool_choice.mode != "none",
+            tools=tools,
+            allow_calls=bool(tools) and turn.tool_choice.mode != "none",
         )
     return AnswerReader(
         detokenizer=served.tokenizer.detokenizer(prompt.tokens.ids),
@@ -388,7 +397,7 @@ def _grammar(turn: Turn, served: ServedModel, prompt: Prompt, max_tokens: int) -
         closing = tags.closing if tags is not None else "<|end|>"
         thinking = ThinkingAhead(prompt.opens_reasoning, served.tokenizer.encode(closing), max(1, max_tokens // 2))
     return build_grammar(
-        tools=turn.tools,
+        tools=offered_tools(turn.tools, turn.messages),
         tool_choice=turn.tool_choice,
         parallel_tool_calls=turn.parallel_tool_calls,
         response_format=turn.response_format,

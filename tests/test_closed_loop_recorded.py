@@ -2,6 +2,7 @@
 the same session and a count of tokens before each request. As much is reused as was possible."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.models import tiny_model
 from tests.starts import remembered_starts
 
 SMALL = "pi-0.87-anthropic"
-RECORDED_NAMES = ("toolu_0", "sig1==", "call_0", '"rs_1"', "msg_2")
+RECORDED_NAMES = ("toolu_0", "sig1==", "call_0", '"rs_1"', "msg_2", "callaa596bfc")
 """Ids and signatures of the server that the sessions were recorded with."""
 
 
@@ -59,6 +60,23 @@ def test_what_the_server_said_is_known_when_it_comes_back(
     sent, recorded = (json.dumps([each.body for each in some]) for some in (asked, talk.requests))
     assert not [mark for mark in RECORDED_NAMES if mark in sent]
     assert [mark for mark in RECORDED_NAMES if mark in recorded]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3", marks=pytest.mark.long)])
+def test_tools_that_were_searched_for_cost_only_their_definitions(family: str, tmp_path: Path) -> None:
+    """Claude Code's session up to behind its search, in which its list of tools grows: all that was known is reused."""
+    talk = session("claude-code-2.1.330-toolsearch")
+    talk = Conversation(talk.client, talk.name, talk.requests[:5])
+    grown = [len(request.body["tools"]) for request in talk.requests]
+    assert grown[2] < grown[3]
+    asked = played(talk, family, tmp_path)
+    print("\n".join(requests(row_of(talk, family, asked), asked)))
+    for before, each in pairwise(asked):
+        assert each.told.num_cached_tokens >= before.told.num_prompt_tokens
+    assert (
+        sum(each.told.num_cached_tokens for each in asked[1:]) / sum(each.told.num_prompt_tokens for each in asked[1:])
+        > 0.97
+    )
 
 
 def test_a_client_that_changes_its_first_words_is_below_the_oracle(tmp_path: Path) -> None:

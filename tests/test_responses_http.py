@@ -253,6 +253,21 @@ def test_a_conversation_goes_on_by_name_also_after_a_restart(tmp_path: Path) -> 
         assert app.get(f"{PATH}/{first['id']}").json == first
 
 
+def test_what_nobody_runs_here_is_answered_in_words(app: AppUnderTest) -> None:
+    """A complete response, streamed and not, which is kept like any other; the model computes nothing."""
+    before = app.num_forward_calls
+    body = {"input": "x", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}
+    plain = app.post(PATH, body).json
+    events = events_of(app.post(PATH, {**body, "stream": True}).body)
+    assert put_together(events) == events[-1]["response"]["output"]
+    for response in (plain, events[-1]["response"]):
+        [message] = response["output"]
+        assert "cannot run the tool `web_search`" in message["content"][0]["text"]
+        assert response["status"] == "completed" and response["usage"]["total_tokens"] == 0
+        assert app.get(f"{PATH}/{response['id']}").json == response
+    assert app.num_forward_calls == before
+
+
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 UNENFORCEABLE = {"parameters": {"type": "object", "properties": {"at": {"enum": []}}, "required": ["at"]}}
@@ -266,7 +281,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     *(({name: value}, name) for name, value in REFUSED),
     *(({"input": [item]}, param) for item, param in MISTAKES),
-    ({"input": "x", "tools": [{"type": "file_search"}]}, "tools[0].type"),
+    ({"input": "x", "tools": [{"type": "local_shell"}]}, "tools[0].type"),
     ({"input": "x", "tools": [LOOK, LOOK]}, "tools"),
     ({"input": "x", "tool_choice": "required"}, "tool_choice"),
     ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice.type"),

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from kvserve.canonical.layout import Layout, canonical_blocks, is_dropped, lay_out
 from kvserve.canonical.rule import RuleSet
@@ -14,6 +14,7 @@ from kvserve.core import (
     Message,
     TextBlock,
     ThinkingBlock,
+    ToolBlock,
     ToolCallBlock,
     ToolResultBlock,
     ToolSpec,
@@ -105,6 +106,8 @@ def _num_block_chars(block: Block) -> int:
             return len(name) + len(arguments)
         case ToolResultBlock(_, blocks):
             return sum(_num_block_chars(inner) for inner in blocks)
+        case ToolBlock(name, description, parameters):
+            return len(name) + len(description or "") + len(parameters or "")
         case _:
             return 0
 
@@ -153,6 +156,8 @@ def _add_fields(block: Block, fields: list[str]) -> None:
             fields += ("call", call_id, name, arguments)
         case ImageBlock(source):
             fields += ("image", source)
+        case ToolBlock():
+            fields += ("tool", *map(repr, astuple(block)))
         case ToolResultBlock(call_id, blocks, is_error):
             fields += ("result", call_id, str(is_error), str(len(blocks)))
             for inner in blocks:

@@ -15,7 +15,16 @@ from kvserve.canonical.canonicalise import Canonical, canonicalise
 from kvserve.canonical.layout import forget_arguments
 from kvserve.canonical.replay import Replayed, replay
 from kvserve.canonical.rule import RuleSet
-from kvserve.core import Block, ImageBlock, Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
+from kvserve.core import (
+    Block,
+    ImageBlock,
+    Message,
+    TextBlock,
+    ThinkingBlock,
+    ToolBlock,
+    ToolCallBlock,
+    ToolResultBlock,
+)
 
 MAX_BYTES = 128 * 2**20
 VALUE_BYTES = 256
@@ -138,5 +147,7 @@ def _block_bytes(block: Block) -> int:
             return VALUE_BYTES + sys.getsizeof(text)
         case ToolCallBlock(_, _, arguments):
             return VALUE_BYTES + 2 * sys.getsizeof(arguments)
+        case ToolBlock(_, description, parameters):
+            return VALUE_BYTES + sys.getsizeof(description) + sys.getsizeof(parameters)
         case ToolResultBlock(_, blocks):
             return VALUE_BYTES + sum(map(_block_bytes, blocks))

@@ -15,6 +15,7 @@ from kvserve.core import (
     Role,
     TextBlock,
     ThinkingBlock,
+    ToolBlock,
     ToolCallBlock,
     ToolResultBlock,
 )
@@ -81,6 +82,8 @@ def _part(block: Block, role: Role, names: frozenset[str], rules: RuleSet) -> Pa
         return _call_part(block, names)
     if isinstance(block, ImageBlock):
         return Part(block, block if rules.tells_images_apart else ImageBlock(""))
+    if isinstance(block, ToolBlock):
+        return Part(block, block)
     return _result_part(block, names, rules)
 
 

@@ -17,6 +17,7 @@ from kvserve.prompt.guarding import guarded_steps
 from kvserve.prompt.memo import Memo
 from kvserve.prompt.steps import (
     ROLES,
+    DescribeTools,
     Kind,
     Speaker,
     Step,
@@ -29,6 +30,7 @@ from kvserve.prompt.steps import (
     speaker_after,
     steps_of,
 )
+from kvserve.prompt.tool_words import AS_JSON
 
 NO_RESULT = "(no result)"
 FILLERS: tuple[Kind, ...] = ("user", "assistant", "result")
@@ -91,17 +93,22 @@ def conform(
     dialect: Dialect,
     memory: "Memory | None" = None,
     control: ControlTokens | None = None,
+    describe: DescribeTools = AS_JSON,
 ) -> Conformed:
     """The messages as steps in the template's dialect; tools that it does not take are described in the system message.
 
-    `memory` is that of this dialect. With `control` the messages are guarded, the tools have been. Raises BadRequest
-    for an image.
+    `memory` is that of this dialect, `describe` says where tools come and go. With `control` the messages are guarded,
+    the tools have been. Raises BadRequest for an image.
     """
     if tools and not dialect.tools:
         memory = None  # its conversations begin without that description
     known = memory.find(messages) if memory is not None else None
     placing, num_known = (known.placing.copy(), len(known.messages)) if known is not None else (_Placing(dialect), 0)
-    steps = [step for index, message in enumerate(messages[num_known:], num_known) for step in steps_of(message, index)]
+    new = enumerate(messages[num_known:], num_known)
+    steps = [step for index, message in new for step in steps_of(message, index, describe)]
+    for step in steps:
+        if step.own:
+            placing.note("tools described where they change", step.index)
     if control is not None:
         steps = list(guarded_steps(steps, dialect.form, control))
     if tools and not dialect.tools:

@@ -15,8 +15,7 @@ from kvserve.prompt.steps import Step, WireForm, parsed_arguments, plain_data
 def guarded_steps(steps: Sequence[Step], form: WireForm, control: ControlTokens) -> Iterator[Step]:
     """The steps of one or more messages with a client's spellings marked; the same objects where there are none."""
     for step in steps:
-        is_answer = step.kind in ("assistant", "calls")
-        text = control.marked_answer(step.text) if is_answer else control.marked_content(step.text)
+        text = _guarded_text(step, control)
         reasoning = control.marked(step.reasoning)
         calls = tuple(_guarded_call(call, form, control) for call in step.calls)
         ids_are_written = form.call_ids == "given"  # the others are made anew, and digests of the id as it was sent
@@ -24,13 +23,33 @@ def guarded_steps(steps: Sequence[Step], form: WireForm, control: ControlTokens)
         call_name = control.marked(step.call_name)
         name = control.marked(step.name) if step.name is not None else None
         said = (text, reasoning, calls, call_id, call_name, name)
-        if said == (step.text, step.reasoning, step.calls, step.call_id, step.call_name, step.name):
+        if not step.own and said == (step.text, step.reasoning, step.calls, step.call_id, step.call_name, step.name):
             yield step
         else:
             text, reasoning, calls, call_id, call_name, name = said
             yield replace(
-                step, text=text, reasoning=reasoning, calls=calls, call_id=call_id, call_name=call_name, name=name
+                step,
+                text=text,
+                reasoning=reasoning,
+                calls=calls,
+                call_id=call_id,
+                call_name=call_name,
+                name=name,
+                own=(),
             )
+
+
+def _guarded_text(step: Step, control: ControlTokens) -> str:
+    """The text of a step: what the template itself says in it is left alone."""
+    if step.kind in ("assistant", "calls"):
+        return control.marked_answer(step.text)
+    if not step.own:
+        return control.marked_content(step.text)
+    pieces, end = [], 0
+    for start, stop in step.own:
+        pieces += [control.marked(step.text[end:start]), step.text[start:stop]]
+        end = stop
+    return "".join([*pieces, control.marked(step.text[end:])])
 
 
 def guarded_tools(tools: Sequence[ToolSpec], control: ControlTokens) -> tuple[ToolSpec, ...]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvserve.core import Block, ImageBlock, ImageSpan, ImageWords, Message, TextBlock, ToolResultBlock
+from kvserve.core import Block, ImageBlock, ImageSpan, ImageWords, Message, TextBlock, ToolBlock, ToolResultBlock
 
 EDGE = "\ufdd0"
 """Around every mark: a noncharacter of Unicode, which no text for interchange holds."""
@@ -119,7 +119,7 @@ def _marked_blocks(blocks: Sequence[Block], words: ImageWords) -> Iterator[Block
 
 def _marked_result(block: ToolResultBlock, words: ImageWords) -> ToolResultBlock:
     parts = _marked_blocks(block.blocks, words)
-    return replace(block, blocks=tuple(part for part in parts if isinstance(part, TextBlock)))
+    return replace(block, blocks=tuple(part for part in parts if isinstance(part, TextBlock | ToolBlock)))
 
 
 def _guarded(text: str, words: ImageWords) -> str:

@@ -7,9 +7,10 @@ import hashlib
 import json
 import math
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from itertools import groupby
 from typing import Literal, NoReturn
 
 from kvserve.core import (
@@ -18,6 +19,7 @@ from kvserve.core import (
     Message,
     TextBlock,
     ThinkingBlock,
+    ToolBlock,
     ToolCallBlock,
     ToolResultBlock,
     ToolSpec,
@@ -52,6 +54,7 @@ class Step:
 
     A template writes `reasoning`, `text` and `calls` in this order. `call_id` and `call_name` belong to tool results;
     `call_number` counts the calls of the conversation: that of the first of `calls`, or of the call that is answered.
+    `own` are half-open runs of the text that are the template's words, not a client's.
     """
 
     kind: Kind
@@ -63,6 +66,11 @@ class Step:
     call_number: int = 0
     name: str | None = None
     index: int = 0
+    own: tuple[tuple[int, int], ...] = ()
+
+
+type DescribeTools = Callable[[Sequence[ToolBlock]], str]
+"""What is said where tools come or go, by blocks that follow one another."""
 
 
 def speaker_after(speaker: Speaker, kind: Kind) -> Speaker:
@@ -100,9 +108,10 @@ class WireForm:
     named_roles: frozenset[str] = frozenset()
 
 
-def steps_of(message: Message, index: int) -> Iterator[Step]:
+def steps_of(message: Message, index: int, describe: DescribeTools) -> Iterator[Step]:
     """The steps of one message, in the order of its blocks. Raises BadRequest for an image."""
-    steps = _assistant_steps(message, index) if message.role == "assistant" else _other_steps(message, index)
+    is_answer = message.role == "assistant"
+    steps = _assistant_steps(message, index, describe) if is_answer else _other_steps(message, index, describe)
     first = next(steps, None)
     if first is None:
         yield Step("orphan" if message.role == "tool" else message.role, name=message.name, index=index)
@@ -111,7 +120,7 @@ def steps_of(message: Message, index: int) -> Iterator[Step]:
     yield from steps
 
 
-def _assistant_steps(message: Message, index: int) -> Iterator[Step]:
+def _assistant_steps(message: Message, index: int, describe: DescribeTools) -> Iterator[Step]:
     """Cut wherever a block would be written before one that the assistant said earlier, e.g. text behind a call."""
     thinking: list[str] = []
     texts: list[str] = []
@@ -141,26 +150,51 @@ def _assistant_steps(message: Message, index: int) -> Iterator[Step]:
                 calls.append(block)
             case ToolResultBlock():
                 yield from cut()
-                yield result_step(block, index, message.name)
+                yield _result_step(block, index, message.name, describe)
+            case ToolBlock():  # no words of the assistant's, whoever brought the tool in
+                yield from cut()
+                yield _with_text(Step("system", index=index), (block,), describe)
             case ImageBlock():
                 raise _no_images()
     yield from cut()
 
 
-def _other_steps(message: Message, index: int) -> Iterator[Step]:
+def _other_steps(message: Message, index: int, describe: DescribeTools) -> Iterator[Step]:
     """Steps of a system, user or tool message: each tool result is one, the text between them one each."""
     kind: Kind = "orphan" if message.role == "tool" else message.role
-    texts: list[str] = []
-    for block in message.blocks:
-        if isinstance(block, ToolResultBlock):
-            if texts:
-                yield Step(kind, "\n".join(texts), name=message.name, index=index)
-                texts = []
-            yield result_step(block, index, message.name)
-        else:
-            texts.append(_text_of(block))
-    if texts:
-        yield Step(kind, "\n".join(texts), name=message.name, index=index)
+    for is_result, group in groupby(message.blocks, key=lambda block: isinstance(block, ToolResultBlock)):
+        if not is_result:
+            yield _with_text(Step(kind, name=message.name, index=index), tuple(group), describe)
+            continue
+        for block in group:
+            if isinstance(block, ToolResultBlock):
+                yield _result_step(block, index, message.name, describe)
+
+
+def _with_text(step: Step, blocks: Sequence[Block], describe: DescribeTools, *before: str) -> Step:
+    """The step with what the blocks say behind `before`: blocks are parts of their own, a line each."""
+    texts, own, end = list(before), list[tuple[int, int]](), sum(len(text) + 1 for text in before)
+    for text, is_own in _texts(blocks, describe):
+        texts.append(text)
+        if is_own:
+            own.append((end, end + len(text)))
+        end += len(text) + 1
+    return replace(step, text="\n".join(texts), own=tuple(own))
+
+
+def _texts(blocks: Sequence[Block], describe: DescribeTools) -> Iterator[tuple[str, bool]]:
+    """What the blocks say, and whether it is the template's own words."""
+    tools: list[ToolBlock] = []
+    for block in blocks:
+        if isinstance(block, ToolBlock):
+            tools.append(block)
+            continue
+        if tools:
+            yield describe(tools), True
+            tools = []
+        yield _text_of(block), False
+    if tools:
+        yield describe(tools), True
 
 
 def _text_of(block: Block) -> str:
@@ -174,12 +208,12 @@ def _text_of(block: Block) -> str:
             raise _no_images()
 
 
-def result_step(block: ToolResultBlock, index: int, name: str | None = None) -> Step:
+def _result_step(block: ToolResultBlock, index: int, name: str | None, describe: DescribeTools) -> Step:
     """The step of a tool result; an error is marked, since no template has a field for it. `name` is what the message
     calls the tool: its call says it too, where there is one."""
-    text = "\n".join(_text_of(part) for part in block.blocks)
-    said = f"[error]\n{text}" if block.is_error else text
-    return Step("result", said, call_id=block.call_id, call_name=name or "", index=index)
+    step = Step("result", call_id=block.call_id, call_name=name or "", index=index)
+    said = _with_text(step, block.blocks, describe, *(["[error]"] if block.is_error else []))
+    return replace(said, text="[error]\n") if block.is_error and not block.blocks else said
 
 
 def named(text: str, name: str) -> str:
@@ -289,18 +323,17 @@ def wire_id(form: CallIds, call_id: str, name: str, number: int) -> str:
 
 
 def tool_dicts(tools: Sequence[ToolSpec]) -> list[ToolDict]:
-    """The tools as OpenAI-style schemas of plain dicts; a missing description or parameters become empty ones."""
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description or "",
-                "parameters": plain_data(tool.parameters) or {"type": "object", "properties": {}},
-            },
-        }
-        for tool in tools
-    ]
+    """The tools as OpenAI-style schemas of plain dicts."""
+    return [{"type": "function", "function": function_dict(tool)} for tool in tools]
+
+
+def function_dict(tool: ToolSpec) -> dict[str, object]:
+    """One tool as a plain dict; a missing description or parameters become empty ones."""
+    return {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": plain_data(tool.parameters) or {"type": "object", "properties": {}},
+    }
 
 
 def plain_data(value: object) -> object:
@@ -330,7 +363,7 @@ def hermes_result(text: str) -> str:
 
 def hermes_tools(tools: Sequence[ToolSpec]) -> str:
     """The tools described in words, for templates that do not take any."""
-    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tool_dicts(tools))
+    lines = "\n".join(json.dumps(function_dict(tool), ensure_ascii=False) for tool in tools)
     return (
         "# Tools\n\nThe functions below can be called. Each line between <tools> and </tools> describes one as JSON.\n"
         f"<tools>\n{lines}\n</tools>\n\n"

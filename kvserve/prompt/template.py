@@ -18,6 +18,8 @@ from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, sample
 from kvserve.prompt.steps import Step, WireForm, hermes_tools, steps_of, tool_dicts, transcript
 from kvserve.prompt.switches import Switches, find_switches, keep_arguments
 from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
+from kvserve.prompt.tool_form import find_tool_form
+from kvserve.prompt.tool_words import ToolForm, ToolWords
 from kvserve.prompt.writing import REASONING_TAGS, Writer, Written
 
 ARGUMENTS_FIELD = "chat_template_kwargs"
@@ -66,13 +68,15 @@ class RenderedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class _Voice:
-    """A template together with what it accepts: without tools, with tools (None: it writes none), and its switches."""
+    """A template together with what it accepts: without tools, with tools (None: it writes none), its switches, and how
+    it describes a tool (None: that could not be told)."""
 
     template: CompiledTemplate
     dialect: Dialect
     tool_dialect: Dialect | None
     switches: Switches
     sample: Sample
+    tool_form: ToolForm | None
 
     @property
     def in_words(self) -> Dialect:
@@ -91,7 +95,8 @@ def _probed(template: CompiledTemplate) -> _Voice | None:
     if tool_dialect is not None and not tool_dialect.tools:
         tool_dialect = None
     written = sample(prober, dialect) if tool_dialect is None else sample(with_tools, tool_dialect)
-    return _Voice(template, dialect, tool_dialect, find_switches(prober, dialect.form), written)
+    form = find_tool_form(with_tools, tool_dialect.form) if tool_dialect is not None else None
+    return _Voice(template, dialect, tool_dialect, find_switches(prober, dialect.form), written, form)
 
 
 class ChatTemplate:
@@ -173,7 +178,8 @@ class ChatTemplate:
         switched = voice.switches.arguments({}, thinking=thinking, preserve=preserve_thinking, effort=effort)
         refusals: list[str] = []
         for dialect, said in _attempts(voice, messages, tools):
-            conformed = conform(said, tools, dialect, self._memory_of(dialect), self.control)
+            words = self._tool_words(dialect, tools)
+            conformed = conform(said, tools, dialect, self._memory_of(dialect), self.control, words.said)
             writer = Writer(voice.template, dialect.form, tool_dicts(tools) if dialect.tools else None, arguments)
             written = writer.write(conformed)
             if isinstance(written, Written):
@@ -211,7 +217,8 @@ class ChatTemplate:
 
     def _plain(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], notes: tuple[str, ...]) -> PromptText:
         """The conversation as labelled text, without the model's template."""
-        said = [step for index, message in enumerate(messages) for step in steps_of(message, index)]
+        describe = ToolWords(explains=not tools, control=self.control).said
+        said = [step for index, message in enumerate(messages) for step in steps_of(message, index, describe)]
         steps = [Step("system", hermes_tools(tools))] if tools else []
         steps += guarded_steps(said, WireForm(), self.control)
         continues = bool(steps) and steps[-1].kind == "assistant" and bool(steps[-1].text)
@@ -219,6 +226,11 @@ class ChatTemplate:
         notes = (*notes, "no chat template: rendered as labelled plain text")
         text = self.control.settled(text)
         return PromptText(text, opens_reasoning=False, notes=notes, continues=continues, adds_special_tokens=True)
+
+    def _tool_words(self, dialect: Dialect, tools: tuple[ToolSpec, ...]) -> ToolWords:
+        """What is said where tools change: in the form of those in front; without any, how to call one too."""
+        form = self._voice.tool_form if self._voice is not None and dialect.tools else None
+        return ToolWords(form, explains=not tools, control=self.control)
 
     def _free_arguments(self, voice: _Voice, given: Mapping[str, object]) -> dict[str, object]:
         """The request's arguments less the names that the rendering itself needs."""
@@ -244,5 +256,6 @@ def _attempts(
     yield voice.in_words, messages
     is_answer = bool(messages) and messages[-1].role == "assistant"
     told, answer = (messages[:-1], messages[-1:]) if is_answer else (messages, ())
-    steps = (step for index, message in enumerate(told) for step in steps_of(message, index))
+    describe = ToolWords(explains=not tools).said
+    steps = (step for index, message in enumerate(told) for step in steps_of(message, index, describe))
     yield voice.in_words, (Message("user", (TextBlock(transcript(steps)),)), *answer)

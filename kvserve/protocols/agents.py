@@ -177,7 +177,7 @@ def encode_message(message: Message) -> dict[str, object]:
     results = [block for block in message.blocks if isinstance(block, ToolResultBlock)]
     if results:
         body["tool_call_id"] = results[0].call_id
-        body["content"] = _parts(results[0].blocks)
+        body["content"] = _parts([block for block in results[0].blocks if isinstance(block, TextBlock | ImageBlock)])
     return body
 
 

@@ -16,14 +16,22 @@ from kvserve.core import (
     Role,
     TextBlock,
     ThinkingBlock,
+    ToolBlock,
     ToolCallBlock,
     ToolResultBlock,
 )
 from kvserve.errors import BadRequest
 from kvserve.protocols.anthropic_signature import signed_text
+from kvserve.protocols.anthropic_tool_blocks import (
+    read_compaction,
+    read_tool_addition,
+    read_tool_reference,
+    read_tool_removal,
+    read_tool_search_result,
+)
 from kvserve.protocols.fields import Fields, Reader, filled_text, flag, list_of, mapping, mistyped, single_keys, text
 
-type PlainBlock = TextBlock | ImageBlock
+type PlainBlock = TextBlock | ImageBlock | ToolBlock
 type BlockReader = Callable[[Fields], Sequence[Block]]
 
 
@@ -70,11 +78,6 @@ def _read_search_result(block: Fields) -> list[TextBlock]:
     return _text_blocks("\n".join([*heads, *(part.text for part in block.required("content", _read_texts))]))
 
 
-def _read_tool_reference(block: Fields) -> list[TextBlock]:
-    """A tool that a search for tools has found. The model sees all tools anyway; its name is what there is to say."""
-    return [TextBlock(block.required("tool_name", filled_text))]
-
-
 def _read_thinking(block: Fields) -> list[ThinkingBlock]:
     """The thinking; where the client left the text out, what the signature carries."""
     said = block.required("thinking", text)
@@ -106,8 +109,8 @@ _PLAIN: Mapping[str, Callable[[Fields], Sequence[PlainBlock]]] = {
     "image": _read_image,
     "document": _read_document,
     "search_result": _read_search_result,
+    "tool_reference": read_tool_reference,
 }
-_RESULT: Mapping[str, Callable[[Fields], Sequence[PlainBlock]]] = {**_PLAIN, "tool_reference": _read_tool_reference}
 BLOCKS: Mapping[str, Mapping[str, BlockReader]] = {
     "user": {**_PLAIN, "tool_result": _read_tool_result},
     "assistant": {
@@ -115,8 +118,16 @@ BLOCKS: Mapping[str, Mapping[str, BlockReader]] = {
         "thinking": _read_thinking,
         "redacted_thinking": _read_redacted_thinking,
         "tool_use": _read_tool_use,
+        "tool_reference": read_tool_reference,
+        "tool_search_tool_result": read_tool_search_result,
+        "compaction": read_compaction,
     },
-    "system": {"text": _read_text},
+    "system": {
+        "text": _read_text,
+        "tool_reference": read_tool_reference,
+        "tool_addition": read_tool_addition,
+        "tool_removal": read_tool_removal,
+    },
 }
 """Which blocks a message of each role may hold."""
 
@@ -145,7 +156,7 @@ def content_reader[T: Block](blocks: Mapping[str, Callable[[Fields], Sequence[T]
 
 
 _read_texts = content_reader({"text": _read_text})
-_read_result_content = content_reader(_RESULT)
+_read_result_content = content_reader(_PLAIN)
 _READERS: Mapping[str, Reader[list[Block]]] = {role: content_reader(blocks) for role, blocks in BLOCKS.items()}
 
 

@@ -10,10 +10,28 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvserve.core import JsonObject, RequestDefaults, RequestId, SessionHint, ThinkingChoice, Turn
+from kvserve.core import (
+    JsonObject,
+    RequestDefaults,
+    RequestId,
+    SessionHint,
+    ThinkingChoice,
+    ToolChoice,
+    ToolSpec,
+    Turn,
+    offered_tools,
+)
 from kvserve.protocols.anthropic_cache_control import CacheMarks, read_cache_marks
 from kvserve.protocols.anthropic_content import read_messages, read_system
-from kvserve.protocols.anthropic_tools import field_names, read_response_format, read_tool_choice, read_tools
+from kvserve.protocols.anthropic_tool_blocks import with_definitions
+from kvserve.protocols.anthropic_tools import (
+    SentTools,
+    field_names,
+    read_response_format,
+    read_tool_choice,
+    read_tools,
+    wants_only_unserved,
+)
 from kvserve.protocols.fields import (
     MAX_TOKEN_COUNT,
     Fields,
@@ -31,6 +49,7 @@ from kvserve.protocols.renaming import FieldNames
 from kvserve.protocols.sampling import read_sampling, read_stop_strings, refuse_unsupported
 from kvserve.protocols.session import read_session
 from kvserve.protocols.thinking import LEVELS, read_thinking
+from kvserve.protocols.unserved import unserved_words
 
 PROTOCOL = "anthropic_messages"
 
@@ -50,12 +69,13 @@ _SESSION_IN_USER_ID = re.compile(r"_session_([0-9A-Za-z-]{8,})\Z")
 @dataclass(frozen=True, slots=True)
 class MessagesRequest:
     """A parsed body: the turn, how the answer travels, whether the client wants to read the thinking, and what it calls
-    the fields that are judged later."""
+    the fields that are judged later. `words` are the whole answer where the model cannot give one."""
 
     turn: Turn
     stream: bool
     shows_thinking: bool
     names: FieldNames
+    words: str | None = None
 
 
 def parse_messages(
@@ -64,30 +84,53 @@ def parse_messages(
     """The request that `body` and `headers` (lower-case names) make. Raises BadRequest naming the field."""
     fields = with_extra_body(body)
     max_tokens = fields.required("max_tokens", integer(1, MAX_TOKEN_COUNT))
-    turn = replace(parse_counted(body, headers, defaults, request_id), max_tokens=max_tokens)
+    read = _read(body, headers, defaults, request_id)
     thinking = fields.optional("thinking", _read_thinking_object)
     is_omitted = thinking is not None and thinking.optional("display", text) == "omitted"
-    return MessagesRequest(turn, fields.optional("stream", flag) or False, not is_omitted, field_names(fields))
+    return MessagesRequest(
+        replace(read.turn, max_tokens=max_tokens),
+        fields.optional("stream", flag) or False,
+        not is_omitted,
+        field_names(fields, read.sent, read.offered),
+        unserved_words(read.sent.unserved) if read.wants_only_unserved else None,
+    )
 
 
 def parse_counted(
     body: JsonObject, headers: Mapping[str, str], defaults: RequestDefaults, request_id: RequestId
 ) -> Turn:
     """The turn whose prompt is to be counted: the same, less what only an answer needs. Raises BadRequest."""
+    return _read(body, headers, defaults, request_id).turn
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A body that was read: its turn, its tools, and those that can be called where the conversation stands now."""
+
+    turn: Turn
+    sent: SentTools
+    offered: tuple[ToolSpec, ...]
+    wants_only_unserved: bool
+
+
+def _read(body: JsonObject, headers: Mapping[str, str], defaults: RequestDefaults, request_id: RequestId) -> _Read:
     fields = with_extra_body(body)
     refuse_unsupported(fields, _UNSUPPORTED)
     for name, reader in _TOLERATED.items():
         fields.optional(name, reader)
-    tools = read_tools(fields)
-    tool_choice, is_parallel = read_tool_choice(fields, tools)
-    system, messages = read_system(fields), read_messages(fields)
-    return Turn(
+    sent, system = read_tools(fields), read_system(fields)
+    messages = with_definitions(read_messages(fields), (*sent.front, *sent.deferred))
+    said = (*system, *(message for some in messages for message in some))
+    offered = offered_tools(sent.front, said)
+    is_vain = wants_only_unserved(fields, offered, sent.unserved)
+    tool_choice, is_parallel = (ToolChoice(), True) if is_vain else read_tool_choice(fields, offered)
+    turn = Turn(
         request_id=request_id,
         protocol=PROTOCOL,
         model=fields.optional("model", text) or None,
         sampling=read_sampling(fields, defaults.sampling),
-        messages=(*system, *(message for some in messages for message in some)),
-        tools=tools,
+        messages=said,
+        tools=sent.front,
         tool_choice=tool_choice,
         parallel_tool_calls=is_parallel,
         response_format=read_response_format(fields),
@@ -95,7 +138,9 @@ def parse_counted(
         thinking=_thinking(fields, body),
         template_arguments=read_template_arguments(body),
         session=_session(body, headers, read_cache_marks(body, system, messages)),
+        unserved_tools=sent.unserved,
     )
+    return _Read(turn, sent, offered, is_vain)
 
 
 # --- thinking --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
 """Tools, which of them must be called, and the form of the content, as Anthropic spells it -> nouns."""
 
 import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvserve.core import ResponseFormat, ToolChoice, ToolSpec
 from kvserve.errors import BadRequest
@@ -9,23 +12,68 @@ from kvserve.protocols.json_schema import read_schema
 from kvserve.protocols.openai_tools import read_parameters, tool_name
 from kvserve.protocols.renaming import FieldNames
 
+_SERVER_KINDS = re.compile(
+    r"(web_search|web_fetch|code_execution|advisor|mcp_toolset|tool_search_tool_\w+?)(_[0-9]{8})?"
+)
+"""Tools that the provider runs on its own servers."""
 
-def read_tools(fields: Fields) -> tuple[ToolSpec, ...]:
-    """`tools`, in the client's order. Raises BadRequest, also for tools that would run on the server."""
-    return tuple(fields.optional("tools", list_of(_read_tool)) or ())
+_SEARCH = "tool_search_tool_"
 
 
-def _read_tool(value: object, path: str) -> ToolSpec:
-    tool = mapping(value, path)
+@dataclass(frozen=True, slots=True)
+class SentTools:
+    """The tools of a request: those in front of the conversation, those that wait until a reference brings them in, the
+    names of those that would run on the server, and where the schema of each stands in the body."""
+
+    front: tuple[ToolSpec, ...] = ()
+    deferred: tuple[ToolSpec, ...] = ()
+    unserved: tuple[str, ...] = ()
+    schemas: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_tools(fields: Fields) -> SentTools:
+    """`tools`, in the client's order. Raises BadRequest.
+
+    Deferred tools stand in front too where the search that would find them runs on the server: nobody else finds them.
+    """
+    tools = fields.optional("tools", list_of(mapping)) or []
+    kinds = [tool.optional("type", text) or "custom" for tool in tools]
+    ours = [tool for tool, kind in zip(tools, kinds, strict=True) if not _SERVER_KINDS.fullmatch(kind)]
+    defers = not any(kind.startswith(_SEARCH) for kind in kinds)
+    read = [(read_tool(tool), defers and (tool.optional("defer_loading", flag) or False)) for tool in ours]
+    return SentTools(
+        front=tuple(spec for spec, is_deferred in read if not is_deferred),
+        deferred=tuple(spec for spec, is_deferred in read if is_deferred),
+        unserved=tuple(
+            tool.optional("name", text) or kind
+            for tool, kind in zip(tools, kinds, strict=True)
+            if _SERVER_KINDS.fullmatch(kind)
+        ),
+        schemas={spec.name: f"{tool.path}.input_schema" for tool, (spec, _) in zip(ours, read, strict=True)},
+    )
+
+
+def read_tool(tool: Fields) -> ToolSpec:
+    """One tool that the client runs. Raises BadRequest."""
     kind = tool.optional("type", text) or "custom"
     if kind != "custom":
-        raise mistyped(f"{path}.type", '"custom" (tools of the server are not offered here)', kind)
+        raise mistyped(f"{tool.path}.type", '"custom" (the provider\'s own kinds of tools are not known here)', kind)
     return ToolSpec(
         name=tool.required("name", tool_name),
         description=_description(tool),
         parameters=tool.required("input_schema", read_parameters),
         strict=tool.optional("strict", flag) or False,
     )
+
+
+def wants_only_unserved(fields: Fields, offered: Sequence[ToolSpec], unserved: Sequence[str]) -> bool:
+    """Whether the request can only be answered with tools that nobody runs here: it forces one, or has no others."""
+    choice = fields.optional("tool_choice", mapping)
+    kind = choice.optional("type", text) if choice is not None else None
+    if not unserved or kind == "none":
+        return False
+    name = choice.optional("name", text) if choice is not None and kind == "tool" else None
+    return not offered or (name in unserved and name not in [tool.name for tool in offered])
 
 
 def _description(tool: Fields) -> str | None:
@@ -76,10 +124,10 @@ def _format(fields: Fields) -> Fields | None:
     return (config and config.optional("format", mapping)) or fields.optional("output_format", mapping)
 
 
-def field_names(fields: Fields) -> FieldNames:
+def field_names(fields: Fields, sent: SentTools, offered: Sequence[ToolSpec]) -> FieldNames:
     """What the schemas are called in a body that was read without an error."""
-    said, tools = _format(fields), fields.optional("tools", list_of(mapping)) or []
-    parameters = tuple(f"{tool.path}.input_schema" for tool in tools)
+    said = _format(fields)
+    parameters = tuple(sent.schemas.get(tool.name, f"the input_schema of {tool.name}") for tool in offered)
     if said is None:
         return FieldNames(parameters=parameters)
     return FieldNames(schema=f"{said.path}.schema", parameters=parameters)

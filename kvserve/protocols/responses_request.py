@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvserve.core import JsonObject, Message, RequestDefaults, RequestId, TextBlock, Turn
+from kvserve.core import JsonObject, Message, RequestDefaults, RequestId, TextBlock, ToolChoice, Turn
 from kvserve.errors import BadRequest
 from kvserve.protocols.fields import (
     MAX_INTEGER,
@@ -26,7 +26,13 @@ from kvserve.protocols.logprobs import read_response_logprobs
 from kvserve.protocols.openai_chat import read_template_arguments
 from kvserve.protocols.renaming import FieldNames
 from kvserve.protocols.responses_items import input_items, read_items, resolve_references
-from kvserve.protocols.responses_tools import OfferedTools, read_text_format, read_tool_choice, read_tools
+from kvserve.protocols.responses_tools import (
+    OfferedTools,
+    read_text_format,
+    read_tool_choice,
+    read_tools,
+    wants_only_unserved,
+)
 from kvserve.protocols.sampling import (
     read_max_tokens,
     read_sampling,
@@ -36,6 +42,7 @@ from kvserve.protocols.sampling import (
 )
 from kvserve.protocols.session import read_session
 from kvserve.protocols.thinking import read_thinking
+from kvserve.protocols.unserved import unserved_words
 
 PROTOCOL = "openai_responses"
 
@@ -86,7 +93,7 @@ class Described:
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
     """A parsed body: the turn, how the answer travels, what is kept of both (`items` are the request's own), and what
-    the client calls the fields that are judged later."""
+    the client calls the fields that are judged later. `words` are the whole answer where the model cannot give one."""
 
     turn: Turn
     stream: bool
@@ -95,6 +102,7 @@ class ResponsesRequest:
     items: tuple[JsonObject, ...]
     described: Described
     names: FieldNames
+    words: str | None = None
 
 
 def parse_responses(
@@ -115,7 +123,9 @@ def parse_responses(
     include = fields.optional("include", list_of(text)) or []
     previous = fields.optional("previous_response_id", filled_text)
     items = tuple(resolve_references(input_items(fields, request_id), history.item))
-    choice, tools = read_tool_choice(fields, read_tools(fields))
+    tools = read_tools(fields)
+    is_vain = wants_only_unserved(fields, tools)
+    choice, tools = (ToolChoice(), tools) if is_vain else read_tool_choice(fields, tools)
     turn = Turn(
         request_id=request_id,
         protocol=PROTOCOL,
@@ -132,6 +142,7 @@ def parse_responses(
         template_arguments=read_template_arguments(body),
         session=read_session(body, headers),
         num_top_logprobs=read_response_logprobs(fields, include),
+        unserved_tools=tools.missed,
     )
     stream, _ = read_stream(fields)
     # not in memory either: what answers `previous_response_id` now and not tomorrow would be no help
@@ -141,7 +152,8 @@ def parse_responses(
     echo = _echo(fields, turn, tools, store=store, previous=previous)
     described = Described(tools, echo, with_summary, _SEALED_REASONING in include)
     names = FieldNames("input", "text.format.schema", tuple(tools.parameters[spec.name] for spec in tools.specs))
-    return ResponsesRequest(turn, stream, store, previous, items, described, names)
+    words = unserved_words(tools.unserved) if is_vain else None
+    return ResponsesRequest(turn, stream, store, previous, items, described, names, words)
 
 
 def _read_messages(

@@ -30,6 +30,8 @@ _CUSTOM_PARAMETERS: JsonObject = {
 _LEFT_OUT = frozenset(
     ("web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11", "image_generation")
 )
+_OF_THE_SERVER = _LEFT_OUT | {"file_search", "code_interpreter", "mcp"}
+"""Tools that the provider runs on its own servers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,18 @@ class WireTool:
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
     """The tools of a request: what the model gets, what the client calls each of them, the client's own words for those
-    that are offered here, and where the parameters of each stand in the body."""
+    that are offered here, where the parameters of each stand in the body, and the kinds that nobody runs here."""
 
     specs: tuple[ToolSpec, ...] = ()
     wire: Mapping[str, WireTool] = field(default_factory=dict)
     shown: tuple[JsonObject, ...] = ()
     parameters: Mapping[str, str] = field(default_factory=dict)
+    unserved: tuple[str, ...] = ()
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """The kinds among the unserved ones that a client does not merely offer in case the server has them."""
+        return tuple(kind for kind in self.unserved if kind not in _LEFT_OUT)
 
     def name_of(self, wire: WireTool) -> str | None:
         """The name under which the model knows a tool; None for one that is not among them."""
@@ -87,6 +95,7 @@ def read_tools(fields: Fields) -> OfferedTools:
         wire=wire,
         shown=tuple(said for said, group in groups if group),
         parameters={tool.spec.name: f"{tool.path}.parameters" for tool in tools},
+        unserved=tuple(str(said["type"]) for said, group in groups if not group and said["type"] in _OF_THE_SERVER),
     )
 
 
@@ -94,7 +103,7 @@ def _read_tool(value: object, path: str) -> tuple[JsonObject, _Tools]:
     """The tool as the client wrote it, and what it is to the model: nothing for one that is left out."""
     tool = mapping(value, path)
     kind = tool.required("type", text)
-    if kind in _LEFT_OUT:
+    if kind in _OF_THE_SERVER:
         return tool.values, []
     if kind == "namespace":
         return tool.values, _read_namespace(tool)
@@ -180,6 +189,17 @@ def call_item(call: ToolCallBlock, tools: OfferedTools) -> dict[str, object]:
 
 
 # --- choices ---------------------------------------------------------------------------------------------------------
+
+
+def wants_only_unserved(fields: Fields, tools: OfferedTools) -> bool:
+    """Whether the request can only be answered with tools that nobody runs here: it forces one, must have one, or has
+    no others and more than what every client offers in case the server has it."""
+    choice, _ = fields.locate("tool_choice")
+    if not tools.unserved or choice == "none":
+        return False
+    if isinstance(choice, Mapping):
+        return choice.get("type") in tools.unserved
+    return not tools.specs and (choice == "required" or bool(tools.missed))
 
 
 def read_tool_choice(fields: Fields, tools: OfferedTools) -> tuple[ToolChoice, OfferedTools]:

@@ -3,7 +3,8 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Literal
 
 from kvserve.core import (
@@ -13,9 +14,11 @@ from kvserve.core import (
     Role,
     TextBlock,
     ThinkingBlock,
+    ToolBlock,
     ToolCallBlock,
     ToolResultBlock,
     ToolSpec,
+    tool_blocks,
 )
 from kvserve.sessions.writings import same_words, without_ids
 
@@ -30,8 +33,9 @@ class Difference:
     character that differs in its text form, and what stands around there in both: at most 80 characters each.
 
     A difference in the list of tools has the role `tools`, no index and the name of the tool, and its character is one
-    of that tool's JSON. One that only the template made has the role `template` where its message is not known. One in
-    a raw prompt has the role `prompt`, and its character is one of the whole text.
+    of that tool's JSON. Where messages differ only in a tool that they bring in, `tool` names it. One that only the
+    template made has the role `template` where its message is not known. One in a raw prompt has the role `prompt`, and
+    its character is one of the whole text.
     """
 
     message_index: int | None
@@ -66,8 +70,28 @@ def first_difference(before: Sequence[Message], after: Sequence[Message]) -> Dif
             shown = common_length(was_text, now_text)
         else:
             shown = char
-        return Difference(index, now.role, char, excerpt(was_text, shown), excerpt(now_text, shown))
+        tool = _changed_tool(was, now)
+        return Difference(index, now.role, char, excerpt(was_text, shown), excerpt(now_text, shown), tool)
     return None
+
+
+def _changed_tool(was: Message, now: Message) -> str | None:
+    """The first tool that two messages change differently; None where they differ in anything else."""
+    if not same_words(_without_tools(was), _without_tools(now)):
+        return None
+    pairs = zip_longest(tool_blocks([was]), tool_blocks([now]))
+    return next((block.name for pair in pairs if pair[0] != pair[1] for block in pair if block is not None), None)
+
+
+def _without_tools(message: Message) -> Message:
+    return replace(message, blocks=tuple(map(_without_tool, message.blocks)))
+
+
+def _without_tool(block: Block) -> Block:
+    if isinstance(block, ToolResultBlock):
+        inner = tuple(TextBlock("") if isinstance(each, ToolBlock) else each for each in block.blocks)
+        return replace(block, blocks=inner)
+    return TextBlock("") if isinstance(block, ToolBlock) else block
 
 
 def first_tool_difference(before: Sequence[ToolSpec], after: Sequence[ToolSpec]) -> Difference | None:
@@ -108,8 +132,14 @@ def _block_form(block: Block) -> str:
         case ToolResultBlock(_, blocks, is_error):
             mark = "[error]" if is_error else "[result]"
             return "\n".join((mark, *(_block_form(inner) for inner in blocks)))
+        case ToolBlock(name, is_removed=is_removed):
+            return f"[{'removed' if is_removed else 'tool'}] {name}{_definition_form(block)}"
         case ImageBlock(source):
             return f"[image] {hashlib.sha256(source.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+
+
+def _definition_form(block: ToolBlock) -> str:
+    return "".join(f" {part}" for part in (block.description, block.parameters) if part is not None)
 
 
 def common_length(one: str, other: str) -> int:

@@ -287,6 +287,8 @@ def _message_cause(compared: _Comparison, difference: Difference) -> Cause:
         return "setting" if moved & rules.changed else "volatile value"
     if _rules_off(compared):
         return "setting"
+    if difference.tool is not None:
+        return "tools changed"
     was, now = _pair(compared)
     if now is not None and same_words(_without_thinking(was), now):
         return "thinking dropped"
@@ -339,7 +341,7 @@ def _place(compared: _Comparison, cause: Cause) -> Difference | None:
     """Where the prompts part, for a cause that lies in the prompt."""
     if cause not in PLACED:
         return None
-    if cause == "tools changed":
+    if cause == "tools changed" and compared.before.tools_digest != compared.asked.tools_digest:
         return first_tool_difference(compared.before.tools, compared.asked.tools)
     if compared.difference is not None and cause not in ("thinking switched", "template arguments changed"):
         return compared.difference

@@ -64,7 +64,7 @@ WORDS: Mapping[Cause, Words] = {
         "Raise PROMPT_CACHE_MAX_BYTES, half of which is for such copies; they are made where messages and answers end.",
     ),
     "tools changed": Words(
-        "The list of tools is another one{place}, and it stands at the beginning of the prompt.",
+        "The tools are others{place}, and what stands behind them in the prompt was computed again.",
         "Keep the tools' names, descriptions and schemas the same within a conversation; their order does not matter.",
     ),
     "thinking switched": Words(
@@ -141,7 +141,9 @@ def _place(explanation: Explanation, *, short: bool) -> str:
     place = explanation.first_difference
     if place is None:
         return ""
-    if place.tool is not None:
+    if place.tool is not None and place.message_index is not None:
+        where = f"tool {place.tool} in message {place.message_index}, character {place.char}"
+    elif place.tool is not None:
         where = f"tool {place.tool}, character {place.char}"
     elif place.role == "prompt":
         where = f"character {place.char}"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import cast, get_args
 
 from kvserve.core import (
@@ -11,6 +12,7 @@ from kvserve.core import (
     Role,
     TextBlock,
     ThinkingBlock,
+    ToolBlock,
     ToolCallBlock,
     ToolResultBlock,
     ToolSpec,
@@ -68,6 +70,8 @@ def _block_row(block: Block) -> Row:
             return {"kind": "call", "call_id": call_id, "name": name, "arguments": arguments}
         case ImageBlock(source):
             return {"kind": "image", "source": source}
+        case ToolBlock():
+            return {"kind": "tool", **asdict(block)}
         case ToolResultBlock(call_id, blocks, is_error):
             inner = [_block_row(each) for each in blocks]
             return {"kind": "result", "call_id": call_id, "is_error": is_error, "blocks": inner}
@@ -80,6 +84,13 @@ _BLOCKS: Mapping[object, Callable[[Row], Block]] = {
         text_of(row.get("call_id")), text_of(row.get("name")), text_of(row.get("arguments"))
     ),
     "image": lambda row: ImageBlock(text_of(row.get("source"))),
+    "tool": lambda row: ToolBlock(
+        text_of(row.get("name")),
+        optional_text(row.get("description")),
+        optional_text(row.get("parameters")),
+        flag(row.get("strict")),
+        flag(row.get("is_removed")),
+    ),
     "result": lambda row: ToolResultBlock(
         text_of(row.get("call_id")),
         tuple(_inner_block(block) for block in items(row.get("blocks"))),
@@ -96,9 +107,9 @@ def _block(row: object) -> Block:
     return _BLOCKS[kind](values)
 
 
-def _inner_block(row: object) -> TextBlock | ImageBlock:
+def _inner_block(row: object) -> TextBlock | ImageBlock | ToolBlock:
     block = _block(row)
-    if not isinstance(block, TextBlock | ImageBlock):
+    if not isinstance(block, TextBlock | ImageBlock | ToolBlock):
         raise ValueError(f"no block of a tool's result: {type(block).__name__}")
     return block
 
@@ -106,10 +117,13 @@ def _inner_block(row: object) -> TextBlock | ImageBlock:
 # --- writings --------------------------------------------------------------------------------------------------------
 
 
+_NOT_WRITTEN = ImageBlock | ToolResultBlock | ToolBlock
+
+
 def written_row(written: Written) -> Row:
     """A writing as plain values. Raises ValueError for blocks that a model cannot write."""
     message = written.message
-    if strange := [block for block in message.blocks if isinstance(block, ImageBlock | ToolResultBlock)]:
+    if strange := [block for block in message.blocks if isinstance(block, _NOT_WRITTEN)]:
         raise ValueError(f"A model does not write a {type(strange[0]).__name__}.")
     return {
         "name": message.name,
@@ -124,7 +138,7 @@ def written_of(row: object) -> Written:
     """The writing of a row. Raises ValueError where the row is not of that form."""
     values = fields(row)
     blocks = tuple(_block(block) for block in items(values.get("blocks")))
-    if any(isinstance(block, ImageBlock | ToolResultBlock) for block in blocks):
+    if any(isinstance(block, _NOT_WRITTEN) for block in blocks):
         raise ValueError("a block that a model does not write")
     message = Message("assistant", blocks, optional_text(values.get("name")))
     return Written(

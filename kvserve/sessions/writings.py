@@ -13,6 +13,7 @@ from kvserve.core import (
     Message,
     TextBlock,
     ThinkingBlock,
+    ToolBlock,
     ToolCallBlock,
     ToolResultBlock,
     Written,
@@ -47,6 +48,8 @@ def _block_bytes(block: Block) -> int:
             return VALUE_BYTES + sys.getsizeof(call_id) + sum(_block_bytes(inner) for inner in blocks)
         case ImageBlock(source):
             return VALUE_BYTES + sys.getsizeof(source)
+        case ToolBlock(name, description, parameters):
+            return VALUE_BYTES + sum(map(sys.getsizeof, (name, description, parameters)))
 
 
 def same_writing(one: Written, other: Written) -> bool:

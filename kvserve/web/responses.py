@@ -14,10 +14,11 @@ from kvserve.protocols.responses_listing import list_items
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
 from kvserve.protocols.responses_store import OwnResponses, ResponseStore, StoredResponse
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
+from kvserve.protocols.unserved import answer_in_words
 from kvserve.web.exchange import Exchange
 from kvserve.web.service import WebService
 from kvserve.web.sse import NAMED
-from kvserve.web.turns import stream_turn, whole_answer_events
+from kvserve.web.turns import send_events, stream_turn, whole_answer_events
 
 
 def post_response(exchange: Exchange, service: WebService) -> None:
@@ -26,15 +27,31 @@ def post_response(exchange: Exchange, service: WebService) -> None:
     own = service.responses.of(read_principal(body, headers))
     request = parse_responses(body, headers, service.defaults, exchange.request_id, own)
     served = service.begin(request.turn)
+    encoder = ResponseStreamEncoder(exchange.request_id, served.name, int(time.time()), request.described)
+    keeping = _KeepingEncoder(encoder, request, service.responses)
+    if request.words is not None:
+        _send_words(exchange, request, encoder, keeping)
+        return
     with request.names.speaking():
         running = service.serve(request.turn, served)
-        encoder = ResponseStreamEncoder(exchange.request_id, served.name, int(time.time()), request.described)
-        keeping = _KeepingEncoder(encoder, request, service.responses)
         if request.stream:
             stream_turn(exchange, running, keeping, encoder.first_events(), NAMED)
             return
         for event in whole_answer_events(exchange, running):
             keeping.encode(event)
+    exchange.send_json(200, encoder.response)
+
+
+def _send_words(
+    exchange: Exchange, request: ResponsesRequest, encoder: ResponseStreamEncoder, keeping: "_KeepingEncoder"
+) -> None:
+    """Answer at once what no model can."""
+    events = answer_in_words(request.words or "")
+    if request.stream:
+        send_events(exchange, events, keeping, NAMED, first=encoder.first_events())
+        return
+    for event in events:
+        keeping.encode(event)
     exchange.send_json(200, encoder.response)
 
 

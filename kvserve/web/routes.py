@@ -17,6 +17,7 @@ from kvserve.protocols import (
 from kvserve.protocols.anthropic_answers import MessageStreamEncoder, PromptCounts, whole_message
 from kvserve.protocols.fields import decode_body
 from kvserve.protocols.openai_errors import encode_error
+from kvserve.protocols.unserved import answer_in_words
 from kvserve.telemetry.metrics import CONTENT_TYPE as METRICS_TYPE
 from kvserve.web.agents import AGENT_ROUTES
 from kvserve.web.dashboard_pages import get_asset, get_events, get_page
@@ -26,7 +27,7 @@ from kvserve.web.responses import delete_response, get_response, post_response
 from kvserve.web.router import Route, Router
 from kvserve.web.service import WebService
 from kvserve.web.sse import NAMED
-from kvserve.web.turns import stream_turn, whole_answer_events
+from kvserve.web.turns import send_events, stream_turn, whole_answer_events
 
 
 def post_chat(exchange: Exchange, service: WebService) -> None:
@@ -72,6 +73,9 @@ def post_messages(exchange: Exchange, service: WebService) -> None:
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = anthropic_messages.parse_messages(body, headers, service.defaults, exchange.request_id)
     served = service.begin(request.turn)
+    if request.words is not None:
+        _send_words(exchange, request, served.name)
+        return
     with request.names.speaking():
         running = service.serve(request.turn, served)
         encoder = MessageStreamEncoder(
@@ -85,6 +89,16 @@ def post_messages(exchange: Exchange, service: WebService) -> None:
             return
         events = [made for event in whole_answer_events(exchange, running) for made in encoder.encode(event)]
     exchange.send_json(200, whole_message(events))
+
+
+def _send_words(exchange: Exchange, request: anthropic_messages.MessagesRequest, model: str) -> None:
+    """Answer at once what no model can."""
+    encoder = MessageStreamEncoder(exchange.request_id, model, lambda: PromptCounts(0), shows_thinking=False)
+    events = answer_in_words(request.words or "")
+    if request.stream:
+        send_events(exchange, events, encoder, NAMED)
+    else:
+        exchange.send_json(200, whole_message(made for event in events for made in encoder.encode(event)))
 
 
 def post_count_tokens(exchange: Exchange, service: WebService) -> None:

@@ -4,7 +4,7 @@ It knows events and time, no protocol's fields: those come from the encoder that
 """
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from typing import Protocol
 
@@ -46,6 +46,19 @@ def stream_turn(
         running.cancel()
         raise
     _Streaming(exchange, running, encoder, stream).run()
+    stream.end()
+
+
+def send_events(
+    exchange: Exchange,
+    events: Iterable[AnswerEvent],
+    encoder: StreamEncoder,
+    framing: Framing = UNNAMED,
+    first: Iterable[JsonObject] = (),
+) -> None:
+    """Send an answer that is known as a whole, as a stream. Raises ClientGone."""
+    stream = exchange.open_stream(encoder.error_chunk, framing)
+    stream.send([*first, *(chunk for event in events for chunk in encoder.encode(event))])
     stream.end()
 
 

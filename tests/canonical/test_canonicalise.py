@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 from kvserve.canonical.canonicalise import canonicalise, chain, is_shortened_too_much, num_chars
 from kvserve.canonical.layout import canonical_arguments
 from kvserve.canonical.rules import DEFAULT_RULES, RULES, select
-from kvserve.core import Block, ImageBlock, Message, Role, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
+from kvserve.core import (
+    Block,
+    ImageBlock,
+    Message,
+    Role,
+    TextBlock,
+    ThinkingBlock,
+    ToolBlock,
+    ToolCallBlock,
+    ToolResultBlock,
+)
 from tests.canonical.texts import LEADING, LINES, REPORT, TRAILING
 from tests.laws import num_examples
 
@@ -114,6 +124,23 @@ def test_a_fields_end_is_part_of_identity() -> None:
     """No two lists of fields are the same bytes."""
     calls = [ToolCallBlock("", "ab", "c"), ToolCallBlock("", "a", "bc"), ToolCallBlock("", "", "abc")]
     assert len({canonicalise(Message("assistant", (call,))).digest for call in calls}) == 3
+
+
+def test_a_tools_definition_is_part_of_identity() -> None:
+    """A tool that is described otherwise, if only by the type of a number, that comes or goes: all are others."""
+    tool = ToolBlock("look", "looks", '{"maximum": 1}')
+    others = (
+        replace(tool, name="see"),
+        replace(tool, description="Looks"),
+        replace(tool, description=None),
+        replace(tool, parameters='{"maximum": 1.0}'),
+        replace(tool, parameters=None),
+        replace(tool, strict=True),
+        replace(tool, is_removed=True),
+    )
+    for blocks in ((lambda block: (block,)), (lambda block: (ToolResultBlock("c", (block,)),))):
+        digests = {canonicalise(Message("user", blocks(block))).digest for block in (tool, *others)}
+        assert len(digests) == 1 + len(others)
 
 
 def test_errors_and_images_of_results_are_part_of_identity() -> None:

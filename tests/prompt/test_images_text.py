@@ -9,6 +9,7 @@ from kvserve.core import (
     ImageWords,
     Message,
     TextBlock,
+    ToolBlock,
     ToolCallBlock,
     ToolResultBlock,
 )
@@ -90,3 +91,13 @@ def test_no_text_of_a_user_becomes_a_mark(text: str) -> None:
     assert "<pad>" not in marked
     assert encode_marked(encode, marked, {DIGEST: (7,)}).images == ()
     assert marked.replace(BARRIER, "") == text.replace(EDGE, "\ufffd")
+
+
+def test_a_tool_that_a_result_brings_in_stays_in_it() -> None:
+    """Beside an image and beside a text in which a placeholder is cut."""
+    tool = ToolBlock("look", "looks", "{}")
+    result = ToolResultBlock("c", (TextBlock(WORDS.guarded[0]), ImageBlock("0" * 64), tool))
+    [message] = with_marks([Message("tool", (result,))], WORDS)
+    [marked] = message.blocks
+    assert isinstance(marked, ToolResultBlock) and marked.blocks[-1] == tool
+    assert len(marked.blocks) == 2 and mark_of("0" * 64) in said(Message("tool", marked.blocks))[0]

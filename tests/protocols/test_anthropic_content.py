@@ -10,6 +10,7 @@ from kvserve.core import (
     Message,
     TextBlock,
     ThinkingBlock,
+    ToolBlock,
     ToolCallBlock,
     ToolResultBlock,
 )
@@ -72,7 +73,7 @@ RESULTS: dict[str, tuple[Any, ToolResultBlock]] = {
     "null": (result(content=None, is_error=None), ToolResultBlock("c1", ())),
     "found tool": (
         result(content=[{"type": "tool_reference", "tool_name": "look"}]),
-        ToolResultBlock("c1", (TextBlock("look"),)),
+        ToolResultBlock("c1", (ToolBlock("look"),)),
     ),
 }
 

@@ -42,7 +42,7 @@ def test_a_whole_request_becomes_a_turn() -> None:
         top_k=3,
         stop_sequences=["a", "b", "a"],
         stream=True,
-        tools=[{**TOOL, "type": "custom", "defer_loading": True, "eager_input_streaming": True}],
+        tools=[{**TOOL, "type": "custom", "defer_loading": False, "eager_input_streaming": True}],
         output_config={"format": {"type": "json_schema", "schema": SCHEMA}},
         metadata={"user_id": "somebody"},
         betas=["x"],
@@ -137,7 +137,8 @@ MISTYPED: dict[str, list[Any]] = {
     "stop_sequences": [5, {}, True, [5], [None], [""], ["x"] * 17],
     "metadata": ["x", 5, [], {"user_id": 5}],
     "tools": [5, "x", {}, [5], [{}], [{"name": "f"}], [{**TOOL, "name": "a b"}], [{**TOOL, "input_schema": []}]]
-    + [[{**TOOL, "type": kind}] for kind in ("web_search_20250305", "bash_20250124", 5)],
+    + [[{**TOOL, "type": kind}] for kind in ("bash_20250124", "web_search_sometimes", 5)]
+    + [[{**TOOL, "defer_loading": "later"}]],
     "tool_choice": ["auto", 5, [], {}, {"type": "sometimes"}, {"type": "any"}, {"type": "tool", "name": "no"}],
     "tool_choice.disable_parallel_tool_use": [{"type": "auto", "disable_parallel_tool_use": "yes"}],
     "thinking": ["perhaps", 5, [], {"type": "perhaps"}, {"type": "enabled", "budget_tokens": "x"}],

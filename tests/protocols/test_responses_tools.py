@@ -118,7 +118,7 @@ def test_choices(said: object, expected: ToolChoice) -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        {"type": "web_search"},
+        {"type": "file_search"},
         {"type": "function", "name": "missing"},
         {"type": "function", "name": "apply_patch"},
         {"type": "custom", "name": "look"},
@@ -161,11 +161,47 @@ def test_one_of_some_tools_must_be_called() -> None:
     assert request.turn.tool_choice == ToolChoice("required", among=frozenset(("look", "agents__go")))
 
 
-@pytest.mark.parametrize("tools", [[], [{"type": "web_search"}]])
-def test_a_call_cannot_be_demanded_without_tools(tools: list[Any]) -> None:
-    """Also where all that was offered is left out."""
+def test_a_call_cannot_be_demanded_without_tools() -> None:
+    """There is nothing to call."""
     with pytest.raises(BadRequest):
-        parse(tools=tools, tool_choice="required")
+        parse(tools=[], tool_choice="required")
+
+
+WEB, FILES = {"type": "web_search"}, {"type": "file_search", "vector_store_ids": ["v"]}
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "named"),
+    [
+        ([WEB, FUNCTION], {"type": "web_search"}, ["web_search"]),
+        ([WEB], "required", ["web_search"]),
+        ([FILES], "auto", ["file_search"]),
+        ([FILES, WEB], None, ["file_search", "web_search"]),
+        ([{"type": "mcp", "server_label": "s", "server_url": "http://x"}], None, ["mcp"]),
+        ([{"type": "code_interpreter", "container": {"type": "auto"}}], "required", ["code_interpreter"]),
+    ],
+)
+def test_what_only_the_providers_servers_run_is_answered_in_words(tools: Any, choice: Any, named: list[str]) -> None:
+    """The words name the tools; the response shows none of them."""
+    request = parse(tools=tools, **({} if choice is None else {"tool_choice": choice}))
+    assert request.words is not None and all(f"`{name}`" in request.words for name in named)
+    assert request.described.echo["tools"] == [tool for tool in tools if tool is FUNCTION]
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "offered", "noted"),
+    [
+        ([WEB], "auto", [], ()),
+        ([WEB, FILES, FUNCTION], "required", ["look"], ("file_search",)),
+        ([FILES], "none", [], ("file_search",)),
+    ],
+)
+def test_beside_others_they_are_left_out(tools: Any, choice: Any, offered: list[str], noted: tuple[str, ...]) -> None:
+    """A search of the web that a client offers in case the server has it is no reason not to answer, nor is it noted:
+    Codex offers it with every request."""
+    request = parse(tools=tools, tool_choice=choice)
+    assert request.words is None and [tool.name for tool in request.turn.tools] == offered
+    assert request.turn.unserved_tools == noted
 
 
 @pytest.mark.parametrize(
@@ -174,9 +210,8 @@ def test_a_call_cannot_be_demanded_without_tools(tools: list[Any]) -> None:
         (5, "tools"),
         ([5], "tools[0]"),
         ([{}], "tools[0].type"),
-        ([{"type": "file_search", "vector_store_ids": ["v"]}], "tools[0].type"),
-        ([{"type": "code_interpreter", "container": {"type": "auto"}}], "tools[0].type"),
-        ([{"type": "mcp", "server_url": "u"}], "tools[0].type"),
+        ([{"type": "local_shell"}], "tools[0].type"),
+        ([{"type": "computer_use_preview"}], "tools[0].type"),
         ([{"type": "function"}], "tools[0].name"),
         ([{"type": "function", "name": "a b"}], "tools[0].name"),
         ([{"type": "function", "function": {"name": "look"}}], "tools[0].name"),

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from kvserve.core import NOBODY, Message, Principal, RequestId, Reuse, TextBlock, ThinkingBlock
+from kvserve.core import (
+    NOBODY,
+    Message,
+    Principal,
+    RequestId,
+    Reuse,
+    TextBlock,
+    ThinkingBlock,
+    ToolBlock,
+    ToolResultBlock,
+)
 from kvserve.keeping import Scope
 from kvserve.sessions.explanation import Asked, Circumstances, RulesFired, explain
 from kvserve.sessions.explanations import Explained, ExplanationBook
@@ -86,6 +96,23 @@ OTHER = (MESSAGES[0], Message("user", (TextBlock("quest!on"),)), ANSWER)
 def test_the_cause(request_now: Asked, rules: RulesFired, num_cached: int, cause: str) -> None:
     """Each difference has its name."""
     assert explain(request_now, before(), rules, num_cached).cause == cause
+
+
+@pytest.mark.parametrize("is_result", [False, True])
+def test_a_tool_that_came_later_and_is_another_one_now_is_named(is_result: bool) -> None:
+    """With the message that brings it in; a message in which anything else differs too is a changed message."""
+
+    def brings(description: str, said: str = "question") -> tuple[Message, ...]:
+        tool = ToolBlock("look", description, "{}")
+        brought = ToolResultBlock("c", (tool,)) if is_result else tool
+        return (MESSAGES[0], Message("user", (TextBlock(said), brought)), ANSWER)
+
+    was = before(messages=brings("looks"))
+    edit = explain(asked(brings("sees"), edited(120)), was, RulesFired(), 100)
+    assert edit.cause == "tools changed" and edit.first_difference is not None
+    place = edit.first_difference
+    assert (place.tool, place.message_index, place.role) == ("look", 1, "user")
+    assert explain(asked(brings("sees", "quest!on"), edited(120)), was, RulesFired(), 100).cause == "message changed"
 
 
 def test_a_missing_checkpoint_is_named() -> None:

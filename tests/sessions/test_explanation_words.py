@@ -49,6 +49,8 @@ def test_places_are_named_as_they_are_known() -> None:
     tools = replace(TOLD, cause="tools changed", first_difference=Difference(None, "tools", 9, "a", "b", "look"))
     joined = replace(TOLD, cause="thinking switched", first_difference=Difference(None, "template", 9, "a", "b"))
     assert "tool look, character 9" in (clause(tools) or "")
+    later = replace(TOLD, cause="tools changed", first_difference=Difference(4, "tool", 9, "a", "b", "look"))
+    assert "tool look in message 4, character 9" in (clause(later) or "")
     assert "character 9 of a message" in summary(joined)
     raw = replace(TOLD, cause="prompt changed", first_difference=Difference(None, "prompt", 9, "a", "b"))
     assert "(character 9)" in (clause(raw) or "") and "from character 9 on;" in summary(raw)

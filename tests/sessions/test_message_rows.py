@@ -12,6 +12,7 @@ from kvserve.core import (
     Message,
     TextBlock,
     ThinkingBlock,
+    ToolBlock,
     ToolCallBlock,
     ToolResultBlock,
     ToolSpec,
@@ -32,7 +33,11 @@ from tests.sessions.samples import assistant, written
 texts = st.text(st.characters(codec=None), max_size=12)
 """Any code point, halves of surrogate pairs too: clients that cut text send them."""
 
-plain: st.SearchStrategy[TextBlock | ImageBlock] = st.builds(TextBlock, texts) | st.builds(ImageBlock, texts)
+plain: st.SearchStrategy[TextBlock | ImageBlock | ToolBlock] = st.one_of(
+    st.builds(TextBlock, texts),
+    st.builds(ImageBlock, texts),
+    st.builds(ToolBlock, texts, st.none() | texts, st.none() | texts, st.booleans(), st.booleans()),
+)
 said: st.SearchStrategy[Block] = st.one_of(
     st.builds(TextBlock, texts),
     st.builds(ThinkingBlock, texts, st.none() | texts),

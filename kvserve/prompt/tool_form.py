@@ -1,0 +1,116 @@
+"""How one chat template describes a tool, found out at load by rendering some: in any other place it is then described
+in the same way. It knows how to ask a template; what is said around a description, `tool_words.py` knows.
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+from kvserve.core import ToolSpec
+from kvserve.prompt.compiled import MessageDict, ToolDict
+from kvserve.prompt.probe import Prober, talk
+from kvserve.prompt.steps import WireForm, function_dict, message_dict, tool_dicts
+from kvserve.prompt.tool_words import OPENING
+
+
+def _example(letter: str) -> ToolSpec:
+    """A tool to try with: words that begin with other letters in each, so that what two have in common is the form."""
+    properties = {f"{letter}pkw": {"type": "string", "description": f"{letter}parameter"}}
+    return ToolSpec(f"{letter}kwtool", f"{letter}description", {"type": "object", "properties": properties})
+
+
+_FIRST, _LAST, _BETWEEN = _example("f"), _example("z"), _example("m")
+_INDENTED = re.compile(r"\A(?P<stray>[^\n]*\S[^\n]*)\n", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedForm:
+    """One template's way to describe a tool, read off between two others.
+
+    `first` and `last` are the texts of these two as far as they are their own, `behind` stands between the first and
+    the one that is described, `before` between that and the last. `opening` and `closing` stand around descriptions in
+    the middle of a conversation: the template's own, where it has a place for them, else words of ours and its tags.
+    """
+
+    prober: Prober
+    form: WireForm
+    first: str
+    last: str
+    behind: str
+    before: str
+    opening: str = OPENING
+    closing: str = ""
+
+    def describe(self, tool: ToolSpec) -> str | None:
+        """The template's text for the tool; None where it writes that in another way than it wrote others."""
+        text = _rendered(self.prober, self.form, _FIRST, tool, _LAST)
+        start, end = text.find(self.first), text.rfind(self.last)
+        between = text[start + len(self.first) : end] if 0 <= start < end else ""
+        if not between.startswith(self.behind) or not between.endswith(self.before):
+            return None
+        said = between[len(self.behind) : len(between) - len(self.before)].strip("\n")
+        return said if tool.name in said else None
+
+
+def find_tool_form(prober: Prober, form: WireForm) -> ProbedForm | None:
+    """How the prober's template describes tools; None where that cannot be told."""
+    one, other = _rendered(prober, form, _FIRST), _rendered(prober, form, _LAST)
+    both = _rendered(prober, form, _FIRST, _LAST)
+    head = _common_prefix(one, other)
+    tail = _common_suffix(one[len(head) :], other[len(head) :])
+    first, last = one[len(head) : len(one) - len(tail)], other[len(head) : len(other) - len(tail)]
+    if not first or not both.startswith(head + first) or not both.endswith(last + tail):
+        return None
+    between = both[len(head + first) : len(both) - len(last + tail)]
+    begins = _common_suffix(between, head)  # how a description begins, with what stands before it
+    if (stray := _INDENTED.match(begins)) is not None:
+        begins = begins[len(stray["stray"]) :]  # the end of a line that is the same by chance: the bracket of two tags
+    ends = _common_prefix(between[: len(between) - len(begins)], tail)
+    separator = between[len(ends) : len(between) - len(begins)]
+    found = ProbedForm(prober, form, first, last, ends + separator, separator + begins)
+    if found.describe(_BETWEEN) is None:
+        return None
+    return _framed(found, head.removesuffix(begins), tail.removeprefix(ends))
+
+
+def _framed(found: ProbedForm, head: str, tail: str) -> ProbedForm:
+    """The form with what stands around descriptions in a conversation."""
+    if (own := _own_place(found)) is not None:
+        return replace(found, opening=own[0], closing=own[1])
+    opened = re.search(r"<(\w+)>\s*\Z", head)
+    if opened is None or not tail.lstrip().startswith(f"</{opened[1]}>"):
+        return found
+    return replace(found, opening=f"{OPENING}<{opened[1]}>\n", closing=f"\n</{opened[1]}>")
+
+
+def _own_place(found: ProbedForm) -> tuple[str, str] | None:
+    """What the template itself writes around descriptions that a tool's result refers to, if it knows such results."""
+    lead = [message_dict(step, found.form) for step in talk(["user", "calls", "result"])]
+    deferred = {**function_dict(_BETWEEN), "defer_loading": True}
+    tools: list[ToolDict] = [*tool_dicts((_FIRST,)), {"type": "function", "function": deferred}]
+
+    def answered(content: object) -> str:
+        result: MessageDict = {**lead[-1], "content": content}
+        text = found.prober.template.render([*lead[:-1], result], tools, add_generation_prompt=True, arguments={})
+        return text if isinstance(text, str) else ""
+
+    reference = {"type": "tool_reference", "name": _BETWEEN.name, "tool_name": _BETWEEN.name}
+    before, mark, behind = answered("kwresult").partition("kwresult")
+    said, description = answered([reference]), found.describe(_BETWEEN)
+    if not mark or description is None or not said.startswith(before) or not said.endswith(behind):
+        return None
+    opening, found_it, closing = said[len(before) : len(said) - len(behind)].partition(description)
+    return (opening, closing) if found_it and description not in before else None
+
+
+def _rendered(prober: Prober, form: WireForm, *tools: ToolSpec) -> str:
+    text = replace(prober, tools=tools).render(talk(["user"]), form)
+    return text if isinstance(text, str) else ""
+
+
+def _common_prefix(one: str, other: str) -> str:
+    length = next((index for index, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    return one[: min(len(one), len(other)) if length is None else length]
+
+
+def _common_suffix(one: str, other: str) -> str:
+    return _common_prefix(one[::-1], other[::-1])[::-1]
