@@ -464,12 +464,14 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; cached tokens are part of the prompt, reasoning tokens of the completion."""
+    """Token counts of one request; cached tokens are part of the prompt, reasoning tokens of the completion.
+    `num_written_tokens` of the prompt were computed, and their KV is kept for other requests."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_completion_tokens: int
     num_reasoning_tokens: int = 0
+    num_written_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,11 +490,13 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The answer is complete. `stop_string` is the one that ended it, if one did."""
+    """The answer is complete. `stop_string` is the one that ended it, if one did; `is_context_full`: the context limit
+    cut it, not a limit of the request or the server's default."""
 
     reason: FinishReason
     usage: Usage
     stop_string: str | None = None
+    is_context_full: bool = False
 
 
 type AnswerEvent = Waiting | OutputDelta | Finished
