@@ -51,6 +51,15 @@ def test_a_streamed_answer_says_what_a_whole_one_says(app: AppUnderTest) -> None
         assert 0 < message["usage"]["output_tokens"] <= 24
 
 
+def test_who_does_not_ask_for_thinking_gets_none(app: AppUnderTest) -> None:
+    """Code from a quick start reads `content[0].text`: the prompt is that of a request that switches thinking off."""
+    with writing(app, "Hello.") as fields:
+        message = ask_both(app, **fields)
+    assert message["content"] == [{"type": "text", "text": "Hello."}]
+    assert count(app) == count(app, thinking=OFF) == count(app, output_config={"effort": "high"})
+    assert count(app) != count(app, thinking={"type": "adaptive"}) == count(app, enable_thinking=True)
+
+
 @pytest.mark.parametrize("display", ["summarized", "omitted"])
 def test_thinking_and_text(app: AppUnderTest, display: str) -> None:
     """Two blocks; with `omitted` the first one's text is only in its signature."""
@@ -115,6 +124,7 @@ def test_the_counts_of_a_stream(app: AppUnderTest) -> None:
     assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
     begun, end = events[0]["message"]["usage"], events[-2]["usage"]
     assert begun["cache_read_input_tokens"] > 50 and begun["output_tokens"] == 0 < end["output_tokens"]
+    assert end.pop("output_tokens_details") == {"thinking_tokens": 0}
     assert {**begun, "output_tokens": 0} == {**end, "output_tokens": 0}
 
 

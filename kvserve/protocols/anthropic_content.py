@@ -21,7 +21,19 @@ from kvserve.core import (
 )
 from kvserve.errors import BadRequest
 from kvserve.protocols.anthropic_signature import signed_text
-from kvserve.protocols.fields import Fields, Reader, filled_text, flag, list_of, mapping, mistyped, single_keys, text
+from kvserve.protocols.fields import (
+    Fields,
+    Reader,
+    filled_text,
+    flag,
+    list_of,
+    mapping,
+    mistyped,
+    single_keys,
+    text,
+    word,
+)
+from kvserve.protocols.thinking import LEVELS
 
 type PlainBlock = TextBlock | ImageBlock
 type BlockReader = Callable[[Fields], Sequence[Block]]
@@ -155,12 +167,20 @@ def read_system(fields: Fields) -> tuple[Message, ...]:
     return (Message("system", tuple(blocks)),) if blocks else ()
 
 
+def read_effort(value: object, path: str) -> str | None:
+    """The effort of an `output_config`, which a request has, and a message for its own turn. Raises BadRequest."""
+    return mapping(value, path).optional("effort", word(*LEVELS))
+
+
 def read_message(value: object, path: str) -> tuple[Message, ...]:
-    """One message of the wire, at least one of ours. Raises BadRequest naming the field."""
+    """One message of the wire as ours: none where a system message only sets the turn's effort, else at least one.
+    Raises BadRequest naming the field."""
     fields = mapping(value, path)
     role = fields.required("role", text)
     if role not in _READERS:
         raise mistyped(f"{path}.role", "one of " + ", ".join(f'"{known}"' for known in _READERS), role)
+    if role == "system" and fields.values.get("content") is None and fields.optional("output_config", read_effort):
+        return ()
     blocks = fields.required("content", _READERS[role])
     if role == "user":
         return tuple(_with_results_apart(blocks))
@@ -186,7 +206,7 @@ def _with_results_apart(blocks: Sequence[Block]) -> Iterator[Message]:
 def read_messages(fields: Fields) -> list[tuple[Message, ...]]:
     """`messages`, at least one of the wire, each as what it becomes. Raises BadRequest."""
     messages = fields.required("messages", list_of(read_message))
-    if not messages:
+    if not any(messages):
         raise BadRequest("messages must not be empty.", param="messages")
     return messages
 

@@ -19,7 +19,7 @@ from kvserve.protocols.fields import Fields, mapping, mistyped, places
 LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
 SWITCHES: Mapping[str, bool] = {
     **dict.fromkeys(("off", "none", "false", "disabled"), False),
-    **dict.fromkeys(("on", "true", "enabled", "adaptive", "auto"), True),
+    **dict.fromkeys(("on", "true", "enabled", "adaptive", "between_tools", "auto"), True),
 }
 _EXPECTED = "true, false or one of " + ", ".join(f'"{word}"' for word in (*SWITCHES, *LEVELS))
 

@@ -1,7 +1,6 @@
 """Bodies against the SDKs' own types, strictly: a missing field, a wrong type or an unknown field is a fault.
 
-The SDKs read answers leniently (any field may be missing, unknown ones are kept), so reading with a client shows none of
-this.
+The SDKs read answers leniently (any field may be missing, unknown ones are kept): reading with a client shows no fault.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Every golden body and stream event, and the bodies without a file, against the types of the openai and anthropic SDKs.
+"""Every golden body and stream event, and bodies without a file, against the types of the openai and anthropic SDKs.
 `sdk_types.EXTENSIONS` names all that an answer may hold beyond them.
 """
 
