@@ -306,12 +306,13 @@ def test_the_request_line_counts_as_the_usage_does(app: AppUnderTest, family: st
 def test_a_limit_beyond_the_context_is_clamped(app: AppUnderTest) -> None:
     """Prompt and answer together fill the context exactly, and the request line says whose limit that was."""
     prompt = [300 + number % 500 for number in range(CONTEXT - 30)]
-    body = {"prompt": prompt, "max_tokens": 100_000, "temperature": 0}
-    answer: Any = app.post(COMPLETION_PATH, body).json
-    assert answer["usage"]["completion_tokens"] == 30
-    assert answer["usage"]["total_tokens"] == CONTEXT
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert "length (context limit)" in app.line_of(answer["id"])
+    for limit in (100_000, -1):
+        body = {"prompt": prompt, "max_tokens": limit, "temperature": 0}
+        answer: Any = app.post(COMPLETION_PATH, body).json
+        assert answer["usage"]["completion_tokens"] == 30
+        assert answer["usage"]["total_tokens"] == CONTEXT
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert "length (context limit)" in app.line_of(answer["id"])
 
 
 @whatever_form

@@ -33,7 +33,12 @@ from kvserve.protocols.thinking import read_thinking
 
 PROTOCOL = "anthropic_messages"
 
-_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {"mcp_servers": ([],), "container": ()}
+_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "mcp_servers": ([],),
+    "container": (),
+    # a conversation that goes on in a thread lacks what was said before
+    "thread": (),
+}
 _TOLERATED: Mapping[str, Reader[object]] = {
     "service_tier": text,
     "inference_geo": text,

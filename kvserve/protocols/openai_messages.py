@@ -19,7 +19,7 @@ from kvserve.core import (
     ToolResultBlock,
 )
 from kvserve.errors import BadRequest
-from kvserve.protocols.fields import Fields, Reader, filled_text, list_of, mapping, mistyped, single_keys, text
+from kvserve.protocols.fields import Fields, Reader, filled_text, list_of, mapping, mistyped, single_keys, text, word
 from kvserve.protocols.openai_files import read_file_part, read_input_file
 
 ROLES: Mapping[str, Role] = {
@@ -102,6 +102,7 @@ def content_reader[T: PlainBlock | ThinkingBlock](
 
 _read_plain_content = content_reader(PLAIN_PARTS)
 _read_assistant_content = content_reader(ASSISTANT_PARTS)
+_read_text_content = content_reader({"text": _read_text_part})
 
 
 # --- tool calls ------------------------------------------------------------------------------------------------------
@@ -166,6 +167,14 @@ def _read_assistant_blocks(fields: Fields) -> list[Block]:
     refusal = fields.optional("refusal", text)
     refused = [TextBlock(refusal)] if refusal else []
     return [*thinking, *content, *refused, *_read_calls(fields)]
+
+
+def read_prediction(value: object, path: str) -> None:
+    """`prediction`: a text that the answer may resemble. It changes neither the answer nor its speed here. Raises
+    BadRequest."""
+    said = mapping(value, path)
+    said.required("type", word("content"))
+    said.required("content", _read_text_content)
 
 
 def read_messages(fields: Fields) -> tuple[Message, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvserve.core import JsonObject, ThinkingChoice
 from kvserve.errors import BadRequest
-from kvserve.protocols.fields import Fields, mapping, mistyped, places
+from kvserve.protocols.fields import Fields, mapping, mistyped, places, stated
 
 LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
 SWITCHES: Mapping[str, bool] = {
@@ -111,7 +111,7 @@ def read_thinking(body: JsonObject) -> ThinkingChoice:
 def _read_fields(place: Fields, table: Mapping[str, _Reader]) -> list[_Statement]:
     statements: list[_Statement] = []
     for name, reader in table.items():
-        statements += place.optional(name, reader) or []
+        statements += stated(place, name, reader) or []
     return statements
 
 

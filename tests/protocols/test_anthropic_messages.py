@@ -186,7 +186,7 @@ MISTYPED: dict[str, list[Any]] = {
     "temperature": [-0.1, 2.1, "hot", True, []],
     "top_p": [-0.1, 1.1, "x"],
     "top_k": [-2, 1.5, "x"],
-    "stop_sequences": [5, {}, True, [5], [None], [""], ["x"] * 17],
+    "stop_sequences": [5, {}, True, [5], [None], ["x"] * 17],
     "metadata": ["x", 5, [], {"user_id": 5}],
     "tools": [5, "x", {}, [5], [{}], [{"name": "f"}], [{**TOOL, "name": "a b"}], [{**TOOL, "input_schema": []}]]
     + [[{**TOOL, "type": kind}] for kind in ("web_search_20250305", "bash_20250124", 5)],
@@ -200,6 +200,7 @@ MISTYPED: dict[str, list[Any]] = {
     "cache_control": [5, "x", {}, {"type": "forever"}, {"type": "ephemeral", "ttl": "soon"}],
     "mcp_servers": [5, [{"type": "url"}]],
     "container": ["c", {}],
+    "thread": [{"type": "continue", "previous_message_id": "msg_1"}, {"type": "create"}, 5],
     "service_tier": [5],
     "betas": ["x", [5]],
 }

@@ -83,7 +83,7 @@ def test_one_prompt_in_any_spelling(
         ({"prompt": "x", "n": 2}, "n"),
         ({"prompt": "x", "logprobs": 0}, "logprobs"),
         ({"prompt": "x", "logprobs": 5}, "logprobs"),
-        ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": -2}, "max_tokens"),
     ],
 )
 def test_what_cannot_be_done_is_named(

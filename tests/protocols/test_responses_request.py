@@ -12,6 +12,7 @@ from kvserve.core import NOBODY, Message, RequestDefaults, SessionHint, TextBloc
 from kvserve.errors import BadRequest, NotFound, RequestError
 from kvserve.protocols.responses_request import parse_responses
 from kvserve.protocols.responses_store import ResponseStore, StoredResponse
+from kvserve.protocols.sampling import NO_LIMIT
 from tests.laws import num_examples
 from tests.protocols.responses_wire import ID, parse
 from tests.protocols.test_robustness import JSON, paths, replaced
@@ -107,6 +108,13 @@ REFUSED: list[tuple[str, object]] = [
     ("prompt_cache_key", 5),
     ("user", 5),
 ]
+
+
+def test_minus_one_is_no_limit_but_the_context() -> None:
+    """The response says what was asked: none."""
+    request = parse(max_output_tokens=-1)
+    assert request.turn.max_tokens == NO_LIMIT
+    assert request.described.echo["max_output_tokens"] is None
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
