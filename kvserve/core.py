@@ -205,7 +205,7 @@ class Turn:
     Either `messages` (a conversation for the chat template) or `raw_prompt` (text or token ids that go to the model
     as they are) is given. `max_tokens` None means up to the server's default. `images` are those of the messages once
     they were looked at: from then on a block's `source` is its image's digest. `keeping` says whether the request may
-    leave anything, and is one and the same however the turn is rewritten.
+    leave anything, and is one and the same however the turn is rewritten. `notes` are told with the request.
     """
 
     request_id: RequestId
@@ -224,6 +224,7 @@ class Turn:
     template_arguments: JsonObject = field(default_factory=dict)
     session: SessionHint = SessionHint()
     images: "tuple[ImageInput, ...]" = ()
+    notes: tuple[str, ...] = ()
     keeping: Keeping = field(default_factory=Keeping, compare=False, repr=False)
 
 
