@@ -62,7 +62,6 @@ def _schema(schema: object) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 BAD_IDS = [True, [], {}, "x" * 513]
 COMMON_MISTYPED: dict[str, list[Any]] = {
     "model": [1, [], {}, True],
@@ -103,7 +102,8 @@ CHAT_MISTYPED: dict[str, list[Any]] = {
     **COMMON_MISTYPED,
     "logprobs": [True, 5, "x"],
     "top_logprobs": [5, "x"],
-    "messages": [None, [], "hello", 5, {}, [5], ["hi"], [None], [[]], [{"role": "user", "content": [PICTURE]}]],
+    "prediction": [5, "x", {}, {"type": "x", "content": "a"}, {"type": "content"}, {"type": "content", "content": 5}],
+    "messages": [None, [], "hello", 5, {}, [5], ["hi"], [None], [[]]],
     "messages[0].role": [[{"role": role, "content": "x"}] for role in ("wizard", "", 5, None, [], "User")],
     "messages[0].name": [[{"role": "user", "content": "x", "name": name}] for name in (5, True, [], {})],
     "messages[0].tool_call_id": [[{"role": "tool", "content": "x", "tool_call_id": name}] for name in (5, True, [])],

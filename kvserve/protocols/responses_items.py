@@ -113,7 +113,9 @@ def _read_client_call(item: Fields) -> _Item:
 
 def _read_client_output(item: Fields) -> _Item:
     """What came of it: a text, a picture of a screen, or an object of words."""
-    call_id = item.optional("call_id", text) or item.required("id", text)
+    # the output of a local shell has its call's id under another name
+    named = "id" if item.values["type"] == "local_shell_call_output" and "call_id" not in item.values else "call_id"
+    call_id = item.required(named, text)
     output = item.values.get("output")
     if isinstance(output, Mapping) and output.get("type") == "computer_screenshot":
         output = [output]

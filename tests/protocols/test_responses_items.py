@@ -181,7 +181,7 @@ MISTAKES: list[tuple[object, str]] = [
     ({}, "input[0].type"),
     ({"type": "file"}, "input[0].type"),
     ({"type": "local_shell_call", "id": "ls_1", "action": {}}, "input[0].call_id"),
-    ({"type": "shell_call_output", "output": []}, "input[0].id"),
+    ({"type": "shell_call_output", "output": []}, "input[0].call_id"),
     ({"type": 5}, "input[0].type"),
     ({"role": "tool", "content": "x"}, "input[0].role"),
     ({"role": "user", "content": 5}, "input[0].content"),
