@@ -114,6 +114,33 @@ def test_a_limit_beyond_the_context_is_clamped(app: AppUnderTest) -> None:
         assert text_of(ask(app, thinking=OFF, max_tokens=2**31 - 1, **fields)) == "Hello."
 
 
+def test_a_transcript_of_anthropics_servers_goes_on(app: AppUnderTest) -> None:
+    """What they did is in the prompt, and from turn to turn the same, though ids and seals move."""
+
+    def history(seal: str) -> list[dict[str, Any]]:
+        found = {"type": "web_search_result", "url": "https://a.org", "title": WORDS * 4, "encrypted_content": seal}
+        return [
+            {"role": "user", "content": "What is new?"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "server_tool_use", "id": f"s{seal}", "name": "web_search", "input": {"query": "news"}},
+                    {"type": "web_search_tool_result", "tool_use_id": f"s{seal}", "content": [found]},
+                    {"type": "text", "text": "Nothing."},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "document", "source": {"type": "url", "url": "https://a.org/r.pdf"}}],
+            },
+        ]
+
+    assert count(app, history("a")) > count(app, WORDS * 4) + 20
+    first = ask_both(app, history("a"))
+    again = ask(app, [*history("b"), {"role": "assistant", "content": first["content"]}, history("b")[0]])
+    assert again["usage"]["cache_read_input_tokens"] >= num_prompt_tokens(first) - 14
+
+
 # --- counts ----------------------------------------------------------------------------------------------------------
 
 

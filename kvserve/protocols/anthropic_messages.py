@@ -149,7 +149,7 @@ def _keeps_all_thinking(fields: Fields) -> bool:
     management = fields.optional("context_management", mapping)
     edits = management.optional("edits", list_of(mapping)) if management is not None else None
     kept = [edit.values.get("keep") for edit in edits or () if edit.optional("type", text) == _KEEPS_THINKING]
-    return "all" in kept
+    return any(each == "all" or (isinstance(each, Mapping) and each.get("type") == "all") for each in kept)
 
 
 # --- session ---------------------------------------------------------------------------------------------------------

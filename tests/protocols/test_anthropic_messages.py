@@ -93,6 +93,11 @@ def test_tool_choice(choice: Any, expected: ToolChoice, is_parallel: bool) -> No
             True,
         ),
         (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}]}},
+            ThinkingChoice(False, preserve=True),
+            True,
+        ),
+        (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919", "keep": "all"}, {"type": "x"}]}},
             ThinkingChoice(False),
             True,
@@ -274,6 +279,26 @@ VALID: dict[str, object] = {
             "role": "user",
             "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "r"}]}],
         },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+                {
+                    "type": "web_search_tool_result",
+                    "tool_use_id": "s",
+                    "content": [{"type": "web_search_result", "url": "u", "title": "t", "encrypted_content": "e"}],
+                },
+                {"type": "compaction", "content": "c"},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "document", "title": "t", "source": {"type": "base64", "media_type": "m", "data": "JVBERi0="}},
+                {"type": "hologram", "text": "x"},
+            ],
+        },
+        {"role": "system", "output_config": {"effort": "low"}},
     ],
     "tools": [TOOL],
     "tool_choice": {"type": "tool", "name": "look"},

@@ -248,6 +248,13 @@ VALID: dict[str, object] = {
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "r"}]},
         {"type": "custom_tool_call", "call_id": "d", "name": "p", "input": "i"},
         {"type": "custom_tool_call_output", "call_id": "d", "output": "o"},
+        {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {"type": "local_shell_call", "call_id": "l", "action": {"type": "exec", "command": ["ls"], "env": {}}},
+        {"type": "local_shell_call_output", "id": "l", "output": "a"},
+        {"type": "shell_call_output", "call_id": "l", "output": [{"stdout": "a", "outcome": {"type": "exit"}}]},
+        {"type": "computer_call_output", "call_id": "k", "output": {"type": "computer_screenshot", "image_url": "u"}},
+        {"type": "mcp_approval_response", "approval_request_id": "m", "approve": True},
+        {"type": "of_tomorrow", "role": "user", "text": "x"},
     ],
     "tools": [
         {"type": "function", "name": "f", "parameters": {"type": "object"}},
