@@ -214,7 +214,9 @@ class Settings(BaseSettings):
         256, description="How many recent tokens the repetition penalty sees."
     )
     default_max_tokens: Positive = Field(2048, description="Answer length when a request gives none.")
-    default_thinking: bool = Field(True, description="Thinking on when a request says nothing.")
+    default_thinking: bool = Field(
+        True, description="Thinking on when a request says nothing; on /v1/messages it is off then."
+    )
     preserve_thinking: bool = Field(True, description="Ask the template to keep old thinking where it can.")
     generation_watchdog_seconds: Seconds = Field(
         600, description="Longest time a row may compute, from its first prefill chunk; 0 = no limit."

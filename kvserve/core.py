@@ -269,7 +269,7 @@ class Turn:
     `max_tokens` None means up to the server's default. `images` are those of the messages once they were looked at:
     from then on a block's `source` is its image's digest. `num_top_logprobs`: the answer's tokens come with their
     log-probabilities and those of so many likeliest ones; None: with none. `keeping` says whether the request may leave
-    anything, and is one and the same however the turn is rewritten.
+    anything, and is one and the same however the turn is rewritten. `notes` are told with the request.
     """
 
     request_id: RequestId
@@ -290,6 +290,7 @@ class Turn:
     images: "tuple[ImageInput, ...]" = ()
     num_top_logprobs: int | None = None
     unserved_tools: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     keeping: Keeping = field(default_factory=Keeping, compare=False, repr=False)
 
 
@@ -556,12 +557,14 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; cached tokens are part of the prompt, reasoning tokens of the completion."""
+    """Token counts of one request; cached tokens are part of the prompt, reasoning tokens of the completion.
+    `num_written_tokens` of the prompt were computed, and their KV is kept for other requests."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_completion_tokens: int
     num_reasoning_tokens: int = 0
+    num_written_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -580,11 +583,13 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The answer is complete. `stop_string` is the one that ended it, if one did."""
+    """The answer is complete. `stop_string` is the one that ended it, if one did; `is_context_full`: the context limit
+    cut it, not a limit of the request or the server's default."""
 
     reason: FinishReason
     usage: Usage
     stop_string: str | None = None
+    is_context_full: bool = False
 
 
 type AnswerEvent = Waiting | OutputDelta | Finished

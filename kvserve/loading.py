@@ -112,7 +112,7 @@ class ModelMaker:
         try:
             words = model.sight.reader.words(served.template.image_words or model.sight.reader.placeholder)
         except ModelLoadError as error:
-            self.report(f"Images are refused by {served.name}: {error}")
+            self.report(f"{served.name} sees no images: {error}")
             return None
         return Images(model.sight.reader, words, remote=self.remote)
 

@@ -51,6 +51,7 @@ from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
 from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.images import Images
+from kvserve.prompt.images_unseen import without_sight
 from kvserve.prompt.stitch import Stitched, Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
 from kvserve.prompt.tokenizer import Tokenizer
@@ -224,8 +225,8 @@ def without_images(turn: Turn) -> Turn:
 
 
 def _looked_at(turn: Turn, served: ServedModel) -> Turn:
-    """The turn with its images named by what they show; a model that takes none refuses them when it renders."""
-    return turn if served.images is None else served.images.look(turn)
+    """The turn with its images named by what they show; to a model that sees none they are words."""
+    return without_sight(turn) if served.images is None else served.images.look(turn)
 
 
 def collect(events: Iterable[AnswerEvent]) -> Answer:
@@ -262,7 +263,7 @@ def _render(turn: Turn, reading: Reading, served: ServedModel) -> Prompt:
         tail_ids=stitched.tail_ids,
         num_replayed_turns=stitched.num_replayed_turns,
         num_marked_tokens=_num_marked_tokens(turn, reading, served, stitched),
-        notes=(*_unserved(turn), *reading.notes, *text.notes),
+        notes=(*turn.notes, *_unserved(turn), *reading.notes, *text.notes),
     )
 
 

@@ -211,7 +211,7 @@ class RunningTurn:
             raise last.error
         told: list[AnswerEvent]
         if isinstance(last, GenerationDone):
-            told = [*deltas, *self._answer.finish(last)]
+            told = [*deltas, *map(self._completed, self._answer.finish(last))]
         else:
             told = [*deltas] or [self._waiting()]
         if self._is_looked_up and not was_looked_up and not isinstance(told[0], Waiting):
@@ -221,6 +221,23 @@ class RunningTurn:
         if isinstance(told[-1], Finished):
             self._remember()  # before the client hears of the end: its next request may come at once
         yield from told
+
+    def _completed(self, event: AnswerEvent) -> AnswerEvent:
+        """The end, with what the answer itself does not know: whose limit cut it, and what of the prompt is kept."""
+        if not isinstance(event, Finished):
+            return event
+        usage, submitted = event.usage, self._submitted
+        is_kept = submitted.keeps_kv and not submitted.turn.session.wants_nothing_kept
+        num_written = usage.num_prompt_tokens - usage.num_cached_tokens if is_kept else 0
+        return replace(
+            event,
+            usage=replace(usage, num_written_tokens=num_written),
+            is_context_full=self._cut_by(event.reason) == "context limit",
+        )
+
+    def _cut_by(self, reason: str | None) -> LengthLimit | None:
+        """Whose limit a `length` was."""
+        return _whose_limit(self._answer.done, self._submitted.cut_by) if reason == "length" else None
 
     def _waiting(self) -> Waiting:
         cached = self._num_cached_tokens if self._is_looked_up else None
@@ -406,7 +423,7 @@ class RunningTurn:
             ttft_seconds=answer.first_token_at - self._submitted_at if answer.first_token_at else None,
             tokens_per_second=(answer.num_tokens - 1) / seconds if seconds and answer.num_tokens > 1 else None,
             finish_reason=reason or (None if error else "cancelled"),
-            cut_by=_whose_limit(done, self._submitted.cut_by) if reason == "length" else None,
+            cut_by=self._cut_by(reason),
             error_status=error.status if error else None,
             notes=self._submitted.prompt.notes,
             tier=self._reuse.tier,

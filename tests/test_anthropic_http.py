@@ -51,6 +51,15 @@ def test_a_streamed_answer_says_what_a_whole_one_says(app: AppUnderTest) -> None
         assert 0 < message["usage"]["output_tokens"] <= 24
 
 
+def test_who_does_not_ask_for_thinking_gets_none(app: AppUnderTest) -> None:
+    """Code from a quick start reads `content[0].text`: the prompt is that of a request that switches thinking off."""
+    with writing(app, "Hello.") as fields:
+        message = ask_both(app, **fields)
+    assert message["content"] == [{"type": "text", "text": "Hello."}]
+    assert count(app) == count(app, thinking=OFF) == count(app, output_config={"effort": "high"})
+    assert count(app) != count(app, thinking={"type": "adaptive"}) == count(app, enable_thinking=True)
+
+
 @pytest.mark.parametrize("display", ["summarized", "omitted"])
 def test_thinking_and_text(app: AppUnderTest, display: str) -> None:
     """Two blocks; with `omitted` the first one's text is only in its signature."""
@@ -105,6 +114,33 @@ def test_a_limit_beyond_the_context_is_clamped(app: AppUnderTest) -> None:
         assert text_of(ask(app, thinking=OFF, max_tokens=2**31 - 1, **fields)) == "Hello."
 
 
+def test_a_transcript_of_anthropics_servers_goes_on(app: AppUnderTest) -> None:
+    """What they did is in the prompt, and from turn to turn the same, though ids and seals move."""
+
+    def history(seal: str) -> list[dict[str, Any]]:
+        found = {"type": "web_search_result", "url": "https://a.org", "title": WORDS * 4, "encrypted_content": seal}
+        return [
+            {"role": "user", "content": "What is new?"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "server_tool_use", "id": f"s{seal}", "name": "web_search", "input": {"query": "news"}},
+                    {"type": "web_search_tool_result", "tool_use_id": f"s{seal}", "content": [found]},
+                    {"type": "text", "text": "Nothing."},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "document", "source": {"type": "url", "url": "https://a.org/r.pdf"}}],
+            },
+        ]
+
+    assert count(app, history("a")) > count(app, WORDS * 4) + 20
+    first = ask_both(app, history("a"))
+    again = ask(app, [*history("b"), {"role": "assistant", "content": first["content"]}, history("b")[0]])
+    assert again["usage"]["cache_read_input_tokens"] >= num_prompt_tokens(first) - 14
+
+
 # --- counts ----------------------------------------------------------------------------------------------------------
 
 
@@ -115,6 +151,7 @@ def test_the_counts_of_a_stream(app: AppUnderTest) -> None:
     assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
     begun, end = events[0]["message"]["usage"], events[-2]["usage"]
     assert begun["cache_read_input_tokens"] > 50 and begun["output_tokens"] == 0 < end["output_tokens"]
+    assert end.pop("output_tokens_details") == {"thinking_tokens": 0}
     assert {**begun, "output_tokens": 0} == {**end, "output_tokens": 0}
 
 

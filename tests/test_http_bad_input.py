@@ -62,14 +62,13 @@ def _schema(schema: object) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 BAD_IDS = [True, [], {}, "x" * 513]
 COMMON_MISTYPED: dict[str, list[Any]] = {
     "model": [1, [], {}, True],
     "stream": ["yes", 1, [], {}],
     "stream_options": [True, "usage", [1], 1, {"include_usage": "yes"}],
-    "max_tokens": [-1, 0, 1.5, "10", True, [], {}, 10**30, 1e308],
-    "max_completion_tokens": [-1, 0, 1.5, "10", True, [], {}],
+    "max_tokens": [-2, 0, 1.5, "10", True, [], {}, 10**30, 1e308],
+    "max_completion_tokens": [-2, 0, 1.5, "10", True, [], {}],
     "temperature": [-0.1, 2.1, "hot", True, [], {}, 10**400],
     "top_p": [-0.1, 1.1, "x", True, []],
     "top_k": [-2, 1.5, "x", True, [], 10**30],
@@ -80,7 +79,7 @@ COMMON_MISTYPED: dict[str, list[Any]] = {
     "frequency_penalty": [-2.1, 2.1, "x", []],
     "seed": ["x", 1.5, [], True, 2**70],
     "logit_bias": ["x", [], 5, {"a": 1}, {"-1": 1}, {"5": "x"}, {"5": 101}, {"999999": 1}, {"5": 10**30}],
-    "stop": [5, {}, True, [5], [None], "", ["x"] * 17, "x" * 513],
+    "stop": [5, {}, True, [5], [None], ["x"] * 17, "x" * 513],
     "user": [5, [], {}],
     "store": ["x", 1, []],
     "service_tier": [5, True, []],
@@ -103,7 +102,8 @@ CHAT_MISTYPED: dict[str, list[Any]] = {
     **COMMON_MISTYPED,
     "logprobs": [1, 5, "x", []],
     "top_logprobs": [1, 5, -1, 21, True, "x"],
-    "messages": [None, [], "hello", 5, {}, [5], ["hi"], [None], [[]], [{"role": "user", "content": [PICTURE]}]],
+    "prediction": [5, "x", {}, {"type": "x", "content": "a"}, {"type": "content"}, {"type": "content", "content": 5}],
+    "messages": [None, [], "hello", 5, {}, [5], ["hi"], [None], [[]]],
     "messages[0].role": [[{"role": role, "content": "x"}] for role in ("wizard", "", 5, None, [], "User")],
     "messages[0].name": [[{"role": "user", "content": "x", "name": name}] for name in (5, True, [], {})],
     "messages[0].tool_call_id": [[{"role": "tool", "content": "x", "tool_call_id": name}] for name in (5, True, [])],

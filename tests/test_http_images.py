@@ -206,13 +206,29 @@ def test_more_images_than_the_context_holds(tmp_path: Path) -> None:
         assert app.post(CHAT_PATH, chat_body(max_tokens=2)).status == 200
 
 
-def test_a_text_model_refuses_images(tmp_path: Path) -> None:
-    """It says so, and serves on."""
+def test_a_text_model_reads_that_there_is_an_image(tmp_path: Path) -> None:
+    """In every protocol, in tool results too; the line says so, and the next turn finds all of the prompt."""
     with serving_app(tmp_path) as app:
-        response = app.post(CHAT_PATH, {"messages": [user("see", image_part(picture(1)))], "max_tokens": 2})
-        assert response.status == 400
-        assert "takes no images" in response.json["error"]["message"]
+        words = "[An image that this model cannot see]"
+        told = ask(app, user(LONG, text_part(words)))
+        shown = ask(app, user(LONG, image_part(picture(1))))
+        assert said(shown) == said(told) and shown["usage"]["prompt_tokens"] == told["usage"]["prompt_tokens"]
+        assert "the model sees no images: 1" in app.line_of(shown["id"])
         assert app.health()["images"] is None
+        history = [user(LONG, image_part(picture(1))), said(shown), user("and", image_part(picture(2)))]
+        again = ask(app, *history)
+        assert reuse(again)[0] >= shown["usage"]["prompt_tokens"] - MAX_TAIL_TOKENS
+
+        source = {"type": "base64", "media_type": "image/png", "data": data_url(picture(3)).partition(",")[2]}
+        result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": source}]}
+        called = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]}
+        counts = [
+            app.post("/v1/messages/count_tokens", {"messages": [user("go"), called, user(each)]}).json["input_tokens"]
+            for each in (result, {**result, "content": words})
+        ]
+        assert counts[0] == counts[1]
+        item = {"role": "user", "content": [{"type": "input_image", "image_url": data_url(picture(4))}]}
+        assert app.post("/v1/responses", {"input": [item], "max_output_tokens": 2}).status == 200
 
 
 def test_a_line_tells_where_images_were_cut(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_both_protocols_render_to_the_same_tokens(model: ModelFree, monkeypatch:
         if request.path == MESSAGES:
             messages = {**request.body, "output_config": {}, "context_management": {}}
         else:
-            messages = as_messages(chat)
+            messages = {**as_messages(chat), "thinking": {"type": "enabled"}}  # the server's default in the other one
             chat.pop("enable_thinking", None)
         asked = parse_chat(chat, {}, defaults, RequestId("r1")).turn
         other = parse_messages(messages, {}, defaults, RequestId("r2")).turn

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvserve.core import Message, TextBlock
+from tests.anthropic_serving import ask, num_prompt_tokens
 from tests.engine.engines import FAMILIES
 from tests.laws import num_examples, sampled, sampled_cells
 from tests.serving import (
@@ -305,12 +306,37 @@ def test_the_request_line_counts_as_the_usage_does(app: AppUnderTest, family: st
 def test_a_limit_beyond_the_context_is_clamped(app: AppUnderTest) -> None:
     """Prompt and answer together fill the context exactly, and the request line says whose limit that was."""
     prompt = [300 + number % 500 for number in range(CONTEXT - 30)]
-    body = {"prompt": prompt, "max_tokens": 100_000, "temperature": 0}
-    answer: Any = app.post(COMPLETION_PATH, body).json
-    assert answer["usage"]["completion_tokens"] == 30
-    assert answer["usage"]["total_tokens"] == CONTEXT
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert "length (context limit)" in app.line_of(answer["id"])
+    for limit in (100_000, -1):
+        body = {"prompt": prompt, "max_tokens": limit, "temperature": 0}
+        answer: Any = app.post(COMPLETION_PATH, body).json
+        assert answer["usage"]["completion_tokens"] == 30
+        assert answer["usage"]["total_tokens"] == CONTEXT
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert "length (context limit)" in app.line_of(answer["id"])
+
+
+@whatever_form
+def test_the_context_limit_is_told_from_a_limit_of_the_request(app: AppUnderTest) -> None:
+    """In Anthropic's form, where a client compacts on the one and asks for more on the other; OpenAI's has `length`."""
+    with writing(app, "word " * 300, ends=False) as fields:
+        said = "and so on " * 150
+        for limit, reason in ((5, "max_tokens"), (100_000, "model_context_window_exceeded")):
+            message = ask(app, said, max_tokens=limit, **fields)
+            assert message["stop_reason"] == reason
+        assert num_prompt_tokens(message) + message["usage"]["output_tokens"] == CONTEXT
+        assert (
+            app.post(CHAT_PATH, chat_body(said, max_tokens=100_000, **fields)).json["choices"][0]["finish_reason"]
+            == "length"
+        )
+
+
+@whatever_form
+def test_what_is_written_to_the_cache_is_told(app: AppUnderTest) -> None:
+    """All of the prompt that was not cached, unless nothing is to be kept."""
+    for fields, is_kept in (({}, True), ({"ttl": 0}, False)):
+        usage: Any = app.post(CHAT_PATH, chat_body("Something new, said at length.", **fields)).json["usage"]
+        details = usage["prompt_tokens_details"]
+        assert details["cache_write_tokens"] == (usage["prompt_tokens"] - details["cached_tokens"] if is_kept else 0)
 
 
 @pytest.mark.parametrize("prompt", ["Once upon a time there was", [301, 302, 303, 304]])

@@ -36,7 +36,7 @@ class CacheSupport:
     """What can be done with a model's caches: decode rows in one batch, keep their KV for other requests, prefill short
     rows in one padded pass.
 
-    `notes` tell a person what cannot be done and what it costs. `image_rule` is None where images are refused.
+    `notes` tell a person what cannot be done and what it costs. `image_rule` is None where the model sees no images.
     """
 
     can_batch: bool = True

@@ -60,7 +60,7 @@ def with_images_tried(model: LoadedModel, max_feature_bytes: int) -> LoadedModel
     try:
         found = check_sight(model.module, sight, model.vocab_size)
     except Exception as error:  # noqa: BLE001 - a family that nobody knows may raise anything; then it takes no images
-        note = f"Images are refused, text is served: {type(error).__name__}: {error}"
+        note = f"The model sees no images, text is served: {type(error).__name__}: {error}"
         return replace(model, sight=None, cache_support=replace(support, notes=(*support.notes, note)))
     finally:
         sight.tower.begin(max_feature_bytes)

@@ -113,7 +113,7 @@ def _with_sight(folder: Path, config: dict[str, Any], seeing: Any, decoder: Sigh
 
 def _no_images(error: Exception) -> str:
     reason = " ".join((str(error).strip().splitlines() or [type(error).__name__])[0].split())[:200]
-    return f"Images are refused, text is served: {reason}"
+    return f"The model sees no images, text is served: {reason}"
 
 
 def _load_lazily(folder: Path) -> Any:

@@ -21,10 +21,10 @@ from kvserve.core import (
     ToolResultBlock,
     Turn,
 )
-from kvserve.errors import BadRequest
 from kvserve.prompt.images_remote import RemotePictures, Visit
 from kvserve.prompt.images_source import ImageLimits, decode_image, is_remote, read_image
 from kvserve.prompt.images_text import with_marks, with_words
+from kvserve.prompt.images_unseen import unseen
 from kvserve.prompt.memo import Memo
 from kvserve.prompt.template import PromptText
 
@@ -121,8 +121,8 @@ def _with_images(message: Message, name: Callable[[ImageBlock], ImageBlock]) -> 
     """The message with its images replaced, those in tool results too. The same object where there are none."""
     if not any(_holds_image(block) for block in message.blocks):
         return message
-    if message.role == "assistant" and any(isinstance(block, ImageBlock) for block in message.blocks):
-        raise BadRequest("An assistant's message cannot hold an image.", param="messages")
+    if message.role == "assistant":  # no template takes one there
+        return unseen(message)
     blocks = tuple(
         name(block)
         if isinstance(block, ImageBlock)

@@ -100,9 +100,12 @@ class MessageStreamEncoder:
             case ToolCallDelta(call):
                 return [*self._start(0), *self._close(), *self._call(call)]
             case Finished(reason, usage, stop_string):
-                stop_reason = "stop_sequence" if reason == "stop" and stop_string else _STOP_REASONS[reason]
-                delta = {"stop_reason": stop_reason, "stop_sequence": stop_string if reason == "stop" else None}
+                delta = {
+                    "stop_reason": _stop_reason(event),
+                    "stop_sequence": stop_string if reason == "stop" else None,
+                }
                 counts = self._counts().usage(usage.num_cached_tokens, usage.num_completion_tokens)
+                counts["output_tokens_details"] = {"thinking_tokens": usage.num_reasoning_tokens}
                 end: list[Event] = [
                     {"type": "message_delta", "delta": delta, "usage": counts},
                     {"type": "message_stop"},
@@ -174,6 +177,12 @@ class MessageStreamEncoder:
     def _block_stop(self) -> Event:
         self._num_blocks += 1
         return {"type": "content_block_stop", "index": self._num_blocks - 1}
+
+
+def _stop_reason(end: Finished) -> str:
+    if end.reason == "stop" and end.stop_string:
+        return "stop_sequence"
+    return "model_context_window_exceeded" if end.is_context_full else _STOP_REASONS[end.reason]
 
 
 _EMPTY_BLOCKS: dict[str, JsonObject] = {

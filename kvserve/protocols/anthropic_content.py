@@ -29,7 +29,20 @@ from kvserve.protocols.anthropic_tool_blocks import (
     read_tool_removal,
     read_tool_search_result,
 )
-from kvserve.protocols.fields import Fields, Reader, filled_text, flag, list_of, mapping, mistyped, single_keys, text
+from kvserve.protocols.fields import (
+    Fields,
+    Reader,
+    filled_text,
+    flag,
+    list_of,
+    mapping,
+    mistyped,
+    single_keys,
+    text,
+    word,
+)
+from kvserve.protocols.placeholders import NOT_READ, words, words_of_unknown
+from kvserve.protocols.thinking import LEVELS
 
 type PlainBlock = TextBlock | ImageBlock | ToolBlock
 type BlockReader = Callable[[Fields], Sequence[Block]]
@@ -46,7 +59,7 @@ def _text_blocks(said: str) -> list[TextBlock]:
     return [TextBlock(said)] if said else []
 
 
-def _read_image(block: Fields) -> list[ImageBlock]:
+def _read_image(block: Fields) -> Sequence[PlainBlock]:
     """The bytes in the block as a data URL, or the address; a file that was uploaded elsewhere is not here."""
     source = block.required("source", mapping)
     match source.required("type", text):
@@ -55,22 +68,30 @@ def _read_image(block: Fields) -> list[ImageBlock]:
             return [ImageBlock(f"data:{kind};base64,{data}")]
         case "url":
             return [ImageBlock(source.required("url", filled_text))]
+        case "file":
+            return [TextBlock(words(block, NOT_READ))]
         case other:
-            raise mistyped(f"{source.path}.type", '"base64" or "url"', other)
+            raise mistyped(f"{source.path}.type", '"base64", "url" or "file"', other)
 
 
-def _read_document(block: Fields) -> list[TextBlock]:
-    """A document of plain text, with its title and context above it."""
+def _read_document(block: Fields) -> Sequence[PlainBlock]:
+    """A document of plain text, with its title and context above it; of others, what they are called."""
     source = block.required("source", mapping)
     heads = [said for key in ("title", "context") if (said := block.optional(key, text))]
     match source.required("type", text):
         case "text":
-            body = [source.required("data", text)]
+            return _text_blocks("\n".join([*heads, source.required("data", text)]))
         case "content":
-            body = [part.text for part in source.required("content", _read_texts)]
+            body = source.required("content", _read_pages)
+            if any(isinstance(page, ImageBlock) for page in body):
+                return [*map(TextBlock, heads), *body]
+            return _text_blocks("\n".join([*heads, *(page.text for page in body if isinstance(page, TextBlock))]))
+        case "base64" | "url" | "file" as kind:
+            name = {"base64": "data", "url": "url", "file": "file_id"}[kind]
+            source.required(name, filled_text)
+            return [TextBlock(words(block, NOT_READ))]
         case other:
-            raise mistyped(f"{source.path}.type", '"text" or "content" (other documents are not read here)', other)
-    return _text_blocks("\n".join([*heads, *body]))
+            raise mistyped(f"{source.path}.type", '"text", "content", "base64", "url" or "file"', other)
 
 
 def _read_search_result(block: Fields) -> list[TextBlock]:
@@ -104,6 +125,23 @@ def _read_tool_result(block: Fields) -> list[ToolResultBlock]:
     return [ToolResultBlock(block.required("tool_use_id", text), tuple(content), is_error)]
 
 
+def _is_of_a_server(kind: str) -> bool:
+    """Whether a type is one of Anthropic's for what its servers do, those of the years to come included."""
+    return kind in _OF_A_SERVER or kind.endswith("_tool_result")
+
+
+_OF_A_SERVER = frozenset(
+    (
+        "server_tool_use",
+        "mcp_tool_use",
+        "mcp_tool_listing",
+        "compaction",
+        "container_upload",
+        "fallback",
+        "browser_state",
+    )
+)
+
 _PLAIN: Mapping[str, Callable[[Fields], Sequence[PlainBlock]]] = {
     "text": _read_text,
     "image": _read_image,
@@ -135,15 +173,21 @@ BLOCKS: Mapping[str, Mapping[str, BlockReader]] = {
 # --- content ---------------------------------------------------------------------------------------------------------
 
 
-def content_reader[T: Block](blocks: Mapping[str, Callable[[Fields], Sequence[T]]]) -> Reader[list[T | TextBlock]]:
-    """A reader of `content`: a string, or an array of the `blocks` that may stand there."""
+def content_reader[T: Block](
+    blocks: Mapping[str, Callable[[Fields], Sequence[T]]], *, in_messages: bool = False, is_assistant: bool = False
+) -> Reader[list[T | TextBlock]]:
+    """A reader of `content`: a string, or an array of the `blocks` that may stand there. In messages, which a client
+    cannot mend, what a server did and what nobody here knows becomes words."""
 
-    def read_block(value: object, path: str) -> Sequence[T]:
+    def read_block(value: object, path: str) -> Sequence[T | TextBlock]:
         block = mapping(value, path)
         kind = block.required("type", text)
-        if kind not in blocks:
+        if kind in blocks:
+            return blocks[kind](block)
+        if kind in _KINDS or not in_messages:  # of ours, but not in this place
             raise mistyped(f"{path}.type", "one of " + ", ".join(f'"{known}"' for known in blocks), kind)
-        return blocks[kind](block)
+        said = words(block) if _is_of_a_server(kind) else words_of_unknown(block, tuple(blocks))
+        return [TextBlock(f"\n{said}\n" if is_assistant else said)]
 
     def read(value: object, path: str) -> list[T | TextBlock]:
         if isinstance(value, str):
@@ -155,9 +199,13 @@ def content_reader[T: Block](blocks: Mapping[str, Callable[[Fields], Sequence[T]
     return read
 
 
+_KINDS = frozenset(kind for blocks in BLOCKS.values() for kind in blocks)
 _read_texts = content_reader({"text": _read_text})
-_read_result_content = content_reader(_PLAIN)
-_READERS: Mapping[str, Reader[list[Block]]] = {role: content_reader(blocks) for role, blocks in BLOCKS.items()}
+_read_pages = content_reader({"text": _read_text, "image": _read_image})
+_read_result_content = content_reader(_PLAIN, in_messages=True)
+_READERS: Mapping[str, Reader[list[Block]]] = {
+    role: content_reader(blocks, in_messages=True, is_assistant=role == "assistant") for role, blocks in BLOCKS.items()
+}
 
 
 def read_system(fields: Fields) -> tuple[Message, ...]:
@@ -166,12 +214,21 @@ def read_system(fields: Fields) -> tuple[Message, ...]:
     return (Message("system", tuple(blocks)),) if blocks else ()
 
 
+def read_effort(value: object, path: str) -> str | None:
+    """The effort of an `output_config`, which a request has, and a message for its own turn. Raises BadRequest."""
+    return mapping(value, path).optional("effort", word(*LEVELS))
+
+
 def read_message(value: object, path: str) -> tuple[Message, ...]:
-    """One message of the wire, at least one of ours. Raises BadRequest naming the field."""
+    """One message of the wire as ours: none where a system message only sets the turn's effort, else at least one.
+    Raises BadRequest naming the field."""
     fields = mapping(value, path)
     role = fields.required("role", text)
     if role not in _READERS:
         raise mistyped(f"{path}.role", "one of " + ", ".join(f'"{known}"' for known in _READERS), role)
+    effort = fields.optional("output_config", read_effort)
+    if role == "system" and effort is not None and fields.values.get("content") is None:
+        return ()
     blocks = fields.required("content", _READERS[role])
     if role == "user":
         return tuple(_with_results_apart(blocks))
@@ -197,7 +254,7 @@ def _with_results_apart(blocks: Sequence[Block]) -> Iterator[Message]:
 def read_messages(fields: Fields) -> list[tuple[Message, ...]]:
     """`messages`, at least one of the wire, each as what it becomes. Raises BadRequest."""
     messages = fields.required("messages", list_of(read_message))
-    if not messages:
+    if not any(messages):
         raise BadRequest("messages must not be empty.", param="messages")
     return messages
 

@@ -22,7 +22,7 @@ from kvserve.core import (
     offered_tools,
 )
 from kvserve.protocols.anthropic_cache_control import CacheMarks, read_cache_marks
-from kvserve.protocols.anthropic_content import read_messages, read_system
+from kvserve.protocols.anthropic_content import read_effort, read_messages, read_system, wire_blocks
 from kvserve.protocols.anthropic_tool_blocks import with_definitions
 from kvserve.protocols.anthropic_tools import (
     SentTools,
@@ -42,18 +42,22 @@ from kvserve.protocols.fields import (
     mapping,
     text,
     with_extra_body,
-    word,
 )
 from kvserve.protocols.openai_chat import read_template_arguments
 from kvserve.protocols.renaming import FieldNames
 from kvserve.protocols.sampling import read_sampling, read_stop_strings, refuse_unsupported
 from kvserve.protocols.session import read_session
-from kvserve.protocols.thinking import LEVELS, read_thinking
+from kvserve.protocols.thinking import read_thinking
 from kvserve.protocols.unserved import unserved_words
 
 PROTOCOL = "anthropic_messages"
 
-_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {"mcp_servers": ([],), "container": ()}
+_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "mcp_servers": ([],),
+    "container": (),
+    # a conversation that goes on in a thread lacks what was said before
+    "thread": (),
+}
 _TOLERATED: Mapping[str, Reader[object]] = {
     "service_tier": text,
     "inference_geo": text,
@@ -152,18 +156,37 @@ def _read_thinking_object(value: object, path: str) -> Fields | None:
 
 
 def _thinking(fields: Fields, body: JsonObject) -> ThinkingChoice:
-    """`thinking` switches, `output_config.effort` says how much, `context_management` may keep that of old turns."""
+    """`thinking` switches, `output_config.effort` says how much, `context_management` may keep that of old turns.
+
+    A request that does not ask for thinking gets none, whatever the server's default: Anthropic's API has it so, and
+    clients of it take the first block for the text. An effort says how much, not whether.
+    """
     said = fields.optional("thinking", _read_thinking_object)
     if said is not None:
         said.optional("budget_tokens", integer(0, MAX_TOKEN_COUNT))
     choice = read_thinking(body)
-    config = fields.optional("output_config", mapping)
-    effort = config.optional("effort", word(*LEVELS)) if config is not None else None
-    if choice.effort is None and choice.enabled is not False:
+    effort = _turn_effort(fields) or fields.optional("output_config", read_effort)
+    if choice.enabled is None:
+        choice = replace(choice, enabled=False)
+    if choice.effort is None and choice.enabled:
         choice = replace(choice, effort=effort)
     if choice.preserve is None and _keeps_all_thinking(fields):
         choice = replace(choice, preserve=True)
     return choice
+
+
+def _turn_effort(fields: Fields) -> str | None:
+    """The effort that a message of the newest turn asks for, which holds for that turn; those of older turns are over.
+    A turn begins with the user's own words: the results of tools belong to the one that called them."""
+    effort: str | None = None
+    for message in fields.required("messages", list_of(mapping)):
+        blocks = message.values.get("content")
+        if message.values.get("role") == "user" and not any(
+            block.get("type") == "tool_result" for block in wire_blocks(blocks)
+        ):
+            effort = None
+        effort = message.optional("output_config", read_effort) or effort
+    return effort
 
 
 def _keeps_all_thinking(fields: Fields) -> bool:
@@ -171,7 +194,7 @@ def _keeps_all_thinking(fields: Fields) -> bool:
     management = fields.optional("context_management", mapping)
     edits = management.optional("edits", list_of(mapping)) if management is not None else None
     kept = [edit.values.get("keep") for edit in edits or () if edit.optional("type", text) == _KEEPS_THINKING]
-    return "all" in kept
+    return any(each == "all" or (isinstance(each, Mapping) and each.get("type") == "all") for each in kept)
 
 
 # --- session ---------------------------------------------------------------------------------------------------------

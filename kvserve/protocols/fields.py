@@ -174,6 +174,17 @@ def with_extra_body(body: JsonObject) -> Fields:
     return Fields(body, fallback=top.optional("extra_body", mapping))
 
 
+def stated[T](place: Fields, key: str, reader: Reader[T]) -> T | None:
+    """As `place.optional`, for what may also stand in `metadata`: there an application's own text that happens to have
+    the same key says nothing. Raises BadRequest."""
+    try:
+        return place.optional(key, reader)
+    except BadRequest:
+        if place.path.rpartition(".")[2] == "metadata" and isinstance(place.values.get(key), str):
+            return None
+        raise
+
+
 def places(body: JsonObject, *paths: tuple[str, ...]) -> tuple[Fields, ...]:
     """The objects that exist in `body` under these key paths; () is the body. Raises BadRequest for other types."""
     found: list[Fields] = []

@@ -26,7 +26,7 @@ from kvserve.errors import BadRequest, RequestError
 from kvserve.protocols.fields import flag, places, text, with_extra_body
 from kvserve.protocols.logprobs import chat_logprobs, read_chat_logprobs
 from kvserve.protocols.openai_errors import encode_error
-from kvserve.protocols.openai_messages import read_messages
+from kvserve.protocols.openai_messages import read_messages, read_prediction
 from kvserve.protocols.openai_tools import read_response_format, read_tool_choice, read_tools
 from kvserve.protocols.openai_usage import encode_usage
 from kvserve.protocols.sampling import (
@@ -76,6 +76,7 @@ def parse_chat(
     fields = with_extra_body(body)
     refuse_unsupported(fields, _UNSUPPORTED)
     check_tolerated(fields)
+    fields.optional("prediction", read_prediction)
     stream, include_usage = read_stream(fields)
     tools = read_tools(fields)
     parallel = fields.optional("parallel_tool_calls", flag)

@@ -1,5 +1,5 @@
 """Files in OpenAI's messages -> text. Knows where a file stands in a part and how its bytes are written, and reads text
-only: other documents would be guessed at, and what was uploaded elsewhere is not here.
+only: other documents would be guessed at, and what was uploaded elsewhere is not here. The model learns the name.
 """
 
 import base64
@@ -8,6 +8,7 @@ import re
 from kvserve.core import TextBlock
 from kvserve.errors import BadRequest
 from kvserve.protocols.fields import Fields, child_path, filled_text, mapping, text
+from kvserve.protocols.placeholders import NOT_READ, words
 
 _DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 _ELSEWHERE = ("file_id", "file_url")
@@ -19,28 +20,24 @@ def read_file_part(part: Fields) -> TextBlock:
 
 
 def read_input_file(part: Fields) -> TextBlock:
-    """`file_data`, a data URL or plain base64, as the text that it holds, below `filename` if there is one. Raises
-    BadRequest."""
-    for elsewhere in _ELSEWHERE:
-        if part.values.get("file_data") is None and part.optional(elsewhere, text) is not None:
-            raise _refused(part, elsewhere, "no files are fetched: send the text, or the bytes as file_data")
+    """`file_data`, a data URL or plain base64, as the text that it holds, below `filename` if there is one; words for a
+    file that is not here or holds no text. Raises BadRequest."""
+    name = part.optional("filename", text)
+    if part.values.get("file_data") is None and any(part.optional(place, text) for place in _ELSEWHERE):
+        return _unread(part)
     said = _DATA_URL.sub("", part.required("file_data", filled_text), count=1)
     try:
         content = base64.b64decode(said, validate=True).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _not_text(part) from error
+    except UnicodeDecodeError:
+        return _unread(part)
     except ValueError as error:  # binascii's own error is one too
-        raise _refused(part, "file_data", f"expected base64 or a data URL with it ({error})") from error
+        path = child_path(part.path, "file_data")
+        raise BadRequest(f"{path}: expected base64 or a data URL with it ({error}).", param=path) from error
     if "\0" in content:
-        raise _not_text(part)
-    name = part.optional("filename", text)
+        return _unread(part)
     return TextBlock("\n".join(line for line in (name, content) if line))
 
 
-def _not_text(part: Fields) -> BadRequest:
-    return _refused(part, "file_data", "only files of UTF-8 text are read; send the text of other documents")
-
-
-def _refused(part: Fields, name: str, why: str) -> BadRequest:
-    path = child_path(part.path, name)
-    return BadRequest(f"{path}: {why}.", param=path)
+def _unread(part: Fields) -> TextBlock:
+    told = {name: part.values.get(name) for name in ("filename", "file_url")}
+    return TextBlock(words(Fields({"type": "file", **told}, part.path), NOT_READ))

@@ -19,8 +19,9 @@ from kvserve.core import (
     ToolResultBlock,
 )
 from kvserve.errors import BadRequest
-from kvserve.protocols.fields import Fields, Reader, filled_text, list_of, mapping, mistyped, single_keys, text
+from kvserve.protocols.fields import Fields, Reader, filled_text, list_of, mapping, mistyped, single_keys, text, word
 from kvserve.protocols.openai_files import read_file_part, read_input_file
+from kvserve.protocols.placeholders import NOT_HEARD, NOT_READ, words, words_of_unknown
 
 ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -46,8 +47,10 @@ def _read_refusal_part(part: Fields) -> TextBlock:
     return TextBlock(part.required("refusal", text))
 
 
-def _read_image_part(part: Fields) -> ImageBlock:
+def _read_image_part(part: Fields) -> PlainBlock:
     """`image_url` is an address or {"url": address}; an image that was uploaded elsewhere has no address here."""
+    if part.values.get("image_url") is None and part.optional("file_id", filled_text) is not None:
+        return TextBlock(words(part, NOT_READ))
 
     def read(value: object, path: str) -> str:
         if isinstance(value, Mapping):
@@ -55,6 +58,11 @@ def _read_image_part(part: Fields) -> ImageBlock:
         return filled_text(value, path)
 
     return ImageBlock(part.required("image_url", read))
+
+
+def _read_audio_part(part: Fields) -> TextBlock:
+    """No model here hears anything."""
+    return TextBlock(words(Fields({"type": part.values["type"]}, part.path), NOT_HEARD))
 
 
 def _read_thinking_part(part: Fields) -> ThinkingBlock:
@@ -68,6 +76,8 @@ PLAIN_PARTS: Mapping[str, Callable[[Fields], PlainBlock]] = {
     "refusal": _read_refusal_part,
     "image_url": _read_image_part,
     "input_image": _read_image_part,
+    "computer_screenshot": _read_image_part,
+    "input_audio": _read_audio_part,
     "file": read_file_part,
     "input_file": read_input_file,
 }
@@ -79,15 +89,20 @@ ASSISTANT_PARTS: Mapping[str, Callable[[Fields], PlainBlock | ThinkingBlock]] = 
 
 def content_reader[T: PlainBlock | ThinkingBlock](
     parts: Mapping[str, Callable[[Fields], T]],
+    *,
+    in_messages: bool = True,
 ) -> Reader[list[T | TextBlock]]:
-    """A reader of `content`: a string, or an array of the `parts` that may stand there."""
+    """A reader of `content`: a string, or an array of the `parts` that may stand there. In messages, which a client
+    cannot mend, what nobody here knows becomes words where it can be read."""
 
-    def read_part(value: object, path: str) -> T:
+    def read_part(value: object, path: str) -> T | TextBlock:
         part = mapping(value, path)
         kind = part.required("type", text)
-        if kind not in parts:
+        if kind in parts:
+            return parts[kind](part)
+        if kind in ASSISTANT_PARTS or not in_messages:  # of ours, but not in this place
             raise mistyped(f"{path}.type", "one of " + ", ".join(f'"{known}"' for known in parts), kind)
-        return parts[kind](part)
+        return TextBlock(words_of_unknown(part, tuple(parts)))
 
     def read(value: object, path: str) -> list[T | TextBlock]:
         if isinstance(value, str):
@@ -102,6 +117,7 @@ def content_reader[T: PlainBlock | ThinkingBlock](
 
 _read_plain_content = content_reader(PLAIN_PARTS)
 _read_assistant_content = content_reader(ASSISTANT_PARTS)
+_read_text_content = content_reader({"text": _read_text_part}, in_messages=False)
 
 
 # --- tool calls ------------------------------------------------------------------------------------------------------
@@ -166,6 +182,14 @@ def _read_assistant_blocks(fields: Fields) -> list[Block]:
     refusal = fields.optional("refusal", text)
     refused = [TextBlock(refusal)] if refusal else []
     return [*thinking, *content, *refused, *_read_calls(fields)]
+
+
+def read_prediction(value: object, path: str) -> None:
+    """`prediction`: a text that the answer may resemble. It changes neither the answer nor its speed here. Raises
+    BadRequest."""
+    said = mapping(value, path)
+    said.required("type", word("content"))
+    said.required("content", _read_text_content)
 
 
 def read_messages(fields: Fields) -> tuple[Message, ...]:

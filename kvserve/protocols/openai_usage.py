@@ -4,11 +4,19 @@ from kvserve.core import Usage
 
 
 def encode_usage(usage: Usage) -> dict[str, object]:
-    """Cached tokens are part of the prompt tokens, reasoning tokens of the completion tokens."""
+    """Cached and written tokens are part of the prompt tokens, reasoning tokens of the completion tokens. A prediction
+    speeds nothing up here, so that none of its tokens is accepted, nor computed in vain."""
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_completion_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "prompt_tokens_details": {
+            "cached_tokens": usage.num_cached_tokens,
+            "cache_write_tokens": usage.num_written_tokens,
+        },
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.num_reasoning_tokens,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }

@@ -4,6 +4,7 @@ What one answer consists of on the wire (reasoning, text, calls: an item each) i
 that `/v1/chat/completions` makes of it. Ids of items say which answer they come from and are forgotten otherwise.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from kvserve.core import (
 from kvserve.errors import BadRequest
 from kvserve.protocols.fields import Fields, filled_text, list_of, mapping, mistyped, text
 from kvserve.protocols.openai_messages import PLAIN_PARTS, content_reader
+from kvserve.protocols.placeholders import read as read_words
+from kvserve.protocols.placeholders import words, words_of_unknown
 from kvserve.protocols.responses_reasoning import unseal_reasoning
 from kvserve.protocols.responses_tools import custom_arguments, model_name
 
@@ -52,7 +55,7 @@ def answer_of_item(wire_id: str) -> RequestId | None:
 class _Said:
     """A part of an assistant's answer."""
 
-    kind: Literal["reasoning", "text", "call"]
+    kind: Literal["reasoning", "text", "call", "aside"]
     blocks: tuple[Block, ...]
 
 
@@ -100,6 +103,58 @@ def _read_output(item: Fields) -> _Item:
     return Message("tool", (ToolResultBlock(call_id, blocks),))
 
 
+def _read_client_call(item: Fields) -> _Item:
+    """A call of one of OpenAI's own tools that the client ran, such as a shell: a call like any other, by its name."""
+    name = item.required("type", text).removesuffix("_call")
+    given = {key: value for key, value in item.values.items() if key not in _NO_ARGUMENTS}
+    arguments = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+    return _Said("call", (ToolCallBlock(item.required("call_id", text), name, arguments),))
+
+
+def _read_client_output(item: Fields) -> _Item:
+    """What came of it: a text, a picture of a screen, or an object of words."""
+    # the output of a local shell has its call's id under another name
+    named = "id" if item.values["type"] == "local_shell_call_output" and "call_id" not in item.values else "call_id"
+    call_id = item.required(named, text)
+    output = item.values.get("output")
+    if isinstance(output, Mapping) and output.get("type") == "computer_screenshot":
+        output = [output]
+    if isinstance(output, str) or (isinstance(output, list) and all(map(_is_part, output))):
+        return Message("tool", (ToolResultBlock(call_id, tuple(_read_content(output, f"{item.path}.output"))),))
+    lines = read_words({key: item.values.get(key) for key in ("status", "output")}).lines
+    return Message("tool", (ToolResultBlock(call_id, (TextBlock("\n".join(lines)),) if lines else ()),))
+
+
+def _is_part(value: object) -> bool:
+    return isinstance(value, Mapping) and value.get("type") in PLAIN_PARTS
+
+
+def _read_aside(item: Fields) -> _Item:
+    """What a server did between the assistant's words, on lines of its own: nothing goes between pieces of its text."""
+    return _Said("aside", (TextBlock(f"\n{words(item)}\n"),))
+
+
+def _read_unknown(item: Fields) -> _Item:
+    """An item that nobody here knows, where it can be read: the assistant's, unless it names another role."""
+    said = words_of_unknown(item, tuple(_ITEMS))
+    role = ROLES.get(str(item.values.get("role")), "assistant")
+    return _Said("aside", (TextBlock(f"\n{said}\n"),)) if role == "assistant" else Message(role, (TextBlock(said),))
+
+
+def _read_answer_to_server(item: Fields) -> _Item:
+    """What the user told a server."""
+    return Message("user", (TextBlock(words(item)),))
+
+
+_CLIENT_TOOLS = ("local_shell", "shell", "apply_patch", "computer")
+_NO_ARGUMENTS = frozenset(
+    ("type", "id", "call_id", "status", "caller", "created_by", "environment", "pending_safety_checks")
+)
+_OF_A_SERVER = (
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+    *("mcp_call", "mcp_list_tools", "mcp_approval_request"),
+    *("compaction", "compaction_summary", "compaction_trigger", "program", "program_output"),
+)
 _ITEMS: Mapping[str, Callable[[Fields], _Item]] = {
     "message": _read_message,
     "reasoning": _read_reasoning,
@@ -107,6 +162,10 @@ _ITEMS: Mapping[str, Callable[[Fields], _Item]] = {
     "function_call_output": _read_output,
     "custom_tool_call": _read_custom_call,
     "custom_tool_call_output": _read_output,
+    **dict.fromkeys((f"{tool}_call" for tool in _CLIENT_TOOLS), _read_client_call),
+    **dict.fromkeys((f"{tool}_call_output" for tool in _CLIENT_TOOLS), _read_client_output),
+    **dict.fromkeys(_OF_A_SERVER, _read_aside),
+    "mcp_approval_response": _read_answer_to_server,
 }
 
 
@@ -116,10 +175,8 @@ def _read_item(value: object, path: str) -> tuple[_Item, RequestId | None]:
     kind = item.optional("type", text) or ("message" if "role" in item.values else None)
     if kind is None:
         raise BadRequest(f"{path}.type is required.", param=f"{path}.type")
-    if kind not in _ITEMS:
-        raise mistyped(f"{path}.type", "one of " + ", ".join(f'"{known}"' for known in _ITEMS), kind)
     wire_id = item.optional("id", text)
-    return _ITEMS[kind](item), answer_of_item(wire_id) if wire_id else None
+    return _ITEMS.get(kind, _read_unknown)(item), answer_of_item(wire_id) if wire_id else None
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

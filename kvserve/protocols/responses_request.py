@@ -34,6 +34,7 @@ from kvserve.protocols.responses_tools import (
     wants_only_unserved,
 )
 from kvserve.protocols.sampling import (
+    NO_LIMIT,
     read_max_tokens,
     read_sampling,
     read_stop_strings,
@@ -185,7 +186,7 @@ def _echo(fields: Fields, turn: Turn, tools: OfferedTools, *, store: bool, previ
     return {
         "background": False,
         **said,
-        "max_output_tokens": turn.max_tokens,
+        "max_output_tokens": None if turn.max_tokens == NO_LIMIT else turn.max_tokens,
         "metadata": metadata.values if metadata is not None else {},
         "parallel_tool_calls": turn.parallel_tool_calls,
         "previous_response_id": previous,

@@ -225,10 +225,13 @@ class ResponseStreamEncoder:
 
 
 def _encode_usage(usage: Usage) -> Wire:
-    """Cached tokens are part of the input tokens, reasoning tokens of the output tokens."""
+    """Cached and written tokens are part of the input tokens, reasoning tokens of the output tokens."""
     return {
         "input_tokens": usage.num_prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "input_tokens_details": {
+            "cached_tokens": usage.num_cached_tokens,
+            "cache_write_tokens": usage.num_written_tokens,
+        },
         "output_tokens": usage.num_completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
         "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,

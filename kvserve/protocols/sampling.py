@@ -11,7 +11,6 @@ from kvserve.protocols.fields import (
     Fields,
     Reader,
     child_path,
-    filled_text,
     flag,
     integer,
     list_of,
@@ -19,6 +18,9 @@ from kvserve.protocols.fields import (
     number,
     text,
 )
+
+NO_LIMIT = MAX_TOKEN_COUNT
+"""The limit of an answer that may fill the context."""
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 512
@@ -77,10 +79,12 @@ def read_sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
 
 
 def read_stop_strings(fields: Fields, name: str = "stop") -> tuple[str, ...]:
-    """The field of this name: one string or several; duplicates count once. Raises BadRequest."""
+    """The field of this name: one string or several. Duplicates count once; an empty one, which clients send for none,
+    stops nothing. Raises BadRequest."""
 
     def read(value: object, path: str) -> list[str]:
-        stops = list_of(filled_text)(value, path) if isinstance(value, list) else [filled_text(value, path)]
+        stops = list_of(text)(value, path) if isinstance(value, list) else [text(value, path)]
+        stops = [stop for stop in stops if stop]
         if len(stops) > MAX_STOP_STRINGS or any(len(stop) > MAX_STOP_CHARACTERS for stop in stops):
             raise BadRequest(
                 f"{path}: expected at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_CHARACTERS} characters.",
@@ -91,9 +95,14 @@ def read_stop_strings(fields: Fields, name: str = "stop") -> tuple[str, ...]:
     return tuple(dict.fromkeys(fields.optional(name, read) or ()))
 
 
+def _read_limit(value: object, path: str) -> int:
+    """-1 is how clients of local servers spell that there is no limit but the context."""
+    return NO_LIMIT if value == -1 and not isinstance(value, bool) else integer(1, MAX_TOKEN_COUNT)(value, path)
+
+
 def read_max_tokens(fields: Fields, *names: str) -> int | None:
     """The limit under any of `names`, None where there is none. Two different limits are a BadRequest."""
-    limits = {name: fields.optional(name, integer(1, MAX_TOKEN_COUNT)) for name in names}
+    limits = {name: fields.optional(name, _read_limit) for name in names}
     said = {name: limit for name, limit in limits.items() if limit is not None}
     if len(set(said.values())) > 1:
         raise BadRequest(f"{' and '.join(said)} are both given and differ: give one of them.", param=names[-1])

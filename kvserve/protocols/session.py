@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from kvserve.core import JsonObject, SessionHint
-from kvserve.protocols.fields import Fields, Reader, mistyped, number, places, word
+from kvserve.protocols.fields import Fields, Reader, mistyped, number, places, stated, word
 from kvserve.protocols.principal import read_principal
 
 ID_FIELDS = ("session_id", "conversation_id", "thread_id", "chat_id")
@@ -68,7 +68,7 @@ def _first[T](where: tuple[Fields, ...], names: tuple[str, ...], reader: Reader[
     found: list[T] = []
     for place in where:
         for name in names:
-            value = place.optional(name, reader)
+            value = stated(place, name, reader)
             if value is not None and value != "":
                 found.append(value)
     return found[0] if found else None

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from kvserve.core import JsonObject, ThinkingChoice
 from kvserve.errors import BadRequest
-from kvserve.protocols.fields import Fields, mapping, mistyped, places
+from kvserve.protocols.fields import Fields, mapping, mistyped, places, stated
 
 LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
 SWITCHES: Mapping[str, bool] = {
     **dict.fromkeys(("off", "none", "false", "disabled"), False),
-    **dict.fromkeys(("on", "true", "enabled", "adaptive", "auto"), True),
+    **dict.fromkeys(("on", "true", "enabled", "adaptive", "between_tools", "auto"), True),
 }
 _EXPECTED = "true, false or one of " + ", ".join(f'"{word}"' for word in (*SWITCHES, *LEVELS))
 
@@ -111,7 +111,7 @@ def read_thinking(body: JsonObject) -> ThinkingChoice:
 def _read_fields(place: Fields, table: Mapping[str, _Reader]) -> list[_Statement]:
     statements: list[_Statement] = []
     for name, reader in table.items():
-        statements += place.optional(name, reader) or []
+        statements += stated(place, name, reader) or []
     return statements
 
 

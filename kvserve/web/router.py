@@ -44,9 +44,15 @@ class Match:
 
 
 class Router:
-    """The endpoint table and what its functions need. Frozen after construction, safe from any thread."""
+    """The endpoint table and what its functions need. Frozen after construction, safe from any thread.
 
-    def __init__(self, routes: Iterable[Route], service: WebService, encode_error: EncodeError) -> None:
+    A path that is not in the table is looked for below `prefix`, too.
+    """
+
+    def __init__(
+        self, routes: Iterable[Route], service: WebService, encode_error: EncodeError, prefix: str = ""
+    ) -> None:
+        self._prefix = prefix
         self.service = service
         self.encode_error = encode_error
         self._exact: dict[str, dict[str, Route]] = {}
@@ -59,11 +65,18 @@ class Router:
     def above(self, path: str) -> Route | None:
         """A row of the nearest endpoint whose path an unknown one continues, for what is not there is refused in its
         protocol's form; None where there is none."""
+        return self._above(path) or self._above(self._prefix + path)
+
+    def _above(self, path: str) -> Route | None:
         nearest = max((known for known in self._exact if path.startswith(f"{known}/")), key=len, default=None)
         return next(iter(self._exact[nearest].values())) if nearest is not None else None
 
     def find(self, path: str) -> Match:
         """The exact row, else the longest pattern that leaves something for its star, else an empty match."""
+        found = self._found(path)
+        return found if found.rows else self._found(self._prefix + path)
+
+    def _found(self, path: str) -> Match:
         if rows := self._exact.get(path):
             return Match(rows)
         fitting = [

@@ -224,5 +224,6 @@ ROUTES = (
 
 
 def make_router(service: WebService) -> Router:
-    """The table bound to a service; errors outside every row take OpenAI's form."""
-    return Router(ROUTES, service, encode_error)
+    """The table bound to a service; errors outside every row take OpenAI's form. A client may leave the version out of
+    its base URL: those of local servers are configured either way."""
+    return Router(ROUTES, service, encode_error, prefix="/v1")

@@ -69,7 +69,7 @@ def test_a_prompt_over_the_context_names_both_numbers(client: OpenAI, stream: bo
     ("fields", "param"),
     [
         ({"temperature": "hot"}, "temperature"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"stop": 5}, "stop"),
         ({"tools": [{"type": "function", "function": {"parameters": {}}}]}, "tools[0].function.name"),
         ({"tool_choice": "required"}, "tool_choice"),

@@ -33,7 +33,7 @@ def test_weights_are_in_memory_once(family: str) -> None:
 
 
 def test_a_checkpoint_without_its_tower_answers_text(tmp_path: Path) -> None:
-    """Its config describes a tower that its weights lack: images are refused, text is as with it."""
+    """Its config describes a tower that its weights lack: it sees no images, text is as with it."""
     folder = tmp_path / "half"
     shutil.copytree(tiny_model("qwen3_5_vl"), folder)
     weights = load_file(folder / "model.safetensors")
@@ -47,7 +47,7 @@ def test_a_checkpoint_without_its_tower_answers_text(tmp_path: Path) -> None:
     try:
         model = engine.wait_until_ready(60)
         assert model.sight is None and model.cache_support.image_rule is None
-        assert any("Images are refused" in note for note in model.cache_support.notes)
+        assert any("sees no images" in note for note in model.cache_support.notes)
         assert generate(engine, wanted)[0].tokens == expected.tokens
     finally:
         engine.stop(20)

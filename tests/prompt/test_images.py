@@ -7,7 +7,6 @@ import weakref
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from kvserve.core import (
@@ -22,7 +21,6 @@ from kvserve.core import (
     ToolResultBlock,
     Turn,
 )
-from kvserve.errors import BadRequest
 from kvserve.prompt.images import Images
 
 
@@ -116,7 +114,9 @@ def test_a_turn_without_images_stays_as_it_is() -> None:
     assert Images(Reader(), WORDS).look(given).messages[0] is given.messages[0]
 
 
-def test_an_image_of_the_assistants_is_refused() -> None:
-    """No model says one."""
-    with pytest.raises(BadRequest, match="assistant"):
-        Images(Reader(), WORDS).look(turn(Message("assistant", (ImageBlock(url("red")),))))
+def test_an_image_of_the_assistants_is_words() -> None:
+    """No template takes one there, but a client's history may hold one that another server drew."""
+    looked = Images(Reader(), WORDS).look(turn(Message("assistant", (TextBlock("Here:"), ImageBlock(url("red"))))))
+    assert looked.images == ()
+    [message] = looked.messages
+    assert message.blocks == (TextBlock("Here:"), TextBlock("\n[An image that this model cannot see]\n"))

@@ -66,6 +66,7 @@ SCENARIOS: dict[str, list[AnswerEvent]] = {
     ],
     "max_tokens": [FOUND, ContentDelta("Once upon a"), Finished("length", USAGE)],
     "stop_sequence": [FOUND, ContentDelta("One, two, "), Finished("stop", USAGE, stop_string="three")],
+    "context_full": [FOUND, ContentDelta("Once upon a"), Finished("length", USAGE, is_context_full=True)],
 }
 
 
@@ -208,7 +209,7 @@ def test_silence_before_the_lookup_is_broken_by_the_message_itself() -> None:
     assert encoder.encode(FOUND) == []
     end = encoder.encode(Finished("stop", USAGE))
     assert types(end) == ["message_delta", "message_stop"]
-    assert end[0]["usage"] == COUNTS.usage(96, 9)
+    assert end[0]["usage"] == {**COUNTS.usage(96, 9), "output_tokens_details": {"thinking_tokens": 4}}
 
 
 def test_events_without_an_end_are_no_message() -> None:

@@ -168,7 +168,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "result by the assistant": (assistant(result()), "messages[0].content[0].type"),
     "image in the system's": ({"role": "system", "content": [IMAGE]}, "messages[0].content[0].type"),
-    "tool of the server": (assistant({"type": "server_tool_use", "id": "t"}), "messages[0].content[0].type"),
     "unknown role": ({"role": "tool", "content": "x"}, "messages[0].role"),
     "no content": ({"role": "user"}, "messages[0].content"),
     "content that is a number": ({"role": "user", "content": 5}, "messages[0].content"),
@@ -182,12 +181,17 @@ REFUSED: dict[str, tuple[Any, str]] = {
         user(result(content=[{"type": "thinking", "thinking": "x"}])),
         "messages[0].content[0].content[0].type",
     ),
-    "uploaded image": (
-        user({"type": "image", "source": {"type": "file", "file_id": "f"}}),
-        "messages[0].content[0].source.type",
+    "image of another source": (user({"type": "image", "source": {"type": "x"}}), "messages[0].content[0].source.type"),
+    "image without bytes": (
+        user({"type": "image", "source": {"type": "base64", "media_type": "image/png"}}),
+        "messages[0].content[0].source.data",
     ),
-    "document as PDF": (
-        user({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}),
+    "PDF without bytes": (
+        user({"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}),
+        "messages[0].content[0].source.data",
+    ),
+    "document of another source": (
+        user({"type": "document", "source": {"type": "x"}}),
         "messages[0].content[0].source.type",
     ),
 }

@@ -77,25 +77,35 @@ def test_tool_choice(choice: Any, expected: ToolChoice, is_parallel: bool) -> No
 @pytest.mark.parametrize(
     ("fields", "expected", "shows"),
     [
-        ({}, ThinkingChoice(), True),
+        ({}, ThinkingChoice(False), True),
+        ({"thinking": None}, ThinkingChoice(False), True),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, ThinkingChoice(True), True),
+        ({"thinking": {"type": "between_tools"}}, ThinkingChoice(True), True),
         ({"thinking": {"type": "disabled"}}, ThinkingChoice(False), True),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, ThinkingChoice(True), False),
         ({"thinking": {"type": "adaptive", "display": "summarized"}}, ThinkingChoice(True), True),
-        ({"output_config": {"effort": "xhigh"}}, ThinkingChoice(None, "xhigh"), True),
+        ({"output_config": {"effort": "xhigh"}}, ThinkingChoice(False), True),
         ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, ThinkingChoice(True, "low"), True),
         ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, ThinkingChoice(False), True),
         (
             {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
-            ThinkingChoice(preserve=True),
+            ThinkingChoice(False, preserve=True),
+            True,
+        ),
+        (
+            {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}]}},
+            ThinkingChoice(False, preserve=True),
             True,
         ),
         (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919", "keep": "all"}, {"type": "x"}]}},
-            ThinkingChoice(),
+            ThinkingChoice(False),
             True,
         ),
         ({"enable_thinking": False}, ThinkingChoice(False), True),
+        ({"enable_thinking": True}, ThinkingChoice(True), True),
+        ({"extra_body": {"reasoning_effort": "high"}}, ThinkingChoice(True, "high"), True),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, ThinkingChoice(True), True),
         ({"thinking": "off"}, ThinkingChoice(False), True),
     ],
 )
@@ -103,6 +113,53 @@ def test_thinking(fields: dict[str, Any], expected: ThinkingChoice, shows: bool)
     """Anthropic's object, the effort beside it, and the spellings of the other protocols."""
     request = parse(**fields)
     assert (request.turn.thinking, request.shows_thinking) == (expected, shows)
+
+
+def _user(said: object = "hi", **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": said, **more}
+
+
+def _effort(level: str) -> dict[str, Any]:
+    return {"output_config": {"effort": level}}
+
+
+SYSTEM: dict[str, Any] = {"role": "system", "content": "s"}
+CALLED = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {}}]}
+RESULT = _user([{"type": "tool_result", "tool_use_id": "c", "content": "r"}, {"type": "text", "text": "reminder"}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([_user(**_effort("low"))], "low"),
+        ([_user(), {**SYSTEM, **_effort("low")}], "low"),
+        ([_user(), {"role": "system", **_effort("low")}], "low"),
+        ([_user(**_effort("max")), {**SYSTEM, **_effort("low")}], "low"),
+        ([_user(), {**SYSTEM, **_effort("low")}, CALLED, RESULT, SYSTEM], "low"),
+        ([_user(), {**SYSTEM, **_effort("low")}, CALLED, RESULT, {**SYSTEM, **_effort("max")}], "max"),
+        ([_user(), {**SYSTEM, **_effort("low")}, {"role": "assistant", "content": "a"}, _user()], "medium"),
+        ([_user(), {**SYSTEM, "output_config": {}}], "medium"),
+        ([_user(), {**SYSTEM, "output_config": None}], "medium"),
+    ],
+)
+def test_a_messages_effort_holds_for_its_turn(messages: list[Any], expected: str) -> None:
+    """In the newest turn it counts before the request's, also through a loop of tools; those of old turns are over."""
+    turn = parse(messages=messages, thinking={"type": "adaptive"}, output_config={"effort": "medium"}).turn
+    assert turn.thinking == ThinkingChoice(True, expected)
+
+
+def test_a_system_message_that_only_sets_the_effort_says_nothing() -> None:
+    """It is no message of the prompt; one without content and effort is an error, and so is a conversation of none."""
+    turn = parse(messages=[_user(), {"role": "system", **_effort("low")}]).turn
+    assert [message.role for message in turn.messages] == ["user"]
+    for messages in (
+        [_user(), {"role": "system"}],
+        [_user(), {"role": "system", "output_config": {}}],
+        [_user(), {**SYSTEM, **_effort("huge")}],
+        [{"role": "system", **_effort("low")}],
+    ):
+        with pytest.raises(BadRequest, match="messages"):
+            parse(messages=messages)
 
 
 SESSION = "1cb3ea4d-976d-4eea-8348-b2146025f9ef"
@@ -134,7 +191,7 @@ MISTYPED: dict[str, list[Any]] = {
     "temperature": [-0.1, 2.1, "hot", True, []],
     "top_p": [-0.1, 1.1, "x"],
     "top_k": [-2, 1.5, "x"],
-    "stop_sequences": [5, {}, True, [5], [None], [""], ["x"] * 17],
+    "stop_sequences": [5, {}, True, [5], [None], ["x"] * 17],
     "metadata": ["x", 5, [], {"user_id": 5}],
     "tools": [5, "x", {}, [5], [{}], [{"name": "f"}], [{**TOOL, "name": "a b"}], [{**TOOL, "input_schema": []}]]
     + [[{**TOOL, "type": kind}] for kind in ("bash_20250124", "web_search_sometimes", 5)]
@@ -149,6 +206,7 @@ MISTYPED: dict[str, list[Any]] = {
     "cache_control": [5, "x", {}, {"type": "forever"}, {"type": "ephemeral", "ttl": "soon"}],
     "mcp_servers": [5, [{"type": "url"}]],
     "container": ["c", {}],
+    "thread": [{"type": "continue", "previous_message_id": "msg_1"}, {"type": "create"}, 5],
     "service_tier": [5],
     "betas": ["x", [5]],
 }
@@ -222,6 +280,26 @@ VALID: dict[str, object] = {
             "role": "user",
             "content": [{"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "r"}]}],
         },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+                {
+                    "type": "web_search_tool_result",
+                    "tool_use_id": "s",
+                    "content": [{"type": "web_search_result", "url": "u", "title": "t", "encrypted_content": "e"}],
+                },
+                {"type": "compaction", "content": "c"},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "document", "title": "t", "source": {"type": "base64", "media_type": "m", "data": "JVBERi0="}},
+                {"type": "hologram", "text": "x"},
+            ],
+        },
+        {"role": "system", "output_config": {"effort": "low"}},
     ],
     "tools": [TOOL],
     "tool_choice": {"type": "tool", "name": "look"},

@@ -41,7 +41,9 @@ type Golden = Callable[[str, str], None]
 type AsSse = Callable[[Iterable[JsonObject]], str]
 
 ID, MODEL, CREATED = RequestId("req7"), "org/model", 1_700_000_000
-USAGE = Usage(num_prompt_tokens=120, num_cached_tokens=96, num_completion_tokens=9, num_reasoning_tokens=4)
+USAGE = Usage(
+    num_prompt_tokens=120, num_cached_tokens=96, num_completion_tokens=9, num_reasoning_tokens=4, num_written_tokens=24
+)
 CALLS = [
     ToolCallBlock("call0a", "bash", '{"command": "ls \\"é\\""}'),
     ToolCallBlock("call0b", "read", '{"path":"日本.txt"}'),

@@ -84,7 +84,7 @@ def test_one_prompt_in_any_spelling(
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
         ({"prompt": "x", "logprobs": -1}, "logprobs"),
         ({"prompt": "x", "logprobs": True}, "logprobs"),
-        ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": -2}, "max_tokens"),
     ],
 )
 def test_what_cannot_be_done_is_named(

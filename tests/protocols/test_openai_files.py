@@ -1,4 +1,4 @@
-"""Files in OpenAI's messages: text is read, and everything else is refused by name instead of being guessed at."""
+"""Files in OpenAI's messages: text is read, and everything else is named instead of being guessed at."""
 
 import base64
 from collections.abc import Callable
@@ -55,12 +55,25 @@ def test_an_empty_file_says_nothing_but_its_name(read: Callable[..., object]) ->
 
 @both
 @pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ({"file_id": "file-1", "filename": "a.txt"}, "\nfilename: a.txt"),
+        ({"file_url": "https://example.org/a.txt"}, "\nfile_url: https://example.org/a.txt"),
+        ({"file_data": url(PDF, "application/pdf"), "filename": "a.pdf"}, "\nfilename: a.pdf"),
+        ({"file_data": url(b"a\0b")}, ""),
+    ],
+)
+def test_of_what_is_no_text_the_model_learns_the_name(
+    read: Callable[..., object], file: dict[str, object], told: str
+) -> None:
+    """A client cannot take it out of its history; other documents would be guessed at."""
+    assert read(**file) == (TextBlock(f"[file: cannot be read here]{told}"),)
+
+
+@both
+@pytest.mark.parametrize(
     ("file", "name", "words"),
     [
-        ({"file_id": "file-1", "filename": "a.txt"}, "file_id", "send the text"),
-        ({"file_url": "https://example.org/a.txt"}, "file_url", "no files are fetched"),
-        ({"file_data": url(PDF, "application/pdf")}, "file_data", "only files of UTF-8 text"),
-        ({"file_data": url(b"a\0b")}, "file_data", "only files of UTF-8 text"),
         ({"file_data": "data:text/plain,hello"}, "file_data", "expected base64"),
         ({"file_data": "@@@"}, "file_data", "expected base64"),
         ({"file_data": "näh"}, "file_data", "expected base64"),
@@ -70,10 +83,10 @@ def test_an_empty_file_says_nothing_but_its_name(read: Callable[..., object]) ->
         ({"file_data": url(b"a"), "filename": 5}, "filename", "string"),
     ],
 )
-def test_what_is_no_text_is_refused(
+def test_what_is_no_file_is_refused(
     read: Callable[..., object], file: dict[str, object], name: str, words: str
 ) -> None:
-    """The error names the field and says what to send instead."""
+    """The error names the field."""
     with pytest.raises(BadRequest, match=words) as caught:
         read(**file)
     assert str(caught.value.param).endswith(f".{name}")

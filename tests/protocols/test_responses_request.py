@@ -12,6 +12,7 @@ from kvserve.core import NOBODY, Message, RequestDefaults, SessionHint, TextBloc
 from kvserve.errors import BadRequest, NotFound, RequestError
 from kvserve.protocols.responses_request import parse_responses
 from kvserve.protocols.responses_store import ResponseStore, StoredResponse
+from kvserve.protocols.sampling import NO_LIMIT
 from tests.laws import num_examples
 from tests.protocols.responses_wire import ID, parse
 from tests.protocols.test_robustness import JSON, paths, replaced
@@ -107,6 +108,13 @@ REFUSED: list[tuple[str, object]] = [
     ("prompt_cache_key", 5),
     ("user", 5),
 ]
+
+
+def test_minus_one_is_no_limit_but_the_context() -> None:
+    """The response says what was asked: none."""
+    request = parse(max_output_tokens=-1)
+    assert request.turn.max_tokens == NO_LIMIT
+    assert request.described.echo["max_output_tokens"] is None
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
@@ -240,6 +248,13 @@ VALID: dict[str, object] = {
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "r"}]},
         {"type": "custom_tool_call", "call_id": "d", "name": "p", "input": "i"},
         {"type": "custom_tool_call_output", "call_id": "d", "output": "o"},
+        {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {"type": "local_shell_call", "call_id": "l", "action": {"type": "exec", "command": ["ls"], "env": {}}},
+        {"type": "local_shell_call_output", "id": "l", "output": "a"},
+        {"type": "shell_call_output", "call_id": "l", "output": [{"stdout": "a", "outcome": {"type": "exit"}}]},
+        {"type": "computer_call_output", "call_id": "k", "output": {"type": "computer_screenshot", "image_url": "u"}},
+        {"type": "mcp_approval_response", "approval_request_id": "m", "approve": True},
+        {"type": "of_tomorrow", "role": "user", "text": "x"},
     ],
     "tools": [
         {"type": "function", "name": "f", "parameters": {"type": "object"}},

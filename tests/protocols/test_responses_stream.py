@@ -35,7 +35,9 @@ from tests.protocols.responses_wire import CREATED, ID, MODEL, as_named_sse, des
 if TYPE_CHECKING:  # the SDKs take a second each to import: only tests that read with them do
     from openai import OpenAI
 
-USAGE = Usage(num_prompt_tokens=120, num_cached_tokens=96, num_completion_tokens=9, num_reasoning_tokens=4)
+USAGE = Usage(
+    num_prompt_tokens=120, num_cached_tokens=96, num_completion_tokens=9, num_reasoning_tokens=4, num_written_tokens=24
+)
 TOOLS = [
     {"type": "function", "name": "bash", "parameters": {"type": "object", "properties": {}}},
     {"type": "custom", "name": "apply_patch", "description": "Patches files."},

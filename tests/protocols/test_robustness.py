@@ -32,7 +32,16 @@ VALID: dict[str, object] = {
             "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
         },
         {"role": "tool", "tool_call_id": "c", "content": "42"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_audio", "input_audio": {"data": "QUJD", "format": "wav"}},
+                {"type": "file", "file": {"file_id": "f", "filename": "n"}},
+                {"type": "video_url", "video_url": {"url": "u"}},
+            ],
+        },
     ],
+    "prediction": {"type": "content", "content": [{"type": "text", "text": "x"}]},
     "tools": [
         {
             "type": "function",

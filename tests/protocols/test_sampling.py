@@ -7,6 +7,7 @@ import pytest
 from kvserve.core import RequestDefaults, SamplingParams
 from kvserve.errors import BadRequest
 from kvserve.protocols.openai_chat import ChatRequest
+from kvserve.protocols.sampling import NO_LIMIT
 
 type Parse = Callable[..., ChatRequest]
 
@@ -49,9 +50,13 @@ def test_a_seed_may_use_64_bits(parse: Parse) -> None:
         *(("presence_penalty", value) for value in (-2.1, 2.1, "x")),
         *(("frequency_penalty", value) for value in (-2.1, 2.1, "x")),
         *(("seed", value) for value in ("1", 1.5, 2**64, -(2**63) - 1, True)),
-        *(("max_tokens", value) for value in (0, -1, "5", 1.5, True, 2**31, float("inf"))),
-        *(("max_completion_tokens", value) for value in (0, -1, "5")),
-        *(("stop", value) for value in ("", 5, {}, ["a"] * 17, ["x" * 513])),
+        *(("max_tokens", value) for value in (0, -2, "5", 1.5, True, 2**31, float("inf"))),
+        *(("max_completion_tokens", value) for value in (0, -2, "5")),
+        *(("stop", value) for value in (5, {}, ["a"] * 17, ["x" * 513])),
+        *(
+            ("prediction", value)
+            for value in (5, "x", {}, {"type": "content"}, {"type": "x", "content": "a"}, {"content": "a"})
+        ),
         *(("stream", value) for value in ("true", 1)),
         *(("stream_options", value) for value in (True, "x", [])),
         *(("user", value) for value in (5, {})),
@@ -70,11 +75,11 @@ def test_a_mistyped_field_is_named(parse: Parse, field: str, value: object) -> N
     """Each field refuses other types and values out of range, and the error names it, nested or not."""
     with pytest.raises(BadRequest) as caught:
         parse(**{field: value})
-    assert caught.value.param == field
+    assert caught.value.param is not None and caught.value.param.partition(".")[0] == field
     assert field in caught.value.message
     with pytest.raises(BadRequest) as nested:
         parse(extra_body={field: value})
-    assert nested.value.param == f"extra_body.{field}"
+    assert str(nested.value.param).startswith(f"extra_body.{field}")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,7 @@ def test_a_mistyped_field_is_named(parse: Parse, field: str, value: object) -> N
         ({"logit_bias": {"9999999999": 1}}, "logit_bias.9999999999"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"logit_bias": {"5": None}}, "logit_bias.5"),
-        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction.content[0].type"),
         ({"stop": ["a", 5]}, "stop[1]"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ],
@@ -120,6 +125,35 @@ def test_stops_are_one_or_several(parse: Parse) -> None:
     assert parse(stop="END").turn.stop_strings == ("END",)
     assert parse(stop=["b", "a", "b"]).turn.stop_strings == ("b", "a")
     assert parse(stop=[]).turn.stop_strings == ()
+
+
+def test_an_empty_stop_stops_nothing(parse: Parse) -> None:
+    """Clients send one where a setting is empty; of several the others count, also for how many there may be."""
+    assert parse(stop="").turn.stop_strings == ()
+    assert parse(stop=["", "END", ""]).turn.stop_strings == ("END",)
+    assert len(parse(stop=["", *map(str, range(16))]).turn.stop_strings) == 16
+
+
+def test_minus_one_is_no_limit_but_the_context(parse: Parse) -> None:
+    """It is more than the server's default, which holds where nothing is said."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert parse(**{name: -1}).turn.max_tokens == parse(**{name: -1.0}).turn.max_tokens == NO_LIMIT
+    with pytest.raises(BadRequest, match="differ"):
+        parse(max_tokens=-1, max_completion_tokens=5)
+
+
+@pytest.mark.parametrize("content", ["whole text", [{"type": "text", "text": "whole"}, {"type": "text", "text": ""}]])
+def test_a_prediction_changes_nothing(parse: Parse, content: object) -> None:
+    """It is checked, and the turn is the same."""
+    assert parse(prediction={"type": "content", "content": content}).turn == parse().turn
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning", "ttl", "cache_mode", "session_id", "enable_thinking"])
+def test_an_applications_own_metadata_never_refuses(parse: Parse, name: str) -> None:
+    """Text that happens to have the name of a switch says nothing; a switch there still switches."""
+    said = "x" * 600
+    assert parse(metadata={name: said}).turn == parse(extra_body={"metadata": {name: said}}).turn == parse().turn
+    assert parse(metadata={name: said, "reasoning_effort": "none"}).turn.thinking.enabled is False
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ TOOL = {
     "cache_control": EPHEMERAL,
 }
 FIELDS: dict[str, Any] = {
+    "prediction": {"type": "content", "content": "x"},
     # what LiteLLM drops, refuses or takes for its own
     "thinking": {"type": "enabled", "budget_tokens": 64},
     "verbosity": "low",

@@ -81,7 +81,7 @@ def test_bad_http_gets_its_status_and_the_connection_ends(wire: str, status: int
         b"{}",
         b'{"messages": []}',
         b'{"messages": [{"role": "alien", "content": "x"}]}',
-        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}',
+        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -2}',
         b'{"messages": [{"role": "user", "content": "x"}], "stream": "yes"}',
     ],
 )

@@ -18,9 +18,13 @@ ROUTER = Router(
         Route("GET", "/a/*", nothing),
         Route("POST", "/a/b/*", nothing),
         Route("PUT", "/a/*/end", nothing),
+        Route("POST", "/v7/talk", nothing),
+        Route("GET", "/v7/talk/*", nothing),
+        Route("GET", "/v7/a", nothing),
     ),
     FakeService(),
     encode_error,
+    prefix="/v7",
 )
 
 
@@ -68,3 +72,14 @@ def test_a_path_of_many_parts_costs_a_look_at_each_endpoint() -> None:
 
     assert ROUTER.above(Path("/" * 60_000)) is None
     assert (row := ROUTER.above(Path("/a" + "/" * 60_000))) is not None and row.path == "/a"
+
+
+def test_a_path_may_lack_the_prefix() -> None:
+    """Exact or with a rest, and what is not there takes the form of the endpoint that it continues; a path that is in
+    the table as it is means that one."""
+    assert ROUTER.find("/talk") == ROUTER.find("/v7/talk") and ROUTER.find("/talk").rows
+    assert ROUTER.find("/talk/x/y") == ROUTER.find("/v7/talk/x/y")
+    assert ROUTER.find("/talk/x/y").path_rest == "x/y"
+    assert ROUTER.above("/talk/x") is ROUTER.above("/v7/talk/x") is not None
+    assert ROUTER.find("/a").row("DELETE") is not None
+    assert ROUTER.find("/v7/v7/talk").rows == {}

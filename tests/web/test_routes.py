@@ -57,6 +57,22 @@ def test_models_with_slashes_in_their_names() -> None:
         assert (response.status, response.error["param"]) == (404, "model")
 
 
+def test_a_base_url_may_lack_the_version() -> None:
+    """Every endpoint is there without `/v1` too, for both SDKs, and an error has its protocol's form."""
+    with serving() as served, served.connect() as client:
+        assert client.request("POST", "/chat/completions", CHAT).status == 200
+        assert client.request("POST", "/completions", {"prompt": "Once"}).status == 200
+        assert client.request("POST", "/responses", {"input": "Hi"}).status == 200
+        assert client.request("POST", "/messages", {**CHAT, "max_tokens": 5}).json["type"] == "message"
+        assert client.request("POST", "/messages/count_tokens", CHAT).status == 200
+        assert client.request("GET", "/models").json == client.request("GET", "/v1/models").json
+        assert client.request("GET", "/models/tiny%2Fmodel").json["id"] == "tiny/model"
+        for path in ("/messages", "/v1/messages"):
+            assert client.request("POST", path, {"max_tokens": 5}).json["type"] == "error"
+        assert client.request("GET", "/messages").status == 405
+        assert client.request("GET", "/embeddings").status == client.request("GET", "/v1/v1/models").status == 404
+
+
 def test_models_for_clients_of_anthropics_api() -> None:
     """Their header chooses the form, of errors too; HEAD and pages work."""
     version = {"anthropic-version": "2023-06-01"}

@@ -1,0 +1,98 @@
+"""What a model here cannot read, or another server did, in words: a client cannot mend a transcript that holds it.
+
+Nothing readable is dropped: queries, addresses, code and the text of results stand below a heading that says what it
+was. Ids, sealed fields and bytes are left out, so the words of a block are the same in every request that repeats it.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvserve.core import JsonObject
+from kvserve.protocols.fields import Fields, mistyped
+
+BY_ANOTHER_SERVER = "done by another server"
+NOT_READ = "cannot be read here"
+NOT_HEARD = "cannot be heard here"
+
+_SILENT = frozenset(
+    (
+        *("id", "type", "call_id", "tool_use_id", "item_id", "file_id", "container_id", "caller", "index"),
+        *(
+            "cache_control",
+            "prompt_cache_breakpoint",
+            "created_by",
+            "score",
+            "logprobs",
+            "detail",
+            "media_type",
+            "format",
+        ),
+        *("pending_safety_checks", "acknowledged_safety_checks", "max_output_length", "execution", "role", "citations"),
+    )
+)
+"""Fields that say nothing to a reader: names that clients and servers go by, and how bytes were written."""
+
+_NAMELESS = frozenset(("text", "content", "output", "result"))
+"""Fields whose text is what the block says: it stands without their name."""
+
+_TELLING_TYPES = frozenset(("action", "operation", "outcome"))
+"""Objects whose `type` says what was done; that of others says only how they are built."""
+
+_SEALED_NAME = re.compile(r"encrypted_.*|signature|fingerprint")
+_BYTES = re.compile(r"data:[^,]*;base64,.*|[A-Za-z0-9+/_=\r\n-]{256,}", re.DOTALL)
+_USUAL_STATUSES = ("completed", "in_progress", "searching", "interpreting", "generating", "calling")
+
+
+@dataclass(frozen=True, slots=True)
+class Readable:
+    """What of a block can be read, line by line, and whether something in it cannot."""
+
+    lines: tuple[str, ...]
+    is_whole: bool
+
+
+def words(block: Fields, why: str = BY_ANOTHER_SERVER) -> str:
+    """A block in words, whatever it holds. Raises BadRequest where it has no type."""
+    return _titled(str(block.values.get("type")), read(block.values), why)
+
+
+def words_of_unknown(block: Fields, known: Sequence[str]) -> str:
+    """A block of a type that nobody here knows. Raises BadRequest where nothing in it can be read."""
+    readable = read(block.values)
+    kind = block.values.get("type")
+    if not readable.lines:
+        raise mistyped(f"{block.path}.type", "one of " + ", ".join(f'"{name}"' for name in known), kind)
+    return _titled(str(kind), readable, BY_ANOTHER_SERVER)
+
+
+def _titled(kind: str, readable: Readable, why: str) -> str:
+    missing = "" if readable.is_whole or why == NOT_READ else f", part of it {NOT_READ}"
+    return "\n".join([f"[{kind}: {why}{missing}]", *readable.lines])
+
+
+def read(values: JsonObject) -> Readable:
+    """What can be read in an object, in the order in which it was sent."""
+    found = list(_leaves("", values))
+    return Readable(tuple(line for line in found if line is not None), None not in found)
+
+
+def _leaves(name: str, value: object) -> Iterator[str | None]:
+    """A line for each value that says something; None for one that cannot be read."""
+    if isinstance(value, Mapping):
+        if name in _TELLING_TYPES and isinstance(kind := value.get("type"), str):
+            yield f"{name}: {kind}"
+        holds_bytes = value.get("type") == "base64"
+        for key, inner in value.items():
+            if key not in _SILENT:
+                yield from (None,) if holds_bytes and key == "data" else _leaves(key, inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(name, inner)
+    elif value is None or value == "" or (name == "status" and value in _USUAL_STATUSES):
+        return
+    elif _SEALED_NAME.fullmatch(name) or (isinstance(value, str) and _BYTES.fullmatch(value)):
+        yield None
+    else:
+        said = value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+        yield said if name in _NAMELESS else f"{name}: {said}"
