@@ -29,7 +29,9 @@ from kvserve.core import (
     RequestDefaults,
     TextBlock,
     TokenSequence,
-    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallPiece,
+    ToolCallStart,
     ToolResultBlock,
     Turn,
     Waiting,
@@ -233,11 +235,11 @@ def collect(events: Iterable[AnswerEvent]) -> Answer:
                 reasoning.append(text)
             case ContentDelta(text):
                 content.append(text)
-            case ToolCallDelta(call):
+            case ToolCallEnd(call):
                 calls.append(call)
             case Finished():
                 return Answer("".join(reasoning), "".join(content), tuple(calls), event)
-            case Waiting():
+            case Waiting() | ToolCallStart() | ToolCallPiece():
                 pass
     raise EngineFailure("The answer broke off before its end.")
 

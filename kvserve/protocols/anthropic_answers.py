@@ -1,6 +1,8 @@
 """Answers of `/v1/messages`: answer events -> named events of a stream, or one message. Knows the wire form only.
 
-A whole message is put together from the very events that a stream would have sent, so the two cannot differ.
+A whole message is put together from the very events that a stream would have sent, so the two cannot differ. Arguments
+that are no JSON object, as those of a call that was cut, stand in a whole message as `{"INVALID_JSON": text}`: that is how
+Anthropic's documentation has them sent back.
 """
 
 import json
@@ -16,8 +18,9 @@ from kvserve.core import (
     JsonObject,
     ReasoningDelta,
     RequestId,
-    ToolCallBlock,
-    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallPiece,
+    ToolCallStart,
     Waiting,
 )
 from kvserve.errors import RequestError
@@ -25,6 +28,8 @@ from kvserve.protocols.anthropic_errors import encode_error
 from kvserve.protocols.anthropic_signature import sign
 
 type Event = dict[str, object]
+
+INVALID_JSON = "INVALID_JSON"
 
 _STOP_REASONS: dict[FinishReason, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -97,8 +102,13 @@ class MessageStreamEncoder:
                 return [*self._start(0), *self._piece("thinking", text)]
             case ContentDelta(text):
                 return [*self._start(0), *self._piece("text", text)]
-            case ToolCallDelta(call):
-                return [*self._start(0), *self._close(), *self._call(call)]
+            case ToolCallStart(call_id, name):
+                block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                return [*self._start(0), *self._close(), self._block_start(block)]
+            case ToolCallPiece(text):
+                return [self._delta({"type": "input_json_delta", "partial_json": text})]
+            case ToolCallEnd():
+                return [self._block_stop()]
             case Finished(reason, usage, stop_string):
                 stop_reason = "stop_sequence" if reason == "stop" and stop_string else _STOP_REASONS[reason]
                 delta = {"stop_reason": stop_reason, "stop_sequence": stop_string if reason == "stop" else None}
@@ -160,11 +170,6 @@ class MessageStreamEncoder:
             events.append(self._delta({"type": "signature_delta", "signature": sign("".join(block.said))}))
         return [*events, self._block_stop()]
 
-    def _call(self, call: ToolCallBlock) -> list[Event]:
-        block = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
-        start = self._block_start(block)
-        return [start, self._delta({"type": "input_json_delta", "partial_json": call.arguments}), self._block_stop()]
-
     def _block_start(self, block: JsonObject) -> Event:
         return {"type": "content_block_start", "index": self._num_blocks, "content_block": dict(block)}
 
@@ -220,4 +225,12 @@ class _Joined:
     def whole(self) -> Event:
         said = {name: "".join(pieces) for name, pieces in self._pieces.items()}
         arguments = said.pop("partial_json", None)
-        return {**self._block, **said, **({"input": json.loads(arguments)} if arguments is not None else {})}
+        return {**self._block, **said, **({"input": _input(arguments)} if arguments is not None else {})}
+
+
+def _input(arguments: str) -> Event:
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        given = None
+    return given if isinstance(given, dict) else {INVALID_JSON: arguments}

@@ -37,11 +37,16 @@ def post_chat(exchange: Exchange, service: WebService) -> None:
     running = service.serve(request.turn, served)
     created = int(time.time())
     if request.stream:
-        encoder = openai_chat.ChatStreamEncoder(exchange.request_id, served.name, created, request.include_usage)
+        encoder = openai_chat.ChatStreamEncoder(
+            exchange.request_id, served.name, created, request.include_usage, uses_functions=request.uses_functions
+        )
         stream_turn(exchange, running, encoder, [encoder.role_chunk()])
     else:
         answer = collect(whole_answer_events(exchange, running))
-        exchange.send_json(200, openai_chat.encode_answer(answer, exchange.request_id, served.name, created))
+        whole = openai_chat.encode_answer(
+            answer, exchange.request_id, served.name, created, uses_functions=request.uses_functions
+        )
+        exchange.send_json(200, whole)
 
 
 def post_completion(exchange: Exchange, service: WebService) -> None:
