@@ -46,8 +46,8 @@ type HarmonyScan = Generator[None, str, ChannelOpened | list[ParsedCall]]
 def scan_message(opener: str, allow_calls: bool, draft: Draft) -> HarmonyScan:
     """Reads what follows `opener`: a header, and the body too where it is a call.
 
-    A recipient that is not a function cannot be served; such a message is not read, so it stays text. The draft gets the
-    arguments of a call.
+    A recipient that is not a function cannot be served; such a message is not read, so it stays text. The draft gets
+    the arguments of a call.
     """
     header = yield from _header(opener)
     recipient = header["early"] or header["late"]

@@ -88,9 +88,16 @@ def joined(deltas: list[OutputDelta]) -> list[OutputDelta]:
     if len(deltas) < 2:
         return deltas
     result: list[OutputDelta] = []
-    for kind, group in groupby(deltas, key=type):
-        if kind is ReasoningDelta or kind is ContentDelta or kind is ToolCallPiece:
-            result.append(kind("".join(delta.text for delta in group)))
-        else:
-            result.extend(group)
+    for _, neighbours in groupby(deltas, key=type):
+        group = list(neighbours)
+        texts = [delta.text for delta in group if not isinstance(delta, ToolCallStart | ToolCallEnd)]
+        match group[0]:
+            case ReasoningDelta():
+                result.append(ReasoningDelta("".join(texts)))
+            case ContentDelta():
+                result.append(ContentDelta("".join(texts)))
+            case ToolCallPiece():
+                result.append(ToolCallPiece("".join(texts)))
+            case ToolCallStart() | ToolCallEnd():
+                result.extend(group)
     return result

@@ -1,8 +1,8 @@
 """Answers of `/v1/messages`: answer events -> named events of a stream, or one message. Knows the wire form only.
 
 A whole message is put together from the very events that a stream would have sent, so the two cannot differ. Arguments
-that are no JSON object, as those of a call that was cut, stand in a whole message as `{"INVALID_JSON": text}`: that is how
-Anthropic's documentation has them sent back.
+that are no JSON object, as those of a call that was cut, stand in a whole message as `{"INVALID_JSON": text}`, the way
+in which Anthropic's documentation has them sent back.
 """
 
 import json
@@ -83,6 +83,7 @@ class MessageStreamEncoder:
         self._shows_thinking = shows_thinking
         self._is_started = False
         self._num_blocks = 0
+        self._has_broken_call = False
         self._open: _OpenBlock | None = None
 
     def keep_alive(self) -> Event:
@@ -107,10 +108,11 @@ class MessageStreamEncoder:
                 return [*self._start(0), *self._close(), self._block_start(block)]
             case ToolCallPiece(text):
                 return [self._delta({"type": "input_json_delta", "partial_json": text})]
-            case ToolCallEnd():
+            case ToolCallEnd(call):
+                self._has_broken_call |= _object(call.arguments) is None
                 return [self._block_stop()]
             case Finished(reason, usage, stop_string):
-                stop_reason = "stop_sequence" if reason == "stop" and stop_string else _STOP_REASONS[reason]
+                stop_reason = "stop_sequence" if reason == "stop" and stop_string else self._stop_reason(reason)
                 delta = {"stop_reason": stop_reason, "stop_sequence": stop_string if reason == "stop" else None}
                 counts = self._counts().usage(usage.num_cached_tokens, usage.num_completion_tokens)
                 end: list[Event] = [
@@ -118,6 +120,10 @@ class MessageStreamEncoder:
                     {"type": "message_stop"},
                 ]
                 return [*self._start(usage.num_cached_tokens), *self._close(), *end]
+
+    def _stop_reason(self, reason: FinishReason) -> str:
+        """`tool_use` only where every call can be run: SDKs take the readable beginning of other arguments for all."""
+        return _STOP_REASONS["stop" if reason == "tool_calls" and self._has_broken_call else reason]
 
     def _start(self, num_cached_tokens: int) -> list[Event]:
         if self._is_started:
@@ -229,8 +235,13 @@ class _Joined:
 
 
 def _input(arguments: str) -> Event:
+    given = _object(arguments)
+    return {INVALID_JSON: arguments} if given is None else given
+
+
+def _object(arguments: str) -> Event | None:
     try:
         given = json.loads(arguments)
     except ValueError:
-        given = None
-    return given if isinstance(given, dict) else {INVALID_JSON: arguments}
+        return None
+    return given if isinstance(given, dict) else None

@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: body -> Turn, answer events -> chunks or one message. Knows the wire form and nothing else.
 
-Every field may also stand in `extra_body`; what stands at the top level counts. A request with the legacy `functions` is
-answered in their form: one `function_call` instead of `tool_calls`.
+Every field may also stand in `extra_body`; what stands at the top level counts. A request with the legacy `functions`
+is answered in their form: one `function_call` instead of `tool_calls`.
 """
 
 from collections.abc import Mapping

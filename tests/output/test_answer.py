@@ -13,7 +13,7 @@ from kvserve.core import (
     GenerationTiming,
     ReasoningDelta,
     StopReason,
-    ToolCallDelta,
+    ToolCallStart,
     ToolSpec,
 )
 from kvserve.output.answer import AnswerReader, SaidTokens
@@ -65,7 +65,7 @@ def read(answer: AnswerReader, text: str, reason: StopReason = "stop") -> tuple[
     content = "".join(event.text for event in events if isinstance(event, ContentDelta))
     last = events[-1]
     assert isinstance(last, Finished)
-    return reasoning, content, sum(isinstance(event, ToolCallDelta) for event in events), last
+    return reasoning, content, sum(isinstance(event, ToolCallStart) for event in events), last
 
 
 def test_channels_counts_and_the_stop_token() -> None:

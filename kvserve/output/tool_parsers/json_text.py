@@ -74,8 +74,8 @@ def json_container(
             expected = "key" if stack[-1] == "{" else "value"
         else:
             raise NotACall(f"unexpected {char!r} in JSON")
-        if draft is not None and char != '"' and char not in SPACE:
-            draft.write(_SPELT.get(char, char))
+        if draft is not None and char != '"':
+            draft.write("" if char in SPACE else _SPELT.get(char, char))
         char = yield
 
 

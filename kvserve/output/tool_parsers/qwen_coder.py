@@ -55,9 +55,7 @@ def _function(tools: Sequence[ToolSpec], closing: Chain, draft: Draft) -> Scan:
 
 
 _INNER_TAGS = (PARAMETER_OPEN, PARAMETER_CLOSE, FUNCTION_CLOSE)
-QWEN_CODER = ToolForm(
-    "qwen_coder", OPEN, scan, inner_tags=(FUNCTION_OPEN, *_INNER_TAGS, CLOSE), close_tags=(CLOSE,)
-)
+QWEN_CODER = ToolForm("qwen_coder", OPEN, scan, inner_tags=(FUNCTION_OPEN, *_INNER_TAGS, CLOSE), close_tags=(CLOSE,))
 QWEN_CODER_BARE = ToolForm(
     "qwen_coder_bare",
     FUNCTION_OPEN,
