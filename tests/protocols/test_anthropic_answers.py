@@ -249,7 +249,7 @@ def test_a_call_that_was_cut_begins_and_says_what_there_is(golden: Golden) -> No
 
 
 def test_nobody_is_told_to_run_a_broken_call() -> None:
-    """The SDK takes the readable beginning of arguments for all of them: such an answer does not end with `tool_use`."""
+    """SDKs take the readable beginning of arguments for all of them: such an answer does not end with `tool_use`."""
     broken = ToolCallBlock("c", "read", '{"path": "say "hi""}')
     events = stream([FOUND, *spoken(CALLS[1]), *spoken(broken, [8]), Finished("tool_calls", USAGE)])
     with sdk_reading(as_named_sse(events)).messages.stream(model="m", max_tokens=9, messages=[]) as read:
