@@ -118,7 +118,9 @@ def test_what_breaks_behind_the_beginning_is_in_the_arguments(garbage: str, end:
 
 
 def _letters(text: str) -> str:
-    return "".join(char for char in text.replace("</tool_call>", "") if char.isalpha())
+    """Those that are no closing tag's; the beginning of one may stand at the end of a whole call."""
+    said = text.replace("</tool_call>", "").removesuffix("</tool_")
+    return "".join(char for char in said if char.isalpha())
 
 
 # --- what goes out when ----------------------------------------------------------------------------------------------

@@ -37,12 +37,14 @@ class TypedArguments:
         self._draft = draft
         self._in_own_lines = in_own_lines
         self._values: list[tuple[str, str]] = []
+        self._keys: set[str] = set()
 
     def read(self, key: str, *, more: Chain, last: Chain) -> Reader[Chain]:
         """Reads the value of `key` up to one of these chains; behind `more` another argument follows."""
         self._draft.open(self._name)
-        if self._draft.is_open and key in (known for known, _ in self._values):
+        if self._draft.is_open and key in self._keys:
             raise NotACall("an argument occurs twice")
+        self._keys.add(key)
         self._draft.write(f"{'' if self._values else '{'}{write_json(key)}: ")
         types = types_of(property_schema(self._schema, key), self._schema)
         value = _Value(self._draft, types, in_own_lines=self._in_own_lines)

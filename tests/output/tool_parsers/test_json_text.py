@@ -110,7 +110,7 @@ def spelt_objects(draw: st.DrawFn, depth: int = 2) -> str:
 
 
 @given(spelt_objects())
-@settings(max_examples=num_examples(100))
+@settings(max_examples=num_examples(40))
 def test_a_draft_gets_what_is_read_as_it_is_written_again(text: str) -> None:
     """However an object is spelt, the draft has the spelling of `write_json`, but for the last bracket, and a
     beginning of that at any place."""
