@@ -246,6 +246,16 @@ def test_all_that_was_written_of_a_cut_call_is_in_its_arguments(text: str, argum
     assert not is_object(arguments)
 
 
+@pytest.mark.parametrize("text", [HEADS[hermes] + '{"text": "a"}, "why": 2}', HEADS[harmony] + '{"text": "a"}, no'])
+def test_the_last_bracket_waits_for_the_end(text: str) -> None:
+    """What has gone out before a call is over is no JSON object, so nobody takes it for the whole call too early."""
+    form = harmony if text.startswith(HEADS[harmony]) else hermes
+    sent = [
+        said([delta for deltas in steps(text[:size], [WRITE], form) for delta in deltas]) for size in range(len(text))
+    ]
+    assert not any(map(is_object, sent)) and sent[-1].startswith('{"text": "a"')
+
+
 @pytest.mark.parametrize("tail", ["}", "}}", "}}\n</tool_ca", "}\n</tool_call>", "}}</tool_call>"])
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_call_whose_arguments_are_whole_is_whole(tail: str, cut: bool) -> None:
