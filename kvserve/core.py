@@ -544,13 +544,29 @@ class ContentDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallDelta:
-    """One whole call. Calls come whole because a cut or unparsable one must stay content."""
+class ToolCallStart:
+    """A call begins. Its pieces follow and then its end; nothing else comes between them."""
+
+    call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallPiece:
+    """A piece of the arguments' text of the call that has begun."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEnd:
+    """The call that had begun; its arguments are its pieces joined. `is_cut`: the text broke off inside it."""
 
     call: ToolCallBlock
+    is_cut: bool = False
 
 
-type OutputDelta = ReasoningDelta | ContentDelta | ToolCallDelta
+type OutputDelta = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallPiece | ToolCallEnd
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

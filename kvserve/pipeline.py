@@ -31,7 +31,9 @@ from kvserve.core import (
     RequestDefaults,
     TextBlock,
     TokenSequence,
-    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallPiece,
+    ToolCallStart,
     ToolResultBlock,
     Turn,
     Waiting,
@@ -242,11 +244,11 @@ def collect(events: Iterable[AnswerEvent]) -> Answer:
             case ContentDelta(text, written_with):
                 content.append(text)
                 tokens += written_with
-            case ToolCallDelta(call):
+            case ToolCallEnd(call):
                 calls.append(call)
             case Finished():
                 return Answer("".join(reasoning), "".join(content), tuple(calls), event, tuple(tokens))
-            case Waiting():
+            case Waiting() | ToolCallStart() | ToolCallPiece():
                 pass
     raise EngineFailure("The answer broke off before its end.")
 

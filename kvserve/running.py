@@ -29,7 +29,7 @@ from kvserve.core import (
     ThinkingBlock,
     TokenDelta,
     TokenSequence,
-    ToolCallDelta,
+    ToolCallEnd,
     Turn,
     Waiting,
     Written,
@@ -257,7 +257,7 @@ class RunningTurn:
                     self._said[-1] = TextBlock(last.text + text)
                 else:
                     self._said.append(TextBlock(text))
-            case ToolCallDelta(call):
+            case ToolCallEnd(call):
                 self._said.append(call)
 
     def _remember(self, *, is_aborted: bool = False) -> None:

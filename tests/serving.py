@@ -323,8 +323,13 @@ def joined(chunks: Sequence[dict[str, Any]]) -> Chat:
             reasoning += delta.get("reasoning_content", "")
             content += delta.get("content", "")
             for call in delta.get("tool_calls", []):
-                assert call["index"] == len(calls) and call["id"].isalnum() and call["type"] == "function"
-                calls.append((call["function"]["name"], call["function"]["arguments"]))
+                if "id" in call:
+                    assert call["index"] == len(calls) and call["id"].isalnum() and call["type"] == "function"
+                    calls.append((call["function"]["name"], call["function"]["arguments"]))
+                else:
+                    assert call["index"] == len(calls) - 1
+                    name, so_far = calls[-1]
+                    calls[-1] = (name, so_far + call["function"]["arguments"])
             finish_reason = choice["finish_reason"]
     return Chat(reasoning, content, tuple(calls), finish_reason, *split_usage(usage))
 

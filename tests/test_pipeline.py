@@ -158,15 +158,19 @@ def test_a_call_that_nobody_allowed_is_content(app: AppUnderTest, family: str, t
 
 
 @sampled_cells(lambda family: family in ("qwen3", "gpt_oss"))
-def test_a_call_cut_by_the_limit_stays_content(app: AppUnderTest, family: str) -> None:
-    """Half a call is text with `length`, and the request line says whose limit it was."""
+def test_a_call_cut_by_the_limit_says_what_there_is(app: AppUnderTest, family: str) -> None:
+    """Half a call has half its arguments and ends with `length`, what was cut before them is text, and the request line
+    says whose limit it was."""
     text = _written(family, "", "", CALLS[family])
     limit = len(app.served.tokenizer.encode(text)) - 3
     with writing(app, text) as fields:
         answer = app.both(tools=TOOLS, thinking="off", max_tokens=limit, **fields)
         body = app.post(CHAT_PATH, chat_body(tools=TOOLS, thinking="off", max_tokens=limit, **fields)).json
-    assert answer.calls == () and answer.finish_reason == "length" and answer.num_completion_tokens == limit
-    assert "get_weather" in answer.content
+        begun = app.both(tools=TOOLS, thinking="off", max_tokens=3, **fields)
+    [(name, arguments)] = answer.calls
+    assert name == "get_weather" and arguments.startswith('{"city": "Oslo"') and not arguments.endswith("}")
+    assert (answer.content, answer.finish_reason, answer.num_completion_tokens) == ("", "length", limit)
+    assert begun.calls == () and begun.content and text.startswith(begun.content)
     assert "length (max_tokens)" in app.line_of(str(body["id"]))
 
 

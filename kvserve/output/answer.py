@@ -16,13 +16,12 @@ from kvserve.core import (
     FinishReason,
     GenerationDone,
     OutputDelta,
-    ReasoningDelta,
     TokenLogprobs,
-    ToolCallDelta,
+    ToolCallEnd,
     Usage,
 )
 from kvserve.output.content_tokens import ContentTokens
-from kvserve.output.record import Piece
+from kvserve.output.record import Piece, joined
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
 
@@ -66,6 +65,7 @@ class AnswerReader:
     done: GenerationDone | None = None
     finish_reason: FinishReason | None = None
     has_calls: bool = False
+    """Whether a call came to its end; one that the end of the text cut is none to run."""
     stop_string: str | None = None
     _num_content_characters: int = 0
     _ends: list[int] = field(default_factory=list)
@@ -108,7 +108,7 @@ class AnswerReader:
             deltas += self._split(text)
             if self.splitter is not None and self.splitter.in_reasoning:
                 self.num_reasoning_tokens += 1
-        return _joined(deltas)
+        return joined(deltas)
 
     def finish(self, done: GenerationDone) -> list[AnswerEvent]:
         """The deltas that were held back, and the end."""
@@ -123,7 +123,7 @@ class AnswerReader:
             num_completion_tokens=self.num_completion_tokens,
             num_reasoning_tokens=self.num_reasoning_tokens,
         )
-        return [*_joined(deltas), Finished(self.finish_reason, usage, self.stop_string)]
+        return [*joined(deltas), Finished(self.finish_reason, usage, self.stop_string)]
 
     def _rest(self, is_cut: bool) -> list[OutputDelta]:
         """What detokenizer, splitter and stop strings held back."""
@@ -155,7 +155,7 @@ class AnswerReader:
             else:
                 held = self.scanner.finish().text
                 kept += [self._content(held)] if held else []
-                self.has_calls = self.has_calls or isinstance(delta, ToolCallDelta)
+                self.has_calls = self.has_calls or (isinstance(delta, ToolCallEnd) and not delta.is_cut)
                 kept.append(delta)
         self._num_content_characters += sum(len(delta.text) for delta in kept if isinstance(delta, ContentDelta))
         return kept
@@ -176,19 +176,3 @@ def _up_to_content(pieces: Iterable[Piece], num_characters: int) -> str:
             num_characters -= len(piece.text)
         text.append(piece.text)
     return "".join(text)
-
-
-def _joined(deltas: list[OutputDelta]) -> list[OutputDelta]:
-    """Neighbouring pieces of one channel as one: what arrived together goes out together."""
-    if len(deltas) < 2:
-        return deltas
-    joined: list[OutputDelta] = []
-    for delta in deltas:
-        last = joined[-1] if joined else None
-        if isinstance(delta, ContentDelta) and isinstance(last, ContentDelta):
-            joined[-1] = ContentDelta(last.text + delta.text, last.tokens + delta.tokens)
-        elif isinstance(delta, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            joined[-1] = ReasoningDelta(last.text + delta.text)
-        else:
-            joined.append(delta)
-    return joined

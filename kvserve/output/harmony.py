@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvserve.core import ToolSpec
-from kvserve.output.tool_parsers.form import END, NotACall, ParsedCall, Reader, one_of, skip_space
+from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.form import END, NotACall, ParsedCall, Reader, end_of_call, one_of, skip_space
 from kvserve.output.tool_parsers.hermes import read_arguments
 from kvserve.output.tool_parsers.json_text import json_container, write_json
 
@@ -42,10 +43,11 @@ class ChannelOpened:
 type HarmonyScan = Generator[None, str, ChannelOpened | list[ParsedCall]]
 
 
-def scan_message(opener: str, allow_calls: bool) -> HarmonyScan:
+def scan_message(opener: str, allow_calls: bool, draft: Draft) -> HarmonyScan:
     """Reads what follows `opener`: a header, and the body too where it is a call.
 
-    A recipient that is not a function cannot be served; such a message is not read, so it stays text.
+    A recipient that is not a function cannot be served; such a message is not read, so it stays text. The draft gets
+    the arguments of a call.
     """
     header = yield from _header(opener)
     recipient = header["early"] or header["late"]
@@ -53,11 +55,17 @@ def scan_message(opener: str, allow_calls: bool) -> HarmonyScan:
         return ChannelOpened("reasoning" if header["channel"] == "analysis" else "content")
     if not allow_calls or not recipient.startswith("functions."):
         raise NotACall("not a call of a function")
-    text = yield from json_container((yield from skip_space((yield))))
+    name = recipient.removeprefix("functions.")
     char = yield from skip_space((yield))
-    if char != END:
+    if char == "{":
+        draft.open(name)
+    text = yield from json_container(char, draft if draft.is_open else None)
+    if draft.is_open:
+        yield from end_of_call([(end,) for end in ENDS])
+        draft.write("}")
+    elif (char := (yield from skip_space((yield)))) != END:
         yield from one_of(char, ENDS)
-    return [ParsedCall(recipient.removeprefix("functions."), read_arguments(text))]
+    return [ParsedCall(name, read_arguments(text))]
 
 
 def _header(opener: str) -> Reader[re.Match[str]]:

@@ -2,10 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Literal
 
-from kvserve.core import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBlock, ToolCallDelta
+from kvserve.core import (
+    ContentDelta,
+    OutputDelta,
+    ReasoningDelta,
+    ToolCallBlock,
+    ToolCallEnd,
+    ToolCallPiece,
+    ToolCallStart,
+)
 
 PieceKind = Literal["reasoning", "content", "call", "tag", "space"]
 
@@ -26,36 +34,44 @@ class Record:
 
     def __init__(self) -> None:
         self._written: list[tuple[PieceKind, str]] = []
-        self._calls: list[tuple[int, Sequence[ToolCallBlock]]] = []
-        self._num_taken = 0
+        self._deltas: list[OutputDelta] = []
+        self._call: ToolCallStart | None = None
+        self._arguments: list[str] = []
 
     def write(self, kind: PieceKind, text: str) -> None:
         """Notes `text`; reasoning and content also go out."""
         if text:
             self._written.append((kind, text))
+            if kind == "content":
+                self._deltas.append(ContentDelta(text))
+            elif kind == "reasoning":
+                self._deltas.append(ReasoningDelta(text))
 
-    def write_calls(self, source: str, calls: Sequence[ToolCallBlock]) -> None:
-        """Notes the calls that `source` is."""
-        self._calls.append((len(self._written), calls))
-        self._written.append(("call", source))
+    def begin_call(self, call_id: str, name: str) -> str:
+        """A call goes out; its arguments and its end follow before anything else is written. Returns its id."""
+        self._call = ToolCallStart(call_id, name)
+        self._deltas.append(self._call)
+        return call_id
+
+    def write_arguments(self, text: str) -> None:
+        """A piece of the arguments of the call that has begun goes out."""
+        if text:
+            self._arguments.append(text)
+            self._deltas.append(ToolCallPiece(text))
+
+    def end_call(self, source: str, *, is_cut: bool) -> None:
+        """Ends the call that has begun. `source` is what was written of it, "" where another call's source has it."""
+        if self._call is None:
+            raise ValueError("no call has begun")
+        block = ToolCallBlock(self._call.call_id, self._call.name, "".join(self._arguments))
+        self._deltas.append(ToolCallEnd(block, is_cut))
+        self._call, self._arguments = None, []
+        if source:
+            self._written.append(("call", source))
 
     def take_deltas(self) -> list[OutputDelta]:
         """The deltas since the last call, neighbours of one channel joined."""
-        calls = {index: blocks for index, blocks in self._calls if index >= self._num_taken}
-        deltas: list[OutputDelta] = []
-        visible = [
-            (kind, index, text)
-            for index, (kind, text) in enumerate(self._written[self._num_taken :], self._num_taken)
-            if kind in ("reasoning", "content", "call")
-        ]
-        for kind, group in groupby(visible, key=lambda item: item[0]):
-            if kind == "call":
-                deltas.extend(ToolCallDelta(call) for _, index, _ in group for call in calls[index])
-            else:
-                joined = "".join(text for _, _, text in group)
-                deltas.append(ReasoningDelta(joined) if kind == "reasoning" else ContentDelta(joined))
-        self._num_taken = len(self._written)
-        self._calls.clear()
+        deltas, self._deltas = joined(self._deltas), []
         return deltas
 
     def written_from(self, start: int) -> Sequence[tuple[PieceKind, str]]:
@@ -70,3 +86,24 @@ class Record:
             texts = [text for _, text in group]
             pieces.extend([Piece(kind, text) for text in texts] if kind == "call" else [Piece(kind, "".join(texts))])
         return tuple(pieces)
+
+
+def joined(deltas: list[OutputDelta]) -> list[OutputDelta]:
+    """Neighbouring pieces of one channel, or of one call, as one: what arrived together goes out together."""
+    if len(deltas) < 2:
+        return deltas
+    result: list[OutputDelta] = []
+    for _, neighbours in groupby(deltas, key=type):
+        group = list(neighbours)
+        texts = [delta.text for delta in group if not isinstance(delta, ToolCallStart | ToolCallEnd)]
+        match group[0]:
+            case ReasoningDelta():
+                result.append(ReasoningDelta("".join(texts)))
+            case ContentDelta():
+                tokens = chain.from_iterable(delta.tokens for delta in group if isinstance(delta, ContentDelta))
+                result.append(ContentDelta("".join(texts), tuple(tokens)))
+            case ToolCallPiece():
+                result.append(ToolCallPiece("".join(texts)))
+            case ToolCallStart() | ToolCallEnd():
+                result.extend(group)
+    return result

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvserve.core import ContentDelta, ReasoningDelta, ToolCallBlock, ToolCallDelta, ToolSpec
+from kvserve.core import ContentDelta, ReasoningDelta, ToolCallBlock, ToolCallEnd, ToolSpec
 from kvserve.output.formats import OutputFormat
 from kvserve.output.splitter import Splitter
 
@@ -53,12 +53,16 @@ class Says:
         return Said(
             "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)).strip(),
             "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta)).strip(),
-            tuple(_call(delta.call) for delta in deltas if isinstance(delta, ToolCallDelta)),
+            tuple(_call(delta.call) for delta in deltas if isinstance(delta, ToolCallEnd)),
         )
 
 
 def _call(call: ToolCallBlock) -> tuple[str, str]:
-    return call.name, json.dumps(json.loads(call.arguments), sort_keys=True)
+    """Arguments that are no JSON, as those of a call that was cut, are equal where their text is."""
+    try:
+        return call.name, json.dumps(json.loads(call.arguments), sort_keys=True)
+    except ValueError:
+        return call.name, call.arguments
 
 
 def _plain(value: object) -> object:

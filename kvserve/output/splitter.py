@@ -12,9 +12,12 @@ What looks odd is decided like this:
 - An opening thinking tag counts where a line begins; in the middle of a line it is prose about the tag, so content.
 - A closing thinking tag that nothing opened is dropped as a tag while nothing but white space was said, else content:
   what went out before it cannot be called back.
-- A call that is unfinished at the end, cannot be parsed, or stops being a call halfway is text, verbatim. Tags inside
-  it are not looked at again, so that a call quoted inside a broken call's argument is never run; reading goes on with
-  the tag that perhaps begins where it broke.
+- A call begins for the client once its arguments begin behind the name of an offered tool; from there on its text is
+  the call's, up to the closing tag or the end (decision 0027). What cannot be read of it goes into the arguments as it
+  was written, which are no JSON then, and so are those that the end cut.
+- Before that point, and where a form only comes whole, a call that is unfinished at the end, cannot be parsed, or stops
+  being a call halfway is text, verbatim. Tags inside it are not looked at again, so that a call quoted inside a broken
+  call's argument is never run; reading goes on with the tag that perhaps begins where it broke.
 - A call inside reasoning is meant if nothing but white space and calls follow up to a natural end of the turn (models
   forget to close their thinking); otherwise the model only thought about it, and it is reasoning.
 """
@@ -22,13 +25,14 @@ What looks odd is decided like this:
 import secrets
 from collections.abc import Callable, Sequence
 
-from kvserve.core import OutputDelta, ToolCallBlock, ToolSpec
+from kvserve.core import OutputDelta, ToolSpec
 from kvserve.output import harmony
-from kvserve.output.attempt import Attempt, Found
+from kvserve.output.attempt import Attempt, Found, Reading
 from kvserve.output.formats import OutputFormat
 from kvserve.output.harmony import Channel, ChannelOpened
 from kvserve.output.record import Piece, PieceKind, Record
 from kvserve.output.tag_table import OnTag, TagTable
+from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import END, SPACE, NotACall, ParsedCall, ToolForm
 from kvserve.output.tool_parsers.json_text import write_json
 
@@ -53,6 +57,7 @@ class Splitter:
         """`starts_in_reasoning`: the prompt ended inside opened thinking. Without `allow_calls` calls are text."""
         self._format = output_format
         self._tools = tools
+        self._names = frozenset(tool.name for tool in tools)
         self._new_call_id = new_call_id
         self._allow_calls = allow_calls
         self._record = Record()
@@ -95,6 +100,8 @@ class Splitter:
                     continue
             self._step(text[position])
             position += 1
+        if self._attempt is not None:
+            self._send_arguments(self._attempt)
         return self._record.take_deltas()
 
     def finish(self, *, cut: bool) -> list[OutputDelta]:
@@ -171,11 +178,23 @@ class Splitter:
         if tag == harmony.RECIPIENT and (self._tag_seen or self._something_said or self._space):
             self._write_all(tag)
             return
-        self._attempt = Attempt(tag, [harmony.scan_message(tag, self._allow_calls)], None)
+        draft = self._draft()
+        scan = harmony.scan_message(tag, self._allow_calls, draft)
+        self._attempt = Attempt(tag, [Reading(scan, draft, harmony.ENDS)], None)
 
     def _on_call(self, tag: str) -> None:
         forms: list[ToolForm] = [form for form in self._format.tool_forms if form.open_tag == tag]
-        self._attempt = Attempt(tag, [form.scan(self._tools) for form in forms], forms[0].stray_close)
+        drafts = [self._draft() for _ in forms]
+        readings = [
+            Reading(form.scan(self._tools, draft), draft, form.close_tags)
+            for form, draft in zip(forms, drafts, strict=True)
+        ]
+        self._attempt = Attempt(tag, readings, forms[0].stray_close)
+
+    def _draft(self) -> Draft:
+        """A call that may begin before it is whole; one inside tagged reasoning may not, as it is perhaps not meant."""
+        is_thought = self._reasoning and self._format.channels == "tags"
+        return Draft() if is_thought else Draft(self._names)
 
     def _boundary(self, tag: str) -> None:
         """A tag stands here: white space that reaches from the last one to it is formatting."""
@@ -200,13 +219,34 @@ class Splitter:
         if found is not None:
             self._attempt = None
             self._accept(attempt, found)
+        elif attempt.call_id is None and (draft := attempt.draft) is not None:
+            self._begin_call(attempt, draft)
         elif closing is not None and attempt.ends_with(closing):
             self._attempt = None
             self._write_all(attempt.text().removesuffix(closing))
             self._on_think_close(closing)
 
+    def _begin_call(self, attempt: Attempt, draft: Draft) -> None:
+        self._record.write("space", self._take_space())
+        self._reasoning = False
+        attempt.call_id = self._record.begin_call(self._new_call_id(), str(draft.name))
+
+    def _send_arguments(self, attempt: Attempt) -> None:
+        """What was written of a call that has begun."""
+        if attempt.call_id is not None and attempt.draft is not None:
+            self._record.write_arguments(attempt.draft.take())
+
+    def _end_call(self, attempt: Attempt, *, is_cut: bool) -> None:
+        self._send_arguments(attempt)
+        self._record.end_call(attempt.text(), is_cut=is_cut)
+        self._start_segment()
+        self._something_said = True
+        self._stray_close = attempt.stray_close
+
     def _accept(self, attempt: Attempt, found: Found) -> None:
-        if isinstance(found, ChannelOpened):
+        if attempt.call_id is not None:
+            self._end_call(attempt, is_cut=False)
+        elif isinstance(found, ChannelOpened):
             self._boundary(attempt.text())
             self._reasoning = found.channel == "reasoning"
         elif self._reasoning and self._format.channels == "tags":
@@ -218,8 +258,10 @@ class Splitter:
 
     def _accept_call(self, source: str, calls: list[ParsedCall]) -> None:
         self._record.write("space", self._take_space())
-        blocks = [ToolCallBlock(self._new_call_id(), call.name, write_json(dict(call.arguments))) for call in calls]
-        self._record.write_calls(source, blocks)
+        for call in calls:
+            self._record.begin_call(self._new_call_id(), call.name)
+            self._record.write_arguments(write_json(dict(call.arguments)))
+            self._record.end_call(source if call is calls[-1] else "", is_cut=False)
         self._start_segment()
         self._something_said = True
 
@@ -238,6 +280,9 @@ class Splitter:
 
     def _finish_attempt(self, attempt: Attempt, cut: bool) -> None:
         self._attempt = None
+        if attempt.call_id is not None:
+            self._end_call(attempt, is_cut=not attempt.finish())
+            return
         try:
             found = None if cut else attempt.feed(END)
         except NotACall:

@@ -1,6 +1,8 @@
 """Answers of `/v1/messages`: answer events -> named events of a stream, or one message. Knows the wire form only.
 
-A whole message is put together from the very events that a stream would have sent, so the two cannot differ.
+A whole message is put together from the very events that a stream would have sent, so the two cannot differ. Arguments
+that are no JSON object, as those of a call that was cut, stand in a whole message as `{"INVALID_JSON": text}`, the way
+in which Anthropic's documentation has them sent back.
 """
 
 import json
@@ -16,8 +18,9 @@ from kvserve.core import (
     JsonObject,
     ReasoningDelta,
     RequestId,
-    ToolCallBlock,
-    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallPiece,
+    ToolCallStart,
     Waiting,
 )
 from kvserve.errors import RequestError
@@ -25,6 +28,8 @@ from kvserve.protocols.anthropic_errors import encode_error
 from kvserve.protocols.anthropic_signature import sign
 
 type Event = dict[str, object]
+
+INVALID_JSON = "INVALID_JSON"
 
 _STOP_REASONS: dict[FinishReason, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -78,6 +83,7 @@ class MessageStreamEncoder:
         self._shows_thinking = shows_thinking
         self._is_started = False
         self._num_blocks = 0
+        self._has_broken_call = False
         self._open: _OpenBlock | None = None
 
     def keep_alive(self) -> Event:
@@ -97,11 +103,17 @@ class MessageStreamEncoder:
                 return [*self._start(0), *self._piece("thinking", text)]
             case ContentDelta(text):
                 return [*self._start(0), *self._piece("text", text)]
-            case ToolCallDelta(call):
-                return [*self._start(0), *self._close(), *self._call(call)]
+            case ToolCallStart(call_id, name):
+                block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                return [*self._start(0), *self._close(), self._block_start(block)]
+            case ToolCallPiece(text):
+                return [self._delta({"type": "input_json_delta", "partial_json": text})]
+            case ToolCallEnd(call):
+                self._has_broken_call |= _object(call.arguments) is None
+                return [self._block_stop()]
             case Finished(reason, usage, stop_string):
                 delta = {
-                    "stop_reason": _stop_reason(event),
+                    "stop_reason": self._stop_reason(event),
                     "stop_sequence": stop_string if reason == "stop" else None,
                 }
                 counts = self._counts().usage(usage.num_cached_tokens, usage.num_completion_tokens)
@@ -111,6 +123,14 @@ class MessageStreamEncoder:
                     {"type": "message_stop"},
                 ]
                 return [*self._start(usage.num_cached_tokens), *self._close(), *end]
+
+    def _stop_reason(self, end: Finished) -> str:
+        """`tool_use` only where every call can be run: SDKs take the readable beginning of other arguments for all."""
+        if end.reason == "stop" and end.stop_string:
+            return "stop_sequence"
+        if end.is_context_full:
+            return "model_context_window_exceeded"
+        return _STOP_REASONS["stop" if end.reason == "tool_calls" and self._has_broken_call else end.reason]
 
     def _start(self, num_cached_tokens: int) -> list[Event]:
         if self._is_started:
@@ -163,11 +183,6 @@ class MessageStreamEncoder:
             events.append(self._delta({"type": "signature_delta", "signature": sign("".join(block.said))}))
         return [*events, self._block_stop()]
 
-    def _call(self, call: ToolCallBlock) -> list[Event]:
-        block = {"type": "tool_use", "id": call.call_id, "name": call.name, "input": {}}
-        start = self._block_start(block)
-        return [start, self._delta({"type": "input_json_delta", "partial_json": call.arguments}), self._block_stop()]
-
     def _block_start(self, block: JsonObject) -> Event:
         return {"type": "content_block_start", "index": self._num_blocks, "content_block": dict(block)}
 
@@ -177,12 +192,6 @@ class MessageStreamEncoder:
     def _block_stop(self) -> Event:
         self._num_blocks += 1
         return {"type": "content_block_stop", "index": self._num_blocks - 1}
-
-
-def _stop_reason(end: Finished) -> str:
-    if end.reason == "stop" and end.stop_string:
-        return "stop_sequence"
-    return "model_context_window_exceeded" if end.is_context_full else _STOP_REASONS[end.reason]
 
 
 _EMPTY_BLOCKS: dict[str, JsonObject] = {
@@ -229,4 +238,17 @@ class _Joined:
     def whole(self) -> Event:
         said = {name: "".join(pieces) for name, pieces in self._pieces.items()}
         arguments = said.pop("partial_json", None)
-        return {**self._block, **said, **({"input": json.loads(arguments)} if arguments is not None else {})}
+        return {**self._block, **said, **({"input": _input(arguments)} if arguments is not None else {})}
+
+
+def _input(arguments: str) -> Event:
+    given = _object(arguments)
+    return {INVALID_JSON: arguments} if given is None else given
+
+
+def _object(arguments: str) -> Event | None:
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        return None
+    return given if isinstance(given, dict) else None

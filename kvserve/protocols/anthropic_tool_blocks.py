@@ -11,6 +11,7 @@ from dataclasses import replace
 from kvserve.core import Message, TextBlock, ToolBlock, ToolResultBlock, ToolSpec
 from kvserve.protocols.anthropic_tools import read_tool
 from kvserve.protocols.fields import Fields, filled_text, list_of, mapping, mistyped, text, word
+from kvserve.protocols.placeholders import words
 
 COMPACTED = "[Summary of the conversation up to here]\n"
 
@@ -57,12 +58,13 @@ def read_tool_search_result(block: Fields) -> Sequence[Change]:
 
 
 def read_compaction(block: Fields) -> Sequence[Change]:
-    """A summary that the provider made of what stands before it, and what changed of the tools there."""
+    """A summary that the provider made of what stands before it, and what changed of the tools there. One that only the
+    provider can read is named."""
     said = block.optional("content", text)
     changes = block.optional("tool_changes", list_of(mapping)) or []
     readers = {"tool_addition": read_tool_addition, "tool_removal": read_tool_removal}
     tools = [found for change in changes for found in readers[change.required("type", word(*readers))](change)]
-    return [*([TextBlock(COMPACTED + said)] if said else []), *tools]
+    return [TextBlock(COMPACTED + said if said else f"\n{words(block)}\n"), *tools]
 
 
 def with_definitions(

@@ -1,6 +1,7 @@
 """`/v1/chat/completions`: body -> Turn, answer events -> chunks or one message. Knows the wire form and nothing else.
 
-Every field may also stand in `extra_body`; what stands at the top level counts.
+Every field may also stand in `extra_body`; what stands at the top level counts. A request with the legacy `functions`
+is answered in their form: one `function_call` instead of `tool_calls`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,9 @@ from kvserve.core import (
     RequestDefaults,
     RequestId,
     ToolCallBlock,
-    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallPiece,
+    ToolCallStart,
     Turn,
     Waiting,
 )
@@ -27,7 +30,7 @@ from kvserve.protocols.fields import flag, places, text, with_extra_body
 from kvserve.protocols.logprobs import chat_logprobs, read_chat_logprobs
 from kvserve.protocols.openai_errors import encode_error
 from kvserve.protocols.openai_messages import read_messages, read_prediction
-from kvserve.protocols.openai_tools import read_response_format, read_tool_choice, read_tools
+from kvserve.protocols.openai_tools import gives_functions, read_response_format, read_tool_choice, read_tools
 from kvserve.protocols.openai_usage import encode_usage
 from kvserve.protocols.sampling import (
     check_tolerated,
@@ -64,6 +67,8 @@ class ChatRequest:
     turn: Turn
     stream: bool
     include_usage: bool
+    uses_functions: bool = False
+    """Whether the tools were given as the legacy `functions`."""
 
 
 def parse_chat(
@@ -79,6 +84,7 @@ def parse_chat(
     fields.optional("prediction", read_prediction)
     stream, include_usage = read_stream(fields)
     tools = read_tools(fields)
+    uses_functions = gives_functions(fields)
     parallel = fields.optional("parallel_tool_calls", flag)
     turn = Turn(
         request_id=request_id,
@@ -88,7 +94,7 @@ def parse_chat(
         messages=read_messages(fields),
         tools=tools,
         tool_choice=read_tool_choice(fields, tools),
-        parallel_tool_calls=parallel is not False,
+        parallel_tool_calls=parallel is not False and not uses_functions,
         response_format=read_response_format(fields),
         max_tokens=read_max_tokens(fields, "max_completion_tokens", "max_tokens"),
         stop_strings=read_stop_strings(fields),
@@ -97,7 +103,7 @@ def parse_chat(
         session=read_session(body, headers),
         num_top_logprobs=read_chat_logprobs(fields),
     )
-    return ChatRequest(turn, stream, include_usage)
+    return ChatRequest(turn, stream, include_usage, uses_functions)
 
 
 def read_template_arguments(body: JsonObject) -> JsonObject:
@@ -125,7 +131,14 @@ class ChatStreamEncoder:
     """Turns the events of one answer into chunks, in order. It remembers only how many calls it has sent."""
 
     def __init__(
-        self, request_id: RequestId, model: str, created: int, include_usage: bool, *, with_logprobs: bool = False
+        self,
+        request_id: RequestId,
+        model: str,
+        created: int,
+        include_usage: bool,
+        *,
+        with_logprobs: bool = False,
+        uses_functions: bool = False,
     ) -> None:
         self._head = {
             "id": chat_id(request_id),
@@ -135,6 +148,7 @@ class ChatStreamEncoder:
         }
         self._include_usage = include_usage
         self._with_logprobs = with_logprobs
+        self._uses_functions = uses_functions
         self._num_calls = 0
 
     def role_chunk(self) -> dict[str, object]:
@@ -161,18 +175,28 @@ class ChatStreamEncoder:
                 return [self._chunk({"reasoning_content": text})]
             case ContentDelta(text, tokens):
                 return [self._chunk({"content": text}, tokens=tokens)]
-            case ToolCallDelta(call):
-                delta = {"index": self._num_calls, **_encode_call(call)}
+            case ToolCallStart(call_id, name):
+                return [self._call_chunk({"name": name, "arguments": ""}, id=call_id, type="function")]
+            case ToolCallPiece(text):
+                return [self._call_chunk({"arguments": text})]
+            case ToolCallEnd():
                 self._num_calls += 1
-                return [self._chunk({"tool_calls": [delta]})]
+                return []
             case Finished(reason, usage):
                 usage_chunk = {**self._head, "choices": [], "usage": encode_usage(usage)}
-                return [self._chunk({}, reason), *([usage_chunk] if self._include_usage else [])]
+                end = self._chunk({}, _finish_reason(reason, uses_functions=self._uses_functions))
+                return [end, *([usage_chunk] if self._include_usage else [])]
+
+    def _call_chunk(self, function: JsonObject, **head: str) -> dict[str, object]:
+        """A piece of the call that is on its way."""
+        if self._uses_functions:
+            return self._chunk({"function_call": function})
+        return self._chunk({"tool_calls": [{"index": self._num_calls, **head, "function": function}]})
 
     def _chunk(
         self,
         delta: JsonObject,
-        finish_reason: FinishReason | None = None,
+        finish_reason: str | None = None,
         tokens: Sequence[ContentToken] | None = None,
     ) -> dict[str, object]:
         choice: dict[str, object] = {"index": 0, "delta": delta, "finish_reason": finish_reason}
@@ -182,7 +206,13 @@ class ChatStreamEncoder:
 
 
 def encode_answer(
-    answer: Answer, request_id: RequestId, model: str, created: int, *, with_logprobs: bool = False
+    answer: Answer,
+    request_id: RequestId,
+    model: str,
+    created: int,
+    *,
+    with_logprobs: bool = False,
+    uses_functions: bool = False,
 ) -> dict[str, object]:
     """The body of an answer that is not streamed: its message is what the chunks put together say."""
     message: dict[str, object] = {
@@ -192,10 +222,13 @@ def encode_answer(
     }
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
-    if answer.calls:
+    if answer.calls and uses_functions:
+        message["function_call"] = _encode_function(answer.calls[0])
+    elif answer.calls:
         message["tool_calls"] = [_encode_call(call) for call in answer.calls]
     logprobs = chat_logprobs(answer.tokens) if with_logprobs else None
-    choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": answer.finished.reason}
+    finish_reason = _finish_reason(answer.finished.reason, uses_functions=uses_functions)
+    choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
     return {
         "id": chat_id(request_id),
         "object": "chat.completion",
@@ -207,5 +240,12 @@ def encode_answer(
 
 
 def _encode_call(call: ToolCallBlock) -> dict[str, object]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.call_id, "type": "function", "function": function}
+    return {"id": call.call_id, "type": "function", "function": _encode_function(call)}
+
+
+def _encode_function(call: ToolCallBlock) -> dict[str, object]:
+    return {"name": call.name, "arguments": call.arguments}
+
+
+def _finish_reason(reason: FinishReason, *, uses_functions: bool) -> str:
+    return "function_call" if uses_functions and reason == "tool_calls" else reason

@@ -1,6 +1,6 @@
 """Tools, which of them must be called, and the form of the content, as OpenAI chat spells it -> nouns.
 
-The legacy `functions` / `function_call` pair means the same as `tools` / `tool_choice`; answers use `tool_calls`.
+The legacy `functions` / `function_call` pair means the same as `tools` / `tool_choice`, but for one call at a time.
 """
 
 import re
@@ -21,6 +21,11 @@ def read_tools(fields: Fields) -> tuple[ToolSpec, ...]:
     if tools and functions:
         raise BadRequest("functions and tools are both given: give one of them.", param="functions")
     return tuple(tools or functions or ())
+
+
+def gives_functions(fields: Fields) -> bool:
+    """Whether the tools, if there are any, are given as the legacy `functions`."""
+    return bool(fields.optional("functions", list_of(mapping))) and not fields.optional("tools", list_of(mapping))
 
 
 def _read_tool(value: object, path: str) -> ToolSpec:

@@ -19,7 +19,9 @@ from kvserve.core import (
     ReasoningDelta,
     RequestId,
     ToolCallBlock,
-    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallPiece,
+    ToolCallStart,
     Usage,
     Waiting,
 )
@@ -28,7 +30,7 @@ from kvserve.protocols.logprobs import response_delta_logprobs, response_logprob
 from kvserve.protocols.responses_items import item_id
 from kvserve.protocols.responses_reasoning import seal_reasoning
 from kvserve.protocols.responses_request import Described
-from kvserve.protocols.responses_tools import call_item
+from kvserve.protocols.responses_tools import CustomInput, call_item
 
 type Wire = dict[str, object]
 type Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -72,6 +74,7 @@ class ResponseStreamEncoder:
         self._open: str | None = None
         self._said: list[str] = []
         self._tokens: list[ContentToken] = []
+        self._custom_input: CustomInput | None = None
         self.response: Wire = self._response("in_progress")
 
     # --- what a stream asks for --------------------------------------------------------------------------------------
@@ -102,8 +105,12 @@ class ResponseStreamEncoder:
                 return self._say("summary" if self._described.with_summary else "thoughts", text)
             case ContentDelta(text, tokens):
                 return self._say("message", text, tokens)
-            case ToolCallDelta(call):
-                return [*self._close("completed"), *self._call(call)]
+            case ToolCallStart(call_id, name):
+                return [*self._close("completed"), self._begin_call(call_id, name)]
+            case ToolCallPiece(text):
+                return self._call_piece(self._custom_input.feed(text) if self._custom_input is not None else text)
+            case ToolCallEnd(call, is_cut):
+                return self._end_call(call, "incomplete" if is_cut else "completed")
             case Finished(reason, usage):
                 return self._finish("incomplete" if reason == "length" else "completed", usage)
 
@@ -137,25 +144,39 @@ class ResponseStreamEncoder:
         self._open = None
         return done
 
-    def _call(self, call: ToolCallBlock) -> list[Wire]:
-        """A whole call, which is one piece of its arguments."""
+    def _begin_call(self, call_id: str, name: str) -> Wire:
+        body = call_item(ToolCallBlock(call_id, name, ""), self._described.tools)
+        self._custom_input = CustomInput() if body["type"] == "custom_tool_call" else None
+        item = {"id": self._call_id, **body, "status": "in_progress"}
+        return self._event("response.output_item.added", output_index=len(self._output), item=item)
+
+    def _call_piece(self, said: str) -> list[Wire]:
+        """A piece of the call that has begun: of its arguments, or of a custom tool's input."""
+        if not said:
+            return []
+        _, name = _CALL_PIECES[self._call_kind]
+        where = {"item_id": self._call_id, "output_index": len(self._output)}
+        return [self._event(f"{name}.delta", **where, delta=said)]
+
+    def _end_call(self, call: ToolCallBlock, status: Status) -> list[Wire]:
+        rest = self._call_piece(self._custom_input.finish() if self._custom_input is not None else "")
         body = call_item(call, self._described.tools)
-        field, name = _CALL_PIECES[str(body["type"])]
-        prefix = "fc" if field == "arguments" else "ctc"
-        head = {"id": item_id(prefix, self._request_id, len(self._output))}
-        where = {"item_id": head["id"], "output_index": len(self._output)}
-        said = body[field]
+        field, name = _CALL_PIECES[self._call_kind]
+        where = {"item_id": self._call_id, "output_index": len(self._output)}
         named = {"name": body["name"]} if field == "arguments" else {}
         return [
-            self._event(
-                "response.output_item.added",
-                output_index=len(self._output),
-                item={**head, **body, field: "", "status": "in_progress"},
-            ),
-            self._event(f"{name}.delta", **where, delta=said),
-            self._event(f"{name}.done", **where, **named, **{field: said}),
-            self._add({**head, **body, "status": "completed"}),
+            *rest,
+            self._event(f"{name}.done", **where, **named, **{field: body[field]}),
+            self._add({"id": self._call_id, **body, "status": status}),
         ]
+
+    @property
+    def _call_kind(self) -> str:
+        return "function_call" if self._custom_input is None else "custom_tool_call"
+
+    @property
+    def _call_id(self) -> str:
+        return item_id("fc" if self._custom_input is None else "ctc", self._request_id, len(self._output))
 
     def _add(self, item: Wire) -> Wire:
         done = self._event("response.output_item.done", output_index=len(self._output), item=item)

@@ -5,6 +5,7 @@ namespace before its name; `WireTool` turns a call of theirs back into the item 
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -169,14 +170,61 @@ def custom_arguments(said: str) -> str:
     return json.dumps({CUSTOM_INPUT: said}, ensure_ascii=False)
 
 
+class CustomInput:
+    """A custom tool's input out of its function's arguments, as they come: the text of `input`, decoded.
+
+    Arguments of another form are the input as they are, and what stands behind the text belongs to it too, unless that
+    is the last bracket only: the tool judges them.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._stage: Literal["opening", "text", "behind", "raw"] = "opening"
+
+    def feed(self, arguments: str) -> str:
+        """What further arguments make certain of the input."""
+        self._held += arguments
+        if self._stage == "opening":
+            if len(self._held) < len(_CUSTOM_OPENING) and _CUSTOM_OPENING.startswith(self._held):
+                return ""
+            opened = self._held.startswith(_CUSTOM_OPENING)
+            self._held = self._held.removeprefix(_CUSTOM_OPENING)
+            self._stage = "text" if opened else "raw"
+        if self._stage == "text":
+            return self._text()
+        return "" if self._stage == "behind" else self._take(len(self._held))
+
+    def finish(self) -> str:
+        """The rest: no more arguments come."""
+        return "" if self._stage == "behind" and self._held == "}" else self._take(len(self._held))
+
+    def _text(self) -> str:
+        whole = _STRING_CHARACTERS.match(self._held)
+        taken = self._take(whole.end() if whole is not None else 0)
+        if self._held.startswith('"'):
+            self._held, self._stage = self._held[1:], "behind"
+        try:
+            return str(json.loads(f'"{taken}"', strict=False))
+        except ValueError:
+            return taken
+
+    def _take(self, size: int) -> str:
+        taken, self._held = self._held[:size], self._held[size:]
+        return taken
+
+
+_CUSTOM_OPENING = f'{{"{CUSTOM_INPUT}": "'
+_STRING_CHARACTERS = re.compile(
+    r"""(?:[^"\\] | \\[^u] | \\u(?![dD][89abAB])[0-9a-fA-F]{4}
+    | \\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]|\\[^u]|\\u[0-9a-fA-F]{4}) )*""",  # half of a pair waits for what follows
+    re.DOTALL | re.VERBOSE,
+)
+
+
 def custom_input(arguments: str) -> str:
-    """The input in a call's arguments. Arguments of another form are the input as they are: the tool judges them."""
-    try:
-        given = json.loads(arguments)
-    except ValueError:
-        return arguments
-    said = given.get(CUSTOM_INPUT) if isinstance(given, dict) and len(given) == 1 else None
-    return said if isinstance(said, str) else arguments
+    """The input in a call's whole arguments."""
+    reader = CustomInput()
+    return reader.feed(arguments) + reader.finish()
 
 
 def call_item(call: ToolCallBlock, tools: OfferedTools) -> dict[str, object]:

@@ -41,12 +41,20 @@ def post_generate(exchange: Exchange, service: WebService) -> None:
     running = service.agents.generate(exchange.path_rest, request.turn)
     created = int(time.time())
     if request.stream:
-        chat = openai_chat.ChatStreamEncoder(exchange.request_id, running.model_name, created, request.include_usage)
+        chat = openai_chat.ChatStreamEncoder(
+            exchange.request_id,
+            running.model_name,
+            created,
+            request.include_usage,
+            uses_functions=request.uses_functions,
+        )
         encoder = agents.AgentStreamEncoder(chat, lambda: running.note)
         stream_turn(exchange, running, encoder, [encoder.role_chunk()])
     else:
         answer = collect(whole_answer_events(exchange, running))
-        whole = openai_chat.encode_answer(answer, exchange.request_id, running.model_name, created)
+        whole = openai_chat.encode_answer(
+            answer, exchange.request_id, running.model_name, created, uses_functions=request.uses_functions
+        )
         exchange.send_json(200, {**whole, "agent": agents.encode_note(running.note)})
 
 

@@ -39,13 +39,25 @@ def post_chat(exchange: Exchange, service: WebService) -> None:
     created, with_logprobs = int(time.time()), request.turn.num_top_logprobs is not None
     if request.stream:
         encoder = openai_chat.ChatStreamEncoder(
-            exchange.request_id, served.name, created, request.include_usage, with_logprobs=with_logprobs
+            exchange.request_id,
+            served.name,
+            created,
+            request.include_usage,
+            with_logprobs=with_logprobs,
+            uses_functions=request.uses_functions,
         )
         stream_turn(exchange, running, encoder, [encoder.role_chunk()])
     else:
         answer = collect(whole_answer_events(exchange, running))
-        body = openai_chat.encode_answer(answer, exchange.request_id, served.name, created, with_logprobs=with_logprobs)
-        exchange.send_json(200, body)
+        whole = openai_chat.encode_answer(
+            answer,
+            exchange.request_id,
+            served.name,
+            created,
+            with_logprobs=with_logprobs,
+            uses_functions=request.uses_functions,
+        )
+        exchange.send_json(200, whole)
 
 
 def post_completion(exchange: Exchange, service: WebService) -> None:

@@ -13,16 +13,20 @@ from kvserve.core import (
     GenerationTiming,
     ReasoningDelta,
     StopReason,
-    ToolCallDelta,
+    ToolCallStart,
     ToolSpec,
 )
 from kvserve.output.answer import AnswerReader, SaidTokens
 from kvserve.output.formats import select_format
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
+from tests.calls import calls_of
 
 TOOL = ToolSpec("look", None, {"type": "object", "properties": {}})
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+
+
+OPENED = CALL[: CALL.index("{}") + 1]
 
 
 class Letters:
@@ -65,7 +69,7 @@ def read(answer: AnswerReader, text: str, reason: StopReason = "stop") -> tuple[
     content = "".join(event.text for event in events if isinstance(event, ContentDelta))
     last = events[-1]
     assert isinstance(last, Finished)
-    return reasoning, content, sum(isinstance(event, ToolCallDelta) for event in events), last
+    return reasoning, content, sum(isinstance(event, ToolCallStart) for event in events), last
 
 
 def test_channels_counts_and_the_stop_token() -> None:
@@ -99,6 +103,35 @@ def test_a_cut_answer_says_so(reason: StopReason, finish: str) -> None:
 def test_a_finished_call_gives_its_reason() -> None:
     """A turn with calls ends with `tool_calls`."""
     assert read(reader(), CALL)[3].reason == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "finish", "arguments"),
+    [
+        (OPENED + '"a": "b', "length", "length", '{"a": "b'),
+        (OPENED + '"a": "b', "stop", "stop", '{"a": "b'),
+        (CALL + OPENED + '"a": "b', "stop", "tool_calls", '{"a": "b'),
+        (CALL[:-14], "length", "length", "{}"),
+        (CALL[:-14], "stop", "tool_calls", "{}"),
+        (OPENED + "oops}}</tool_call>", "stop", "tool_calls", "{oops}}"),
+    ],
+)
+def test_a_call_that_was_cut_is_none_to_run(text: str, reason: StopReason, finish: str, arguments: str) -> None:
+    """It has begun, and what there is of it is told; `tool_calls` is said where a call came to its end."""
+    answer = reader()
+    events = [*answer.feed([ord(char) for char in text]), *answer.finish(done(reason))]
+    assert calls_of(events)[-1].call.arguments == arguments
+    assert isinstance(events[-1], Finished) and events[-1].reason == finish
+
+
+def test_a_stop_string_is_not_looked_for_in_arguments() -> None:
+    """It ends content only, however a call's arguments are cut."""
+    answer = reader("END")
+    events = [
+        *answer.feed([ord(char) for char in OPENED + '"a": "END"}}\n</tool_call> END']),
+        *answer.finish(done("stop")),
+    ]
+    assert calls_of(events)[0].call.arguments == '{"a": "END"}' and answer.stop_string == "END"
 
 
 def test_a_raw_prompt_has_no_channels() -> None:

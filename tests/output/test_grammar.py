@@ -11,7 +11,7 @@ from llguidance.hf import from_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from kvserve.core import Grammar, ResponseFormat, ToolCallDelta, ToolChoice, ToolSpec
+from kvserve.core import ContentDelta, Grammar, ReasoningDelta, ResponseFormat, ToolChoice, ToolSpec
 from kvserve.errors import BadRequest
 from kvserve.output import harmony
 from kvserve.output.formats import OutputFormat, select_format
@@ -19,6 +19,7 @@ from kvserve.output.grammar import ThinkingAhead, build_grammar
 from kvserve.output.splitter import Splitter
 from kvserve.output.tool_parsers import glm, hermes, qwen_coder
 from kvserve.output.tool_parsers.form import ParsedCall
+from tests.calls import calls_of
 from tests.models import tiny_model
 
 SCHEMA = {
@@ -106,8 +107,8 @@ class Setup:
         """What the splitter makes of a text: its calls and everything else."""
         splitter = Splitter(self.format, starts_in_reasoning=False, tools=tools)
         deltas = splitter.feed(text) + splitter.finish(cut=False)
-        calls = [(d.call.name, json.loads(d.call.arguments)) for d in deltas if isinstance(d, ToolCallDelta)]
-        return calls, "".join(d.text for d in deltas if not isinstance(d, ToolCallDelta))
+        calls = [(end.call.name, json.loads(end.call.arguments)) for end in calls_of(deltas)]
+        return calls, "".join(d.text for d in deltas if isinstance(d, ContentDelta | ReasoningDelta))
 
 
 def byte_tokenizer(tags: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvserve.core import ContentDelta, OutputDelta, ReasoningDelta, ToolCallDelta, ToolSpec
+from kvserve.core import ContentDelta, OutputDelta, ReasoningDelta, ToolSpec
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.record import Piece
 from kvserve.output.splitter import Splitter, random_call_id
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
+from tests.calls import calls_of
 from tests.laws import num_examples
 
 TOOLS = (
@@ -47,18 +48,21 @@ class Outcome:
     reasoning: str
     content: str
     calls: tuple[tuple[str, str, str], ...]
+    are_cut: tuple[bool, ...]
     order: tuple[str, ...]
     pieces: tuple[Piece, ...]
 
 
 def outcome(deltas: Sequence[OutputDelta], pieces: tuple[Piece, ...]) -> Outcome:
-    calls = tuple((d.call.call_id, d.call.name, d.call.arguments) for d in deltas if isinstance(d, ToolCallDelta))
+    ends = calls_of(deltas)
+    calls = tuple((end.call.call_id, end.call.name, end.call.arguments) for end in ends)
     kinds = [type(d).__name__ for d in deltas]
-    order = tuple(b for a, b in pairwise(["", *kinds]) if b != a or b == "ToolCallDelta")
+    order = tuple(b for a, b in pairwise(["", *kinds]) if b != a)
     return Outcome(
         "".join(d.text for d in deltas if isinstance(d, ReasoningDelta)),
         "".join(d.text for d in deltas if isinstance(d, ContentDelta)),
         calls,
+        tuple(end.is_cut for end in ends),
         order,
         pieces,
     )
@@ -234,6 +238,7 @@ def test_a_splitter_that_drops_broken_calls_breaks_the_law(monkeypatch: pytest.M
 
 READ = '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>'
 BROKEN = "<tool_call>{broken}</tool_call>"
+OPEN_OTHER = "<tool_call>who<arg_key>path</arg_key><arg_value>a"
 OPEN_VALUE = "<tool_call>read<arg_key>path</arg_key><arg_value>"
 READ_ARGUMENTS = '{"path": "a"}'
 
@@ -263,14 +268,11 @@ CASES: list[tuple[str, str, str, str, list[str]]] = [
     ("broken JSON", "<tool_call>{'name': 1}</tool_call>", "", "<tool_call>{'name': 1}</tool_call>", []),
     ("a broken call, then a good one", f"{BROKEN}{READ}", "", BROKEN, ["read"]),
     ("opened twice", f"<tool_call>{READ}", "", "<tool_call>", ["read"]),
-    ("unfinished call", READ[:-3], "", READ[:-3], []),
-    (
-        "a call quoted in an unfinished call's argument is not run",
-        f"{OPEN_VALUE}{READ}",
-        "",
-        f"{OPEN_VALUE}{READ}",
-        [],
-    ),
+    ("a call without all of its closing tag", READ[:-3], "", "", ["read"]),
+    ("an unfinished call", READ[:-20], "", "", ["read"]),
+    ("an unfinished call without arguments yet", "<tool_call>read<arg_key>pa", "", "<tool_call>read<arg_key>pa", []),
+    ("an unfinished call of an unheard-of tool", OPEN_OTHER, "", OPEN_OTHER, []),
+    ("a call quoted in an unfinished call's argument is not run", f"{OPEN_VALUE}{READ}", "", "", ["read"]),
     ("a call that thinking ends with", f"<think>I call\n{READ}\n", "I call", "", ["read"]),
     ("a call that thinking goes on after", f"<think>maybe {READ} or</think>no", f"maybe {READ} or", "no", []),
     ("thinking that ends inside a call", f"<think>or {OPEN_VALUE}x</think>no", f"or {OPEN_VALUE}x", "no", []),
@@ -307,7 +309,8 @@ OTHER_FAMILIES: list[tuple[str, str, str, str, list[str]]] = [
     ("harmony", f"<|start|>assistant{EARLY}{READ_ARGUMENTS}<|call|>", "", "", ["read"]),
     ("harmony", f"{EARLY}{READ_ARGUMENTS}", "", "", ["read"]),
     ("harmony", "<|channel|>commentary<|message|>I look.<|end|>", "", "I look.", []),
-    ("harmony", f"{COMMENTARY}{{oops}}", "", f"{COMMENTARY}{{oops}}", []),
+    ("harmony", f"{COMMENTARY}{{oops}}", "", "", ["read"]),
+    ("harmony", f"{COMMENTARY}[oops]", "", f"{COMMENTARY}[oops]", []),
     ("harmony", f"{ANALYSIS}p{COMMENTARY}{READ_ARGUMENTS}", "p", "", ["read"]),
     ("harmony", "plain to=functions text", "", "plain to=functions text", []),
     ("xtml", "<|open|>think<|sep|>p<|close|>think<|sep|><|open|>response<|sep|>Hi", "p", "Hi", []),
@@ -333,15 +336,13 @@ def test_a_prompt_that_opened_thinking() -> None:
     assert (harmonic.reasoning, harmonic.content) == ("plan", "Hi")
 
 
-def test_the_length_limit_leaves_an_open_call_content() -> None:
-    """A call that the limit cut stays text, also one that the end of the turn would have completed."""
-    assert split([READ[:-1]], cut=True).content == READ[:-1]
-    for name, text in (
-        ("harmony", "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"),
-        ("xtml", "[TOOL_CALLS]call:now"),
-    ):
-        assert len(split([text], FORMATS[name]).calls) == 1
-        assert split([text], FORMATS[name], cut=True).content == text
+def test_the_length_limit_leaves_a_call_that_has_not_begun_content() -> None:
+    """A call that the limit cut before its arguments began, or in a form that only comes whole, stays text, also where
+    the end of the turn would have completed it."""
+    for text in (READ[:30], "<tool_call>now", "<tool_call>who<arg_key>a</arg_key><arg_value>b"):
+        assert split([text], cut=True).content == text
+    assert len(split(["[TOOL_CALLS]call:now"], FORMATS["xtml"]).calls) == 1
+    assert split(["[TOOL_CALLS]call:now"], FORMATS["xtml"], cut=True).content == "[TOOL_CALLS]call:now"
     thought = split([f"<think>{READ}"], cut=True)
     assert (thought.reasoning, thought.calls) == (READ, ())
 
@@ -356,7 +357,7 @@ def test_calls_carry_json_arguments_and_fresh_alphanumeric_ids() -> None:
     """Arguments are a JSON text; ids are new for each call and alphanumeric."""
     splitter = Splitter(FORMATS["qwen"], starts_in_reasoning=False, tools=TOOLS)
     deltas = splitter.feed(READ + READ) + splitter.finish(cut=False)
-    calls = [delta.call for delta in deltas if isinstance(delta, ToolCallDelta)]
+    calls = [end.call for end in calls_of(deltas)]
     assert [call.arguments for call in calls] == [READ_ARGUMENTS] * 2
     assert len({call.call_id for call in calls}) == 2
     assert all(re.fullmatch(r"call[0-9a-f]{24}", call.call_id) for call in calls)
@@ -422,6 +423,9 @@ LONG = {
     "closing tags in a string": ('<tool_call>{"name":"read","arguments":{"path":"', "</tool_call>"),
     "closing tags in a value": ("<tool_call>read<arg_key>path</arg_key><arg_value>", "</arg_value> </tool_call"),
     "parameters": ("<function=read><parameter=path>", "</parameter>\n\n"),
+    "a number that may be a string": ("<tool_call>read<arg_key>what</arg_key><arg_value>", "1"),
+    "escapes in a string": ('<tool_call>{"name":"read","arguments":{"path":"', "\\ud83d"),
+    "a broken call": ('<tool_call>{"name":"read","arguments":{"path":x', "</tool_"),
     "opened again and again": ("", "<tool_call>"),
     "opened inside a value": ("", "<tool_call>read<arg_key>path</arg_key><arg_value>"),
     "broken again and again": ("", '<tool_call>{"name":"<tool_call>{"'),

@@ -9,7 +9,7 @@ from kvserve.core import (
     ReasoningDelta,
     TextBlock,
     ThinkingBlock,
-    ToolCallDelta,
+    ToolCallEnd,
     ToolResultBlock,
     ToolSpec,
     Written,
@@ -167,7 +167,7 @@ class Talk:
         deltas = [*splitter.feed(text), *splitter.finish(cut=cut)]
         thinking = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
         content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
-        calls = [delta.call for delta in deltas if isinstance(delta, ToolCallDelta)]
+        calls = [delta.call for delta in deltas if isinstance(delta, ToolCallEnd)]
         said = [TextBlock(content)] if content else []
         thought = [ThinkingBlock(thinking)] if thinking and self.echoes_thinking else []
         message = Message("assistant", (*thought, *said, *calls))

@@ -17,13 +17,14 @@ from kvserve.core import (
     ReasoningDelta,
     RequestId,
     ToolCallBlock,
-    ToolCallDelta,
+    ToolCallEnd,
     Usage,
     Waiting,
 )
 from kvserve.errors import EngineFailure
 from kvserve.protocols.anthropic_answers import MessageStreamEncoder, PromptCounts, whole_message
 from kvserve.protocols.anthropic_signature import signed_text
+from tests.calls import spoken
 from tests.laws import num_examples
 from tests.protocols.anthropic_wire import as_named_sse, sdk_reading
 
@@ -52,16 +53,16 @@ SCENARIOS: dict[str, list[AnswerEvent]] = {
         FOUND,
         ContentDelta("I look."),
         ContentDelta("\n"),
-        ToolCallDelta(CALLS[0]),
+        *spoken(CALLS[0]),
         Finished("tool_calls", USAGE),
     ],
     "two_tools": [
         FOUND,
         ReasoningDelta("Both."),
         ContentDelta("\n\n"),
-        ToolCallDelta(CALLS[0]),
+        *spoken(CALLS[0]),
         ContentDelta("\n"),
-        ToolCallDelta(CALLS[1]),
+        *spoken(CALLS[1], [1, 12]),
         Finished("tool_calls", USAGE),
     ],
     "max_tokens": [FOUND, ContentDelta("Once upon a"), Finished("length", USAGE)],
@@ -120,14 +121,17 @@ def test_the_sdk_puts_the_stream_together(name: str) -> None:
     assert message.usage.to_dict() == body["usage"]
 
 
-deltas: st.SearchStrategy[OutputDelta] = st.one_of(
-    st.builds(ReasoningDelta, st.text(alphabet="ab \n", max_size=4)),
-    st.builds(ContentDelta, st.text(alphabet="ab \n", max_size=4)),
-    st.builds(ToolCallDelta, st.sampled_from(CALLS)),
+TEXTS = st.text(alphabet="ab \n", max_size=4)
+CUTS = st.sets(st.integers(1, 30), max_size=4)
+groups: st.SearchStrategy[list[OutputDelta]] = st.one_of(
+    TEXTS.map(lambda text: [ReasoningDelta(text)]),
+    TEXTS.map(lambda text: [ContentDelta(text)]),
+    st.builds(spoken, st.sampled_from(CALLS), CUTS),
 )
+answers = st.lists(groups, max_size=12).map(lambda each: [delta for group in each for delta in group])
 
 
-@given(st.lists(deltas, max_size=12), st.booleans(), st.booleans())
+@given(answers, st.booleans(), st.booleans())
 @settings(max_examples=num_examples(50))
 def test_any_answer_is_well_formed_and_says_what_the_model_wrote(
     said: list[OutputDelta], shows_thinking: bool, is_found_first: bool
@@ -161,7 +165,7 @@ def test_any_answer_is_well_formed_and_says_what_the_model_wrote(
     assert _letters(*texts) == _letters(*(delta.text for delta in said if isinstance(delta, ContentDelta)))
     assert _letters(*thinking) == _letters(*(delta.text for delta in said if isinstance(delta, ReasoningDelta)))
     inputs = [block["input"] for block in content if block["type"] == "tool_use"]
-    assert inputs == [json.loads(delta.call.arguments) for delta in said if isinstance(delta, ToolCallDelta)]
+    assert inputs == [json.loads(delta.call.arguments) for delta in said if isinstance(delta, ToolCallEnd)]
     if not shows_thinking:
         assert all(block["thinking"] == "" for block in content if block["type"] == "thinking")
         assert "thinking_delta" not in json.dumps(events)
@@ -173,13 +177,13 @@ def _letters(*texts: str) -> str:
     return "".join("".join(texts).split())
 
 
-@given(st.lists(deltas, max_size=8), st.data())
+@given(answers, st.data())
 @settings(max_examples=num_examples(50))
 def test_the_cut_of_the_pieces_does_not_matter(said: list[OutputDelta], data: st.DataObject) -> None:
     """One letter at a time or in larger pieces: the message is the same."""
     pieces: list[OutputDelta] = []
     for delta in said:
-        if isinstance(delta, ToolCallDelta):
+        if not isinstance(delta, ReasoningDelta | ContentDelta):
             pieces.append(delta)
             continue
         cuts = sorted({0, len(delta.text), *data.draw(st.lists(st.integers(0, len(delta.text)), max_size=3))})
@@ -216,3 +220,42 @@ def test_events_without_an_end_are_no_message() -> None:
     """A cut stream never passes for a whole answer."""
     with pytest.raises(ValueError):
         whole_message(stream([FOUND, ContentDelta("a")]))
+
+
+@given(answers, CUTS)
+@settings(max_examples=num_examples(10))
+def test_the_sdk_puts_pieces_of_arguments_together(said: list[OutputDelta], cuts: set[int]) -> None:
+    """However a call's arguments are cut, the SDK accumulates the input of the whole message."""
+    events = stream([FOUND, *said, *spoken(CALLS[1], cuts), Finished("tool_calls", USAGE)])
+    with sdk_reading(as_named_sse(events)).messages.stream(model="m", max_tokens=9, messages=[]) as read:
+        message = read.get_final_message()
+    assert [block.to_dict() for block in message.content] == whole_message(events)["content"]
+
+
+CUT = ToolCallBlock("call0c", "read", '{"path": "a.py", "limit": 5, "text": "def f')
+
+
+def test_a_call_that_was_cut_begins_and_says_what_there_is(golden: Golden) -> None:
+    """Its pieces go out as they are; where the message comes whole its input cannot be taken for a tool's."""
+    events = stream([FOUND, *spoken(CUT, [3], is_cut=True), Finished("length", USAGE)])
+    golden("anthropic_cut_call.sse", as_named_sse(events))
+    body: Event = whole_message(events)
+    [block] = body["content"]
+    assert block == {"type": "tool_use", "id": "call0c", "name": "read", "input": {"INVALID_JSON": CUT.arguments}}
+    assert body["stop_reason"] == "max_tokens"
+    with sdk_reading(as_named_sse(events)).messages.stream(model="m", max_tokens=9, messages=[]) as read:
+        message = read.get_final_message()
+    assert message.stop_reason == "max_tokens"
+    assert message.content[0].to_dict()["input"] == {"path": "a.py", "limit": 5}
+
+
+def test_nobody_is_told_to_run_a_broken_call() -> None:
+    """SDKs take the readable beginning of arguments for all of them: such an answer does not end with `tool_use`."""
+    broken = ToolCallBlock("c", "read", '{"path": "say "hi""}')
+    events = stream([FOUND, *spoken(CALLS[1]), *spoken(broken, [8]), Finished("tool_calls", USAGE)])
+    with sdk_reading(as_named_sse(events)).messages.stream(model="m", max_tokens=9, messages=[]) as read:
+        message = read.get_final_message()
+    body: Event = whole_message(events)
+    assert message.content[1].to_dict()["input"] == {"path": "say "}
+    assert body["content"][1]["input"] == {"INVALID_JSON": broken.arguments}
+    assert message.stop_reason == body["stop_reason"] == "end_turn"

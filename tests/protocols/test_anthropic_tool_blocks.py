@@ -122,10 +122,11 @@ def test_a_search_that_ran_elsewhere_and_a_summary_are_read() -> None:
         ],
         tools=[LOOK, LATER],
     ).turn
-    tool, failed, summary, gone = turn.messages[1].blocks
+    tool, failed, summary, gone, sealed = turn.messages[1].blocks
     assert tool == DEFINED and gone == ToolBlock("look", is_removed=True)
     assert isinstance(failed, TextBlock) and "unavailable" in failed.text
     assert isinstance(summary, TextBlock) and summary.text.endswith("It went well.")
+    assert isinstance(sealed, TextBlock) and "compaction" in sealed.text
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ from kvserve.core import (
     RequestDefaults,
     RequestId,
     ToolCallBlock,
-    ToolCallDelta,
     Usage,
 )
 from kvserve.errors import BadRequest
 from kvserve.protocols.openai_chat import ChatRequest, ChatStreamEncoder, encode_answer
 from kvserve.protocols.openai_completions import CompletionStreamEncoder, encode_completion, parse_completion
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
+from tests.calls import spoken
 from tests.protocols.responses_wire import parse as parse_response
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ EVENTS: tuple[AnswerEvent, ...] = (
     ReasoningDelta("hm"),
     ContentDelta("Hi", TOKENS[:1]),
     ContentDelta(" \N{PARROT}", TOKENS[1:]),
-    ToolCallDelta(ToolCallBlock("c1", "look", "{}")),
+    *spoken(ToolCallBlock("c1", "look", "{}")),
     Finished("tool_calls", USAGE),
 )
 CHAT_FORM = [
@@ -155,6 +155,7 @@ def test_a_chats_chunks_carry_the_tokens_of_their_text(
         {"content": CHAT_ENTRIES[1:], "refusal": None},
         None,
         None,
+        None,
     ]
     read = list(sdk_reading(as_sse(chunks)).chat.completions.create(model="m", messages=[], stream=True))
     parts = [choice.logprobs for chunk in read for choice in chunk.choices if choice.logprobs is not None]
@@ -243,8 +244,8 @@ def test_each_message_of_a_response_has_its_own() -> None:
     """A message behind a call begins anew."""
     request = parse_response(include=["message.output_text.logprobs"])
     encoder = ResponseStreamEncoder(ID, MODEL, CREATED, request.described)
-    call = ToolCallDelta(ToolCallBlock("c1", "look", "{}"))
-    for event in (ContentDelta("Hi", TOKENS[:1]), call, ContentDelta("Hi", TOKENS[:1]), Finished("stop", USAGE)):
+    call = spoken(ToolCallBlock("c1", "look", "{}"))
+    for event in (ContentDelta("Hi", TOKENS[:1]), *call, ContentDelta("Hi", TOKENS[:1]), Finished("stop", USAGE)):
         encoder.encode(event)
     messages = [item for item in encoder.response["output"] if item["type"] == "message"]  # type: ignore[attr-defined]
     assert [len(item["content"][0]["logprobs"]) for item in messages] == [1, 1]

@@ -16,7 +16,6 @@ from kvserve.core import (
     ContentDelta,
     Finished,
     JsonObject,
-    OutputDelta,
     ReasoningDelta,
     RequestDefaults,
     RequestId,
@@ -24,12 +23,13 @@ from kvserve.core import (
     TextBlock,
     ThinkingChoice,
     ToolCallBlock,
-    ToolCallDelta,
+    ToolCallEnd,
     Usage,
     Waiting,
 )
 from kvserve.errors import BadRequest, EngineFailure
 from kvserve.protocols.openai_chat import ChatRequest, ChatStreamEncoder, encode_answer, parse_chat
+from tests.calls import spoken
 from tests.laws import num_examples
 
 if TYPE_CHECKING:  # the SDKs take a second each to import: only tests that read with them do
@@ -48,6 +48,7 @@ CALLS = [
     ToolCallBlock("call0a", "bash", '{"command": "ls \\"é\\""}'),
     ToolCallBlock("call0b", "read", '{"path":"日本.txt"}'),
 ]
+CUT = ToolCallBlock("call0c", "bash", '{"command": "ls')
 SCENARIOS: dict[str, list[AnswerEvent]] = {
     "plain_text": [ContentDelta("Hel"), ContentDelta("lo 😀"), Finished("stop", USAGE)],
     "reasoning": [
@@ -57,7 +58,8 @@ SCENARIOS: dict[str, list[AnswerEvent]] = {
         ContentDelta("Hello"),
         Finished("stop", USAGE, stop_string="END"),
     ],
-    "two_tool_calls": [*(ToolCallDelta(call) for call in CALLS), Finished("tool_calls", USAGE)],
+    "two_tool_calls": [*spoken(CALLS[0]), *spoken(CALLS[1], [1, 9]), Finished("tool_calls", USAGE)],
+    "cut_call": [ContentDelta("So: "), *spoken(CUT, [2, 12], is_cut=True), Finished("length", USAGE)],
     "length": [ContentDelta("Once upon a"), Finished("length", USAGE)],
 }
 
@@ -119,7 +121,7 @@ def collected(events: Iterable[AnswerEvent]) -> Answer:
                 reasoning += text
             case ContentDelta(text):
                 content += text
-            case ToolCallDelta(call):
+            case ToolCallEnd(call):
                 calls.append(call)
             case Finished():
                 return Answer(reasoning, content, tuple(calls), event)
@@ -142,9 +144,22 @@ def put_together(chunks: Iterable[JsonObject]) -> tuple[dict[str, object], objec
             for call in delta.get("tool_calls", []):
                 calls = message.setdefault("tool_calls", [])
                 assert isinstance(calls, list)
-                assert call.pop("index") == len(calls)
-                calls.append(call)
-    if message.get("tool_calls") and not message["content"]:
+                index = call.pop("index")
+                if "id" in call:
+                    assert index == len(calls)
+                    calls.append(call)
+                else:
+                    assert index == len(calls) - 1 and call.keys() == {"function"}
+                    calls[-1]["function"]["arguments"] += call["function"]["arguments"]
+            if function := delta.get("function_call"):
+                so_far = message.setdefault("function_call", {"arguments": ""})
+                assert isinstance(so_far, dict) and ("name" in so_far) != ("name" in function)
+                message["function_call"] = {
+                    **so_far,
+                    **function,
+                    "arguments": so_far["arguments"] + function["arguments"],
+                }
+    if (message.get("tool_calls") or message.get("function_call")) and not message["content"]:
         message["content"] = None  # the role chunk's "" is all the content there was
     return message, finish_reason, usage
 
@@ -193,14 +208,16 @@ def test_the_sdk_reads_stream_and_answer_alike(name: str, sdk_reading: Callable[
 
 
 TEXT = st.text(max_size=12)
-DELTAS: st.SearchStrategy[OutputDelta] = st.one_of(
-    TEXT.map(ReasoningDelta),
-    TEXT.map(ContentDelta),
-    st.builds(ToolCallBlock, TEXT, TEXT, TEXT).map(ToolCallDelta),
+CALL_BLOCKS = st.builds(ToolCallBlock, TEXT, TEXT, TEXT)
+SAID: st.SearchStrategy[list[AnswerEvent]] = st.one_of(
+    TEXT.map(lambda text: [ReasoningDelta(text)]),
+    TEXT.map(lambda text: [ContentDelta(text)]),
+    st.builds(spoken, CALL_BLOCKS, st.sets(st.integers(0, 12), max_size=4)),
+    st.just([Waiting(3, 9)]),
 )
-EVENTS = st.builds(
-    lambda deltas, reason: [*deltas, Finished(reason, USAGE)],
-    st.lists(DELTAS | st.just(Waiting(3, 9)), max_size=12),
+EVENTS: st.SearchStrategy[list[AnswerEvent]] = st.builds(
+    lambda groups, reason: [*(event for group in groups for event in group), Finished(reason, USAGE)],
+    st.lists(SAID, max_size=12),
     st.sampled_from(["stop", "length", "tool_calls"]),
 )
 
@@ -253,3 +270,101 @@ def test_an_error_in_a_stream_is_raised_by_the_sdk(sdk_reading: Callable[..., Op
         for chunk in reader:
             seen.append(chunk.choices[0].delta.content)
     assert seen == ["", "He"]
+
+
+# --- calls as they come ----------------------------------------------------------------------------------------------
+
+ARGUMENTS = st.dictionaries(TEXT, TEXT | st.integers(), max_size=3).map(
+    lambda given: json.dumps(given, ensure_ascii=False)
+)
+WHOLE_CALLS = st.lists(
+    st.builds(ToolCallBlock, st.uuids().map(str), st.sampled_from(["a", "b"]), ARGUMENTS), max_size=3
+)
+CUTS = st.sets(st.integers(1, 40), max_size=6)
+
+
+@given(WHOLE_CALLS, CUTS, TEXT)
+@settings(max_examples=num_examples(10))
+def test_the_sdk_puts_pieces_of_calls_together(calls: list[ToolCallBlock], cuts: set[int], text: str) -> None:
+    """However arguments are cut, the SDK's accumulator has the calls of the answer that is not streamed."""
+    from openai.lib.streaming.chat import ChatCompletionStreamState
+    from openai.types.chat import ChatCompletionChunk
+
+    said = [event for call in calls for event in spoken(call, cuts)]
+    events = [ContentDelta(text), *said, Finished("tool_calls" if calls else "stop", USAGE)]
+    state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+    for chunk in stream(events, include_usage=True):
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    whole = encode_answer(collected(events), ID, MODEL, CREATED)
+    [choice] = state.get_final_completion().choices
+    told = [(call.id, call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+    assert told == [(call.call_id, call.name, call.arguments) for call in calls]
+    assert choice.finish_reason == whole["choices"][0]["finish_reason"]  # type: ignore[index]
+
+
+def test_a_calls_name_comes_first_and_its_arguments_in_pieces() -> None:
+    """The first chunk has id and name, the others what is new of the arguments."""
+    deltas = [chunk["choices"][0]["delta"] for chunk in stream(spoken(CALLS[0], [1]), include_usage=False)[1:]]  # type: ignore[index]
+    assert deltas == [
+        {
+            "tool_calls": [
+                {"index": 0, "id": "call0a", "type": "function", "function": {"name": "bash", "arguments": ""}}
+            ]
+        },
+        {"tool_calls": [{"index": 0, "function": {"arguments": "{"}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": CALLS[0].arguments[1:]}}]},
+    ]
+
+
+FUNCTION_EVENTS = [ReasoningDelta("hm"), *spoken(CALLS[0], [1, 9]), Finished("tool_calls", USAGE)]
+
+
+def function_stream(events: Iterable[AnswerEvent]) -> list[dict[str, object]]:
+    """All chunks of an answer to a request with `functions`."""
+    encoder = ChatStreamEncoder(ID, MODEL, CREATED, include_usage=False, uses_functions=True)
+    return [encoder.role_chunk(), *(chunk for event in events for chunk in encoder.encode(event))]
+
+
+def test_functions_are_answered_in_their_form(golden: Golden, as_sse: AsSse) -> None:
+    """`function_call` in deltas and message, and as the finish reason; both forms say the same."""
+    chunks = function_stream(FUNCTION_EVENTS)
+    golden("chat_function_call.sse", as_sse(chunks))
+    body = encode_answer(collected(FUNCTION_EVENTS), ID, MODEL, CREATED, uses_functions=True)
+    golden("chat_function_call.json", json.dumps(body, indent=1, ensure_ascii=False) + "\n")
+    message, finish_reason, _ = put_together(chunks)
+    assert message == body["choices"][0]["message"]  # type: ignore[index]
+    assert finish_reason == body["choices"][0]["finish_reason"] == "function_call"  # type: ignore[index]
+
+
+def test_the_sdk_reads_a_function_call(sdk_reading: Callable[..., OpenAI], as_sse: AsSse) -> None:
+    """The SDK puts the deprecated form together too."""
+    client = sdk_reading(as_sse(function_stream(FUNCTION_EVENTS)))
+    [choice] = accumulated(client).choices
+    function = choice.message.function_call
+    assert function is not None and choice.finish_reason == "function_call"
+    assert (function.name, function.arguments) == (CALLS[0].name, CALLS[0].arguments)
+
+
+@pytest.mark.parametrize(
+    ("body", "uses_functions", "many"),
+    [
+        ({"functions": [{"name": "f"}]}, True, False),
+        ({"functions": [{"name": "f"}], "parallel_tool_calls": True}, True, False),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, False, True),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "functions": []}, False, True),
+        ({"functions": []}, False, True),
+        ({}, False, True),
+    ],
+)
+def test_who_sends_functions_gets_one_call_in_their_form(
+    parse: Parse, body: dict[str, object], uses_functions: bool, many: bool
+) -> None:
+    """The legacy message has room for one call, so the answer ends with the first."""
+    request = parse(**body)
+    assert (request.uses_functions, request.turn.parallel_tool_calls) == (uses_functions, many)
+
+
+def test_an_answer_without_a_call_is_the_same_for_functions() -> None:
+    """Text and its finish reason have one form."""
+    events = SCENARIOS["plain_text"]
+    assert function_stream(events) == stream(events, include_usage=False)

@@ -18,7 +18,7 @@ from kvserve.core import (
     RequestDefaults,
     RequestId,
     ToolCallBlock,
-    ToolCallDelta,
+    ToolCallStart,
     Usage,
     Waiting,
 )
@@ -135,7 +135,7 @@ def test_a_completion_is_not_split() -> None:
     """Reasoning or calls in a completion are a fault of the caller, never lost in silence."""
     encoder = CompletionStreamEncoder(ID, MODEL, CREATED, include_usage=False)
     call = ToolCallBlock("c", "f", "{}")
-    for event in (ReasoningDelta("x"), ToolCallDelta(call)):
+    for event in (ReasoningDelta("x"), ToolCallStart("c", "f")):
         with pytest.raises(TypeError):
             encoder.encode(event)
     for answer in (Answer("x", "", (), FINISHED), Answer("", "", (call,), FINISHED)):

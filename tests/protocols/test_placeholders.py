@@ -91,7 +91,7 @@ ANTHROPIC: dict[str, tuple[str, dict[str, Any], str]] = {
     "compaction": (
         "assistant",
         {"type": "compaction", "content": "So far: all went well.", "encrypted_content": "EqEB"},
-        f"\n[compaction: {PARTLY}]\nSo far: all went well.\n",
+        "[Summary of the conversation up to here]\nSo far: all went well.",
     ),
     "sealed compaction": (
         "assistant",

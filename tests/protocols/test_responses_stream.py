@@ -16,12 +16,13 @@ from kvserve.core import (
     Block,
     ContentDelta,
     Finished,
-    OutputDelta,
     ReasoningDelta,
     TextBlock,
     ThinkingBlock,
     ToolCallBlock,
-    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallPiece,
+    ToolCallStart,
     Usage,
     Waiting,
 )
@@ -29,6 +30,7 @@ from kvserve.errors import EngineFailure, NotReady, QueueFull, RequestError
 from kvserve.protocols.responses_items import read_items
 from kvserve.protocols.responses_request import Described
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
+from tests.calls import spoken
 from tests.laws import num_examples
 from tests.protocols.responses_wire import CREATED, ID, MODEL, as_named_sse, described, put_together, stream
 
@@ -49,6 +51,7 @@ CALLS = [
     ToolCallBlock("call0b", "apply_patch", '{"input": "*** Begin\\n日本"}'),
     ToolCallBlock("call0c", "agents__stop", "{}"),
 ]
+CUT_PATCH = ToolCallBlock("call0d", "apply_patch", '{"input": "*** Begin\\n日')
 THOUGHT = [Waiting(0, 120), ReasoningDelta("I should "), ReasoningDelta("greet.\n")]
 HELLO = [ContentDelta("Hel"), ContentDelta("lo 😀")]
 SCENARIOS: dict[str, tuple[dict[str, Any], list[AnswerEvent]]] = {
@@ -58,8 +61,15 @@ SCENARIOS: dict[str, tuple[dict[str, Any], list[AnswerEvent]]] = {
         {"reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"]},
         [*THOUGHT, *HELLO, Finished("stop", USAGE)],
     ),
-    "call": ({"tools": TOOLS}, [*THOUGHT, ToolCallDelta(CALLS[0]), Finished("tool_calls", USAGE)]),
-    "calls": ({"tools": TOOLS}, [*HELLO, *map(ToolCallDelta, CALLS), Finished("tool_calls", USAGE)]),
+    "call": ({"tools": TOOLS}, [*THOUGHT, *spoken(CALLS[0]), Finished("tool_calls", USAGE)]),
+    "calls": (
+        {"tools": TOOLS},
+        [*HELLO, *(event for call in CALLS for event in spoken(call, [1, 14])), Finished("tool_calls", USAGE)],
+    ),
+    "cut": (
+        {"tools": TOOLS},
+        [*spoken(CALLS[0]), *spoken(CUT_PATCH, [1, 14], is_cut=True), Finished("length", USAGE)],
+    ),
     "length": ({"max_output_tokens": 9}, [ContentDelta("Once upon a"), Finished("length", USAGE)]),
 }
 
@@ -141,7 +151,7 @@ def without_parsed(value: Any) -> Any:
     return [without_parsed(each) for each in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "length"])
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in ("length", "cut")])
 def test_the_sdk_reads_stream_and_answer_alike(name: str) -> None:
     """The SDK's final response of a stream is what it reads when nothing is streamed."""
     events = wire(name)
@@ -178,12 +188,16 @@ JSON_OBJECTS = st.dictionaries(TEXT, TEXT | st.integers(), max_size=3).map(json.
 CALL_BLOCKS = st.builds(
     ToolCallBlock, TEXT, st.sampled_from(["bash", "agents__stop", "unheard"]), JSON_OBJECTS
 ) | st.builds(ToolCallBlock, TEXT, st.just("apply_patch"), st.builds(lambda said: json.dumps({"input": said}), TEXT))
-DELTAS: st.SearchStrategy[OutputDelta] = st.one_of(
-    TEXT.map(ReasoningDelta), TEXT.map(ContentDelta), CALL_BLOCKS.map(ToolCallDelta)
+CUTS = st.sets(st.integers(1, 30), max_size=5)
+SAID: st.SearchStrategy[list[AnswerEvent]] = st.one_of(
+    TEXT.map(lambda text: [ReasoningDelta(text)]),
+    TEXT.map(lambda text: [ContentDelta(text)]),
+    st.builds(spoken, CALL_BLOCKS, CUTS),
+    st.just([Waiting(3, 9)]),
 )
-EVENTS = st.builds(
-    lambda deltas, reason: [*deltas, Finished(reason, USAGE)],
-    st.lists(DELTAS | st.just(Waiting(3, 9)), max_size=12),
+EVENTS: st.SearchStrategy[list[AnswerEvent]] = st.builds(
+    lambda groups, reason: [*(event for group in groups for event in group), Finished(reason, USAGE)],
+    st.lists(SAID, max_size=12),
     st.sampled_from(["stop", "length", "tool_calls"]),
 )
 ABOUT = st.sampled_from(
@@ -218,7 +232,7 @@ def said_blocks(events: list[AnswerEvent]) -> list[Block]:
                 piece: Any = ThinkingBlock(text)
             case ContentDelta(text):
                 piece = TextBlock(text)
-            case ToolCallDelta(call):
+            case ToolCallEnd(call):
                 blocks.append((call.call_id, call.name, json.loads(call.arguments)))
                 continue
             case _:
@@ -251,9 +265,49 @@ def test_an_answer_without_its_ids_is_still_one_message(
     thought: str, said: str, calls: list[ToolCallBlock], about: Described
 ) -> None:
     """Clients that drop ids, or the thoughts' text but not their sealed form, send the same message back."""
-    events = [ReasoningDelta(thought), ContentDelta(said), *map(ToolCallDelta, calls), Finished("stop", USAGE)]
+    events = [
+        ReasoningDelta(thought),
+        ContentDelta(said),
+        *(event for call in calls for event in spoken(call)),
+        Finished("stop", USAGE),
+    ]
     output = stream(events, about)[-1]["response"]["output"]
     bare = [{name: value for name, value in item.items() if name != "id"} for item in output]
     if bare[0].get("encrypted_content"):
         bare[0] = {"type": "reasoning", "encrypted_content": bare[0]["encrypted_content"], "summary": []}
     assert read_items(bare, "input") == read_items(output, "input")
+
+
+# --- calls as they come ----------------------------------------------------------------------------------------------
+
+
+@given(st.lists(CALL_BLOCKS, min_size=1, max_size=3), CUTS)
+@settings(max_examples=num_examples(10))
+def test_the_sdk_puts_pieces_of_calls_together(calls: list[ToolCallBlock], cuts: set[int]) -> None:
+    """However arguments are cut, the SDK accumulates the items of the whole response."""
+    said = [event for call in calls for event in spoken(call, cuts)]
+    events = stream([*said, Finished("tool_calls", USAGE)], described(tools=TOOLS))
+    with sdk_reading(as_named_sse(events)).responses.stream(model="m", input="x") as reader:
+        streamed = reader.get_final_response()
+    assert without_parsed([item.to_dict() for item in streamed.output]) == events[-1]["response"]["output"]
+    assert put_together(events) == events[-1]["response"]["output"]
+
+
+def test_a_call_that_was_cut_is_an_incomplete_item() -> None:
+    """It says what there is of its arguments or of a custom tool's input; whole calls before it are completed."""
+    whole, cut = wire("cut")[-1]["response"]["output"]
+    assert (whole["status"], whole["arguments"]) == ("completed", CALLS[0].arguments)
+    assert (cut["status"], cut["input"]) == ("incomplete", "*** Begin\n日")
+
+
+def test_a_custom_tools_input_comes_in_pieces() -> None:
+    """Each piece of the function's arguments is decoded as it comes; an escape waits for its other half."""
+    pieces = ['{"in', 'put": "a\\', "nb", '\\"c', '"', "}"]
+    call = ToolCallBlock("c", "apply_patch", "".join(pieces))
+    encoder = ResponseStreamEncoder(ID, MODEL, CREATED, described(tools=TOOLS))
+    encoder.encode(ToolCallStart("c", "apply_patch"))
+    told = [[event["delta"] for event in encoder.encode(ToolCallPiece(piece))] for piece in pieces]
+    assert told == [[], ["a"], ["\nb"], ['"c'], [], []]
+    done = encoder.encode(ToolCallEnd(call))
+    assert [event["type"] for event in done] == ["response.custom_tool_call_input.done", "response.output_item.done"]
+    assert done[0]["input"] == 'a\nb"c'

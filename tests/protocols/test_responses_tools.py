@@ -1,15 +1,16 @@
 """Tools, choices and text formats of `/v1/responses`, and calls on their way back."""
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvserve.core import ResponseFormat, ToolCallBlock, ToolChoice
 from kvserve.errors import BadRequest
-from kvserve.protocols.responses_tools import call_item, custom_arguments, custom_input
+from kvserve.protocols.responses_tools import CustomInput, call_item, custom_arguments, custom_input
 from tests.protocols.responses_wire import described, parse
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
@@ -57,12 +58,36 @@ def test_a_custom_tools_input_survives_the_function(said: str) -> None:
     assert custom_input(custom_arguments(said)) == said
 
 
-@pytest.mark.parametrize(
-    "arguments", ["", "{", "[]", '"x"', "{}", '{"patch": "x"}', '{"input": 5}', '{"input": "x", "y": 1}']
-)
+@pytest.mark.parametrize("arguments", ["", "{", "[]", '"x"', "{}", '{"patch": "x"}', '{"input": 5}', '{"input":"x"}'])
 def test_arguments_of_another_form_are_the_input_as_they_are(arguments: str) -> None:
     """Nothing that the model wrote is dropped."""
     assert custom_input(arguments) == arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ('{"input": "x", "y": 1}', 'x, "y": 1}'),
+        ('{"input": "x"}}', "x}}"),
+        ('{"input": "x', "x"),
+        ('{"input": "x\\', "x\\"),
+        ('{"input": "a\\qb', "a\\qb"),
+    ],
+)
+def test_what_stands_behind_the_text_belongs_to_the_input(arguments: str, said: str) -> None:
+    """The text has gone out by then, so more is added to it; a cut input is what there is of it."""
+    assert custom_input(arguments) == said
+
+
+@given(st.text(), st.text(), st.sets(st.integers(0, 30), max_size=6))
+@example("a\n", ', "b": 1}', {11, 12, 13})
+def test_a_custom_tools_input_does_not_depend_on_the_cut(said: str, behind: str, cuts: set[int]) -> None:
+    """In any pieces it is the input of the whole arguments."""
+    arguments = custom_arguments(said)[:-1] + behind
+    places = sorted({0, len(arguments), *(cut for cut in cuts if cut < len(arguments))})
+    reader = CustomInput()
+    pieces = [reader.feed(arguments[start:end]) for start, end in pairwise(places)]
+    assert "".join([*pieces, reader.finish()]) == custom_input(arguments)
 
 
 def test_calls_go_back_as_the_client_knows_the_tools() -> None:

@@ -11,11 +11,11 @@ from kvserve.core import (
     Finished,
     ReasoningDelta,
     ToolCallBlock,
-    ToolCallDelta,
     Usage,
     key_digest,
 )
 from kvserve.errors import BadRequest, ContextOverflow, EngineFailure, MemoryExhausted, QueueFull, RequestError
+from tests.calls import spoken
 from tests.protocols.responses_wire import put_together
 from tests.web.fakes import (
     FINISHED,
@@ -29,8 +29,8 @@ from tests.web.fakes import (
 )
 
 PATH = "/v1/responses"
-CALL = ToolCallDelta(ToolCallBlock("call1", "look", '{"at": "é\\u2028"}'))
-ANSWER = (ReasoningDelta("hm"), ContentDelta("He"), ContentDelta("llo\u2028"), CALL, FINISHED)
+CALL = spoken(ToolCallBlock("call1", "look", '{"at": "é\\u2028"}'))
+ANSWER = (ReasoningDelta("hm"), ContentDelta("He"), ContentDelta("llo\u2028"), *CALL, FINISHED)
 
 
 def events_of(raw: bytes) -> list[dict[str, Any]]:

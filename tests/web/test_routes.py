@@ -4,16 +4,17 @@ import json
 
 import pytest
 
-from kvserve.core import KEY_HEADER, ContentDelta, ReasoningDelta, ToolCallBlock, ToolCallDelta, key_digest
+from kvserve.core import KEY_HEADER, ContentDelta, ReasoningDelta, ToolCallBlock, key_digest
 from kvserve.errors import ContextOverflow
+from tests.calls import spoken
 from tests.web.fakes import CHAT, FINISHED, HELLO, FakeService, serving
 
-CALL = ToolCallDelta(ToolCallBlock("call1", "look", '{"at": "é\\u2028"}'))
+CALL = spoken(ToolCallBlock("call1", "look", '{"at": "é\\u2028"}'))
 
 
 def test_a_chat_answer_and_its_stream_say_the_same() -> None:
     """Content, reasoning, calls, finish reason and usage are equal either way."""
-    script = (ReasoningDelta("hm"), ContentDelta("He"), ContentDelta("llo\u2028"), CALL, FINISHED)
+    script = (ReasoningDelta("hm"), ContentDelta("He"), ContentDelta("llo\u2028"), *CALL, FINISHED)
     with serving(FakeService(script=script)) as served, served.connect() as client:
         whole = client.request("POST", "/v1/chat/completions", CHAT).json
         options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -23,7 +24,9 @@ def test_a_chat_answer_and_its_stream_say_the_same() -> None:
     streamed = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
     assert choice["message"]["content"] == "".join(delta.get("content", "") for delta in streamed) == "Hello\u2028"
     assert choice["message"]["reasoning_content"] == "hm"
-    assert choice["message"]["tool_calls"][0]["function"] == streamed[-2]["tool_calls"][0]["function"]
+    functions = [delta["tool_calls"][0]["function"] for delta in streamed if "tool_calls" in delta]
+    told = {"name": functions[0]["name"], "arguments": "".join(function["arguments"] for function in functions)}
+    assert choice["message"]["tool_calls"][0]["function"] == told
     assert json.loads(last)["usage"] == whole["usage"]
 
 

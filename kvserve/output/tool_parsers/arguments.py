@@ -3,13 +3,16 @@
 Both forms write strings as they are and everything else as JSON. So text is read as a string where the schema says
 string, as JSON where it says something else, and, where it allows both or says nothing, as JSON if it is a JSON value
 of an allowed type other than string. Only there can a string be taken for something else: one that reads like JSON.
+
+A value that can only be a string goes to the call's draft as it comes, any other one when it is finished.
 """
 
 from collections.abc import Mapping, Sequence
 
 from kvserve.core import ToolSpec
-from kvserve.output.tool_parsers.form import SPACE, NotACall, ParsedCall
-from kvserve.output.tool_parsers.json_text import read_json, write_json
+from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.form import SPACE, Chain, NotACall, ParsedCall, Reader, text_before
+from kvserve.output.tool_parsers.json_text import escaped, read_json, write_json
 
 JSON_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 _PYTHON_LITERALS: Mapping[str, tuple[object, str]] = {
@@ -18,6 +21,92 @@ _PYTHON_LITERALS: Mapping[str, tuple[object, str]] = {
     "None": (None, "null"),
 }
 _MAX_DEPTH = 32
+_WORDS = (("null", "null"), ("true", "boolean"), ("false", "boolean"))
+_NUMBER_CHARS = frozenset("+-.0123456789eE")
+_MAX_NUMBER_CHARS = 64
+
+
+class TypedArguments:
+    """The arguments of one call of the tool `name`, read one after the other. `in_own_lines`: one line end on either
+    side of a value belongs to the form."""
+
+    def __init__(self, name: str, tools: Sequence[ToolSpec], draft: Draft, *, in_own_lines: bool = False) -> None:
+        self._name = name
+        self._tools = tools
+        self._schema = parameters_of(name, tools)
+        self._draft = draft
+        self._in_own_lines = in_own_lines
+        self._values: list[tuple[str, str]] = []
+        self._keys: set[str] = set()
+
+    def read(self, key: str, *, more: Chain, last: Chain) -> Reader[Chain]:
+        """Reads the value of `key` up to one of these chains; behind `more` another argument follows."""
+        self._draft.open(self._name)
+        if self._draft.is_open and key in self._keys:
+            raise NotACall("an argument occurs twice")
+        self._keys.add(key)
+        self._draft.write(f"{'' if self._values else '{'}{write_json(key)}: ")
+        types = types_of(property_schema(self._schema, key), self._schema)
+        value = _Value(self._draft, types, in_own_lines=self._in_own_lines)
+        try:
+            chain = yield from text_before((more, last), value.put)
+        except NotACall:
+            value.break_off()
+            raise
+        self._values.append((key, value.finish()))
+        if chain == more:
+            self._draft.write(", ")
+        return chain
+
+    def call(self) -> ParsedCall:
+        """The whole call. Raises NotACall."""
+        self._draft.write("}")
+        return typed_call(self._name, self._values, self._tools)
+
+
+class _Value:
+    """One value as it is written."""
+
+    def __init__(self, draft: Draft, types: frozenset[str], *, in_own_lines: bool) -> None:
+        self._draft = draft
+        self._types = types
+        self._in_own_lines = in_own_lines
+        self._text: list[str] = []
+        self._waiting = ""
+        self._is_string = types == {"string"}
+        if self._is_string:
+            draft.write('"')
+
+    def put(self, text: str) -> None:
+        """The value goes on with `text`."""
+        if text and self._in_own_lines and not self._text:
+            self._text.append("")  # one line end before the value was looked for
+            text = text.removeprefix("\n")
+        self._text.append(text)
+        if self._draft.is_open and text:
+            self._waiting += text
+            self._write_certain()
+
+    def _write_certain(self) -> None:
+        certain = self._waiting.removesuffix("\n") if self._in_own_lines else self._waiting
+        if not self._is_string and certain and must_be_string(certain, self._types):
+            self._is_string = True
+            self._draft.write('"')
+        if self._is_string:
+            self._draft.write(escaped(certain))
+            self._waiting = self._waiting[len(certain) :]
+
+    def finish(self) -> str:
+        """The whole text of the value: nothing more comes."""
+        text = "".join(self._text)
+        if self._in_own_lines:
+            text = text.removesuffix("\n")
+        self._draft.write('"' if self._is_string else write_json(read_argument(text, self._types)))
+        return text
+
+    def break_off(self) -> None:
+        """No end of the value comes: what there is of it is the beginning of a string."""
+        self._draft.write(("" if self._is_string else '"') + escaped(self._waiting))
 
 
 def typed_call(name: str, values: Sequence[tuple[str, str]], tools: Sequence[ToolSpec]) -> ParsedCall:
@@ -115,6 +204,22 @@ def read_argument(text: str, types: frozenset[str]) -> object:
     except ValueError:
         return text
     return value if fits or not exact else text
+
+
+def must_be_string(text: str, types: frozenset[str]) -> bool:
+    """Whether every value that begins with `text`, which is not empty, is read as a string where `types` are allowed.
+    False also where that is not looked for, in a long number."""
+    if "string" not in types:
+        return False
+    match text[0]:
+        case "{":
+            return "object" not in types
+        case "[":
+            return "array" not in types
+        case "-" | "0" | "1" | "2" | "3" | "4" | "5" | "6" | "7" | "8" | "9":
+            is_long = len(text) > _MAX_NUMBER_CHARS
+            return not types & {"number", "integer"} or (not is_long and not _NUMBER_CHARS.issuperset(text))
+    return not any(word.startswith(text) and name in types for word, name in _WORDS)
 
 
 def write_argument(value: object) -> str:

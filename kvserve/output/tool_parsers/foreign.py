@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import ToolSpec
+from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import END, NotACall, ParsedCall, Scan, ToolForm
 from kvserve.output.tool_parsers.hermes import read_arguments
 from kvserve.output.tool_parsers.json_text import read_json, write_json
@@ -27,7 +28,8 @@ class ForeignToolForm:
         """This form as the splitter uses it."""
         return ToolForm("foreign", self.open_tag, self._scan, inner_tags=(self.close_tag,))
 
-    def _scan(self, tools: Sequence[ToolSpec]) -> Scan:
+    def _scan(self, tools: Sequence[ToolSpec], _: Draft) -> Scan:
+        """The draft stays empty: only the whole text can be given to the parser."""
         chars: list[str] = []
         while True:
             char = yield

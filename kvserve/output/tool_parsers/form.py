@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import ToolSpec
+from kvserve.output.tool_parsers.draft import Draft
 
 END = ""
 """Sent to a scan when the turn is over: no character equals it."""
@@ -16,7 +17,8 @@ SPACE = frozenset(" \t\r\n")
 
 
 class NotACall(ValueError):
-    """The text is not a call of this form. It never leaves this room: the text becomes content."""
+    """The text is not a call of this form. It never leaves this room: the text becomes content, or, behind the
+    beginning of a call that was sent already, arguments as the model wrote them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +31,24 @@ class ParsedCall:
 
 type Scan = Generator[None, str, list[ParsedCall]]
 type Reader[T] = Generator[None, str, T]
+type Chain = tuple[str, ...]
+"""Tags with nothing but white space between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """A form: `scan(tools)` reads what follows `open_tag`; `stray_close` is a tag some models write after it.
+    """A form: `scan(tools, draft)` reads what follows `open_tag` and writes to the draft what is certain already;
+    `stray_close` is a tag some models write after it.
 
-    `inner_tags` are the others that it is written with.
+    `inner_tags` are the others that it is written with, `close_tags` those of them that end a call.
     """
 
     name: str
     open_tag: str
-    scan: Callable[[Sequence[ToolSpec]], Scan]
+    scan: Callable[[Sequence[ToolSpec], Draft], Scan]
     stray_close: str | None = None
     inner_tags: tuple[str, ...] = ()
+    close_tags: tuple[str, ...] = ()
 
 
 def parse_text(form: ToolForm, text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
@@ -55,7 +61,7 @@ def parse_text(form: ToolForm, text: str, tools: Sequence[ToolSpec]) -> list[Par
     if not body.startswith(form.open_tag):
         raise NotACall(f"no {form.open_tag}")
     body = body.removeprefix(form.open_tag)
-    scan = form.scan(tools)
+    scan = form.scan(tools, Draft())
     next(scan)
     for index, char in enumerate(body):
         try:
@@ -111,34 +117,66 @@ def text_until(char: str, closing_tag: str) -> Reader[str]:
     return "".join(label)
 
 
-def value_until(closing_tag: str, chains: Sequence[tuple[str, ...]]) -> Reader[tuple[str, str]]:
-    """Free text up to the first `closing_tag` that one of `chains` follows, and the first tag of that chain.
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Text from `start` on may be `chain`: all before its tag `index` was there, and `offset` characters of that."""
 
-    A chain is tags with nothing but white space between them. A closing tag followed by anything else is part of
-    the value, so that a value may contain it.
+    start: int
+    chain: Chain
+    index: int = 0
+    offset: int = 0
+
+    @property
+    def is_end(self) -> bool:
+        return self.index == len(self.chain)
+
+    def after(self, char: str) -> "_Place | None":
+        """The place behind `char`; None where the chain does not go on like that."""
+        tag = self.chain[self.index]
+        if char != tag[self.offset]:
+            return self if self.offset == 0 and self.index and char in SPACE else None
+        is_whole = self.offset + 1 == len(tag)
+        return _Place(self.start, self.chain, self.index + is_whole, 0 if is_whole else self.offset + 1)
+
+
+def text_before(chains: Sequence[Chain], put: Callable[[str], None]) -> Reader[Chain]:
+    """Free text up to the first of `chains`, and that chain; `put` gets each piece as soon as it is certain.
+
+    A tag that is not followed by the rest of its chain is text. Where the turn ends first, `put` gets all that was
+    left and NotACall is raised.
     """
-    lasts = {chain[-1][-1] for chain in chains}
-    chars: list[str] = []
+    firsts = frozenset(chain[0][0] for chain in chains)
+    held, num_put = "", 0
+    places: list[_Place] = []
     while True:
         char = yield
         if char == END:
-            raise NotACall("the value is not finished")
-        chars.append(char)
-        if char not in lasts:
+            put(held)
+            raise NotACall("the text is not finished")
+        if not places and char not in firsts:
+            num_put += 1
+            put(char)
             continue
-        for chain in chains:
-            end = _before(chars, (closing_tag, *chain))
-            if end is not None:
-                return "".join(chars[:end]), chain[0]
+        here = [*places, *(_Place(num_put + len(held), chain) for chain in chains)]
+        places = [moved for place in here if (moved := place.after(char)) is not None]
+        held += char
+        end = next((place for place in places if place.is_end), None)
+        start = end.start if end is not None else min((place.start for place in places), default=num_put + len(held))
+        if start > num_put:
+            put(held[: start - num_put])
+            held, num_put = held[start - num_put :], start
+        if end is not None:
+            return end.chain
 
 
-def _before(chars: list[str], chain: tuple[str, ...]) -> int | None:
-    """Where `chain` begins, if `chars` ends with it; the tags' lengths and the white space bound the work."""
-    end = len(chars)
-    for tag in reversed(chain):
-        while end and tag is not chain[-1] and chars[end - 1] in SPACE:
-            end -= 1
-        if end < len(tag) or "".join(chars[end - len(tag) : end]) != tag:
-            return None
-        end -= len(tag)
-    return end
+def end_of_call(endings: Sequence[Chain]) -> Reader[None]:
+    """One of `endings`, behind arguments that are whole; the end of the turn may come before the last tag does."""
+    char = yield from skip_space((yield))
+    places = [_Place(0, chain) for chain in endings]
+    while char != END:
+        places = [moved for place in places if (moved := place.after(char)) is not None]
+        if not places:
+            raise NotACall(f"unexpected {char!r} behind the arguments")
+        if any(place.is_end for place in places):
+            return
+        char = yield

@@ -8,7 +8,8 @@ that very sequence. Without arguments the name must be that of a given tool; ano
 from collections.abc import Sequence
 
 from kvserve.core import ToolSpec
-from kvserve.output.tool_parsers.arguments import typed_call, write_argument
+from kvserve.output.tool_parsers.arguments import TypedArguments, write_argument
+from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import (
     NotACall,
     ParsedCall,
@@ -19,7 +20,6 @@ from kvserve.output.tool_parsers.form import (
     parse_text,
     skip_space,
     text_until,
-    value_until,
 )
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -27,19 +27,18 @@ KEY_OPEN, KEY_CLOSE = "<arg_key>", "</arg_key>"
 VALUE_OPEN, VALUE_CLOSE = "<arg_value>", "</arg_value>"
 
 
-def scan(tools: Sequence[ToolSpec]) -> Scan:
+def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
     """Reads what follows `<tool_call>`."""
     name, char = yield from _name((yield from skip_space((yield))))
     tag = yield from one_of((yield from skip_space(char)), (KEY_OPEN, CLOSE))
     if tag == CLOSE and tools and name not in {tool.name for tool in tools}:
         raise NotACall("a word, not a tool")
-    values: list[tuple[str, str]] = []
+    arguments = TypedArguments(name, tools, draft)
     while tag == KEY_OPEN:
         key = yield from text_until((yield), KEY_CLOSE)
         yield from one_of((yield from skip_space((yield))), (VALUE_OPEN,))
-        value, tag = yield from value_until(VALUE_CLOSE, ((KEY_OPEN,), (CLOSE,)))
-        values.append((key, value))
-    return [typed_call(name, values, tools)]
+        _, tag, *_ = yield from arguments.read(key, more=(VALUE_CLOSE, KEY_OPEN), last=(VALUE_CLOSE, CLOSE))
+    return [arguments.call()]
 
 
 def _name(char: str) -> Reader[tuple[str, str]]:
@@ -52,7 +51,7 @@ def _name(char: str) -> Reader[tuple[str, str]]:
     return "".join(name), char
 
 
-GLM = ToolForm("glm", OPEN, scan, inner_tags=(KEY_OPEN, KEY_CLOSE, VALUE_OPEN, VALUE_CLOSE, CLOSE))
+GLM = ToolForm("glm", OPEN, scan, inner_tags=(KEY_OPEN, KEY_CLOSE, VALUE_OPEN, VALUE_CLOSE, CLOSE), close_tags=(CLOSE,))
 
 
 def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:

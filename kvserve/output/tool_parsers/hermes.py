@@ -1,24 +1,52 @@
 """The JSON form of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
 The end is where the JSON value ends, so a closing tag inside a string is text and nothing is ambiguous. A list of such
-objects is several calls. An object with other keys is not a call: taking it for one would drop what they say.
+objects is several calls. An object with other keys is not a call: taking it for one would drop what they say. A call is
+certain once its arguments open behind its name; then its own last bracket and the closing tag may be missing.
 """
 
 from collections.abc import Sequence
 
 from kvserve.core import ToolSpec
-from kvserve.output.tool_parsers.form import NotACall, ParsedCall, Scan, ToolForm, one_of, parse_text, skip_space
+from kvserve.output.tool_parsers.draft import Draft
+from kvserve.output.tool_parsers.form import (
+    NotACall,
+    ParsedCall,
+    Scan,
+    ToolForm,
+    end_of_call,
+    one_of,
+    parse_text,
+    skip_space,
+)
 from kvserve.output.tool_parsers.json_text import json_container, read_json, write_json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ARGUMENT_KEYS = ("arguments", "parameters")
+_HEADS = [["name", key] for key in ARGUMENT_KEYS]
 
 
-def scan(tools: Sequence[ToolSpec]) -> Scan:
+def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
     """Reads what follows `<tool_call>`."""
-    text = yield from json_container((yield from skip_space((yield))))
+    text = yield from json_container((yield from skip_space((yield))), stops_at=lambda head: _opens(head, draft))
+    if draft.name is not None:
+        arguments = yield from json_container("{", draft)
+        yield from end_of_call((("}", CLOSE), (CLOSE,)))
+        draft.write("}")
+        return [ParsedCall(draft.name, read_arguments(arguments))]
     yield from one_of((yield from skip_space((yield))), (CLOSE,))
     return read_calls(text)
+
+
+def _opens(head: str, draft: Draft) -> bool:
+    """Whether the object that follows `head` is the arguments of the call whose name stands in it."""
+    try:
+        members = read_json(f"{head}null}}")
+    except ValueError:
+        return False
+    if isinstance(members, dict) and list(members) in _HEADS and isinstance(members["name"], str):
+        draft.open(members["name"])
+    return draft.is_open
 
 
 def read_calls(text: str) -> list[ParsedCall]:
@@ -56,7 +84,7 @@ def read_arguments(value: object) -> dict[str, object]:
     return value
 
 
-HERMES = ToolForm("hermes", OPEN, scan, inner_tags=(CLOSE,))
+HERMES = ToolForm("hermes", OPEN, scan, inner_tags=(CLOSE,), close_tags=(CLOSE,))
 
 
 def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:

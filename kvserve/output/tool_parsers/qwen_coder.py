@@ -8,8 +8,10 @@ follow (white space aside), so what cannot be told apart is a string value that 
 from collections.abc import Sequence
 
 from kvserve.core import ToolSpec
-from kvserve.output.tool_parsers.arguments import typed_call, write_argument
+from kvserve.output.tool_parsers.arguments import TypedArguments, write_argument
+from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import (
+    Chain,
     NotACall,
     ParsedCall,
     Scan,
@@ -18,7 +20,6 @@ from kvserve.output.tool_parsers.form import (
     parse_text,
     skip_space,
     text_until,
-    value_until,
 )
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -26,18 +27,18 @@ FUNCTION_OPEN, FUNCTION_CLOSE = "<function=", "</function>"
 PARAMETER_OPEN, PARAMETER_CLOSE = "<parameter=", "</parameter>"
 
 
-def scan(tools: Sequence[ToolSpec]) -> Scan:
+def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
     """Reads what follows `<tool_call>`."""
     yield from one_of((yield from skip_space((yield))), (FUNCTION_OPEN,))
-    return (yield from _function(tools, (FUNCTION_CLOSE, CLOSE)))
+    return (yield from _function(tools, (FUNCTION_CLOSE, CLOSE), draft))
 
 
-def scan_bare(tools: Sequence[ToolSpec]) -> Scan:
+def scan_bare(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
     """Reads what follows `<function=`."""
-    return (yield from _function(tools, (FUNCTION_CLOSE,)))
+    return (yield from _function(tools, (FUNCTION_CLOSE,), draft))
 
 
-def _function(tools: Sequence[ToolSpec], closing: tuple[str, ...]) -> Scan:
+def _function(tools: Sequence[ToolSpec], closing: Chain, draft: Draft) -> Scan:
     name = (yield from text_until((yield), ">")).strip()
     if not name or any(char.isspace() for char in name):
         raise NotACall("no name")
@@ -45,17 +46,24 @@ def _function(tools: Sequence[ToolSpec], closing: tuple[str, ...]) -> Scan:
     if tag == FUNCTION_CLOSE:
         for outer in closing[1:]:
             yield from one_of((yield from skip_space((yield))), (outer,))
-    values: list[tuple[str, str]] = []
+    arguments = TypedArguments(name, tools, draft, in_own_lines=True)
+    more, last = (PARAMETER_CLOSE, PARAMETER_OPEN), (PARAMETER_CLOSE, *closing)
     while tag == PARAMETER_OPEN:
         key = yield from text_until((yield), ">")
-        value, tag = yield from value_until(PARAMETER_CLOSE, ((PARAMETER_OPEN,), closing))
-        values.append((key, value.removeprefix("\n").removesuffix("\n")))
-    return [typed_call(name, values, tools)]
+        _, tag, *_ = yield from arguments.read(key, more=more, last=last)
+    return [arguments.call()]
 
 
 _INNER_TAGS = (PARAMETER_OPEN, PARAMETER_CLOSE, FUNCTION_CLOSE)
-QWEN_CODER = ToolForm("qwen_coder", OPEN, scan, inner_tags=(FUNCTION_OPEN, *_INNER_TAGS, CLOSE))
-QWEN_CODER_BARE = ToolForm("qwen_coder_bare", FUNCTION_OPEN, scan_bare, stray_close=CLOSE, inner_tags=_INNER_TAGS)
+QWEN_CODER = ToolForm("qwen_coder", OPEN, scan, inner_tags=(FUNCTION_OPEN, *_INNER_TAGS, CLOSE), close_tags=(CLOSE,))
+QWEN_CODER_BARE = ToolForm(
+    "qwen_coder_bare",
+    FUNCTION_OPEN,
+    scan_bare,
+    stray_close=CLOSE,
+    inner_tags=_INNER_TAGS,
+    close_tags=(FUNCTION_CLOSE,),
+)
 
 
 def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:

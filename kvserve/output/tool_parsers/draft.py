@@ -1,0 +1,56 @@
+"""A call on its way: its name and its arguments' text as far as they are certain. It knows no form and no stream."""
+
+from collections.abc import Collection
+
+
+class Draft:
+    """What a scan is certain of while it reads a call, for the client that wants it before the call is finished.
+
+    Only a call of a tool that is `offered` is ever opened; until then, and for others, nothing is written. The text is
+    the JSON that a whole call's arguments are sent as. Its last bracket is written last of all, so whatever breaks off
+    before is no JSON value.
+    """
+
+    def __init__(self, offered: Collection[str] = ()) -> None:
+        self._offered = offered
+        self._written: list[str] = []
+        self._num_taken = 0
+        self._held: list[str] = []
+        self.name: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is certain that this is a call, and of which tool."""
+        return self.name is not None
+
+    @property
+    def arguments(self) -> str:
+        """The arguments' text so far."""
+        return "".join(self._written)
+
+    @property
+    def held(self) -> str:
+        """The characters of the source that nothing was written for yet."""
+        return "".join(self._held)
+
+    def open(self, name: str) -> None:
+        """A call of `name` has begun, if such a tool is offered."""
+        if name in self._offered:
+            self.name = name
+
+    def hold(self, char: str) -> None:
+        """A character of the source comes, which the scan has not read yet."""
+        if self.name is not None:
+            self._held.append(char)
+
+    def write(self, text: str, *, num_ahead: int = 0) -> None:
+        """What was held means `text`, but for its last `num_ahead` characters."""
+        if self.name is not None:
+            self._written.append(text)
+            self._held = self._held[-num_ahead:] if num_ahead else []
+
+    def take(self) -> str:
+        """What was written since the last call."""
+        new = "".join(self._written[self._num_taken :])
+        self._num_taken = len(self._written)
+        return new
