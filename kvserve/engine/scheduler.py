@@ -309,9 +309,9 @@ class Scheduler:
     def _decoder(self, row: Row) -> Decoder:
         sampling, num_prompt_tokens = row.request.sampling, len(row.request.prompt)
         processors = processors_for(sampling, num_prompt_tokens)
-        if row.constraint is not None:
-            row.constraint.reset()
-            processors.append(row.constraint)
+        for constraint in row.constraints:
+            constraint.reset()
+            processors.append(constraint)
         return Decoder(sampler_for(sampling, self._model.vocab_size), processors, sampling.seed is not None)
 
     def _settle(self, step: Step) -> None:

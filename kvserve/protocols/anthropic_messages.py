@@ -108,9 +108,6 @@ def _read_thinking_object(value: object, path: str) -> Fields | None:
 
 def _thinking(fields: Fields, body: JsonObject) -> ThinkingChoice:
     """`thinking` switches, `output_config.effort` says how much, `context_management` may keep that of old turns."""
-    said = fields.optional("thinking", _read_thinking_object)
-    if said is not None:
-        said.optional("budget_tokens", integer(0, MAX_TOKEN_COUNT))
     choice = read_thinking(body)
     config = fields.optional("output_config", mapping)
     effort = config.optional("effort", word(*LEVELS)) if config is not None else None

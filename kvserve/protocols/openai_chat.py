@@ -25,8 +25,9 @@ from kvserve.errors import BadRequest, RequestError
 from kvserve.protocols.fields import flag, places, text, with_extra_body
 from kvserve.protocols.openai_errors import encode_error
 from kvserve.protocols.openai_messages import read_messages
-from kvserve.protocols.openai_tools import read_response_format, read_tool_choice, read_tools
+from kvserve.protocols.openai_tools import field_names, read_response_format, read_tool_choice, read_tools
 from kvserve.protocols.openai_usage import encode_usage
+from kvserve.protocols.renaming import FieldNames
 from kvserve.protocols.sampling import (
     check_tolerated,
     read_max_tokens,
@@ -57,11 +58,12 @@ _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A parsed body: the turn, and how the answer travels."""
+    """A parsed body: the turn, how the answer travels, and what it calls the fields that are judged later."""
 
     turn: Turn
     stream: bool
     include_usage: bool
+    names: FieldNames = FieldNames()
 
 
 def parse_chat(
@@ -93,7 +95,7 @@ def parse_chat(
         template_arguments=read_template_arguments(body),
         session=read_session(body, headers),
     )
-    return ChatRequest(turn, stream, include_usage)
+    return ChatRequest(turn, stream, include_usage, field_names(fields))
 
 
 def read_template_arguments(body: JsonObject) -> JsonObject:

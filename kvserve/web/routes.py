@@ -34,14 +34,15 @@ def post_chat(exchange: Exchange, service: WebService) -> None:
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = openai_chat.parse_chat(body, headers, service.defaults, exchange.request_id)
     served = service.begin(request.turn)
-    running = service.serve(request.turn, served)
     created = int(time.time())
-    if request.stream:
-        encoder = openai_chat.ChatStreamEncoder(exchange.request_id, served.name, created, request.include_usage)
-        stream_turn(exchange, running, encoder, [encoder.role_chunk()])
-    else:
+    with request.names.speaking():
+        running = service.serve(request.turn, served)
+        if request.stream:
+            encoder = openai_chat.ChatStreamEncoder(exchange.request_id, served.name, created, request.include_usage)
+            stream_turn(exchange, running, encoder, [encoder.role_chunk()])
+            return
         answer = collect(whole_answer_events(exchange, running))
-        exchange.send_json(200, openai_chat.encode_answer(answer, exchange.request_id, served.name, created))
+    exchange.send_json(200, openai_chat.encode_answer(answer, exchange.request_id, served.name, created))
 
 
 def post_completion(exchange: Exchange, service: WebService) -> None:
@@ -49,16 +50,17 @@ def post_completion(exchange: Exchange, service: WebService) -> None:
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = openai_completions.parse_completion(body, headers, service.defaults, exchange.request_id)
     served = service.begin(request.turn)
-    running = service.serve(request.turn, served)
     created = int(time.time())
-    if request.stream:
-        encoder = openai_completions.CompletionStreamEncoder(
-            exchange.request_id, served.name, created, request.include_usage
-        )
-        stream_turn(exchange, running, encoder, [])
-    else:
+    with request.names.speaking():
+        running = service.serve(request.turn, served)
+        if request.stream:
+            encoder = openai_completions.CompletionStreamEncoder(
+                exchange.request_id, served.name, created, request.include_usage
+            )
+            stream_turn(exchange, running, encoder, [])
+            return
         answer = collect(whole_answer_events(exchange, running))
-        exchange.send_json(200, openai_completions.encode_completion(answer, exchange.request_id, served.name, created))
+    exchange.send_json(200, openai_completions.encode_completion(answer, exchange.request_id, served.name, created))
 
 
 def post_messages(exchange: Exchange, service: WebService) -> None:

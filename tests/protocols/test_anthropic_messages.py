@@ -78,7 +78,7 @@ def test_tool_choice(choice: Any, expected: ToolChoice, is_parallel: bool) -> No
     ("fields", "expected", "shows"),
     [
         ({}, ThinkingChoice(), True),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, ThinkingChoice(True), True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, ThinkingChoice(True, max_num_tokens=1024), True),
         ({"thinking": {"type": "disabled"}}, ThinkingChoice(False), True),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, ThinkingChoice(True), False),
         ({"thinking": {"type": "adaptive", "display": "summarized"}}, ThinkingChoice(True), True),
