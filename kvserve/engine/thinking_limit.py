@@ -27,8 +27,8 @@ class ThinkingLimiter:
         self._is_open = self._limit.is_open
         self._num_thought = 0
         self._num_known_tokens = self._next_look = self._num_prompt_tokens
-        self._num_forced = 0
         self._text = ""
+        self._last: tuple[int, ...] = ()
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if len(tokens) < self._next_look:
@@ -39,32 +39,31 @@ class ThinkingLimiter:
         num_left = self._limit.max_num_tokens - self._num_thought
         if self._is_open and num_left <= 0:
             return self._closing(logits)
-        self._num_forced = 0
         self._next_look = len(tokens) + max(1, min(num_left, LOOK_EVERY_TOKENS))
         return logits
 
     def _closing(self, logits: mx.array) -> mx.array:
-        closing = self._limit.closing_ids[self._num_forced]
-        if logits[0, closing].item() == -mx.inf:
-            self._num_forced = 0
+        closing, last = self._limit.closing_ids, self._last
+        num_written = max(count for count in range(len(closing)) if last[len(last) - count :] == closing[:count])
+        token = closing[num_written]
+        if logits[0, token].item() == -mx.inf:
             return logits
-        self._num_forced += 1
-        return keep_only(mx.arange(logits.shape[-1]) == closing, logits)
+        return keep_only(mx.arange(logits.shape[-1]) == token, logits)
 
     def _read(self, token: int) -> None:
         """Count a token, and see whether it ends or begins thinking."""
         limit = self._limit
+        self._last = (*self._last, token)[-len(limit.closing_ids) :]
         self._text += limit.decode((token,))
         if self._is_open:
             self._num_thought += 1
-            _, is_there, behind = self._text.partition(limit.closing)
-            is_there = is_there or ("forced" if self._num_forced == len(limit.closing_ids) else "")
-            self._text = behind if is_there else self._text[-len(limit.closing) :]
-            self._is_open = not is_there
+            _, tag, behind = self._text.partition(limit.closing)
+            self._is_open = not tag and self._last != limit.closing_ids
+            self._text = self._text[-len(limit.closing) :] if self._is_open else behind
             return
-        before, is_there, behind = self._text.partition(limit.opening)
+        before, tag, behind = self._text.partition(limit.opening)
         line = before.rpartition("\n")[2]
-        if is_there:
+        if tag:
             self._is_open = limit.anywhere or not line.strip()
             self._text = behind if self._is_open else f"~{behind}"
         elif line.strip():  # of a line with text only the end can still begin a tag

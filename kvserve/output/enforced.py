@@ -124,7 +124,7 @@ def _reduced(
 
     Keys are put in row by row; where the schema stops being accepted a bisection finds the key that made it so.
     """
-    rest, kept, left_out, num_tries = _keys(schema), set[Path](), list[Path](), 0
+    rest, kept, left_out, num_tries = _keys(schema, accepts), set[Path](), list[Path](), 0
 
     def is_accepted(some: Iterable[Path]) -> bool:
         nonlocal num_tries
@@ -151,17 +151,21 @@ def _reduced(
     return part if isinstance(part, dict) else {}, left_out
 
 
-def _keys(schema: JsonObject) -> list[Path]:
-    """Every key of every object in the schema. What holds others comes first, outermost first: a definition is there
-    before it is filled and before it is referred to."""
+def _keys(schema: JsonObject, accepts: Callable[[object], bool]) -> list[Path]:
+    """Every key of every object in the schema, outermost first. Those of objects, whose own keys follow, stand before
+    all others: a definition is there before it is filled and before it is referred to. Those that are not accepted
+    even alone stand last: they are more likely to be at fault than what they are refused with."""
+    alone: dict[str, bool] = {}
 
     def rank(path: Path, value: object) -> tuple[int, int]:
-        if _holds_objects(value):
+        if isinstance(value, Mapping) or value is True or _holds_objects(value):
             return 0, len(path)
-        return (1 if isinstance(value, Mapping | list) else 3 if isinstance(value, str) else 2), 0
+        part = {str(path[-1]): value}
+        if (text := json.dumps(part)) not in alone:
+            alone[text] = len(alone) >= MAX_TRIES or accepts(part)
+        return (1 if alone[text] else 2), len(path)
 
-    found = list(_walk(schema, ()))
-    return [path for path, value in sorted(found, key=lambda item: rank(*item))]
+    return [path for path, _ in sorted(_walk(schema, ()), key=lambda item: rank(*item))]
 
 
 def _walk(value: object, path: Path) -> Iterable[tuple[Path, object]]:
@@ -175,8 +179,7 @@ def _walk(value: object, path: Path) -> Iterable[tuple[Path, object]]:
 
 
 def _holds_objects(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return any(isinstance(inner, Mapping) or _holds_objects(inner) for inner in value.values())
+    """Whether a list has objects in it, at any depth."""
     return isinstance(value, list) and any(isinstance(inner, Mapping) or _holds_objects(inner) for inner in value)
 
 
