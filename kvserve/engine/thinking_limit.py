@@ -51,12 +51,15 @@ class ThinkingLimiter:
         return keep_only(mx.arange(logits.shape[-1]) == token, logits)
 
     def _read(self, token: int) -> None:
-        """Count a token, and see whether it ends or begins thinking."""
+        """See whether a token ends or begins thinking, and count it if the model thinks then, as the usage does."""
+        self._follow(token)
+        self._num_thought += self._is_open
+
+    def _follow(self, token: int) -> None:
         limit = self._limit
         self._last = (*self._last, token)[-len(limit.closing_ids) :]
         self._text += limit.decode((token,))
         if self._is_open:
-            self._num_thought += 1
             _, tag, behind = self._text.partition(limit.closing)
             self._is_open = not tag and self._last != limit.closing_ids
             self._text = self._text[-len(limit.closing) :] if self._is_open else behind

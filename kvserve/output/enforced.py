@@ -5,6 +5,7 @@ where it stands and nothing more; llguidance's lenient mode drops a keyword that
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,8 @@ MAX_TRIES = 200
 
 MAX_NAMED = 6
 """Places that a note names."""
+
+_KEYWORD = re.compile(r'"([^"]*)"')
 
 type Path = tuple[str | int, ...]
 
@@ -109,9 +112,8 @@ def _warnings(schema: object) -> tuple[str, ...]:
     """What lenient mode drops, in a person's words: the keywords where they are told, else the warning."""
     said: list[str] = []
     for warning in _tried(schema, strict=False)[1]:
-        head, _, listed = warning.partition("Unimplemented keys: ")
-        said += json.loads(listed) if listed and not head else warning.splitlines()[:1]
-    return tuple(said)
+        said += _KEYWORD.findall(warning) if warning.startswith("Unimplemented keys") else warning.splitlines()[:1]
+    return tuple(dict.fromkeys(said))
 
 
 # --- what to leave out ------------------------------------------------------------------------------------------------

@@ -67,10 +67,12 @@ def words(kind: str, count: int) -> list[int]:
 @given(st.integers(0, 80), st.integers(0, 200))
 @settings(max_examples=num_examples(25), deadline=None)
 def test_thinking_is_ended_at_its_limit(kind: str, is_open: bool, limit: int, thought: int) -> None:
-    """It has as many tokens as the model wants, at most the limit; then its end follows, and everything is free."""
+    """It has as many tokens as the model wants, at most the limit, the one that opens it included; then its end
+    follows, and everything is free."""
     opening, closing = (list(TOKENIZERS[kind].encode(tag)) for tag in TAGS[kind])
     head, said, text = [] if is_open else opening, words(kind, thought), words(kind, 90)
     answer = written(kind, limited(kind, limit, is_open=is_open), [*head, *said, *closing, *text])
+    limit = limit if is_open else max(0, limit - 1)
     if thought <= limit:
         assert answer == [*head, *said, *closing, *text]
     else:
@@ -82,7 +84,8 @@ def test_thinking_that_is_opened_again_is_ended_at_once(kind: str) -> None:
     """The limit is that of the answer's thinking, however many pieces it has; text between them does not count."""
     opening, closing = (list(TOKENIZERS[kind].encode(tag)) for tag in TAGS[kind])
     first = [*opening, *words(kind, 4), *closing, *words(kind, 90)]
-    answer = written(kind, limited(kind, 4 + len(closing) + 2, is_open=False), [*first, *opening, *words(kind, 5)])
+    limit = 4 + len(closing) + 3  # of each piece the first token counts that opens it, and not the last that ends it
+    answer = written(kind, limited(kind, limit, is_open=False), [*first, *opening, *words(kind, 5)])
     assert answer == [*first, *opening, *words(kind, 2), *closing, *words(kind, 3)]
 
 
