@@ -21,7 +21,7 @@ from kvserve.core import (
 from kvserve.errors import BadRequest, RequestError
 from kvserve.protocols.fields import MAX_TOKEN_COUNT, filled_text, integer, list_of, mistyped, text, with_extra_body
 from kvserve.protocols.openai_errors import encode_error
-from kvserve.protocols.openai_tools import field_names, read_response_format
+from kvserve.protocols.openai_tools import content_names, read_response_format
 from kvserve.protocols.openai_usage import encode_usage
 from kvserve.protocols.renaming import FieldNames
 from kvserve.protocols.sampling import (
@@ -82,7 +82,7 @@ def parse_completion(
         thinking=read_thinking(body),
         session=read_session(body, headers),
     )
-    return CompletionRequest(turn, stream, include_usage, field_names(fields))
+    return CompletionRequest(turn, stream, include_usage, content_names(fields))
 
 
 def read_prompt(value: object, path: str) -> str | tuple[int, ...]:

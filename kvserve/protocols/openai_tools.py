@@ -101,9 +101,13 @@ def field_names(fields: Fields) -> FieldNames:
     """What the schemas are called in a body that was read without an error."""
     tools = [f"{tool.path}.function.parameters" for tool in fields.optional("tools", list_of(mapping)) or ()]
     functions = [f"{function.path}.parameters" for function in fields.optional("functions", list_of(mapping)) or ()]
+    return replace(content_names(fields), parameters=tuple(tools or functions))
+
+
+def content_names(fields: Fields) -> FieldNames:
+    """The same for a body without tools."""
     said = fields.optional("response_format", mapping)
-    names = FieldNames(parameters=tuple(tools or functions))
-    return names if said is None else replace(names, schema=f"{said.path}.json_schema.schema")
+    return FieldNames() if said is None else FieldNames(schema=f"{said.path}.json_schema.schema")
 
 
 def read_response_format(fields: Fields) -> ResponseFormat:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -20,7 +22,9 @@ from kvserve.output.splitter import Splitter
 from kvserve.output.tool_parsers import glm, hermes, qwen_coder
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from kvserve.output.tool_parsers.form import ParsedCall
+from tests.laws import num_examples
 from tests.models import tiny_model
+from tests.output.schemas import schemas
 
 SCHEMA = {
     "type": "object",
@@ -489,3 +493,26 @@ def test_strict_tools_of_a_foreign_form_are_noted() -> None:
     promise = case.promise(ToolChoice(), tools=STRICT)
     assert promise.grammar is None and "strict" in promise.notes[0]
     assert case.accepts(case.grammar(), written("hermes", GOOD[0]))
+
+
+FOREIGN = Setup(
+    byte_tokenizer(TAGS),
+    select_format("auto", "", (), ForeignToolForm("[CALL]", "", lambda text, tools: json.loads(text))),
+)
+
+
+@given(schemas, st.sampled_from([*SETUPS.values(), FOREIGN]), st.booleans())
+@settings(max_examples=num_examples(40), deadline=None)
+def test_no_schema_of_a_tool_that_is_not_strict_refuses_a_request(
+    schema: dict[str, object], case: Setup, is_forced: bool
+) -> None:
+    """In every form there is a grammar that can be used, and it leaves the other tools as they are."""
+    odd = ToolSpec("odd", None, {"properties": {"p": schema, "<q>": schema}, "required": ["p", "<q>"]})
+    grammar = case.grammar(REQUIRED if is_forced else ToolChoice(), tools=(odd, STRICT[0]))
+    if grammar is None:
+        assert case is FOREIGN and not is_forced
+        return
+    form = "harmony" if case.format.channels == "harmony" else case.format.tool_forms[0].name
+    form = "hermes" if form == "foreign" else form
+    assert case.accepts(grammar, written(form, GOOD[0]))
+    assert not case.accepts(grammar, written(form, BAD[2]))

@@ -53,7 +53,7 @@ def test_a_whole_request_becomes_a_turn() -> None:
     assert (turn.sampling.temperature, turn.sampling.top_p, turn.sampling.top_k) == (0.5, 0.25, 3)
     assert turn.stop_strings == ("a", "b")
     assert turn.tools == (SPEC,)
-    assert turn.response_format == ResponseFormat("json_schema", SCHEMA)
+    assert turn.response_format == ResponseFormat("json_schema", SCHEMA, strict=True)
     assert turn.session == SessionHint(principal=Principal(user=principal_digest("user", "somebody")))
 
 
