@@ -7,7 +7,7 @@ arrays stop in `engine/`; whatever travels between rooms is one of the types bel
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NewType
 
@@ -157,10 +157,11 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """The form of the content: free text, any JSON object, or JSON that obeys `schema`."""
+    """The form of the content: free text, any JSON object, or JSON that obeys `schema`, all of it where `strict`."""
 
     kind: Literal["text", "json_object", "json_schema"] = "text"
     schema: JsonObject | None = None
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +182,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingChoice:
-    """What a request says of thinking; None where it says nothing and the server's default decides."""
+    """What a request says of thinking; None where it says nothing and the server's default decides.
+
+    `max_num_tokens`: thinking is ended after that many tokens of it.
+    """
 
     enabled: bool | None = None
     effort: str | None = None
     preserve: bool | None = None
+    max_num_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,13 +402,29 @@ class Grammar:
     """A constraint on what the model may write, in llguidance's Lark dialect.
 
     It holds from the first token on or, where `after` is given, from the end of the first occurrence of these token
-    ids (the end of thinking); `after` is forced once `max_free_tokens` tokens were written without it, so that a
-    promised form always fits.
+    ids (the end of thinking). `begun` is the text at the prompt's end that the constrained text begins with.
     """
 
     lark: str
     after: tuple[int, ...] = ()
-    max_free_tokens: int | None = None
+    begun: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingLimit:
+    """Thinking is ended once `max_num_tokens` tokens of it were written: `closing_ids` are forced then.
+
+    `opening` and `closing` are its tags, in the text that `decode` makes of token ids; an opening one counts at the
+    beginning of a line, or `anywhere`. `is_open`: the prompt ended inside thinking.
+    """
+
+    max_num_tokens: int
+    opening: str
+    closing: str
+    closing_ids: tuple[int, ...]
+    anywhere: bool
+    is_open: bool
+    decode: Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,6 +445,7 @@ class GenerationRequest:
     sampling: SamplingParams
     stop_tokens: frozenset[int]
     grammar: Grammar | None = None
+    thinking_limit: ThinkingLimit | None = None
     message_starts: tuple[MessageStart, ...] = ()
     owner: str = ""
     ttl_seconds: float | None = None

@@ -5,7 +5,7 @@ It joins rooms per model. Which model is loaded, and when, is for `roster.py` to
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -67,7 +67,7 @@ class ModelMaker:
         check_folder(folder)
         check_weights(folder)
         tokenizer = load_tokenizer(folder)
-        added_tokens = frozenset(token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
+        added_tokens = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
         output_format = _output_format(self.settings, folder, tokenizer, added_tokens)
         template = ChatTemplate(tokenizer, self.identity.limits.placed_bytes, output_format.tags)
         markers = learn_markers(tokenizer, template)
@@ -181,7 +181,7 @@ def _grammar_tokenizer(tokenizer: Tokenizer) -> Callable[[int], llguidance.LLTok
 
 
 def _output_format(
-    settings: Settings, folder: Path, tokenizer: Tokenizer, added_tokens: frozenset[str]
+    settings: Settings, folder: Path, tokenizer: Tokenizer, added_tokens: Collection[str]
 ) -> OutputFormat:
     """How the model marks its output; mlx-lm is asked only where the forms read here do not occur in the template."""
     template = tokenizer.chat_template or ""

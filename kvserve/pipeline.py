@@ -9,7 +9,7 @@
 This file joins rooms and knows no wire format. It runs on web threads and never touches an array.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,7 +22,6 @@ from kvserve.core import (
     ContentToken,
     Finished,
     GenerationRequest,
-    Grammar,
     ImageBlock,
     Message,
     MessageStart,
@@ -30,6 +29,7 @@ from kvserve.core import (
     ReasoningDelta,
     RequestDefaults,
     TextBlock,
+    ThinkingLimit,
     TokenSequence,
     ToolCallEnd,
     ToolCallPiece,
@@ -47,7 +47,7 @@ from kvserve.identity.reading import Reading
 from kvserve.output.answer import AnswerReader
 from kvserve.output.content_tokens import ContentTokens
 from kvserve.output.formats import OutputFormat
-from kvserve.output.grammar import ThinkingAhead, build_grammar
+from kvserve.output.grammar import AnswerStart, Promise, build_grammar, build_raw_grammar
 from kvserve.output.said import Says
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
@@ -76,7 +76,7 @@ class ServedModel:
     stitcher: Stitcher
     conversations: Conversations
     output_format: OutputFormat
-    added_tokens: frozenset[str]
+    added_tokens: Mapping[str, int]
     engine: Engine
     defaults: RequestDefaults
     vocab_size: int
@@ -135,13 +135,16 @@ def _submitted(turn: Turn, served: ServedModel, *, may_keep: bool) -> RunningTur
     prompt = _render(turn, reading, served) if reading is not None else _raw_prompt(turn, served)
     owner = served.conversations.owner(turn.session)
     max_tokens, cut_by = _max_tokens(turn, served, len(prompt.tokens))
+    promise = _promise(turn, served, prompt)
+    prompt = replace(prompt, notes=(*prompt.notes, *promise.notes))
     request = GenerationRequest(
         request_id=turn.request_id,
         prompt=prompt.tokens,
         max_tokens=max_tokens,
         sampling=turn.sampling,
         stop_tokens=served.tokenizer.stop_token_ids,
-        grammar=_grammar(turn, served, prompt, max_tokens),
+        grammar=promise.grammar,
+        thinking_limit=_thinking_limit(turn, served, prompt, max_tokens, promise),
         message_starts=prompt.message_starts,
         turn_end=served.stitcher.turn_end,
         owner=owner.name,
@@ -266,6 +269,7 @@ def _render(turn: Turn, reading: Reading, served: ServedModel) -> Prompt:
         num_replayed_turns=stitched.num_replayed_turns,
         num_marked_tokens=_num_marked_tokens(turn, reading, served, stitched),
         notes=(*turn.notes, *_unserved(turn), *reading.notes, *text.notes),
+        begun=text.begun,
     )
 
 
@@ -390,15 +394,11 @@ def _max_tokens(turn: Turn, served: ServedModel, num_prompt_tokens: int) -> tupl
     return wanted, "DEFAULT_MAX_TOKENS" if turn.max_tokens is None else "max_tokens"
 
 
-def _grammar(turn: Turn, served: ServedModel, prompt: Prompt, max_tokens: int) -> Grammar | None:
-    """The grammar of tool choice and response format; thinking before it may use half of the answer."""
+def _promise(turn: Turn, served: ServedModel, prompt: Prompt) -> Promise:
+    """The grammar of tool choice, strict tools and response format. Raises BadRequest."""
     if turn.raw_prompt is not None:
-        return None
-    thinking = None
-    if prompt.opens_reasoning or _is_thinking(turn, served):
-        tags = served.output_format.thinking
-        closing = tags.closing if tags is not None else "<|end|>"
-        thinking = ThinkingAhead(prompt.opens_reasoning, served.tokenizer.encode(closing), max(1, max_tokens // 2))
+        return build_raw_grammar(turn.response_format)
+    bounds = served.output_format.thinking_bounds
     return build_grammar(
         tools=offered_tools(turn.tools, turn.messages),
         tool_choice=turn.tool_choice,
@@ -406,5 +406,35 @@ def _grammar(turn: Turn, served: ServedModel, prompt: Prompt, max_tokens: int) -
         response_format=turn.response_format,
         output_format=served.output_format,
         added_tokens=served.added_tokens,
-        thinking=thinking,
+        start=AnswerStart(
+            opens_thinking=prompt.opens_reasoning,
+            closing_ids=served.tokenizer.encode(bounds.closing) if bounds is not None else (),
+            may_think=_is_thinking(turn, served),
+            begun=served.output_format.content_of(prompt.begun),
+        ),
+    )
+
+
+def _thinking_limit(
+    turn: Turn, served: ServedModel, prompt: Prompt, max_tokens: int, promise: Promise
+) -> ThinkingLimit | None:
+    """The limit of the request's thinking, clamped so that an answer can follow; before a promised form it may use half
+    of the answer, whatever the request says. None where there is none to keep."""
+    bounds = served.output_format.thinking_bounds
+    if turn.raw_prompt is not None or bounds is None or not (prompt.opens_reasoning or _is_thinking(turn, served)):
+        return None
+    closing_ids = served.tokenizer.encode(bounds.closing)
+    limits = [max(1, max_tokens // 2)] if promise.is_whole else []
+    if turn.thinking.max_num_tokens is not None:
+        limits += [turn.thinking.max_num_tokens, max(0, max_tokens - len(closing_ids) - 1)]
+    if not limits:
+        return None
+    return ThinkingLimit(
+        max_num_tokens=min(limits),
+        opening=bounds.opening,
+        closing=bounds.closing,
+        closing_ids=closing_ids,
+        anywhere=bounds.anywhere,
+        is_open=prompt.opens_reasoning,
+        decode=served.tokenizer.decode,
     )

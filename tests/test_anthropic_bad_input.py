@@ -54,7 +54,7 @@ PROMISES: dict[str, dict[str, Any]] = {
     "output_config.format.schema": {"output_config": {"format": FORM}},
     "output_format.schema": {"output_format": FORM},
     "tools[1].input_schema": {
-        "tools": [LOOK, {"name": "stop", "input_schema": UNENFORCEABLE}],
+        "tools": [LOOK, {"name": "stop", "input_schema": UNENFORCEABLE, "strict": True}],
         "tool_choice": {"type": "any"},
     },
 }

@@ -59,7 +59,7 @@ def _tool(**function: Any) -> list[Any]:
 
 
 def _schema(schema: object) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
 BAD_IDS = [True, [], {}, "x" * 513]
@@ -92,11 +92,28 @@ COMMON_MISTYPED: dict[str, list[Any]] = {
     "ttl": ["soon", -1, [], True],
     "chat_template_kwargs": [5, "x", [], {"enable_thinking": "perhaps"}],
     "enable_thinking": ["perhaps", 5, []],
-    "thinking": ["perhaps", 5, [], {"type": "perhaps"}],
+    "thinking": ["perhaps", 5, [], {"type": "perhaps"}, {"type": "enabled", "budget_tokens": -1}],
+    "thinking_budget": [-1, "many", 1.5, True, []],
+    "thinking_token_budget": [-1, "many", 1.5, True, []],
     "reasoning": ["perhaps", 5, []],
     "reasoning_effort": ["perhaps", 5, []],
     "preserve_thinking": ["perhaps", 5, [], "high"],
     "clear_thinking": ["perhaps", 5, [], "high"],
+    "response_format": [
+        "json",
+        5,
+        [],
+        {},
+        {"type": "xml"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {}},
+        _schema(5),
+        _schema([]),
+        _schema({"type": "text"}),
+        _schema({"type": "object", "properties": {"a": {"$ref": "#/$defs/missing"}}}),
+        _schema({"type": "string", "pattern": "(unclosed"}),
+        _schema({"enum": []}),
+    ],
 }
 CHAT_MISTYPED: dict[str, list[Any]] = {
     **COMMON_MISTYPED,
@@ -150,21 +167,6 @@ CHAT_MISTYPED: dict[str, list[Any]] = {
     ],
     "tool_choice": ["sometimes", 5, [], {}, "required", {"type": "function", "function": {"name": "missing"}}],
     "parallel_tool_calls": ["x", 1, []],
-    "response_format": [
-        "json",
-        5,
-        [],
-        {},
-        {"type": "xml"},
-        {"type": "json_schema"},
-        {"type": "json_schema", "json_schema": {}},
-        _schema(5),
-        _schema([]),
-        _schema({"type": "text"}),
-        _schema({"type": "object", "properties": {"a": {"$ref": "#/$defs/missing"}}}),
-        _schema({"type": "string", "pattern": "(unclosed"}),
-        _schema({"enum": []}),
-    ],
     "functions": [5, "x", {}, [5], [{}], [{"name": 5}], [{"name": "look", "parameters": 5}]],
     "function_call": ["sometimes", 5, [], {}, {"name": 5}, {"name": "missing"}],
     "chat_template_kwargs": [*COMMON_MISTYPED["chat_template_kwargs"], {"messages": []}],

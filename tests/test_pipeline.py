@@ -92,14 +92,14 @@ whatever_call = sampled_cells(
 write text and nothing else."""
 
 
-def _without_space(app: AppUnderTest) -> dict[str, Any]:
+def without_space(app: AppUnderTest) -> dict[str, Any]:
     """Fields that keep a random model from filling JSON with white space, as far as the form allows that."""
     decode = app.served.tokenizer.decode
     space = [token for token in range(app.served.vocab_size) if decode([token]) and not decode([token]).strip()]
     return {"logit_bias": {str(token): -100 for token in space}}
 
 
-def _fits(value: object) -> bool:
+def fits(value: object) -> bool:
     """Whether a value obeys SCHEMA."""
     assert isinstance(value, dict)
     days = value["days"]
@@ -219,11 +219,11 @@ def test_a_forced_call_comes_in_the_form_of_the_family(app: AppUnderTest, thinki
     """A model that would never call does; its arguments obey the schema, and thinking leaves them room."""
     named = {"type": "function", "function": {"name": "get_weather"}}
     tools, wanted = (TOOLS[:1], "required") if choice == "required" else (TOOLS, named)
-    fields = {"parallel_tool_calls": False, "thinking": thinking, "max_tokens": 140, **_without_space(app)}
+    fields = {"parallel_tool_calls": False, "thinking": thinking, "max_tokens": 140, **without_space(app)}
     answer = app.both(tools=tools, tool_choice=wanted, **fields)
     assert answer.content == "" and answer.finish_reason == "tool_calls"
     [(name, arguments)] = answer.calls
-    assert name == "get_weather" and _fits(json.loads(arguments))
+    assert name == "get_weather" and fits(json.loads(arguments))
     assert thinking == "on" or answer.reasoning == ""
 
 
@@ -232,8 +232,8 @@ def test_a_forced_call_comes_in_the_form_of_the_family(app: AppUnderTest, thinki
 def test_json_of_a_schema_parses_and_obeys(app: AppUnderTest, family: str, thinking: str) -> None:
     """The content is the JSON and nothing else; thinking that finds no end is ended at half of the limit."""
     form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA, "strict": True}}
-    answer = app.both(response_format=form, thinking=thinking, max_tokens=120, **_without_space(app))
-    assert _fits(json.loads(answer.content)) and answer.finish_reason == "stop" and answer.calls == ()
+    answer = app.both(response_format=form, thinking=thinking, max_tokens=120, **without_space(app))
+    assert fits(json.loads(answer.content)) and answer.finish_reason == "stop" and answer.calls == ()
     assert answer.usage is not None
     num_thought = answer.usage["completion_tokens_details"]["reasoning_tokens"]
     if thinking == "off":

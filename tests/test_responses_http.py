@@ -270,7 +270,10 @@ def test_what_nobody_runs_here_is_answered_in_words(app: AppUnderTest) -> None:
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
-UNENFORCEABLE = {"parameters": {"type": "object", "properties": {"at": {"enum": []}}, "required": ["at"]}}
+UNENFORCEABLE = {
+    "parameters": {"type": "object", "properties": {"at": {"enum": []}}, "required": ["at"]},
+    "strict": True,
+}
 NAMESPACE = {"type": "namespace", "name": "agents", "tools": [LOOK, {**LOOK, "name": "stop", **UNENFORCEABLE}]}
 STOP = {"type": "function", "namespace": "agents", "name": "stop"}
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -285,7 +288,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": "x", "tools": [LOOK, LOOK]}, "tools"),
     ({"input": "x", "tool_choice": "required"}, "tool_choice"),
     ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
-    ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {"enum": []}}}}, "text.format.schema"),
+    (
+        {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"enum": []}, "strict": True}}},
+        "text.format.schema",
+    ),
     ({"input": WORDS * 2000}, "input"),
 ]
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvserve.core import Grammar
-from kvserve.errors import EngineFailure
+from kvserve.errors import BadRequest, EngineFailure
 
 
 class GrammarProcessor:
@@ -25,9 +25,11 @@ class GrammarProcessor:
     def __init__(self, grammar: Grammar, tokenizer: Any, num_prompt_tokens: int) -> None:
         """Takes up to half a second for a large grammar and touches no array: not for the engine thread.
 
-        Raises EngineFailure for a grammar that llguidance cannot use.
+        Raises EngineFailure for a grammar that llguidance cannot use, and BadRequest where the prompt has begun the
+        answer in a way that the grammar does not go on from.
         """
         self._grammar = grammar
+        self._begun = tokenizer.tokenize_str(grammar.begun) if grammar.begun else []
         self._num_prompt_tokens = num_prompt_tokens
         self._matcher = llguidance.LLMatcher(tokenizer, grammar.lark)
         self._bitmask = llguidance.numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
@@ -37,6 +39,8 @@ class GrammarProcessor:
         """Back to the end of the prompt: a row that enters its batch again tells its answer from the start."""
         self._matcher.reset()
         self._check_matcher()
+        if self._begun and self._matcher.try_consume_tokens(self._begun) < len(self._begun):
+            raise BadRequest("The last message is no beginning of an answer in the promised form.", param="messages")
         self._after = list(self._grammar.after)
         self._num_known_tokens = self._num_prompt_tokens
         self._free: list[int] = []
@@ -46,11 +50,11 @@ class GrammarProcessor:
             self._advance(int(token))  # type: ignore[arg-type]
         self._num_known_tokens = len(tokens)
         if self._after:
-            return self._free_logits(logits)
+            return logits
         llguidance.numpy.fill_next_token_bitmask(self._matcher, self._bitmask)
         self._check_matcher()
         bits = np.unpackbits(self._bitmask.view(np.uint8), bitorder="little")[: logits.shape[-1]]
-        return _keep_only(mx.array(bits.astype(bool)), logits)
+        return keep_only(mx.array(bits.astype(bool)), logits)
 
     def _check_matcher(self) -> None:
         """A matcher that broke down allows only the end of the text: without this the answer would pass for whole."""
@@ -66,14 +70,7 @@ class GrammarProcessor:
         if self._free[-len(self._after) :] == self._after:
             self._after = []
 
-    def _free_logits(self, logits: mx.array) -> mx.array:
-        """Before the grammar starts anything goes, until the budget is spent: then the free part's end is forced."""
-        budget = self._grammar.max_free_tokens
-        if budget is None or len(self._free) < budget:
-            return logits
-        written = max(n for n in range(len(self._after)) if self._free[len(self._free) - n :] == self._after[:n])
-        return _keep_only(mx.arange(logits.shape[-1]) == self._after[written], logits)
 
-
-def _keep_only(allowed: mx.array, logits: mx.array) -> mx.array:
+def keep_only(allowed: mx.array, logits: mx.array) -> mx.array:
+    """The logits (1, vocabulary) of the allowed tokens (a mask, 1-d), those of all others minus infinity."""
     return mx.where(allowed[None], logits, -mx.inf)

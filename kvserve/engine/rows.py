@@ -25,6 +25,7 @@ from kvserve.core import (
 from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.courier import Carry, call_now
 from kvserve.engine.logprobs import LogprobReader
+from kvserve.engine.thinking_limit import ThinkingLimiter
 from kvserve.errors import EngineFailure, KvserveError
 
 type Reader = Callable[[], bool]
@@ -130,7 +131,7 @@ class Row:
 
     generation: Generation
     on_end: Callable[[], None]
-    constraint: GrammarProcessor | None = None
+    constraints: tuple[GrammarProcessor | ThinkingLimiter, ...] = ()
     submitted_at: float = field(default_factory=time.monotonic)
     prefill_started_at: float | None = None
     first_token_at: float | None = None

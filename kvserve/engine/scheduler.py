@@ -311,9 +311,9 @@ class Scheduler:
         processors = processors_for(sampling, num_prompt_tokens)
         if row.logprobs is not None:
             processors.insert(0, row.logprobs)
-        if row.constraint is not None:
-            row.constraint.reset()
-            processors.append(row.constraint)
+        for constraint in row.constraints:
+            constraint.reset()
+            processors.append(constraint)
         return Decoder(sampler_for(sampling, self._model.vocab_size), processors, sampling.seed is not None)
 
     def _settle(self, step: Step) -> None:

@@ -31,6 +31,7 @@ from kvserve.engine.rows import Generation, Row
 from kvserve.engine.sampling import check_sampling
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.self_check import check_caches
+from kvserve.engine.thinking_limit import ThinkingLimiter
 from kvserve.engine.vision_check import with_images_tried
 from kvserve.engine.vision_tower import FEATURE_BYTES, ImageReport
 from kvserve.engine.warming import Warming, WarmJob, WarmSettings
@@ -146,15 +147,12 @@ class Engine:
     def submit(self, request: GenerationRequest) -> Generation:
         """Queue a request; computes nothing.
 
-        Raises ContextOverflow, BadRequest (logit_bias), MemoryExhausted, QueueFull, NotReady, or EngineFailure for a
-        grammar that cannot be used.
+        Raises ContextOverflow, BadRequest (logit_bias, a begun answer), MemoryExhausted, QueueFull, NotReady, or
+        EngineFailure for a grammar that cannot be used.
         """
         model = self.wait_until_ready(0)
         self._check(request, model)
-        constraint = None
-        if request.grammar is not None:
-            tokenizer = self._grammar_tokenizer(model.vocab_size)
-            constraint = GrammarProcessor(request.grammar, tokenizer, len(request.prompt))
+        constraints = self._constraints(request, model)
         logprobs = LogprobReader(request.num_top_logprobs) if request.num_top_logprobs is not None else None
         with self._lock:
             if self._num_open >= self._settings.max_concurrent_requests + self._settings.max_queued_requests:
@@ -163,12 +161,24 @@ class Engine:
         generation = Generation(request, self._courier.carry)
         try:
             self._put(
-                Row(generation, self._row_ended, constraint, is_forgotten=request.is_forgotten, logprobs=logprobs)
+                Row(generation, self._row_ended, constraints, is_forgotten=request.is_forgotten, logprobs=logprobs)
             )
         except NotReady:
             self._row_ended()
             raise
         return generation
+
+    def _constraints(
+        self, request: GenerationRequest, model: LoadedModel
+    ) -> tuple[GrammarProcessor | ThinkingLimiter, ...]:
+        """What keeps the row in its form. The limit comes last: it forces nothing that the grammar does not allow."""
+        constraints: list[GrammarProcessor | ThinkingLimiter] = []
+        if request.grammar is not None:
+            tokenizer = self._grammar_tokenizer(model.vocab_size)
+            constraints.append(GrammarProcessor(request.grammar, tokenizer, len(request.prompt)))
+        if request.thinking_limit is not None:
+            constraints.append(ThinkingLimiter(request.thinking_limit, len(request.prompt)))
+        return tuple(constraints)
 
     def warm(self, job: WarmJob) -> Warming:
         """Have this prefix's KV computed once nobody waits for anything; neither waits nor raises."""

@@ -37,6 +37,18 @@ class OutputFormat:
     channels: Literal["tags", "harmony"] = "tags"
 
     @property
+    def thinking_bounds(self) -> ThinkingTags | None:
+        """What thinking stands between, in harmony's channels too."""
+        return ANALYSIS if self.channels == "harmony" else self.thinking
+
+    def content_of(self, begun: str) -> str:
+        """The content of an answer's beginning: what stands behind the thinking, if it has any."""
+        said = begun.lstrip()
+        if self.thinking is not None and said.startswith(self.thinking.opening):
+            said = said.partition(self.thinking.closing)[2].lstrip()
+        return said
+
+    @property
     def tags(self) -> tuple[str, ...]:
         """All that stands for structure in what the model writes; channels are no tags."""
         thinking = (self.thinking.opening, self.thinking.closing) if self.thinking is not None else ()
@@ -45,6 +57,7 @@ class OutputFormat:
 
 
 THINK = ThinkingTags("<think>", "</think>")
+ANALYSIS = ThinkingTags(f"{harmony.CHANNEL}analysis{harmony.MESSAGE}", "<|end|>", anywhere=True)
 
 _BY_VOCABULARY: tuple[tuple[tuple[str, ...], str, ThinkingTags, tuple[str, ...]], ...] = (
     (("<|channel>", "<channel|>"), "gemma4", ThinkingTags("<|channel>thought", "<channel|>", anywhere=True), ()),

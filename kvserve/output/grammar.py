@@ -1,54 +1,54 @@
-"""Grammars that make a model answer in a promised form: forced tool calls and JSON content, in llguidance's Lark.
+"""Grammars that make a model answer in a promised form: forced tool calls, strict tools and JSON content.
 
-What is promised, by `tool_choice` and `response_format`:
+What is promised, by `tool_choice`, `strict` and `response_format`:
 
     none                  JSON content, or no grammar
-    auto                  no grammar for text; else JSON content, or calls in its place
+    auto                  for text: calls of strict tools obey their schema, all else is free; no grammar without them
+                          else JSON content, or calls in its place
     required, function    calls and nothing else: there is no content for `response_format` to shape
 
-A forced call is written in the model's own form; where that form is a foreign one, whose grammar is not known here, in
-the JSON form, which is always read too. Arguments obey the tool's schema as far as the form can say it: the bare-text
-forms leave a string's inside free, except for an enumeration, and fix the order of the arguments.
+A schema that is not strict is enforced as far as it can be (`enforced.py`), and the notes say what is not.
 """
 
-import json
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-
-from llguidance import LLMatcher
 
 from kvserve.core import Grammar, JsonObject, ResponseFormat, ToolChoice, ToolSpec
 from kvserve.errors import BadRequest
 from kvserve.output import harmony
+from kvserve.output.call_grammar import CallGrammar, OfferedTool
+from kvserve.output.enforced import described, enforced
 from kvserve.output.formats import OutputFormat
-from kvserve.output.tool_parsers import glm, hermes, qwen_coder
-from kvserve.output.tool_parsers.arguments import types_of, write_argument
+from kvserve.output.lark import Lark
 
-MAX_CHARS_PER_TOKEN = 4
-"""Bounds thinking that the grammar itself has to bound, where only characters can be counted."""
-
-JSON_SPACE = r"[ \t\n\r]{1,20}"
-"""White space inside JSON is bounded: a model that finds nothing to say fills a form with it for ever."""
-
-# Replaces the client's own options, which could switch the checks off.
-_GUIDANCE = {"x-guidance": {"whitespace_pattern": JSON_SPACE}}
-
-_TAG_PARTS = re.compile(r"(<[^<>]*>)")
+_LINE_ENDS = r"/\n{0,2}/"
 
 
 @dataclass(frozen=True, slots=True)
-class ThinkingAhead:
-    """Thinking that may come before the constrained part, at most `max_num_tokens` tokens long.
+class AnswerStart:
+    """Where the model's text begins.
 
-    `opened`: the prompt ended inside it, so its end will come; `closing_ids` are then the token ids of the tag that
-    ends it (`<|end|>` in harmony). Otherwise the model may open it itself.
+    `opens_thinking`: the prompt ended inside thinking, whose closing tag has the token ids `closing_ids`. `may_think`:
+    the model may open it itself. `begun`: what the prompt already has of the answer's content; None where the answer
+    begins with the model's text.
     """
 
-    opened: bool
-    closing_ids: tuple[int, ...]
-    max_num_tokens: int
+    opens_thinking: bool = False
+    closing_ids: tuple[int, ...] = ()
+    may_think: bool = False
+    begun: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """The grammar of a request, None where nothing is promised, and what of its schemas is not enforced.
+
+    `is_whole`: all that follows the thinking is in the promised form, so thinking has to leave it room.
+    """
+
+    grammar: Grammar | None
+    notes: tuple[str, ...] = ()
+    is_whole: bool = False
 
 
 def build_grammar(
@@ -58,213 +58,109 @@ def build_grammar(
     parallel_tool_calls: bool,
     response_format: ResponseFormat,
     output_format: OutputFormat,
-    added_tokens: Collection[str],
-    thinking: ThinkingAhead | None,
-) -> Grammar | None:
-    """The grammar of a request, None where nothing is promised. `added_tokens`: texts of the tokenizer's added tokens.
+    added_tokens: Mapping[str, int],
+    start: AnswerStart,
+) -> Promise:
+    """The grammar of a turn. `added_tokens`: the tokenizer's added tokens and their ids.
 
     Raises:
-        BadRequest: a schema is invalid or uses what cannot be enforced, or a forced tool does not exist.
+        BadRequest: a strict schema is invalid or uses what cannot be enforced, or a forced tool does not exist.
     """
-    lark = _Lark(added_tokens)
-    shapes: list[str] = []
+    lark = Lark(added_tokens)
+    calls = CallGrammar(lark, output_format)
+    notes: tuple[str, ...] = ()
     if tool_choice.mode in ("required", "function"):
         many = parallel_tool_calls and tool_choice.mode == "required"
-        shapes.append(_calls(lark, _forced_tools(tools, tool_choice), many, output_format))
+        body = calls.forced(_forced_tools(tools, tool_choice), many)
+        if start.begun and output_format.channels == "harmony":
+            body = f'{lark.tag("<|end|>")} {lark.tag(harmony.START)} "assistant" {body}'
+        begun = ""  # what stands before a call is text
     elif response_format.kind != "text":
-        shapes.append(_content(lark, response_format, output_format))
-        if tool_choice.mode == "auto" and tools:
-            shapes.append(_calls(lark, list(enumerate(tools)), parallel_tool_calls, output_format))
-    if not shapes:
-        return None
-    body = lark.rule(" | ".join(shapes))
-    if thinking is None:
-        return Grammar(lark.text(body))
-    if thinking.opened:
-        between = lark.tag(harmony.START) + ' "assistant"' if output_format.channels == "harmony" else _LINE_ENDS
-        return Grammar(lark.text(f"{between} {body}"), thinking.closing_ids, thinking.max_num_tokens)
-    return Grammar(lark.text(f"{_own_thinking(lark, output_format, thinking.max_num_tokens)} {body}"))
+        json, notes = _json(lark, response_format)
+        body = json if start.begun else _content(lark, json, output_format)
+        if tool_choice.mode == "auto" and tools and not start.begun:
+            body = lark.rule(f"{body} | {calls.forced(_offered(tools), parallel_tool_calls)}")
+        begun = start.begun or ""
+    elif tool_choice.mode == "auto" and any(tool.strict for tool in tools):
+        free = calls.in_text(_offered(tools))
+        if free is None:
+            return Promise(None, ("not enforced: strict tools, as the grammar of the model's calls is not known",))
+        return Promise(Grammar(lark.text(free)), tuple(calls.notes))
+    else:
+        return Promise(None)
+    grammar = _behind_thinking(lark, body, output_format, start, begun)
+    return Promise(grammar, (*notes, *calls.notes), is_whole=True)
 
 
-_LINE_ENDS = r"/\n{0,2}/"
+def build_raw_grammar(response_format: ResponseFormat) -> Promise:
+    """The grammar of what follows a raw prompt, which has no thinking, no channels and no calls. Raises BadRequest."""
+    if response_format.kind == "text":
+        return Promise(None)
+    lark = Lark({})
+    body, notes = _json(lark, response_format)
+    return Promise(Grammar(lark.text(body)), notes)
 
 
-class _Lark:
-    """Rules of a grammar as they are written, each under a name of its own."""
-
-    def __init__(self, added_tokens: Collection[str]) -> None:
-        self._added_tokens = frozenset(added_tokens)
-        self._rules: list[str] = []
-
-    def rule(self, body: str, options: str = "") -> str:
-        """The name of a new rule."""
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
-        return name
-
-    def text(self, start: str) -> str:
-        """The whole grammar."""
-        return "\n".join([f"start: {start}", *self._rules])
-
-    def is_token(self, tag: str) -> bool:
-        """Whether the tokenizer has the tag as an added token: then llguidance matches its name, never its text."""
-        return tag in self._added_tokens
-
-    def tag(self, tag: str) -> str:
-        """The tag: its parts that are added tokens by name, the rest as text."""
-        parts = [part for part in _TAG_PARTS.split(tag) if part]
-        runs = groupby(parts, key=self.is_token)
-        return " ".join(part for token, run in runs for part in (run if token else [quote("".join(run))]))
-
-    def json(self, schema: JsonObject) -> str:
-        """A rule for a JSON value that obeys `schema`."""
-        return self.rule("%json " + json.dumps({**schema, **_GUIDANCE}))
-
-    def text_before(self, tag: str, max_chars: int | None = None) -> str:
-        """Free text and then `tag`."""
-        free = "(?s:.*)" if max_chars is None else f"(?s:.{{0,{max_chars}}})"
-        tokens = [part for part in _TAG_PARTS.split(tag) if self.is_token(part)]
-        if not tokens:
-            return self.rule(f"/{free}/", f"[suffix={quote(tag)}]")
-        # Text of the tag before its first token belongs to the same lexeme: lexemes are greedy and end at tokens only.
-        head = tag[: tag.index(tokens[0])]
-        escaped = "".join(rf"\x{{{ord(char):x}}}" for char in head)
-        return f"/{free}{escaped}/ {self.tag(tag.removeprefix(head))}"
+# --- thinking before it -----------------------------------------------------------------------------------------------
 
 
-def quote(text: str) -> str:
-    """A Lark literal."""
-    return json.dumps(text, ensure_ascii=False)
+def _behind_thinking(lark: Lark, body: str, output_format: OutputFormat, start: AnswerStart, begun: str) -> Grammar:
+    """The grammar of a promised form and of the thinking before it, which is free."""
+    is_harmony = output_format.channels == "harmony"
+    bounds = output_format.thinking_bounds
+    if start.opens_thinking and bounds is not None:
+        between = f'{lark.tag(harmony.START)} "assistant"' if is_harmony else _LINE_ENDS
+        if lark.has_tokens(bounds.closing):
+            return Grammar(lark.text(f"{between} {body}"), start.closing_ids)
+        # A tag that is no token can be written with many tokens, and the last of them may hold more than the tag.
+        return Grammar(lark.text(f"{lark.text_before(bounds.closing)} {between} {body}"))
+    if start.begun or not start.may_think:
+        return Grammar(lark.text(body), begun=begun)
+    return Grammar(lark.text(f"{_own_thinking(lark, output_format)} {body}"))
 
 
-def _own_thinking(lark: _Lark, output_format: OutputFormat, max_num_tokens: int) -> str:
-    max_chars = max_num_tokens * MAX_CHARS_PER_TOKEN
+def _own_thinking(lark: Lark, output_format: OutputFormat) -> str:
+    """Thinking that the model may open itself."""
     if output_format.channels == "harmony":
         opening = f'{lark.tag(harmony.CHANNEL)} "analysis" {lark.tag(harmony.MESSAGE)}'
-        closing = f'{lark.text_before("<|end|>", max_chars)} {lark.tag(harmony.START)} "assistant"'
+        closing = f'{lark.text_before("<|end|>")} {lark.tag(harmony.START)} "assistant"'
         return f"({opening} {closing})?"
     tags = output_format.thinking
     if tags is None:
         return ""
-    opening, thought = lark.tag(tags.opening), lark.text_before(tags.closing, max_chars)
+    opening, thought = lark.tag(tags.opening), lark.text_before(tags.closing)
     return f"({opening} {thought} {_LINE_ENDS})?"
 
 
 # --- content ----------------------------------------------------------------------------------------------------------
 
 
-def _content(lark: _Lark, response_format: ResponseFormat, output_format: OutputFormat) -> str:
-    if response_format.kind == "json_object":
-        schema: JsonObject = {"type": "object"}
-    else:
+def _json(lark: Lark, response_format: ResponseFormat) -> tuple[str, tuple[str, ...]]:
+    """A rule for the JSON that is asked for, and what of its schema is not enforced."""
+    schema: JsonObject = {"type": "object"}
+    if response_format.kind == "json_schema":
         schema = response_format.schema if response_format.schema is not None else {}
-        check_schema(schema, "response_format.json_schema.schema")
-    body = lark.json(schema)
+    held = enforced(schema, "response_format.json_schema.schema", strict=response_format.strict)
+    return lark.json(held), described("response_format", held.left_out)
+
+
+def _content(lark: Lark, json: str, output_format: OutputFormat) -> str:
     if output_format.channels == "harmony":
-        body = f'{lark.tag(harmony.CHANNEL)} "final" {lark.tag(harmony.MESSAGE)} {body}'
-    return body
-
-
-def check_schema(schema: object, field: str) -> None:
-    """Raises BadRequest naming `field` if llguidance cannot enforce `schema`."""
-    if not isinstance(schema, Mapping):
-        raise BadRequest(f"{field} must be a JSON schema: an object.", param=field)
-    complaint = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps({**schema, **_GUIDANCE})))
-    if complaint and not complaint.startswith("WARNING"):
-        raise BadRequest(f"{field} cannot be enforced: {complaint.strip()}", param=field)
+        return f'{lark.tag(harmony.CHANNEL)} "final" {lark.tag(harmony.MESSAGE)} {json}'
+    return json
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-def _forced_tools(tools: Sequence[ToolSpec], choice: ToolChoice) -> list[tuple[int, ToolSpec]]:
+def _offered(tools: Sequence[ToolSpec]) -> list[OfferedTool]:
+    return [OfferedTool(tool, f"tools[{index}].function.parameters") for index, tool in enumerate(tools)]
+
+
+def _forced_tools(tools: Sequence[ToolSpec], choice: ToolChoice) -> list[OfferedTool]:
     names = choice.among if choice.mode == "required" else (choice.name,)
-    wanted = [(index, tool) for index, tool in enumerate(tools) if names is None or tool.name in names]
+    wanted = [tool for tool in _offered(tools) if names is None or tool.spec.name in names]
     if not wanted:
         missing = "no tools are given" if choice.mode == "required" else f"there is no tool {choice.name!r}"
         raise BadRequest(f"tool_choice asks for a call, but {missing}.", param="tool_choice")
     return wanted
-
-
-def _calls(lark: _Lark, tools: Sequence[tuple[int, ToolSpec]], many: bool, output_format: OutputFormat) -> str:
-    calls: list[str] = []
-    for index, tool in tools:
-        field = f"tools[{index}].function.parameters"
-        parameters = {"type": "object", **tool.parameters}
-        check_schema(parameters, field)
-        calls.append(lark.rule(_call(lark, tool.name, parameters, output_format, field)))
-    call = lark.rule(" | ".join(calls))
-    harmonic = output_format.channels == "harmony"
-    return lark.rule(f'{call} ("\\n" {call})*') if many and not harmonic else call
-
-
-def _call(lark: _Lark, name: str, parameters: JsonObject, output_format: OutputFormat, field: str) -> str:
-    if output_format.channels == "harmony":
-        return (
-            f"{lark.tag(harmony.CHANNEL)} {quote(f'commentary to=functions.{name} ')} "
-            f'{lark.tag(harmony.CONSTRAIN)} "json" {lark.tag(harmony.MESSAGE)} {lark.json(parameters)}'
-        )
-    form = output_format.tool_forms[0].name
-    if form == "glm":
-        pairs = _glm_pairs(lark, parameters, field)
-        return f"{lark.tag(glm.OPEN)} {quote(name)} {pairs} /\\n?/ {lark.tag(glm.CLOSE)}"
-    if form == "qwen_coder":
-        pairs = _qwen_pairs(lark, parameters, field)
-        return (
-            f"{lark.tag(qwen_coder.OPEN)} {quote(f'\n{qwen_coder.FUNCTION_OPEN}{name}>\n')} {pairs} "
-            f"{quote(f'{qwen_coder.FUNCTION_CLOSE}\n')} {lark.tag(qwen_coder.CLOSE)}"
-        )
-    head = quote(f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
-    return f'{lark.tag(hermes.OPEN)} {head} {lark.json(parameters)} "}}\\n" {lark.tag(hermes.CLOSE)}'
-
-
-def _glm_pairs(lark: _Lark, parameters: JsonObject, field: str) -> str:
-    def pair(key: str, value: str) -> str:
-        return (
-            rf"/\n?/ {lark.tag(glm.KEY_OPEN)} {key} {lark.tag(glm.KEY_CLOSE)} /\n?/ {lark.tag(glm.VALUE_OPEN)} {value}"
-        )
-
-    return _pairs(lark, parameters, field, pair, closing=glm.VALUE_CLOSE)
-
-
-def _qwen_pairs(lark: _Lark, parameters: JsonObject, field: str) -> str:
-    def pair(key: str, value: str) -> str:
-        return f'"{qwen_coder.PARAMETER_OPEN}" {key} ">\\n" {value} "\\n"'
-
-    return _pairs(lark, parameters, field, pair, closing=f"\n{qwen_coder.PARAMETER_CLOSE}")
-
-
-def _pairs(lark: _Lark, parameters: JsonObject, field: str, pair: Callable[[str, str], str], *, closing: str) -> str:
-    """The arguments in the order of the schema; where it names none, any."""
-    properties = parameters.get("properties")
-    schemas = dict(properties) if isinstance(properties, Mapping) else {}
-    required = _strings(parameters.get("required"))
-    schemas = {**schemas, **{key: {} for key in required if key not in schemas}}
-    if not schemas and parameters.get("additionalProperties") is not False:
-        return f"({pair(r'/[^<>\r\n]+/', lark.text_before(closing))})*"
-    written: list[str] = []
-    for key, schema in schemas.items():
-        if not key or set(key) & set("<>\r\n"):
-            raise BadRequest(f"{field}: the model's form of calls cannot write the key {key!r}.", param=field)
-        one = pair(quote(key), _value(lark, schema, parameters, field, closing))
-        written.append(one if key in required else f"({one})?")
-    return " ".join(written)
-
-
-def _strings(value: object) -> list[str]:
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
-
-
-def _value(lark: _Lark, schema: object, root: JsonObject, field: str, closing: str) -> str:
-    """One argument's value and its closing tag."""
-    own = schema if isinstance(schema, Mapping) else {}
-    match (own.get("enum"), "const" in own):
-        case ([_, *_] as choices, _):
-            return f"({' | '.join(quote(write_argument(choice)) for choice in choices)}) {lark.tag(closing)}"
-        case (_, True):
-            return f"{quote(write_argument(own['const']))} {lark.tag(closing)}"
-    if "string" in types_of(own, root):
-        return lark.text_before(closing)
-    shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    check_schema({**shared, **own}, field)
-    return f"{lark.json({**shared, **own})} {lark.tag(closing)}"

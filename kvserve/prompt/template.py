@@ -33,10 +33,10 @@ class PromptText:
     """A prompt as text, not yet as model tokens.
 
     `opens_reasoning`: it ends inside an opened think tag or channel, so the model's text starts as reasoning.
-    `continues`: it ends inside the last message, an assistant's, instead of in a generation tail. `notes` say what was
-    put into another form than the client sent. `adds_special_tokens`: the tokenizer's own ones (BOS) are still missing.
-    `runs` are the ids of the images whose marks the text holds. In the text control tokens that a client spelt out are
-    marked; it is for the stitcher, and `shown` is for people.
+    `continues`: it ends inside the last message, an assistant's, instead of in a generation tail; `begun` is the text
+    of that message so far. `notes` say what was put into another form than the client sent. `adds_special_tokens`: the
+    tokenizer's own ones (BOS) are still missing. `runs` are the ids of the images whose marks the text holds. In the
+    text control tokens that a client spelt out are marked; it is for the stitcher, and `shown` is for people.
     """
 
     text: str
@@ -45,6 +45,7 @@ class PromptText:
     continues: bool = False
     adds_special_tokens: bool = False
     runs: Runs = field(default_factory=dict)
+    begun: str = ""
 
     @property
     def shown(self) -> str:
@@ -186,7 +187,8 @@ class ChatTemplate:
                 notes = (*refusals, *conformed.notes)
                 # A chat template writes every special token itself, BOS included; that is how they are all written.
                 text = self.control.settled(without_surrogates(written.text))
-                return PromptText(text, written.opens_reasoning, notes, continues=conformed.continues)
+                begun = without_barriers(shown(without_surrogates(written.begun)))
+                return PromptText(text, written.opens_reasoning, notes, continues=conformed.continues, begun=begun)
             if given and isinstance(replace(writer, arguments=switched).write(conformed), Written):
                 reason = f"The chat template fails with these arguments: {shown(written.reason)}"
                 raise BadRequest(reason, param=ARGUMENTS_FIELD)
@@ -225,7 +227,8 @@ class ChatTemplate:
         text = without_surrogates(transcript(steps) + ("" if continues else "\n\n[assistant]\n"))
         notes = (*notes, "no chat template: rendered as labelled plain text")
         text = self.control.settled(text)
-        return PromptText(text, opens_reasoning=False, notes=notes, continues=continues, adds_special_tokens=True)
+        begun = without_barriers(shown(steps[-1].text)) if continues else ""
+        return PromptText(text, False, notes, continues, adds_special_tokens=True, begun=begun)
 
     def _tool_words(self, dialect: Dialect, tools: tuple[ToolSpec, ...]) -> ToolWords:
         """What is said where tools change: in the form of those in front; without any, how to call one too."""

@@ -27,10 +27,12 @@ CONTINUATION_MARK = "kvserve-continues-here-5f0c1e"
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A prompt's text, and whether the model's own text starts inside reasoning."""
+    """A prompt's text, and whether the model's own text starts inside reasoning. `begun`: what it already has of the
+    answer's text."""
 
     text: str
     opens_reasoning: bool
+    begun: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Writer:
         )
         text = self._render((*before, message_dict(marked, self.form)), tail=False)
         if isinstance(text, str) and (end := text.rfind(CONTINUATION_MARK)) >= 0:
-            return Written(text[:end], opens_reasoning=thinks)
+            return Written(text[:end], opens_reasoning=thinks, begun="" if thinks else last.text)
         return self._behind_tail(before, last, said.text if thinks else None)
 
     def _behind_tail(self, before: Sequence[MessageDict], last: Step, opening: str | None) -> Written | Refusal:
@@ -78,7 +80,7 @@ class Writer:
         if opening is not None:
             return Written(text + (last.reasoning if opened else opening), bool(opened or opening))
         closing = f"{last.reasoning}\n{opened[1]}\n\n" if opened else ""
-        return Written(text + closing + last.text, opens_reasoning=False)
+        return Written(text + closing + last.text, opens_reasoning=False, begun=last.text)
 
 
 def open_tag(text: str) -> tuple[str, str] | None:

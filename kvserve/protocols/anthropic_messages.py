@@ -161,9 +161,6 @@ def _thinking(fields: Fields, body: JsonObject) -> ThinkingChoice:
     A request that does not ask for thinking gets none, whatever the server's default: Anthropic's API has it so, and
     clients of it take the first block for the text. An effort says how much, not whether.
     """
-    said = fields.optional("thinking", _read_thinking_object)
-    if said is not None:
-        said.optional("budget_tokens", integer(0, MAX_TOKEN_COUNT))
     choice = read_thinking(body)
     effort = _turn_effort(fields) or fields.optional("output_config", read_effort)
     if choice.enabled is None:

@@ -111,12 +111,13 @@ def read_tool_choice(fields: Fields, tools: tuple[ToolSpec, ...]) -> tuple[ToolC
 
 
 def read_response_format(fields: Fields) -> ResponseFormat:
-    """`output_config.format`, or the older `output_format`: JSON that obeys a schema. Raises BadRequest."""
+    """`output_config.format`, or the older `output_format`: JSON that obeys a schema, strictly: this API promises no
+    less. Raises BadRequest."""
     said = _format(fields)
     if said is None:
         return ResponseFormat()
     said.required("type", word("json_schema"))
-    return ResponseFormat("json_schema", said.required("schema", read_schema))
+    return ResponseFormat("json_schema", said.required("schema", read_schema), strict=True)
 
 
 def _format(fields: Fields) -> Fields | None:

@@ -30,8 +30,15 @@ from kvserve.protocols.fields import flag, places, text, with_extra_body
 from kvserve.protocols.logprobs import chat_logprobs, read_chat_logprobs
 from kvserve.protocols.openai_errors import encode_error
 from kvserve.protocols.openai_messages import read_messages, read_prediction
-from kvserve.protocols.openai_tools import gives_functions, read_response_format, read_tool_choice, read_tools
+from kvserve.protocols.openai_tools import (
+    field_names,
+    gives_functions,
+    read_response_format,
+    read_tool_choice,
+    read_tools,
+)
 from kvserve.protocols.openai_usage import encode_usage
+from kvserve.protocols.renaming import FieldNames
 from kvserve.protocols.sampling import (
     check_tolerated,
     read_max_tokens,
@@ -62,13 +69,14 @@ _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A parsed body: the turn, and how the answer travels."""
+    """A parsed body: the turn, how the answer travels, and what it calls the fields that are judged later."""
 
     turn: Turn
     stream: bool
     include_usage: bool
     uses_functions: bool = False
     """Whether the tools were given as the legacy `functions`."""
+    names: FieldNames = FieldNames()
 
 
 def parse_chat(
@@ -103,7 +111,7 @@ def parse_chat(
         session=read_session(body, headers),
         num_top_logprobs=read_chat_logprobs(fields),
     )
-    return ChatRequest(turn, stream, include_usage, uses_functions)
+    return ChatRequest(turn, stream, include_usage, uses_functions, field_names(fields))
 
 
 def read_template_arguments(body: JsonObject) -> JsonObject:

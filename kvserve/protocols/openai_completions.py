@@ -23,7 +23,9 @@ from kvserve.errors import BadRequest, RequestError
 from kvserve.protocols.fields import MAX_TOKEN_COUNT, filled_text, integer, list_of, mistyped, text, with_extra_body
 from kvserve.protocols.logprobs import completion_logprobs, read_completion_logprobs
 from kvserve.protocols.openai_errors import encode_error
+from kvserve.protocols.openai_tools import content_names, read_response_format
 from kvserve.protocols.openai_usage import encode_usage
+from kvserve.protocols.renaming import FieldNames
 from kvserve.protocols.sampling import (
     check_tolerated,
     read_max_tokens,
@@ -52,11 +54,12 @@ _read_token_ids = list_of(integer(0, MAX_TOKEN_COUNT))
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A parsed body: the turn, and how the answer travels."""
+    """A parsed body: the turn, how the answer travels, and what it calls the fields that are judged later."""
 
     turn: Turn
     stream: bool
     include_usage: bool
+    names: FieldNames = FieldNames()
 
 
 def parse_completion(
@@ -73,13 +76,14 @@ def parse_completion(
         model=fields.optional("model", text) or None,
         sampling=read_sampling(fields, defaults.sampling),
         raw_prompt=fields.required("prompt", read_prompt),
+        response_format=read_response_format(fields),
         max_tokens=read_max_tokens(fields, "max_completion_tokens", "max_tokens"),
         stop_strings=read_stop_strings(fields),
         thinking=read_thinking(body),
         session=read_session(body, headers),
         num_top_logprobs=read_completion_logprobs(fields),
     )
-    return CompletionRequest(turn, stream, include_usage)
+    return CompletionRequest(turn, stream, include_usage, content_names(fields))
 
 
 def read_prompt(value: object, path: str) -> str | tuple[int, ...]:

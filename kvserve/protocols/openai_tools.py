@@ -4,11 +4,13 @@ The legacy `functions` / `function_call` pair means the same as `tools` / `tool_
 """
 
 import re
+from dataclasses import replace
 
 from kvserve.core import JsonObject, ResponseFormat, ToolChoice, ToolSpec
 from kvserve.errors import BadRequest
 from kvserve.protocols.fields import Fields, filled_text, flag, list_of, mapping, mistyped, text, word
 from kvserve.protocols.json_schema import read_schema
+from kvserve.protocols.renaming import FieldNames
 
 _TOOL_NAME = re.compile(r"""[^\s<>{}"'`]{1,128}""")
 _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
@@ -100,6 +102,19 @@ def _read_legacy_choice(value: object, path: str) -> ToolChoice:
     return ToolChoice("function", mapping(value, path).required("name", filled_text))
 
 
+def field_names(fields: Fields) -> FieldNames:
+    """What the schemas are called in a body that was read without an error."""
+    tools = [f"{tool.path}.function.parameters" for tool in fields.optional("tools", list_of(mapping)) or ()]
+    functions = [f"{function.path}.parameters" for function in fields.optional("functions", list_of(mapping)) or ()]
+    return replace(content_names(fields), parameters=tuple(tools or functions))
+
+
+def content_names(fields: Fields) -> FieldNames:
+    """The same for a body without tools."""
+    said = fields.optional("response_format", mapping)
+    return FieldNames() if said is None else FieldNames(schema=f"{said.path}.json_schema.schema")
+
+
 def read_response_format(fields: Fields) -> ResponseFormat:
     """`response_format`: text, json_object or json_schema. Raises BadRequest."""
     said = fields.optional("response_format", mapping)
@@ -107,7 +122,9 @@ def read_response_format(fields: Fields) -> ResponseFormat:
         return ResponseFormat()
     match said.required("type", word("text", "json_object", "json_schema")):
         case "json_schema":
-            return ResponseFormat("json_schema", said.required("json_schema", mapping).required("schema", read_schema))
+            form = said.required("json_schema", mapping)
+            strict = form.optional("strict", flag) or False
+            return ResponseFormat("json_schema", form.required("schema", read_schema), strict)
         case "json_object":
             return ResponseFormat("json_object")
     return ResponseFormat()

@@ -12,7 +12,7 @@ from typing import Literal
 
 from kvserve.core import JsonObject, ResponseFormat, ToolCallBlock, ToolChoice, ToolSpec
 from kvserve.errors import BadRequest
-from kvserve.protocols.fields import Fields, filled_text, list_of, mapping, mistyped, text, word
+from kvserve.protocols.fields import Fields, filled_text, flag, list_of, mapping, mistyped, text, word
 from kvserve.protocols.json_schema import read_schema
 from kvserve.protocols.openai_tools import read_function, tool_name
 
@@ -319,7 +319,8 @@ def read_text_format(fields: Fields) -> ResponseFormat:
     said = options.optional("format", mapping)
     match said.required("type", word("text", "json_object", "json_schema")) if said is not None else "text":
         case "json_schema" if said is not None:
-            return ResponseFormat("json_schema", said.required("schema", read_schema))
+            strict = said.optional("strict", flag) or False
+            return ResponseFormat("json_schema", said.required("schema", read_schema), strict)
         case "json_object":
             return ResponseFormat("json_object")
     return ResponseFormat()

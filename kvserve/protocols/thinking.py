@@ -6,7 +6,8 @@ Precedence, tested row by row:
    `metadata`, `extra_body.metadata`. For each of enabled, effort and preserve the first place that speaks counts.
 2. A switch (on, off, true, false, none, {"type": ...}) beats a level (low, high, ...) wherever the two stand: a level
    says how much to think if at all. Without any switch a level switches thinking on.
-3. Two switches or two levels in the *same* place that disagree are a contradiction: 400 that names the second one.
+3. A budget limits the thinking. Where nothing else is said one above zero switches it on, and zero off.
+4. Two switches, levels or budgets in the *same* place that disagree are a contradiction: 400 that names the second one.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from kvserve.core import JsonObject, ThinkingChoice
 from kvserve.errors import BadRequest
-from kvserve.protocols.fields import Fields, mapping, mistyped, places, stated
+from kvserve.protocols.fields import MAX_TOKEN_COUNT, Fields, integer, mapping, mistyped, places, stated
 
 LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
 SWITCHES: Mapping[str, bool] = {
@@ -32,6 +33,7 @@ class _Statement:
     enabled: bool | None = None
     effort: str | None = None
     preserve: bool | None = None
+    max_num_tokens: int | None = None
 
 
 type _Reader = Callable[[object, str], list[_Statement]]
@@ -69,12 +71,21 @@ def _read_word_or_object(value: object, path: str) -> list[_Statement]:
     return _read_fields(mapping(value, path), _INNER)
 
 
+_token_count = integer(0, MAX_TOKEN_COUNT)
+
+
+def _read_budget(value: object, path: str) -> list[_Statement]:
+    return [_Statement(path, max_num_tokens=_token_count(value, path))]
+
+
 _INNER: Mapping[str, _Reader] = {
     "enabled": _read_word,
     "type": _read_word,
     "effort": _read_word,
     "level": _read_word,
     "clear_thinking": _read_clear,
+    "budget_tokens": _read_budget,
+    "max_tokens": _read_budget,
 }
 
 SWITCH_FIELDS: Mapping[str, _Reader] = {
@@ -86,6 +97,8 @@ SWITCH_FIELDS: Mapping[str, _Reader] = {
     "clear_thinking": _read_clear,
 }
 
+BUDGET_FIELDS: Mapping[str, _Reader] = {"thinking_budget": _read_budget, "thinking_token_budget": _read_budget}
+"""No switches: a chat template that reads such an argument still gets it."""
 
 PLACES = (
     (),
@@ -99,13 +112,16 @@ PLACES = (
 
 def read_thinking(body: JsonObject) -> ThinkingChoice:
     """What the body says of thinking; all None where it says nothing. Raises BadRequest for unknown words."""
-    found = [_read_fields(place, SWITCH_FIELDS) for place in places(body, *PLACES)]
+    found = [_read_fields(place, {**SWITCH_FIELDS, **BUDGET_FIELDS}) for place in places(body, *PLACES)]
     enabled = _first_agreed(found, lambda statement: statement.enabled)
     effort = _first_agreed(found, lambda statement: statement.effort)
     preserve = _first_agreed(found, lambda statement: statement.preserve)
+    budget = _first_agreed(found, lambda statement: statement.max_num_tokens)
+    if enabled is None and (effort is not None or budget is not None):
+        enabled = effort is not None or budget != 0
     if enabled is False:
         return ThinkingChoice(enabled=False, preserve=preserve)
-    return ThinkingChoice(enabled=True if effort is not None else enabled, effort=effort, preserve=preserve)
+    return ThinkingChoice(True if effort is not None else enabled, effort, preserve, budget)
 
 
 def _read_fields(place: Fields, table: Mapping[str, _Reader]) -> list[_Statement]:

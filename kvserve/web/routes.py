@@ -35,29 +35,30 @@ def post_chat(exchange: Exchange, service: WebService) -> None:
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = openai_chat.parse_chat(body, headers, service.defaults, exchange.request_id)
     served = service.begin(request.turn)
-    running = service.serve(request.turn, served)
     created, with_logprobs = int(time.time()), request.turn.num_top_logprobs is not None
-    if request.stream:
-        encoder = openai_chat.ChatStreamEncoder(
-            exchange.request_id,
-            served.name,
-            created,
-            request.include_usage,
-            with_logprobs=with_logprobs,
-            uses_functions=request.uses_functions,
-        )
-        stream_turn(exchange, running, encoder, [encoder.role_chunk()])
-    else:
+    with request.names.speaking():
+        running = service.serve(request.turn, served)
+        if request.stream:
+            encoder = openai_chat.ChatStreamEncoder(
+                exchange.request_id,
+                served.name,
+                created,
+                request.include_usage,
+                with_logprobs=with_logprobs,
+                uses_functions=request.uses_functions,
+            )
+            stream_turn(exchange, running, encoder, [encoder.role_chunk()])
+            return
         answer = collect(whole_answer_events(exchange, running))
-        whole = openai_chat.encode_answer(
-            answer,
-            exchange.request_id,
-            served.name,
-            created,
-            with_logprobs=with_logprobs,
-            uses_functions=request.uses_functions,
-        )
-        exchange.send_json(200, whole)
+    whole = openai_chat.encode_answer(
+        answer,
+        exchange.request_id,
+        served.name,
+        created,
+        with_logprobs=with_logprobs,
+        uses_functions=request.uses_functions,
+    )
+    exchange.send_json(200, whole)
 
 
 def post_completion(exchange: Exchange, service: WebService) -> None:
@@ -65,19 +66,20 @@ def post_completion(exchange: Exchange, service: WebService) -> None:
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = openai_completions.parse_completion(body, headers, service.defaults, exchange.request_id)
     served = service.begin(request.turn)
-    running = service.serve(request.turn, served)
     created, with_logprobs = int(time.time()), request.turn.num_top_logprobs is not None
-    if request.stream:
-        encoder = openai_completions.CompletionStreamEncoder(
-            exchange.request_id, served.name, created, request.include_usage, with_logprobs=with_logprobs
-        )
-        stream_turn(exchange, running, encoder, [])
-    else:
+    with request.names.speaking():
+        running = service.serve(request.turn, served)
+        if request.stream:
+            encoder = openai_completions.CompletionStreamEncoder(
+                exchange.request_id, served.name, created, request.include_usage, with_logprobs=with_logprobs
+            )
+            stream_turn(exchange, running, encoder, [])
+            return
         answer = collect(whole_answer_events(exchange, running))
-        body = openai_completions.encode_completion(
-            answer, exchange.request_id, served.name, created, with_logprobs=with_logprobs
-        )
-        exchange.send_json(200, body)
+    body = openai_completions.encode_completion(
+        answer, exchange.request_id, served.name, created, with_logprobs=with_logprobs
+    )
+    exchange.send_json(200, body)
 
 
 def post_messages(exchange: Exchange, service: WebService) -> None:

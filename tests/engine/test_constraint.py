@@ -8,7 +8,7 @@ import pytest
 
 from kvserve.core import Grammar
 from kvserve.engine.constraint import GrammarProcessor
-from kvserve.errors import EngineFailure
+from kvserve.errors import BadRequest, EngineFailure
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
 from tests.models import tiny_model
 
@@ -55,18 +55,21 @@ def test_a_grammar_waits_for_the_end_of_thinking(tokenizer: Tokenizer, guide: An
     assert texts and all("ok".startswith(text) for text in texts)
 
 
-def test_thinking_that_takes_too_long_is_ended(tokenizer: Tokenizer, guide: Any) -> None:
-    """Once the free tokens are spent the closing tag is forced, token by token."""
-    after = tokenizer.encode("the end")
-    assert len(after) > 1
-    processor = GrammarProcessor(Grammar('start: "ok"', after, max_free_tokens=2), guide, len(PROMPT))
+def test_a_begun_answer_is_gone_on_with(tokenizer: Tokenizer, guide: Any) -> None:
+    """What the prompt has of the answer is read first, after a reset too, wherever its tokens end; an answer that has
+    begun otherwise cannot be gone on with."""
+    lark = 'start: "yesterday" | "no"'
+    processor = GrammarProcessor(Grammar(lark, begun="yeste"), guide, len(PROMPT))
     width = tokenizer.vocab_size + 40
-    assert len(allowed(processor, [310], width)) == width
-    answer = [310, 311]
-    for token in after:
-        assert allowed(processor, answer, width) == {token}
-        answer.append(token)
-    assert len(allowed(processor, answer, width)) < width
+    for _ in range(2):
+        texts = {tokenizer.decode([token]) for token in allowed(processor, [], width)}
+        assert texts and all("rday".startswith(text) for text in texts)
+        assert allowed(processor, list(tokenizer.encode("rday")), width) == set(tokenizer.stop_token_ids)
+        processor.reset()
+    for begun in ("yesterdays", "Yes", "yes no"):
+        with pytest.raises(BadRequest) as refused:
+            GrammarProcessor(Grammar(lark, begun=begun), guide, len(PROMPT))
+        assert refused.value.param == "messages"
 
 
 def test_a_reset_tells_the_answer_from_the_start(tokenizer: Tokenizer, guide: Any) -> None:

@@ -2,10 +2,12 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -15,12 +17,15 @@ from kvserve.core import ContentDelta, Grammar, ReasoningDelta, ResponseFormat, 
 from kvserve.errors import BadRequest
 from kvserve.output import harmony
 from kvserve.output.formats import OutputFormat, select_format
-from kvserve.output.grammar import ThinkingAhead, build_grammar
+from kvserve.output.grammar import AnswerStart, Promise, build_grammar
 from kvserve.output.splitter import Splitter
 from kvserve.output.tool_parsers import glm, hermes, qwen_coder
+from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from kvserve.output.tool_parsers.form import ParsedCall
 from tests.calls import calls_of
+from tests.laws import num_examples
 from tests.models import tiny_model
+from tests.output.schemas import schemas
 
 SCHEMA = {
     "type": "object",
@@ -53,7 +58,7 @@ class Setup:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, output_format: OutputFormat) -> None:
         self.tokenizer = tokenizer
         self.format = output_format
-        self.added = frozenset(tokenizer.get_added_vocab())
+        self.added: dict[str, int] = tokenizer.get_added_vocab()
         self.guide: LLTokenizer = from_tokenizer(tokenizer)
 
     def grammar(
@@ -63,8 +68,19 @@ class Setup:
         tools: Sequence[ToolSpec] = TOOLS,
         parallel: bool = True,
         response: ResponseFormat = TEXT,
-        thinking: ThinkingAhead | None = None,
+        start: AnswerStart = AnswerStart(),  # noqa: B008 - frozen
     ) -> Grammar | None:
+        return self.promise(choice, tools=tools, parallel=parallel, response=response, start=start).grammar
+
+    def promise(
+        self,
+        choice: ToolChoice = REQUIRED,
+        *,
+        tools: Sequence[ToolSpec] = TOOLS,
+        parallel: bool = True,
+        response: ResponseFormat = TEXT,
+        start: AnswerStart = AnswerStart(),  # noqa: B008 - frozen
+    ) -> Promise:
         return build_grammar(
             tools=tools,
             tool_choice=choice,
@@ -72,7 +88,7 @@ class Setup:
             response_format=response,
             output_format=self.format,
             added_tokens=self.added,
-            thinking=thinking,
+            start=start,
         )
 
     def accepts(self, grammar: Grammar | None, text: str) -> bool:
@@ -262,12 +278,14 @@ def test_nothing_promised_is_no_grammar() -> None:
 
 @every_form
 def test_after_opened_thinking(form: str, tokens: bool) -> None:
-    """Where the prompt opened thinking the grammar starts at its end: ids and bound are handed on."""
+    """Where the prompt opened thinking the promised form starts at its end, by the ids of a tag that is a token, else
+    by the tag's text; what is thought before is free."""
     case = SETUPS[form, tokens]
-    grammar = case.grammar(thinking=ThinkingAhead(opened=True, closing_ids=(7, 8), max_num_tokens=50))
+    grammar = case.grammar(start=AnswerStart(opens_thinking=True, closing_ids=(7, 8)))
     assert grammar is not None
-    assert (grammar.after, grammar.max_free_tokens) == ((7, 8), 50)
-    before = "<|start|>assistant" if form == "harmony" else "\n\n"
+    closing = "" if tokens else THINKING.get(form, ("", "</think>"))[1].removesuffix("<|start|>assistant")
+    assert grammar.after == ((7, 8) if tokens else ())
+    before = f"{'' if tokens else 'hm, Жук'}{closing}" + ("<|start|>assistant" if form == "harmony" else "\n\n")
     assert case.accepts(grammar, before + written(form, GOOD[0]))
     assert not case.accepts(grammar, before + "text")
 
@@ -277,40 +295,61 @@ THINKING = {"harmony": ("<|channel|>analysis<|message|>", "<|end|><|start|>assis
 
 @every_form
 def test_thinking_that_the_model_opens_itself(form: str, tokens: bool) -> None:
-    """The model may think first, not longer than allowed, or answer at once."""
+    """The model may think first, or answer at once."""
     case = SETUPS[form, tokens]
-    grammar = case.grammar(thinking=ThinkingAhead(opened=False, closing_ids=(), max_num_tokens=10))
-    assert grammar is not None
-    assert (grammar.after, grammar.max_free_tokens) == ((), None)
+    grammar = case.grammar(start=AnswerStart(may_think=True))
+    assert grammar is not None and grammar.after == ()
     call = written(form, GOOD[0])
     opening, closing = THINKING.get(form, ("<think>", "</think>\n\n"))
     assert case.accepts(grammar, call)
     assert case.accepts(grammar, f"{opening}\nhm, Жук\n{closing}{call}")
-    assert not case.accepts(grammar, f"{opening}{'a' * 41}{closing}{call}")
     assert not case.accepts(grammar, f"{opening}hm{closing}text")
+    assert not case.accepts(case.grammar(), f"{opening}hm{closing}{call}"), "the control: thinking is switched off"
 
 
-BROKEN: list[dict[str, object]] = [
-    {"type": "objekt"},
-    {"properties": 3},
-    {"type": "object", "not": {}},
-    {"type": "object", "properties": {"a": {"$ref": "#/$defs/gone"}}},
-    {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
-    {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)"}}},
-]
+BROKEN: dict[str, dict[str, object]] = {
+    "type": {"type": "objekt"},
+    "properties": {"properties": 3},
+    "not": {"type": "object", "not": {}},
+    "$ref": {"type": "object", "properties": {"a": {"$ref": "#/$defs/gone"}}},
+    "uniqueItems": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+    "pattern": {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)"}}},
+}
+"""Schemas that cannot be enforced, by the keyword that is at fault."""
+
+
+def strict(schema: Mapping[str, object]) -> ResponseFormat:
+    return ResponseFormat("json_schema", schema, strict=True)
 
 
 @every_form
-@pytest.mark.parametrize("schema", BROKEN, ids=str)
-def test_a_schema_that_cannot_be_enforced_is_named(form: str, tokens: bool, schema: dict[str, object]) -> None:
-    """Invalid or unsupported schemas are a 400 that names the field, for content and for a forced tool."""
-    case = SETUPS[form, tokens]
+@pytest.mark.parametrize("keyword", BROKEN)
+def test_a_strict_schema_that_cannot_be_enforced_is_named(form: str, tokens: bool, keyword: str) -> None:
+    """A 400 names the field and the keyword: for content, for a forced tool and for one that may be called."""
+    case, schema = SETUPS[form, tokens], BROKEN[keyword]
     with pytest.raises(BadRequest) as content_error:
-        case.grammar(ToolChoice("none"), response=ResponseFormat("json_schema", schema))
+        case.grammar(ToolChoice("none"), response=strict(schema))
     assert content_error.value.param == "response_format.json_schema.schema"
-    with pytest.raises(BadRequest) as tool_error:
-        case.grammar(tools=(READ, NOW, ToolSpec("broken", None, schema)))
-    assert tool_error.value.param == "tools[2].function.parameters"
+    assert keyword in content_error.value.message
+    for choice in (REQUIRED, ToolChoice()):
+        with pytest.raises(BadRequest) as tool_error:
+            case.grammar(choice, tools=(READ, NOW, ToolSpec("broken", None, schema, strict=True)))
+        assert tool_error.value.param == "tools[2].function.parameters"
+        assert keyword in tool_error.value.message
+
+
+@every_form
+@pytest.mark.parametrize("keyword", BROKEN)
+def test_any_other_schema_is_enforced_as_far_as_it_can_be(form: str, tokens: bool, keyword: str) -> None:
+    """What cannot be held is left out and noted, whichever tool has it; the others are held as ever."""
+    case, schema = SETUPS[form, tokens], BROKEN[keyword]
+    promise = case.promise(tools=(READ, ToolSpec("odd", None, schema)))
+    [note] = promise.notes
+    assert note.startswith("not enforced of tool odd: ") and keyword in note
+    assert case.accepts(promise.grammar, written(form, GOOD[0]))
+    assert not case.accepts(promise.grammar, written(form, BAD[2]))
+    [note] = case.promise(ToolChoice("none"), response=ResponseFormat("json_schema", schema)).notes
+    assert note.startswith("not enforced of response_format: ") and keyword in note
 
 
 def test_a_schema_cannot_change_how_it_is_enforced() -> None:
@@ -318,7 +357,7 @@ def test_a_schema_cannot_change_how_it_is_enforced() -> None:
     case = SETUPS["hermes", True]
     schema = {"type": "object", "not": {}, "x-guidance": {"lenient": True}}
     with pytest.raises(BadRequest):
-        case.grammar(ToolChoice("none"), response=ResponseFormat("json_schema", schema))
+        case.grammar(ToolChoice("none"), response=strict(schema))
 
 
 @pytest.mark.parametrize("choice", [ToolChoice("function", "gone"), ToolChoice("required")])
@@ -345,8 +384,7 @@ def test_on_the_tokenizers_of_the_families(family: str) -> None:
     template = tokenizer.chat_template
     case = Setup(tokenizer, select_format("auto", template, tokenizer.get_added_vocab(), None))
     form = FAMILIES[family]
-    thinking = ThinkingAhead(opened=False, closing_ids=(), max_num_tokens=100)
-    grammar = case.grammar(thinking=thinking)
+    grammar = case.grammar(start=AnswerStart(may_think=True))
     before = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant" if form == "harmony" else ""
     tags = case.format.thinking
     if tags is not None:
@@ -356,3 +394,126 @@ def test_on_the_tokenizers_of_the_families(family: str) -> None:
         assert case.accepts(grammar, written(form, call)), call
     assert not case.accepts(grammar, before + "text")
     assert case.accepts(case.grammar(ToolChoice("none"), response=CITY), content(form, '{"city": "a"}'))
+
+
+# --- strict tools among free text -------------------------------------------------------------------------------------
+
+STRICT = (ToolSpec("read", None, SCHEMA, strict=True), NOW, ANY)
+FREE_TEXTS = (
+    "",
+    "Hello.",
+    "a < b </tool> <tool_cal",
+    "<think>\nhm\n</think>\n\nWell, Жук\n",
+    "<|end|> {}",
+    "<function",
+)
+
+
+def free(form: str, text: str) -> str:
+    """Text as a model of this form says it."""
+    return content(form, text) + "<|end|><|start|>assistant" if form == "harmony" and text else text
+
+
+@every_form
+def test_strict_tools_hold_calls_and_nothing_else(form: str, tokens: bool) -> None:
+    """Text is free before, between and behind calls; a call of the strict tool obeys its schema, that of another one
+    has the name of a tool and the form, whatever its arguments."""
+    case = SETUPS[form, tokens]
+    grammar = case.grammar(ToolChoice(), tools=STRICT)
+    end = "<|end|>" if form == "harmony" else ""
+    for said in FREE_TEXTS:
+        assert case.accepts(grammar, content(form, said)), said
+        text = free(form, said)
+        assert [call for call in GOOD if not case.accepts(grammar, text + written(form, call))] == []
+        assert [call for call in BAD[:-1] if case.accepts(grammar, text + written(form, call))] == []
+        assert case.accepts(grammar, text + written(form, BAD[-1])), "the other tool is not strict"
+        good, bad = written(form, GOOD[1]), written(form, BAD[2])
+        behind = "<|start|>assistant" if form == "harmony" else "\nAnd:\n"
+        assert case.accepts(grammar, f"{text}{good}{end}{behind}{good}")
+        assert not case.accepts(grammar, f"{text}{good}{end}{behind}{bad}")
+
+
+@every_form
+def test_text_without_a_call_is_free_token_by_token(form: str, tokens: bool) -> None:
+    """Beside invalid UTF-8, every token may follow that opens no call; the end of the answer too."""
+    case = SETUPS[form, tokens]
+    grammar = case.grammar(ToolChoice(), tools=STRICT)
+    assert grammar is not None
+    for text in FREE_TEXTS:
+        matcher = LLMatcher(case.guide, grammar.lark, log_level=0)
+        assert matcher.consume_tokens(case.tokenizer.encode(text, add_special_tokens=False)) or not text
+        mask = matcher.compute_bitmask()
+        barred = [token for token in range(len(case.tokenizer)) if not mask[token // 8] >> token % 8 & 1]
+        assert {case.tokenizer.decode([token]) for token in barred} <= {"\ufffd"}, text
+
+
+def test_strict_tools_hold_calls_of_forms_that_are_not_the_models_own() -> None:
+    """A tag that is a token can be spelt in text too, and a model may write the bare form: both are read as calls."""
+    for form, tokens in SETUPS:
+        case = SETUPS[form, tokens]
+        grammar = case.grammar(ToolChoice(), tools=STRICT)
+        good, bad = (qwen_coder.render(call, TOOLS).partition("\n")[2] for call in (GOOD[1], BAD[2]))
+        before, behind = ("<|channel|>final<|message|>", "<|end|>") if form == "harmony" else ("Well.\n", "")
+        assert case.accepts(grammar, f"{before}{good.removesuffix('</tool_call>')}{behind}")
+        assert not case.accepts(grammar, f"{before}{bad.removesuffix('</tool_call>')}{behind}")
+    case = SETUPS["hermes", True]
+    matcher = LLMatcher(case.guide, case.grammar(ToolChoice(), tools=STRICT).lark, log_level=0)  # type: ignore[union-attr]
+    spelt = case.tokenizer.encode("<tool_") + case.tokenizer.encode('call>\n{"name": "read", "arguments": {"path": 5')
+    assert matcher.try_consume_tokens(spelt) == len(spelt) - 1
+
+
+def test_the_early_recipient_of_harmony_is_held_too() -> None:
+    """gpt-oss also names the recipient before the channel, at the very beginning or in a later message."""
+    for tokens in (True, False):
+        case = SETUPS["harmony", tokens]
+        grammar = case.grammar(ToolChoice(), tools=STRICT)
+        for before in ("", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"):
+            for form in (" json", " <|constrain|>json"):
+                head = f"{before} to=functions.read<|channel|>commentary{form}<|message|>"
+                assert case.accepts(grammar, f'{head}{{"path": "a"}}')
+                assert case.accepts(
+                    grammar, f'{head}{{"path": "a"}}<|end|><|start|>assistant<|channel|>final<|message|>x'
+                )
+                assert not case.accepts(grammar, f'{head}{{"path": 5}}')
+            assert not case.accepts(grammar, f"{before} to=functions.gone<|channel|>commentary json<|message|>{{}}")
+        assert case.accepts(grammar, "<|channel|>final<|message|>From here to=there")
+
+
+@every_form
+def test_auto_without_strict_tools_is_no_grammar(form: str, tokens: bool) -> None:
+    """It would cost speed and promise nothing; nor are strict tools held where none may be called."""
+    case = SETUPS[form, tokens]
+    assert case.promise(ToolChoice()) == Promise(None)
+    assert case.promise(ToolChoice("none"), tools=STRICT) == Promise(None)
+
+
+def test_strict_tools_of_a_foreign_form_are_noted() -> None:
+    """Nobody here knows its grammar: the calls are free, and the notes say so. Forced ones come in the JSON form."""
+    foreign = ForeignToolForm("[TOOL_CALLS]", "", lambda text, tools: json.loads(text))
+    case = Setup(byte_tokenizer(TAGS), select_format("auto", "", (), foreign))
+    promise = case.promise(ToolChoice(), tools=STRICT)
+    assert promise.grammar is None and "strict" in promise.notes[0]
+    assert case.accepts(case.grammar(), written("hermes", GOOD[0]))
+
+
+FOREIGN = Setup(
+    byte_tokenizer(TAGS),
+    select_format("auto", "", (), ForeignToolForm("[CALL]", "", lambda text, tools: json.loads(text))),
+)
+
+
+@given(schemas, st.sampled_from([*SETUPS.values(), FOREIGN]), st.booleans())
+@settings(max_examples=num_examples(40), deadline=None)
+def test_no_schema_of_a_tool_that_is_not_strict_refuses_a_request(
+    schema: dict[str, object], case: Setup, is_forced: bool
+) -> None:
+    """In every form there is a grammar that can be used, and it leaves the other tools as they are."""
+    odd = ToolSpec("odd", None, {"properties": {"p": schema, "<q>": schema}, "required": ["p", "<q>"]})
+    grammar = case.grammar(REQUIRED if is_forced else ToolChoice(), tools=(odd, STRICT[0]))
+    if grammar is None:
+        assert case is FOREIGN and not is_forced
+        return
+    form = "harmony" if case.format.channels == "harmony" else case.format.tool_forms[0].name
+    form = "hermes" if form == "foreign" else form
+    assert case.accepts(grammar, written(form, GOOD[0]))
+    assert not case.accepts(grammar, written(form, BAD[2]))

@@ -53,7 +53,7 @@ def test_a_whole_request_becomes_a_turn() -> None:
     assert (turn.sampling.temperature, turn.sampling.top_p, turn.sampling.top_k) == (0.5, 0.25, 3)
     assert turn.stop_strings == ("a", "b")
     assert turn.tools == (SPEC,)
-    assert turn.response_format == ResponseFormat("json_schema", SCHEMA)
+    assert turn.response_format == ResponseFormat("json_schema", SCHEMA, strict=True)
     assert turn.session == SessionHint(principal=Principal(user=principal_digest("user", "somebody")))
 
 
@@ -79,7 +79,7 @@ def test_tool_choice(choice: Any, expected: ToolChoice, is_parallel: bool) -> No
     [
         ({}, ThinkingChoice(False), True),
         ({"thinking": None}, ThinkingChoice(False), True),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, ThinkingChoice(True), True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, ThinkingChoice(True, max_num_tokens=1024), True),
         ({"thinking": {"type": "between_tools"}}, ThinkingChoice(True), True),
         ({"thinking": {"type": "disabled"}}, ThinkingChoice(False), True),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, ThinkingChoice(True), False),

@@ -68,6 +68,10 @@ def test_parallel_calls_can_be_switched_off(parse: Parse) -> None:
         ({"type": "json_object"}, ResponseFormat("json_object")),
         (
             {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
+            ResponseFormat("json_schema", SCHEMA, strict=True),
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": None}},
             ResponseFormat("json_schema", SCHEMA),
         ),
     ],

@@ -264,6 +264,10 @@ def test_a_broken_tool_is_named(tools: object, param: str) -> None:
         ({"format": {"type": "json_object"}}, ResponseFormat("json_object")),
         (
             {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}},
+            ResponseFormat("json_schema", SCHEMA, strict=True),
+        ),
+        (
+            {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
             ResponseFormat("json_schema", SCHEMA),
         ),
     ],

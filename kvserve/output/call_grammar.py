@@ -1,0 +1,209 @@
+"""Tool calls as rules of a grammar: forced ones, and those that a model writes in its text when it likes to.
+
+A call is written in the model's own form; where that form is a foreign one, whose grammar is not known here, in the
+JSON form, which is always read too. Arguments obey the tool's schema as far as the form can say it: the bare-text forms
+leave a string's inside free, except for an enumeration, and fix the order of the arguments.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvserve.core import ToolSpec
+from kvserve.errors import BadRequest
+from kvserve.output import harmony
+from kvserve.output.enforced import ANY_OBJECT, Enforced, allows_any_text, described, enforced
+from kvserve.output.formats import OutputFormat
+from kvserve.output.lark import Lark, quote
+from kvserve.output.tool_parsers import glm, hermes, qwen_coder
+from kvserve.output.tool_parsers.arguments import types_of, write_argument
+
+_BARE = "qwen_coder_bare"
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool, and what the protocol calls its schema."""
+
+    spec: ToolSpec
+    path: str
+
+
+@dataclass(slots=True)
+class CallGrammar:
+    """Writes the rules of one request's calls into `lark`; `notes` say what they do not hold of a schema."""
+
+    lark: Lark
+    output_format: OutputFormat
+    notes: list[str] = field(default_factory=list)
+    _left_out: list[str] = field(default_factory=list)
+
+    # --- calls and nothing else ---------------------------------------------------------------------------------------
+
+    def forced(self, tools: Sequence[OfferedTool], many: bool) -> str:
+        """A rule for a call of one of the tools, or for several in a row."""
+        bodies = self._alternatives(tools, self._own_form, by_schema=True)
+        if self._is_harmony:
+            return self.lark.rule(f"{self.lark.tag(harmony.CHANNEL)} {bodies}")
+        call = self.lark.rule(f"{self.lark.tag(hermes.OPEN)} {bodies}")
+        return self.lark.rule(f'{call} ("\\n" {call})*') if many else call
+
+    # --- calls in free text -------------------------------------------------------------------------------------------
+
+    def in_text(self, tools: Sequence[OfferedTool]) -> str | None:
+        """The start of a grammar for free text in which every call is one of an offered tool, a strict tool's obeys its
+        schema; None where the model's own form of calls is a foreign one."""
+        if self._is_foreign:
+            return None
+        bodies = {hermes.OPEN: self._alternatives(tools, self._own_form, by_schema=False)}
+        if any(form.name == _BARE for form in self.output_format.tool_forms):
+            bodies[qwen_coder.FUNCTION_OPEN] = self._alternatives(tools, _BARE, by_schema=False)
+        if self._is_harmony:
+            bodies[hermes.OPEN] = self._alternatives(tools, "hermes", by_schema=False)
+            return self._in_channels(tools, bodies)
+        calls = [f"{self.lark.openings(tag)} {body}" for tag, body in bodies.items()]
+        return f"({' | '.join([*self.lark.free(bodies), *calls])})*"
+
+    def _in_channels(self, tools: Sequence[OfferedTool], bodies: Mapping[str, str]) -> str:
+        """The same in harmony's messages. A message that is a call ends with its arguments."""
+        lark = self.lark
+        late = self._alternatives(tools, "harmony", by_schema=False)
+        early = lark.rule(" | ".join(self._early(tool) for tool in tools))
+        channel, start = lark.openings(harmony.CHANNEL), lark.openings(harmony.START)
+        form = f'(" "? {lark.tag(harmony.CONSTRAIN)} "json" | " json")?'
+        plain = lark.rule(f'("analysis" | "commentary" | "final") {form} {lark.tag(harmony.MESSAGE)}')
+        to, first = quote(harmony.RECIPIENT), lark.openings(harmony.RECIPIENT, at_start=True)
+        reopened = f'{start} "assistant"'
+        call = lark.rule(f"{channel} {late} | {reopened} {to} {early}")
+        opened = lark.rule(f"{channel} {plain} | {reopened} {lark.tag(harmony.CHANNEL)} {plain}")
+        again = lark.rule(f"{reopened} {lark.tag(harmony.CHANNEL)} {late}")
+        free = lark.free((*bodies, harmony.CHANNEL, harmony.START))
+        others = [f"{lark.openings(tag)} {body}" for tag, body in bodies.items()]
+        end = lark.tag("<|end|>")
+        items = " | ".join([*free, *others, opened, f"({call} | {again}) {end}"])
+        return f"({first} {early} {end})? ({items})* ({call} | {again})? | {first} {early}"
+
+    def _early(self, tool: OfferedTool) -> str:
+        lark = self.lark
+        form = f'" " {lark.tag(harmony.CONSTRAIN)}? "json"'
+        header = f'{quote(f"functions.{tool.spec.name}")} {lark.tag(harmony.CHANNEL)} "commentary" {form}'
+        return lark.rule(f"{header} {lark.tag(harmony.MESSAGE)} {lark.json(self._parameters(tool, by_schema=False))}")
+
+    # --- one call -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_harmony(self) -> bool:
+        return self.output_format.channels == "harmony"
+
+    @property
+    def _is_foreign(self) -> bool:
+        return not self._is_harmony and self.output_format.tool_forms[0].name == "foreign"
+
+    @property
+    def _own_form(self) -> str:
+        if self._is_harmony:
+            return "harmony"
+        return "hermes" if self._is_foreign else self.output_format.tool_forms[0].name
+
+    def _alternatives(self, tools: Sequence[OfferedTool], form: str, *, by_schema: bool) -> str:
+        """A rule for what stands behind the opening tag of a call of one of the tools. Without `by_schema` only strict
+        tools' arguments obey their schema."""
+        bodies: list[str] = []
+        for tool in tools:
+            parameters = self._parameters(tool, by_schema=by_schema)
+            bodies.append(self.lark.rule(self._body(tool, parameters, form)))
+            self.notes += described(f"tool {tool.spec.name}", [*parameters.left_out, *self._left_out])
+            self._left_out.clear()
+        self.notes[:] = dict.fromkeys(self.notes)
+        return self.lark.rule(" | ".join(bodies))
+
+    def _parameters(self, tool: OfferedTool, *, by_schema: bool) -> Enforced:
+        if not (by_schema or tool.spec.strict):
+            return ANY_OBJECT
+        return enforced({"type": "object", **tool.spec.parameters}, tool.path, strict=tool.spec.strict)
+
+    def _body(self, tool: OfferedTool, parameters: Enforced, form: str) -> str:
+        lark, name = self.lark, tool.spec.name
+        match form:
+            case "harmony":
+                return (
+                    f"{quote(f'commentary to=functions.{name} ')} {lark.tag(harmony.CONSTRAIN)} "
+                    f'"json" {lark.tag(harmony.MESSAGE)} {lark.json(parameters)}'
+                )
+            case "glm":
+                pairs = self._pairs(tool, parameters, _glm_pair(lark), closing=glm.VALUE_CLOSE)
+                return f"{quote(name)} {pairs} /\\n?/ {lark.tag(glm.CLOSE)}"
+            case "qwen_coder" | "qwen_coder_bare":
+                closing = f"\n{qwen_coder.PARAMETER_CLOSE}"
+                pairs = self._pairs(tool, parameters, _qwen_pair, closing=closing)
+                if form == _BARE:
+                    return f"{quote(f'{name}>\n')} {pairs} {quote(qwen_coder.FUNCTION_CLOSE)}"
+                return (
+                    f"{quote(f'\n{qwen_coder.FUNCTION_OPEN}{name}>\n')} {pairs} "
+                    f"{quote(f'{qwen_coder.FUNCTION_CLOSE}\n')} {lark.tag(qwen_coder.CLOSE)}"
+                )
+        head = quote(f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
+        return f'{head} {lark.json(parameters)} "}}\\n" {lark.tag(hermes.CLOSE)}'
+
+    # --- arguments as pairs -------------------------------------------------------------------------------------------
+
+    def _pairs(self, tool: OfferedTool, parameters: Enforced, pair: Callable[[str, str], str], *, closing: str) -> str:
+        """The arguments in the order of the schema; where it names none, any."""
+        schema = parameters.schema
+        properties = schema.get("properties")
+        schemas = dict(properties) if isinstance(properties, Mapping) else {}
+        required = _strings(schema.get("required"))
+        schemas = {**schemas, **{key: {} for key in required if key not in schemas}}
+        if not schemas and schema.get("additionalProperties") is not False:
+            return f"({pair(r'/[^<>\r\n]+/', self.lark.text_before(closing))})*"
+        written: list[str] = []
+        for key, own in schemas.items():
+            if own is False:
+                continue
+            if not key or set(key) & set("<>\r\n"):
+                self._lose(tool, f"the key {key!r}, which the model's form of calls cannot write")
+                continue
+            one = pair(quote(key), self._value(tool, key, own, parameters, closing))
+            written.append(one if key in required else f"({one})?")
+        return " ".join(written)
+
+    def _value(self, tool: OfferedTool, key: str, schema: object, parameters: Enforced, closing: str) -> str:
+        """One argument's value and its closing tag."""
+        own, root = schema if isinstance(schema, Mapping) else {}, parameters.schema
+        end = self.lark.tag(closing)
+        match (own.get("enum"), "const" in own):
+            case ([_, *_] as choices, _):
+                return f"({' | '.join(quote(write_argument(choice)) for choice in choices)}) {end}"
+            case (_, True):
+                return f"{quote(write_argument(own['const']))} {end}"
+        shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        value = enforced({**shared, **own}, tool.path, strict=tool.spec.strict)
+        if "string" in types_of(own, root):
+            if not allows_any_text(value):
+                self._lose(tool, f"properties.{key}, as the model's form of calls leaves a text's inside free")
+            return self.lark.text_before(closing)
+        new = (place for place in value.left_out if place not in parameters.left_out)
+        self._left_out += (f"properties.{key}.{place}" for place in new)
+        return f"{self.lark.json(value)} {end}"
+
+    def _lose(self, tool: OfferedTool, what: str) -> None:
+        """Something of a tool's schema cannot be held. Raises BadRequest for a strict tool."""
+        if tool.spec.strict:
+            raise BadRequest(f"{tool.path} cannot be enforced: {what}.", param=tool.path)
+        self._left_out.append(what)
+
+
+def _glm_pair(lark: Lark) -> Callable[[str, str], str]:
+    def pair(key: str, value: str) -> str:
+        opening = rf"/\n?/ {lark.tag(glm.KEY_OPEN)} {key} {lark.tag(glm.KEY_CLOSE)}"
+        return rf"{opening} /\n?/ {lark.tag(glm.VALUE_OPEN)} {value}"
+
+    return pair
+
+
+def _qwen_pair(key: str, value: str) -> str:
+    return f'"{qwen_coder.PARAMETER_OPEN}" {key} ">\\n" {value} "\\n"'
+
+
+def _strings(value: object) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []

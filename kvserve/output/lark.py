@@ -1,0 +1,88 @@
+"""llguidance's Lark dialect as it is written: rules, tags that may be tokens, JSON, free text. Knows no promise."""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from itertools import groupby
+
+from kvserve.output.enforced import Enforced
+
+_TAG_PARTS = re.compile(r"(<[^<>]*>)")
+
+
+class Lark:
+    """Rules of a grammar as they are written, each under a name of its own."""
+
+    def __init__(self, added_tokens: Mapping[str, int]) -> None:
+        """`added_tokens`: the tokenizer's added tokens and their ids."""
+        self._added_tokens = dict(added_tokens)
+        self._rules: list[str] = []
+
+    def rule(self, body: str, options: str = "") -> str:
+        """The name of a new rule."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {body}")
+        return name
+
+    def text(self, start: str) -> str:
+        """The whole grammar."""
+        return "\n".join([f"start: {start}", *self._rules])
+
+    def is_token(self, tag: str) -> bool:
+        """Whether the tokenizer has the tag as an added token: then llguidance matches its name, never its text."""
+        return tag in self._added_tokens
+
+    def has_tokens(self, tag: str) -> bool:
+        """Whether some part of the tag is an added token."""
+        return any(map(self.is_token, _TAG_PARTS.split(tag)))
+
+    def tag(self, tag: str) -> str:
+        """The tag: its parts that are added tokens by name, the rest as text."""
+        parts = [part for part in _TAG_PARTS.split(tag) if part]
+        runs = groupby(parts, key=self.is_token)
+        return " ".join(part for token, run in runs for part in (run if token else [quote("".join(run))]))
+
+    def json(self, schema: Enforced) -> str:
+        """A rule for a JSON value that obeys `schema`."""
+        return self.rule(f"%json {schema.text}")
+
+    def text_before(self, tag: str) -> str:
+        """Free text and then `tag`."""
+        free = "(?s:.*)"
+        tokens = [part for part in _TAG_PARTS.split(tag) if self.is_token(part)]
+        if not tokens:
+            return self.rule(f"/{free}/", f"[suffix={quote(tag)}]")
+        # Text of the tag before its first token belongs to the same lexeme: lexemes are greedy and end at tokens only.
+        head = tag[: tag.index(tokens[0])]
+        return f"/{free}{escaped(head)}/ {self.tag(tag.removeprefix(head))}"
+
+    def free(self, tags: Collection[str]) -> list[str]:
+        """Alternatives that together are any text without one of `tags`: text, and every other added token."""
+        text = self.rule("/(?s:.+)/")
+        others = sorted(number for token, number in self._added_tokens.items() if token not in tags)
+        return [text, f"<[{','.join(_ranges(others))}]>"] if others else [text]
+
+    def openings(self, tag: str, *, at_start: bool = False) -> str:
+        """Free text up to and with a tag that opens something: as a token and as text, for both are read alike.
+
+        With `at_start` no text may stand before it. Beside `free` it is the one that counts, for it ends sooner.
+        """
+        spelt = self.rule(f"/{'' if at_start else '(?s:.*)'}{escaped(tag)}/", "[lazy]")
+        return f"({tag} | {spelt})" if self.is_token(tag) else spelt
+
+
+def quote(text: str) -> str:
+    """A Lark literal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def escaped(text: str) -> str:
+    """Text in a regular expression."""
+    return "".join(rf"\x{{{ord(char):x}}}" for char in text)
+
+
+def _ranges(numbers: list[int]) -> Iterator[str]:
+    """Ascending numbers as ranges, `a-b` with both ends."""
+    for _, run in groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
+        row = [number for _, number in run]
+        yield f"{row[0]}-{row[-1]}"
