@@ -61,7 +61,9 @@ DEMO_MODEL_NAME = "kvserve-demo-qwen3"
 MAX_WATCHERS = 8
 """Pages that may watch at the same time: each holds a connection and its thread."""
 
-STREAMS_END_SECONDS = 1.5
+STREAMS_END_SECONDS = 3.0
+"""Streams look whether they are to end at least once in a second; this is for those whose client does not read."""
+
 ENGINE_STOP_SECONDS = 1.5
 
 

@@ -35,7 +35,7 @@ from kvserve.core import (
     Written,
 )
 from kvserve.engine.rows import Generation
-from kvserve.errors import RequestError
+from kvserve.errors import NotReady, RequestError
 from kvserve.identity.conversations import Conversations, Exchanged
 from kvserve.identity.owner import Owner
 from kvserve.identity.reading import Reading
@@ -171,7 +171,7 @@ class RunningTurn:
     def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
         """The answer as it comes, `Waiting` at least every `poll_seconds` while nothing does; the last is `Finished`.
 
-        Raises RequestError if generation failed.
+        Raises RequestError if generation failed, NotReady where the row was ended before the answer was.
         """
         error: RequestError | None = None
         self._observe.started(self)
@@ -208,11 +208,8 @@ class RunningTurn:
         last = batch[-1]
         if isinstance(last, GenerationFailed):
             raise last.error
-        told: list[AnswerEvent]
-        if isinstance(last, GenerationDone):
-            told = [*deltas, *self._answer.finish(last)]
-        else:
-            told = [*deltas] or [self._waiting()]
+        end = self._answer.finish(last) if isinstance(last, GenerationDone) else []
+        told: list[AnswerEvent] = [*deltas, *end] or [self._waiting()]
         if self._is_looked_up and not was_looked_up and not isinstance(told[0], Waiting):
             told.insert(0, replace(self._waiting(), is_idle=False))  # what was reused is told before the first word
         for said in told:
@@ -220,6 +217,9 @@ class RunningTurn:
         if isinstance(told[-1], Finished):
             self._remember()  # before the client hears of the end: its next request may come at once
         yield from told
+        if isinstance(last, GenerationDone) and not isinstance(told[-1], Finished):
+            self._remember(is_aborted=True)
+            raise NotReady("The server stopped before the answer was finished.")
 
     def _waiting(self) -> Waiting:
         cached = self._num_cached_tokens if self._is_looked_up else None
