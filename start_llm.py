@@ -1,8 +1,8 @@
-"""Starts the server: flags over environment over `.env`. Everything else is in `kvserve/app.py`."""
+"""Starts the server: flags over environment over `.env`. Everything else is in `kvserve/process.py`."""
 
 import sys
 
-from kvserve.app import main
+from kvserve.process import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

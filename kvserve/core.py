@@ -488,7 +488,8 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The answer is complete, as far as a limit let it be; one that was broken off has none. `stop_string` is the one that ended it, if one did."""
+    """The answer is complete, as far as a limit let it be; one that was broken off has no such event. `stop_string` is
+    the one that ended it, if one did."""
 
     reason: FinishReason
     usage: Usage

@@ -189,6 +189,11 @@ class Seeing:
     # --- what is asked of it ------------------------------------------------------------------------------------------
 
     @property
+    def num_running(self) -> int:
+        """Requests that wait for the engine or are computed."""
+        return len(self._activity.running())
+
+    @property
     def num_rejections(self) -> int:
         """The counter `exact_key_rejected_by_model_lcp`."""
         return self._explanations.num_rejections

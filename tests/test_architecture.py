@@ -17,6 +17,7 @@ JOINERS = (
     "kvserve/seeing.py",
     "kvserve/watching.py",
     "kvserve/app.py",
+    "kvserve/process.py",
     "kvserve/forgetting.py",
     "kvserve/loading.py",
     "kvserve/stage.py",

@@ -102,8 +102,8 @@ class AnswerReader:
         return _joined(deltas)
 
     def finish(self, done: GenerationDone) -> list[AnswerEvent]:
-        """The deltas that were held back, and the end. An answer that was broken off (the server stops, nobody wants the
-        rest) has none: to a client `Finished` says that this is all there is."""
+        """The deltas that were held back, and the end. An answer that was broken off (the server stops, nobody wants
+        the rest) has none: to a client `Finished` says that this is all there is."""
         self.done = done
         is_cut = done.reason != "stop" and not self.is_over
         self.num_hidden_tokens = 1 if done.reason == "stop" and not self.is_over else 0

@@ -128,6 +128,26 @@ class Terminal:
             self._guard(lambda: self._bars.finish(key))
             self._write(f"{key}: {outcome} after {self._monotonic() - started:.1f} s")
 
+    @contextmanager
+    def flushing(self) -> Iterator[LoadingBar]:
+        """Show what is written to disk for the length of the block, from the first `update` on."""
+        key = "writing KV to disk"
+        self._guard(lambda: self._bars.start(key, key, "bytes"))
+        try:
+            yield LoadingBar(self._bars, key)
+        finally:
+            self._guard(lambda: self._bars.finish(key))
+
+    def stopping(self, num_requests: int) -> None:
+        """Say that the server stops, and how many requests it ends."""
+        ended = f": {_counted(num_requests, 'request')} ended" if num_requests else ""
+        self.note(f"Stopping{ended}. Another Ctrl+C ends it at once.")
+
+    def stopped(self, num_unwritten_bytes: int) -> None:
+        """Say that it has, and what the disk did not take in time."""
+        lost = f"; {size_text(num_unwritten_bytes)} of KV did not reach the disk and will be computed again"
+        self.note(f"Stopped{lost if num_unwritten_bytes else ''}.")
+
     def prefill(self, request_id: RequestId, num_done: int, num_total: int) -> None:
         """Note how many prompt tokens of a request are in the KV cache; shown once that takes long.
 
@@ -238,6 +258,15 @@ def request_text(facts: RequestFacts, usual_model: str | None = None) -> str:
 def printable(text: str) -> str:
     """The text with every character that a terminal would act on written as its escape."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def size_text(num_bytes: int) -> str:
+    """Bytes for a person."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what} is" if number == 1 else f"{number:,} {what}s are"
 
 
 def _reused(facts: RequestFacts) -> str:

@@ -14,7 +14,6 @@ from kvserve.errors import EngineFailure, NotReady, RequestError
 from kvserve.web.exchange import Exchange
 from kvserve.web.sse import UNNAMED, EventStream, Framing
 
-
 _STOPPED = "The server is shutting down; the answer was not finished."
 
 

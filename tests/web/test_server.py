@@ -176,7 +176,8 @@ def test_a_flood_of_connections_stays_within_the_limit(long_room_wait: None) -> 
 
 
 def test_the_end_finishes_running_streams_well_formed() -> None:
-    """A stream gets an error and `[DONE]`, and no finish reason, a whole answer 503, a half-sent request nothing; no thread stays."""
+    """A stream gets an error and `[DONE]`, and no finish reason, a whole answer 503, a half-sent request nothing; no
+    thread stays."""
     service = FakeService(script=(ContentDelta("a"), None))
     with serving(service) as served, ExitStack() as stack:
         stream, whole, half, idle = (stack.enter_context(served.connect()) for _ in range(4))
