@@ -199,8 +199,9 @@ class Seeing:
         return self._explanations.num_rejections
 
     def explain(self, request_id: str | None, key: str) -> JsonObject:
-        """The body of GET /v1/cache/explain/{request_id} for the key with this digest; an answer's `id` will do, None
-        is its newest request that is over. Raises NotFound, also for a request of another key."""
+        """The body of GET /v1/cache/explain/{request_id} for the key with this digest; an answer's `id` will do, and
+        the beginning of either; None is its newest request that is over. Raises NotFound, also for a request of another
+        key, and Conflict where the beginning is that of several."""
         if request_id is None:
             found = self._explanations.last(key)
             if found is None:
