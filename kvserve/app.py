@@ -211,7 +211,7 @@ class App:
             stopping.wait(0.1)
 
     def _banner(self, served: ServedModel) -> BannerFacts:
-        warnings: list[str] = []
+        warnings = list(self._launch.warnings)
         if self._settings.normalize_write_tool_content_for_prompt:
             warnings.append("The model does not see the contents of its past write calls, only their digests.")
         if (support := served.engine.status.cache_support) is not None:

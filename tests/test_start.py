@@ -65,8 +65,14 @@ def truncate(path: Path) -> None:
 
 CASES = [
     Refused("a wrong setting", ("KV_BITS", "'5'", "OFF, 4 or 8"), settings={"KV_BITS": "5"}),
-    Refused("a wrong flag", ("MLX_PORT", "'eighty'", "integer"), flags=("--demo", "--port=eighty")),
+    Refused("a wrong flag", ("--port='eighty'", "a whole number from 0 to 65535"), flags=("--demo", "--port=eighty")),
     Refused("a wrong line in .env", ("MODEL_FAMILY", "'gpt9'", "qwen3"), env_file="MODEL_FAMILY=gpt9\n"),
+    Refused("a misspelt flag", ("--demp", "--demo"), flags=("--demp",)),
+    Refused("a misspelt line in .env", ("MODLE_FAMILY", "MODEL_FAMILY"), env_file="MODLE_FAMILY=qwen3\n"),
+    Refused(
+        "no folder for KV", ("DISK_CACHE_DIR", "--disk-cache", "/dev/null"), flags=("--demo", "--disk-cache=/dev/null")
+    ),
+    Refused("a folder for KV nowhere", ("DISK_CACHE_DIR", "/proc/x"), settings={"DISK_CACHE_DIR": "/proc/x"}),
     Refused("a host that is not ours", ("MLX_HOST", "'192.0.2.1'"), settings={"MLX_HOST": "192.0.2.1"}),
     Refused("no such folder", ("MODEL_PATH", "./absent", "config.json"), flags=("--model=./absent",)),
     damaged("no config", lambda folder: (folder / "config.json").unlink(), "config.json"),
@@ -370,7 +376,7 @@ def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> N
 
 
 def test_a_stop_that_takes_its_time_writes_all_and_says_so(tmp_path: Path) -> None:
-    """A disk that takes a second for each file is waited for; nothing is lost, and the last line says that it is over."""
+    """A disk that takes a second for each file is waited for; nothing is lost, and the last line says so."""
     with with_slow_disk(tmp_path / "server", 1.5) as server:
         check_end(server, signal.SIGTERM)
         assert "writing KV to disk: " in server.screen

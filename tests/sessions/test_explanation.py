@@ -223,7 +223,7 @@ def test_the_beginning_of_an_id_names_its_request() -> None:
 
     assert (got("req12ab3", "key1"), got("req1", "key2"), got("req", "")) == ("req12ab34", "req1f", "req12")
     assert got("req1f", "key1") is None and got("", "key2") is None and got("req12ab345", "key1") is None
-    with pytest.raises(Conflict, match="2 requests begin with 'req12'.*req12ab99, req12ab34"):
+    with pytest.raises(Conflict, match=r"2 requests begin with 'req12'.*req12ab99, req12ab34"):
         got("req12", "key1")  # another's whole id
     assert got("req12", "") == "req12"
 
