@@ -39,6 +39,7 @@ NUM_NAMED_FILES = 8
 NUM_TAIL_LINES = 12
 PROGRESS_SECONDS = 5.0
 PROBE_TIMEOUT_SECONDS = 20
+BROKEN_PIPE = 141  # as shells say it of a program that ended because nobody read what it wrote
 
 OWN_FLAGS = frozenset(("--test", "--setup-only", "--dev"))
 USAGE = f"""usage: python3 install_and_run.py [--demo] [--test | --setup-only] [--dev] [server flags]
@@ -530,6 +531,9 @@ def main(arguments: Sequence[str]) -> int:
             say(f"Ready: {VENV}")
             return 0
         start(request)
+    except BrokenPipeError:  # whoever reads this has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except (SetupError, OSError) as error:
         print(f"[kvserve] error: {error}", file=sys.stderr, flush=True)
         return 1

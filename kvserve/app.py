@@ -195,8 +195,18 @@ class App:
             listed_model_id=self._listed_model_id,
             secret=self._proxy_secret,
         )
-        self._proxy = LitellmProxy(settings, self._launch.environment, self._terminal.note)
+        url = self._proxy_url
+        self._proxy = LitellmProxy(
+            settings,
+            self._launch.environment,
+            self._terminal.note,
+            on_ready=lambda: self._terminal.note(f"LiteLLM is ready: {url}"),
+        )
         self._proxy.start()
+
+    @property
+    def _proxy_url(self) -> str:
+        return f"http://127.0.0.1:{self._settings.proxy_port}"
 
     @property
     def _listed_model_id(self) -> str:
@@ -223,7 +233,7 @@ class App:
             model_name=served.name,
             context_limit=served.context_limit,
             server_url=f"http://{url_host(self._settings.mlx_host)}:{self._server.port}",
-            proxy_url=f"http://127.0.0.1:{self._settings.proxy_port}" if self._proxy is not None else None,
+            proxy_url=self._proxy_url if self._proxy is not None else None,
             is_demo=self._launch.is_demo,
             needs_api_key=self._settings.api_key is not None,
             warnings=tuple(warnings),

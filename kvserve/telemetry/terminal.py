@@ -211,6 +211,7 @@ def banner_lines(facts: BannerFacts) -> list[str]:
     rows = [("LiteLLM", facts.proxy_url), ("kvserve", facts.server_url)]
     lines = [f"kvserve {facts.version} serves {facts.model_name} (context {facts.context_limit:,} tokens)"]
     lines += [f"  {name}  {url}/v1" for name, url in rows if url is not None]
+    lines.append(f"  watch   {facts.server_url}/dashboard")
     lines += [f"  disk    {facts.disk}"] if facts.disk is not None else []
     lines += [f"  try     {curl_line(facts)}"]
     if facts.is_demo:

@@ -74,6 +74,7 @@ def test_the_banner_names_the_proxy_first_and_gives_a_command() -> None:
     assert text.index("http://127.0.0.1:4000/v1") < text.index("http://127.0.0.1:8080/v1")
     assert "tiny" in lines[0] and "131,072" in lines[0]
     assert lines[-1] == "! KV_BITS acts later."
+    assert "  watch   http://127.0.0.1:8080/dashboard" in lines
     assert "random" not in text
 
 
@@ -95,7 +96,7 @@ def test_the_demo_says_that_its_weights_are_random() -> None:
 def test_a_banner_line_is_never_wrapped(plain: Screen) -> None:
     """A command can be pasted whatever the width of the console."""
     plain.terminal.banner(replace(BANNER, model_name="m" * 300))
-    assert len(plain.lines) == 4
+    assert len(plain.lines) == 5
     assert f"  try     {curl_line(replace(BANNER, model_name='m' * 300))}" in plain.lines
 
 
