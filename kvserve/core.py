@@ -395,6 +395,18 @@ class PrefillProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class Awaiting:
+    """The row begins once another one, of the request `request_id`, has computed the first `num_tokens` of its prompt:
+    `num_left_tokens` from now on, in about `seconds` (None where no rate is known). For the operator: a client hears of
+    no other request."""
+
+    request_id: RequestId
+    num_tokens: int
+    num_left_tokens: int
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """The next generated token; a stop token is not delivered."""
 
@@ -431,7 +443,7 @@ class GenerationFailed:
     error: Exception
 
 
-type GenerationEvent = PrefillProgress | TokenDelta | GenerationDone | GenerationFailed
+type GenerationEvent = PrefillProgress | Awaiting | TokenDelta | GenerationDone | GenerationFailed
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from kvserve.canonical.policies import rules_off
 from kvserve.core import (
     AnswerEvent,
+    Awaiting,
     Block,
     ContentDelta,
     Finished,
@@ -93,6 +94,7 @@ class Observer:
     prefill: Callable[[RequestId, int, int], None]
     finished: Callable[[FinishedTurn], None]
     started: Callable[["RunningTurn"], None] = lambda _: None
+    awaits: Callable[[RequestId, Awaiting], None] = lambda _, __: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,8 @@ class RunningTurn:
                 self._num_cached_tokens, self._reuse = event.num_cached_tokens, event.reuse
                 self._num_prefilled_tokens = event.num_done_tokens
                 self._observe.prefill(self.request_id, event.num_done_tokens, event.num_prompt_tokens)
+            elif isinstance(event, Awaiting):
+                self._observe.awaits(self.request_id, event)
         last = batch[-1]
         if isinstance(last, GenerationFailed):
             raise last.error

@@ -95,7 +95,7 @@ class Seeing:
 
     def observer(self) -> Observer:
         """Who hears of every request."""
-        return Observer(self._terminal.prefill, self.finished, self.started)
+        return Observer(self._terminal.prefill, self.finished, self.started, self._terminal.awaits)
 
     def started(self, running: RunningTurn) -> None:
         """A request waits for the engine."""

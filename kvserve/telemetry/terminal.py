@@ -16,7 +16,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from kvserve.core import RequestId, ReuseTier
+from kvserve.core import Awaiting, RequestId, ReuseTier
 from kvserve.telemetry.bars import Bars
 
 LONG_PREFILL_SECONDS = 2.0
@@ -156,6 +156,16 @@ class Terminal:
         """
         self._guard(lambda: self._prefill(request_id, num_done, num_total))
 
+    def awaits(self, request_id: RequestId, awaited: Awaiting) -> None:
+        """Say for whom a request waits, where that takes long."""
+        seconds = awaited.seconds
+        if seconds is None and awaited.num_left_tokens <= LONG_PREFILL_TOKENS:
+            return
+        if seconds is None or seconds >= LONG_PREFILL_SECONDS:
+            about = "" if seconds is None else f", about {seconds:.0f} s"
+            other = f"{_short(awaited.request_id)} (prefilling the same {awaited.num_tokens:,} tokens)"
+            self.note(f"{_short(request_id)} waits for {other}{about}")
+
     def prefill_done(self, request_id: RequestId) -> None:
         """Take the progress of this request away; harmless where none is shown."""
         self._guard(lambda: self._bars.finish(request_id))
@@ -180,7 +190,7 @@ class Terminal:
             return
         waited = self._bars.started_seconds_ago(request_id)
         if waited is None:
-            title = f"prefill {printable(request_id)[:SHORT_ID_CHARACTERS]}"
+            title = f"prefill {_short(request_id)}"
             self._bars.start(request_id, title, "tokens", num_done)
         is_long = num_total - num_done > LONG_PREFILL_TOKENS or (waited or 0.0) > LONG_PREFILL_SECONDS
         if is_long or self._bars.is_shown(request_id):
@@ -268,6 +278,10 @@ def size_text(num_bytes: int) -> str:
 
 def _counted(number: int, what: str) -> str:
     return f"{number:,} {what} is" if number == 1 else f"{number:,} {what}s are"
+
+
+def _short(request_id: RequestId) -> str:
+    return printable(request_id)[:SHORT_ID_CHARACTERS]
 
 
 def _reused(facts: RequestFacts) -> str:
