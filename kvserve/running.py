@@ -422,7 +422,7 @@ class RunningTurn:
 
 
 def _whose_limit(done: GenerationDone | None, own_limit: LengthLimit) -> LengthLimit | None:
-    """Who cut an answer that ended with `length`; None where the server's end or the client did."""
+    """Who cut an answer that ended with `length`."""
     if done is None or done.reason not in ("length", "watchdog"):
         return None
     return "watchdog" if done.reason == "watchdog" else own_limit

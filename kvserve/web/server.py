@@ -106,7 +106,7 @@ class HttpServer:
         self._connections.drain()
 
     def close(self, timeout_seconds: float) -> bool:
-        """End everything: answers are cut short and end well-formed; what still runs after the timeout loses its
+        """End everything: answers are cut short and say so; what still runs after the timeout loses its
         socket. Returns whether every connection's thread has ended."""
         if self._listener is None:
             return True
