@@ -171,9 +171,10 @@ class RunningTurn:
         self._submitted.generation.cancel()
 
     def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
-        """The answer as it comes, `Waiting` at least every `poll_seconds` while nothing does; the last is `Finished`.
+        """The answer as it comes, `Waiting` at least every `poll_seconds` while nothing does; the last is `Finished`,
+        unless the turn was cancelled.
 
-        Raises RequestError if generation failed, NotReady where the row was ended before the answer was.
+        Raises RequestError if generation failed, NotReady where the engine ended before the answer did.
         """
         error: RequestError | None = None
         self._observe.started(self)
@@ -221,8 +222,7 @@ class RunningTurn:
         if isinstance(told[-1], Finished):
             self._remember()  # before the client hears of the end: its next request may come at once
         yield from told
-        if isinstance(last, GenerationDone) and not isinstance(told[-1], Finished):
-            self._remember(is_aborted=True)
+        if isinstance(last, GenerationDone) and last.reason == "shutdown" and not isinstance(told[-1], Finished):
             raise NotReady("The server stopped before the answer was finished.")
 
     def _waiting(self) -> Waiting:
