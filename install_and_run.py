@@ -2,8 +2,8 @@
 """One command from a fresh checkout to a running server: find a Python 3.12, make `.venv`, install the pins, exec.
 
 It knows interpreters, `.venv`, pip and the stamp that says "finished"; of the server it knows only the name of its
-start script. Standard library only, every line must run under Python 3.9, and all of it is this one file, because it
-runs before anything is installed.
+start script and its flags (`kvserve/flags.py`). Standard library only, every line must run under Python 3.9, and all of
+it is this one file, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent
@@ -38,7 +39,9 @@ NUM_NAMED_FILES = 8
 NUM_TAIL_LINES = 12
 PROGRESS_SECONDS = 5.0
 PROBE_TIMEOUT_SECONDS = 20
+BROKEN_PIPE = 141  # as shells say it of a program that ended because nobody read what it wrote
 
+OWN_FLAGS = frozenset(("--test", "--setup-only", "--dev"))
 USAGE = f"""usage: python3 install_and_run.py [--demo] [--test | --setup-only] [--dev] [server flags]
 
   --demo        serve the embedded demo model (handed on to the server)
@@ -465,10 +468,36 @@ def ensure_ready(dev: bool) -> None:
 
 def parse(arguments: Sequence[str]) -> Request:
     """Take out the bootstrap's own flags; everything else, --demo included, is for the program."""
-    own = {"--test", "--setup-only", "--dev"}
-    given = own.intersection(arguments)
-    rest = [argument for argument in arguments if argument not in own]
+    given = OWN_FLAGS.intersection(arguments)
+    rest = [argument for argument in arguments if argument not in OWN_FLAGS]
     return Request("--test" in given, "--setup-only" in given, bool(given & {"--test", "--dev"}), rest)
+
+
+def server_flags() -> ModuleType:
+    """The server's own flags and names of settings, read from the checkout: its package cannot be imported yet, and
+    this Python may not leave compiled files in it."""
+    path = ROOT / "kvserve" / "flags.py"
+    module = ModuleType("kvserve_flags")
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+    return module
+
+
+def refuse_misspelt(request: Request) -> None:
+    """SetupError for a flag that the server does not know, and for a name in `.env` that is nearly a setting: before
+    minutes go into a set-up. What belongs to pytest, and a wish for help, is not looked at."""
+    if request.test or {"-h", "--help"}.intersection(request.rest):
+        return
+    flags = server_flags()
+    try:
+        flags.parse_flags(request.rest, OWN_FLAGS)
+    except flags.FlagError as error:
+        raise SetupError(str(error)) from None
+    env_file, example = Path(".env"), ROOT / ".env.example"
+    if env_file.is_file() and example.is_file():
+        names = flags.names_in(env_file.read_text(encoding="utf-8"))
+        found = flags.misspelt(names, flags.settings_in_example(example.read_text(encoding="utf-8")))
+        if found:
+            raise SetupError(flags.misspelt_words(found, str(env_file)))
 
 
 def start(request: Request) -> None:
@@ -495,12 +524,16 @@ def main(arguments: Sequence[str]) -> int:
                 return 0
         if sys.platform not in ("darwin", "linux"):
             raise SetupError("kvserve runs on macOS (Apple Silicon) and on Linux; on Windows use WSL 2.")
+        refuse_misspelt(request)
         signal.signal(signal.SIGTERM, stop_on_sigterm)
         ensure_ready(request.dev)
         if request.setup_only:
             say(f"Ready: {VENV}")
             return 0
         start(request)
+    except BrokenPipeError:  # whoever reads this has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except (SetupError, OSError) as error:
         print(f"[kvserve] error: {error}", file=sys.stderr, flush=True)
         return 1

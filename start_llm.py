@@ -1,8 +1,17 @@
-"""Starts the server: flags over environment over `.env`. Everything else is in `kvserve/app.py`."""
+"""Starts the server: flags over environment over `.env`. Everything else is in `kvserve/process.py`."""
 
+import os
 import sys
 
-from kvserve.app import main
+from kvserve.process import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        try:
+            code = main(sys.argv[1:])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the help has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code)

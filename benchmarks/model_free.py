@@ -124,7 +124,7 @@ class PlaybackEngine:
         row.report_progress(len(row.request.prompt))
         written = self.script(row.request)
         if written is None:
-            row.finish("cancelled")
+            row.finish("length")  # what was answered is not recorded
         else:
             for token in written.ids:
                 row.deliver(token)

@@ -1,32 +1,28 @@
 """The process: builds the rooms from the settings, starts and stops them in order, and answers for them to `web/`.
 
-    bind 8080 -> start LiteLLM -> load the default model -> banner -> wait for a signal -> end streams -> stop all
+    bind 8080 -> start LiteLLM -> load the default model -> banner -> serve -> end every answer -> stop all
 
 It joins rooms per process, as `pipeline.py` does per request.
 """
 
 import contextlib
 import secrets
-import signal
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-
-from rich.console import Console
 
 from kvserve import __version__
 from kvserve.agent_turns import Agents, Models
 from kvserve.catalogue import Catalogue, Disk, ModelSource
-from kvserve.config import Launch, load_launch
+from kvserve.config import Launch
 from kvserve.core import JsonObject, RequestDefaults, TokenSequence, Turn
 from kvserve.deferred import TurnInProgress
 from kvserve.demo.build import build_model
 from kvserve.engine.model import expected_sizes, resolve_model_folder
 from kvserve.engine.model_files import cached_folder, is_model_folder
-from kvserve.errors import KvserveError, ModelLoadError, NotReady, RequestError, StartupError
+from kvserve.errors import ModelLoadError, NotReady, RequestError
 from kvserve.forgetting import Forgetting
 from kvserve.keeping import Scope
 from kvserve.loading import ModelMaker
@@ -40,7 +36,7 @@ from kvserve.reports import cache_body, disk_line, engine_fields, image_fields
 from kvserve.roster import Callbacks, Roster
 from kvserve.seeing import Seeing
 from kvserve.sessions.lineage import SessionView
-from kvserve.telemetry.terminal import BannerFacts, Terminal
+from kvserve.telemetry.terminal import BannerFacts, Terminal, size_text
 from kvserve.watching import Look
 from kvserve.web.routes import make_router
 from kvserve.web.server import HttpServer
@@ -62,43 +58,10 @@ DEMO_MODEL_NAME = "kvserve-demo-qwen3"
 MAX_WATCHERS = 8
 """Pages that may watch at the same time: each holds a connection and its thread."""
 
-STREAMS_END_SECONDS = 1.5
+STREAMS_END_SECONDS = 3.0
+"""Streams look whether they are to end at least once in a second; this is for those whose client does not read."""
+
 ENGINE_STOP_SECONDS = 1.5
-
-
-def main(argv: Sequence[str]) -> int:
-    """Serve until a signal. Returns the exit code: 0 after a signal, 1 when the server could not start."""
-    terminal = Terminal(Console(stderr=True))
-    stopping = threading.Event()
-    try:
-        app = App(load_launch(argv), terminal)
-    except StartupError as error:
-        terminal.error(str(error))
-        return 1
-    _on_signals(stopping, app)
-    try:
-        app.start(stopping)
-        stopping.wait()
-    except KeyboardInterrupt:
-        terminal.note("Interrupted while the model was fetched.")
-    except KvserveError as error:
-        terminal.error(str(error))
-        return 1
-    finally:
-        app.stop()
-    return 0
-
-
-def _on_signals(stopping: threading.Event, app: "App") -> None:
-    """A signal sets the event; a download, which looks at no event, is interrupted."""
-
-    def stop(_signal_number: int, _frame: FrameType | None) -> None:
-        stopping.set()
-        if app.is_fetching:
-            raise KeyboardInterrupt
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
 
 
 class App:
@@ -174,8 +137,11 @@ class App:
         self._wait_for_proxy(stopping)
         self._terminal.banner(self._banner(served))
 
-    def stop(self) -> None:
-        """End streams well-formed, then the proxy, the engine and what is left of the sockets."""
+    def stop(self, *, is_told: bool = False) -> None:
+        """End every answer, then the proxy, the engine and what is left of the sockets; `is_told`: somebody at the
+        terminal waits for it."""
+        if is_told:
+            self._terminal.stopping(self._seeing.num_running + len(self._roster.waiting()))
         self._server.stop_accepting()
         self._server.close(STREAMS_END_SECONDS)
         if self._next_turns is not None:
@@ -183,11 +149,26 @@ class App:
         self._roster.stop(0)
         if self._proxy is not None:
             self._proxy.stop()
-        self._roster.stop(ENGINE_STOP_SECONDS)
+        with self._terminal.flushing() as bar:
+            self._roster.stop(ENGINE_STOP_SECONDS, bar.update)
         for known in self._roster.known():
             known.conversations.close()
         self._responses.close()
         self._agent_store.close()
+        if is_told:
+            self._terminal.stopped(self._num_unwritten_bytes)
+
+    def abandoned(self) -> str:
+        """What is lost when the process ends now."""
+        if num_bytes := self._num_unwritten_bytes:
+            return f"Stopped at once: {size_text(num_bytes)} of KV were not on disk yet and will be computed again."
+        return "Stopped at once: answers were broken off, and KV that was not on disk yet will be computed again."
+
+    @property
+    def _num_unwritten_bytes(self) -> int:
+        """What the end was to write to disk and has not."""
+        flushed = [each.engine.flushed_bytes for each in self._roster.known()]
+        return sum(num_bytes - num_done for num_done, num_bytes in flushed)
 
     @property
     def port(self) -> int:
@@ -216,8 +197,18 @@ class App:
             backend_model_id=self._model_name,
             secret=self._proxy_secret,
         )
-        self._proxy = LitellmProxy(settings, self._launch.environment, self._terminal.note)
+        url = self._proxy_url
+        self._proxy = LitellmProxy(
+            settings,
+            self._launch.environment,
+            self._terminal.note,
+            on_ready=lambda: self._terminal.note(f"LiteLLM is ready: {url}"),
+        )
         self._proxy.start()
+
+    @property
+    def _proxy_url(self) -> str:
+        return f"http://127.0.0.1:{self._settings.proxy_port}"
 
     @property
     def _listed_model_id(self) -> str:
@@ -232,7 +223,7 @@ class App:
             stopping.wait(0.1)
 
     def _banner(self, served: ServedModel) -> BannerFacts:
-        warnings = access_warnings(self._settings)
+        warnings = [*self._launch.warnings, *access_warnings(self._settings)]
         if self._settings.normalize_write_tool_content_for_prompt:
             warnings.append("The model does not see the contents of its past write calls, only their digests.")
         if (support := served.engine.status.cache_support) is not None:
@@ -244,7 +235,7 @@ class App:
             model_name=served.name,
             context_limit=served.context_limit,
             server_url=f"http://{url_host(self._settings.mlx_host)}:{self._server.port}",
-            proxy_url=f"http://127.0.0.1:{self._settings.proxy_port}" if self._proxy is not None else None,
+            proxy_url=self._proxy_url if self._proxy is not None else None,
             is_demo=self._launch.is_demo,
             needs_api_key=self._settings.api_key is not None,
             warnings=tuple(warnings),

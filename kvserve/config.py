@@ -4,7 +4,6 @@ Flags override the environment, which overrides `.env`. A value that cannot be u
 value and what was expected. The rooms never see this file: `app.py` hands each the values it needs.
 """
 
-import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,16 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from kvserve.errors import SettingError
+from kvserve.errors import SettingError, StartupError
+from kvserve.flags import (
+    SETTING_OF_FLAG,
+    FlagError,
+    misspelt,
+    misspelt_words,
+    names_in,
+    parse_flags,
+    port_words,
+)
 
 _SIZE_UNITS = {
     "": 1,
@@ -293,13 +301,15 @@ class Settings(BaseSettings):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What `start_llm.py` was asked for: the settings, and the flags that are no settings."""
+    """What `start_llm.py` was asked for: the settings, the flags that are no settings, and what the person who started
+    it should know of them."""
 
     settings: Settings
     is_demo: bool
     with_proxy: bool
     disk_cache: DiskMode
     environment: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
 
 
 def setting_key(name: str) -> str:
@@ -307,46 +317,50 @@ def setting_key(name: str) -> str:
     return name.upper()
 
 
-def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags of start_llm.py. Each that is a setting overrides the environment."""
-    parser = argparse.ArgumentParser(
-        prog="start_llm.py", description="Serve a local MLX model over HTTP, with LiteLLM in front.", allow_abbrev=False
-    )
-    parser.add_argument("--demo", action="store_true", help="serve a tiny model with random weights, built on the spot")
-    parser.add_argument("--model", dest="model_path", metavar="PATH", help="model folder or hub name (MODEL_PATH)")
-    parser.add_argument("--port", dest="mlx_port", metavar="N", help="kvserve's own port (MLX_PORT)")
-    parser.add_argument("--proxy-port", dest="proxy_port", metavar="N", help="LiteLLM's port (PROXY_PORT)")
-    parser.add_argument("--no-proxy", action="store_true", help="serve without LiteLLM")
-    disk = parser.add_mutually_exclusive_group()
-    disk.add_argument("--disk-cache", dest="disk_cache_dir", metavar="DIR", help="where KV is kept (DISK_CACHE_DIR)")
-    disk.add_argument(
-        "--ephemeral-cache", action="store_true", help="keep KV in one scratch file that vanishes at exit, no traces"
-    )
-    disk.add_argument("--no-disk-cache", action="store_true", help="keep everything in RAM only, no traces")
-    return parser.parse_args(argv)
-
-
 def load_launch(argv: Sequence[str], *, env_file: Path | None = Path(".env")) -> Launch:
-    """Read flags, environment and `.env`. Raises SettingError for the first value that cannot be used."""
-    flags = parse_flags(argv)
-    given = {
-        name: value
-        for name in ("model_path", "mlx_port", "proxy_port", "disk_cache_dir")
-        if (value := getattr(flags, name)) is not None
-    }
+    """Read flags, environment and `.env`. Raises SettingError for the first value that cannot be used, StartupError for
+    a flag or a name in `.env` that is misspelt."""
+    try:
+        flags = parse_flags(argv)
+    except FlagError as error:
+        raise StartupError(str(error)) from None
+    given = {name: value for name in SETTING_OF_FLAG if (value := getattr(flags, name)) is not None}
+    _check_names_in(env_file)
     if flags.demo and "model_path" in given:
         raise SettingError("--model", given["model_path"], "no model together with --demo, which builds its own")
     try:
         settings = Settings(_env_file=env_file, **given)  # type: ignore[call-arg]  # pydantic-settings reads it from kwargs
     except ValidationError as error:
-        raise _as_setting_error(error) from None
+        raise _as_setting_error(error, given) from None
     if not flags.no_proxy and settings.proxy_port == settings.mlx_port:
         raise SettingError("PROXY_PORT", settings.proxy_port, "another port than MLX_PORT")
     disk_cache: DiskMode = "ephemeral" if flags.ephemeral_cache else "off" if flags.no_disk_cache else "on"
-    return Launch(settings, flags.demo, not flags.no_proxy, disk_cache, dict(os.environ))
+    warnings = _misspelt_in_environment()
+    return Launch(settings, flags.demo, not flags.no_proxy, disk_cache, dict(os.environ), warnings)
 
 
+def _check_names_in(env_file: Path | None) -> None:
+    """Other programs' variables may stand in `.env` too, but nothing that is nearly a setting. Raises StartupError."""
+    try:
+        text = env_file.read_text("utf-8") if env_file is not None else ""
+    except (FileNotFoundError, IsADirectoryError):
+        return
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"{env_file} cannot be read: {error}.") from None
+    if found := misspelt(names_in(text), _KEYS):
+        raise StartupError(misspelt_words(found, str(env_file)))
+
+
+def _misspelt_in_environment() -> tuple[str, ...]:
+    """The environment is everybody's: what is nearly a setting there is told, and no more."""
+    found = misspelt(os.environ, _KEYS)
+    return (misspelt_words(found, "The environment"),) if found else ()
+
+
+_KEYS = tuple(setting_key(name) for name in Settings.model_fields)
 _EXPECTED = {
+    "mlx_port": port_words(0),
+    "proxy_port": port_words(1),
     "kv_bits": "OFF, 4 or 8",
     "kv_group_size": "32, 64 or 128",
     "prompt_cache_max_bytes": "AUTO or a positive size such as 8GB",
@@ -362,8 +376,10 @@ _EXPECTED = {
 }
 
 
-def _as_setting_error(error: ValidationError) -> SettingError:
+def _as_setting_error(error: ValidationError, given: Mapping[str, object]) -> SettingError:
+    """The first error, under the name that its value was given: a flag's or a setting's."""
     first = error.errors()[0]
     name = str(first["loc"][0]).lower()
     message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    return SettingError(setting_key(name), first["input"], _EXPECTED.get(name, message))
+    key = SETTING_OF_FLAG[name] if name in given else setting_key(name)
+    return SettingError(key, first["input"], _EXPECTED.get(name, message))

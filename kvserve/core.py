@@ -494,6 +494,18 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Awaiting:
+    """The row begins once another one, of the request `request_id`, has computed the first `num_tokens` of its prompt:
+    `num_left_tokens` from now on, in about `seconds` (None where no rate is known). For the operator: a client hears of
+    no other request."""
+
+    request_id: RequestId
+    num_tokens: int
+    num_left_tokens: int
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """The next generated token; a stop token is not delivered. `logprobs` where the request asks for them."""
 
@@ -531,7 +543,7 @@ class GenerationFailed:
     error: Exception
 
 
-type GenerationEvent = PrefillProgress | TokenDelta | GenerationDone | GenerationFailed
+type GenerationEvent = PrefillProgress | Awaiting | TokenDelta | GenerationDone | GenerationFailed
 
 # --- answers ---------------------------------------------------------------------------------------------------------
 
@@ -621,8 +633,9 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The answer is complete. `stop_string` is the one that ended it, if one did; `is_context_full`: the context limit
-    cut it, not a limit of the request or the server's default."""
+    """The answer is complete, as far as a limit let it be; one that was broken off has no such event. `stop_string` is
+    the one that ended it, if one did; `is_context_full`: the context limit cut it, not a limit of the request or the
+    server's default."""
 
     reason: FinishReason
     usage: Usage

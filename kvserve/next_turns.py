@@ -8,6 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvserve.core import RequestId
 from kvserve.engine.warming import Warming, WarmJob
@@ -54,7 +55,7 @@ class NextTurns:
             self.finished(finished)
             observer.finished(finished)
 
-        return Observer(observer.prefill, finished, started)
+        return replace(observer, finished=finished, started=started)
 
     def started(self, running: RunningTurn) -> None:
         """Somebody wants something: guesses wait."""

@@ -103,13 +103,14 @@ class Roster:
                 served.engine.wait_until_ready(_LOAD_POLL_SECONDS)
         return None
 
-    def stop(self, timeout_seconds: float) -> None:
-        """End whatever engine there is; requests that wait are refused. Idempotent."""
+    def stop(self, timeout_seconds: float, tell: Callable[[int, int], None] = lambda _done, _all: None) -> None:
+        """End whatever engine there is; requests that wait are refused. Idempotent. `tell` hears of what is written to
+        disk where that takes long: bytes done, and all of them."""
         with self._lock:
             self._is_closing = True
             engines = self._stage.engines()
         for engine in engines:
-            engine.stop(timeout_seconds)
+            engine.stop(timeout_seconds, tell)
 
     # --- what is here -------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from kvserve.canonical.policies import rules_off
 from kvserve.core import (
     AnswerEvent,
+    Awaiting,
     Block,
     ContentDelta,
     Finished,
@@ -35,7 +36,7 @@ from kvserve.core import (
     Written,
 )
 from kvserve.engine.rows import Generation
-from kvserve.errors import RequestError
+from kvserve.errors import NotReady, RequestError
 from kvserve.identity.conversations import Conversations, Exchanged
 from kvserve.identity.owner import Owner
 from kvserve.identity.reading import Reading
@@ -94,6 +95,7 @@ class Observer:
     prefill: Callable[[RequestId, int, int], None]
     finished: Callable[[FinishedTurn], None]
     started: Callable[["RunningTurn"], None] = lambda _: None
+    awaits: Callable[[RequestId, Awaiting], None] = lambda _, __: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +172,10 @@ class RunningTurn:
         self._submitted.generation.cancel()
 
     def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
-        """The answer as it comes, `Waiting` at least every `poll_seconds` while nothing does; the last is `Finished`.
+        """The answer as it comes, `Waiting` at least every `poll_seconds` while nothing does; the last is `Finished`,
+        unless the turn was cancelled.
 
-        Raises RequestError if generation failed.
+        Raises RequestError if generation failed, NotReady where the engine ended before the answer did.
         """
         error: RequestError | None = None
         self._observe.started(self)
@@ -207,14 +210,13 @@ class RunningTurn:
                 self._num_cached_tokens, self._reuse = event.num_cached_tokens, event.reuse
                 self._num_prefilled_tokens = event.num_done_tokens
                 self._observe.prefill(self.request_id, event.num_done_tokens, event.num_prompt_tokens)
+            elif isinstance(event, Awaiting):
+                self._observe.awaits(self.request_id, event)
         last = batch[-1]
         if isinstance(last, GenerationFailed):
             raise last.error
-        told: list[AnswerEvent]
-        if isinstance(last, GenerationDone):
-            told = [*deltas, *map(self._completed, self._answer.finish(last))]
-        else:
-            told = [*deltas] or [self._waiting()]
+        end = self._answer.finish(last) if isinstance(last, GenerationDone) else []
+        told: list[AnswerEvent] = [*deltas, *map(self._completed, end)] or [self._waiting()]
         if self._is_looked_up and not was_looked_up and not isinstance(told[0], Waiting):
             told.insert(0, replace(self._waiting(), is_idle=False))  # what was reused is told before the first word
         for said in told:
@@ -222,6 +224,8 @@ class RunningTurn:
         if isinstance(told[-1], Finished):
             self._remember()  # before the client hears of the end: its next request may come at once
         yield from told
+        if isinstance(last, GenerationDone) and last.reason == "shutdown" and not isinstance(told[-1], Finished):
+            raise NotReady("The server stopped before the answer was finished.")
 
     def _completed(self, event: AnswerEvent) -> AnswerEvent:
         """The end, with what the answer itself does not know: whose limit cut it, and what of the prompt is kept."""
@@ -437,7 +441,7 @@ class RunningTurn:
 
 
 def _whose_limit(done: GenerationDone | None, own_limit: LengthLimit) -> LengthLimit | None:
-    """Who cut an answer that ended with `length`; None where the server's end or the client did."""
+    """Who cut an answer that ended with `length`."""
     if done is None or done.reason not in ("length", "watchdog"):
         return None
     return "watchdog" if done.reason == "watchdog" else own_limit

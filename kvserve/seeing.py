@@ -95,7 +95,7 @@ class Seeing:
 
     def observer(self) -> Observer:
         """Who hears of every request."""
-        return Observer(self._terminal.prefill, self.finished, self.started)
+        return Observer(self._terminal.prefill, self.finished, self.started, self._terminal.awaits)
 
     def started(self, running: RunningTurn) -> None:
         """A request waits for the engine."""
@@ -189,13 +189,19 @@ class Seeing:
     # --- what is asked of it ------------------------------------------------------------------------------------------
 
     @property
+    def num_running(self) -> int:
+        """Requests that wait for the engine or are computed."""
+        return len(self._activity.running())
+
+    @property
     def num_rejections(self) -> int:
         """The counter `exact_key_rejected_by_model_lcp`."""
         return self._explanations.num_rejections
 
     def explain(self, request_id: str | None, key: str) -> JsonObject:
-        """The body of GET /v1/cache/explain/{request_id} for the key with this digest; an answer's `id` will do, None
-        is its newest request that is over. Raises NotFound, also for a request of another key."""
+        """The body of GET /v1/cache/explain/{request_id} for the key with this digest; an answer's `id` will do, and
+        the beginning of either; None is its newest request that is over. Raises NotFound, also for a request of another
+        key, and Conflict where the beginning is that of several."""
         if request_id is None:
             found = self._explanations.last(key)
             if found is None:

@@ -86,7 +86,7 @@ class Probe:
         wanted = before.num_prompt_tokens - self.options.slack_tokens
         self.expectations.expect(
             reply.num_cached_tokens >= wanted,
-            f"{name}: {reply.num_cached_tokens:,} tokens reused of the {before.num_prompt_tokens:,} seen before",
+            f"{name}: {reused(reply, before)}",
         )
 
     def expect_own_answer(self, messages: Sequence[Json], reply: Reply) -> None:
@@ -185,6 +185,15 @@ def compare(probe: Probe, requests: Sequence[Sequence[Json]], changed: Sequence[
     again = probe.ask(requests[-1])
     probe.expect_prompt_reused(again, replies[-1], "the unchanged conversation, sent again")
     probe.expect_own_answer(changed, reply)
+
+
+def reused(reply: Reply, before: Reply) -> str:
+    """How much of what the server has seen was reused: the prompt before and its answer. More than that was computed
+    ahead of this request."""
+    num_seen = before.num_prompt_tokens + before.num_completion_tokens
+    num_ahead = max(0, reply.num_cached_tokens - num_seen)
+    ahead = f", and {num_ahead:,} that were computed ahead" if num_ahead else ""
+    return f"{reply.num_cached_tokens - num_ahead:,} tokens reused of the {num_seen:,} seen before{ahead}"
 
 
 def explain(probe: Probe, reply: Reply) -> Json | None:

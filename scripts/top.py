@@ -151,8 +151,8 @@ def where(miss: Json) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """A part in percent."""
-    return f"{part / whole:.1%}" if whole else "-"
+    """A part in percent, rounded down as on the dashboard: 100.0 % would hide what was computed."""
+    return f"{1000 * part // whole / 10:.1f} %" if whole else "-"
 
 
 def budget(num_bytes: int | None, limit: int | None) -> str:

@@ -120,7 +120,7 @@ def test_a_port_that_is_taken_is_an_error_of_the_start(tmp_path: Path) -> None:
 
 
 def test_stopping_ends_streams_well_formed(tmp_path: Path) -> None:
-    """A stream in prefill or decode ends with a finish reason and [DONE]; an answer that is not streamed is a 503."""
+    """A stream in prefill or decode ends with an error and [DONE]; an answer that is not streamed is a 503."""
     with serving_app(tmp_path, prefill_step_size=16) as app:
         endless = {"max_tokens": 50_000}
         long = [{"role": "user", "content": "word " * 8_000}]
@@ -136,8 +136,10 @@ def test_stopping_ends_streams_well_formed(tmp_path: Path) -> None:
         refused = clients[1].read_response()
         for client in clients:
             client.close()
-    answers = [joined(chunks_of(stream)) for stream in streams]
-    assert [answer.finish_reason for answer in answers] == ["length", "length"]
+    chunks = [chunks_of(stream) for stream in streams]
+    assert [each[-1]["error"]["code"] for each in chunks] == ["not_ready", "not_ready"]
+    answers = [joined(each[:-1]) for each in chunks]
+    assert [answer.finish_reason for answer in answers] == [None, None]
     assert answers[0].content and not answers[1].content
     assert refused.status == 503 and refused.error["code"] == "not_ready"
     ends = [line for line in app.lines() if "openai_chat" in line]

@@ -17,6 +17,7 @@ JOINERS = (
     "kvserve/seeing.py",
     "kvserve/watching.py",
     "kvserve/app.py",
+    "kvserve/process.py",
     "kvserve/forgetting.py",
     "kvserve/loading.py",
     "kvserve/stage.py",
@@ -56,8 +57,9 @@ class Door:
     allowed: tuple[str, ...]
 
 
-DOORS_BETWEEN = {"kvserve.engine": ("kvserve.cache",)}
-"""The engine owns the prefix tree (.context/decisions/0001); nobody else but the joiners looks into another room."""
+DOORS_BETWEEN = {"kvserve.engine": ("kvserve.cache",), "kvserve.config": ("kvserve.flags",)}
+"""The engine owns the prefix tree (.context/decisions/0001), the settings know the flags; nobody else
+but the joiners looks into another room."""
 
 
 def is_under(name: str, *packages: str) -> bool:

@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvserve.config import Settings, load_launch, setting_key
-from kvserve.errors import SettingError
+from kvserve.errors import SettingError, StartupError
+from kvserve.flags import misspelt
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +48,60 @@ def test_every_flag_is_accepted() -> None:
         Path("/somewhere"),
         "a/b",
     )
-    with pytest.raises(SystemExit):
+    with pytest.raises(StartupError, match="not allowed with"):
         load_launch(["--no-disk-cache", "--ephemeral-cache"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--prot", "1"], "There is no flag --prot (did you mean --port?)."),
+        (["--no-proxie"], "did you mean --no-proxy?"),
+        (["--ephemeral_cache"], "did you mean --ephemeral-cache?"),
+        (["--completely-else"], "There is no flag --completely-else; --help names every flag."),
+        (["--port"], "Argument --port: expected one argument"),
+        (["--port", "abc"], "--port='abc' cannot be used: expected a port, a whole number from 0 to 65535"),
+        (["--proxy-port=0"], "--proxy-port='0' cannot be used: expected a port, a whole number from 1 to 65535"),
+    ],
+)
+def test_a_flag_that_cannot_be_used_is_named_as_it_was_written(argv: list[str], said: str) -> None:
+    """In words of ours, with the flag that was meant, and not under the setting that it stands for."""
+    with pytest.raises(StartupError) as raised:
+        load_launch(argv)
+    assert said in str(raised.value)
+
+
+def test_a_misspelt_setting_in_the_file_stops_the_start(tmp_path: Path) -> None:
+    """With the setting that was meant; what other programs have there is left alone."""
+    (tmp_path / ".env").write_text("OPENAI_API_KEY=1\nAPP_KEY=2\nexport MLX_PROT = 8081\n# KV_BITZ=4\nkv_bits=8\n")
+    with pytest.raises(StartupError, match=r"\.env sets what is no setting: MLX_PROT \(did you mean MLX_PORT\?\)\.$"):
+        load_launch([])
+    (tmp_path / ".env").write_text("OPENAI_API_KEY=1\nAPP_KEY=2\nkv_bits=8\nMODEL_NAME=x\nPORT=1\n")
+    assert load_launch([]).settings.kv_bits == 8
+
+
+def test_a_misspelt_setting_in_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment is everybody's: the start goes on."""
+    assert load_launch([]).warnings == ()
+    monkeypatch.setenv("MAX_KV_SIZES", "1")
+    assert load_launch([]).warnings == (
+        "The environment sets what is no setting: MAX_KV_SIZES (did you mean MAX_KV_SIZE?).",
+    )
+
+
+@given(st.sampled_from(sorted(map(setting_key, Settings.model_fields))), st.data())
+def test_a_slip_of_the_hand_is_recognised(key: str, data: st.DataObject) -> None:
+    """A letter left out, doubled, or swapped with its neighbour: the setting is the nearest of all."""
+    at = data.draw(st.integers(0, len(key) - 2))
+    slips = {
+        "left out": key[:at] + key[at + 1 :],
+        "doubled": key[: at + 1] + key[at:],
+        "swapped": key[:at] + key[at + 1] + key[at] + key[at + 2 :],
+    }
+    known = [setting_key(name) for name in Settings.model_fields]
+    for slip in slips.values():
+        assert misspelt([slip], known) == ([(slip, key)] if slip not in known else [])
+    assert misspelt(known, known) == []
 
 
 def test_the_demo_takes_no_model() -> None:
@@ -60,8 +115,8 @@ def test_the_demo_takes_no_model() -> None:
     [
         ("KV_BITS", "3", "OFF, 4 or 8"),
         ("KV_GROUP_SIZE", "48", "32, 64 or 128"),
-        ("MLX_PORT", "70000", "65535"),
-        ("MLX_PORT", "abc", "integer"),
+        ("MLX_PORT", "70000", "a whole number from 0 to 65535"),
+        ("PROXY_PORT", "abc", "a whole number from 1 to 65535"),
         ("MAX_KV_SIZE", "0", "greater than or equal to 1"),
         ("PROMPT_CACHE_BLOCK_SIZE", "0", "greater than or equal to 1"),
         ("PROMPT_CACHE_MAX_BYTES", "0", "positive size"),

@@ -104,6 +104,9 @@ def make_checkout(root: Path) -> Checkout:
     wheels = root / "wheels"
     wheels.mkdir(parents=True)
     shutil.copy(SCRIPT, root)
+    (root / "kvserve").mkdir()
+    shutil.copy(ROOT / "kvserve" / "flags.py", root / "kvserve")
+    shutil.copy(ROOT / ".env.example", root)
     (root / "start_llm.py").write_text(SERVER)
     (root / "constraints.txt").write_text("")
     (root / "requirements-dev.txt").write_text("pytest==0.0.1\n")
@@ -175,6 +178,37 @@ def test_a_finished_set_up_is_recognised(finished: Checkout) -> None:
     assert ended.ru_utime + ended.ru_stime - begun.ru_utime - begun.ru_stime < 1.0
     assert result.stdout == "SERVER []\n"
     assert finished.num_pip_calls() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--hlep"], "--help"),
+        (["--demo", "--prot", "9"], "--port"),
+        (["--setup-onyl"], "--setup-only"),
+        (["--tset"], "--test"),
+        (["--port", "abc"], "--port='abc'"),
+    ],
+)
+def test_a_flag_that_nobody_knows_is_refused_before_anything_is_installed(
+    tmp_path: Path, arguments: list[str], named: str
+) -> None:
+    """At once, naming the flag that was meant; no `.venv` is begun and no pip is called."""
+    checkout = make_checkout(tmp_path / "fresh")
+    result = checkout.run(*arguments)
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr.startswith("[kvserve] error: ") and named in result.stderr, result.stderr
+    assert not checkout.venv.exists() and checkout.num_pip_calls() == 0
+    assert list(checkout.root.rglob("__pycache__")) == []
+
+
+def test_a_misspelt_setting_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
+    """By the names of `.env.example`, which are those of the program (`tests/test_docs.py`)."""
+    checkout = make_checkout(tmp_path / "fresh")
+    (checkout.root / ".env").write_text("OTHER_PROGRAM=1\nMODLE_PATH=x\n")
+    result = checkout.run("--demo")
+    assert result.returncode == 1 and "MODLE_PATH (did you mean MODEL_PATH?)" in result.stderr
+    assert "OTHER" not in result.stderr and not checkout.venv.exists()
 
 
 def test_the_exec_keeps_the_process(finished: Checkout) -> None:
@@ -582,7 +616,7 @@ def test_other_versions_may_start_it(finished: Checkout, minor: str) -> None:
 
 def test_it_is_written_for_python_39_and_the_standard_library() -> None:
     """The source parses with the grammar of 3.9, imports only the standard library and names no address."""
-    source = SCRIPT.read_text()
+    source = SCRIPT.read_text() + (ROOT / "kvserve" / "flags.py").read_text().replace("from __future__", "# from")
     tree = ast.parse(source, feature_version=(3, 9))
     imports = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     imports |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

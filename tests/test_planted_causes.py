@@ -13,7 +13,7 @@ import pytest
 from tests.agents import CARRIER, TOOL, Asked, Conversation, EchoStyle, send
 from tests.engine.engines import held
 from tests.models import tiny_model
-from tests.serving import CHAT_PATH, AppUnderTest, encode_request, eventually, serving_app, slow_prefill
+from tests.serving import CHAT_PATH, AppUnderTest, chat_body, encode_request, eventually, serving_app, slow_prefill
 
 LONG = "Places are looked at one after the other, and what is there is said in few words. " * 5
 SETTINGS: dict[str, Any] = {
@@ -342,3 +342,22 @@ def test_what_is_not_known_is_a_404(tmp_path: Path) -> None:
         assert app.get(f"/v1/cache/explain/{first}").status == 200
         app.chat("b", max_tokens=1)
         assert app.get(f"/v1/cache/explain/{first}").status == 404
+
+
+def test_the_id_that_the_terminal_shows_can_be_looked_up(tmp_path: Path) -> None:
+    """Its twelve characters, alone or behind a protocol's prefix; what several requests of the same key begin with is
+    a 409 that names them, and another key's requests are neither found nor counted."""
+    with serving_app(tmp_path) as app:
+        answers = [app.post(CHAT_PATH, chat_body("a", max_tokens=1)).json["id"]]
+        shown = app.line_of(answers[0]).split()[1]
+        assert len(shown) == 12
+        for name in (shown, f"chatcmpl-{shown}", f"msg_{shown}", f"resp_{shown}"):
+            assert f"chatcmpl-{app.get(f'/v1/cache/explain/{name}').json['request_id']}" == answers[0]
+        theirs = {"Authorization": "Bearer theirs"}
+        assert app.post(CHAT_PATH, chat_body("b", max_tokens=1), theirs).status == 200
+        assert app.get("/v1/cache/explain/req").status == 200, "theirs does not count"
+        assert app.get(f"/v1/cache/explain/{shown}", theirs).status == 404
+        answers.append(app.post(CHAT_PATH, chat_body("c", max_tokens=1)).json["id"])
+        several = app.get("/v1/cache/explain/req")
+        assert several.status == 409 and several.error["param"] == "request_id"
+        assert all(answer.removeprefix("chatcmpl-") in several.error["message"] for answer in answers)

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from kvserve.app import main
-from tests.e2e.servers import ChatStream, ServerProcess, environment, serving, spawn, wait_until
+from kvserve.process import main
+from tests.e2e.servers import ROOT, ChatStream, ServerProcess, environment, serving, spawn, wait_until
 from tests.models import tiny_model
 from tests.proxy.stubs import free_port
 from tests.web.fakes import eventually
@@ -65,8 +65,14 @@ def truncate(path: Path) -> None:
 
 CASES = [
     Refused("a wrong setting", ("KV_BITS", "'5'", "OFF, 4 or 8"), settings={"KV_BITS": "5"}),
-    Refused("a wrong flag", ("MLX_PORT", "'eighty'", "integer"), flags=("--demo", "--port=eighty")),
+    Refused("a wrong flag", ("--port='eighty'", "a whole number from 0 to 65535"), flags=("--demo", "--port=eighty")),
     Refused("a wrong line in .env", ("MODEL_FAMILY", "'gpt9'", "qwen3"), env_file="MODEL_FAMILY=gpt9\n"),
+    Refused("a misspelt flag", ("--demp", "--demo"), flags=("--demp",)),
+    Refused("a misspelt line in .env", ("MODLE_FAMILY", "MODEL_FAMILY"), env_file="MODLE_FAMILY=qwen3\n"),
+    Refused(
+        "no folder for KV", ("DISK_CACHE_DIR", "--disk-cache", "/dev/null"), flags=("--demo", "--disk-cache=/dev/null")
+    ),
+    Refused("a folder for KV nowhere", ("DISK_CACHE_DIR", "/proc/x"), settings={"DISK_CACHE_DIR": "/proc/x"}),
     Refused("a host that is not ours", ("MLX_HOST", "'192.0.2.1'"), settings={"MLX_HOST": "192.0.2.1"}),
     Refused("no such folder", ("MODEL_PATH", "./absent", "config.json"), flags=("--model=./absent",)),
     damaged("no config", lambda folder: (folder / "config.json").unlink(), "config.json"),
@@ -302,7 +308,7 @@ def never_its_end(server: ServerProcess) -> dict[str, int]:
     ],
 )
 def test_a_signal_during_a_stream_ends_it_well(tmp_path: Path, number: signal.Signals, is_demo: bool) -> None:
-    """The demo model answers, whole and streamed. The stream gets its finish reason and [DONE], the exit code is 0,
+    """The demo model answers, whole and streamed. The stream gets an error and [DONE], the exit code is 0,
     within five seconds."""
     flag = "--demo" if is_demo else f"--model={tiny_model('qwen3')}"
     with serving(tmp_path, flag, with_proxy=False) as server:
@@ -317,8 +323,9 @@ def test_a_signal_during_a_stream_ends_it_well(tmp_path: Path, number: signal.Si
         stream.wait_for_output()
         check_end(server, number)
         end = stream.finish(60.0)
-        assert len(end.finish_reasons) == 1
-        assert any(choice["delta"].get("content") for event in end.events for choice in event["choices"])
+        assert end.was_stopped
+        assert "Stopping: 1 request is ended." in server.screen and "Stopped.\n" in server.screen
+        assert any(choice["delta"].get("content") for event in end.events for choice in event.get("choices", ()))
 
 
 def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
@@ -331,3 +338,46 @@ def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
         assert (refused, error["error"]["code"]) == (503, "not_ready")
         assert int(headers["retry-after"]) > 0
         check_end(server, signal.SIGTERM)
+
+
+SLOW_DISK = """
+import time
+from kvserve.cache.disk_hand import DiskHand
+write = DiskHand.write
+DiskHand.write = lambda hand, blob: (time.sleep({seconds}), write(hand, blob))[1]
+"""
+
+
+@contextmanager
+def with_slow_disk(folder: Path, seconds: float) -> Iterator[ServerProcess]:
+    """A server for which each file of KV takes so long, after it has answered once."""
+    (folder / "patches").mkdir(parents=True)
+    (folder / "patches" / "sitecustomize.py").write_text(SLOW_DISK.format(seconds=seconds), "utf-8")
+    path = os.pathsep.join([str(folder / "patches"), str(ROOT)])
+    with serving(folder, f"--model={tiny_model('qwen3')}", with_proxy=False, PYTHONPATH=path) as server:
+        server.wait_until_healthy()
+        assert post_chat(server.port, max_tokens=2)[0] == 200
+        yield server
+
+
+def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> None:
+    """While gigabytes are written the terminal says so; whoever presses Ctrl+C again does not wait for them. One that
+    comes with the first is the same one."""
+    with with_slow_disk(tmp_path / "server", 600.0) as server:
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: "Stopping." in server.screen, END_SECONDS, lambda: server.screen)
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: "writing KV to disk: 0.0 of " in server.screen, END_SECONDS, lambda: server.screen)
+        assert server.end(signal.SIGINT) < END_SECONDS
+        assert server.process.returncode == 128 + signal.SIGINT
+        last = server.screen.splitlines()[-1]
+        assert "error: Stopped at once: " in last and "MB of KV were not on disk yet" in last, server.screen
+        assert "Traceback" not in server.screen
+
+
+def test_a_stop_that_takes_its_time_writes_all_and_says_so(tmp_path: Path) -> None:
+    """A disk that takes a second for each file is waited for; nothing is lost, and the last line says so."""
+    with with_slow_disk(tmp_path / "server", 1.5) as server:
+        check_end(server, signal.SIGTERM)
+        assert "writing KV to disk: " in server.screen
+        assert server.screen.endswith(" Stopped.\n"), server.screen

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kvserve.core import Awaiting
 from kvserve.engine.cache_records import Tenancy
 from kvserve.engine.disk_cache import Hold
 from kvserve.engine.prefill import Prefill
@@ -83,7 +84,18 @@ class Arrivals:
             if wait == (prefill.tenancy, prefill.num_done):  # its state there is gone after its next chunk
                 keep(prefill)
                 return False
+        if wait is not None:
+            self._tell(arrival.row, wait, prefills)
         return wait is not None
+
+    def _tell(self, row: Row, wait: tuple[Tenancy, int], prefills: PrefillPool) -> None:
+        """Whoever watches sees for whom a row waits, and for how long if nobody else computes meanwhile."""
+        tenancy, num_tokens = wait
+        num_done = next(prefill.num_done for prefill in prefills if prefill.tenancy is tenancy)
+        rate, num_left = prefills.tokens_per_second, num_tokens - num_done
+        row.generation.put(
+            Awaiting(tenancy.row.request.request_id, num_tokens, num_left, num_left / rate if rate else None)
+        )
 
     def _is_restoring(self, arrival: _Arrival) -> bool:
         """Whether more of what it starts from is on its way from the disk."""

@@ -253,6 +253,7 @@ class DecodePool:
         failed: list[Row] = []
         for row in group.rows.values():
             row.num_generator_failures += 1
+            row.trouble = error
             if row.num_generator_failures > 1:
                 row.failure = error
             (failed if row.failure is not None else again).append(row)

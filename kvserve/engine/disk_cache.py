@@ -23,7 +23,7 @@ from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import Lease
 from kvserve.core import TokenSequence
 from kvserve.engine.blobs import NotReadable, decode_kv, decode_state
-from kvserve.engine.disk_writing import DiskWriting
+from kvserve.engine.disk_writing import DiskWriting, Flush
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
 
 MIN_GAIN_TOKENS = 16
@@ -191,11 +191,17 @@ class DiskCache:
         at once."""
         return self.writing.save_lost() or self.writing.await_ram(num_bytes)
 
-    def close(self, timeout_seconds: float) -> None:
-        """Write what RAM has and the disk has not, and end the disk's thread."""
+    def begin_flush(self) -> Flush:
+        """How much the end will have to write, and a look at how far it is."""
+        tier = self.tier
+        before = tier.stats().num_written_bytes
+        return Flush(self.writing.num_unwritten_bytes(), lambda: tier.stats().num_written_bytes - before)
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Write what RAM has and the disk has not, and end the disk's thread. Whether all of it is there."""
         started = time.monotonic()
         self.writing.save_all(timeout_seconds)
-        self.tier.close(max(0.0, timeout_seconds - (time.monotonic() - started)))
+        return self.tier.close(max(0.0, timeout_seconds - (time.monotonic() - started))) and not self.tier.has_lost
 
     # --- coming back --------------------------------------------------------------------------------------------------
 

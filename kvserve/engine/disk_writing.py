@@ -5,6 +5,7 @@ It belongs to the engine thread. A disk that does not keep up costs a moment now
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvserve.cache.disk_index import Entry
 from kvserve.cache.disk_tier import DiskTier
@@ -21,6 +22,17 @@ LEAVE_SECONDS = 2.0
 LEAVE_WINDOW_SECONDS = 60.0
 MAX_WAITS_SECONDS = 5.0
 """All such waits of one window together. A disk that was waited for in vain is left alone for half a window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """What the end has to write to disk, and how many bytes it has written by now; from any thread."""
+
+    num_bytes: int
+    num_written_bytes: Callable[[], int]
+
+
+NOTHING_TO_FLUSH = Flush(0, lambda: 0)
 
 
 class DiskWriting:
@@ -124,6 +136,22 @@ class DiskWriting:
         found = self._tier.index.find(path.run, path.chain)
         states = [step.checkpoint for step in found.steps if step.checkpoint is not None]
         return [*(step.segment for step in found.steps), *states]
+
+    def num_unwritten_bytes(self) -> int:
+        """How much RAM has that the disk has not, whether it was put or not. The tree must not change meanwhile."""
+        num_bytes: dict[tuple[int, int], int] = {}  # paths share their beginnings
+        for path in self._tree.kept_paths() if self._is_storable else ():
+            found = self._tier.index.find(path.run, path.chain)
+            with_state = {step.end for step in found.steps if step.checkpoint is not None}
+            for part in path.parts:
+                piece, state = part.piece, part.state
+                start = max(piece.start, found.depth)
+                if start < piece.end and isinstance(piece.payload, KvSlice):
+                    share = (piece.end - start) / piece.payload.num_tokens
+                    num_bytes[id(piece.payload), piece.end] = int(share * piece.payload.num_bytes)
+                if state is not None and piece.end not in with_state and isinstance(state.payload, StateSnapshot):
+                    num_bytes[id(state.payload), piece.end] = state.payload.num_bytes
+        return sum(num_bytes.values()) + self._tier.stats().num_queued_bytes
 
     def save_all(self, seconds: float) -> None:
         """The end: everything that RAM has is put, as far as the disk takes it in so long."""

@@ -40,6 +40,11 @@ class PrefillPool:
     def __len__(self) -> int:
         return len(self._prefills)
 
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The rate of the newest chunk; None before there was one."""
+        return self._chunk_length.tokens_per_second
+
     def add(self, prefill: Prefill) -> None:
         """Take a row in behind the others."""
         self._prefills.append(prefill)

@@ -29,6 +29,7 @@ from kvserve.cache.warmed import WarmedTokens
 from kvserve.core import Reuse, ReuseTier, TokenSequence
 from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv, Tenancy, Totals
 from kvserve.engine.disk_cache import DiskCache, Hold
+from kvserve.engine.disk_writing import NOTHING_TO_FLUSH, Flush
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.row_outline import outline, owner_of, request_owner, tokens_of, user_of, with_stop
 from kvserve.engine.rows import Row
@@ -350,11 +351,14 @@ class PrefixCache:
         if self._disk is not None and tokens_per_second is not None:
             self._disk.tier.prefill_rate = tokens_per_second
 
-    def close_disk(self, timeout_seconds: float) -> None:
-        """Write what RAM has and the disk has not, and end the disk's thread."""
-        if self._disk is not None:
-            disk, self._disk = self._disk, None
-            disk.close(timeout_seconds)
+    def begin_flush(self) -> Flush:
+        """How much `close_disk` will have to write, and a look at how far it is."""
+        return self._disk.begin_flush() if self._disk is not None else NOTHING_TO_FLUSH
+
+    def close_disk(self, timeout_seconds: float) -> bool:
+        """Write what RAM has and the disk has not, and end the disk's thread. Whether all of it is there."""
+        disk, self._disk = self._disk, None
+        return disk is None or disk.close(timeout_seconds)
 
     def begin_anew(self) -> None:
         """Nothing kept, nothing counted."""

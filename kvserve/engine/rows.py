@@ -126,7 +126,8 @@ class Row:
     `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
     `answer_kept_from`: where what was kept of its answer while it went on begins, None as long as there is nothing.
     `is_forgotten`: whoever asks was forgotten meanwhile, and it leaves nothing behind. `logprobs` reads those of its
-    tokens, None where nobody asks.
+    tokens, None where nobody asks. `trouble` is what its generator raised last, `failure` what the row itself is to
+    blame for.
     """
 
     generation: Generation
@@ -143,6 +144,7 @@ class Row:
     is_forgotten: bool = False
     generated: list[int] = field(default_factory=list)
     num_generator_failures: int = 0
+    trouble: Exception | None = None
     failure: Exception | None = None
     is_over: bool = False
     logprobs: LogprobReader | None = None

@@ -324,7 +324,9 @@ class Scheduler:
             row.fail(row.failure or EngineFailure("The row failed for an unknown reason."))
             self._release(row, None)
         for row in step.evicted:
-            self._report(f"A decode batch failed; request {row.request.request_id} is computed again from its tokens.")
+            cause = f"{type(row.trouble).__name__}: {row.trouble}"
+            again = f"request {row.request.request_id} is computed again from its tokens"
+            self._report(f"A decode batch failed ({cause}); {again}.")
             self._release(row, None)
             self._arrive(row)
         for left in step.finished:

@@ -5,6 +5,7 @@ Web threads put requests in and take events out; they never touch an array.
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv
 from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.courier import Courier
 from kvserve.engine.disk_open import DiskSettings, forget_on_disk, open_disk
+from kvserve.engine.disk_writing import NOTHING_TO_FLUSH
 from kvserve.engine.fingerprint import kv_fingerprint, model_fingerprint
 from kvserve.engine.first_tokens import draw_two_tokens
 from kvserve.engine.logprobs import LogprobReader
@@ -40,6 +42,9 @@ from kvserve.errors import ContextOverflow, EngineFailure, ModelLoadError, NotRe
 ERRAND_TIMEOUT_SECONDS = 30.0
 FLUSH_SECONDS = 20.0
 """How long the end of the process may wait for KV that is on its way to the disk."""
+
+TELL_SECONDS = 0.25
+"""How often whoever waits for that is told how far it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,7 @@ class Engine:
         self._loaded = threading.Event()
         self._stopping = threading.Event()
         self._is_flushing = threading.Event()
+        self._flush = NOTHING_TO_FLUSH
         self._is_closed = False
         self._load_error: ModelLoadError | None = None
         self._model: LoadedModel | None = None
@@ -249,17 +255,27 @@ class Engine:
                 raise NotReady("The server is shutting down.", retry_after_seconds=10)
             self._inbox.put(item)
 
-    def stop(self, timeout_seconds: float = 4.0) -> None:
+    def stop(self, timeout_seconds: float = 4.0, tell: Callable[[int, int], None] = lambda _done, _all: None) -> None:
         """End every row with reason `shutdown`, free the model and join the thread. Idempotent.
 
-        With a timeout the thread has FLUSH_SECONDS more where it writes what it has to disk.
+        With a timeout the thread has FLUSH_SECONDS more where it writes what it has to disk: `tell` hears meanwhile of
+        how many bytes it has written, and of how many there are.
         """
         self._stopping.set()
         self._inbox.put(None)
-        if self._thread.ident is not None:
-            self._thread.join(timeout_seconds)
-            if timeout_seconds and self._is_flushing.is_set():
-                self._thread.join(FLUSH_SECONDS)
+        if self._thread.ident is None:
+            return
+        self._thread.join(timeout_seconds)
+        until = time.monotonic() + (FLUSH_SECONDS if timeout_seconds and self._is_flushing.is_set() else 0.0)
+        while self._thread.is_alive() and (seconds := until - time.monotonic()) > 0:
+            tell(*self.flushed_bytes)
+            self._thread.join(min(TELL_SECONDS, seconds))
+
+    @property
+    def flushed_bytes(self) -> tuple[int, int]:
+        """How much the end has written of what it has to write, as far as that is known."""
+        flush = self._flush
+        return min(flush.num_written_bytes(), flush.num_bytes), flush.num_bytes
 
     @property
     def has_ended(self) -> bool:
@@ -302,7 +318,8 @@ class Engine:
                 self._keep_on_disk()
                 self._end_all_rows()
                 if self._scheduler is not None:
-                    self._scheduler.cache.close_disk(FLUSH_SECONDS)
+                    if self._scheduler.cache.close_disk(FLUSH_SECONDS):
+                        self._flush = NOTHING_TO_FLUSH
                     self._scheduler.cache.clear()
                 self._model = self._scheduler = None
                 mx.synchronize()
@@ -365,6 +382,7 @@ class Engine:
             self._is_flushing.set()
             self._courier.depart()
             self._scheduler.keep_running()
+            self._flush = self._scheduler.cache.begin_flush()
         except Exception as error:  # noqa: BLE001 - whoever waits for an answer must hear of the end all the same
             self._report(f"KV could not be kept at the end: {type(error).__name__}: {error}")
 

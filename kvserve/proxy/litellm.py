@@ -55,10 +55,13 @@ class LitellmProxy:
         base_environment: Mapping[str, str],
         report: Callable[[str], None],
         command: Sequence[str] | None = None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_ready` is called, from the watcher's thread, whenever a child begins to answer."""
         self._settings = settings
         self._environment = child_environment(base_environment, settings.files)
         self._report = report
+        self._on_ready = on_ready
         self._command = list(command) if command is not None else child_command(settings)
         self._changed = Condition()
         self._state = ProxyState("stopped")
@@ -195,6 +198,7 @@ class LitellmProxy:
                 elif self._answers():
                     ready_at = time.monotonic()
                     self._set_state(status="ready")
+                    self._on_ready()
                 elif time.monotonic() - launched > self._settings.startup_timeout_seconds:
                     log.write(b"\nkvserve: not ready in time, killed\n")
                     child.kill()

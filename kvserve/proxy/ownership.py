@@ -85,9 +85,15 @@ def claim_port(settings: ProxySettings) -> int | None:
     deadline = time.monotonic() + (_RELEASE_SECONDS if stale is not None else 0.0)
     while not is_port_free(settings.host, settings.port):
         if time.monotonic() >= deadline:
-            raise PortTaken(describe_holder(settings))
+            raise PortTaken(describe_holder(settings.port))
         time.sleep(_POLL_SECONDS)
     return stale.pid if stale is not None else None
+
+
+def refuse_foreign_holder(port: int, files: ProxyFiles) -> None:
+    """Raises PortTaken where `claim_port` would, long before a proxy is started; nothing is ended."""
+    if find_stale_proxy(files) is None and not is_port_free("127.0.0.1", port):
+        raise PortTaken(describe_holder(port))
 
 
 def find_stale_proxy(files: ProxyFiles) -> ProcessIdentity | None:
@@ -143,16 +149,16 @@ def is_port_free(host: str, port: int) -> bool:
         return probe.connect_ex((host, port)) != 0 or probe.getsockname() == probe.getpeername()
 
 
-def describe_holder(settings: ProxySettings) -> str:
+def describe_holder(port: int) -> str:
     """One paragraph for the person at the terminal: who holds the port and what to do."""
-    pids = listening_pids(settings.port)
+    pids = listening_pids(port)
     holders = [identity for pid in pids if (identity := identify(pid)) is not None]
     who = (
         "; ".join(f"pid {holder.pid}: {holder.command[:_MAX_COMMAND_CHARS]}" for holder in holders)
         or "its owner could not be read"
     )
     return (
-        f"Port {settings.port} for the LiteLLM proxy is taken by a process that kvserve did not start ({who}). It was "
+        f"Port {port} for the LiteLLM proxy is taken by a process that kvserve did not start ({who}). It was "
         "left alone. Stop it, choose another PROXY_PORT, or start with --no-proxy."
     )
 

@@ -34,7 +34,7 @@ class ProxySettings:
     @property
     def files(self) -> "ProxyFiles":
         """The files of the proxy on this port; two servers with different ports may share a state folder."""
-        return ProxyFiles(self.state_dir.absolute() / f"litellm-{self.port}")
+        return proxy_files(self.state_dir, self.port)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +62,8 @@ class ProxyFiles:
     def log(self) -> Path:
         """What LiteLLM wrote to its standard output and error."""
         return self.folder / "litellm.log"
+
+
+def proxy_files(state_dir: Path, port: int) -> ProxyFiles:
+    """The files of the proxy on this port."""
+    return ProxyFiles(state_dir.absolute() / f"litellm-{port}")

@@ -8,8 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvserve.core import AGENTS, NOBODY, Principal, RequestId
+from kvserve.errors import Conflict
 from kvserve.keeping import Scope
 from kvserve.sessions.explanation import Explanation
+
+NUM_NAMED = 3
+"""How many requests are named to whoever gave the beginning of several ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +65,22 @@ class ExplanationBook:
                 self._entries.popitem(last=False)
 
     def get(self, request_id: str, key: str) -> Explained | None:
-        """A request of the key with this digest; None where it is forgotten, another key's, or never was."""
+        """A request of the key with this digest, by its id or by a beginning of it that no other request of that key
+        has; None where it is forgotten, another key's, or never was. Raises Conflict where several begin like that."""
         with self._lock:
-            found = self._entries.get(RequestId(request_id))
-        return found if found is not None and found.is_shown_to(key) else None
+            whole = self._entries.get(RequestId(request_id))
+            shown = [each for each in self._entries.values() if each.is_shown_to(key)]
+        if whole is not None and whole.is_shown_to(key):
+            return whole
+        ids = [each.explanation.request_id for each in shown]
+        found = [number for number, known in enumerate(ids) if request_id and known.startswith(request_id)]
+        if len(found) > 1:
+            named = ", ".join(ids[number] for number in found[-NUM_NAMED:][::-1])
+            raise Conflict(
+                f"{len(found)} requests begin with {request_id!r}: give more of the id. The newest are {named}.",
+                param="request_id",
+            )
+        return shown[found[0]] if found else None
 
     def last(self, key: str) -> Explained | None:
         """The newest request that came with the key of this digest and named no user: who asks for it knows no id."""

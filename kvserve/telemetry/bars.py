@@ -130,5 +130,8 @@ class Bars:
             return f"{num_done / 1e9:.1f} of {num_total / 1e9:.1f} GB ({percent})"
         seconds = self._monotonic() - bar.started_seconds
         num_computed = num_done - bar.num_first
-        rate = f", {num_computed / seconds:,.0f} tok/s" if seconds > 0 and num_computed > 0 else ""
-        return f"{num_done:,} of {num_total:,} tokens ({percent}){rate}"
+        if seconds <= 0 or num_computed <= 0:
+            return f"{num_done:,} of {num_total:,} tokens ({percent})"
+        rate = num_computed / seconds
+        left = f"about {(num_total - num_done) / rate:,.0f} s left"
+        return f"{num_done:,} of {num_total:,} tokens ({percent}), {rate:,.0f} tok/s, {left}"

@@ -16,7 +16,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from kvserve.core import RequestId, ReuseTier
+from kvserve.core import Awaiting, RequestId, ReuseTier
 from kvserve.telemetry.bars import Bars
 
 LONG_PREFILL_SECONDS = 2.0
@@ -128,6 +128,26 @@ class Terminal:
             self._guard(lambda: self._bars.finish(key))
             self._write(f"{key}: {outcome} after {self._monotonic() - started:.1f} s")
 
+    @contextmanager
+    def flushing(self) -> Iterator[LoadingBar]:
+        """Show what is written to disk for the length of the block, from the first `update` on."""
+        key = "writing KV to disk"
+        self._guard(lambda: self._bars.start(key, key, "bytes"))
+        try:
+            yield LoadingBar(self._bars, key)
+        finally:
+            self._guard(lambda: self._bars.finish(key))
+
+    def stopping(self, num_requests: int) -> None:
+        """Say that the server stops, and how many requests it ends."""
+        ended = f": {_counted(num_requests, 'request')} ended" if num_requests else ""
+        self.note(f"Stopping{ended}. Another Ctrl+C ends it at once.")
+
+    def stopped(self, num_unwritten_bytes: int) -> None:
+        """Say that it has, and what the disk did not take in time."""
+        lost = f"; {size_text(num_unwritten_bytes)} of KV did not reach the disk and will be computed again"
+        self.note(f"Stopped{lost if num_unwritten_bytes else ''}.")
+
     def prefill(self, request_id: RequestId, num_done: int, num_total: int) -> None:
         """Note how many prompt tokens of a request are in the KV cache; shown once that takes long.
 
@@ -135,6 +155,16 @@ class Terminal:
         first decode step), and so does `request_line` or `prefill_done`.
         """
         self._guard(lambda: self._prefill(request_id, num_done, num_total))
+
+    def awaits(self, request_id: RequestId, awaited: Awaiting) -> None:
+        """Say for whom a request waits, where that takes long."""
+        seconds = awaited.seconds
+        if seconds is None and awaited.num_left_tokens <= LONG_PREFILL_TOKENS:
+            return
+        if seconds is None or seconds >= LONG_PREFILL_SECONDS:
+            about = "" if seconds is None else f", about {seconds:.0f} s"
+            other = f"{_short(awaited.request_id)} (prefilling the same {awaited.num_tokens:,} tokens)"
+            self.note(f"{_short(request_id)} waits for {other}{about}")
 
     def prefill_done(self, request_id: RequestId) -> None:
         """Take the progress of this request away; harmless where none is shown."""
@@ -160,7 +190,7 @@ class Terminal:
             return
         waited = self._bars.started_seconds_ago(request_id)
         if waited is None:
-            title = f"prefill {printable(request_id)[:SHORT_ID_CHARACTERS]}"
+            title = f"prefill {_short(request_id)}"
             self._bars.start(request_id, title, "tokens", num_done)
         is_long = num_total - num_done > LONG_PREFILL_TOKENS or (waited or 0.0) > LONG_PREFILL_SECONDS
         if is_long or self._bars.is_shown(request_id):
@@ -191,6 +221,7 @@ def banner_lines(facts: BannerFacts) -> list[str]:
     rows = [("LiteLLM", facts.proxy_url), ("kvserve", facts.server_url)]
     lines = [f"kvserve {facts.version} serves {facts.model_name} (context {facts.context_limit:,} tokens)"]
     lines += [f"  {name}  {url}/v1" for name, url in rows if url is not None]
+    lines.append(f"  watch   {facts.server_url}/dashboard")
     lines += [f"  disk    {facts.disk}"] if facts.disk is not None else []
     lines += [f"  try     {curl_line(facts)}"]
     if facts.is_demo:
@@ -238,6 +269,19 @@ def request_text(facts: RequestFacts, usual_model: str | None = None) -> str:
 def printable(text: str) -> str:
     """The text with every character that a terminal would act on written as its escape."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def size_text(num_bytes: int) -> str:
+    """Bytes for a person."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what} is" if number == 1 else f"{number:,} {what}s are"
+
+
+def _short(request_id: RequestId) -> str:
+    return printable(request_id)[:SHORT_ID_CHARACTERS]
 
 
 def _reused(facts: RequestFacts) -> str:

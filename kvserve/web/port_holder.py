@@ -3,8 +3,25 @@
 import socket
 from pathlib import Path
 
+from kvserve.errors import PortTaken
+
 _LISTEN = "0A"
 _PROBE_SECONDS = 0.5
+
+
+def refuse_taken_port(host: str, port: int) -> None:
+    """Raises PortTaken where somebody listens already. Binding alone would not tell: BSD systems let a second socket
+    take the loopback half of a wildcard listener's port."""
+    if port and somebody_listens(host, port):
+        raise port_taken(host, port)
+
+
+def port_taken(host: str, port: int) -> PortTaken:
+    """The error of a start that finds kvserve's own port taken."""
+    return PortTaken(
+        f"Port {port} on {host} is taken by {describe_holder(port)}. It was left alone: end it yourself, or choose "
+        "another port with MLX_PORT or --port."
+    )
 
 
 def somebody_listens(host: str, port: int) -> bool:

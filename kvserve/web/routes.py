@@ -161,7 +161,8 @@ def get_cache(exchange: Exchange, service: WebService) -> None:
 
 
 def get_explanation(exchange: Exchange, service: WebService) -> None:
-    """GET /v1/cache/explain/{request_id}: also the `id` of an answer, which contains it."""
+    """GET /v1/cache/explain/{request_id}: also the `id` of an answer, which contains it, and what
+    either begins with, as the terminal shows it."""
     exchange.send_json(200, service.explain(exchange.path_rest, key_digest(exchange.head.as_mapping())))
 
 

@@ -15,11 +15,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
 
-from kvserve.errors import NotReady, PortTaken, SettingError
+from kvserve.errors import NotReady, SettingError
 from kvserve.web.connections import ConnectionTable, OpenConnection
 from kvserve.web.exchange import Exchange
 from kvserve.web.handler import ConnectionHandler, Front, Report
-from kvserve.web.port_holder import describe_holder, somebody_listens
+from kvserve.web.port_holder import port_taken, refuse_taken_port
 from kvserve.web.reader import ClientGone, ConnectionReader
 from kvserve.web.router import Router
 from kvserve.web.settings import WebSettings
@@ -72,9 +72,7 @@ class HttpServer:
         Clients may connect from now on; they are answered after `start`.
         """
         settings = self._front.settings
-        # BSD systems let a second socket take the loopback half of a wildcard listener's port: ask before binding.
-        if settings.port and somebody_listens(settings.host, settings.port):
-            raise _port_taken(settings)
+        refuse_taken_port(settings.host, settings.port)
         listener = _Listener(self._front)
         try:
             listener.server_bind()
@@ -82,7 +80,7 @@ class HttpServer:
         except OSError as error:
             listener.server_close()
             if error.errno == errno.EADDRINUSE:
-                raise _port_taken(settings) from None
+                raise port_taken(settings.host, settings.port) from None
             key, value = ("MLX_PORT", settings.port) if error.errno == errno.EACCES else ("MLX_HOST", settings.host)
             raise SettingError(key, value, f"an address that can be listened on ({error.strerror})") from None
         self._listener = listener
@@ -108,7 +106,7 @@ class HttpServer:
         self._connections.drain()
 
     def close(self, timeout_seconds: float) -> bool:
-        """End everything: answers are cut short and end well-formed; what still runs after the timeout loses its
+        """End everything: answers are cut short and say so; what still runs after the timeout loses its
         socket. Returns whether every connection's thread has ended."""
         if self._listener is None:
             return True
@@ -225,11 +223,3 @@ def _wait_for_others() -> None:
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):  # some containers forbid it: then it is as everywhere else
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _port_taken(settings: WebSettings) -> PortTaken:
-    holder = describe_holder(settings.port)
-    return PortTaken(
-        f"Port {settings.port} on {settings.host} is taken by {holder}. It was left alone: end it yourself, or choose "
-        "another port with MLX_PORT or --port."
-    )

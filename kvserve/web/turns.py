@@ -14,6 +14,8 @@ from kvserve.errors import EngineFailure, NotReady, RequestError
 from kvserve.web.exchange import Exchange
 from kvserve.web.sse import UNNAMED, EventStream, Framing
 
+_STOPPED = "The server is shutting down; the answer was not finished."
+
 
 class StreamEncoder(Protocol):
     """How a protocol writes the events of one answer."""
@@ -122,30 +124,28 @@ class _Streaming:
 def complete_events(exchange: Exchange, running: RunningTurn, poll_seconds: float) -> Generator[AnswerEvent]:
     """The events up to `Finished`.
 
-    Raises NotReady where the server's end left no `Finished`, EngineFailure where something else did. Whatever stops
-    the iteration early cancels the turn.
+    Raises NotReady where the server stops before that, so that nobody takes what was sent for the whole, EngineFailure
+    where they end without it. Whatever stops the iteration early cancels the turn.
     """
     is_complete = False
     try:
         for event in running.events(poll_seconds):
-            if exchange.must_stop:
-                running.cancel()
             is_complete = isinstance(event, Finished)
             yield event
             if is_complete:
                 return
-        raise NotReady("The server is shutting down.") if exchange.must_stop else EngineFailure("The answer broke off.")
+            if exchange.must_stop:
+                break
+        raise NotReady(_STOPPED) if exchange.must_stop else EngineFailure("The answer broke off.")
     finally:
         if not is_complete:
             running.cancel()
 
 
 def whole_answer_events(exchange: Exchange, running: RunningTurn) -> Generator[AnswerEvent]:
-    """The same for an answer that is sent whole, with a look at the client before each event: one that the server's end
-    cut short raises NotReady instead of passing for complete, and ClientGone is raised when nobody listens."""
+    """The same for an answer that is sent whole, with a look at the client before each event: ClientGone is raised when
+    nobody listens."""
     with closing(complete_events(exchange, running, exchange.settings.poll_seconds)) as events:
         for event in events:
             exchange.check_client()
-            if exchange.must_stop:
-                raise NotReady("The server is shutting down; the answer was not finished.")
             yield event

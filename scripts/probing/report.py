@@ -1,9 +1,13 @@
 """What a script prints, and whether its expectations held. It knows tables and verdicts, not what was measured."""
 
+import os
 import sys
 from collections.abc import Callable
 
 from probing.wire import COUNTERS, ProbeError, Reply
+
+BROKEN_PIPE = 141
+"""The exit code of a program that ended because nobody read what it wrote, as shells give it."""
 
 type Counters = dict[str, int | None]
 
@@ -61,10 +65,14 @@ def expect_unmoved_counters(expectations: Expectations, since: Counters, until: 
 
 
 def run(main: Callable[[], int]) -> None:
-    """End the process with the script's exit code; 2 where it could not be run."""
+    """End the process with the script's exit code; 2 where it could not be run, `BROKEN_PIPE` where its reader left."""
     try:
         code = main()
+        sys.stdout.flush()
     except ProbeError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
+    except BrokenPipeError:  # whoever reads this has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = BROKEN_PIPE
     sys.exit(code)

@@ -312,7 +312,8 @@ def test_the_servers_end_leaves_no_half_turn(tmp_path: Path) -> None:
             client.send(encode_request("POST", f"{AGENTS}/stopped/generate", body))
             assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
             app.app.stop()
-            assert client.read_response().events[-1] == "[DONE]"
+            events = client.read_response().events
+            assert events[-1] == "[DONE]" and "not_ready" in events[-2]
     with serving_app(tmp_path) as again:
         assert get(again, "stopped")["num_turns"] == 1
 

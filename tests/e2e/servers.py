@@ -205,6 +205,11 @@ class StreamEnd:
         reasons = (choice.get("finish_reason") for event in self.events for choice in event.get("choices", ()))
         return [reason for reason in reasons if reason is not None]
 
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the stream says that its answer was not finished, and has no finish reason."""
+        return "error" in self.events[-1] and not self.finish_reasons
+
 
 class ChatStream:
     """One streamed chat answer, read to its end by a thread of its own. Knows no SDK: the bytes count."""
@@ -236,13 +241,15 @@ class ChatStream:
         )
 
     def finish(self, seconds: float) -> StreamEnd:
-        """The answer once it has ended; fails where it broke off or did not end with [DONE]. Raises what broke it."""
+        """The answer once it has ended; fails where it broke off: without [DONE], or the error after which LiteLLM
+        sends none. Raises what broke it."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), "the stream goes on"
         self._connection.close()
         if self._failure is not None:
             raise self._failure
         text = self._raw.decode()
-        assert text.endswith("data: [DONE]\n\n"), text[-600:]
         lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
-        return StreamEnd([json.loads(line) for line in lines[:-1]], self._ended_at)
+        events = [json.loads(line) for line in lines if line != "[DONE]"]
+        assert text.endswith("data: [DONE]\n\n") or "error" in events[-1], text[-600:]
+        return StreamEnd(events, self._ended_at)

@@ -13,6 +13,7 @@ import pytest
 
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.core import (
+    Awaiting,
     GenerationDone,
     GenerationFailed,
     GenerationRequest,
@@ -167,7 +168,7 @@ def collect(generation: Generation, *, poll_seconds: float = 60) -> Result:
                 tokens.append(event.token)
             elif isinstance(event, PrefillProgress):
                 progress.append(event)
-            else:
+            elif not isinstance(event, Awaiting):
                 return Result(tuple(tokens), event, tuple(progress))
     raise AssertionError("the row ended without a last event")
 

@@ -257,7 +257,7 @@ def test_a_broken_generator_costs_no_row_a_token(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(type(module), "__call__", break_once)
         results = generate(engine, request(prompt_of(40), 24), request(prompt_of(70, 1), 24))
     assert [result.tokens for result in results] == [result.tokens for result in wanted]
-    assert len(reports) == 2
+    assert len(reports) == 2 and all("A decode batch failed (RuntimeError: planted); " in line for line in reports)
 
 
 def test_a_prompt_that_breaks_the_model_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,11 +93,22 @@ def test_where_one_call_is_allowed_the_answer_ends_with_it() -> None:
     assert read(reader(), CALL + CALL)[2] == 2
 
 
-@pytest.mark.parametrize(("reason", "finish"), [("length", "length"), ("watchdog", "length"), ("shutdown", "length")])
-def test_a_cut_answer_says_so(reason: StopReason, finish: str) -> None:
-    """Whatever ended the row early, the client reads `length`; an unfinished call stays content."""
+@pytest.mark.parametrize("reason", ["length", "watchdog"])
+def test_a_cut_answer_says_so(reason: StopReason) -> None:
+    """Whichever limit ended the row, the client reads `length`; an unfinished call stays content."""
     _, content, calls, end = read(reader(), "so " + CALL[:20], reason)
-    assert (content, calls, end.reason) == ("so " + CALL[:20], 0, finish)
+    assert (content, calls, end.reason) == ("so " + CALL[:20], 0, "length")
+
+
+@pytest.mark.parametrize("reason", ["shutdown", "cancelled"])
+def test_an_answer_that_was_broken_off_has_no_end(reason: StopReason) -> None:
+    """What was held back is told, but no finish reason: it would say that the answer is all there is. One that was over
+    before (a stop string) keeps its own."""
+    answer = reader()
+    said = [*answer.feed([ord(char) for char in "so " + CALL[:20]]), *answer.finish(done(reason))]
+    assert "".join(event.text for event in said if isinstance(event, ContentDelta)) == "so " + CALL[:20]
+    assert not any(isinstance(event, Finished) for event in said) and answer.finish_reason is None
+    assert read(reader("END"), "some END more", reason)[3].reason == "stop"
 
 
 def test_a_finished_call_gives_its_reason() -> None:

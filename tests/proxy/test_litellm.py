@@ -108,6 +108,26 @@ def test_it_becomes_ready_and_stops(tmp_path: Path) -> None:
         assert reports == []
 
 
+def test_it_is_told_that_it_became_ready(tmp_path: Path) -> None:
+    """Each time that a child begins to answer, the one that takes the place of a dead one too; never one that does
+    not."""
+    settings, told = make_settings(tmp_path), []
+    proxy = LitellmProxy(
+        settings, dict(os.environ), lambda _: None, fake_command(settings), lambda: told.append(proxy.state.pid)
+    )
+    try:
+        proxy.start()
+        first = proxy.state.pid
+        assert eventually(lambda: len(told) == 1) and first is not None
+        os.kill(first, signal.SIGKILL)
+        assert eventually(lambda: len(told) == 2)
+        assert told[0] == first != told[1]
+    finally:
+        proxy.stop()
+    with running(make_settings(tmp_path / "mute", startup_timeout_seconds=0.5), "--mute") as (mute, reports):
+        assert eventually(lambda: len(reports) == 1) and mute.state.status != "ready"
+
+
 def test_it_can_be_started_again(tmp_path: Path) -> None:
     """Start after stop gives a fresh child."""
     with running(make_settings(tmp_path)) as (proxy, _):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,3 +72,18 @@ def test_a_wrong_answer_is_exit_code_1(server: AppUnderTest, monkeypatch: pytest
     done = run_script("probe_session.py", "semantic", *addresses(server), *SHORT)
     assert done.returncode == 1
     assert 'FAIL  the answer is the one of "cache_mode": "prefix"' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "said"),
+    [
+        (90, "90 tokens reused of the 110 seen before"),
+        (108, "108 tokens reused of the 110 seen before"),
+        (115, "110 tokens reused of the 110 seen before, and 5 that were computed ahead"),
+    ],
+)
+def test_never_more_is_reused_than_was_seen(num_cached: int, said: str) -> None:
+    """An answer was seen as its prompt was; what a server computes ahead of a request is named as that."""
+    probe = script("probe_session.py")
+    counts = SimpleNamespace(num_prompt_tokens=100, num_completion_tokens=10)
+    assert probe.reused(SimpleNamespace(num_cached_tokens=num_cached), counts) == said

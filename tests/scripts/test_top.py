@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.models import tiny_model
-from tests.scripts.conftest import run_script, start_script
+from tests.scripts.conftest import run_script, script, start_script
 from tests.serving import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -14,6 +16,7 @@ from tests.serving import (
     serving_app,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 SYSTEM = {"role": "system", "content": "You count birds. " * 20}
 
 
@@ -72,3 +75,13 @@ def test_nobody_there_is_exit_code_2() -> None:
 
 def app_chat(server: AppUnderTest, messages: list[dict[str, str]]) -> str:
     return server.chat(messages, session_id="birds", enable_thinking=False, max_tokens=4).content
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "shown"), [(1_999, 2_000, "99.9 %"), (2, 3, "66.6 %"), (2_000, 2_000, "100.0 %"), (0, 0, "-")]
+)
+def test_shares_are_rounded_down_as_on_the_dashboard(part: int, whole: int, shown: str) -> None:
+    """The same number in both, and 100 % only where nothing was computed."""
+    assert script("top.py").share(part, whole) == shown
+    draw = (ROOT / "kvserve" / "web" / "dashboard" / "draw.js").read_text("utf-8")
+    assert "Math.floor((1000 * part) / whole) / 10" in draw, "the dashboard's own formula"

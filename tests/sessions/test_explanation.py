@@ -17,6 +17,7 @@ from kvserve.core import (
     ToolBlock,
     ToolResultBlock,
 )
+from kvserve.errors import Conflict
 from kvserve.keeping import Scope
 from kvserve.sessions.explanation import Asked, Circumstances, RulesFired, explain
 from kvserve.sessions.explanations import Explained, ExplanationBook
@@ -233,6 +234,25 @@ def test_an_explanation_is_there_for_its_key(key: str, known: set[str], last: st
     newest = kept.last(key)
     assert (newest.explanation.request_id if newest is not None else None) == last
     assert [each.request_id for each in kept.newest(2)] == ["five", "four"]
+
+
+def test_the_beginning_of_an_id_names_its_request() -> None:
+    """As short as what no other request of the same key begins with; several are a conflict that names them; others'
+    requests neither answer to it nor make it ambiguous."""
+    kept, told = ExplanationBook(), explain(asked(), before(), RulesFired(), 320)
+    ids = ("req12ab34", "req12ab99", "req1f", "req12")
+    for name, principal in zip(ids, (ANN, BEN, STRANGER, NOBODY), strict=True):
+        kept.put(Explained(replace(told, request_id=RequestId(name)), principal))
+
+    def got(beginning: str, key: str) -> str | None:
+        found = kept.get(beginning, key)
+        return None if found is None else found.explanation.request_id
+
+    assert (got("req12ab3", "key1"), got("req1", "key2"), got("req", "")) == ("req12ab34", "req1f", "req12")
+    assert got("req1f", "key1") is None and got("", "key2") is None and got("req12ab345", "key1") is None
+    with pytest.raises(Conflict, match=r"2 requests begin with 'req12'.*req12ab99, req12ab34"):
+        got("req12", "key1")  # another's whole id
+    assert got("req12", "") == "req12"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvserve.core import RequestId
+from kvserve.core import Awaiting, RequestId
 from kvserve.telemetry.bars import LINE_SECONDS, SILENT_SECONDS
 from kvserve.telemetry.terminal import BannerFacts, RequestFacts, Terminal, banner_lines, curl_line, request_text
 
@@ -74,6 +74,7 @@ def test_the_banner_names_the_proxy_first_and_gives_a_command() -> None:
     assert text.index("http://127.0.0.1:4000/v1") < text.index("http://127.0.0.1:8080/v1")
     assert "tiny" in lines[0] and "131,072" in lines[0]
     assert lines[-1] == "! KV_BITS acts later."
+    assert "  watch   http://127.0.0.1:8080/dashboard" in lines
     assert "random" not in text
 
 
@@ -95,7 +96,7 @@ def test_the_demo_says_that_its_weights_are_random() -> None:
 def test_a_banner_line_is_never_wrapped(plain: Screen) -> None:
     """A command can be pasted whatever the width of the console."""
     plain.terminal.banner(replace(BANNER, model_name="m" * 300))
-    assert len(plain.lines) == 4
+    assert len(plain.lines) == 5
     assert f"  try     {curl_line(replace(BANNER, model_name='m' * 300))}" in plain.lines
 
 
@@ -161,7 +162,16 @@ def test_a_slow_prefill_is_shown_after_two_seconds(plain: Screen) -> None:
     plain.terminal.prefill(ID, 0, 1000)
     plain.seconds = 2.5
     plain.terminal.prefill(ID, 500, 1000)
-    assert plain.lines == ["prefill a1b2c3: 500 of 1,000 tokens (50 %), 200 tok/s"]
+    assert plain.lines == ["prefill a1b2c3: 500 of 1,000 tokens (50 %), 200 tok/s, about 2 s left"]
+
+
+def test_it_says_who_waits_for_whom(plain: Screen) -> None:
+    """With an estimate where there is one, in the characters that other lines show; a short wait is no news."""
+    other = RequestId("req12ab34cd56ef78")
+    for num_left, seconds in ((8_200, 12.4), (8_200, None), (100, None), (100, 1.9)):
+        plain.terminal.awaits(ID, Awaiting(other, 8_200, num_left, seconds))
+    waits = "a1b2c3 waits for req12ab34cd5 (prefilling the same 8,200 tokens)"
+    assert [line.partition(" ")[2] for line in plain.lines] == [f"{waits}, about 12 s", waits]
 
 
 def test_a_warm_request_is_not_a_long_prefill(plain: Screen) -> None:

@@ -176,7 +176,8 @@ def test_a_flood_of_connections_stays_within_the_limit(long_room_wait: None) -> 
 
 
 def test_the_end_finishes_running_streams_well_formed() -> None:
-    """A stream gets its last chunk and `[DONE]`, a whole answer 503, a half-sent request nothing; no thread stays."""
+    """A stream gets an error and `[DONE]`, and no finish reason, a whole answer 503, a half-sent request nothing; no
+    thread stays."""
     service = FakeService(script=(ContentDelta("a"), None))
     with serving(service) as served, ExitStack() as stack:
         stream, whole, half, idle = (stack.enter_context(served.connect()) for _ in range(4))
@@ -192,7 +193,8 @@ def test_the_end_finishes_running_streams_well_formed() -> None:
         assert time.monotonic() - started < PATIENCE_SECONDS / 2, "nobody had to be shut"
         data = b"".join(iter(stream.read_chunk, b""))
         events = data.decode().split("\n\n")
-        assert json.loads(events[-3].removeprefix("data: "))["choices"][0]["finish_reason"] == "stop"
+        assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "not_ready"
+        assert b'"finish_reason":"' not in data
         assert events[-2:] == ["data: [DONE]", ""]
         assert stream.is_closed() and idle.is_closed()
         response = whole.read_response()

@@ -148,6 +148,7 @@ function showRunning(running) {
     (row, request) => {
       const [head, bar, foot] = row.children;
       say(head.children[0], request.request_id.slice(0, 12));
+      head.children[0].title = request.request_id;
       say(head.children[1], `${request.protocol}, ${stage(request)}, ${seconds(request.seconds)}${request.session ? `, session ${request.session}` : ""}`);
       bar.max = Math.max(1, request.num_prompt_tokens);
       bar.value = request.num_done_tokens;
@@ -167,7 +168,7 @@ function showMisses(state) {
 function createMiss(miss) {
   const summary = make("summary", {}, make("span", { class: "cause" }, miss.cause), ` ${place(miss.first_difference)} `,
     make("code", {}, miss.request_id.slice(0, 12)));
-  const details = make("details", {}, summary, make("p", {}, miss.summary));
+  const details = make("details", {}, summary, make("p", {}, miss.summary), wholeId(miss.request_id));
   if (miss.remedy) details.append(make("p", {}, make("strong", {}, "What would mend it: "), miss.remedy));
   const facts = [`${count(miss.cached_tokens)} of ${count(miss.num_prompt_tokens)} tokens reused from ${source(miss)}.`];
   if (miss.rules.length) facts.push(`Rules: ${miss.rules.map((rule) => `${rule} (${miss.policies[rule] ?? "fixed"})`).join(", ")}.`);
@@ -176,6 +177,17 @@ function createMiss(miss) {
     details.append(make("pre", {}, `before: ${miss.first_difference.before}\nnow:    ${miss.first_difference.after}`));
   }
   return make("li", {}, details);
+}
+
+/** The whole id, for whoever looks it up: one click selects it, or copies it where the browser allows that. */
+function wholeId(id) {
+  const line = make("p", { class: "soft" }, "Request ", make("code", { class: "id" }, id));
+  if (navigator.clipboard) {
+    const button = make("button", { type: "button" }, "Copy");
+    button.addEventListener("click", () => navigator.clipboard.writeText(id).then(() => say(button, "Copied"), () => say(button, "Not allowed")));
+    line.append(" ", button);
+  }
+  return line;
 }
 
 function place(difference) {

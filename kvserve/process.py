@@ -1,0 +1,115 @@
+"""The process from its flags to its exit code: what can be refused at once is refused before anything slow begins.
+
+    flags, settings, ports -> start -> wait for a signal -> stop; a second signal ends it at once
+
+It joins rooms per process, with `app.py`, which it imports only once there is something to start.
+"""
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from kvserve.config import Launch, load_launch
+from kvserve.errors import KvserveError, SettingError, StartupError
+from kvserve.proxy.ownership import refuse_foreign_holder
+from kvserve.proxy.settings import proxy_files
+from kvserve.telemetry.terminal import Terminal
+from kvserve.web.port_holder import refuse_taken_port
+
+if TYPE_CHECKING:
+    from kvserve.app import App
+
+
+REPEAT_SECONDS = 1.0
+"""A signal that comes again sooner is the same one: a shell and what it started both pass a Ctrl+C on."""
+
+
+class _AtOnce(BaseException):
+    """A second signal: whoever sent it does not want to wait for the end."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until a signal. Returns the exit code: 0 after a signal, 1 when the server could not start."""
+    terminal = Terminal(Console(stderr=True))
+    stopping = threading.Event()
+    try:
+        app = _app(load_launch(argv), terminal)
+    except StartupError as error:
+        terminal.error(str(error))
+        return 1
+    _on_signals(stopping, app)
+    try:
+        return _serve(app, stopping, terminal)
+    except _AtOnce as signalled:
+        terminal.error(app.abandoned())
+        # Threads that write or compute are not waited for; LiteLLM ends by itself once this process is gone.
+        os._exit(128 + signalled.number)
+
+
+def _app(launch: Launch, terminal: Terminal) -> "App":
+    """The server, once its ports are seen to be free and its folder usable: importing it takes seconds. Raises
+    StartupError."""
+    settings = launch.settings
+    refuse_taken_port(settings.mlx_host, settings.mlx_port)
+    if launch.disk_cache != "off":
+        _check_folder(settings.disk_cache_dir)
+    if launch.with_proxy:
+        refuse_foreign_holder(settings.proxy_port, proxy_files(settings.state_dir, settings.proxy_port))
+    from kvserve.app import App
+
+    return App(launch, terminal)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises SettingError where KV could not be kept: a server that keeps none is not what was asked for."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        expected = f"a folder that can be written to ({error.strerror}); --no-disk-cache keeps everything in RAM"
+        raise SettingError("DISK_CACHE_DIR (--disk-cache)", str(folder), expected) from None
+
+
+def _serve(app: "App", stopping: threading.Event, terminal: Terminal) -> int:
+    try:
+        app.start(stopping)
+        stopping.wait()
+    except KeyboardInterrupt:
+        terminal.note("Interrupted while the model was fetched.")
+    except KvserveError as error:
+        terminal.error(str(error))
+        return 1
+    finally:
+        app.stop(is_told=stopping.is_set())
+    return 0
+
+
+def _on_signals(stopping: threading.Event, app: "App") -> None:
+    """The first signal sets the event; a download, which looks at no event, is interrupted. The second one ends all."""
+    first_at: float | None = None
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        nonlocal first_at
+        if first_at is not None:
+            if time.monotonic() - first_at > REPEAT_SECONDS:
+                raise _AtOnce(number)
+            return
+        first_at = time.monotonic()
+        stopping.set()
+        if app.is_fetching:
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
