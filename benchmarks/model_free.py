@@ -156,7 +156,7 @@ class ModelFree:
         markers = learn_markers(tokenizer, template)
         module: Any = _Layers(is_cuttable=is_cuttable)
         model = replace(load(folder, max_kv_size=CONTEXT_TOKENS), module=module, sizes=RowBytes(fixed=0, per_token=0))
-        added = frozenset(token.content for token in tokenizer.backend.get_added_tokens_decoder().values())
+        added = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
         self.engine = PlaybackEngine(model, settings)
         self._settings = settings
         self._told: FinishedTurn | None = None

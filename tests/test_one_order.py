@@ -113,6 +113,8 @@ def test_both_protocols_render_to_the_same_tokens(model: ModelFree, monkeypatch:
     """Recorded clients and the corpus: chat as messages, messages as chat; without tools the prompt is another one."""
     defaults = model.served.defaults
     for client, request in _requests():
+        if "tool_reference" in json.dumps(request.body):
+            continue  # a chat has no place for a tool that comes later
         chat = {
             key: request.chat[key] for key in ("model", "messages", "tools", "enable_thinking") if key in request.chat
         }
