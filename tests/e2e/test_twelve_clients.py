@@ -151,6 +151,10 @@ def talk_mini_swe_agent(home: Path, port: int) -> list[str]:
 
 
 AIDER_STEPS = [Say(f"{done(1)}\n\n{NOTE}\n```\nmarbles\nran-1\n```\n"), Say(done(2))]
+QWEN_STEPS = [
+    Call("run_shell_command", {"command": f"{command_of(1)}; sleep 0.5", "is_background": "false"}),
+    *(Say(done(1)), Say(done(2))),
+]
 MINI_STEPS = [
     Call("bash", {"command": command_of(1)}),
     Call("bash", {"command": f"{SUBMIT}; echo {done(1)}"}),
@@ -164,7 +168,8 @@ TRIALS = (
     Trial("OpenClaw", "openclaw", OPENAI_CHAT, shell("exec"), talk_openclaw),
     # aider has no tools, it writes what the model lists; in each turn it shows its files behind all that was said.
     Trial("aider", "aider", OPENAI_CHAT, AIDER_STEPS, talk_aider, brings_tools=False, min_reuse=0.4),
-    Trial("qwen-code", "qwen", OPENAI_CHAT, shell("run_shell_command", is_background="false"), talk_qwen_code),
+    # qwen-code 0.24.4 may lose what a command prints as it ends, and then tells the model "(empty)": it lasts a moment.
+    Trial("qwen-code", "qwen", OPENAI_CHAT, QWEN_STEPS, talk_qwen_code),
     Trial("Kilo", "kilo", OPENAI_CHAT, shell("bash", description="Leaves a file."), talk_kilo),
     Trial("Continue", "continue", OPENAI_CHAT, shell("Bash"), talk_continue),
     # Cline goes on with a conversation at a terminal only: two requests of one turn.
@@ -287,6 +292,7 @@ def test_a_client_makes_two_turns_with_a_tool(
     answered = [one for one in asked if one.path.partition("?")[0] == trial.path and one.status == 200]
     assert len(answered) >= len(trial.steps)
     assert all(answer in "".join(printed) for answer in trial.answers)
-    assert trial.proof in requests[-1].prompt
+    last = requests[-1].prompt
+    assert trial.proof in last, last[last.rfind("<tool_response>") :]
     assert min(request.reuse for request in requests[1:]) >= trial.min_reuse
     assert counters_of(server) == counters
