@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 SOURCES := kvserve tests scripts benchmarks install_and_run.py start_llm.py
 PRESENT := $(wildcard $(SOURCES))
 
-.PHONY: setup lint format test full full-of-commit mutants durations check e2e bench soak bench-clients
+.PHONY: setup lint format test full full-of-commit mutants durations check e2e clients bench soak bench-clients
 
 setup:
 	@python3 install_and_run.py --setup-only --dev
@@ -47,6 +47,10 @@ check: lint test
 
 e2e: setup
 	$(PYTHON) -m pytest -m e2e -n 0
+
+# What twelve clients reuse in two turns, on both ports; the table goes to benchmarks/results/clients.md.
+clients: setup
+	CLIENTS_TABLE=benchmarks/results/clients.md $(PYTHON) -m pytest -m e2e -n 0 -s tests/e2e/test_twelve_clients.py
 
 bench: setup
 	$(PYTHON) -m benchmarks

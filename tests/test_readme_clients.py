@@ -8,18 +8,62 @@ from typing import Any
 import pytest
 
 from tests.e2e import pasted
-from tests.e2e.clients import PACKAGES
+from tests.e2e.installing import PACKAGES, PYTHON_PACKAGES
 
-SECTIONS = {"claude": "Claude Code", "codex": "Codex", "opencode": "opencode", "pi": "PI", "openclaw": "OpenClaw"}
+SECTIONS = {
+    **{"claude": "Claude Code", "codex": "Codex", "opencode": "opencode", "pi": "PI", "openclaw": "OpenClaw"},
+    "aider": "aider",
+}
+"""Those of the README."""
+OTHERS = {
+    **{"qwen": "qwen-code", "kilo": "Kilo", "continue": "Continue", "cline": "Cline", "llm": "llm"},
+    "mini": "mini-swe-agent",
+}
+"""Those of docs/clients.md."""
 SDKS = ("The anthropic SDK", "The openai SDK")
 
 
 def test_every_client_that_is_tried_has_a_section() -> None:
     """And every section with lines to paste is one that is tried."""
-    assert set(SECTIONS) == set(PACKAGES) - {"node24"}
-    readme = pasted.README.read_text("utf-8")
+    assert {*SECTIONS, *OTHERS} == {*PACKAGES, *PYTHON_PACKAGES} - {"node24"}
+    readme, others = (page.read_text("utf-8") for page in pasted.PAGES)
     part = readme[readme.index("## Point your client at it") : readme.index("## Endpoints")]
-    assert set(re.findall(r"^### (.*)$", part, re.MULTILINE)) == {*SECTIONS.values(), *SDKS, "aider"}
+    assert set(re.findall(r"^### (.*)$", part, re.MULTILINE)) == {*SECTIONS.values(), *SDKS}
+    assert re.findall(r"^### (.*)$", others, re.MULTILINE) == list(OTHERS.values())
+
+
+def test_the_readme_leads_to_the_sections_of_the_others() -> None:
+    """One row for each, to its heading."""
+    readme = pasted.README.read_text("utf-8")
+    anchors = re.findall(r"\(docs/clients\.md#([a-z-]+)\)", readme)
+    assert anchors == [name.lower() for name in OTHERS.values()]
+
+
+def test_every_client_is_told_of_the_context() -> None:
+    """Each has a row of the table, and all but three the number in their lines to paste."""
+    _, others = (page.read_text("utf-8") for page in pasted.PAGES)
+    table = others[others.index("## The length of the context") :]
+    named = {name for row in re.findall(r"^\| ([^|]*) \|", table, re.MULTILINE) for name in row.split(", ")}
+    assert named == {"Client", *SECTIONS.values(), *OTHERS.values()}
+    told = {name for name in (*SECTIONS.values(), *OTHERS.values()) if "131072" in pasted.section(name)}
+    assert told == {*SECTIONS.values(), *OTHERS.values()} - {"aider", "llm", "mini-swe-agent"}
+
+
+def test_configurations_of_the_clients_of_the_page() -> None:
+    """Each names the port that is asked for, and the command names what is configured."""
+    kilo = pasted.configuration("Kilo", 1234, 7)["provider"]
+    [(name, provider)] = kilo.items()
+    assert ("--model", f"{name}/{next(iter(provider['models']))}") == pasted.command("Kilo")
+    qwen = pasted.configuration("qwen-code", 1234, 7)
+    assert qwen["security"]["auth"]["baseUrl"] == "http://127.0.0.1:1234/v1"
+    assert pasted.command("qwen-code") == pasted.command("Continue") == ()
+    cn, llm = (pasted.block(client, "yaml", 1234) for client in ("Continue", "llm"))
+    assert "apiBase: http://127.0.0.1:1234/v1\n" in cn and "api_base: http://127.0.0.1:1234/v1\n" in llm
+    assert pasted.arguments("Cline", 1234)[-1] == "http://127.0.0.1:1234/v1"
+    assert pasted.line("Cline", "contextWindow") == {"contextWindow": 131072}
+    assert pasted.command("llm") == ("-m", *re.findall(r"model_id: (.*)", llm))
+    assert pasted.variables("mini-swe-agent", 1234)["OPENAI_API_BASE"] == "http://127.0.0.1:1234/v1"
+    assert "4000" not in json.dumps([kilo, qwen, cn, llm])
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -1,91 +1,21 @@
-"""Real agent clients, each with a HOME of its own: how they are installed, configured and asked. The lines of their
-configurations are the README's.
+"""Real agent clients, each with a HOME of its own: how they are configured and asked. The lines of their configurations
+are the README's and, for the others, those of docs/clients.md (`more_clients.py`). `installing.py` brings the programs.
 
-They are installed into CLIENTS_HOME or a folder below the user's cache, and kept there. They run with a dead proxy for
-everything but loopback, so they speak to nobody else.
+They run with a dead proxy for everything but loopback, so they speak to nobody else.
 """
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.e2e import pasted
+from tests.e2e.installing import PACKAGES, install, install_python, programs, python_program, run
 
-PACKAGES = {
-    "node24": ("node@24", "node"),
-    "pi": ("@earendil-works/pi-coding-agent@0.87.1", "pi"),
-    "openclaw": ("openclaw@2026.9.6", "openclaw"),
-    "codex": ("@openai/codex@0.169.0", "codex"),
-    "opencode": ("opencode-ai@1.18.33", "opencode"),
-    "claude": ("@anthropic-ai/claude-code@2.1.330", "claude"),
-}
-"""Folder -> what npm installs there, and the program that is wanted of it."""
-AIDER = "aider-chat==0.86.2"
-"""What pip installs into an environment of its own."""
-INSTALL_SECONDS = 400
 TURN_SECONDS = 300
 NOWHERE = "http://127.0.0.1:9"
-
-
-def clients_home() -> Path:
-    """Where the clients are installed."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("CLIENTS_HOME") or caches / "kvserve-clients")
-
-
-def run(command: list[str], *, seconds: float, **options: Any) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        command, timeout=seconds, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, **options
-    )
-
-
-def programs(folder: str) -> Path:
-    """Where npm put the programs of one of the packages."""
-    return clients_home() / folder / "node_modules" / ".bin"
-
-
-def install(folder: str) -> None:
-    """Install one of the packages unless it is there. Skips the test where npm is missing or cannot install it.
-
-    Packages that ask for a newer Node than the machine's are installed with ours.
-    """
-    package, program = PACKAGES[folder]
-    if (programs(folder) / program).exists():
-        return
-    npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip(f"npm is not there to install {package}")
-    target = clients_home() / folder
-    target.mkdir(parents=True, exist_ok=True)
-    path = f"{programs('node24')}{os.pathsep}{os.environ['PATH']}"
-    command = [npm, "install", "--no-audit", "--no-fund", package]
-    done = run(command, seconds=INSTALL_SECONDS, cwd=target, env={**os.environ, "PATH": path})
-    if done.returncode != 0:
-        pytest.skip(f"npm could not install {package}: {done.stderr[-600:]}")
-
-
-def install_aider() -> None:
-    """Install aider unless it is there. Skips the test where pip cannot install it."""
-    if _aider_program().exists():
-        return
-    target = clients_home() / "aider"
-    done = run([sys.executable, "-m", "venv", str(target)], seconds=INSTALL_SECONDS)
-    if done.returncode == 0:
-        done = run([str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", AIDER], seconds=INSTALL_SECONDS)
-    if done.returncode != 0:
-        pytest.skip(f"pip could not install {AIDER}: {done.stderr[-600:]}")
-
-
-def _aider_program() -> Path:
-    return clients_home() / "aider" / "bin" / "aider"
 
 
 @dataclass(frozen=True)
@@ -105,8 +35,8 @@ class Client:
         """
         return self.start_program(programs(folder) / PACKAGES[folder][1], *arguments, **variables)
 
-    def start_program(self, program: Path, *arguments: str, **variables: str) -> str:
-        """The same for any program."""
+    def start_program(self, program: Path, *arguments: str, typed: str | None = None, **variables: str) -> str:
+        """The same for any program; `typed` is what a person would type while it runs."""
         environment = {
             **{"HOME": str(self.home), "PATH": f"{programs('node24')}:{os.environ['PATH']}", "TERM": "dumb"},
             **{"LANG": "C.UTF-8", "CI": "1", "DO_NOT_TRACK": "1", "DISABLE_TELEMETRY": "1"},
@@ -116,7 +46,7 @@ class Client:
             **variables,
         }
         command = [str(program), *arguments]
-        done = run(command, seconds=TURN_SECONDS, cwd=self.project, env=environment)
+        done = run(command, typed, seconds=TURN_SECONDS, cwd=self.project, env=environment)
         assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         return done.stdout
 
@@ -169,7 +99,7 @@ def set_up_anthropic_pi(home: Path, port: int, max_tokens: int) -> Pi:
     """PI, configured to speak Anthropic's API to the server on this port."""
     for folder in ("node24", "pi"):
         install(folder)
-    return Pi(_home(home, ".pi/agent/models.json", pasted.configuration("PI", port, max_tokens, 1)))
+    return Pi(home_with(home, ".pi/agent/models.json", pasted.configuration("PI", port, max_tokens, 1)))
 
 
 class Codex(Client):
@@ -224,7 +154,7 @@ def set_up_opencode(home: Path, port: int, package: str, max_tokens: int) -> Ope
     configuration = pasted.configuration("opencode", port, max_tokens)
     configuration["provider"]["kvserve"]["npm"] = package
     configuration |= {"autoupdate": False, "share": "disabled", "permission": {"*": "allow"}}
-    return Opencode(_home(home, ".config/opencode/opencode.json", configuration))
+    return Opencode(home_with(home, ".config/opencode/opencode.json", configuration))
 
 
 @dataclass(frozen=True)
@@ -236,7 +166,7 @@ class Aider(Client):
     def say(self, text: str, *flags: str) -> str:
         """One turn; returns what aider printed. `--restore-chat-history` continues the last conversation."""
         return self.start_program(
-            _aider_program(),
+            python_program("aider"),
             *pasted.arguments("aider", self.port),
             *("--yes-always", "--no-git", "--no-check-update", "--no-analytics", "--no-pretty", *flags),
             *("--message", text),
@@ -246,7 +176,7 @@ class Aider(Client):
 
 def set_up_aider(home: Path, port: int) -> Aider:
     """aider for the server on this port, as the README says."""
-    install_aider()
+    install_python("aider")
     (home / "project").mkdir(parents=True)
     return Aider(home, port)
 
@@ -255,7 +185,7 @@ def set_up_pi(home: Path, port: int, max_tokens: int) -> Pi:
     """PI, configured for the server on this port as the README says."""
     for folder in ("node24", "pi"):
         install(folder)
-    return Pi(_home(home, ".pi/agent/models.json", pasted.configuration("PI", port, max_tokens)))
+    return Pi(home_with(home, ".pi/agent/models.json", pasted.configuration("PI", port, max_tokens)))
 
 
 def set_up_openclaw(home: Path, port: int, max_tokens: int) -> OpenClaw:
@@ -264,12 +194,18 @@ def set_up_openclaw(home: Path, port: int, max_tokens: int) -> OpenClaw:
         install(folder)
     configuration = pasted.configuration("OpenClaw", port, max_tokens)
     configuration["agents"]["defaults"]["workspace"] = str(home / "project")
-    return OpenClaw(_home(home, ".openclaw/openclaw.json", configuration))
+    return OpenClaw(home_with(home, ".openclaw/openclaw.json", configuration))
 
 
-def _home(home: Path, file: str, configuration: Mapping[str, Any]) -> Path:
+def home_with(home: Path, file: str, configuration: Mapping[str, Any]) -> Path:
+    """A HOME with this file of JSON and an empty project."""
+    return home_with_text(home, file, json.dumps(configuration))
+
+
+def home_with_text(home: Path, file: str, text: str) -> Path:
+    """A HOME with this file of settings and an empty project."""
     settings = home / file
     settings.parent.mkdir(parents=True)
-    settings.write_text(json.dumps(configuration), "utf-8")
+    settings.write_text(text, "utf-8")
     (home / "project").mkdir()
     return home

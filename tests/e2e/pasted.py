@@ -1,4 +1,5 @@
-"""What the README tells a reader to paste for each client, as it stands there. It knows Markdown, and no client.
+"""What the README and docs/clients.md tell a reader to paste for each client, as it stands there. It knows Markdown and
+no client.
 
 The end-to-end tests configure clients with this, so each line that a reader pastes is one that was tried; of it they
 change the port and the limits of answers alone.
@@ -11,17 +12,20 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "docs" / "clients.md")
 PORT = "127.0.0.1:4000"
 LIMITS = ("maxTokens", "output")
 """How configurations call the tokens of an answer."""
 
 
 def section(client: str) -> str:
-    """The text of a client's section."""
-    found = re.search(rf"^### {re.escape(client)}\n(.*?)(?=^##)", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    assert found, f"README.md has no section {client!r}"
-    return found[1]
+    """The text of a client's section, on whichever page it is."""
+    text = "".join(page.read_text("utf-8") for page in PAGES)
+    found = re.findall(rf"^### {re.escape(client)}\n(.*?)(?=^##)", text, re.MULTILINE | re.DOTALL)
+    assert len(found) == 1, f"{len(found)} sections {client!r}"
+    return str(found[0])
 
 
 def block(client: str, language: str, port: int, number: int = 0) -> str:
@@ -44,10 +48,17 @@ def _limited(value: Any, max_tokens: int) -> Any:
     return value
 
 
+def line(client: str, name: str) -> dict[str, Any]:
+    """A line of JSON in the text of a client's section, by its name."""
+    found = re.search(rf'`("{name}": [^`]*)`', section(client))
+    assert found, f"nothing says what {name} of {client} is"
+    return dict(json.loads(f"{{{found[1]}}}"))
+
+
 def command(client: str) -> tuple[str, ...]:
     """The flags of the command that follows the configuration."""
     found = re.search(r"then `([^`]*)`", section(client))
-    assert found, f"README.md does not say how {client} is started"
+    assert found, f"nothing says how {client} is started"
     return tuple(shlex.split(found[1])[1:])
 
 

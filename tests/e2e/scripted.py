@@ -35,10 +35,10 @@ NEVER = -100.0
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The model calls this tool of the client, with exactly these arguments (texts)."""
+    """The model calls this tool of the client, with exactly these arguments."""
 
     tool: str
-    arguments: Mapping[str, str]
+    arguments: Mapping[str, Any]
 
     def grammar(self, options: Mapping[str, Any]) -> Grammar | None:
         """The grammar of a forced call whose arguments leave no choice."""
@@ -72,6 +72,8 @@ class TracedTurn:
     num_prompt_tokens: int
     num_cached_tokens: int
     prompt: str
+    protocol: str
+    cause: str
 
     @property
     def reuse(self) -> float:
@@ -119,7 +121,13 @@ class ScriptedServer:
         lines = [line for path in self.log_root.glob("*/*.log") for line in path.read_text("utf-8").splitlines()]
         events = [event for event in map(parse_line, lines) if event.name == "turn"]
         return [
-            TracedTurn(int(f["num_prompt_tokens"]), int(f["num_cached_tokens"]), str(f["prompt"]))
+            TracedTurn(
+                num_prompt_tokens=int(f["num_prompt_tokens"]),
+                num_cached_tokens=int(f["num_cached_tokens"]),
+                prompt=str(f["prompt"]),
+                protocol=str(f["protocol"]),
+                cause=str(f.get("cause", "")),
+            )
             for f in sorted((dict(event.fields) for event in events), key=lambda fields: str(fields["time"]))
         ]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import pasted
-from tests.e2e.clients import run
+from tests.e2e.installing import run
 from tests.e2e.servers import ServerProcess
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
