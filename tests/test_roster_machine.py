@@ -61,7 +61,7 @@ class FakeEngine:
             raise ModelLoadError("broken")
         return object()
 
-    def stop(self, timeout_seconds: float) -> None:
+    def stop(self, timeout_seconds: float, tell: Callable[[int, int], None] = lambda _done, _all: None) -> None:
         assert self.num_rows == 0, "a row was cut"
         self.is_stopped = True
         self.num_looks = 0

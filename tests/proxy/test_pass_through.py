@@ -86,6 +86,8 @@ FIELDS: dict[str, Any] = {
     "clear_thinking": False,
     "reasoning": {"effort": "low"},
     "reasoning_effort": "none",
+    "thinking_budget": 5,
+    "thinking_token_budget": 5,
     # sampling
     "temperature": 0.3,
     "top_p": 0.5,
