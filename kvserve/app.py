@@ -248,7 +248,7 @@ class App:
             is_demo=self._launch.is_demo,
             needs_api_key=self._settings.api_key is not None,
             warnings=tuple(warnings),
-            disk=disk_line(served.engine.cache_report().disk),
+            disk=disk_line(served.engine.cache_report().disk, served.engine.digest.status),
         )
 
     # --- what web/ asks -----------------------------------------------------------------------------------------------
@@ -332,6 +332,8 @@ class App:
     def clear_cache(self) -> None:
         """Forget everything that is kept. Raises NotReady."""
         served = self._roster.loaded
+        if any(known.conversations.awaits_archive for known in self._roster.known()):
+            self._roster.forget_records(Scope())  # whose file is theirs is not known yet
         for known in self._roster.known():
             known.conversations.clear()
             known.clear_memos()

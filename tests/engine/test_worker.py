@@ -513,7 +513,7 @@ def test_a_model_that_cannot_generate_is_an_error_of_the_start(monkeypatch: pyte
 
 def test_whatever_goes_wrong_while_loading_reaches_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception that nobody foresaw ends the start with a message, not with a server that loads for ever."""
-    monkeypatch.setattr(worker_module, "model_fingerprint", lambda _: 1 / 0)
+    monkeypatch.setattr(worker_module, "PrefixCache", lambda *_: 1 / 0)
     engine = Engine(tiny_model("qwen3"), engine_settings(), grammar_tokenizer=lambda _: None, report=lambda _: None)
     engine.start()
     with pytest.raises(ModelLoadError, match="ZeroDivisionError"):
