@@ -33,8 +33,8 @@ _DATABASE = re.compile(r".*\.sqlite3?(-wal|-shm|-journal)?")
 MEMORY_FILE = "weights-seen.json"
 """What kvserve remembers of models; somebody's cache folder may be a model's folder."""
 
-_OURS = re.compile(r"([0-9a-f]{32})|(records-[0-9a-f]{32})|(__pycache__)")
-"""Folders of KV and of records, and what Python leaves beside code."""
+OURS = re.compile(r"(records-)?[0-9a-f]{32}")
+"""Folders of KV and of records."""
 
 MAX_NAMING_BYTES = 2**20
 """A JSON file that is larger names no files; it is a vocabulary."""
@@ -102,7 +102,7 @@ def _below(folder: Path, seen: set[tuple[int, int]], *, is_top: bool = True) -> 
     for entry in entries:
         path = folder / entry.name
         if os.path.isdir(path):
-            if not (entry.name.startswith(".") or _OURS.fullmatch(entry.name)):
+            if not (entry.name.startswith((".", "__pycache__")) or OURS.fullmatch(entry.name)):
                 yield from _below(path, seen, is_top=False)
         elif _is_read(path, is_top=is_top):
             yield path

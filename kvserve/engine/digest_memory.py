@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from kvserve.cache.disk_store import check_owner
-from kvserve.engine.census import MEMORY_FILE, Stamp
+from kvserve.engine.census import MEMORY_FILE, OURS, Stamp
 
 FORMAT = 1
 UNUSED_SECONDS = 180 * 86_400.0
@@ -45,11 +45,6 @@ class DigestMemory:
         self._report = report
         self._clock = clock
 
-    @property
-    def is_there(self) -> bool:
-        """Whether anything was ever remembered here."""
-        return self._path.exists()
-
     def find(self, stamps: Iterable[Stamp]) -> dict[Stamp, bytes]:
         """The digests of those of these files that are remembered."""
         entries = self._read()
@@ -62,6 +57,11 @@ class DigestMemory:
         """Write these down, and forget what was not used for long. A disk that does not take it is reported."""
         now = self._clock()
         with _writing:
+            if not self._path.exists() and _holds_kept(self._path.parent):
+                self._report(
+                    "A model is known by every byte of its files now: what earlier releases kept in "
+                    f"{self._path.parent} is not used any more, and leaves with age."
+                )
             entries = self._read() | {stamp: _Entry(digest, now) for stamp, digest in digests.items()}
             fresh = {stamp: entry for stamp, entry in entries.items() if now - entry.used_at <= UNUSED_SECONDS}
             newest = sorted(fresh.items(), key=lambda item: item[1].used_at)[-MAX_ENTRIES:]
@@ -101,6 +101,11 @@ class DigestMemory:
             with contextlib.suppress(OSError):
                 scratch.unlink()
             raise
+
+
+def _holds_kept(folder: Path) -> bool:
+    """Whether there are folders of KV or records."""
+    return folder.is_dir() and any(OURS.fullmatch(path.name) for path in folder.iterdir())
 
 
 def _check(rows: object) -> str:
