@@ -8,6 +8,7 @@
 Until then, and where files changed meanwhile, the model has no name, and nothing is kept or found under one.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,7 +25,9 @@ from kvserve.engine.fingerprint import libraries_of, model_fingerprint
 AT_ONCE_BYTES = 32 * 2**20
 """So little is read on the spot: a loader reads it in the next moment anyway."""
 
-NUM_THREADS = 4
+NUM_THREADS = max(1, min(4, (os.cpu_count() or 2) // 2))
+"""Rows compute meanwhile."""
+
 SETTLED_SECONDS = 2.0
 """A file that was changed so shortly ago may be changed once more within one tick of its file system's clock: what it
 holds is not remembered."""
