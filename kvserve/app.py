@@ -126,6 +126,7 @@ class App:
             identity=identity_settings(self._settings),
             observe=self._next_turns.beside(observer) if self._next_turns is not None else observer,
             report=terminal.error,
+            note=terminal.note,
             records_dir=self._settings.disk_cache_dir if launch.disk_cache == "on" else None,
             disk_cache=launch.disk_cache,
             remote=remote_pictures(self._settings),

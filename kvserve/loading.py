@@ -46,10 +46,11 @@ OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
 
 @dataclass(frozen=True, slots=True)
 class ModelMaker:
-    """Makes served models, each with everything of its own. `report` takes lines for a person. Below `records_dir` the
-    records of conversations outlive the process; None: they do not. `open_records` are the folders of those models that
-    were described and are known: their files stay open until the process ends. `described` are the files that a model's
-    description was made of; a file of records is opened, read and forgotten in under `opening`."""
+    """Makes served models, each with everything of its own. `report` takes lines for a person on what went wrong,
+    `note` on what is worth knowing. Below `records_dir` the records of conversations outlive the process; None: they do
+    not. `open_records` are the folders of those models that were described and are known: their files stay open until the
+    process ends. `described` are the files that a model's description was made of; a file of records is opened, read
+    and forgotten in under `opening`."""
 
     settings: Settings
     defaults: RequestDefaults
@@ -59,6 +60,7 @@ class ModelMaker:
     records_dir: Path | None = None
     disk_cache: DiskMode = "on"
     remote: RemotePictures | None = None
+    note: Callable[[str], None] = lambda _: None
     open_records: set[Path] = field(default_factory=set)
     described: dict[Path, Census] = field(default_factory=dict)
     opening: threading.Lock = field(default_factory=threading.Lock)
@@ -110,7 +112,7 @@ class ModelMaker:
             return served
         with self.opening:
             self._part(served.conversations)
-        self.report(f"The files of {served.name} have changed: it is described anew.")
+        self.note(f"The files of {served.name} have changed: it is described anew.")
         with contextlib.suppress(ModelLoadError):
             return self.describe(source)
         return served
@@ -220,6 +222,7 @@ class ModelMaker:
             engine_settings(self.settings, self.disk_cache),
             grammar_tokenizer=_grammar_tokenizer(tokenizer),
             report=self.report,
+            note=self.note,
         )
         engine.digest.expected = self.described[folder]
         return engine

@@ -37,12 +37,19 @@ class _Entry:
 
 
 class DigestMemory:
-    """Safe for several threads. `report` takes lines for a person."""
+    """Safe for several threads. `report` hears of what went wrong, `note` of what is worth knowing."""
 
-    def __init__(self, folder: Path, report: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        report: Callable[[str], None],
+        note: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """`clock`: seconds since the epoch."""
         self._path = folder / MEMORY_FILE
         self._report = report
+        self._note = note
         self._clock = clock
 
     def find(self, stamps: Iterable[Stamp]) -> dict[Stamp, bytes]:
@@ -58,7 +65,7 @@ class DigestMemory:
         now = self._clock()
         with _writing:
             if not self._path.exists() and _holds_kept(self._path.parent):
-                self._report(
+                self._note(
                     "A model is known by every byte of its files now: what earlier releases kept in "
                     f"{self._path.parent} is not used any more, and leaves with age."
                 )

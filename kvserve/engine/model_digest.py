@@ -11,8 +11,8 @@ Until then, and where files changed meanwhile, the model has no name, and nothin
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -56,11 +56,19 @@ class ModelDigest:
     """Which model is in a folder, for one load of it. `look`, `begin` and `confirm` are called in this order, each by
     whoever loads; the rest may be called from any thread."""
 
-    def __init__(self, folder: Path, memory: DigestMemory | None, report: Callable[[str], None]) -> None:
-        """Without a `memory` nothing outlives the process, and no name is needed. `report` takes lines for a person."""
+    def __init__(
+        self,
+        folder: Path,
+        memory: DigestMemory | None,
+        report: Callable[[str], None],
+        note: Callable[[str], None],
+    ) -> None:
+        """Without a `memory` nothing outlives the process, and no name is needed. `report` hears of what went wrong,
+        `note` how far the reading is."""
         self._folder = folder
         self._memory = memory
         self._report = report
+        self._note = note
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -203,11 +211,7 @@ class ModelDigest:
         digests = self._remembered(self._files)
         missing = {path: stamp for path, stamp in self._files.items() if path not in digests}
         self._num_bytes = sum(stamp.num_bytes for stamp in missing.values())
-        pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvserve-weights")
-        try:
-            return self._named(digests | self._hashed(missing, pool))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        return self._named(digests | self._hashed(missing, num_threads=NUM_THREADS))
 
     def _conclude(self, fingerprint: str) -> None:
         if self._stopping.is_set():
@@ -218,20 +222,20 @@ class ModelDigest:
         with self._lock:
             self._fingerprint = fingerprint
         if (seconds := time.monotonic() - self._began_at) > QUIET_SECONDS and not self._why_unknown:
-            self._report(f"The weights are known after {seconds:.0f} s: KV and records are on disk from now on.")
+            self._note(f"The weights are known after {seconds:.0f} s: KV and records are on disk from now on.")
         self._tell_if_known()
 
     def _remembered(self, files: Census) -> dict[Path, bytes]:
         known = self._memory.find(files.values()) if self._memory is not None else {}
         return {path: known[stamp] for path, stamp in files.items() if stamp in known}
 
-    def _hashed(self, files: Census, pool: ThreadPoolExecutor | None = None) -> dict[Path, bytes]:
-        """The digests of these files, on this thread where there is no `pool`. A long one is remembered as soon as it
+    def _hashed(self, files: Census, *, num_threads: int = 0) -> dict[Path, bytes]:
+        """The digests of these files, read on this thread where there are no others. A long one is remembered once it
         is read, so that a reading that is broken off goes on there. Raises OSError, _Stopped."""
         started = time.time()
         jobs = {path: [*pieces(self._folder / path, stamp.num_bytes)] for path, stamp in files.items()}
         every = [piece for job in jobs.values() for piece in job]
-        done = (pool.map if pool is not None else map)(self._hash, every)
+        done = self._on_threads(every, num_threads) if num_threads else map(self._hash, every)
         digests: dict[Path, bytes] = {}
         short: dict[Path, bytes] = {}
         for path, job in jobs.items():
@@ -242,6 +246,33 @@ class ModelDigest:
                 short[path] = digests[path]
         self._remember(files, short, started)
         return digests
+
+    def _on_threads(self, every: Sequence[Piece], num_threads: int) -> Iterator[bytes]:
+        """The digests of pieces in their order. The threads are daemons, as an executor's are not: a disk that hangs
+        keeps no process alive."""
+        futures = [Future[bytes]() for _ in every]
+        todo, taking, is_over = zip(every, futures, strict=True), threading.Lock(), threading.Event()
+
+        def work() -> None:
+            while not is_over.is_set():
+                with taking:
+                    piece, future = next(todo, (None, None))
+                if piece is None or future is None:
+                    return
+                try:
+                    future.set_result(self._hash(piece))
+                except Exception as error:  # noqa: BLE001 - whoever waits for the piece raises it
+                    future.set_exception(error)
+
+        threads = [threading.Thread(target=work, name="kvserve-weights", daemon=True) for _ in range(num_threads)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield from (future.result() for future in futures)
+        finally:
+            is_over.set()
+            for thread in threads:
+                thread.join()
 
     def _hash(self, piece: Piece) -> bytes:
         return hash_piece(piece, self._note_read, spares_cache=self._is_loaded.is_set())
@@ -274,4 +305,4 @@ class ModelDigest:
             if is_news:
                 self._num_told_quarters = quarter
         if is_news:
-            self._report(f"Reading the weights once to know them: {num_read / 1e9:.0f} of {num_all / 1e9:.0f} GB")
+            self._note(f"Reading the weights once to know them: {num_read / 1e9:.0f} of {num_all / 1e9:.0f} GB")

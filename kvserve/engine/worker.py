@@ -95,8 +95,10 @@ class Engine:
         *,
         grammar_tokenizer: Callable[[int], Any],
         report: Callable[[str], None],
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`grammar_tokenizer` makes an llguidance tokenizer for a logits width; `report` takes lines for a person."""
+        """`grammar_tokenizer` makes an llguidance tokenizer for a logits width; `report` takes lines for a person on
+        what went wrong, `note` on what is worth knowing."""
         self._folder = folder
         self._settings = settings
         self._grammar_tokenizer = grammar_tokenizer
@@ -113,7 +115,8 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._courier = Courier()
         outlives = (disk := settings.disk) is not None and not disk.is_ephemeral
-        self.digest = ModelDigest(folder, DigestMemory(disk.folder, report) if disk and outlives else None, report)
+        memory = DigestMemory(disk.folder, report, note) if disk and outlives else None
+        self.digest = ModelDigest(folder, memory, report, note)
         self._thread = threading.Thread(target=self._run, name="kvserve-engine", daemon=True)
 
     # --- any thread ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ DIGEST = bytes(range(32))
 
 
 def memory(folder: Path, now: float = 1e9) -> DigestMemory:
-    return DigestMemory(folder, pytest.fail, lambda: now)
+    return DigestMemory(folder, pytest.fail, pytest.fail, lambda: now)
 
 
 def test_what_was_read_is_found_again(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_place_that_cannot_be_written_costs_a_line(tmp_path: Path, monkeypatch
 
     lines: list[str] = []
     monkeypatch.setattr(digest_memory.os, "fsync", full)
-    DigestMemory(tmp_path, lines.append).remember({STAMP: DIGEST})
+    DigestMemory(tmp_path, lines.append, pytest.fail).remember({STAMP: DIGEST})
     assert len(lines) == 1 and "no space left" in lines[0] and list(tmp_path.iterdir()) == []
 
 
@@ -86,6 +86,6 @@ def test_what_earlier_releases_left_is_told_of_once(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "old" / ("0" * 32)).mkdir()
     for _ in range(2):
-        DigestMemory(tmp_path / "new", pytest.fail).remember({STAMP: DIGEST})
-        DigestMemory(tmp_path / "old", lines.append).remember({STAMP: DIGEST})
+        DigestMemory(tmp_path / "new", pytest.fail, pytest.fail).remember({STAMP: DIGEST})
+        DigestMemory(tmp_path / "old", pytest.fail, lines.append).remember({STAMP: DIGEST})
     assert len(lines) == 1 and str(tmp_path / "old") in lines[0]

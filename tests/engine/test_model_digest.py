@@ -71,7 +71,7 @@ def let_go(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def digest_of(folder: Path, report: Callable[[str], None] = pytest.fail) -> ModelDigest:
-    return ModelDigest(folder, DigestMemory(folder.parent / "kv", report), report)
+    return ModelDigest(folder, DigestMemory(folder.parent / "kv", report, report), report, report)
 
 
 def loaded(folder: Path, meanwhile: Callable[[], object] = lambda: None) -> ModelDigest:
@@ -308,8 +308,23 @@ def test_a_file_that_cannot_be_read_is_said(folder: Path, monkeypatch: pytest.Mo
 
 def test_without_a_disk_nothing_is_read(folder: Path, num_read: list[int]) -> None:
     """Where nothing outlives the process no name is needed."""
-    digest = ModelDigest(folder, None, pytest.fail)
+    digest = ModelDigest(folder, None, pytest.fail, pytest.fail)
     assert digest.look() is None
     digest.begin()
     digest.confirm()
     assert named(digest) == [] and digest.status.state == "not needed" and not num_read
+
+
+@pytest.mark.usefixtures("settled", "in_background")
+def test_a_long_reading_is_told_of_by_quarters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it goes on, and when the name is there; what is wrong is another thing."""
+    monkeypatch.setattr(model_digest, "QUIET_SECONDS", -1.0)
+    monkeypatch.setattr("kvserve.engine.file_digest.READ_BYTES", 50_000)
+    notes: list[str] = []
+    digest = ModelDigest(
+        folder, DigestMemory(folder.parent / "kv", pytest.fail, pytest.fail), pytest.fail, notes.append
+    )
+    digest.begin()
+    digest.confirm()
+    assert eventually(lambda: len(notes) == 4)
+    assert all(note.startswith("Reading the weights once") for note in notes[:3]) and "are known" in notes[3]
