@@ -48,9 +48,9 @@ OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
 class ModelMaker:
     """Makes served models, each with everything of its own. `report` takes lines for a person on what went wrong,
     `note` on what is worth knowing. Below `records_dir` the records of conversations outlive the process; None: they do
-    not. `open_records` are the folders of those models that were described and are known: their files stay open until the
-    process ends. `described` are the files that a model's description was made of; a file of records is opened, read
-    and forgotten in under `opening`."""
+    not. `open_records` are the folders of those models that were described and are known: their files stay open until
+    the process ends. `described` are the files that a model's description was made of; a file of records is opened,
+    read and forgotten in under `opening`."""
 
     settings: Settings
     defaults: RequestDefaults
