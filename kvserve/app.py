@@ -333,8 +333,9 @@ class App:
     def clear_cache(self) -> None:
         """Forget everything that is kept. Raises NotReady."""
         served = self._roster.loaded
-        if any(known.conversations.awaits_archive for known in self._roster.known()):
-            self._roster.forget_records(Scope())  # whose file is theirs is not known yet
+        is_unnamed = served.engine.digest.status.reason
+        if is_unnamed or any(known.conversations.awaits_archive for known in self._roster.known()):
+            self._roster.forget_records(Scope())  # which file of records is theirs is not known
         for known in self._roster.known():
             known.conversations.clear()
             known.clear_memos()

@@ -1,10 +1,11 @@
 """A server on a model whose files changed, or that it does not know yet: nothing of another model is reused, nobody
 waits, and what it tells of that is true."""
 
+import contextlib
 import json
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -212,29 +213,43 @@ def test_a_model_that_changed_while_it_was_away_is_described_anew(folder: Path, 
         assert any("described anew" in line for line in app.lines())
 
 
-def test_a_model_that_changes_while_it_loads_is_served_from_ram(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextlib.contextmanager
+def changing_while_it_loads(folder: Path, tmp_path: Path) -> Iterator[AppUnderTest]:
+    """A server that has loaded a model of which a file changed meanwhile; afterwards the file is as before."""
+    path, check = folder / "generation_config.json", kvserve.engine.worker.check_caches
+    held = path.read_bytes()
+
+    def changing(model: Any) -> Any:
+        path.write_text("{} ")
+        return check(model)
+
+    with unstarted_app(tmp_path, model_path=str(folder)) as app, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvserve.engine.worker, "check_caches", changing)
+        app.app.start(threading.Event())
+        yield app
+    path.write_bytes(held)
+
+
+def test_a_model_that_changes_while_it_loads_is_served_from_ram(folder: Path, tmp_path: Path) -> None:
     """No record and no KV of it on disk, in none of the files of before either; what they hold stays."""
     with serving_app(tmp_path, model_path=str(folder)) as app:
         before = talk(app)
         num_messages = report(app)["num_messages"]
-    real = kvserve.engine.worker.check_caches
-
-    def changing(model: Any) -> Any:
-        (folder / "generation_config.json").write_text("{} ")
-        return real(model)
-
-    held = (folder / "generation_config.json").read_bytes()
-    with unstarted_app(tmp_path, model_path=str(folder)) as app:
-        monkeypatch.setattr(kvserve.engine.worker, "check_caches", changing)
-        app.app.start(threading.Event())
+    with changing_while_it_loads(folder, tmp_path) as app:
         assert state(app) == "unknown" and report(app)["num_messages"] == 0
         answer, explained = go_on(app, before)
         assert answer.num_cached_tokens == 0 and explained["cause"] == "weights not known"
         assert "generation_config.json changed" in explained["decided_by"]
-        monkeypatch.undo()
-    (folder / "generation_config.json").write_bytes(held)
     with serving_app(tmp_path, model_path=str(folder)) as app:
         assert report(app)["num_messages"] == num_messages
         assert go_on(app, before)[1]["cause"] == "nothing lost"
+
+
+def test_a_cache_that_is_emptied_by_a_model_without_a_name_is_empty(folder: Path, tmp_path: Path) -> None:
+    """What may be its own is on disk under a name that nobody knows: nothing of it comes back."""
+    with serving_app(tmp_path, model_path=str(folder)) as app:
+        talk(app)
+    with changing_while_it_loads(folder, tmp_path) as app:
+        app.clear_cache()
+    with serving_app(tmp_path, model_path=str(folder)) as app:
+        assert report(app)["num_messages"] == report(app)["disk_bytes"] == 0
