@@ -257,8 +257,8 @@ def test_what_the_file_held_takes_the_place_of_what_came_before_it(tmp_path: Pat
     of_before = life.stores.turns
     assert life.stores.attach(life.archive)
     assert life.known("suAw") == list("suA") and life.known("sxBw") == ["s"]
-    of_before.extend(None, steps_of("syz"), life.stores.until(None))
     life.turn("suAvC")
+    of_before.extend(None, steps_of("syz"), life.stores.until(None))
     life.end()
     last = Life(tmp_path)
     assert last.known("suAvCw") == list("suAvC") and last.known("syz") == ["s"]
