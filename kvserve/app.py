@@ -89,6 +89,7 @@ class App:
             identity=identity_settings(self._settings),
             observe=self._next_turns.beside(observer) if self._next_turns is not None else observer,
             report=terminal.error,
+            note=terminal.note,
             records_dir=self._settings.disk_cache_dir if launch.disk_cache == "on" else None,
             disk_cache=launch.disk_cache,
             remote=remote_pictures(self._settings),
@@ -239,7 +240,7 @@ class App:
             is_demo=self._launch.is_demo,
             needs_api_key=self._settings.api_key is not None,
             warnings=tuple(warnings),
-            disk=disk_line(served.engine.cache_report().disk),
+            disk=disk_line(served.engine.cache_report().disk, served.engine.digest.status),
         )
 
     # --- what web/ asks -----------------------------------------------------------------------------------------------
@@ -323,6 +324,9 @@ class App:
     def clear_cache(self) -> None:
         """Forget everything that is kept. Raises NotReady."""
         served = self._roster.loaded
+        is_unnamed = served.engine.digest.status.reason
+        if is_unnamed or any(known.conversations.awaits_archive for known in self._roster.known()):
+            self._roster.forget_records(Scope())  # which file of records is theirs is not known
         for known in self._roster.known():
             known.conversations.clear()
             known.clear_memos()

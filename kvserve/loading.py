@@ -4,6 +4,8 @@ its weights are there.
 It joins rooms per model. Which model is loaded, and when, is for `roster.py` to say.
 """
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import closing
@@ -15,7 +17,7 @@ import llguidance
 from kvserve.catalogue import ModelSource
 from kvserve.config import DiskMode, Settings
 from kvserve.core import RequestDefaults
-from kvserve.engine.fingerprint import model_fingerprint
+from kvserve.engine.census import Census, census, differing
 from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
 from kvserve.engine.model_files import check_weights
 from kvserve.engine.tool_parser import library_tool_parser
@@ -44,9 +46,11 @@ OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
 
 @dataclass(frozen=True, slots=True)
 class ModelMaker:
-    """Makes served models, each with everything of its own. `report` takes lines for a person. Below `records_dir` the
-    records of conversations outlive the process; None: they do not. `open_records` are the folders of those models that
-    were described: their files stay open until the process ends."""
+    """Makes served models, each with everything of its own. `report` takes lines for a person on what went wrong,
+    `note` on what is worth knowing. Below `records_dir` the records of conversations outlive the process; None: they do
+    not. `open_records` are the folders of those models that were described and are known: their files stay open until
+    the process ends. `described` are the files that a model's description was made of; a file of records is opened,
+    read and forgotten in under `opening`."""
 
     settings: Settings
     defaults: RequestDefaults
@@ -56,7 +60,10 @@ class ModelMaker:
     records_dir: Path | None = None
     disk_cache: DiskMode = "on"
     remote: RemotePictures | None = None
+    note: Callable[[str], None] = lambda _: None
     open_records: set[Path] = field(default_factory=set)
+    described: dict[Path, Census] = field(default_factory=dict)
+    opening: threading.Lock = field(default_factory=threading.Lock)
 
     def describe(self, source: ModelSource) -> ServedModel:
         """All that a model has without its weights: prompts can be written and counted, its engine has not started.
@@ -64,6 +71,7 @@ class ModelMaker:
         Raises ModelLoadError for a folder that cannot be served, as far as that shows without loading it.
         """
         folder = source.folder
+        self.described[folder] = census(folder)
         check_folder(folder)
         check_weights(folder)
         tokenizer = load_tokenizer(folder)
@@ -72,6 +80,8 @@ class ModelMaker:
         template = ChatTemplate(tokenizer, self.identity.limits.placed_bytes, output_format.tags)
         markers = learn_markers(tokenizer, template)
         sizes = expected_sizes(folder, self.settings.max_kv_size)
+        engine = self._new_engine(folder, tokenizer)
+        conversations = self._conversations(engine)  # last: its file is open from here on
         return ServedModel(
             name=source.name,
             tokenizer=tokenizer,
@@ -80,18 +90,32 @@ class ModelMaker:
             stitcher=Stitcher.of(tokenizer, template, markers, self.identity.limits.memo_bytes),
             output_format=output_format,
             added_tokens=added_tokens,
-            engine=self._new_engine(folder, tokenizer),
+            engine=engine,
             defaults=self.defaults,
             vocab_size=max(sizes.vocab_size, tokenizer.vocab_size),
             context_limit=sizes.context_limit,
             observe=self.observe,
             isolates_tenants=self.settings.tenant_isolation,
-            conversations=Conversations(self.identity, self._archive(folder)),  # last: its file is open from here on
+            conversations=conversations,
         )
 
     def renewed(self, served: ServedModel, source: ModelSource) -> ServedModel:
         """The same model with an engine that has not started: one that has ended cannot start again."""
-        return replace(served, engine=self._new_engine(source.folder, served.tokenizer))
+        engine = self._new_engine(source.folder, served.tokenizer)
+        self._keep_records(engine, served.conversations)
+        return replace(served, engine=engine)
+
+    def refreshed(self, served: ServedModel, source: ModelSource) -> ServedModel:
+        """The same model as its folder is now: described anew where that has changed. One that cannot be described any
+        more cannot be loaded either, which its engine says."""
+        if differing(self.described[source.folder], census(source.folder)) is None:
+            return served
+        with self.opening:
+            self._part(served.conversations)
+        self.note(f"The files of {served.name} have changed: it is described anew.")
+        with contextlib.suppress(ModelLoadError):
+            return self.describe(source)
+        return served
 
     def completed(self, served: ServedModel, model: LoadedModel) -> ServedModel:
         """The same model once its engine has loaded; what it was asked most often is computed once nobody waits."""
@@ -121,8 +145,9 @@ class ModelMaker:
         disk: each file is read whole, as at a start. What cannot be had is reported, and not done."""
         if self.records_dir is None:
             return []
-        files = sorted(self.records_dir.glob(f"{RECORDS_PREFIX}*/{RECORDS_FILE}"))
-        return [self._forget_in(file.parent, scope) for file in files if file.parent not in self.open_records]
+        with self.opening:
+            files = sorted(self.records_dir.glob(f"{RECORDS_PREFIX}*/{RECORDS_FILE}"))
+            return [self._forget_in(file.parent, scope) for file in files if file.parent not in self.open_records]
 
     def _forget_in(self, place: Path, scope: Scope) -> ForgottenRecords:
         def report(line: str) -> None:
@@ -137,13 +162,49 @@ class ModelMaker:
             report(f"the records in {place} cannot be had: {error}")
             return ForgottenRecords(0, 0, is_done=False)
 
-    def _archive(self, folder: Path) -> Archive | None:
-        """Where this model's records outlive the process; None where nothing is to."""
+    def _conversations(self, engine: Engine) -> Conversations:
+        """What a model has read and written, in the file of its records where that outlives the process: from the
+        beginning where it is known which model it is, else once that is known."""
         if self.records_dir is None:
-            return None
-        place = self.records_dir / f"{RECORDS_PREFIX}{model_fingerprint(folder)[:32]}"
+            return Conversations(self.identity)
+        if (fingerprint := engine.digest.look()) is not None:
+            with self.opening:
+                conversations = Conversations(self.identity, self._archive(self.records_dir, fingerprint))
+        else:
+            conversations = Conversations(self.identity, awaits_archive=True)
+        self._keep_records(engine, conversations)
+        return conversations
+
+    def _keep_records(self, engine: Engine, conversations: Conversations) -> None:
+        """Once an engine's model is known its records have their file, if they have none yet; where it cannot be, what
+        they hold may be another model's."""
+        records_dir = self.records_dir
+        if records_dir is None:
+            return
+
+        def attach(fingerprint: str) -> None:
+            with self.opening:
+                if conversations.archive_folder is None:
+                    conversations.attach(self._archive(records_dir, fingerprint))
+
+        def part() -> None:
+            with self.opening:
+                self._part(conversations)
+
+        engine.digest.when_known(attach, otherwise=part)
+
+    def _part(self, conversations: Conversations) -> None:
+        """Conversations begin anew without their file, which is nobody's then."""
+        place = conversations.archive_folder
+        conversations.detach()
+        if place is not None:
+            self.open_records.discard(place)
+
+    def _archive(self, records_dir: Path, fingerprint: str) -> Archive:
+        """Where the records of a model with this fingerprint outlive the process."""
+        place = records_dir / f"{RECORDS_PREFIX}{fingerprint[:32]}"
         oldest = time.time() - self.identity.limits.keep_seconds
-        sweep_stale(self.records_dir, keep=place, older_than=oldest, report=self.report)
+        sweep_stale(records_dir, keep=place, older_than=oldest, report=self.report)
         self.open_records.add(place)
         return self._archive_at(place, self.report)
 
@@ -156,12 +217,15 @@ class ModelMaker:
         )
 
     def _new_engine(self, folder: Path, tokenizer: Tokenizer) -> Engine:
-        return Engine(
+        engine = Engine(
             folder,
             engine_settings(self.settings, self.disk_cache),
             grammar_tokenizer=_grammar_tokenizer(tokenizer),
             report=self.report,
+            note=self.note,
         )
+        engine.digest.expected = self.described[folder]
+        return engine
 
 
 def _grammar_tokenizer(tokenizer: Tokenizer) -> Callable[[int], llguidance.LLTokenizer]:

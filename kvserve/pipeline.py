@@ -166,6 +166,7 @@ def _submitted(turn: Turn, served: ServedModel, *, may_keep: bool) -> RunningTur
         served.tokenizer.decode,
         served.keeps_kv,
         served.conversations.raw_before(prompt.text, owner) if reading is None else None,
+        served.engine.digest.status.reason,
     )
     return RunningTurn(submitted, _answer_reader(turn, served, prompt), served.conversations, served.observe)
 

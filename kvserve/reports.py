@@ -9,6 +9,7 @@ from typing import Any
 from kvserve.core import JsonObject, TokenSequence
 from kvserve.engine.cache_records import CacheReport
 from kvserve.engine.disk_cache import DiskReport
+from kvserve.engine.model_digest import DigestStatus
 from kvserve.engine.vision_tower import ImageReport
 from kvserve.engine.warming import WarmReport
 from kvserve.identity.conversations import ConversationTotals
@@ -118,8 +119,10 @@ def _disk_body(disk: DiskReport) -> JsonObject:
     }
 
 
-def disk_line(disk: DiskReport | None) -> str:
+def disk_line(disk: DiskReport | None, digest: DigestStatus) -> str:
     """What the banner says of KV on disk."""
+    if disk is None and digest.state == "reading":
+        return f"KV is on disk once the {digest.num_bytes / 1e9:.1f} GB of the model were read to know it"
     if disk is None:
         return "KV is kept in RAM only"
     stats = disk.stats
@@ -162,6 +165,7 @@ def engine_fields(roster: RosterStatus, *, default_name: str) -> JsonObject:
         "is_batched": support.can_batch if support else None,
         "is_prefix_cached": support.can_keep if support else None,
         "images": support.image_rule if support else None,
+        "weights": asdict(engine.digest) if engine else None,
     }
 
 

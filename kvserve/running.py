@@ -102,7 +102,7 @@ class Observer:
 class Submitted:
     """A turn as it was given to the engine. `cut_by` is whose limit the answer has, `encode` tokenises its text and
     `decode` says what ids mean; `keeps_kv`: the model's KV can be kept for other requests. `raw_before`: what a raw
-    prompt is compared with."""
+    prompt is compared with. `unread`: why nothing of before the start can be found, if that is so."""
 
     turn: Turn
     model_name: str
@@ -114,6 +114,7 @@ class Submitted:
     decode: Callable[[Sequence[int]], str]
     keeps_kv: bool = True
     raw_before: RawRecord | None = None
+    unread: str = ""
 
 
 class RunningTurn:
@@ -398,6 +399,7 @@ class RunningTurn:
             can_keep=submitted.keeps_kv,
             was_cleared=self._conversations.was_forgotten(reading.identity.owner),
             names_session=reading.identity.owner.is_one_client,
+            unread=submitted.unread,
             rules_off=partial(rules_off, reading.identity.rules),
             decode=submitted.decode,
         )

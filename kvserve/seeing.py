@@ -39,7 +39,9 @@ LOOK_SECONDS = 0.9
 """Whoever watches shares one look at the server in so many seconds: watching costs the same for one and for many."""
 
 MAX_BRANCHES = 4_096
-UNKNOWN_BEFORE = frozenset({"not seen since the start", "no session", "cache cleared", "new prompt"})
+UNKNOWN_BEFORE = frozenset(
+    {"not seen since the start", "weights not known", "no session", "cache cleared", "new prompt"}
+)
 """Causes with which nothing is known of what came before; another model may know."""
 
 

@@ -41,6 +41,9 @@ class Maker(Protocol):
     def renewed(self, served: ServedModel, source: ModelSource) -> ServedModel:
         """The same with a fresh engine."""
 
+    def refreshed(self, served: ServedModel, source: ModelSource) -> ServedModel:
+        """The same as its files are now; its engine has not started."""
+
     def completed(self, served: ServedModel, model: LoadedModel) -> ServedModel:
         """The same once its engine has loaded."""
 
@@ -175,7 +178,9 @@ class Stage:
                 self._give_back(exchange)
         elif exchange.loading_since is None:
             exchange.loading_since = self._clock()
-            self.known[exchange.target].served.engine.start()
+            known = self.known[exchange.target]
+            known.served = self._maker.refreshed(known.served, known.source)
+            known.served.engine.start()
         else:
             self._look_at_load(exchange)
 

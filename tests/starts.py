@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from kvserve.engine import worker
-from kvserve.engine.fingerprint import model_fingerprint
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.prompt import template
+from tests.weights import fingerprint_of
 
 _loading = threading.local()
 """Which model the thread of an engine is just loading, and with which quantisation of KV."""
@@ -30,7 +30,7 @@ _load, _check_caches, _probed = worker.load, worker.check_caches, template._prob
 
 
 def _load_and_note(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> LoadedModel:
-    _loading.model = (model_fingerprint(folder), kv)
+    _loading.model = (fingerprint_of(folder), kv)
     return _load(folder, max_kv_size, kv)
 
 

@@ -91,11 +91,12 @@ DOORS = (
     Door("only config.py reads the environment", reads_environment, ("kvserve/config.py",)),
     Door("only proxy/ starts processes", starts_process, ("kvserve/proxy/",)),
     Door(
-        "only the engine worker, the disk writers, who guesses, the web server and the proxy watcher start threads",
+        "only the engine, who reads weights or writes files, who guesses, web server and proxy watcher start threads",
         starts_thread,
         (
             "kvserve/engine/worker.py",
             "kvserve/engine/courier.py",
+            "kvserve/engine/model_digest.py",
             "kvserve/cache/disk_tier.py",
             "kvserve/sessions/archive.py",
             "kvserve/next_turns.py",

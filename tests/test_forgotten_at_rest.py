@@ -12,7 +12,6 @@ import pytest
 import kvserve.engine.worker
 import kvserve.loading
 from kvserve.canonical.rules import DEFAULT_RULES
-from kvserve.engine.fingerprint import model_fingerprint
 from kvserve.identity.conversations import Conversations
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.sessions import archive_file
@@ -21,6 +20,7 @@ from kvserve.sessions.archive_file import FILE_NAME
 from kvserve.wiring import RECORDS_PREFIX
 from tests.models import tiny_model
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, eventually, serving_app
+from tests.weights import fingerprint_of
 from tests.words_held import files_with
 
 GONE, KEPT = "GOOSEBERRY jelly", "RASPBERRY jelly"
@@ -164,7 +164,7 @@ def test_records_that_may_not_be_had_are_not_done(
 
 def own_records(folder: Path) -> Path:
     """Where the default model's records are."""
-    return folder / "kv" / f"{RECORDS_PREFIX}{model_fingerprint(tiny_model('qwen3'))[:32]}"
+    return folder / "kv" / f"{RECORDS_PREFIX}{fingerprint_of(tiny_model('qwen3'))[:32]}"
 
 
 def test_to_be_looked_through_is_no_use_of_records(tmp_path: Path) -> None:

@@ -91,6 +91,9 @@ class FakeMaker:
     def renewed(self, served: Any, source: ModelSource) -> Any:
         return self.describe(source)
 
+    def refreshed(self, served: Any, source: ModelSource) -> Any:
+        return served
+
     def completed(self, served: Any, model: object) -> Any:
         return served
 

@@ -32,6 +32,7 @@ from kvserve.cache.records import (
     MatchCause,
     Payload,
 )
+from kvserve.cache.renaming import rename
 from kvserve.cache.store import CutPayload, Store
 from kvserve.cache.sweep import Sweep, added_tail, exclusive_nodes
 from kvserve.cache.token_run import TokenRun, image_around, pack
@@ -323,6 +324,11 @@ class PrefixTree:
             num_freed_bytes=held - self._ram.num_bytes,
             is_within_limits=self._ram.num_bytes + reserved <= self._limits.max_bytes,
         )
+
+    def rename(self, hasher: BlockHasher) -> None:
+        """From now on prefixes are named by this, those that are kept too; its block size is the same."""
+        rename(self._trie, self._leases, hasher)
+        self._hasher, self._names = hasher, RecentNames(hasher)
 
     def clear(self) -> None:
         """Forget everything; live rows go on, but what they compute is not kept."""

@@ -285,6 +285,13 @@ class Trie:
         self._let_go(leaf, leaf.segment)
         self._changed(-1)
 
+    def index_anew(self) -> None:
+        """The nodes have other names now."""
+        self._index.clear()
+        for node in self.nodes():
+            self._point(node.hashes, node)
+        self.version += 1
+
     def rehold(self, node: Node, segment: Segment) -> None:
         """Give a node another record that has its tokens."""
         if node.segment is not None:

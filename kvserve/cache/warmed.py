@@ -7,7 +7,7 @@ come instead of it is known.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvserve.cache.block_hash import HashChain
+from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.token_run import TokenRun, common_end
 from kvserve.core import TokenSequence
 
@@ -97,6 +97,11 @@ class WarmedTokens:
             if each in self._runs:
                 self._runs.remove(each)
                 self._runs.append(each)
+
+    def rename(self, hasher: BlockHasher) -> None:
+        """Prefixes are named by this from now on."""
+        for each in self._runs:
+            each.chain = hasher.start(each.chain.partition).extended(each.run)
 
     def clear(self) -> None:
         """Nothing is there any more."""

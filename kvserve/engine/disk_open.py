@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from kvserve.cache.block_hash import BlockHasher
@@ -15,6 +14,7 @@ from kvserve.cache.disk_scratch import ScratchStore
 from kvserve.cache.disk_store import INDEX_NAME, BlobStore, FolderStore
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.forgetting import IsForgotten
+from kvserve.engine.prefix_cache import PrefixCache
 
 FOLDER_NAME_DIGITS = 32
 CLOSE_SECONDS = 5.0
@@ -51,6 +51,21 @@ def open_disk(settings: DiskSettings, hasher: BlockHasher, report: Callable[[str
         return None
 
 
+def use_disk(
+    cache: PrefixCache, settings: DiskSettings, report: Callable[[str], None], fingerprint: str | None = None
+) -> None:
+    """Let a cache write to the disk and find there what a model of this fingerprint has written; without one, what it
+    writes itself. Between two steps of the engine; says what goes wrong."""
+    try:
+        if fingerprint is not None:
+            cache.rename(fingerprint)
+        cache.has_lost_disk = (tier := open_disk(settings, cache.hasher, report)) is None
+        if tier is not None:
+            cache.use_disk(tier, is_ram_lent=settings.is_ephemeral)
+    except Exception as error:  # noqa: BLE001 - a defect here costs what the disk has, never the rows that run
+        report(f"KV is not kept on disk: {type(error).__name__}: {error}")
+
+
 def forget_on_disk(
     settings: DiskSettings, hasher: BlockHasher, report: Callable[[str], None], is_forgotten: IsForgotten
 ) -> Removal:
@@ -74,6 +89,5 @@ def _open_store(settings: DiskSettings, model: str) -> BlobStore:
 
 
 def folder_name(fingerprint: str) -> str:
-    """Where a model's blobs lie: what its KV depends on, and the library whose cache objects are in them."""
-    text = "\n".join((FORMAT, fingerprint, version("mlx-lm")))
-    return hashlib.sha256(text.encode()).hexdigest()[:FOLDER_NAME_DIGITS]
+    """Where a model's blobs lie: by what its KV depends on, and their form."""
+    return hashlib.sha256(f"{FORMAT}\n{fingerprint}".encode()).hexdigest()[:FOLDER_NAME_DIGITS]

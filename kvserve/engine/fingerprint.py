@@ -1,31 +1,45 @@
-"""What a model's KV depends on, as one digest: weights, configuration, tokenizer, template and how KV is quantised.
-
-Weights are tens of gigabytes, so of each tensor its place, type and shape and its first and last bytes are digested:
-training, merging or quantising changes every tensor that it touches.
+"""What a model's KV and words depend on, as one digest: its files, the libraries that compute with them, and how KV is
+quantised. What the files hold it is told.
 """
 
 import hashlib
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvserve.engine.quantised import KvSettings
+from kvserve.engine.vision_load import is_vision
 
-FORMAT = b"kvserve model fingerprint, version 1"
-EDGE_BYTES = 4096
-_SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt")
+FORMAT = b"kvserve model fingerprint, version 2"
+"""Raised with whatever is digested: KV and records under names of before are never looked at, and age out."""
+
+LIBRARIES = ("mlx", "mlx-lm", "tokenizers", "transformers")
+"""Another release of one of these may compute, tokenise or write a prompt in another way."""
+
+VISION_LIBRARIES = ("mlx-vlm",)
 
 
-def model_fingerprint(folder: Path) -> str:
-    """A digest of a model folder (64 hex digits) that changes with anything its KV depends on."""
+def libraries_of(folder: Path) -> Mapping[str, str]:
+    """The libraries that compute with a model, and their releases."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        config = None
+    names = (*LIBRARIES, *VISION_LIBRARIES) if isinstance(config, dict) and is_vision(config) else LIBRARIES
+    return {name: _release(name) for name in names}
+
+
+def model_fingerprint(files: Mapping[Path, bytes], libraries: Mapping[str, str]) -> str:
+    """A digest (64 hex digits) that changes with any byte of any of a model's files, with their names, and with the
+    libraries. `files`: the digest of each."""
     digest = hashlib.sha256(FORMAT)
-    small = {path for pattern in _SMALL_FILES for path in folder.glob(pattern)}
-    for path in sorted(small):
-        _add(digest, path.name.encode(), path.read_bytes())
-    for path in sorted(folder.glob("model*.safetensors")):
-        for part in _weight_parts(path):
-            _add(digest, path.name.encode(), part)
+    for path, of_file in sorted(files.items()):
+        _add(digest, str(path).encode("utf-8", "surrogateescape"), of_file)
+    _add(digest, b"")  # no name: libraries follow
+    for name, release in sorted(libraries.items()):
+        _add(digest, name.encode(), release.encode())
     return digest.hexdigest()
 
 
@@ -40,22 +54,14 @@ def kv_fingerprint(fingerprint: str, kv: KvSettings) -> str:
     return digest.hexdigest()
 
 
+def _release(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
 def _add(digest: "hashlib._Hash", *fields: bytes) -> None:
     for value in fields:
         digest.update(struct.pack("<Q", len(value)))
         digest.update(value)
-
-
-def _weight_parts(path: Path) -> Iterator[bytes]:
-    """The header of a safetensors file (eight bytes of length, JSON, data) and the edges of each tensor in it."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = file.read(length)
-        yield header
-        for name, tensor in sorted(json.loads(header).items()):
-            if name == "__metadata__":
-                continue
-            start, end = tensor["data_offsets"]
-            for offset in sorted({start, max(start, end - EDGE_BYTES)}):
-                file.seek(8 + length + offset)
-                yield file.read(min(EDGE_BYTES, end - offset))

@@ -9,6 +9,7 @@ Everything here belongs to the engine thread. An array is copied on its way in a
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,7 @@ class PrefixCache:
         self.hasher = BlockHasher(settings.block_size, fingerprint)
         self._disk: DiskCache | None = None
         self.has_lost_disk = False
+        self.is_unnamed = False
         self.forget_on_disk: Callable[[IsForgotten], Removal] = lambda _: Removal(0, is_done=True)
         self._tree = PrefixTree(
             self.hasher,
@@ -337,14 +339,24 @@ class PrefixCache:
         """Forget everything, on disk too; live rows go on."""
         if self._disk is not None:
             self._disk.tier.clear()
+        elif self.is_unnamed:  # which of all that the disk has is this model's nobody knows
+            self.forget_on_disk(lambda _: True)
         self.clear()
         self.warmed.clear()
 
+    def rename(self, fingerprint: str) -> None:
+        """What the model is called is known now: all that is kept is named by it. Before `use_disk`."""
+        self.hasher, self.is_unnamed = replace(self.hasher, fingerprint=fingerprint), False
+        self._tree.rename(self.hasher)
+        self.warmed.rename(self.hasher)
+
     def use_disk(self, tier: DiskTier, *, is_ram_lent: bool = False) -> None:
-        """From now on what is kept is written to disk too, and comes back from there. `is_ram_lent`: RAM keeps what
-        rows need now, nothing else."""
+        """From now on what is kept is written to disk too, and comes back from there, also what RAM has already.
+        `is_ram_lent`: RAM keeps what rows need now, nothing else."""
         wants, room = self._needs_checkpoints, self.make_room
         self._disk = DiskCache(tier, self._tree, needs_checkpoints=wants, is_ram_lent=is_ram_lent, make_room=room)
+        for path in list(self._tree.kept_paths()):
+            self._disk.writing.save(path, 0)
 
     def measured_prefill(self, tokens_per_second: float | None) -> None:
         """How fast this model computes: reading from disk must be faster to be worth it."""

@@ -4,10 +4,12 @@ Web threads put requests in and take events out; they never touch an array.
 """
 
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +23,14 @@ from kvserve.engine.admission import Budget, half_of_the_rest
 from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv
 from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.courier import Courier
-from kvserve.engine.disk_open import DiskSettings, forget_on_disk, open_disk
+from kvserve.engine.digest_memory import DigestMemory
+from kvserve.engine.disk_open import DiskSettings, forget_on_disk, use_disk
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH
-from kvserve.engine.fingerprint import kv_fingerprint, model_fingerprint
+from kvserve.engine.fingerprint import kv_fingerprint
 from kvserve.engine.first_tokens import draw_two_tokens
 from kvserve.engine.logprobs import LogprobReader
 from kvserve.engine.model import CacheSupport, LoadedModel, load
+from kvserve.engine.model_digest import DigestStatus, ModelDigest
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.rows import Generation, Row
@@ -40,6 +44,7 @@ from kvserve.engine.warming import Warming, WarmJob, WarmSettings
 from kvserve.errors import ContextOverflow, EngineFailure, ModelLoadError, NotReady, QueueFull
 
 ERRAND_TIMEOUT_SECONDS = 30.0
+DIGEST_STOP_SECONDS = 2.0
 FLUSH_SECONDS = 20.0
 """How long the end of the process may wait for KV that is on its way to the disk."""
 
@@ -84,6 +89,7 @@ class EngineStatus:
     active_memory_bytes: int
     cache_support: CacheSupport | None
     held_bytes: tuple[int, int] = (0, 0)
+    digest: DigestStatus = DigestStatus()
 
 
 class Engine:
@@ -96,8 +102,10 @@ class Engine:
         *,
         grammar_tokenizer: Callable[[int], Any],
         report: Callable[[str], None],
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`grammar_tokenizer` makes an llguidance tokenizer for a logits width; `report` takes lines for a person."""
+        """`grammar_tokenizer` makes an llguidance tokenizer for a logits width; `report` takes lines for a person on
+        what went wrong, `note` on what is worth knowing."""
         self._folder = folder
         self._settings = settings
         self._grammar_tokenizer = grammar_tokenizer
@@ -114,6 +122,9 @@ class Engine:
         self._model: LoadedModel | None = None
         self._scheduler: Scheduler | None = None
         self._courier = Courier()
+        outlives = (disk := settings.disk) is not None and not disk.is_ephemeral
+        memory = DigestMemory(disk.folder, report, note) if disk and outlives else None
+        self.digest = ModelDigest(folder, memory, report, note)
         self._thread = threading.Thread(target=self._run, name="kvserve-engine", daemon=True)
 
     # --- any thread ---------------------------------------------------------------------------------------------------
@@ -148,6 +159,7 @@ class Engine:
             active_memory_bytes=mx.get_active_memory(),
             cache_support=model.cache_support if (model := self._model) is not None else None,
             held_bytes=scheduler.cache.held_bytes() if scheduler else (0, 0),
+            digest=self.digest.status,
         )
 
     def submit(self, request: GenerationRequest) -> Generation:
@@ -262,6 +274,7 @@ class Engine:
         how many bytes it has written, and of how many there are.
         """
         self._stopping.set()
+        self.digest.stop()
         self._inbox.put(None)
         if self._thread.ident is None:
             return
@@ -326,15 +339,18 @@ class Engine:
         finally:
             self._loaded.set()
             self._courier.stop()
+            self.digest.stop(DIGEST_STOP_SECONDS)
             mx.clear_streams()  # else the interpreter aborts at exit because MLX ran on another thread
 
     def _load(self) -> None:
         mx.clear_cache()  # buffers of a model that was here before
         try:
+            self.digest.begin()
             model = load(self._folder, self._settings.max_kv_size, self._settings.kv)
             support = check_caches(model)
             model = replace(model, cache_support=replace(support, notes=(*support.notes, *model.kv_notes)))
             model = with_images_tried(model, self._settings.image_feature_bytes)
+            self.digest.confirm()
             scheduler = self._new_scheduler(model)
             draw_two_tokens(scheduler, self._settings.default_sampling)
             scheduler.cache.begin_anew()
@@ -351,11 +367,10 @@ class Engine:
 
     def _new_scheduler(self, model: LoadedModel) -> Scheduler:
         cache_bytes = self._settings.cache.max_bytes or int(half_of_the_rest(model.weight_bytes))
-        fingerprint = kv_fingerprint(model_fingerprint(self._folder), self._settings.kv)
         return Scheduler(
             model,
             self._budget(model),
-            PrefixCache(model, self._settings.cache, cache_bytes, fingerprint),
+            PrefixCache(model, self._settings.cache, cache_bytes, secrets.token_hex(32)),  # nobody else's name
             prefill_step_size=self._settings.prefill_step_size,
             watchdog_seconds=self._settings.watchdog_seconds,
             report=self._report,
@@ -364,15 +379,22 @@ class Engine:
         )
 
     def _open_disk(self, scheduler: Scheduler, model: LoadedModel) -> None:
-        """From here on, so that nothing of the warm-up is kept."""
+        """From here on, so that nothing of the warm-up is kept. What outlives the process waits for a name."""
         if (settings := self._settings.disk) is None:
             return
         cache = scheduler.cache
         cache.forget_on_disk = partial(forget_on_disk, settings, cache.hasher, self._report)
-        if model.cache_support.can_keep:
-            cache.has_lost_disk = (tier := open_disk(settings, cache.hasher, self._report)) is None
-            if tier is not None:
-                cache.use_disk(tier, is_ram_lent=settings.is_ephemeral)
+        if model.cache_support.can_keep and settings.is_ephemeral:
+            use_disk(cache, settings, self._report)
+        elif model.cache_support.can_keep:
+            cache.is_unnamed = True
+            self.digest.when_known(partial(self._name, settings))
+
+    def _name(self, settings: DiskSettings, fingerprint: str) -> None:
+        """What was loaded is known: between two steps the disk begins. On the thread that found it out."""
+        name = kv_fingerprint(fingerprint, self._settings.kv)
+        with suppress(NotReady):
+            self._put(lambda scheduler: use_disk(scheduler.cache, settings, self._report, name) if scheduler else None)
 
     def _keep_on_disk(self) -> None:
         """What running rows have computed is kept, to be written with all that RAM has."""

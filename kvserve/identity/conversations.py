@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from kvserve.canonical.canonicalise import canonicalise, chain
 from kvserve.canonical.familiar import Familiar
@@ -63,17 +64,43 @@ class Exchanged:
 class Conversations:
     """Everything that one model has read and written, by content. Safe for several threads."""
 
-    def __init__(self, settings: IdentitySettings, archive: Archive | None = None) -> None:
-        """With an `archive` it begins with what was kept there, and outlives the process in it."""
+    def __init__(
+        self, settings: IdentitySettings, archive: Archive | None = None, *, awaits_archive: bool = False
+    ) -> None:
+        """With an `archive` it begins with what was kept there, and outlives the process in it; `awaits_archive`: from
+        `attach` on."""
         self._parts_sessions = settings.is_partitioned
         self._familiar = Familiar(settings.rules, settings.limits.familiar_bytes)
-        self._stores = Stores(settings.limits, archive)
+        self._stores = Stores(settings.limits, archive, awaits_archive=awaits_archive)
         self._earlier = Earlier()
         self._earlier.recall(self._stores.turns.records())
         self._recogniser = Recogniser(settings, self._familiar, self._stores, self._earlier)
         self.raw_prompts = RawPrompts()
         self._was_emptied = False
         self._forgotten: Places[bool] = Places()
+
+    @property
+    def archive_folder(self) -> Path | None:
+        """Where what is remembered is written down; None where it is not, or not yet."""
+        return self._stores.archive_folder
+
+    @property
+    def awaits_archive(self) -> bool:
+        """Whether what is remembered will be written down, and is not yet."""
+        return self._stores.awaits_archive
+
+    def attach(self, archive: Archive) -> None:
+        """Outlive the process in this archive from now on, also with what was remembered since the start; where it
+        holds something that takes the place of it. Where there is one already this one is closed."""
+        if self._stores.attach(archive):
+            self._earlier.clear()
+            self._earlier.recall(self._stores.turns.records())
+
+    def detach(self) -> None:
+        """Begin anew in RAM, for as long as the process lives: what the archive holds is of another model."""
+        self._stores.detach()
+        self._earlier.clear()
+        self.raw_prompts.clear()
 
     def read(self, turn: Turn) -> Reading:
         """Recognise a turn. In cache mode `prefix` nothing of earlier turns is looked at: it is rendered as sent."""

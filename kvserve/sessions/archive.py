@@ -92,6 +92,11 @@ class Archive:
         if opened is not None:
             self._file, self._found = opened.file, opened.rows
 
+    @property
+    def folder(self) -> Path:
+        """Where its file is."""
+        return self._path.parent
+
     def take_rows(self) -> Rows:
         """What was found in the file, once."""
         found, self._found = self._found, {}

@@ -23,6 +23,7 @@ type Cause = Literal[
     "no session",
     "cache cleared",
     "other model",
+    "weights not known",
     "setting",
     "aborted",
     "evicted",
@@ -112,13 +113,15 @@ class RulesFired:
 class Circumstances:
     """What decides besides the messages: whether earlier requests were looked at, whether this model's KV can be kept,
     whether somebody emptied the cache or had this client's words forgotten, whether the request names a session of its
-    own. `rules_off` names the rules, switched off here, under which two messages would be the same; `decode` turns
+    own. `unread` says why nothing of before the start can be found, if that is so: it is not known which model it is.
+    `rules_off` names the rules, switched off here, under which two messages would be the same; `decode` turns
     token ids into text."""
 
     looks_at_records: bool = True
     can_keep: bool = True
     was_cleared: bool = False
     names_session: bool = True
+    unread: str = ""
     rules_off: Callable[[Message, Message], frozenset[str]] | None = None
     decode: Decode | None = None
 
@@ -134,7 +137,7 @@ class Explanation:
     `num_shared_tokens` is the common beginning with the request before, its answer included; `source` names what the
     tokens were reused from; `rules` those that had a part in it. `is_rejection`: messages were equal canonically and
     not for the model, tokens were lost by it, and no rule says why: the key promised too much. `decided_by` names the
-    setting or field behind the cause `setting`, the model behind `other model`.
+    setting or field behind the cause `setting`, the model behind `other model`, why weights are not known.
     """
 
     request_id: RequestId
@@ -207,7 +210,7 @@ def explain(
         first_difference=difference,
         before=before.request_id if before is not None else None,
         is_rejection=bool(rules.num_rejected) and cause in PLACED,
-        decided_by=_decided_by(rules, around, moved | rules_off) if cause == "setting" else None,
+        decided_by=_decided_by(cause, rules, around, moved | rules_off),
     )
 
 
@@ -231,6 +234,8 @@ def _without_record(asked: Asked, num_cached_tokens: int, around: Circumstances)
         return "nothing lost"
     if not around.looks_at_records:
         return "setting"
+    if around.unread and not around.was_cleared:
+        return "weights not known"
     if not around.names_session:
         return "no session"  # also where somebody was forgotten: to name one is what helps
     return "cache cleared" if around.was_cleared else "not seen since the start"
@@ -371,7 +376,11 @@ def source_of(before: TurnRecord | RawRecord | None, num_cached_tokens: int, sha
     return f"request {before.request_id}"
 
 
-def _decided_by(rules: RulesFired, around: Circumstances, names: frozenset[str]) -> str:
+def _decided_by(cause: Cause, rules: RulesFired, around: Circumstances, names: frozenset[str]) -> str | None:
+    if cause == "weights not known":
+        return around.unread
+    if cause != "setting":
+        return None
     if not around.looks_at_records:
         return "cache_mode"
     if not rules.policies:

@@ -42,6 +42,12 @@ WORDS: Mapping[Cause, Words] = {
         "What is sent was read by another model before: {decided_by}. KV of one model means nothing to another.",
         "Send every request of a conversation, or of a text, to the same model.",
     ),
+    "weights not known": Words(
+        "The history holds answers from before the start, and whether this is the same model is not known: "
+        "{decided_by}. Until then nothing of before is found on disk.",
+        "Wait: a model's files are read once, and again where one of them has changed. Changing them while they are "
+        "loaded takes another start.",
+    ),
     "setting": Words(
         "A setting kept the conversation from being recognised: {decided_by}{place}.",
         "Leave {decided_by} as it is by default.",

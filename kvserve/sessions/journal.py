@@ -37,6 +37,21 @@ class _Unwritten:
 UNWRITTEN: Journal = _Unwritten()
 
 
+class Switch:
+    """A journal that leads to another one, and at another time to yet another."""
+
+    def __init__(self, to: Journal = UNWRITTEN) -> None:
+        self.to = to
+
+    def put(self, kind: Kind, key: bytes, body: Callable[[], bytes]) -> None:
+        """Passed on."""
+        self.to.put(kind, key, body)
+
+    def drop(self, kind: Kind, key: bytes) -> None:
+        """Passed on."""
+        self.to.drop(kind, key)
+
+
 def number_key(number: int) -> bytes:
     """A number as a key: keys sort as their numbers do."""
     return number.to_bytes(8, "big")

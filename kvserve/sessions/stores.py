@@ -2,14 +2,16 @@
 the process. What the stores hold is theirs; this file knows how much each may hold and what is done to all of them.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvserve.sessions.archive import Archive, ArchiveTotals, Upkeep
 from kvserve.sessions.beginnings import Beginnings
 from kvserve.sessions.healing import HealingStore
-from kvserve.sessions.journal import UNWRITTEN, Rows
+from kvserve.sessions.journal import UNWRITTEN, Rows, Switch
 from kvserve.sessions.lineage import SessionIndex
 from kvserve.sessions.telemetry_values import TelemetryValues
 from kvserve.sessions.turns import TurnStore
@@ -65,24 +67,78 @@ class Stores:
     """The stores of one model. With an archive they begin with what it holds, and what changes is told to it."""
 
     def __init__(
-        self, limits: StoreLimits, archive: Archive | None = None, clock: Callable[[], float] = time.time
+        self,
+        limits: StoreLimits,
+        archive: Archive | None = None,
+        clock: Callable[[], float] = time.time,
+        *,
+        awaits_archive: bool = False,
     ) -> None:
-        """`clock`: seconds since the epoch."""
+        """`clock`: seconds since the epoch. `awaits_archive`: one will be there later (`attach`), for what is
+        remembered before too."""
         self._limits = limits
-        self._archive = archive
+        self._archive: Archive | None = None
         self._clock = clock
+        self._outlives = awaits_archive or archive is not None
+        self._journal = Switch()
+        self._attaching = threading.Lock()
+        self._is_closed = False
         self._make()
         if archive is not None:
+            self._begin_with(archive)
+
+    @property
+    def archive_folder(self) -> Path | None:
+        """Where the archive is, if there is one now."""
+        archive = self._archive
+        return archive.folder if archive is not None else None
+
+    @property
+    def awaits_archive(self) -> bool:
+        """Whether what is remembered will be written down, and is not yet."""
+        return self._outlives and self._archive is None
+
+    def attach(self, archive: Archive) -> bool:
+        """Let what changes be written there from now on, and all that is remembered already. Where it holds something
+        that takes the place of what was remembered meanwhile: nodes have numbers, two sets of them cannot be joined.
+        Returns whether that was so; nothing is done where there is an archive, or all is over."""
+        with self._attaching:
+            if self._is_closed or self._archive is not None:
+                archive.close(CLOSE_SECONDS)
+                return False
+            has_taken = self._begin_with(archive)
+            if not has_taken:
+                self.put_all()
+        return has_taken
+
+    def _begin_with(self, archive: Archive) -> bool:
+        """Begin with what an archive holds, if there is anything in it. Whether there was."""
+        self._archive, self._outlives, found = archive, True, archive.take_rows()
+        if found:
+            self._journal = Switch(archive)  # who still holds the stores of before tells nobody
             try:
-                self._load(archive.take_rows())
+                self._make()
+                self._load(found)
             except (ValueError, LookupError, TypeError, RecursionError) as error:  # whole rows, of a faulty program
                 self._make()
                 archive.reject(f"what it holds does not fit together: {error!r}")
-            archive.start(Upkeep(self.put_all, self.expire, self.make_room))
-            self.expire()
+        self._journal.to = archive
+        archive.start(Upkeep(self.put_all, self.expire, self.make_room))
+        self.expire()
+        return bool(found)
+
+    def detach(self) -> None:
+        """Nothing is written any more, and what was remembered is forgotten in RAM: it is not this model's. What is in
+        the archive stays there."""
+        with self._attaching:
+            archive, self._archive, self._outlives = self._archive, None, False
+            self._journal.to, self._journal = UNWRITTEN, Switch()
+            self._make()
+        if archive is not None:
+            archive.close(CLOSE_SECONDS)
 
     def _make(self) -> None:
-        limits, journal = self._limits, self._archive or UNWRITTEN
+        limits, journal = self._limits, self._journal
         self.healing = HealingStore(max_bytes=int(limits.max_bytes * HEALING_SHARE), journal=journal)
         self.turns = TurnStore(
             max_bytes=int(limits.max_bytes * PATHS_SHARE),
@@ -94,7 +150,7 @@ class Stores:
         self.beginnings = Beginnings(max_bytes=int(limits.max_bytes * BEGINNINGS_SHARE), journal=journal)
         self.index = SessionIndex(
             max_messages=int(limits.max_bytes * LINEAGE_SHARE / LINEAGE_BYTES_PER_MESSAGE),
-            idle_seconds=limits.idle_seconds if self._archive is None else limits.keep_seconds,
+            idle_seconds=limits.keep_seconds if self._outlives else limits.idle_seconds,
             journal=journal,
         )
 
@@ -111,8 +167,8 @@ class Stores:
 
     def until(self, ttl_seconds: float | None) -> float | None:
         """Until when what a request leaves is written down: as long as KV on disk, to which it leads. None: not at all,
-        as the request wants it (`ttl_seconds` 0; any other time is for RAM) or as there is no archive."""
-        if self._archive is None or ttl_seconds == 0:
+        as the request wants it (`ttl_seconds` 0; any other time is for RAM) or as there will be no archive."""
+        if not self._outlives or ttl_seconds == 0:
             return None
         return self.now() + self._limits.keep_seconds
 
@@ -139,6 +195,8 @@ class Stores:
 
     def close(self) -> None:
         """Write what is left. What is remembered later is not kept."""
+        with self._attaching:
+            self._is_closed = True
         if self._archive is not None:
             self._archive.close(CLOSE_SECONDS)
 

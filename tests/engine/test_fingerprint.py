@@ -1,49 +1,40 @@
 """A model's fingerprint changes with everything its KV depends on, and with nothing else."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from kvserve.engine.fingerprint import kv_fingerprint, model_fingerprint
+from kvserve.engine import fingerprint
+from kvserve.engine.fingerprint import kv_fingerprint, libraries_of, model_fingerprint
 from kvserve.engine.quantised import KvSettings
 from tests.models import tiny_model
 
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    copy = tmp_path / "model"
-    shutil.copytree(tiny_model("qwen3"), copy)
-    return copy
+FILES = {Path("config.json"): b"a" * 32, Path("model.safetensors"): b"b" * 32}
 
 
-def test_a_copy_has_the_same_fingerprint(folder: Path) -> None:
-    """Place and time do not count."""
-    assert model_fingerprint(folder) == model_fingerprint(tiny_model("qwen3"))
+def test_files_and_their_names_count() -> None:
+    """Another digest, another name, one file more or less, or two that changed places: each is another model."""
+    config, weights = FILES
+    others = [
+        {**FILES, weights: b"c" * 32},
+        {config: FILES[config]},
+        {**FILES, Path("added.json"): b"a" * 32},
+        {config: FILES[config], Path("renamed.safetensors"): FILES[weights]},
+        {config: FILES[weights], weights: FILES[config]},
+    ]
+    assert len({model_fingerprint(files, {}) for files in [FILES, *others]}) == len(others) + 1
+    assert model_fingerprint(dict(reversed(FILES.items())), {}) == model_fingerprint(FILES, {})
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_every_file_counts(folder: Path, name: str) -> None:
-    """One more space in a configuration, tokenizer or template is another model."""
-    before = model_fingerprint(folder)
-    (folder / name).write_text((folder / name).read_text() + " ")
-    assert model_fingerprint(folder) != before
-
-
-def test_every_tensor_counts(folder: Path) -> None:
-    """A changed value in any single tensor is another model."""
-    path = folder / "model.safetensors"
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    before = model_fingerprint(folder)
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            changed = bytearray(data)
-            changed[8 + length + tensor["data_offsets"][0]] ^= 1
-            path.write_bytes(changed)
-            assert model_fingerprint(folder) != before, name
+@pytest.mark.parametrize("library", ["mlx", "mlx-lm", "tokenizers", "transformers", "mlx-vlm"])
+def test_another_release_of_a_library_is_another_model(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each that computes with it; mlx-vlm's only where there is something to see with."""
+    text, seeing = tiny_model("qwen3"), tiny_model("qwen3_5_vl")
+    before = [model_fingerprint(FILES, libraries_of(folder)) for folder in (text, seeing)]
+    release = fingerprint.version
+    monkeypatch.setattr(fingerprint, "version", lambda name: "99.0" if name == library else release(name))
+    after = [model_fingerprint(FILES, libraries_of(folder)) for folder in (text, seeing)]
+    assert [was != now for was, now in zip(before, after, strict=True)] == [library != "mlx-vlm", True]
 
 
 def test_how_kv_is_quantised_counts() -> None:

@@ -295,8 +295,10 @@ def test_an_engine_defect_fails_the_rows_and_serving_goes_on(monkeypatch: pytest
     assert "ZeroDivisionError" in reports[0]
 
 
-def test_running_streams_get_a_step_between_prefill_chunks() -> None:
-    """While a long prompt prefills, a running stream receives a token at least once per reported chunk."""
+def test_running_streams_get_a_step_between_prefill_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a long prompt prefills, a running stream receives a token at least once per reported chunk. A fast machine
+    computes several chunks in what a stretch may last, so a stretch is one chunk here."""
+    monkeypatch.setattr(stretches_module, "CHUNK_SECONDS_BESIDE_STREAMS", 0.0)
     with running_engine(prefill_step_size=256) as engine:
         running = engine.submit(request(prompt_of(40), 100_000))
         first_token(running)
@@ -513,7 +515,7 @@ def test_a_model_that_cannot_generate_is_an_error_of_the_start(monkeypatch: pyte
 
 def test_whatever_goes_wrong_while_loading_reaches_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception that nobody foresaw ends the start with a message, not with a server that loads for ever."""
-    monkeypatch.setattr(worker_module, "model_fingerprint", lambda _: 1 / 0)
+    monkeypatch.setattr(worker_module, "PrefixCache", lambda *_: 1 / 0)
     engine = Engine(tiny_model("qwen3"), engine_settings(), grammar_tokenizer=lambda _: None, report=lambda _: None)
     engine.start()
     with pytest.raises(ModelLoadError, match="ZeroDivisionError"):

@@ -29,12 +29,16 @@ DAY = 86_400.0
 class Life:
     """One process's stores in a folder, at a time of its own."""
 
-    def __init__(self, folder: Path, now: float = 0.0, limits: StoreLimits | None = None) -> None:
+    def __init__(
+        self, folder: Path, now: float = 0.0, limits: StoreLimits | None = None, *, is_late: bool = False
+    ) -> None:
+        """`is_late`: the file is there once it is attached."""
         self.now = now
         self.lines: list[str] = []
         limits = limits or StoreLimits()
         self.archive = Archive(folder, max_bytes=limits.max_bytes, report=self.lines.append)
-        self.stores = Stores(limits, self.archive, clock=lambda: self.now)
+        begins_with = None if is_late else self.archive
+        self.stores = Stores(limits, begins_with, clock=lambda: self.now, awaits_archive=is_late)
 
     def turn(self, letters: str, thought: str = "", ttl_seconds: float | None = None, name: str = "r") -> Step:
         """A request of users' messages, answered with the last letter."""
@@ -227,3 +231,63 @@ def test_without_an_archive_nothing_is_written() -> None:
     stores.index.advance(SessionKey("s"), chains_of("a"), num_tokens=1, ends=[1], now=0.0)
     assert stores.index.totals(11.0).num_sessions == 0
     stores.close()
+
+
+def test_what_came_before_the_file_is_written_too(tmp_path: Path) -> None:
+    """A file that holds nothing yet gets all of it, and what comes later; requests with a term of 0 stay out."""
+    first = Life(tmp_path, is_late=True)
+    first.turn("suA", "hm", name="r1")
+    first.turn("sxB", ttl_seconds=0, name="r2")
+    assert first.stores.awaits_archive and first.stores.archive_folder is None
+    assert not first.stores.attach(first.archive) and first.stores.archive_folder == tmp_path
+    first.turn("suAvC", name="r3")
+    first.end()
+    second = Life(tmp_path)
+    assert second.known("suAvCw") == list("suAvC") and second.known("sxBw") == ["s"]
+    second.end()
+
+
+def test_what_the_file_held_takes_the_place_of_what_came_before_it(tmp_path: Path) -> None:
+    """Numbers of nodes mean one store's: who still holds the store of before writes nothing into the file."""
+    earlier = Life(tmp_path)
+    earlier.turn("suA")
+    earlier.end()
+    life = Life(tmp_path, is_late=True)
+    life.turn("sxB")
+    of_before = life.stores.turns
+    assert life.stores.attach(life.archive)
+    assert life.known("suAw") == list("suA") and life.known("sxBw") == ["s"]
+    life.turn("suAvC")
+    of_before.extend(None, steps_of("syz"), life.stores.until(None))
+    life.end()
+    last = Life(tmp_path)
+    assert last.known("suAvCw") == list("suAvC") and last.known("syz") == ["s"]
+    last.end()
+
+
+def test_a_file_that_is_another_models_is_left_as_it_is(tmp_path: Path) -> None:
+    """What was read from it is forgotten in RAM, nothing more goes there, and later another one may come."""
+    earlier = Life(tmp_path / "one")
+    earlier.turn("suA")
+    earlier.end()
+    life = Life(tmp_path / "one")
+    life.stores.detach()
+    assert life.known("suAw") == [] and life.stores.until(None) is None
+    life.turn("sxB")
+    other = Archive(tmp_path / "two", max_bytes=2**20, report=life.lines.append)
+    life.stores.attach(other)
+    life.turn("syC")
+    life.end()
+    assert Life(tmp_path / "one").known("suAw") == list("suA")
+    assert Life(tmp_path / "two").known("syCw") == list("syC")
+
+
+def test_a_file_that_comes_after_the_end_is_closed(tmp_path: Path) -> None:
+    """Another process can have it at once."""
+    life = Life(tmp_path, is_late=True)
+    life.turn("suA")
+    life.end()
+    assert not life.stores.attach(life.archive)
+    again = Life(tmp_path)
+    assert again.known("suA") == []
+    again.end()
