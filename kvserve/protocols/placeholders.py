@@ -40,7 +40,11 @@ _TELLING_TYPES = frozenset(("action", "operation", "outcome"))
 """Objects whose `type` says what was done; that of others says only how they are built."""
 
 _SEALED_NAME = re.compile(r"encrypted_.*|signature|fingerprint")
-_BYTES = re.compile(r"data:[^,]*;base64,.*|[A-Za-z0-9+/_=\r\n-]{256,}", re.DOTALL)
+_DATA_URL = re.compile(r"data:[^,]*;base64,.*", re.DOTALL)
+_BASE64_LINE = re.compile(r"[A-Za-z0-9+/_-]+={0,2}")
+_BASE64_KINDS = ("[a-z]", "[A-Z]", "[0-9]")
+_MIN_BYTES_CHARACTERS = 256
+_MIN_BASE64_WIDTH = 60
 _USUAL_STATUSES = ("completed", "in_progress", "searching", "interpreting", "generating", "calling")
 
 
@@ -91,8 +95,25 @@ def _leaves(name: str, value: object) -> Iterator[str | None]:
             yield from _leaves(name, inner)
     elif value is None or value == "" or (name == "status" and value in _USUAL_STATUSES):
         return
-    elif _SEALED_NAME.fullmatch(name) or (isinstance(value, str) and _BYTES.fullmatch(value)):
+    elif _SEALED_NAME.fullmatch(name) or (isinstance(value, str) and _is_bytes(value)):
         yield None
     else:
         said = value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
         yield said if name in _NAMELESS else f"{name}: {said}"
+
+
+def _is_bytes(text: str) -> bool:
+    """Whether a text is a data URL or long base64: one line or lines of one length, with letters of both cases and
+    digits. Lists of names and long numbers, as commands write them, are not."""
+    if _DATA_URL.fullmatch(text):
+        return True
+    if len(text) < _MIN_BYTES_CHARACTERS or text.isspace():
+        return False
+    *lines, last = text.split()
+    widths = {len(line) for line in lines} or {len(last)}
+    is_one_block = len(widths) == 1 and _MIN_BASE64_WIDTH <= min(widths) and len(last) <= min(widths)
+    return (
+        is_one_block
+        and all(map(_BASE64_LINE.fullmatch, (*lines, last)))
+        and all(re.search(kind, text) for kind in _BASE64_KINDS)
+    )
