@@ -24,7 +24,7 @@ def read_tool_reference(block: Fields) -> list[ToolBlock]:
 
 
 def read_tool_addition(block: Fields) -> list[ToolBlock]:
-    """A tool that is offered from here on, by its name or with its definition; one that a server would run is a name."""
+    """A tool that is offered from here on, by its name or with its definition; one that a server runs is a name."""
     tool = block.required("tool", mapping)
     if tool.required("type", text) == "tool_definition":
         definition = tool.required("definition", mapping)

@@ -36,6 +36,9 @@ _SILENT = frozenset(
 _NAMELESS = frozenset(("text", "content", "output", "result"))
 """Fields whose text is what the block says: it stands without their name."""
 
+_TOOL_INPUT = "input"
+"""What a tool was called with: every field of it is the tool's own."""
+
 _TELLING_TYPES = frozenset(("action", "operation", "outcome"))
 """Objects whose `type` says what was done; that of others says only how they are built."""
 
@@ -81,21 +84,22 @@ def read(values: JsonObject) -> Readable:
     return Readable(tuple(line for line in found if line is not None), None not in found)
 
 
-def _leaves(name: str, value: object) -> Iterator[str | None]:
+def _leaves(name: str, value: object, *, in_input: bool = False) -> Iterator[str | None]:
     """A line for each value that says something; None for one that cannot be read."""
     if isinstance(value, Mapping):
-        if name in _TELLING_TYPES and isinstance(kind := value.get("type"), str):
+        if name in _TELLING_TYPES and not in_input and isinstance(kind := value.get("type"), str):
             yield f"{name}: {kind}"
         holds_bytes = value.get("type") == "base64"
         for key, inner in value.items():
-            if key not in _SILENT:
-                yield from (None,) if holds_bytes and key == "data" else _leaves(key, inner)
+            if in_input or key not in _SILENT:
+                is_input = in_input or (key == _TOOL_INPUT and isinstance(inner, Mapping))
+                yield from (None,) if holds_bytes and key == "data" else _leaves(key, inner, in_input=is_input)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _leaves(name, inner)
-    elif value is None or value == "" or (name == "status" and value in _USUAL_STATUSES):
+            yield from _leaves(name, inner, in_input=in_input)
+    elif value is None or value == "" or (name == "status" and value in _USUAL_STATUSES and not in_input):
         return
-    elif _SEALED_NAME.fullmatch(name) or (isinstance(value, str) and _is_bytes(value)):
+    elif (_SEALED_NAME.fullmatch(name) and not in_input) or (isinstance(value, str) and _is_bytes(value)):
         yield None
     else:
         said = value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
@@ -111,7 +115,7 @@ def _is_bytes(text: str) -> bool:
         return False
     *lines, last = text.split()
     widths = {len(line) for line in lines} or {len(last)}
-    is_one_block = len(widths) == 1 and _MIN_BASE64_WIDTH <= min(widths) and len(last) <= min(widths)
+    is_one_block = len(widths) == 1 and min(widths) >= _MIN_BASE64_WIDTH and len(last) <= min(widths)
     return (
         is_one_block
         and all(map(_BASE64_LINE.fullmatch, (*lines, last)))

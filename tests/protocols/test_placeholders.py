@@ -371,6 +371,14 @@ def test_what_a_command_said_is_not_taken_for_bytes(text: str) -> None:
     assert words(Fields({"type": "x_output", "output": text})) == f"[x_output: {SERVER}]\n{text}"
 
 
+def test_the_input_of_a_tool_is_whole() -> None:
+    """There every name is the tool's, also one that says nothing elsewhere: an id, a type, a state."""
+    given = {"id": 4711, "type": "issue", "format": "md", "todo": {"status": "completed", "index": 2, "signature": "s"}}
+    said = words(Fields({"type": "mcp_tool_use", "id": "m1", "name": "get", "input": given}))
+    lines = ["name: get", "id: 4711", "type: issue", "format: md", "status: completed", "index: 2", "signature: s"]
+    assert said.split("\n")[1:] == lines
+
+
 @pytest.mark.parametrize("width", [60, 76, 5000], ids=str)
 def test_bytes_in_lines_are_bytes(width: int) -> None:
     """As base64 is written: on one line, or on lines of one length."""
