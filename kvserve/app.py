@@ -376,6 +376,9 @@ class App:
         """Submit a turn; one whose model is not loaded waits for it."""
         return self._roster.serve(turn, served)
 
+    def answered_in_words(self, turn: Turn, served: ServedModel) -> None:
+        self._seeing.answered_in_words(turn, served.name)
+
     def _submit(self, turn: Turn, served: ServedModel) -> TurnInProgress:
         """Submit a turn to the model that is loaded; one that is refused has its line in the terminal too."""
         self._responses.tidy()

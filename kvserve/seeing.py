@@ -136,6 +136,13 @@ class Seeing:
         self._metrics.add(facts, None)
         self._terminal.request_line(replace(facts, cause=str(error)))
 
+    def answered_in_words(self, turn: Turn, model_name: str) -> None:
+        """A request was answered without the model: it has its line too."""
+        note = "answered in words: it needs tools that nobody runs here"
+        facts = RequestFacts(turn.request_id, turn.protocol, model_name, finish_reason="stop", notes=(note,))
+        self._metrics.add(facts, None)
+        self._terminal.request_line(replace(facts, session=turn.session.session_id))
+
     def count_error(self, endpoint: str, status: int) -> None:
         """An error was answered, also one that no model heard of."""
         self._metrics.add_http_error(endpoint, status)

@@ -224,6 +224,7 @@ def test_a_search_of_the_web_is_answered_in_words_without_the_model(app: AppUnde
         assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("end_turn", 0)
         assert num_prompt_tokens(message) == 0 and message["model"] == app.served.name
     assert app.num_forward_calls == num_before
+    assert "answered in words" in app.line_of(plain["id"].removeprefix("msg_"))
 
 
 def test_beside_other_tools_it_is_not_offered_and_the_request_is_served(app: AppUnderTest) -> None:

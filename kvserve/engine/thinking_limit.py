@@ -69,7 +69,13 @@ class ThinkingLimiter:
         if tag:
             self._is_open = limit.anywhere or not line.strip()
             self._text = behind if self._is_open else f"~{behind}"
-        elif line.strip():  # of a line with text only the end can still begin a tag
+        elif _without_beginning(line, limit.opening).strip():  # of a line with text only the end can still begin a tag
             self._text = f"~{line[-len(limit.opening) :]}"
         else:
             self._text = line
+
+
+def _without_beginning(line: str, tag: str) -> str:
+    """The line without what its end has of the tag."""
+    size = next((size for size in range(len(tag) - 1, 0, -1) if line.endswith(tag[:size])), 0)
+    return line[: len(line) - size]

@@ -112,13 +112,13 @@ class AnswerReader:
 
     def finish(self, done: GenerationDone) -> list[AnswerEvent]:
         """The deltas that were held back, and the end. An answer that was broken off (the server stops, nobody wants
-        the rest) has none: to a client `Finished` says that this is all there is."""
+        the rest) has none: to a client `Finished` says that this is all there is, and a call's end that it can run."""
         self.done = done
         is_cut = done.reason != "stop" and not self.is_over
         self.num_hidden_tokens = 1 if done.reason == "stop" and not self.is_over else 0
         deltas = self._rest(is_cut) if not self.is_over else []
         if is_cut and done.reason not in ("length", "watchdog"):
-            return [*joined(deltas)]
+            return [*joined([each for each in deltas if not (isinstance(each, ToolCallEnd) and each.is_cut)])]
         self.finish_reason = "length" if is_cut else "tool_calls" if self.has_calls else "stop"
         usage = Usage(
             num_prompt_tokens=done.num_prompt_tokens,

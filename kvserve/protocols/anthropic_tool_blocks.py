@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from kvserve.core import Message, TextBlock, ToolBlock, ToolResultBlock, ToolSpec
-from kvserve.protocols.anthropic_tools import read_tool
+from kvserve.protocols.anthropic_tools import read_tool, server_tool_name
 from kvserve.protocols.fields import Fields, filled_text, list_of, mapping, mistyped, text, word
 from kvserve.protocols.placeholders import words
 
@@ -24,10 +24,12 @@ def read_tool_reference(block: Fields) -> list[ToolBlock]:
 
 
 def read_tool_addition(block: Fields) -> list[ToolBlock]:
-    """A tool that is offered from here on, by its name or with its definition."""
+    """A tool that is offered from here on, by its name or with its definition; one that a server runs is a name."""
     tool = block.required("tool", mapping)
     if tool.required("type", text) == "tool_definition":
-        return [ToolBlock.of(read_tool(tool.required("definition", mapping)))]
+        definition = tool.required("definition", mapping)
+        name = server_tool_name(definition)
+        return [ToolBlock.of(read_tool(definition)) if name is None else ToolBlock(name)]
     return [ToolBlock(_name(tool))]
 
 

@@ -37,25 +37,32 @@ def read_tools(fields: Fields) -> SentTools:
     Deferred tools stand in front too where the search that would find them runs on the server: nobody else finds them.
     """
     tools = fields.optional("tools", list_of(mapping)) or []
-    kinds = [tool.optional("type", text) or "custom" for tool in tools]
-    ours = [tool for tool, kind in zip(tools, kinds, strict=True) if not _SERVER_KINDS.fullmatch(kind)]
+    kinds = [_kind(tool) for tool in tools]
+    of_servers = [server_tool_name(tool) for tool in tools]
+    ours = [tool for tool, name in zip(tools, of_servers, strict=True) if name is None]
     defers = not any(kind.startswith(_SEARCH) for kind in kinds)
     read = [(read_tool(tool), defers and (tool.optional("defer_loading", flag) or False)) for tool in ours]
     return SentTools(
         front=tuple(spec for spec, is_deferred in read if not is_deferred),
         deferred=tuple(spec for spec, is_deferred in read if is_deferred),
-        unserved=tuple(
-            tool.optional("name", text) or kind
-            for tool, kind in zip(tools, kinds, strict=True)
-            if _SERVER_KINDS.fullmatch(kind)
-        ),
+        unserved=tuple(name for name in of_servers if name is not None),
         schemas={spec.name: f"{tool.path}.input_schema" for tool, (spec, _) in zip(ours, read, strict=True)},
     )
 
 
+def server_tool_name(tool: Fields) -> str | None:
+    """What a tool that the provider runs on its own servers is called; None for any other. Raises BadRequest."""
+    kind = _kind(tool)
+    return (tool.optional("name", text) or kind) if _SERVER_KINDS.fullmatch(kind) else None
+
+
+def _kind(tool: Fields) -> str:
+    return tool.optional("type", text) or "custom"
+
+
 def read_tool(tool: Fields) -> ToolSpec:
     """One tool that the client runs. Raises BadRequest."""
-    kind = tool.optional("type", text) or "custom"
+    kind = _kind(tool)
     if kind != "custom":
         raise mistyped(f"{tool.path}.type", '"custom" (the provider\'s own kinds of tools are not known here)', kind)
     return ToolSpec(

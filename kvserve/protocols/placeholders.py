@@ -36,11 +36,18 @@ _SILENT = frozenset(
 _NAMELESS = frozenset(("text", "content", "output", "result"))
 """Fields whose text is what the block says: it stands without their name."""
 
+_TOOL_INPUT = "input"
+"""What a tool was called with: every field of it is the tool's own."""
+
 _TELLING_TYPES = frozenset(("action", "operation", "outcome"))
 """Objects whose `type` says what was done; that of others says only how they are built."""
 
 _SEALED_NAME = re.compile(r"encrypted_.*|signature|fingerprint")
-_BYTES = re.compile(r"data:[^,]*;base64,.*|[A-Za-z0-9+/_=\r\n-]{256,}", re.DOTALL)
+_DATA_URL = re.compile(r"data:[^,]*;base64,.*", re.DOTALL)
+_BASE64_LINE = re.compile(r"[A-Za-z0-9+/_-]+={0,2}")
+_BASE64_KINDS = ("[a-z]", "[A-Z]", "[0-9]")
+_MIN_BYTES_CHARACTERS = 256
+_MIN_BASE64_WIDTH = 60
 _USUAL_STATUSES = ("completed", "in_progress", "searching", "interpreting", "generating", "calling")
 
 
@@ -77,22 +84,40 @@ def read(values: JsonObject) -> Readable:
     return Readable(tuple(line for line in found if line is not None), None not in found)
 
 
-def _leaves(name: str, value: object) -> Iterator[str | None]:
+def _leaves(name: str, value: object, *, in_input: bool = False) -> Iterator[str | None]:
     """A line for each value that says something; None for one that cannot be read."""
     if isinstance(value, Mapping):
-        if name in _TELLING_TYPES and isinstance(kind := value.get("type"), str):
+        if name in _TELLING_TYPES and not in_input and isinstance(kind := value.get("type"), str):
             yield f"{name}: {kind}"
         holds_bytes = value.get("type") == "base64"
         for key, inner in value.items():
-            if key not in _SILENT:
-                yield from (None,) if holds_bytes and key == "data" else _leaves(key, inner)
+            if in_input or key not in _SILENT:
+                is_input = in_input or (key == _TOOL_INPUT and isinstance(inner, Mapping))
+                yield from (None,) if holds_bytes and key == "data" else _leaves(key, inner, in_input=is_input)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _leaves(name, inner)
-    elif value is None or value == "" or (name == "status" and value in _USUAL_STATUSES):
+            yield from _leaves(name, inner, in_input=in_input)
+    elif value is None or value == "" or (name == "status" and value in _USUAL_STATUSES and not in_input):
         return
-    elif _SEALED_NAME.fullmatch(name) or (isinstance(value, str) and _BYTES.fullmatch(value)):
+    elif (_SEALED_NAME.fullmatch(name) and not in_input) or (isinstance(value, str) and _is_bytes(value)):
         yield None
     else:
         said = value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
         yield said if name in _NAMELESS else f"{name}: {said}"
+
+
+def _is_bytes(text: str) -> bool:
+    """Whether a text is a data URL or long base64: one line or lines of one length, with letters of both cases and
+    digits. Lists of names and long numbers, as commands write them, are not."""
+    if _DATA_URL.fullmatch(text):
+        return True
+    if len(text) < _MIN_BYTES_CHARACTERS or text.isspace():
+        return False
+    *lines, last = text.split()
+    widths = {len(line) for line in lines} or {len(last)}
+    is_one_block = len(widths) == 1 and min(widths) >= _MIN_BASE64_WIDTH and len(last) <= min(widths)
+    return (
+        is_one_block
+        and all(map(_BASE64_LINE.fullmatch, (*lines, last)))
+        and all(re.search(kind, text) for kind in _BASE64_KINDS)
+    )

@@ -30,6 +30,7 @@ def post_response(exchange: Exchange, service: WebService) -> None:
     encoder = ResponseStreamEncoder(exchange.request_id, served.name, int(time.time()), request.described)
     keeping = _KeepingEncoder(encoder, request, service.responses)
     if request.words is not None:
+        service.answered_in_words(request.turn, served)
         _send_words(exchange, request, encoder, keeping)
         return
     with request.names.speaking():

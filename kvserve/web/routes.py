@@ -88,6 +88,7 @@ def post_messages(exchange: Exchange, service: WebService) -> None:
     request = anthropic_messages.parse_messages(body, headers, service.defaults, exchange.request_id)
     served = service.begin(request.turn)
     if request.words is not None:
+        service.answered_in_words(request.turn, served)
         _send_words(exchange, request, served.name)
         return
     with request.names.speaking():

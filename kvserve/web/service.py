@@ -82,6 +82,9 @@ class Service[Model: NamedModel](Protocol):
     def serve(self, turn: Turn, served: Model) -> RunningTurn:
         """Submit a turn. Raises RequestError (400, 429, 503) before anything is computed."""
 
+    def answered_in_words(self, turn: Turn, served: Model) -> None:
+        """A turn is answered without the model: for those who watch."""
+
 
 # Routes hand the model from `begin` to `serve` and read nothing but its name.
 type WebService = Service[Any]

@@ -89,6 +89,18 @@ def test_thinking_that_is_opened_again_is_ended_at_once(kind: str) -> None:
     assert answer == [*first, *opening, *words(kind, 2), *closing, *words(kind, 3)]
 
 
+@pytest.mark.parametrize("before", ["", "\n", " \n  "])
+def test_an_opening_tag_of_several_tokens_counts_where_a_line_begins(before: str) -> None:
+    """Its first token alone looks like text, which is no reason to take the rest of it for prose."""
+    opening, closing, tokenizer = "<think>", "</think>", TOKENIZERS["gpt_oss"]
+    closing_ids = tokenizer.encode(closing)
+    limit = ThinkingLimit(3, opening, closing, closing_ids, False, False, tokenizer.decode)
+    opened = tokenizer.encode(before + opening)
+    assert len(tokenizer.encode(opening)) > 1
+    answer = written("gpt_oss", ThinkingLimiter(limit, len(PROMPT)), [*opened, *words("gpt_oss", 20)])
+    assert [*answer[len(opened) : len(opened) + 2 + len(closing_ids)]] == [*words("gpt_oss", 2), *closing_ids]
+
+
 def test_an_opening_tag_in_prose_opens_nothing() -> None:
     """Unless it counts anywhere, only a line's beginning opens thinking, as the splitter reads it."""
     for before, opens in (("", True), ("Well.\n", True), ("Well.\n  ", True), ("Well. ", False), ("a " * 100, False)):

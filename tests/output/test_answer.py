@@ -13,6 +13,7 @@ from kvserve.core import (
     GenerationTiming,
     ReasoningDelta,
     StopReason,
+    ToolCallEnd,
     ToolCallStart,
     ToolSpec,
 )
@@ -109,6 +110,16 @@ def test_an_answer_that_was_broken_off_has_no_end(reason: StopReason) -> None:
     assert "".join(event.text for event in said if isinstance(event, ContentDelta)) == "so " + CALL[:20]
     assert not any(isinstance(event, Finished) for event in said) and answer.finish_reason is None
     assert read(reader("END"), "some END more", reason)[3].reason == "stop"
+
+
+@pytest.mark.parametrize("reason", ["shutdown", "cancelled"])
+def test_a_call_that_was_broken_off_is_not_ended(reason: StopReason) -> None:
+    """Clients run a call once its end is told. One whose arguments are whole is told of."""
+    for written, is_ended in ((OPENED, False), (CALL.removesuffix("</tool_call>"), True)):
+        answer = reader()
+        said = [*answer.feed([ord(char) for char in written]), *answer.finish(done(reason))]
+        assert any(isinstance(event, ToolCallStart) for event in said)
+        assert any(isinstance(event, ToolCallEnd) for event in said) == is_ended
 
 
 def test_a_finished_call_gives_its_reason() -> None:

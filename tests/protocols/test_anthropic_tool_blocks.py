@@ -102,6 +102,16 @@ def test_tools_of_servers_that_nobody_knows_here_are_names() -> None:
     assert not offered_tools(turn.tools, turn.messages)
 
 
+@pytest.mark.parametrize("kind", ["web_search_20250305", "code_execution_20250825", "mcp_toolset"])
+def test_a_definition_of_a_tool_that_a_server_runs_is_a_name(kind: str) -> None:
+    """A history that once brought one in goes on: a client cannot mend it."""
+    tool = added({"type": "tool_definition", "definition": {"type": kind, "name": "web"}})
+    nameless = added({"type": "tool_definition", "definition": {"type": kind}})
+    turn = parse(messages=[USER, system(tool, nameless)]).turn
+    assert turn.messages[1].blocks == (ToolBlock("web"), ToolBlock(kind))
+    assert not offered_tools(turn.tools, turn.messages)
+
+
 def test_a_search_that_ran_elsewhere_and_a_summary_are_read() -> None:
     """Blocks of an assistant's message: what was found, why nothing was, which tools a compacted history changed."""
     references = [{"type": "tool_reference", "tool_name": "later"}]

@@ -1,5 +1,6 @@
 """Transcripts of other servers: what is not read or run here becomes words, all its text and nothing that moves."""
 
+import base64
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from kvserve.protocols.placeholders import words, words_of_unknown
 from kvserve.protocols.responses_items import read_items
 from tests.protocols.anthropic_wire import parse
 
-BASE64 = "QUJD" * 100
+BASE64 = base64.b64encode(bytes(range(256))).decode()
 SERVER = "done by another server"
 PARTLY = "done by another server, part of it cannot be read here"
 
@@ -351,6 +352,40 @@ def test_what_nobody_knows_and_cannot_be_read_is_refused(block: dict[str, Any]) 
         with pytest.raises(BadRequest) as caught:
             read()
         assert str(caught.value.param).endswith(".type")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n".join(["src", "tests", "node_modules", "README", "docs", "build"] * 12),
+        "\n".join(map(str, range(300))),
+        str(2**1000),
+        "GATTACA" * 60,
+        "A1-b2/c3_D4\n" * 30,
+        "\n" * 300,
+    ],
+    ids=["names", "numbers", "one number", "letters", "paths", "blanks"],
+)
+def test_what_a_command_said_is_not_taken_for_bytes(text: str) -> None:
+    """Lists of names and long numbers are written with the letters of base64 too, and are read."""
+    assert words(Fields({"type": "x_output", "output": text})) == f"[x_output: {SERVER}]\n{text}"
+
+
+def test_the_input_of_a_tool_is_whole() -> None:
+    """There every name is the tool's, also one that says nothing elsewhere: an id, a type, a state."""
+    given = {"id": 4711, "type": "issue", "format": "md", "todo": {"status": "completed", "index": 2, "signature": "s"}}
+    said = words(Fields({"type": "mcp_tool_use", "id": "m1", "name": "get", "input": given}))
+    lines = ["name: get", "id: 4711", "type: issue", "format: md", "status: completed", "index: 2", "signature: s"]
+    assert said.split("\n")[1:] == lines
+
+
+@pytest.mark.parametrize("width", [60, 76, 5000], ids=str)
+def test_bytes_in_lines_are_bytes(width: int) -> None:
+    """As base64 is written: on one line, or on lines of one length."""
+    data = base64.b64encode(bytes(range(256)) * 3).decode()
+    lines = "\n".join(data[start : start + width] for start in range(0, len(data), width))
+    for text in (lines, f"{lines}\n", lines.replace("\n", "\r\n")):
+        assert text[:40] not in words(Fields({"type": "x", "output": text, "note": "n"}))
 
 
 SAID = st.text(st.characters(codec="ascii", categories=["L", "Z"]), min_size=1, max_size=8).filter(str.strip)
