@@ -22,7 +22,8 @@ import kvserve.pipeline
 from kvserve.app import App
 from kvserve.config import Launch, Settings
 from kvserve.core import Grammar, ToolChoice, ToolSpec, Turn
-from kvserve.output.grammar import build_grammar, quote
+from kvserve.output.grammar import Promise, build_grammar
+from kvserve.output.lark import quote
 from kvserve.pipeline import RunningTurn, ServedModel
 from kvserve.telemetry.log import parse_line
 from kvserve.telemetry.terminal import Terminal
@@ -40,7 +41,7 @@ class Call:
     tool: str
     arguments: Mapping[str, Any]
 
-    def grammar(self, options: Mapping[str, Any]) -> Grammar | None:
+    def promise(self, options: Mapping[str, Any]) -> Promise:
         """The grammar of a forced call whose arguments leave no choice."""
         properties = {key: {"enum": [value]} for key, value in self.arguments.items()}
         schema = {"type": "object", "properties": properties, "required": list(properties)}
@@ -54,12 +55,12 @@ class Say:
 
     text: str
 
-    def grammar(self, options: Mapping[str, Any]) -> Grammar:
+    def promise(self, options: Mapping[str, Any]) -> Promise:
         """The grammar of the text, behind the end of thinking where the prompt has begun it."""
-        thinking = options["thinking"]
-        if thinking is None or not thinking.opened:
-            return Grammar(f"start: {quote(self.text)}")
-        return Grammar(rf"start: /\n{{0,2}}/ {quote(self.text)}", thinking.closing_ids, thinking.max_num_tokens)
+        start = options["start"]
+        if not start.opens_thinking:
+            return Promise(Grammar(f"start: {quote(self.text)}"), is_whole=True)
+        return Promise(Grammar(rf"start: /\n{{0,2}}/ {quote(self.text)}", start.closing_ids), is_whole=True)
 
 
 type Step = Call | Say
@@ -94,27 +95,26 @@ class ScriptedServer:
     num_unscripted: int = 0
     is_for_all: bool = False
 
-    def build_grammar(self, **options: Any) -> Grammar | None:
-        """Stands in for the pipeline's own: the next step's grammar."""
-        thinking = options["thinking"]
-        if thinking is not None:
-            # A thinking block that the prompt has not opened would be the model's to open; it never comes to that.
-            thinking = replace(thinking, max_num_tokens=NUM_THINKING_TOKENS) if thinking.opened else None
+    def build_grammar(self, **options: Any) -> Promise:
+        """Stands in for the pipeline's own: the next step's grammar. A thinking block that the prompt has not opened would
+        be the model's to open; it never comes to that."""
         step: Step = Say("Nothing.")
         if (options["tools"] or self.is_for_all) and self.steps:
             step = self.steps.pop(0)
         else:
             self.num_unscripted += 1
-        return step.grammar({**options, "thinking": thinking})
+        return step.promise({**options, "start": replace(options["start"], may_think=False)})
 
     def serve(self, turn: Turn, served: ServedModel) -> RunningTurn:
-        """Stands in for the app's own: an answer ends with the token that ends a turn, as with trained models.
-
-        One with random weights would end half of its answers with the other token, which no template writes.
+        """Stands in for the app's own: the model thinks for a while only, and an answer ends with the token that ends a
+        turn, as with trained models. One with random weights would end half of its answers with the other token, which no
+        template writes.
         """
         _, *others = json.loads((self.model / "generation_config.json").read_text("utf-8"))["eos_token_id"]
         bias = tuple((int(token), NEVER) for token in others)
-        return App.serve(self.app, replace(turn, sampling=replace(turn.sampling, logit_bias=bias)), served)
+        thinking = replace(turn.thinking, max_num_tokens=NUM_THINKING_TOKENS)
+        sampling = replace(turn.sampling, logit_bias=bias)
+        return App.serve(self.app, replace(turn, sampling=sampling, thinking=thinking), served)
 
     def turns(self) -> list[TracedTurn]:
         """Every request so far, in the order in which they ended."""
