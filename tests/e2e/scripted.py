@@ -96,8 +96,8 @@ class ScriptedServer:
     is_for_all: bool = False
 
     def build_grammar(self, **options: Any) -> Promise:
-        """Stands in for the pipeline's own: the next step's grammar. A thinking block that the prompt has not opened would
-        be the model's to open; it never comes to that."""
+        """Stands in for the pipeline's own: the next step's grammar. A thinking block that the prompt has not opened
+        would be the model's to open; it never comes to that."""
         step: Step = Say("Nothing.")
         if (options["tools"] or self.is_for_all) and self.steps:
             step = self.steps.pop(0)
@@ -107,8 +107,8 @@ class ScriptedServer:
 
     def serve(self, turn: Turn, served: ServedModel) -> RunningTurn:
         """Stands in for the app's own: the model thinks for a while only, and an answer ends with the token that ends a
-        turn, as with trained models. One with random weights would end half of its answers with the other token, which no
-        template writes.
+        turn, as with trained models. One with random weights would end half of its answers with the other token, which
+        no template writes.
         """
         _, *others = json.loads((self.model / "generation_config.json").read_text("utf-8"))["eos_token_id"]
         bias = tuple((int(token), NEVER) for token in others)
