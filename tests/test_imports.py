@@ -1,4 +1,4 @@
-"""What the default run does not import names what is there: the end-to-end tests and the benchmarks follow the package."""
+"""What the default run does not import names what is there: end-to-end tests and benchmarks follow the package."""
 
 import ast
 import importlib
