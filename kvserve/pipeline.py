@@ -331,7 +331,7 @@ def _stitch(turn: Turn, reading: Reading, served: ServedModel) -> tuple[PromptTe
     )
     if images is not None:
         text = images.worded(text, turn.images)
-    called = known_tools(tools, reading.messages) if turn.tool_choice.mode != "none" else ()
+    called = known_tools(tools, reading.rendered) if turn.tool_choice.mode != "none" else ()
     return text, served.stitcher.tokens(text, reading.writings, Says.under(served.output_format, called))
 
 

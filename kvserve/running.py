@@ -390,9 +390,10 @@ class RunningTurn:
             submitted.prompt.tokens.ids,
             reading.identity.tools_digest,
             self._template_arguments(),
-            reading.tools,
+            reading.all_tools,
             [start.offset for start in submitted.prompt.message_starts],
             self._packed_prompt,
+            reading.tool_layout,
         )
         around = Circumstances(
             looks_at_records=submitted.turn.session.cache_mode == "full",

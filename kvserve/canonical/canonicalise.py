@@ -78,9 +78,14 @@ def chain(root: bytes, messages: Iterable[Canonical]) -> tuple[bytes, ...]:
 
 def canonical_tools(tools: Sequence[ToolSpec], rules: RuleSet = DEFAULT_RULES) -> bytes:
     """The digest of a set of tools, whatever their order; of the list as it is where that rule is switched off."""
-    digests = [_digest_of([tool.name, tool.description, tool.parameters, tool.strict]) for tool in tools]
+    digests = list(map(tool_digest, tools))
     ordered = sorted(digests) if "tools_order" in rules else digests
     return hashlib.sha256(_FORMAT + b"".join(ordered)).digest()
+
+
+def tool_digest(tool: ToolSpec) -> bytes:
+    """The digest of one tool, with all that the model reads of it."""
+    return _digest_of([tool.name, tool.description, tool.parameters, tool.strict])
 
 
 # --- the optional check ----------------------------------------------------------------------------------------------

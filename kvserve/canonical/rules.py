@@ -71,6 +71,15 @@ RULES: tuple[Rule, ...] = (
         is_fixed=True,
         is_personal=False,
     ),
+    Rule(
+        "tools_added",
+        "tools",
+        "always",
+        _ANY,
+        "nothing: tools that are added to the list during a conversation stand where they came",
+        "Clients add tools in the middle; in front of the conversation they would change the whole prompt.",
+        is_fixed=True,
+    ),
     # --- equal once they are read ------------------------------------------------------------------------------------
     Rule(
         "cache_control",

@@ -150,7 +150,7 @@ class Conversations:
                 session=identity.owner.session_name,
                 leaf=stores.turns.extend(None, steps, until, owner=identity.owner.name),
                 messages=messages,
-                tools=reading.tools,
+                tools=reading.all_tools,
                 tools_digest=identity.tools_digest,
                 packed_ids=exchanged.packed_prompt + pack_ids(emitted),
                 num_prompt_tokens=len(exchanged.prompt),
@@ -159,6 +159,7 @@ class Conversations:
                 fired=reading.effects.fired,
                 images=exchanged.prompt.images,
                 num_computed_tokens=exchanged.num_computed_tokens,
+                tool_layout=reading.tool_layout,
             ),
             is_lasting=until is not None,
         )

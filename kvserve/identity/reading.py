@@ -11,6 +11,7 @@ from kvserve.core import Message, ToolSpec, Written
 from kvserve.identity.owner import Owner
 from kvserve.sessions.explanation import RulesFired
 from kvserve.sessions.seen import Step, TurnRecord
+from kvserve.sessions.tool_layouts import NO_TOOLS, ToolLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,10 @@ class RuleEffects:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A turn that was recognised: `messages` as the model is to see them, with the `tools`.
+    """A turn that was recognised: `messages` as the model is to see them, with the `tools` in front.
 
-    `rendered` are the messages to render: the same, unless past `write` calls are to be shown without their content.
+    `rendered` are the messages to render: the same, unless past `write` calls are to be shown without their content,
+    with the tools that came `later` where they came; `tool_layout` has the places.
     `num_known_messages` at the beginning were seen by the model, in this form or another of the same identity; `before`
     is the newest request that went through the last of them. `writings` has one entry per assistant message: what the
     model wrote there, None where it did not.
@@ -62,6 +64,13 @@ class Reading:
     num_known_messages: int = 0
     before: TurnRecord | None = None
     notes: tuple[str, ...] = ()
+    later: tuple[ToolSpec, ...] = ()
+    tool_layout: ToolLayout = NO_TOOLS
+
+    @property
+    def all_tools(self) -> tuple[ToolSpec, ...]:
+        """The tools of the request, in the order in which the model reads them."""
+        return (*self.tools, *self.later)
 
     @property
     def lasting(self) -> tuple[Message, ...]:

@@ -19,8 +19,9 @@ from kvserve.canonical.layout import same_arguments
 from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.shared_values import with_shared_values
 from kvserve.canonical.write_calls import with_write_content_digested
-from kvserve.core import Message, SessionHint, Turn, Written
+from kvserve.core import Message, Turn, Written
 from kvserve.identity.earlier import Earlier
+from kvserve.identity.later_tools import StandingTools, Told, standing, unplaced
 from kvserve.identity.owner import Owner
 from kvserve.identity.provenance import Wrote, is_shown, num_shown
 from kvserve.identity.reading import Identity, Reading, RuleEffects, with_meanings
@@ -71,16 +72,18 @@ class Recogniser:
         """Recognise a turn. In cache mode `prefix` nothing of earlier turns is looked at: it is rendered as sent."""
         is_full = turn.session.cache_mode == "full"
         sent, shared = self._with_shared_values(turn) if is_full else (turn.messages, frozenset())
-        reading = self._as_sent(turn, sent)
+        reading, tools = self._as_sent(turn, sent), unplaced(turn.tools)
         if turn.session.leaves_no_record and not reading.identity.owner.is_one_client:
             # nothing comes back to a request that leaves no trace of having been here
             self._stores.turns.pass_by(reading.steps())
         elif is_full:
-            reading = self._replayed(reading, turn.session, shared)
+            reading, tools = self._replayed(reading, turn, shared)
         rendered = reading.messages
         if self._settings.digests_writes:
             rendered = with_write_content_digested(rendered)
-        return replace(reading, rendered=rendered)
+        if turn.tool_choice.mode != "none":
+            rendered = tools.in_messages(rendered)
+        return replace(reading, rendered=rendered, tools=tools.front, later=tools.later, tool_layout=tools.layout)
 
     def _with_shared_values(self, turn: Turn) -> tuple[tuple[Message, ...], frozenset[str]]:
         """The messages, and the rules through which they hold telemetry that somebody else sent first."""
@@ -128,8 +131,9 @@ class Recogniser:
 
     # --- what is known of it ------------------------------------------------------------------------------------------
 
-    def _replayed(self, reading: Reading, session: SessionHint, shared: frozenset[str]) -> Reading:
-        """The reading with what is known of its conversation, as far as the request shows that it is its client's."""
+    def _replayed(self, reading: Reading, turn: Turn, shared: frozenset[str]) -> tuple[Reading, StandingTools]:
+        """The reading with what is known of its conversation, as far as the request shows that it is its client's; and
+        where its tools stand."""
         identity, messages = reading.identity, reading.messages
         known = self._stores.turns.find(identity.chains)
         seen = {node.chain: node for node in known.ancestry()} if known is not None else {}
@@ -144,14 +148,20 @@ class Recogniser:
         ]
         tools = reading.tools
         if "tools_order" in identity.rules:
-            until = self._stores.until(session.ttl_seconds)
+            until = self._stores.until(turn.session.ttl_seconds)
             tools = self._stores.turns.tools_as_seen(identity.tools_digest, tools, until)
         nobodys = shared | ({"tools_order"} if tools != reading.tools else set())
         canonical = with_meanings(identity.canonical, [each.meaning for each in recognised])
-        return replace(
+        num_known = _num_known(identity.chains, seen)
+        stands = unplaced(tools)
+        if "tools_added" in identity.rules and tools and not turn.session.leaves_no_record:
+            told = self._told(reading, min(num_known, num_own), newest)
+            stands = standing(tools, told, keeps_order="tools_order" not in identity.rules)
+        if stands.later and turn.tool_choice.mode != "none":
+            nobodys |= {"tools_added"}
+        reading = replace(
             reading,
             messages=tuple(each.message for each in recognised),
-            tools=tools,
             identity=replace(identity, canonical=canonical),
             writings=tuple(each.written for each in recognised if each.message.role == "assistant"),
             effects=RuleEffects(
@@ -160,9 +170,17 @@ class Recogniser:
                 as_sent=frozenset().union(*(each.as_sent for each in recognised)),
                 num_rejected=sum(each.is_rejected for each in recognised),
             ),
-            num_known_messages=_num_known(identity.chains, seen),
+            num_known_messages=num_known,
             before=self._before(reading, known),
+            notes=(*reading.notes, *stands.notes),
         )
+        return reading, stands
+
+    def _told(self, reading: Reading, num_known: int, newest: int) -> Told:
+        """The messages with how the tools stood in the part that is known and shown to be its client's."""
+        identity = reading.identity
+        layouts = self._stores.turns.tool_layouts(identity.chains[:num_known])
+        return Told(reading.messages, identity.canonical, identity.chains, layouts, num_known, newest)
 
     def _wrote_on(self, seen: Mapping[bytes, Seen]) -> Wrote:
         """What the model wrote at the places of a path that was read; also where a client's echo of it, which nothing

@@ -13,6 +13,7 @@ from kvserve.sessions.difference import Difference, first_difference, first_tool
 from kvserve.sessions.explanation_place import Decode, has_thinking, message_at, template_difference
 from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import TurnRecord, pack_ids, packed_common_length
+from kvserve.sessions.tool_layouts import NO_TOOLS, ToolLayout
 from kvserve.sessions.writings import same_words
 
 type Cause = Literal[
@@ -69,7 +70,8 @@ TOLERANCE_TOKENS = 64
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request as the model saw it: messages, prompt ids, tools and their digest, template arguments, and the offsets
-    in its ids where messages begin. `packed_ids` are the same ids as a record keeps them, where they are there."""
+    in its ids where messages begin. `packed_ids` are the same ids as a record keeps them, where they are there;
+    `tool_layout` says where the tools stood."""
 
     request_id: RequestId
     messages: Sequence[Message]
@@ -79,6 +81,7 @@ class Asked:
     tools: Sequence[ToolSpec] = ()
     starts: Sequence[int] = ()
     packed_ids: bytes | None = None
+    tool_layout: ToolLayout = NO_TOOLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +278,7 @@ def _cause(compared: _Comparison, num_cached_tokens: int, reuse: Reuse) -> Cause
     index = message_at(before, shared)
     # A message that differs in the very place where the tokens part is the cause, whatever else has changed.
     if shared < tail and not (difference is not None and index and difference.message_index == index):
-        if before.tools_digest != asked.tools_digest:
+        if _tools_changed(before, asked):
             return "tools changed"
         if (changed := _changed_arguments(before, asked)) is not None:
             return changed
@@ -308,6 +311,13 @@ def _is_behind_the_abort(compared: _Comparison, num_cached_tokens: int) -> bool:
     difference = compared.difference
     is_answer = len(before.ids) > before.num_prompt_tokens
     return difference is not None and is_answer and difference.message_index == len(before.messages) - 1
+
+
+def _tools_changed(before: TurnRecord, asked: Asked) -> bool:
+    """Whether the tools that the model read are others, or stand elsewhere; more of them behind those are no change."""
+    if before.tool_layout.front and asked.tool_layout.front:
+        return not asked.tool_layout.continues(before.tool_layout)
+    return before.tools_digest != asked.tools_digest
 
 
 def _changed_arguments(before: TurnRecord, asked: Asked) -> Cause | None:

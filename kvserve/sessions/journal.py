@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 type Kind = Literal[
-    "node", "read", "place", "record", "tools", "healing", "branch", "counter", "beginning", "telemetry"
+    "node", "read", "place", "record", "tools", "layouts", "healing", "branch", "counter", "beginning", "telemetry"
 ]
 """What a row is: a message as the model saw it; when it was last read; doubts about a place; a request; the first order
-of a set of tools; what the model wrote at a place; a branch of a session; a number that is not given twice; a system
-prompt and how often prompts began with it; the telemetry that came first."""
+of a set of tools; where tools stood in a conversation; what the model wrote at a place; a branch of a session; a number
+that is not given twice; a system prompt and how often prompts began with it; the telemetry that came first."""
 
 type Rows = Mapping[Kind, Sequence[tuple[bytes, bytes]]]
 """Everything that was written down: (key, body) by kind."""

@@ -60,6 +60,10 @@ class PathJournal:
             self._journal.drop("place", chain)
         place.has_row = doubts is not None
 
+    def is_lasting(self, chain: bytes) -> bool:
+        """Whether a node of this place is written down."""
+        return chain in self._places and any(self._kept[node].until is not None for node in self._places[chain].nodes)
+
     def put_record(self, serial: int, record: TurnRecord) -> None:
         """The record of a request, where its path is written down."""
         kept = self._kept[record.leaf]

@@ -97,7 +97,7 @@ def record_bytes(record: TurnRecord) -> int:
     """Bytes that a record holds beyond the path of its leaf."""
     on_path = {id(seen.message) for seen in record.leaf.ancestry()}
     own = sum(message_bytes(message) for message in record.messages if id(message) not in on_path)
-    pointers = len(record.messages) + len(record.tools) + record.leaf.index + 1
+    pointers = len(record.messages) + 2 * len(record.tools) + record.leaf.index + 1
     return (
         VALUE_BYTES
         + sys.getsizeof(record.packed_ids)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from kvserve.core import ImageSpan, Message, RequestId, ToolSpec, Written
+from kvserve.sessions.tool_layouts import NO_TOOLS, ToolLayout
 
 PACKED: Final = "I"
 """Token ids are packed as unsigned 32-bit integers in the machine's byte order."""
@@ -86,7 +87,8 @@ class TurnRecord:
 
     `messages`: all that the model read, in order and as it read them, those that are no part of the identity too, and
     what it wrote. `packed_ids`: the prompt's model tokens and the emitted ones (`pack_ids`), `images` the runs among
-    them that stand for images. `starts`: the offset in model tokens where each message of the prompt begins.
+    them that stand for images. `starts`: the offset in model tokens where each message of the prompt begins. `tools`
+    are those that could be called, `tool_layout` says which of them stood in front and where the others came in.
     `num_computed_tokens`: of a request whose client left, how many of them were computed; None for a complete one.
     """
 
@@ -103,6 +105,7 @@ class TurnRecord:
     fired: frozenset[str]
     images: tuple[ImageSpan, ...] = ()
     num_computed_tokens: int | None = None
+    tool_layout: ToolLayout = NO_TOOLS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "template_arguments", MappingProxyType(dict(self.template_arguments)))

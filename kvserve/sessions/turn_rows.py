@@ -30,6 +30,7 @@ from kvserve.sessions.message_rows import (
     written_row,
 )
 from kvserve.sessions.seen import PACKED, PACKED_BYTES, Seen, TurnRecord
+from kvserve.sessions.tool_layouts import NO_TOOLS, layout_of, layout_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,7 @@ def record_body(serial: int, record: TurnRecord) -> bytes:
         "fired": sorted(record.fired),
         "images": [[span.start, span.end, span.digest] for span in record.images],
         "num_computed_tokens": record.num_computed_tokens,
+        "tool_layout": layout_row(record.tool_layout),
     }
     return dump(row) + b"\n" + _little_endian(record.packed_ids)
 
@@ -172,6 +174,7 @@ def record_of(body: bytes, leaf: Seen) -> tuple[int, TurnRecord]:
         fired=frozenset(text_of(rule) for rule in items(row.get("fired"))),
         images=tuple(_image(items(span)) for span in items(row.get("images"))),
         num_computed_tokens=None if row.get("num_computed_tokens") is None else number(row["num_computed_tokens"]),
+        tool_layout=layout_of(row["tool_layout"]) if row.get("tool_layout") is not None else NO_TOOLS,
     )
     return number(row.get("serial")), record
 

@@ -21,6 +21,7 @@ from kvserve.sessions.passers_by import PassersBy
 from kvserve.sessions.path_journal import PathJournal
 from kvserve.sessions.records import RecordShelf
 from kvserve.sessions.seen import Seen, Step, TurnRecord
+from kvserve.sessions.tool_layouts import ToolLayout, ToolLayouts
 from kvserve.sessions.tool_order import ToolOrders
 from kvserve.sessions.turn_rows import doubts_of, record_of
 from kvserve.sessions.writings import said_digest, same_words, same_writing
@@ -75,6 +76,7 @@ class TurnStore:
         self._rows = PathJournal(journal, self._kept, self._places)
         self._records = RecordShelf(max_record_bytes, self._rows.record_gone)
         self._tools = ToolOrders(max_tool_sets, max_tool_bytes, journal)
+        self._layouts = ToolLayouts(journal=journal)
         self._passers_by = PassersBy()
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -171,6 +173,24 @@ class TurnStore:
             self._num_reads += 1
             if self._records.put(record) and is_lasting:
                 self._rows.put_record(self._num_reads, record)
+            if record.tool_layout.front:
+                self._put_layout(record, is_lasting=is_lasting)
+
+    def _put_layout(self, record: TurnRecord, *, is_lasting: bool) -> None:
+        """Note where the tools of a request stood: at its first answer, at the messages that brought more and, where
+        others were in force after that, at its end."""
+
+        def put(chain: bytes, layout: ToolLayout) -> None:
+            if chain in self._places:
+                self._layouts.put(chain, layout, is_lasting=is_lasting and self._rows.is_lasting(chain))
+
+        path = record.leaf.path()
+        answer = next((seen.chain for seen in path if seen.written is not None), None)
+        for chain, layout in record.tool_layout.stages(answer):
+            put(chain, layout)
+        last = next((found[0] for seen in reversed(path) if (found := self._layouts.at(seen.chain))), None)
+        if last not in (None, record.tool_layout):
+            put(record.leaf.chain, record.tool_layout)
 
     def tools_as_seen(
         self, digest: bytes, tools: Sequence[ToolSpec], until: float | None = None
@@ -178,6 +198,12 @@ class TurnStore:
         """The same set of tools in the order in which it first came. `digest` is the set's, free of order."""
         with self._lock:
             return self._tools.as_seen(digest, tools, until)
+
+    def tool_layouts(self, chains: Sequence[bytes]) -> list[tuple[int, ToolLayout]]:
+        """How the tools stood in requests that went through these messages: each layout with the index of the message
+        from which on it holds, the last message first. None holds before the first answer."""
+        with self._lock:
+            return [(index, each) for index in reversed(range(len(chains))) for each in self._layouts.at(chains[index])]
 
     def forget(self, is_gone: Callable[[str], bool]) -> int:
         """Forget the conversations of these owners, and whose tools came in which order first, as nobody knows who sent
@@ -201,6 +227,7 @@ class TurnStore:
             self._num_bytes = 0
             self._records.clear()
             self._tools.clear()
+            self._layouts.clear()
             self._passers_by.clear()
 
     # --- nodes --------------------------------------------------------------------------------------------------------
@@ -298,6 +325,9 @@ class TurnStore:
         self._rows.doubts(seen.chain)
         if not place.nodes:
             del self._places[seen.chain]
+            self._layouts.drop(seen.chain)
+        elif not self._rows.is_lasting(seen.chain):
+            self._layouts.drop_row(seen.chain)
 
     # --- bounds -------------------------------------------------------------------------------------------------------
 
@@ -346,6 +376,7 @@ class TurnStore:
                 self._num_reads = max(self._num_reads, serial)
                 self._records.put(record)
             self._tools.load(rows)
+            self._layouts.load(rows, self._rows.is_lasting)
             self._shrink(self._max_bytes)
 
     def put_all(self) -> None:
@@ -354,6 +385,7 @@ class TurnStore:
             self._rows.put_all((self._num_reads + place, record) for place, record in enumerate(self._records))
             self._num_reads += len(self._records)
             self._tools.put_all()
+            self._layouts.put_all()
 
     def expire(self, now: float) -> None:
         """Forget the paths whose rows nobody needs any more."""
@@ -395,6 +427,7 @@ class TurnStore:
         with self._lock:
             self._check_nodes()
             self._records.check_integrity()
+            self._layouts.check_integrity()
             assert self._num_bytes == sum(kept.num_bytes for kept in self._kept.values()), "bytes do not add up"
             assert len(self._kept) <= self._max_nodes and self._num_bytes <= self._max_bytes, "over a limit"
 

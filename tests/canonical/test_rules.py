@@ -39,7 +39,7 @@ def test_every_rule_has_a_recorded_pair() -> None:
     assert all(pair["rule"] == name and pair["source"] for name, pair in PAIRS.items())
 
 
-@pytest.mark.parametrize("name", [name for name in PAIRS if name != "tools_order"])
+@pytest.mark.parametrize("name", [name for name in PAIRS if not name.startswith("tools_")])
 def test_both_forms_of_a_pair_have_one_identity(name: str) -> None:
     """What the rule was made for continues the same turn, whichever form is sent first."""
     pair = PAIRS[name]
@@ -47,7 +47,9 @@ def test_both_forms_of_a_pair_have_one_identity(name: str) -> None:
     assert identity(pair["seen"]) == identity(pair["sent"])
 
 
-@pytest.mark.parametrize("name", [name for name in PAIRS if name not in READ_AS_EQUAL | {"tools_order", "message_id"}])
+@pytest.mark.parametrize(
+    "name", [name for name in PAIRS if name not in READ_AS_EQUAL | {"tools_order", "tools_added", "message_id"}]
+)
 def test_without_its_rule_a_pair_has_two_identities(name: str) -> None:
     """No rule is there for nothing, and none does another one's work."""
     rules = select({name: "off"})
@@ -114,7 +116,7 @@ def test_with_all_rules_off_a_message_is_known_by_what_was_sent() -> None:
     """CACHE_CANONICALIZE_TOOL_CONTEXT=false: no pair that reaches the rules has one identity any more."""
     rules = select({}, enabled=False)
     for name, pair in PAIRS.items():
-        if name not in READ_AS_EQUAL | {"tools_order"}:
+        if name not in READ_AS_EQUAL | {"tools_order", "tools_added"}:
             assert identity(pair["seen"], rules) != identity(pair["sent"], rules), name
             for sent, seen in zip(messages(pair["sent"]), messages(pair["seen"]), strict=False):
                 assert replay(sent, seen, wrote=seen, in_history=True, rules=rules).message == sent

@@ -1,6 +1,7 @@
 """The turn store's rows come back as they were, in every field; half of one is refused."""
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvserve.core import ImageSpan, Message, TextBlock, ToolSpec, Written
 from kvserve.sessions.seen import Seen, TurnRecord
+from kvserve.sessions.tool_layouts import AddedTools, ToolLayout
 from kvserve.sessions.turn_rows import (
     Doubts,
     Reading,
@@ -79,6 +81,7 @@ def test_a_record_comes_back_in_every_field() -> None:
         fired=frozenset({"b", "a"}),
         images=(ImageSpan(1, 2, "digest"),),
         num_computed_tokens=3,
+        tool_layout=ToolLayout((b"\x01\xfe",), (AddedTools(path.chain, (b"\x02", b"\x03")),)),
     )
     serial, again = record_of(record_body(7, record), path)
     assert serial == 7
@@ -94,3 +97,13 @@ def test_a_broken_record_is_refused(body: bytes) -> None:
     path = TurnStore().extend(None, steps_of("ab"))
     with pytest.raises(ValueError, match=r"."):
         record_of(body, path)
+
+
+def test_a_record_from_before_layouts_comes_back_without() -> None:
+    """Files that were written by an earlier version stay whole."""
+    path = TurnStore().extend(None, steps_of("ab"))
+    body = record_body(7, samples.record_of(path))
+    line, _, packed = body.partition(b"\n")
+    row = {name: value for name, value in json.loads(line).items() if name != "tool_layout"}
+    _, again = record_of(json.dumps(row).encode() + b"\n" + packed, path)
+    assert again.tool_layout == ToolLayout()

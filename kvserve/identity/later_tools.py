@@ -1,0 +1,125 @@
+"""Where the tools of a request stand: in front of the conversation, or where they came in once it had begun.
+
+A client that adds tools to its list in the middle of a conversation says nothing of the place. Where the tools that the
+known part was rendered with are all in the new list, as they were, the others stand at the first message that is new.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from kvserve.canonical.canonicalise import Canonical, tool_digest
+from kvserve.core import Message, ToolBlock, ToolResultBlock, ToolSpec, tool_blocks
+from kvserve.sessions.tool_layouts import NO_TOOLS, AddedTools, ToolLayout
+
+
+@dataclass(frozen=True, slots=True)
+class StandingTools:
+    """The tools of a request by their places: `front`, and by the index of a message those that it brings in. `new` are
+    the names of those that no request before brought in."""
+
+    layout: ToolLayout
+    front: tuple[ToolSpec, ...]
+    added: Mapping[int, tuple[ToolSpec, ...]]
+    new: tuple[str, ...] = ()
+
+    @property
+    def later(self) -> tuple[ToolSpec, ...]:
+        """Those that are not in front, in the order in which they came."""
+        return tuple(tool for index in sorted(self.added) for tool in self.added[index])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is told of the new ones."""
+        return (f"tools added where the conversation is: {', '.join(self.new)}",) if self.new else ()
+
+    def in_messages(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages with what they bring in."""
+        return tuple(
+            _with_tools(message, self.added[index]) if index in self.added else message
+            for index, message in enumerate(messages)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A request's messages with what they are known by. `layouts`: those that the part of it which is known, and shown
+    to be its client's, was rendered with, each with the index of the message from which on it holds, the last message
+    first. `num_known` messages at the beginning belong to that part; `newest` is the first that is not answered yet."""
+
+    messages: Sequence[Message]
+    canonical: Sequence[Canonical]
+    chains: Sequence[bytes]
+    layouts: Sequence[tuple[int, ToolLayout]]
+    num_known: int
+    newest: int
+
+
+def unplaced(tools: Sequence[ToolSpec]) -> StandingTools:
+    """All of them in front, of which nothing is remembered."""
+    return StandingTools(NO_TOOLS, tuple(tools), {})
+
+
+def standing(tools: Sequence[ToolSpec], told: Told, *, keeps_order: bool) -> StandingTools:
+    """The tools where they stood, and those that are new where the new part begins; all in front where that part knows
+    another list, or where nothing of it is known. `keeps_order`: the order of the list counts."""
+    by_digest = {tool_digest(tool): tool for tool in tools}
+    if len(by_digest) != len(tools) or len({tool.name for tool in tools}) != len(tools):
+        return unplaced(tools)
+    front = StandingTools(ToolLayout(tuple(by_digest)), tuple(tools), {})
+    known = [each for each in told.layouts if _fits(each[1], by_digest, told.chains, keeps_order=keeps_order)]
+    place = _place_of_new(told)
+    usable = [
+        (index, len(layout.tools), layout)
+        for index, layout in known
+        if len(layout.tools) == len(tools) or (place is not None and index < place)
+    ]
+    if not usable:
+        return front
+    _, _, layout = max(usable, key=lambda each: each[:2])  # the one that was in force last
+    found = _placed(layout, by_digest, told, place)
+    # what a message itself says of such a tool may stand before the place that it would have
+    named = {block.name for block in tool_blocks(told.messages)}
+    return found if named.isdisjoint(tool.name for tool in found.later) else front
+
+
+def _fits(layout: ToolLayout, tools: Mapping[bytes, ToolSpec], chains: Sequence[bytes], *, keeps_order: bool) -> bool:
+    """Whether all tools of the layout are in the list, as they were, and their messages in the conversation."""
+    if any(each.place not in chains for each in layout.added):
+        return False
+    if keeps_order:
+        return tuple(islice(tools, len(layout.tools))) == layout.tools
+    return tools.keys() >= set(layout.tools)
+
+
+def _placed(layout: ToolLayout, tools: Mapping[bytes, ToolSpec], told: Told, place: int | None) -> StandingTools:
+    """The tools as the layout has them, and at the message `place` those that it has not."""
+    new = tuple(digest for digest in tools if digest not in layout.tools)
+    if new and place is not None:
+        layout = replace(layout, added=(*layout.added, AddedTools(told.chains[place], new)))
+    added = {told.chains.index(each.place): tuple(tools[digest] for digest in each.tools) for each in layout.added}
+    front = tuple(tools[digest] for digest in layout.front)
+    return StandingTools(layout, front, added, tuple(tools[digest].name for digest in new))
+
+
+def _place_of_new(told: Told) -> int | None:
+    """The first message that is new, or not answered yet, and can bring tools in."""
+    behind = range(min(told.num_known, told.newest), len(told.messages))
+    return next((index for index in behind if _can_bring(told.messages[index], told.canonical[index])), None)
+
+
+def _can_bring(message: Message, canonical: Canonical) -> bool:
+    """Whether tools can stand in a message: it is not the model's, and the next request will send it again."""
+    return message.role != "assistant" and canonical.message is not None
+
+
+def _with_tools(message: Message, tools: Sequence[ToolSpec]) -> Message:
+    """The message with the tools before its words; in the last one of its results, if it has any, behind them."""
+    blocks = tuple(map(ToolBlock.of, tools))
+    results = [index for index, block in enumerate(message.blocks) if isinstance(block, ToolResultBlock)]
+    if not results:
+        return replace(message, blocks=(*blocks, *message.blocks))
+    last = message.blocks[results[-1]]
+    if isinstance(last, ToolResultBlock):
+        last = replace(last, blocks=(*last.blocks, *blocks))
+    return replace(message, blocks=(*message.blocks[: results[-1]], last, *message.blocks[results[-1] + 1 :]))
