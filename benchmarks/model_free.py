@@ -18,6 +18,7 @@ from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
 from kvserve.config import Settings
 from kvserve.core import NOBODY, GenerationRequest, JsonObject, RequestDefaults, RequestId, ToolCallBlock
 from kvserve.engine.model import LoadedModel, load
+from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.prefix_cache import PrefixCache, Tenancy
 from kvserve.engine.row_bytes import RowBytes
 from kvserve.engine.rows import Generation, Row
@@ -98,6 +99,7 @@ class PlaybackEngine:
         self._entered: tuple[Tenancy, list[Any]] | None = None
         self.script: Callable[[GenerationRequest], Script | None] = lambda request: None
         self.cache = self._emptied()
+        self.digest = ModelDigest(Path(), None, print, print)  # not needed: nothing outlives the process
 
     def _emptied(self) -> PrefixCache:
         return PrefixCache(self._model, self._settings, UNLIMITED_BYTES, "model-free")
