@@ -109,7 +109,10 @@ def test_memory_and_a_raw_prompt_are_shown(app: AppUnderTest, page: Page) -> Non
     """RAM and disk against their budgets; a raw prompt that was changed has its character and no message."""
     text = f"The {SECRET} by the window, the piano by the door and the drum by the stairs are tuned on Sundays. " * 3
     for day in range(2):
-        assert app.post(COMPLETION_PATH, {"prompt": f"Day {day}. {text}", "max_tokens": 1}).status == 200
+        assert (
+            app.post(COMPLETION_PATH, {"prompt": f"Day {day}. {text}", "max_tokens": 1, "session_id": "raw"}).status
+            == 200
+        )
     watch(page, app)
     assert page.eventually("document.getElementById('misses').innerText.includes('prompt changed at character 4')")
     report = app.get("/v1/cache").json
