@@ -7,7 +7,7 @@ arrays stop in `engine/`; whatever travels between rooms is one of the types bel
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NewType
 
@@ -135,14 +135,16 @@ def _specs(tools: Iterable[ToolSpec | ToolBlock]) -> tuple[ToolSpec, ...]:
     return tuple(spec for spec in specs if spec is not None)
 
 
-def tool_blocks(messages: Iterable[Message]) -> Iterator[ToolBlock]:
-    """What changes the tools in the messages, in order, tool results included."""
-    for message in messages:
-        for block in message.blocks:
-            if isinstance(block, ToolBlock):
-                yield block
-            elif isinstance(block, ToolResultBlock):
-                yield from (inner for inner in block.blocks if isinstance(inner, ToolBlock))
+def tool_blocks(messages: Iterable[Message]) -> list[ToolBlock]:
+    """What changes the tools in the messages, in order, tool results included. A request asks this of its whole history
+    several times, so it is one comprehension."""
+    return [
+        inner
+        for message in messages
+        for block in message.blocks
+        for inner in (block.blocks if isinstance(block, ToolResultBlock) else (block,))
+        if isinstance(inner, ToolBlock)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

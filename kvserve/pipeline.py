@@ -35,6 +35,7 @@ from kvserve.core import (
     ToolCallPiece,
     ToolCallStart,
     ToolResultBlock,
+    ToolSpec,
     Turn,
     Waiting,
     known_tools,
@@ -135,7 +136,8 @@ def _submitted(turn: Turn, served: ServedModel, *, may_keep: bool) -> RunningTur
     prompt = _render(turn, reading, served) if reading is not None else _raw_prompt(turn, served)
     owner = served.conversations.owner(turn.session)
     max_tokens, cut_by = _max_tokens(turn, served, len(prompt.tokens))
-    promise = _promise(turn, served, prompt)
+    offered = offered_tools(turn.tools, turn.messages)
+    promise = _promise(turn, offered, served, prompt)
     prompt = replace(prompt, notes=(*prompt.notes, *promise.notes))
     request = GenerationRequest(
         request_id=turn.request_id,
@@ -168,7 +170,7 @@ def _submitted(turn: Turn, served: ServedModel, *, may_keep: bool) -> RunningTur
         served.conversations.raw_before(prompt.text, owner) if reading is None else None,
         served.engine.digest.status.reason,
     )
-    return RunningTurn(submitted, _answer_reader(turn, served, prompt), served.conversations, served.observe)
+    return RunningTurn(submitted, _answer_reader(turn, offered, served, prompt), served.conversations, served.observe)
 
 
 def count_tokens(turn: Turn, served: ServedModel) -> int:
@@ -353,10 +355,9 @@ def _raw_prompt(turn: Turn, served: ServedModel) -> Prompt:
     )
 
 
-def _answer_reader(turn: Turn, served: ServedModel, prompt: Prompt) -> AnswerReader:
+def _answer_reader(turn: Turn, tools: tuple[ToolSpec, ...], served: ServedModel, prompt: Prompt) -> AnswerReader:
     splitter = None
     if turn.raw_prompt is None:
-        tools = offered_tools(turn.tools, turn.messages)
         splitter = Splitter(
             served.output_format,
             starts_in_reasoning=prompt.opens_reasoning,
@@ -395,13 +396,13 @@ def _max_tokens(turn: Turn, served: ServedModel, num_prompt_tokens: int) -> tupl
     return wanted, "DEFAULT_MAX_TOKENS" if turn.max_tokens is None else "max_tokens"
 
 
-def _promise(turn: Turn, served: ServedModel, prompt: Prompt) -> Promise:
+def _promise(turn: Turn, tools: Sequence[ToolSpec], served: ServedModel, prompt: Prompt) -> Promise:
     """The grammar of tool choice, strict tools and response format. Raises BadRequest."""
     if turn.raw_prompt is not None:
         return build_raw_grammar(turn.response_format)
     bounds = served.output_format.thinking_bounds
     return build_grammar(
-        tools=offered_tools(turn.tools, turn.messages),
+        tools=tools,
         tool_choice=turn.tool_choice,
         parallel_tool_calls=turn.parallel_tool_calls,
         response_format=turn.response_format,

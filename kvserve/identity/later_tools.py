@@ -78,6 +78,8 @@ def standing(tools: Sequence[ToolSpec], told: Told, *, keeps_order: bool) -> Sta
         return front
     _, _, layout = max(usable, key=lambda each: each[:2])  # the one that was in force last
     found = _placed(layout, by_digest, told, place)
+    if not found.later:
+        return found
     # what a message itself says of such a tool may stand before the place that it would have
     named = {block.name for block in tool_blocks(told.messages)}
     return found if named.isdisjoint(tool.name for tool in found.later) else front
