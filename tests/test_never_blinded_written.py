@@ -6,6 +6,7 @@ could come back; the texts hold everywhere what rules are made for. Judge is a s
 
 import copy
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -218,7 +219,6 @@ CHANGES: dict[str, Callable[[Body], None]] = {
     "a schema's enum": _schema(lambda function: function["parameters"]["properties"]["path"]["enum"].reverse()),
     "a schema's keys in another order": _schema(_reordered_keys),
     "a tool's description": _schema(lambda function: function.update(description="Look at a pile.")),
-    "a tool more": lambda body: body["tools"].append({**OTHER_TOOL, "function": {"name": "go"}}),
     "no tools": lambda body: body.pop("tools"),
     "the thinking switch": _given(chat_template_kwargs={"enable_thinking": False}),
 }
@@ -306,6 +306,20 @@ def test_a_change_reaches_the_model(
     remembering, fresh = (said(read(model, body), less_thinking=less_thinking) for model in (old, new))
     assert remembering == fresh
     assert (remembering != unchanged) == is_shown(old, change)
+
+
+def test_a_tool_more_reaches_the_model_where_it_comes(
+    models: tuple[str, ModelFree, ModelFree], style: Style, before: tuple[Body, str]
+) -> None:
+    """It is described behind what the model has read, which stays as it was."""
+    _, old, _ = models
+    body, unchanged = copy.deepcopy(before)
+    body["tools"].append({**OTHER_TOOL, "function": {"name": "go", "description": "Walk to a hill."}})
+    remembering = said(read(old, body), less_thinking=not style.thinks)
+    ahead = len(os.path.commonprefix([remembering, unchanged]))
+    behind = len(os.path.commonprefix([remembering[ahead:][::-1], unchanged[ahead:][::-1]]))
+    assert ahead + behind == len(unchanged), "something else changed too"
+    assert "Walk to a hill." in remembering[ahead : len(remembering) - behind]
 
 
 @pytest.mark.parametrize(
