@@ -19,6 +19,17 @@ class Payload(Protocol):
     def num_bytes(self) -> int: ...
 
 
+class Copy(Protocol):
+    """A record's copy in another tier: it is there once it is written, and no longer once it is forgotten. Both happen
+    there and are seen here."""
+
+    @property
+    def is_written(self) -> bool: ...
+
+    @property
+    def is_forgotten(self) -> bool: ...
+
+
 BoundaryKind = Literal["system", "user", "message", "tail", "image", "divergence", "answer", "stride"]
 """Why a prefill stops at an offset: end of system and tools, of a user message, of another message, of the newest
 message before the generation tail, before an image, where a stored branch leaves, end of an answer, else distance."""

@@ -89,7 +89,7 @@ class Store:
         state = self.state_of(node)
         if state is None:
             return
-        node.checkpoint = None
+        node.checkpoint = node.copies.state = None
         self.ram.drop(state.checkpoint.record_id)
         self.checkpoint_bytes -= state.checkpoint.num_bytes
         self.num_checkpoints -= 1
@@ -162,6 +162,11 @@ class Store:
         if node.checkpoint is None or (payload := self.ram.get(node.checkpoint.record_id)) is None:
             return None
         return State(node.checkpoint, payload)
+
+    def last_bytes(self, node: Node) -> int:
+        """The size of the record at a node's end: its state, or the rows that it is in."""
+        record = node.checkpoint or node.segment
+        return record.num_bytes if record is not None else 0
 
     # --- records ------------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class Sweep:
         self._check_at = -math.inf
         self._keep_alive_at = -math.inf
         self._order = count()
-        self.before_leaving: Callable[[Node], None] | None = None
+        self.before_leaving: Callable[[Sequence[Node], bool], None] | None = None
 
     def expect_change(self) -> None:
         """Something may be too many, or may leave, that could not before: the next run looks at every node."""
@@ -76,12 +76,12 @@ class Sweep:
     def _remove(self, nodes: Sequence[Node]) -> None:
         """A leaf leaves, then its ancestors in this order."""
         if self.before_leaving is not None:
-            self.before_leaving(nodes[0])
+            self.before_leaving(nodes, False)
         self._store.remove_leaves(nodes)
 
     def _drop_state(self, node: Node) -> None:
         if self.before_leaving is not None:
-            self.before_leaving(node)
+            self.before_leaving([node], True)
         self._store.drop_checkpoint(node)
 
     # --- time and number ----------------------------------------------------------------------------------------------

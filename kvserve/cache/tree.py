@@ -20,6 +20,7 @@ from kvserve.cache.eviction import SCORES, Score
 from kvserve.cache.forgetting import IsForgotten, forget_users
 from kvserve.cache.integrity import check_shape, check_totals
 from kvserve.cache.kept_path import KeptPath, kept_path
+from kvserve.cache.leaving import Leaving
 from kvserve.cache.match import Match
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.recent_names import RecentNames
@@ -256,9 +257,12 @@ class PrefixTree:
     def _kept(self, last: Node) -> KeptPath:
         return kept_path(self._store, self._hasher, last)
 
-    def before_leaving(self, tell: Callable[[KeptPath], None]) -> None:
-        """From now on `tell` hears of every path whose end the limits let leave, before it does."""
-        self._sweep.before_leaving = lambda last: tell(self._kept(last))
+    def before_leaving(self, tell: Callable[[Leaving], None]) -> None:
+        """From now on `tell` hears of all that the limits let leave, before it does; what another tier had is void."""
+        self._trie.forget_copies()
+        self._sweep.before_leaving = lambda nodes, is_state_only: tell(
+            Leaving(nodes, is_state_only, self._store.last_bytes(nodes[0]), self._kept)
+        )
 
     # --- limits -------------------------------------------------------------------------------------------------------
 

@@ -298,13 +298,13 @@ class DiskCache:
         try:
             if blob.head.kind == "checkpoint":
                 state = decode_state(blob.note, blob.tensors)
-                self._extend(hold, goal.end, None, state, blob)
+                self._extend(hold, goal.end, None, state, entry)
                 self.num_restores += 1
             else:
                 kv = decode_kv(blob.note, blob.tensors)
                 if kv.num_tokens != len(blob.head.tokens):
                     raise NotReadable(f"{kv.num_tokens} rows for {len(blob.head.tokens)} tokens")
-                self._extend(hold, min(goal.ends[goal.segments.index(entry)], goal.end), kv, None, blob)
+                self._extend(hold, min(goal.ends[goal.segments.index(entry)], goal.end), kv, None, entry)
                 self.num_restores += not self._needs_checkpoints and entry is goal.segments[-1]
         except RowsGone:
             return False
@@ -317,9 +317,9 @@ class DiskCache:
         hold.num_restored_tokens += max(num_tokens, blob.head.kind == "checkpoint")
         return True
 
-    def _extend(self, hold: Hold, end: int, kv: KvSlice | None, state: StateSnapshot | None, blob: Blob) -> None:
+    def _extend(self, hold: Hold, end: int, kv: KvSlice | None, state: StateSnapshot | None, entry: Entry) -> None:
         """The lease grows to `end` over rows that RAM has, and over those that were read."""
-        first = blob.head.tokens.start
+        first = entry.head.tokens.start
 
         def take_rows(start: int, stop: int) -> KvSlice:
             if kv is None or start < first:
@@ -327,10 +327,16 @@ class DiskCache:
             is_whole = (start - first, stop - first) == (0, kv.num_tokens)
             return kv if is_whole else merged([(kv, start - first, stop - first)])
 
-        is_border = state is not None or end == blob.head.tokens.end
-        kind = blob.head.boundary if is_border else "stride"
+        is_border = state is not None or end == entry.head.tokens.end
+        kind = entry.head.boundary if is_border else "stride"
         take_state = None if state is None else (lambda: state)
-        self._tree.extend(hold.lease, hold.tokens, max(end, hold.lease.num_tokens), take_rows, take_state, kind)
+        end = max(end, hold.lease.num_tokens)
+        extension = self._tree.extend(hold.lease, hold.tokens, end, take_rows, take_state, kind)
+        copies = hold.lease.node.copies
+        if extension.num_new_tokens:
+            copies.rows = (entry,)
+        if extension.has_new_checkpoint:
+            copies.state = entry
 
     # --- what is worth reading ----------------------------------------------------------------------------------------
 
