@@ -139,6 +139,18 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that may be added before anything leaves for it, and how many of them in states."""
+
+    num_bytes: float
+    num_state_bytes: float
+
+    def fits(self, num_bytes: float, num_state_bytes: float) -> bool:
+        """Whether so much may be added, `num_state_bytes` of it in states."""
+        return num_bytes <= self.num_bytes and num_state_bytes <= self.num_state_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStats:
     """What the cache holds and has done so far; a snapshot for other threads."""
 

@@ -32,6 +32,7 @@ from kvserve.cache.records import (
     Limits,
     MatchCause,
     Payload,
+    Room,
 )
 from kvserve.cache.renaming import rename
 from kvserve.cache.store import CutPayload, Store
@@ -63,7 +64,7 @@ class PrefixTree:
         self._trie = Trie(use_index=use_index)
         self._ram = RamTier()
         self._store = Store(self._trie, self._ram, cut_payload)
-        self._sweep = Sweep(self._store, limits, score, needs_checkpoints=needs_checkpoints)
+        self._sweep = Sweep(self._store, limits, score, self._kept, needs_checkpoints=needs_checkpoints)
         self._leases: set[Lease] = set()
         self._owners_seen_at: dict[str, float] = {}
         self._live_bytes = 0
@@ -260,9 +261,7 @@ class PrefixTree:
     def before_leaving(self, tell: Callable[[Leaving], None]) -> None:
         """From now on `tell` hears of all that the limits let leave, before it does; what another tier had is void."""
         self._trie.forget_copies()
-        self._sweep.before_leaving = lambda nodes, is_state_only: tell(
-            Leaving(nodes, is_state_only, self._store.last_bytes(nodes[0]), self._kept)
-        )
+        self._sweep.before_leaving = tell
 
     # --- limits -------------------------------------------------------------------------------------------------------
 
@@ -312,6 +311,10 @@ class PrefixTree:
     def account_live(self, num_bytes: int) -> None:
         """Say how many bytes the live rows' own caches hold: they count in the limit."""
         self._live_bytes = num_bytes
+
+    def room(self) -> Room:
+        """What may be added beside the live rows' own caches before anything leaves for it."""
+        return self._sweep.room(self._live_bytes)
 
     def evict(self, num_needed_bytes: int = 0) -> Eviction:
         """Bring the RAM tier within its limits, with room for `num_needed_bytes` more.

@@ -468,7 +468,7 @@ def test_a_record_that_is_not_in_the_other_tier_is_told(
         if not leaving.is_copied or leaving.unwritten():
             told.append((leaving.path().run.end, leaving.is_copied, len(leaving.unwritten())))
 
-    tree._sweep.before_leaving = lambda nodes, is_state_only: tell(Leaving(nodes, is_state_only, 0, tree._kept))
+    tree._sweep.before_leaving = tell
     tree.evict()
     assert not left and tree.stats().num_nodes == 0
     assert set(told) == (set() if is_copied and not num_unwritten else {(36, is_copied, num_unwritten)})
