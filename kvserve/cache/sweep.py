@@ -92,7 +92,7 @@ class Sweep:
     def _remove(self, nodes: Sequence[Node]) -> None:
         """A leaf leaves, then its ancestors in this order."""
         self._tell(nodes, is_state_only=False)
-        self._store.remove_leaves(nodes)
+        self._store.loosen_leaves(nodes)
 
     def _drop_state(self, node: Node) -> None:
         self._tell([node], is_state_only=True)
@@ -231,6 +231,7 @@ class Sweep:
     def _make_room(self, reserved_bytes: int) -> None:
         """Leaves and plain checkpoints leave by score; then, where only live rows' paths are left, all checkpoints."""
         budget = self._limits.max_bytes - reserved_bytes
+        self._store.fit()
         if self._store.ram.num_bytes <= budget:
             return
         levels = self._levels()
@@ -242,7 +243,9 @@ class Sweep:
         ]
         heapq.heapify(queue)
         while queue and self._store.ram.num_bytes > budget:
-            self._leave(heapq.heappop(queue), queue)
+            while queue and self._store.num_bytes_once_fit > budget:
+                self._leave(heapq.heappop(queue), queue)
+            self._store.fit()
         if self._store.ram.num_bytes > budget:
             rest = [
                 self._ranked(node, is_leaf=False, level=level)

@@ -9,6 +9,7 @@ import pytest
 from kvserve.cache import kept_path
 from kvserve.cache import tree as tree_module
 from kvserve.cache.leaving import Leaving
+from kvserve.cache.records import Payload
 from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import Node, Trie
 from kvserve.core import TokenSequence
@@ -20,6 +21,7 @@ from tests.cache.payloads import (
     Rows,
     WholeState,
     assert_exact,
+    cut_rows,
     joined,
     make_tree,
     store,
@@ -392,6 +394,31 @@ def test_without_keep_alive_the_short_class_ends() -> None:
     clock.now += 301
     tree.evict()
     assert tree.stats().num_nodes == 0
+
+
+@pytest.mark.parametrize("num_left_tokens", [0, 14])
+def test_a_record_that_leaves_piece_by_piece_is_cut_once(num_left_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many nodes stand in one joined record, because states stand inside it: whatever leaves of it is one copy of what
+    remains, none where nothing does."""
+    tree = make_tree(needs_checkpoints=True)
+    prompt = tokens(*range(100))
+    store(tree, prompt, range(2, 101, 2))
+    while (run := tree.plan_coalesce()) is not None:
+        tree.replace(run, joined(run.pieces))
+    assert (tree.stats().num_nodes, tree.stats().num_segments) == (50, 1)
+    cuts: list[tuple[int, int]] = []
+
+    def cut(payload: Payload, start: int, end: int) -> Payload:
+        cuts.append((start, end))
+        return cut_rows(payload, start, end)
+
+    monkeypatch.setattr(tree._store, "_cut_payload", cut)
+    tree.acquire(tree.lookup(tokens(*range(num_left_tokens + 1))))  # what a live row stands on stays
+    tree.evict(num_needed_bytes=ROOMY.max_bytes)
+    assert cuts == ([(0, num_left_tokens)] if num_left_tokens else [])
+    assert tree.stats().num_stored_tokens == num_left_tokens
+    assert_exact(tree.lookup(prompt), prompt)
+    tree.check_integrity()
 
 
 # --- what another tier has --------------------------------------------------------------------------------------------
