@@ -6,10 +6,10 @@ could come back; the texts hold everywhere what rules are made for. Judge is a s
 
 import copy
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -308,6 +308,11 @@ def test_a_change_reaches_the_model(
     assert (remembering != unchanged) == is_shown(old, change)
 
 
+def _num_common(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
 def test_a_tool_more_reaches_the_model_where_it_comes(
     models: tuple[str, ModelFree, ModelFree], style: Style, before: tuple[Body, str]
 ) -> None:
@@ -316,8 +321,8 @@ def test_a_tool_more_reaches_the_model_where_it_comes(
     body, unchanged = copy.deepcopy(before)
     body["tools"].append({**OTHER_TOOL, "function": {"name": "go", "description": "Walk to a hill."}})
     remembering = said(read(old, body), less_thinking=not style.thinks)
-    ahead = len(os.path.commonprefix([remembering, unchanged]))
-    behind = len(os.path.commonprefix([remembering[ahead:][::-1], unchanged[ahead:][::-1]]))
+    ahead = _num_common(remembering, unchanged)
+    behind = _num_common(remembering[ahead:][::-1], unchanged[ahead:][::-1])
     assert ahead + behind == len(unchanged), "something else changed too"
     assert "Walk to a hill." in remembering[ahead : len(remembering) - behind]
 

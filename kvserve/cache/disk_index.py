@@ -31,6 +31,7 @@ class Entry:
     head: BlobHead
     num_bytes: int = 0
     is_written: bool = False
+    is_forgotten: bool = False
     users: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -160,10 +161,9 @@ class DiskIndex:
     def confirm(self, entry: Entry, num_bytes: int) -> bool:
         """A blob is on disk now. False if it was forgotten meanwhile."""
         with self._lock:
-            if self._by_name.get(entry.name) is not entry:
-                return False
-            self._count(entry, num_bytes)
-            return True
+            if is_wanted := self._by_name.get(entry.name) is entry:
+                self._count(entry, num_bytes)
+            return is_wanted
 
     def _count(self, entry: Entry, num_bytes: int) -> None:
         entry.num_bytes, entry.is_written = num_bytes, True
@@ -362,6 +362,7 @@ class DiskIndex:
         return list(names)
 
     def _drop(self, entry: Entry) -> None:
+        entry.is_forgotten = True
         del self._entries[entry.record_id]
         del self._by_name[entry.name]
         if entry.is_written:
@@ -371,6 +372,8 @@ class DiskIndex:
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
+            for entry in self._entries.values():
+                entry.is_forgotten = True
             self._trie.clear()
             self._entries.clear()
             self._by_name.clear()

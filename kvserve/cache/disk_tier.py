@@ -23,6 +23,7 @@ from kvserve.cache.disk_records import DiskLimits, DiskStats, Load, Removal, Wri
 from kvserve.cache.disk_store import BlobStore
 from kvserve.cache.forgetting import IsForgotten
 from kvserve.cache.kept_path import KeptPath
+from kvserve.cache.records import Copy
 
 MAX_READ_AHEAD_BYTES = 512 * 2**20
 """What was read and not yet taken; then reading waits for whoever asked."""
@@ -88,10 +89,10 @@ class DiskTier:
             self._queued_bytes += num_bytes
             self._wake.notify_all()
 
-    def await_written(self, entries: Sequence[Entry], until: float) -> bool:
+    def await_written(self, entries: Sequence[Copy], until: float) -> bool:
         """Wait until none of these is on its way any more, at most `until` then. Whether that is so."""
         with self._wake:
-            while any(not entry.is_written and self.index.is_current(entry) for entry in entries):
+            while any(not (entry.is_written or entry.is_forgotten) for entry in entries):
                 if self._is_closing or (seconds := until - time.monotonic()) <= 0:
                     return False
                 self._wake.wait(seconds)
@@ -135,8 +136,7 @@ class DiskTier:
         """Begin to read blobs, in this order."""
         load = Load(tuple(entries), is_read=not entries)
         with self._wake:
-            if entries:
-                self._loads.append(load)
+            self._loads.extend([load] if entries else [])
             self._wake.notify_all()
         return load
 

@@ -7,16 +7,18 @@ from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.records import BoundaryKind, Piece, State
 from kvserve.cache.store import Store
 from kvserve.cache.token_run import TokenRun, join
-from kvserve.cache.trie import Node
+from kvserve.cache.trie import Copies, Node
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPart:
-    """Rows of a path, with the state behind them and why there is a border; `kind` None: none was given."""
+    """Rows of a path, with the state behind them and why there is a border; `kind` None: none was given. `copies` is
+    the tree's own note of what the other tier has of them, for that tier to keep."""
 
     piece: Piece
     state: State | None
     kind: BoundaryKind | None
+    copies: Copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,6 @@ def kept_path(store: Store, hasher: BlockHasher, last: Node) -> KeptPath:
     path = last.path()
     run = join([node.tokens.part(node.start, node.end) for node in path])
     hashes = tuple(name for node in path for name in node.hashes)
-    parts = (KeptPart(store.piece_of(node, node.end), store.state_of(node), node.kind) for node in path)
+    parts = (KeptPart(store.piece_of(node, node.end), store.state_of(node), node.kind, node.copies) for node in path)
     users = {user: depth for node in path for user, depth in node.users.items()}  # the deepest of each
     return KeptPath(run, replace(hasher.start(last.root().partition), hashes=hashes), tuple(parts), users)

@@ -19,6 +19,17 @@ class Payload(Protocol):
     def num_bytes(self) -> int: ...
 
 
+class Copy(Protocol):
+    """A record's copy in another tier: it is there once it is written, and no longer once it is forgotten. Both happen
+    there and are seen here."""
+
+    @property
+    def is_written(self) -> bool: ...
+
+    @property
+    def is_forgotten(self) -> bool: ...
+
+
 BoundaryKind = Literal["system", "user", "message", "tail", "image", "divergence", "answer", "stride"]
 """Why a prefill stops at an offset: end of system and tools, of a user message, of another message, of the newest
 message before the generation tail, before an image, where a stored branch leaves, end of an answer, else distance."""
@@ -125,6 +136,18 @@ class Limits:
         for name in ("max_bytes", "max_checkpoint_bytes", "max_entries", "max_entries_per_owner"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that may be added before anything leaves for it, and how many of them in states."""
+
+    num_bytes: float
+    num_state_bytes: float
+
+    def fits(self, num_bytes: float, num_state_bytes: float) -> bool:
+        """Whether so much may be added, `num_state_bytes` of it in states."""
+        return num_bytes <= self.num_bytes and num_state_bytes <= self.num_state_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 It knows nodes, records and tiers; not when something is added or which record should leave.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -62,6 +63,8 @@ class Store:
         self.counters = Counters()
         self.departures = Departures()
         self._cut_payload = cut_payload
+        self._loose: dict[RecordId, Segment] = {}
+        self._loose_bytes: Counter[RecordId] = Counter()
         self._next_id = 0
         self.checkpoint_bytes = 0
         self.num_checkpoints = 0
@@ -89,7 +92,7 @@ class Store:
         state = self.state_of(node)
         if state is None:
             return
-        node.checkpoint = None
+        node.checkpoint = node.copies.state = None
         self.ram.drop(state.checkpoint.record_id)
         self.checkpoint_bytes -= state.checkpoint.num_bytes
         self.num_checkpoints -= 1
@@ -98,15 +101,38 @@ class Store:
 
     def remove_leaves(self, nodes: Sequence[Node]) -> None:
         """Let a leaf leave, then its ancestors in this order, each with its checkpoint; cut what remains to size."""
-        records: dict[RecordId, Segment] = {}
+        self.loosen_leaves(nodes)
+        self.fit()
+
+    def loosen_leaves(self, nodes: Sequence[Node]) -> None:
+        """The same, but what remains of their records is cut by the next `fit`: a record of which many nodes leave, one
+        after the other, is copied once."""
         for node in nodes:
             piece = self.piece_of(node, node.end)
             self.drop_checkpoint(node)
             self.trie.detach(node)
             self.departures.segments.append(piece)
             self.counters.num_evicted_tokens += node.end - node.start
-            records[piece.segment.record_id] = piece.segment
-        for segment in records.values():
+            segment = piece.segment
+            if segment.record_id in self.trie.holders:
+                self._loose[segment.record_id] = segment
+                num_gone = node.end - node.start
+                self._loose_bytes[segment.record_id] += segment.num_bytes * num_gone // len(segment.tokens)
+            else:
+                self._loose.pop(segment.record_id, None)
+                del self._loose_bytes[segment.record_id]
+                self.ram.drop(segment.record_id)
+
+    @property
+    def num_bytes_once_fit(self) -> int:
+        """About what RAM holds after the next `fit`."""
+        return self.ram.num_bytes - self._loose_bytes.total()
+
+    def fit(self) -> None:
+        """Cut to size what was loosened."""
+        loose, self._loose = self._loose, {}
+        self._loose_bytes.clear()
+        for segment in loose.values():
             self._fit(segment)
 
     def replace_rows(self, nodes: Sequence[Node], payload: Payload) -> None:
@@ -130,6 +156,8 @@ class Store:
         for record_id in list(self.trie.holders):
             self.ram.drop(record_id)
         self.trie.clear()
+        self._loose.clear()
+        self._loose_bytes.clear()
         self.departures = Departures()
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -162,6 +190,11 @@ class Store:
         if node.checkpoint is None or (payload := self.ram.get(node.checkpoint.record_id)) is None:
             return None
         return State(node.checkpoint, payload)
+
+    def last_bytes(self, node: Node) -> int:
+        """The size of the record at a node's end: its state, or the rows that it is in."""
+        record = node.checkpoint or node.segment
+        return record.num_bytes if record is not None else 0
 
     # --- records ------------------------------------------------------------------------------------------------------
 

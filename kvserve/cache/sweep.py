@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from kvserve.cache.eviction import Candidate, Score
-from kvserve.cache.records import Limits
+from kvserve.cache.kept_path import KeptPath
+from kvserve.cache.leaving import Leaving
+from kvserve.cache.records import Limits, Room
 from kvserve.cache.store import Store
 from kvserve.cache.trie import Node
 
@@ -45,20 +47,34 @@ class _Ranked:
 class Sweep:
     """Brings a store within its limits."""
 
-    def __init__(self, store: Store, limits: Limits, score: Score, *, needs_checkpoints: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        limits: Limits,
+        score: Score,
+        kept: Callable[[Node], KeptPath],
+        *,
+        needs_checkpoints: bool,
+    ) -> None:
         self._store = store
         self._limits = limits
         self._score = score
+        self._kept = kept
         self._needs_checkpoints = needs_checkpoints
         self._now = 0.0
         self._check_at = -math.inf
         self._keep_alive_at = -math.inf
         self._order = count()
-        self.before_leaving: Callable[[Node], None] | None = None
+        self.before_leaving: Callable[[Leaving], None] | None = None
 
     def expect_change(self) -> None:
         """Something may be too many, or may leave, that could not before: the next run looks at every node."""
         self._check_at = -math.inf
+
+    def room(self, reserved_bytes: int) -> Room:
+        """What may be added and nothing leaves for it."""
+        num_bytes = self._limits.max_bytes - self._store.ram.num_bytes - reserved_bytes
+        return Room(num_bytes, self._limits.max_checkpoint_bytes - self._store.checkpoint_bytes)
 
     def run(self, now: float, reserved_bytes: int, owners_seen_at: dict[str, float]) -> None:
         """Let leave what must. `reserved_bytes` are held by others; owners without entries are forgotten."""
@@ -75,14 +91,17 @@ class Sweep:
 
     def _remove(self, nodes: Sequence[Node]) -> None:
         """A leaf leaves, then its ancestors in this order."""
-        if self.before_leaving is not None:
-            self.before_leaving(nodes[0])
-        self._store.remove_leaves(nodes)
+        self._tell(nodes, is_state_only=False)
+        self._store.loosen_leaves(nodes)
 
     def _drop_state(self, node: Node) -> None:
-        if self.before_leaving is not None:
-            self.before_leaving(node)
+        self._tell([node], is_state_only=True)
         self._store.drop_checkpoint(node)
+
+    def _tell(self, nodes: Sequence[Node], *, is_state_only: bool) -> None:
+        if self.before_leaving is not None:
+            num_bytes = self._store.last_bytes(nodes[0])
+            self.before_leaving(Leaving(nodes, is_state_only, num_bytes, self._kept))
 
     # --- time and number ----------------------------------------------------------------------------------------------
 
@@ -212,6 +231,7 @@ class Sweep:
     def _make_room(self, reserved_bytes: int) -> None:
         """Leaves and plain checkpoints leave by score; then, where only live rows' paths are left, all checkpoints."""
         budget = self._limits.max_bytes - reserved_bytes
+        self._store.fit()
         if self._store.ram.num_bytes <= budget:
             return
         levels = self._levels()
@@ -223,7 +243,9 @@ class Sweep:
         ]
         heapq.heapify(queue)
         while queue and self._store.ram.num_bytes > budget:
-            self._leave(heapq.heappop(queue), queue)
+            while queue and self._store.num_bytes_once_fit > budget:
+                self._leave(heapq.heappop(queue), queue)
+            self._store.fit()
         if self._store.ram.num_bytes > budget:
             rest = [
                 self._ranked(node, is_leaf=False, level=level)

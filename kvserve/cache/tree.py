@@ -20,6 +20,7 @@ from kvserve.cache.eviction import SCORES, Score
 from kvserve.cache.forgetting import IsForgotten, forget_users
 from kvserve.cache.integrity import check_shape, check_totals
 from kvserve.cache.kept_path import KeptPath, kept_path
+from kvserve.cache.leaving import Leaving
 from kvserve.cache.match import Match
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.recent_names import RecentNames
@@ -31,6 +32,7 @@ from kvserve.cache.records import (
     Limits,
     MatchCause,
     Payload,
+    Room,
 )
 from kvserve.cache.renaming import rename
 from kvserve.cache.store import CutPayload, Store
@@ -62,7 +64,7 @@ class PrefixTree:
         self._trie = Trie(use_index=use_index)
         self._ram = RamTier()
         self._store = Store(self._trie, self._ram, cut_payload)
-        self._sweep = Sweep(self._store, limits, score, needs_checkpoints=needs_checkpoints)
+        self._sweep = Sweep(self._store, limits, score, self._kept, needs_checkpoints=needs_checkpoints)
         self._leases: set[Lease] = set()
         self._owners_seen_at: dict[str, float] = {}
         self._live_bytes = 0
@@ -256,9 +258,10 @@ class PrefixTree:
     def _kept(self, last: Node) -> KeptPath:
         return kept_path(self._store, self._hasher, last)
 
-    def before_leaving(self, tell: Callable[[KeptPath], None]) -> None:
-        """From now on `tell` hears of every path whose end the limits let leave, before it does."""
-        self._sweep.before_leaving = lambda last: tell(self._kept(last))
+    def before_leaving(self, tell: Callable[[Leaving], None]) -> None:
+        """From now on `tell` hears of all that the limits let leave, before it does; what another tier had is void."""
+        self._trie.forget_copies()
+        self._sweep.before_leaving = tell
 
     # --- limits -------------------------------------------------------------------------------------------------------
 
@@ -308,6 +311,10 @@ class PrefixTree:
     def account_live(self, num_bytes: int) -> None:
         """Say how many bytes the live rows' own caches hold: they count in the limit."""
         self._live_bytes = num_bytes
+
+    def room(self) -> Room:
+        """What may be added beside the live rows' own caches before anything leaves for it."""
+        return self._sweep.room(self._live_bytes)
 
     def evict(self, num_needed_bytes: int = 0) -> Eviction:
         """Bring the RAM tier within its limits, with room for `num_needed_bytes` more.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import HashChain
-from kvserve.cache.records import BoundaryKind, Checkpoint, RecordId, Segment
+from kvserve.cache.records import BoundaryKind, Checkpoint, Copy, RecordId, Segment
 from kvserve.cache.token_run import TokenKey, TokenRun, common_end
 
 MAX_USERS = 64
@@ -36,6 +36,15 @@ class SequenceEnd:
 
 
 @dataclass(slots=True, eq=False)
+class Copies:
+    """What another tier has, or will have, of one node: the copies that cover its rows together (none: not all of them
+    are known there), and that of its state. That tier notes them; one that it forgets says so itself."""
+
+    rows: tuple[Copy, ...] = ()
+    state: Copy | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Node:
     """The tokens `[start, end)` behind `parent`; `checkpoint`, `kind` and `sequence_end` belong to its end.
 
@@ -60,6 +69,7 @@ class Node:
     num_restores: int = 0
     partition: str = ""
     users: dict[str, int] = field(default_factory=dict)
+    copies: Copies = field(default_factory=Copies)
 
     @property
     def tokens(self) -> TokenRun:
@@ -161,6 +171,11 @@ class Trie:
             if node.parent is not None:
                 yield node
 
+    def forget_copies(self) -> None:
+        """There is another tier now, which has nothing of this."""
+        for node in self.nodes():
+            node.copies = Copies()
+
     def clear(self) -> None:
         """Forget everything."""
         self._index.clear()
@@ -241,6 +256,7 @@ class Trie:
         lower.checkpoint, lower.kind, lower.sequence_end = node.checkpoint, node.kind, node.sequence_end
         lower.last_used_at, lower.num_uses = node.last_used_at, node.num_uses
         lower.restored_at, lower.num_restores = node.restored_at, node.num_restores
+        lower.copies, node.copies = node.copies, Copies(node.copies.rows)
         lower.users = {user: depth for user, depth in node.users.items() if depth > at}
         node.users = {user: min(depth, at) for user, depth in node.users.items()}
         for child in lower.children.values():
@@ -263,6 +279,9 @@ class Trie:
             child.parent = node
         node.checkpoint, node.kind, node.sequence_end = lower.checkpoint, lower.kind, lower.sequence_end
         node.restored_at, node.num_restores = lower.restored_at, lower.num_restores
+        is_known = node.copies.rows and lower.copies.rows
+        rows = dict.fromkeys((*node.copies.rows, *lower.copies.rows)) if is_known else ()
+        node.copies = Copies(tuple(rows), lower.copies.state)
         for user, depth in lower.users.items():
             note_use(node.users, user, depth)
         lower.parent = None

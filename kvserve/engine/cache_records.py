@@ -32,7 +32,8 @@ class CacheSettings:
 class Tenancy:
     """A row in the cache: what it stands on, where its prefill stops, and its prompt for rows that come after it.
 
-    `is_stuck`: what it has computed cannot be taken in while it decodes.
+    `is_stuck`: what it has computed cannot be taken in while it decodes. `may_evict`: somebody asked for it, so that
+    what it computes is worth more than what was used before; else it is kept where there is room.
     """
 
     row: Row
@@ -40,6 +41,7 @@ class Tenancy:
     prompt: TokenRun
     stops: list[Stop] = field(default_factory=list)
     is_stuck: bool = False
+    may_evict: bool = True
 
     def next_stop(self, num_done: int) -> int | None:
         """The first planned offset behind `num_done`."""

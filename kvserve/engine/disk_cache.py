@@ -6,6 +6,7 @@
 It belongs to the engine thread. A fault of the disk makes a row start from less, never fail.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ class DiskReport:
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """What an admitted row will start from, kept from leaving; `load` is what comes from the disk for it."""
+    """What an admitted row will start from, kept from leaving; `load`, at most `room_bytes`, is what the disk gives."""
 
     tokens: TokenSequence
     lease: Lease
@@ -94,6 +95,7 @@ class Hold:
     num_matched_tokens: int = 0
     num_restored_tokens: int = 0
     last_news_at: float = field(default_factory=time.monotonic)
+    room_bytes: float = math.inf
     patience_seconds: float = field(default_factory=lambda: STALLED_SECONDS)
 
     @property
@@ -199,16 +201,17 @@ class DiskCache:
 
     def close(self, timeout_seconds: float) -> bool:
         """Write what RAM has and the disk has not, and end the disk's thread. Whether all of it is there."""
-        started = time.monotonic()
+        until = time.monotonic() + timeout_seconds
         self.writing.save_all(timeout_seconds)
-        return self.tier.close(max(0.0, timeout_seconds - (time.monotonic() - started))) and not self.tier.has_lost
+        return self.tier.close(max(0.0, until - time.monotonic())) and not self.tier.has_lost
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
-    def hold(self, tokens: TokenSequence, partition: str = "", owner: str = "") -> Hold:
+    def hold(self, tokens: TokenSequence, partition: str = "", owner: str = "", room_bytes: float = math.inf) -> Hold:
         """Hold what RAM has of a row's tokens, and begin to read what the disk has beyond it."""
         match = self._tree.lookup(tokens, partition=partition)
-        hold = Hold(tokens, self._tree.acquire(match, user=owner), partition=partition, owner=owner)
+        lease = self._tree.acquire(match, user=owner)
+        hold = Hold(tokens, lease, partition=partition, owner=owner, room_bytes=room_bytes)
         try:
             self._begin(hold, match)
         except Exception as error:  # noqa: BLE001 - a defect here costs what the disk has, never the request
@@ -230,8 +233,7 @@ class DiskCache:
             self._plan_again(hold)
             hold.is_settled |= hold.is_stalled
             return not hold.is_settled
-        if not hold.arrived:  # so that whoever takes slowly is read for slowly
-            hold.arrived = self.tier.take(hold.load)
+        hold.arrived = hold.arrived or self.tier.take(hold.load)  # so that whoever takes slowly is read for slowly
         is_sound = self._insert_arrived(hold)
         if not is_sound:
             self._end_load(hold)
@@ -259,7 +261,7 @@ class DiskCache:
 
     def _begin(self, hold: Hold, match: Match) -> None:
         found = self.tier.index.find(match.run, match.chain).written()
-        goal = self._goal(found, match, hold.tokens)
+        goal = self._goal(found, match, hold)
         self.tier.used(list(_used(found, max(match.num_usable_tokens, goal.end if goal is not None else 0))))
         hold.goal, hold.load, hold.is_settled = goal, None, goal is None
         if match.num_matched_tokens > hold.num_matched_tokens:  # by what another row reads, if not by ours
@@ -294,17 +296,18 @@ class DiskCache:
 
     def _insert(self, hold: Hold, goal: Goal, entry: Entry, blob: Blob) -> bool:
         self._make_room(entry.num_bytes)
+        hold.room_bytes -= entry.num_bytes
         before = hold.lease.num_tokens
         try:
             if blob.head.kind == "checkpoint":
                 state = decode_state(blob.note, blob.tensors)
-                self._extend(hold, goal.end, None, state, blob)
+                self._extend(hold, goal.end, None, state, entry)
                 self.num_restores += 1
             else:
                 kv = decode_kv(blob.note, blob.tensors)
                 if kv.num_tokens != len(blob.head.tokens):
                     raise NotReadable(f"{kv.num_tokens} rows for {len(blob.head.tokens)} tokens")
-                self._extend(hold, min(goal.ends[goal.segments.index(entry)], goal.end), kv, None, blob)
+                self._extend(hold, min(goal.ends[goal.segments.index(entry)], goal.end), kv, None, entry)
                 self.num_restores += not self._needs_checkpoints and entry is goal.segments[-1]
         except RowsGone:
             return False
@@ -312,14 +315,13 @@ class DiskCache:
             self.tier.faults.add("damaged", f"{entry.name}: {error}")
             self.tier.index.forget(entry.name)
             return False
-        num_tokens = hold.lease.num_tokens - before
-        self.num_restored_tokens += num_tokens
+        self.num_restored_tokens += (num_tokens := hold.lease.num_tokens - before)
         hold.num_restored_tokens += max(num_tokens, blob.head.kind == "checkpoint")
         return True
 
-    def _extend(self, hold: Hold, end: int, kv: KvSlice | None, state: StateSnapshot | None, blob: Blob) -> None:
+    def _extend(self, hold: Hold, end: int, kv: KvSlice | None, state: StateSnapshot | None, entry: Entry) -> None:
         """The lease grows to `end` over rows that RAM has, and over those that were read."""
-        first = blob.head.tokens.start
+        first = entry.head.tokens.start
 
         def take_rows(start: int, stop: int) -> KvSlice:
             if kv is None or start < first:
@@ -327,19 +329,25 @@ class DiskCache:
             is_whole = (start - first, stop - first) == (0, kv.num_tokens)
             return kv if is_whole else merged([(kv, start - first, stop - first)])
 
-        is_border = state is not None or end == blob.head.tokens.end
-        kind = blob.head.boundary if is_border else "stride"
+        is_border = state is not None or end == entry.head.tokens.end
+        kind = entry.head.boundary if is_border else "stride"
         take_state = None if state is None else (lambda: state)
-        self._tree.extend(hold.lease, hold.tokens, max(end, hold.lease.num_tokens), take_rows, take_state, kind)
+        end = max(end, hold.lease.num_tokens)
+        extension = self._tree.extend(hold.lease, hold.tokens, end, take_rows, take_state, kind)
+        copies = hold.lease.node.copies
+        if extension.num_new_tokens:
+            copies.rows = (entry,)
+        if extension.has_new_checkpoint:
+            copies.state = entry
 
     # --- what is worth reading ----------------------------------------------------------------------------------------
 
-    def _goal(self, found: Found, match: Match, tokens: TokenSequence) -> Goal | None:
+    def _goal(self, found: Found, match: Match, hold: Hold) -> Goal | None:
         """What to read so that the row starts soonest; None where computing is as fast, or RAM has as much."""
         best, best_saved, declined = None, 0.0, None
-        for goal in self._goals(found, match, tokens):
+        for goal in self._goals(found, match, hold.tokens):
             num_tokens = goal.end - match.num_usable_tokens
-            if num_tokens < MIN_GAIN_TOKENS:
+            if num_tokens < MIN_GAIN_TOKENS or goal.num_bytes > hold.room_bytes:
                 continue
             declined = goal
             if (saved := self._saved_seconds(num_tokens, goal.num_bytes)) > best_saved:

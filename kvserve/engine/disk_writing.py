@@ -4,12 +4,13 @@ It belongs to the engine thread. A disk that does not keep up costs a moment now
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvserve.cache.disk_index import Entry
+from kvserve.cache.disk_index import Entry, Found
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.kept_path import KeptPart, KeptPath
+from kvserve.cache.leaving import Leaving
 from kvserve.cache.tree import PrefixTree
 from kvserve.engine.blobs import NotStorable, encode_kv, encode_state
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
@@ -61,15 +62,19 @@ class DiskWriting:
 
     def _put(self, path: KeptPath, behind: int, until: float) -> bool:
         found = self._tier.index.find(path.run, path.chain)
-        with_state = {step.end for step in found.steps if step.checkpoint is not None}
+        states = {step.end: step.checkpoint for step in found.steps if step.checkpoint is not None}
         first = min(behind, found.depth + 1)
-        for part in path.parts:
-            if part.piece.end < first:
-                continue
-            start = max(part.piece.start, found.depth)
-            if part.piece.end > found.depth and not self._save_rows(path, part, start, until):
-                return False
-            if part.piece.end not in with_state and not self._save_state(path, part, until):
+        parts = [part for part in path.parts if part.piece.end >= first]
+        for part, known in zip(parts, _covering(found, parts), strict=True):
+            start, rows = max(part.piece.start, found.depth), known
+            if part.piece.end > found.depth:
+                if (entry := self._save_rows(path, part, start, until)) is None:
+                    return False
+                rows = (*rows, entry)
+            part.copies.rows = rows
+            if (state := states.get(part.piece.end)) is not None:
+                part.copies.state = state
+            elif not self._save_state(path, part, until):
                 return False
         return True
 
@@ -104,21 +109,26 @@ class DiskWriting:
         self._make_room(num_bytes)
         self._num_left_bytes = self._tree.num_ram_bytes
 
-    def secure(self, path: KeptPath) -> None:
-        """This leaves RAM now: the disk is waited for a moment until it has all of it. What it refuses is counted."""
+    def secure(self, leaving: Leaving) -> None:
+        """This leaves RAM now: the disk is waited for a moment until it has all of it. What it refuses is counted. What
+        it has already is told at what leaves, and costs nothing."""
         if not self._is_storable or self._tier.is_settled:
             return
+        is_lost = self._tier.has_lost and not leaving.is_copied
+        if not (is_lost or leaving.unwritten()):
+            return
         try:
-            self._secure(path)
+            self._secure(leaving, is_lost=is_lost)
         except Exception as error:  # noqa: BLE001 - a defect here costs what leaves, never the row that needs the room
             self._tier.faults.add("unwritable", f"{type(error).__name__}: {error}")
 
-    def _secure(self, path: KeptPath) -> None:
+    def _secure(self, leaving: Leaving, *, is_lost: bool) -> None:
         now = time.monotonic()
         patience_seconds = self._patience_seconds(now)
         until = now + patience_seconds
-        is_put = not self._tier.has_lost or self.save(path, 0, until)
-        is_there = self._tier.await_written(self._entries(path), until)
+        # A queue without room is asked before the path is built: nothing of it could be put.
+        is_put = not is_lost or (self._tier.can_take(leaving.num_bytes, until) and self.save(leaving.path(), 0, until))
+        is_there = self._tier.await_written(leaving.unwritten(), until)
         over = time.monotonic()
         self._waited_seconds += over - now
         if patience_seconds and over >= until and not (is_put and is_there):
@@ -131,11 +141,6 @@ class DiskWriting:
             self._window_ends_at, self._waited_seconds = now + LEAVE_WINDOW_SECONDS, 0.0
         left = 0.0 if now < self._patient_from else MAX_WAITS_SECONDS - self._waited_seconds
         return max(0.0, min(LEAVE_SECONDS, left))
-
-    def _entries(self, path: KeptPath) -> Sequence[Entry]:
-        found = self._tier.index.find(path.run, path.chain)
-        states = [step.checkpoint for step in found.steps if step.checkpoint is not None]
-        return [*(step.segment for step in found.steps), *states]
 
     def num_unwritten_bytes(self) -> int:
         """How much RAM has that the disk has not, whether it was put or not. The tree must not change meanwhile."""
@@ -159,17 +164,18 @@ class DiskWriting:
         for path in self._tree.kept_paths():
             self.save(path, 0, until)
 
-    def _save_rows(self, path: KeptPath, part: KeptPart, start: int, until: float) -> bool:
+    def _save_rows(self, path: KeptPath, part: KeptPart, start: int, until: float) -> Entry | None:
+        """Put the rows from `start` on; None where that was refused."""
         payload, end = part.piece.payload, part.piece.end
         if not isinstance(payload, KvSlice) or not self._tier.can_take(payload.num_bytes, until):
-            return False
+            return None
         first, last = start - part.piece.segment.tokens.start, part.piece.end_row
         kv = payload if (first, last) == (0, payload.num_tokens) else merged([(payload, first, last)])
         encoded = encode_kv(kv)
         entry = self._tier.index.add_segment(path.run, path.chain, start, end, part.kind or "stride")
         if entry is not None:
             self._tier.put(entry, *encoded)
-        return entry is not None
+        return entry
 
     def _save_state(self, path: KeptPath, part: KeptPart, until: float) -> bool:
         """Whether all is well: there is no state here, or it is on its way."""
@@ -186,5 +192,18 @@ class DiskWriting:
         kind = part.state.checkpoint.kind
         entry = self._tier.index.add_checkpoint(path.run, path.chain, part.piece.end, kind)
         if entry is not None:
+            part.copies.state = entry
             self._tier.put(entry, *encoded)
         return True
+
+
+def _covering(found: Found, parts: Sequence[KeptPart]) -> Iterator[tuple[Entry, ...]]:
+    """For each of consecutive parts of a path the blobs that have its rows, or the first of them: in one pass."""
+    first, steps = 0, found.steps
+    for part in parts:
+        while first < len(steps) and steps[first].end <= part.piece.start:
+            first += 1
+        last = first
+        while last < len(steps) and steps[last].start < part.piece.end:
+            last += 1
+        yield tuple(dict.fromkeys(step.segment for step in steps[first:last]))

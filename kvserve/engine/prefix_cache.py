@@ -8,6 +8,7 @@
 Everything here belongs to the engine thread. An array is copied on its way in and on its way out.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.forgetting import IsForgotten
 from kvserve.cache.in_flight import InFlight, Wait, plan_wait
 from kvserve.cache.match import Match
-from kvserve.cache.records import BoundaryKind, Limits
+from kvserve.cache.records import BoundaryKind, Limits, Room
 from kvserve.cache.token_run import image_around
 from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import Lease
@@ -143,12 +144,12 @@ class PrefixCache:
         stops = with_stop(stops, packed_from, match.num_usable_tokens, len(tokens) - 1)
         return Tenancy(row, lease, match.run, list(stops)), caches, match.num_usable_tokens
 
-    def hold(self, row: Row) -> Hold:
+    def hold(self, row: Row, room_bytes: float = math.inf) -> Hold:
         """Keep what a row will start from until it enters: room is made for it before it does. What only the disk has
-        of it begins to come back."""
+        of it begins to come back, up to so many bytes."""
         tokens, partition, user = tokens_of(row), row.request.partition, user_of(row)
         if self._disk is not None:
-            return self._disk.hold(tokens, partition, user)
+            return self._disk.hold(tokens, partition, user, room_bytes)
         match = self._tree.lookup(tokens, partition=partition)
         return Hold(tokens, self._tree.acquire(match, user=user), is_settled=True)
 
@@ -217,7 +218,10 @@ class PrefixCache:
     ) -> None:
         # Room is made first: the tier is never above its budget, but for what goes through RAM to the disk.
         num_bytes = self._model.sizes.kept(tenancy.lease.num_tokens, end)
-        self.make_room(num_bytes)
+        if tenancy.may_evict:
+            self.make_room(num_bytes)
+        elif not self.room().fits(num_bytes, self._model.sizes.fixed):
+            return
         if self._disk is None and self._tree.num_ram_bytes + num_bytes > self._max_bytes:
             return  # live rows stand on the rest
         packed_from = self._model.packed_from(tokens.images)
@@ -292,18 +296,20 @@ class PrefixCache:
 
     def forget_of_others(self, is_forgotten: IsForgotten) -> Removal:
         """The same on the disk, of all other models; from any thread, as it may take seconds."""
-        if self._disk is None:
-            return Removal(0, is_done=True)  # `forget_on_disk` has seen to all of them
-        return self._disk.tier.forget_of_others(is_forgotten)
+        # Without one `forget_on_disk` has seen to all of them.
+        return self._disk.tier.forget_of_others(is_forgotten) if self._disk else Removal(0, is_done=True)
 
     def account_live(self, num_bytes: float) -> None:
         """Say what the live rows' own caches hold: they count in the budget."""
         self._tree.account_live(int(num_bytes))
 
+    def room(self) -> Room:
+        """What may be kept beside live rows before anything leaves for it."""
+        return self._tree.room()
+
     def make_room(self, num_needed_bytes: float = 0) -> None:
         """Evict until live rows, the tier and `num_needed_bytes` fit into the budget together."""
-        num_freed_bytes = self._tree.evict(int(num_needed_bytes)).num_freed_bytes
-        if num_freed_bytes >= CLEAR_AFTER_BYTES:
+        if self._tree.evict(int(num_needed_bytes)).num_freed_bytes >= CLEAR_AFTER_BYTES:
             mx.clear_cache()
 
     def give_ram_back(self) -> None:
@@ -386,8 +392,7 @@ class PrefixCache:
 
     def report(self) -> CacheReport:
         disk, misses = self._disk.report() if self._disk is not None else None, self._num_hybrid_trim_misses
-        lost = self.has_lost_disk
-        return CacheReport(self._tree.stats(), self._totals, misses, self._max_bytes, disk, has_lost_disk=lost)
+        return CacheReport(self._tree.stats(), self._totals, misses, self._max_bytes, disk, None, self.has_lost_disk)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant of the tree does not hold."""

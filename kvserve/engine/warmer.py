@@ -6,6 +6,7 @@
 Everything here belongs to the engine thread.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ MAX_JOBS = 64
 DISK_WAIT_SECONDS = 0.02
 LONG_PREFIX_TOKENS = 4096
 """So long a prefix leaves buffers behind that MLX would keep for ever."""
+
+NO_ROOM = "no room"
+"""Why a guess was dropped: what was used before would have had to leave for it."""
 
 RANKS: Mapping[WarmKind, int] = {"prewarm": 0, "next_turn": 1, "learned": 2}
 """Who comes first: a client waits for the first, a session's next request may come at any moment."""
@@ -225,12 +229,25 @@ class Warmer:
         task = of_rank[-1] if rank == RANKS["next_turn"] else of_rank[0]
         self._waiting.remove(task)
         row = Row(Generation(task.warming.job.as_request(), _to_nobody), _nothing)
+        room_bytes = self._room_bytes(row) if _is_own_idea(task) else math.inf
+        if room_bytes <= 0:
+            self._end(task, "dropped", NO_ROOM)
+            return
         try:
-            hold = self._cache.hold(row)
+            hold = self._cache.hold(row, room_bytes)
         except Exception as error:  # noqa: BLE001 - a prefix that fails is not tried again
             self._end(task, "failed", _described(error))
             return
         self._stint = _Stint(task, row, hold)
+
+    def _room_bytes(self, row: Row) -> float:
+        """How much the disk may bring back for a guess; 0 where it cannot be kept without something leaving for it that
+        somebody used: its live row and all that RAM has not must fit beside what there is."""
+        sizes, room = self._model.sizes, self._cache.room()
+        live_bytes = sizes.peak(row.num_tokens)
+        num_known = self._cache.kept_tokens(row.request.prompt, [row.request.partition])[0]
+        num_bytes = live_bytes + sizes.kept(num_known, row.num_tokens)
+        return room.num_bytes - live_bytes if room.fits(num_bytes, sizes.fixed) else 0.0
 
     def _is_due(self, task: _Task) -> bool:
         return not _is_own_idea(task) or self._share.seconds_until_due() <= 0
@@ -248,13 +265,23 @@ class Warmer:
             num_tokens = prefill.step(self._model, self._chunk_length, self._settings.chunk_seconds)
             stint.task.num_computed_tokens += num_tokens
             self._cache.measured_prefill(self._chunk_length.tokens_per_second)
-            self._cache.keep(prefill.tenancy, prefill.caches, prefill.num_done)
+            if prefill.tenancy.may_evict or self._has_room_to_stop(stint, prefill):
+                self._cache.keep(prefill.tenancy, prefill.caches, prefill.num_done)
         return prefill.num_done >= stint.end
+
+    def _has_room_to_stop(self, stint: _Stint, prefill: Prefill) -> bool:
+        """Whether a guess that keeps its state here can keep its end too."""
+        sizes = self._model.sizes
+        num_bytes = sizes.kept(prefill.tenancy.lease.num_tokens, stint.end) + sizes.fixed
+        return self._cache.room().fits(num_bytes, 2 * sizes.fixed)
 
     def _entered(self, stint: _Stint) -> Prefill:
         images = self._model.images(stint.row.request)
-        self._cache.make_room(self._model.sizes.peak(stint.row.num_tokens))
+        may_evict = not _is_own_idea(stint.task)
+        if may_evict:
+            self._cache.make_room(self._model.sizes.peak(stint.row.num_tokens))
         tenancy, caches, num_done = self._cache.enter(stint.row, is_ahead=True)
+        tenancy.may_evict = may_evict
         self._cache.let_go(stint.hold)
         stint.counted = num_done
         task = stint.task
@@ -278,8 +305,10 @@ class Warmer:
         self._put_down(stint)
         if stint.row.num_tokens >= LONG_PREFIX_TOKENS:
             mx.clear_cache()
+        is_kept = stint.prefill is None or stint.prefill.tenancy.lease.num_tokens >= stint.end
         is_whole = stint.end >= len(stint.task.warming.job.tokens)
-        self._end(stint.task, "done" if is_whole else "dropped", "" if is_whole else "budget")
+        reason = ("" if is_whole else "budget") if is_kept else NO_ROOM
+        self._end(stint.task, "dropped" if reason else "done", reason)
 
     def _fail(self, stint: _Stint, error: Exception) -> None:
         """Leave what was kept before, and nothing else."""

@@ -134,3 +134,19 @@ def test_images_part_by_content_after_a_restart() -> None:
         assert entry is not None and second.adopt(entry.head, 1)
         found = second.find(run, chain)
         assert found.depth == 8 and found.steps[-1].segment.name == entry.name
+
+
+def test_whoever_has_an_entry_sees_that_it_was_forgotten() -> None:
+    """Alone, with what it stands on, or with all there is; put again it is another one."""
+    index = DiskIndex(HASHER, MODEL)
+    run, chain = named([1, 2, 3, 4])
+    first, last = index.add_segment(run, chain, 0, 2, "user"), index.add_segment(run, chain, 2, 4, "user")
+    state = index.add_checkpoint(run, chain, 4, "user")
+    assert first is not None and last is not None and state is not None
+    seen = [(first.is_forgotten, last.is_forgotten, state.is_forgotten)]
+    for forget in (lambda: index.forget(state.name), lambda: index.forget(last.name), index.clear):
+        forget()
+        seen.append((first.is_forgotten, last.is_forgotten, state.is_forgotten))
+    assert seen == [(False,) * 3, (False, False, True), (False, True, True), (True,) * 3]
+    again = index.add_segment(run, chain, 0, 2, "user")
+    assert again is not None and not again.is_forgotten and first.is_forgotten

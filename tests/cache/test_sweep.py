@@ -1,14 +1,31 @@
 """What leaves and what stays, limit by limit."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
+from kvserve.cache import kept_path
+from kvserve.cache import tree as tree_module
+from kvserve.cache.leaving import Leaving
+from kvserve.cache.records import Payload
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Trie
+from kvserve.cache.trie import Node, Trie
 from kvserve.core import TokenSequence
-from tests.cache.payloads import ROOMY, ROW_BYTES, STATE_BYTES, Clock, Rows, WholeState, assert_exact, make_tree, store
+from tests.cache.payloads import (
+    ROOMY,
+    ROW_BYTES,
+    STATE_BYTES,
+    Clock,
+    Rows,
+    WholeState,
+    assert_exact,
+    cut_rows,
+    joined,
+    make_tree,
+    store,
+)
 
 
 def tokens(*ids: int) -> TokenSequence:
@@ -377,3 +394,124 @@ def test_without_keep_alive_the_short_class_ends() -> None:
     clock.now += 301
     tree.evict()
     assert tree.stats().num_nodes == 0
+
+
+@pytest.mark.parametrize("num_left_tokens", [0, 14])
+def test_a_record_that_leaves_piece_by_piece_is_cut_once(num_left_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many nodes stand in one joined record, because states stand inside it: whatever leaves of it is one copy of what
+    remains, none where nothing does."""
+    tree = make_tree(needs_checkpoints=True)
+    prompt = tokens(*range(100))
+    store(tree, prompt, range(2, 101, 2))
+    while (run := tree.plan_coalesce()) is not None:
+        tree.replace(run, joined(run.pieces))
+    assert (tree.stats().num_nodes, tree.stats().num_segments) == (50, 1)
+    cuts: list[tuple[int, int]] = []
+
+    def cut(payload: Payload, start: int, end: int) -> Payload:
+        cuts.append((start, end))
+        return cut_rows(payload, start, end)
+
+    monkeypatch.setattr(tree._store, "_cut_payload", cut)
+    tree.acquire(tree.lookup(tokens(*range(num_left_tokens + 1))))  # what a live row stands on stays
+    tree.evict(num_needed_bytes=ROOMY.max_bytes)
+    assert cuts == ([(0, num_left_tokens)] if num_left_tokens else [])
+    assert tree.stats().num_stored_tokens == num_left_tokens
+    assert_exact(tree.lookup(prompt), prompt)
+    tree.check_integrity()
+
+
+# --- what another tier has --------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Copied:
+    """A record in another tier."""
+
+    is_written: bool = True
+    is_forgotten: bool = False
+
+
+def long_tree(num_nodes: int, clock: Clock) -> tuple[PrefixTree, list[Leaving]]:
+    """A conversation of so many nodes, each with a state, and what left it so far."""
+    tree = make_tree(replace(ROOMY, max_bytes=1), needs_checkpoints=True, clock=clock)
+    left: list[Leaving] = []
+    tree.before_leaving(left.append)
+    prompt = tokens(*range(3 * num_nodes))
+    store(tree, prompt, range(3, 3 * num_nodes + 1, 3))
+    return tree, left
+
+
+@pytest.mark.parametrize("num_nodes", [50, 400])
+def test_what_leaves_tells_its_copies_and_no_path_is_built(num_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evicting a conversation whose every record is in another tier looks at each node once or twice, however long the
+    path to it is."""
+    tree, left = long_tree(num_nodes, Clock())
+    num_built = num_visited = 0
+    real_kept, real_path = kept_path.kept_path, Node.path
+
+    def counted_kept(*arguments: Any) -> Any:
+        nonlocal num_built
+        num_built += 1
+        return real_kept(*arguments)
+
+    def counted_path(self: Node) -> list[Node]:
+        nonlocal num_visited
+        nodes = real_path(self)
+        num_visited += len(nodes)
+        return nodes
+
+    copy = Copied()
+    for nodes in tree.sequences():
+        for node in nodes:
+            node.copies.rows, node.copies.state = (copy,), copy
+    monkeypatch.setattr(tree_module, "kept_path", counted_kept)
+    monkeypatch.setattr(Node, "path", counted_path)
+    tree.evict()
+    assert tree.stats().num_nodes == 0 and left
+    assert all(leaving.is_copied and not leaving.unwritten() for leaving in left)
+    assert num_built == 0 and num_visited + sum(len(leaving.nodes) for leaving in left) <= 2 * num_nodes
+    left[-1].path()  # the counter counts
+    assert num_built == 1
+
+
+@pytest.mark.parametrize(
+    ("copy", "is_copied", "num_unwritten"),
+    [(Copied(), True, 0), (Copied(is_written=False), True, 1), (Copied(is_forgotten=True), False, 0), (None, False, 0)],
+)
+def test_a_record_that_is_not_in_the_other_tier_is_told(
+    copy: Copied | None, is_copied: bool, num_unwritten: int
+) -> None:
+    """Of all that leaves one state is on its way, forgotten or was never put: exactly that is not passed over, and the
+    path that whoever writes it needs is there while it is told."""
+    tree, left = long_tree(20, Clock())
+    [nodes] = tree.sequences()
+    for node in nodes:
+        node.copies.rows, node.copies.state = (Copied(),), Copied()
+    nodes[11].copies.state = copy
+    told: list[tuple[int, bool, int]] = []
+
+    def tell(leaving: Leaving) -> None:
+        if not leaving.is_copied or leaving.unwritten():
+            told.append((leaving.path().run.end, leaving.is_copied, len(leaving.unwritten())))
+
+    tree._sweep.before_leaving = tell
+    tree.evict()
+    assert not left and tree.stats().num_nodes == 0
+    assert set(told) == (set() if is_copied and not num_unwritten else {(36, is_copied, num_unwritten)})
+
+
+@pytest.mark.parametrize("num_copied", [0, 7, 8])
+def test_joined_records_are_in_the_other_tier_if_all_of_them_were(num_copied: int) -> None:
+    """Eight records become one: its copies are theirs, or none, whatever single ones had."""
+    tree, copies = make_tree(), [Copied() for _ in range(8)]
+    for end in range(3, 25, 3):
+        store(tree, tokens(*range(end)))
+    [nodes] = tree.sequences()
+    for node, copy in list(zip(nodes, copies, strict=True))[:num_copied]:
+        node.copies.rows = (copy,)
+    run = tree.plan_coalesce()
+    assert run is not None
+    tree.replace(run, joined(run.pieces))
+    [[node]] = tree.sequences()
+    assert node.copies.rows == (tuple(copies) if num_copied == 8 else ())

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -40,6 +41,16 @@ limits = st.builds(
     ttl_seconds=st.sampled_from([0.0, 50.0]),
     owner_idle_seconds=st.sampled_from([0.0, 80.0]),
 )
+
+
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """A record in another tier: the last of these tokens, from `start` on, or the state behind them."""
+
+    keys: tuple[Key, ...]
+    start: int
+    is_written: bool = True
+    is_forgotten: bool = False
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -231,6 +242,19 @@ class TreeMachine(RuleBasedStateMachine):
                 assert leases[0].num_tokens == 0 or keys_of(tokens)[: leases[0].num_tokens] in stored
         self.stored, self.states = stored, states
 
+    @rule(data=st.data())
+    def copy_row(self, data: st.DataObject) -> None:
+        """Another tier takes what a live row stands on, as the tree's parts of it are then."""
+        if not self.rows:
+            return
+        for tree, lease in zip(self.trees, data.draw(st.sampled_from(self.rows))[1], strict=True):
+            if (path := tree.kept(lease)) is None:
+                continue
+            for part in path.parts:
+                keys = tuple(path.run.key_at(place) for place in range(part.piece.end))
+                part.copies.rows = (Copied(keys, part.piece.start),)
+                part.copies.state = Copied(keys, part.piece.end) if part.state is not None else None
+
     @rule()
     def coalesce(self) -> None:
         """Idle work: nothing changes but the number of records."""
@@ -263,6 +287,8 @@ class TreeMachine(RuleBasedStateMachine):
             stored, states = contents(tree)
             assert stored == self.stored - {()}
             assert states == (self.states if self.needs_checkpoints else set())
+            for nodes in tree.sequences():
+                check_copies(nodes)
 
 
 class CheckpointTreeMachine(TreeMachine):
@@ -274,6 +300,22 @@ class CheckpointTreeMachine(TreeMachine):
 def path_of(nodes: Sequence[Node]) -> tuple[Key, ...]:
     """All tokens of a path."""
     return tuple(node.tokens.key_at(place) for node in nodes for place in range(node.start, node.end))
+
+
+def check_copies(nodes: Sequence[Node]) -> None:
+    """What is said to be in another tier is there: every row of a node, and its state and no other."""
+    keys = path_of(nodes)
+    for node in nodes:
+        covered: set[int] = set()
+        for copy in node.copies.rows:
+            assert isinstance(copy, Copied)
+            num_common = next(
+                (n for n, (one, two) in enumerate(zip(keys, copy.keys, strict=False)) if one != two), None
+            )
+            covered |= set(range(copy.start, min(len(keys), len(copy.keys)) if num_common is None else num_common))
+        assert not node.copies.rows or covered >= set(range(node.start, node.end))
+        if (state := node.copies.state) is not None:
+            assert isinstance(state, Copied) and node.checkpoint is not None and state.keys == keys[: node.end]
 
 
 def contents(tree: PrefixTree) -> tuple[set[tuple[Key, ...]], set[tuple[Key, ...]]]:

@@ -1,5 +1,6 @@
 """KV on disk under a real engine: warm after a restart, exact, and never in the way of a request."""
 
+import math
 import shutil
 import threading
 import time
@@ -184,6 +185,31 @@ def test_rows_that_come_together_read_a_blob_once(tmp_path: Path) -> None:
             assert_exact(result, tokens)
             assert cached(result) == len(prompts[0]) - 1
         assert disk_of(engine).stats.num_read == 1 + len(prompts)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"])
+def test_no_more_is_read_than_there_is_room_for(family: str, tmp_path: Path) -> None:
+    """Of what the disk has a hold with bounded room reads what fits, and nothing where nothing does."""
+
+    def read_within(room_bytes: float) -> tuple[int, bool]:
+        def ask(scheduler: Any) -> tuple[int, bool]:
+            disk = disk_cache_of(scheduler.cache)
+            hold = disk.hold(TokenSequence(tuple(BASE)), room_bytes=room_bytes)
+            num_bytes, is_settled = hold.goal.num_bytes if hold.goal is not None else 0, hold.is_settled
+            disk.let_go(hold)
+            return num_bytes, is_settled
+
+        return engine._ask(ask)
+
+    with running_engine(family, disk=on(tmp_path)) as engine:
+        generate(engine, turn(BASE, 8))
+        settle(engine)
+    with running_engine(family, disk=on(tmp_path)) as engine:
+        whole, is_settled = read_within(math.inf)
+        assert whole > 0 and not is_settled
+        assert read_within(whole) == (whole, False) and read_within(1) == (0, True)
+        part, _ = read_within(whole - 1)
+        assert 0 < part < whole
 
 
 @pytest.mark.parametrize(("family", "kind"), [("qwen3", "segment"), ("qwen3_5", "segment"), ("qwen3_5", "checkpoint")])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvserve.cache import disk_tier
+from kvserve.cache import disk_tier, tree
 from kvserve.cache.disk_blob import BlobName, unpack_blob
 from kvserve.cache.disk_index import Entry
 from kvserve.cache.disk_store import FolderStore
@@ -34,7 +34,7 @@ from tests.engine.engines import (
     running_engine,
     turn,
 )
-from tests.engine.test_disk_cache import WAIT_SECONDS, disk_of, on, settle, wait_until
+from tests.engine.test_disk_cache import WAIT_SECONDS, disk_cache_of, disk_of, on, settle, wait_until
 from tests.laws import sampled
 
 FAMILIES = ("qwen3", "qwen3_5")
@@ -143,6 +143,43 @@ def test_all_that_ram_held_is_warm_after_a_shutdown(family: str, tmp_path: Path)
         assert min(in_ram) >= len(PROMPTS[0]) and disk_of(engine).stats.num_refused > 0
     with running_engine(family, disk=on(tmp_path)) as engine:
         assert [kept(engine, path) for path in paths] == [(0, num_tokens) for num_tokens in in_ram]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_on_disk_leaves_ram_without_a_look_at_its_path(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that RAM has is on disk, from its rows or from there, while something else waits to be written: it leaves
+    without one path being built. Where nobody had noted what the disk has, each leaf and state has its own."""
+    num_built = 0
+    real = tree.kept_path
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal num_built
+        num_built += 1
+        return real(*arguments)
+
+    def paths_of_eviction(scheduler: Scheduler, *, is_noted: bool) -> tuple[int, int]:
+        nonlocal num_built
+        cache, num_built = scheduler.cache, 0
+        if not is_noted:
+            cache._tree._trie.forget_copies()
+        disk_cache_of(cache).tier._has_lost = True  # something, of something else
+        with monkeypatch.context() as patch:
+            patch.setattr(tree, "kept_path", counted)
+            cache.make_room(CACHE.max_bytes or 0)
+        return num_built, cache.report().stats.num_nodes
+
+    with running_engine(family, disk=on(tmp_path)) as engine:
+        for _ in range(2):  # computed here, then read from the disk
+            generate(engine, *(turn(prompt, 8) for prompt in PROMPTS))
+            settle(engine)
+            assert engine.cache_report().stats.num_nodes >= len(PROMPTS)
+            assert engine._ask(lambda scheduler: paths_of_eviction(scheduler, is_noted=True)) == (0, 0)
+        assert disk_of(engine).num_restores > 0
+        generate(engine, *(turn(prompt, 8) for prompt in PROMPTS))
+        settle(engine)
+        assert engine._ask(lambda scheduler: paths_of_eviction(scheduler, is_noted=False))[0] >= len(PROMPTS)
 
 
 def test_a_disk_that_takes_nothing_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -374,6 +374,79 @@ def test_without_kept_kv_nothing_is_warmed(monkeypatch: pytest.MonkeyPatch) -> N
         assert (result.state, result.reason) == ("dropped", "no cache")
 
 
+GUESSES: tuple[WarmKind, ...] = ("next_turn", "learned")
+
+
+def in_ram(engine: Engine, tokens: list[int]) -> int:
+    return engine.kept_tokens(TokenSequence(tuple(tokens)))[0]
+
+
+def num_left(engine: Engine) -> tuple[int, int]:
+    """Tokens and states that have left RAM so far."""
+    stats = engine.cache_report().stats
+    return stats.num_evicted_tokens, stats.num_evicted_checkpoints
+
+
+@contextmanager
+def nearly_full(family: str, folder: Path | None, num_sessions: float) -> Iterator[tuple[Engine, int]]:
+    """An engine with RAM for so many sessions like the one in it, which has had a turn, and how much RAM has of that.
+    Where there is a disk, it has what the guesses are of."""
+    with running_engine(family) as engine:
+        generate(engine, turn(BASE, 4))
+        num_bytes = engine.cache_report().stats.ram_bytes
+    small = replace(CACHE, max_bytes=int(num_sessions * num_bytes))
+    disk = DiskSettings(folder, None, 0, 24.0) if folder is not None else None
+    with running_engine(family, warming=AT_ONCE, cache=small, disk=disk) as engine:
+        if folder is not None:
+            generate(engine, *(turn(prompt_of(292, seed), 4) for seed in range(1, 5)))
+            engine._ask(lambda scheduler: scheduler.cache.make_room(small.max_bytes))
+            assert engine.cache_report().stats.num_nodes == 0
+        generate(engine, turn(BASE, 4))
+        num_tokens = in_ram(engine, BASE)
+        assert num_tokens >= NUM_AHEAD
+        yield engine, num_tokens
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("family", sampled(FAMILIES, TWO_KINDS))
+def test_a_guess_takes_free_ram_only(family: str, on_disk: bool, tmp_path: Path) -> None:
+    """There is no room beside a session that is in use: guesses are dropped, and it keeps all of its prefix in RAM,
+    whether they were to be computed or read from the disk."""
+    with nearly_full(family, tmp_path if on_disk else None, 1.5) as (engine, num_tokens):
+        before = num_left(engine)
+        for seed in range(1, 5):
+            for kind in GUESSES:
+                result = ended(engine.warm(job(tokens=prompt_of(292, seed), kind=kind)))
+                assert (result.state, result.reason, result.num_computed_tokens) == ("dropped", "no room", 0)
+                assert in_ram(engine, BASE) == num_tokens
+        assert num_left(engine) == before
+        [next_turn] = generate(engine, turn(BASE, 8))
+        assert tier_of(next_turn) == "ram" and cached(next_turn) >= NUM_AHEAD
+
+
+@pytest.mark.parametrize("num_sessions", [3, 3.5, 4, 4.5])
+@pytest.mark.parametrize("family", sampled(FAMILIES, TWO_KINDS))
+def test_a_guess_that_fits_is_computed_and_takes_nothing(family: str, num_sessions: float) -> None:
+    """With room for a few, the first ones are computed, whole, and those for which there is none are not begun."""
+    with nearly_full(family, None, num_sessions) as (engine, num_tokens):
+        before = num_left(engine)
+        results = [ended(engine.warm(job(tokens=prompt_of(292, seed)))) for seed in range(1, 9)]
+        done = [result for result in results if result.state == "done"]
+        assert 0 < len(done) < len(results)
+        assert {(each.reason, each.num_computed_tokens) for each in results} == {("", NUM_AHEAD), ("no room", 0)}
+        assert report_of(engine).tokens.num_warmed_tokens == len(done) * NUM_AHEAD
+        assert in_ram(engine, BASE) == num_tokens and num_left(engine) == before
+
+
+@pytest.mark.parametrize("family", sampled(FAMILIES, TWO_KINDS))
+def test_what_a_client_asks_for_makes_room_as_a_request_does(family: str) -> None:
+    """Negative control of the two above: the same as a client's own wishes takes the place of the session."""
+    with nearly_full(family, None, 1.5) as (engine, num_tokens):
+        for seed in range(1, 5):
+            assert ended(engine.warm(job(tokens=prompt_of(292, seed), kind="prewarm"))).state == "done"
+        assert in_ram(engine, BASE) < num_tokens
+
+
 # --- what is told -----------------------------------------------------------------------------------------------------
 
 
