@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.recordings import shared_folder
 from kvserve.core import Block, Message, TextBlock, ToolBlock, ToolCallBlock, ToolResultBlock, ToolSpec
 from kvserve.prompt.compiled import CompiledTemplate
-from kvserve.prompt.control import MARK
+from kvserve.prompt.control import BEFORE, BEHIND, LIVE, MARK
 from kvserve.prompt.steps import function_dict
 from kvserve.prompt.template import ChatTemplate, _probed
 from kvserve.prompt.tool_words import OPENING, ToolWords
@@ -25,6 +25,7 @@ REFERRING = "glm5_2"
 
 HI = Message("user", (TextBlock("hi"),))
 CALL = Message("assistant", (ToolCallBlock("c1", "look", '{"q":"x"}'),))
+PRIVATE = MARK + BEFORE + BEHIND + LIVE
 LATER = ToolSpec(
     "TaskCreate",
     "Makes a task.",
@@ -175,7 +176,8 @@ def test_a_template_that_knows_references_gets_what_it_would_write_itself() -> N
     assert prompt.shown.replace("\n\n", "\n") == native.replace("\n\n", "\n").replace("\n\n", "\n")
 
 
-words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
+# a client's noncharacters that control tokens are marked with become U+FFFD (test_control.py): they are not drawn here
+words = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=PRIVATE), min_size=1, max_size=8)
 
 
 @settings(max_examples=num_examples(40), deadline=None)
