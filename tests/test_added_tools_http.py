@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvserve import foresight
 from kvserve.foresight import guessed
 from kvserve.pipeline import SharedBeginning
-from tests.agents import seen_prompts
+from tests.agents import TELLING, seen_prompts
 from tests.laws import num_examples, sampled_cells
 from tests.protocols.responses_wire import as_responses
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, eventually, serving_app, writing
@@ -22,7 +22,6 @@ from tests.serving import CHAT_PATH, AppUnderTest, chat_body, eventually, servin
 RESPONSES_PATH = "/v1/responses"
 APIS = (CHAT_PATH, RESPONSES_PATH)
 SYSTEM = "You look after a house and say what is to be done. " * 4
-LONG = "Here is what I would do about it: read what is there, and ask the person who knows it best. " * 4
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "enum": [1, 2]}}, "required": ["a"]}
 CALL = {
     "qwen3": '<tool_call>\n{{"name": "{}", "arguments": {{"a": 2}}}}\n</tool_call>',
@@ -78,7 +77,7 @@ class Client:
             body = as_responses(body)
         return self.app.post(self.api, body, self.headers)
 
-    def ask(self, tools: list[dict[str, Any]], answer: str | None = LONG, **fields: Any) -> Told:
+    def ask(self, tools: list[dict[str, Any]], answer: str | None = TELLING, **fields: Any) -> Told:
         """One request, answered with this text; None: with whatever the model writes."""
         with writing(self.app, answer or "") as script, seen_prompts() as prompts:
             response = self.post(tools, **(script if answer is not None else {}), **fields)
@@ -412,7 +411,7 @@ WHO = st.tuples(
     st.sampled_from(["", "k1", "k2"]),
     st.sampled_from([{}, {"prompt_cache_key": "app"}, {"session_id": "s1"}, {"session_id": "s2"}]),
 )
-ACTS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from([LONG, "ok"])), min_size=4, max_size=7)
+ACTS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from([TELLING, "ok"])), min_size=4, max_size=7)
 
 
 @given(WHO, WHO, ACTS, st.integers(1, 3))
@@ -437,7 +436,7 @@ def test_nobody_reads_of_anothers_tools(served_app: AppUnderTest, one: Any, othe
 
 def test_who_shows_nothing_has_its_tools_in_front(app: AppUnderTest) -> None:
     """Without a session, a short answer that is sent back proves nothing; a long one does."""
-    for answer, is_shown in (("ok", False), (LONG, True)):
+    for answer, is_shown in (("ok", False), (TELLING, True)):
         app.clear_cache()
         client = Client(app, CHAT_PATH, {})
         client.say("Hello.")
