@@ -273,7 +273,7 @@ def _closing(emitted: _Emitted, rendered: str, says: Says) -> str | None:
         return ""
     # Of all places with these letters, the one up to which the turn says the thought: "h" is in "</think>" too.
     places = (found.start() + len(thought) for found in re.finditer(f"(?={re.escape(thought)})", rendered))
-    end = next((place for place in places if says(rendered[:place]).reasoning == reasoning), None)
+    end = next((place for place in places if says(rendered[:place])[0] == reasoning), None)
     if end is None:
         return None
     closing = rendered[end:]
