@@ -16,6 +16,14 @@ from kvserve.core import GenerationRequest
 from kvserve.engine.worker import Engine
 from tests.serving import CHAT_PATH, AppUnderTest, writing
 
+TELLING = (
+    "Please continue without previous information because every requested configuration description is available. "
+    "The current workspace directory contains nothing possible otherwise, explicitly. The background document "
+    "continues without requested configuration information; every previous response description is available."
+)
+"""An answer long enough to show that whoever sends it back was given it (`identity/provenance.py`), in words that are a
+token each: the model of a test writes forty instead of two hundred."""
+
 TOOL = {
     "type": "function",
     "function": {

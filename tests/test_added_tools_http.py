@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvserve import foresight
 from kvserve.foresight import guessed
 from kvserve.pipeline import SharedBeginning
-from tests.agents import seen_prompts
+from tests.agents import TELLING, seen_prompts
 from tests.laws import num_examples, sampled_cells
 from tests.protocols.responses_wire import as_responses
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, eventually, serving_app, writing
@@ -22,7 +22,6 @@ from tests.serving import CHAT_PATH, AppUnderTest, chat_body, eventually, servin
 RESPONSES_PATH = "/v1/responses"
 APIS = (CHAT_PATH, RESPONSES_PATH)
 SYSTEM = "You look after a house and say what is to be done. " * 4
-LONG = "Here is what I would do about it: read what is there, and ask the person who knows it best. " * 4
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "enum": [1, 2]}}, "required": ["a"]}
 CALL = {
     "qwen3": '<tool_call>\n{{"name": "{}", "arguments": {{"a": 2}}}}\n</tool_call>',
@@ -78,7 +77,7 @@ class Client:
             body = as_responses(body)
         return self.app.post(self.api, body, self.headers)
 
-    def ask(self, tools: list[dict[str, Any]], answer: str | None = LONG, **fields: Any) -> Told:
+    def ask(self, tools: list[dict[str, Any]], answer: str | None = TELLING, **fields: Any) -> Told:
         """One request, answered with this text; None: with whatever the model writes."""
         with writing(self.app, answer or "") as script, seen_prompts() as prompts:
             response = self.post(tools, **(script if answer is not None else {}), **fields)
@@ -144,7 +143,10 @@ def client(app: AppUnderTest, request: pytest.FixtureRequest) -> Client:
 
 
 ONE_API_PER_FAMILY = sampled_cells(lambda family, client, **_: (family == "qwen3") is (client == RESPONSES_PATH))
-"""The first test has all cells in every run: what the others show again is left to `make full`."""
+"""What each protocol and each kind of layers shows once; the other cells are left to `make full`."""
+
+ON_HYBRID = sampled_cells(lambda family, client=CHAT_PATH, **_: family == "qwen3_5" and client == CHAT_PATH)
+"""Where it is about tokens that are found again, or about identity alone: layers that cannot be cut make it hardest."""
 
 
 def after_two(client: Client) -> list[Told]:
@@ -175,6 +177,7 @@ def reuses_all(now: Told, last: Told) -> None:
 # --- reuse -----------------------------------------------------------------------------------------------------------
 
 
+@sampled_cells(lambda family, client: family == "qwen3_5" or client == RESPONSES_PATH)
 def test_a_tool_that_is_added_costs_the_conversation_nothing(client: Client) -> None:
     """Turn 3 adds one: it is read there, whole, once, and from then on; that is told with its name."""
     two = after_two(client)
@@ -191,7 +194,7 @@ def test_a_tool_that_is_added_costs_the_conversation_nothing(client: Client) -> 
     assert "tools added where the conversation is: deploy" in client.app.screen.getvalue()
 
 
-@ONE_API_PER_FAMILY
+@ON_HYBRID
 def test_tools_are_added_again_and_in_any_place_of_the_list(client: Client) -> None:
     """A second one stands where it came, whatever the order in which the client lists them."""
     two = after_two(client)
@@ -215,6 +218,7 @@ def test_a_tool_that_comes_with_a_result_stands_in_it(client: Client, family: st
     reuses_all(client.ask(BEHIND), second)
 
 
+@ON_HYBRID
 def test_a_restart_knows_where_tools_came_in(family: str, tmp_path: Path) -> None:
     """Also where another request with other tools has gone the same way meanwhile."""
     with serving_app(tmp_path, family, max_kv_size=16384) as app:
@@ -232,7 +236,7 @@ def test_a_restart_knows_where_tools_came_in(family: str, tmp_path: Path) -> Non
         go_on(client, range(5, 7), BEHIND, fourth)
 
 
-@ONE_API_PER_FAMILY
+@ON_HYBRID
 def test_a_request_with_other_tools_in_between_changes_nothing(client: Client) -> None:
     """A title is asked for with no tools, and with another set, on the same messages."""
     two = after_two(client)
@@ -246,7 +250,7 @@ def test_a_request_with_other_tools_in_between_changes_nothing(client: Client) -
     assert fourth.num_cached >= third.num_known
 
 
-@ONE_API_PER_FAMILY
+@ON_HYBRID
 def test_tools_that_come_and_go_cost_no_more_than_their_turns(client: Client) -> None:
     """A client with two modes: back in the smaller one what came behind the tool is computed again, and in the larger
     one nothing."""
@@ -259,7 +263,7 @@ def test_tools_that_come_and_go_cost_no_more_than_their_turns(client: Client) ->
     assert fifth.prompt.index("Without.") < fifth.prompt.index("what deploy does is known")
 
 
-@ONE_API_PER_FAMILY
+@ON_HYBRID
 def test_a_rewind_without_the_tool_knows_nothing_of_it(client: Client) -> None:
     """Back to turn 2 with the first tools: what stood before it is reused."""
     two = after_two(client)
@@ -271,7 +275,7 @@ def test_a_rewind_without_the_tool_knows_nothing_of_it(client: Client) -> None:
     assert told.explanation["cause"] in ("nothing lost", "message changed")
 
 
-@ONE_API_PER_FAMILY
+@ON_HYBRID
 def test_a_rewind_with_the_tool_has_it_there(client: Client) -> None:
     """Back to turn 2 with all tools: it comes in there, and stays there; the turns of the other branch keep theirs."""
     two = after_two(client)
@@ -286,7 +290,7 @@ def test_a_rewind_with_the_tool_has_it_there(client: Client) -> None:
     assert third.num_known < fourth.num_known
 
 
-@ONE_API_PER_FAMILY
+@ON_HYBRID
 def test_the_same_turn_again_has_the_tool_at_the_same_place(client: Client) -> None:
     """A retry reuses the whole prompt, and one with a tool more all but the newest message."""
     two = after_two(client)
@@ -301,7 +305,7 @@ def test_the_same_turn_again_has_the_tool_at_the_same_place(client: Client) -> N
 # --- honest prefill --------------------------------------------------------------------------------------------------
 
 
-@ONE_API_PER_FAMILY
+@ON_HYBRID
 @pytest.mark.parametrize(("changed", "is_added"), [(0, False), (2, True)])
 def test_a_changed_tool_is_computed_again_with_its_cause(client: Client, changed: int, is_added: bool) -> None:
     """One in front changes all; one that was added, all from there on."""
@@ -319,7 +323,7 @@ def test_a_changed_tool_is_computed_again_with_its_cause(client: Client, changed
     go_on(client, range(5, 6), tools, told)
 
 
-@ONE_API_PER_FAMILY
+@ON_HYBRID
 @pytest.mark.parametrize(("tools", "name"), [([READ, DEPLOY], "write"), (BEFORE, "deploy")])
 def test_a_removed_tool_is_gone(client: Client, tools: list[dict[str, Any]], name: str) -> None:
     """One that was added costs what came behind it, one in front everything; the cause names it."""
@@ -334,7 +338,7 @@ def test_a_removed_tool_is_gone(client: Client, tools: list[dict[str, Any]], nam
     go_on(client, range(5, 6), tools, told)
 
 
-@ONE_API_PER_FAMILY
+@ON_HYBRID
 @pytest.mark.parametrize("fields", [{"cache_mode": "prefix"}, {"ttl": 0}])
 def test_a_request_that_leaves_no_record_uses_none(client: Client, fields: dict[str, Any]) -> None:
     """Its tools stand in front, and where it put them is not remembered."""
@@ -412,9 +416,10 @@ WHO = st.tuples(
     st.sampled_from(["", "k1", "k2"]),
     st.sampled_from([{}, {"prompt_cache_key": "app"}, {"session_id": "s1"}, {"session_id": "s2"}]),
 )
-ACTS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from([LONG, "ok"])), min_size=4, max_size=7)
+ACTS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from([TELLING, "ok"])), min_size=4, max_size=7)
 
 
+@ON_HYBRID
 @given(WHO, WHO, ACTS, st.integers(1, 3))
 @settings(max_examples=num_examples(6), deadline=None)
 def test_nobody_reads_of_anothers_tools(served_app: AppUnderTest, one: Any, other: Any, acts: Any, add_at: int) -> None:
@@ -435,9 +440,10 @@ def test_nobody_reads_of_anothers_tools(served_app: AppUnderTest, one: Any, othe
             assert prompt.count(each["function"]["description"]) == (each in tools)
 
 
+@ON_HYBRID
 def test_who_shows_nothing_has_its_tools_in_front(app: AppUnderTest) -> None:
     """Without a session, a short answer that is sent back proves nothing; a long one does."""
-    for answer, is_shown in (("ok", False), (LONG, True)):
+    for answer, is_shown in (("ok", False), (TELLING, True)):
         app.clear_cache()
         client = Client(app, CHAT_PATH, {})
         client.say("Hello.")
@@ -448,6 +454,7 @@ def test_who_shows_nothing_has_its_tools_in_front(app: AppUnderTest) -> None:
         assert ("tools_added" in told.explanation["rules"]) is is_shown
 
 
+@ON_HYBRID
 def test_another_principal_with_the_same_words_finds_no_place(app: AppUnderTest) -> None:
     """The session's name and all words are the same, the key is another one."""
     mine = Client(app, CHAT_PATH, headers={"authorization": "Bearer k1"})
@@ -464,6 +471,7 @@ def test_another_principal_with_the_same_words_finds_no_place(app: AppUnderTest)
 # --- what is to come -------------------------------------------------------------------------------------------------
 
 
+@ON_HYBRID
 def test_the_next_turn_is_guessed_with_the_tools_where_they_stand(family: str, tmp_path: Path) -> None:
     """What an idle engine would compute ahead is what the next prompt begins with."""
     guesses: list[SharedBeginning] = []

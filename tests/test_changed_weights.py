@@ -74,11 +74,11 @@ def raise_rope_base(folder: Path) -> None:
     "change",
     [
         lambda folder: turn_middle(folder / "model.safetensors", "mlp.down_proj.weight"),
-        lambda folder: change_byte(folder / "model.safetensors", 400_000),
+        pytest.param(lambda folder: change_byte(folder / "model.safetensors", 400_000), marks=pytest.mark.long),
         lambda folder: edit(folder / "chat_template.jinja", "user", "User"),
-        lambda folder: edit(folder / "tokenizer.json", '"version"', ' "version"'),
+        pytest.param(lambda folder: edit(folder / "tokenizer.json", '"version"', ' "version"'), marks=pytest.mark.long),
         lambda folder: (folder / "adapter_config.json").write_text("{}"),
-        raise_rope_base,
+        pytest.param(raise_rope_base, marks=pytest.mark.long),
     ],
     ids=["tensors", "byte", "template", "tokenizer", "file added", "config"],
 )

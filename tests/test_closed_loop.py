@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents import STYLES, THINKS, Conversation, EchoStyle, common_length, send
+from tests.agents import STYLES, TELLING, THINKS, Conversation, EchoStyle, common_length, send
 from tests.laws import THREE_KINDS, TWO_KINDS, sampled, sampled_cells
 from tests.serving import AppUnderTest, serving_app, writing
 
@@ -36,7 +36,7 @@ def go_on(talk: Conversation, turn: int) -> None:
     calls = talk.family in ("qwen3", "qwen3_5", "glm4_moe_lite") and turn % 3 != 2
     talk.ask(
         f"Number {turn} is a < b.",
-        f"It is {turn},\n so there is more to be seen on it than I thought. " * 7,
+        f"It is {turn},\n so there is more to be seen on it than I thought. {TELLING}",
         f"hill {turn}" if calls else None,
     )
     if calls:
@@ -97,7 +97,7 @@ def test_a_long_tool_loop_reuses_every_turn(app: AppUnderTest, thinking: bool) -
     if thinking and not talk.thinking:
         pytest.skip("the family does not think")
     for turn in range(40):
-        talk.ask("Next.", "I go on to the next hill, to see what there is on it. " * 8, f"h{turn}")
+        talk.ask("Next.", f"I go on to the next hill. {TELLING}", f"h{turn}")
         talk.answer_calls(f"tree {turn}")
     assert [asked.body["choices"][0]["finish_reason"] for asked in talk.turns] == ["tool_calls"] * 40
     lost = [before.num_tokens - now.num_cached_tokens for before, now in zip(talk.turns, talk.turns[1:], strict=False)]
@@ -138,7 +138,7 @@ def test_an_answer_with_another_stop_token_than_the_templates_is_reused(family: 
         app.family = family  # type: ignore[attr-defined]
         talk = start(app, STYLES[0], thinking=family == "qwen3_5")
         thought = "Hm.\n</think>\n\n" if talk.thinking else ""
-        with writing(app, f"{thought}{'It is a hill. ' * 30}<|endoftext|>", ends=False) as script:
+        with writing(app, f"{thought}It is a hill. {TELLING}<|endoftext|>", ends=False) as script:
             asked = send(app, talk.request(**script))
         assert asked.body["choices"][0]["finish_reason"] == "stop"
         talk.messages.append(talk.style.echo(asked.body["choices"][0]["message"], 0))

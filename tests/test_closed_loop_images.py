@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.agents import STYLES, Conversation, EchoStyle
+from tests.agents import STYLES, TELLING, Conversation, EchoStyle
 from tests.engine.visions import data_url, picture
 from tests.serving import AppUnderTest, serving_app
 from tests.test_closed_loop import SETTINGS, go_on, reusable, start
@@ -159,7 +159,7 @@ def test_a_long_tool_loop_reuses_every_turn(app: AppUnderTest, shown: str) -> No
     if shown == "a picture first":
         with_picture(talk.messages[1], 500)
     for turn in range(40):
-        talk.ask("Next.", "Go on to the next branch. " * 16, f"h{turn}")
+        talk.ask("Next.", f"Go on to the next branch. {TELLING}", f"h{turn}")
         talk.answer_calls(f"tree {turn}")
     again = [before.num_tokens - now.num_cached_tokens for before, now in zip(talk.turns, talk.turns[1:], strict=False)]
     assert max(again) <= TOLERANCE, again

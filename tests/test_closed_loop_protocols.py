@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.agents import TELLING
 from tests.laws import TWO_KINDS, sampled, sampled_cells
 from tests.serving import AppUnderTest, serving_app
 from tests.wire_agents import ANTHROPIC_WIRES, RESPONSES_WIRES, Talk, Wire
@@ -35,7 +36,7 @@ def go_on(talk: Talk, turn: int) -> None:
     calls = turn % 3 != 2
     talk.ask(
         f"Number {turn} is a < b.",
-        f"It is {turn},\n so é, as far as one can see. " * 12,
+        f"It is {turn},\n so é, as far as one can see. {TELLING}",
         f"hill {turn}" if calls else None,
     )
     if calls:

@@ -19,6 +19,7 @@ from kvserve.identity.conversations import Conversations
 from kvserve.keeping import Scope
 from kvserve.roster import Roster
 from kvserve.telemetry.trace import TraceLog
+from tests.laws import sampled_cells
 from tests.models import tiny_model
 from tests.serving import (
     CHAT_PATH,
@@ -137,6 +138,7 @@ def while_running(
 
 @pytest.mark.parametrize("path", [CHAT_PATH, RESPONSES])
 @pytest.mark.parametrize("by", ["session", "principal"])
+@sampled_cells(lambda by, path: (by == "session") is (path == CHAT_PATH))
 def test_a_request_that_runs_meanwhile_leaves_nothing(tmp_path: Path, by: str, path: str) -> None:
     """No record, KV, trace, explanation or response, and nothing is computed ahead for it; its answer is whole."""
     with serving_app(tmp_path, max_kv_size=2048, warm_next_turn=True, prewarm_prefixes=0) as app:

@@ -12,7 +12,7 @@ from kvserve.engine.worker import Engine
 from kvserve.foresight import MIN_NEW_TOKENS, Foresight
 from kvserve.next_turns import NextTurns
 from tests import agents
-from tests.agents import STYLES, Asked, Conversation, EchoStyle
+from tests.agents import STYLES, TELLING, Asked, Conversation, EchoStyle
 from tests.laws import sampled, sampled_cells
 from tests.serving import CHAT_PATH, AppUnderTest, Chat, chat_body, encode_request, eventually, serving_app
 
@@ -27,7 +27,7 @@ SETTINGS: Mapping[str, Any] = {
 }
 """Templates that could keep old thinking are not asked to, and the engine's share of time is no part of these tests."""
 
-THOUGHT, SAID = "Where is it, then? " * 3, "It is over there. " * 23
+THOUGHT, SAID = "Where is it, then? " * 3, f"It is over there. {TELLING}"
 FAMILIES = ("qwen3", "qwen3_5")
 """Layers that can be cut anywhere, and states that cannot."""
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.agents import CARRIER, TOOL, Asked, Conversation, EchoStyle, send
+from tests.agents import CARRIER, TELLING, TOOL, Asked, Conversation, EchoStyle, send
 from tests.engine.engines import held
 from tests.models import tiny_model
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, encode_request, eventually, serving_app, slow_prefill
 
-LONG = "Places are looked at one after the other, and what is there is said in few words. " * 5
+LONG = f"Places are looked at one after the other. {TELLING}"
 SETTINGS: dict[str, Any] = {
     "prompt_cache_max_entries_global": 1000,
     "prompt_cache_max_entries_per_session": 100,
@@ -74,7 +74,7 @@ def place(asked: Asked) -> tuple[Any, Any, Any]:
 def test_an_edited_message(app: AppUnderTest, session: str | None) -> None:
     """The client changed one word of an old message; without a session its answers show whose history it is."""
     talk = start(app, session=session)
-    talk.ask("", "It is a lake, as far as I can see. " * 13)
+    talk.ask("", f"It is a lake, as far as I can see. {TELLING}")
     talk.say("Thanks.")
     talk.messages[1] = {"role": "user", "content": f"Look at the hall. {LONG}"}
     asked = talk.ask("", "Gladly.")
@@ -90,10 +90,10 @@ def test_an_edited_message(app: AppUnderTest, session: str | None) -> None:
 def test_an_edited_system_prompt_without_any_session(app: AppUnderTest) -> None:
     """Not even the first message is known, and the conversation is recognised by what was said in it."""
     talk = start(app, session=None)
-    talk.messages[0] = {"role": "system", "content": LONG.replace("few", "two", 1)}
+    talk.messages[0] = {"role": "system", "content": LONG.replace("nothing", "anything", 1)}
     asked = talk.ask("", "It is a lake.")
     assert asked.explanation["cause"] == "message changed"
-    assert place(asked) == (0, "system", LONG.index("few"))
+    assert place(asked) == (0, "system", LONG.index("nothing"))
 
 
 def test_thinking_that_the_template_drops(app: AppUnderTest) -> None:

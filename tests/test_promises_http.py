@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from kvserve.engine import scheduler as scheduler_module
-from tests.laws import sampled
+from tests.laws import sampled, sampled_cells
 from tests.serving import CHAT_PATH, COMPLETION_PATH, SCRIPT_SEED, AppUnderTest, chat_body, serving_app, whole
 from tests.test_pipeline import CALLS, OPENED, SCHEMA, TOOLS, fits, without_space
 
@@ -65,6 +65,7 @@ def reasoning_tokens(usage: Mapping[str, Any] | None) -> int:
 
 
 @pytest.mark.parametrize("thinking", ["on", "off"])
+@sampled_cells(lambda family, thinking: thinking == "on" or family == "qwen3")
 def test_a_strict_tool_is_held_where_the_model_may_call(app: AppUnderTest, family: str, thinking: str) -> None:
     """What the model says before its call is its own; the call then obeys the schema, though it wanted another."""
     bad = CALLS[family].replace("Oslo", "Paris")
@@ -134,6 +135,7 @@ def test_legacy_functions_are_named_by_their_own_path(app: AppUnderTest) -> None
 
 
 @pytest.mark.parametrize("promised", [False, True], ids=["text", "a form"])
+@sampled_cells(lambda family, promised: not promised or family == "qwen3_5")
 def test_thinking_has_as_many_tokens_as_its_budget(app: AppUnderTest, family: str, promised: bool) -> None:
     """Whoever opened it, its end is forced then, and the answer follows; the usage counts it."""
     form = {"response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.agents import model_text, seen_prompts
+from tests.agents import TELLING, model_text, seen_prompts
 from tests.laws import num_examples
 from tests.serving import CHAT_PATH, AppUnderTest, serving_app, writing
 
@@ -17,13 +17,7 @@ FAMILY = "qwen3_5"
 
 REMINDER = "<system-reminder>\nThe PIN is {}.\n</system-reminder>\n"
 SENDER = 'Sender (untrusted metadata):\n```json\n{{\n  "sender": "{}"\n}}\n```\n\n'
-LONG = (
-    "That is a good question, and here is what I would do about it: read what is there, write down what is amiss "
-    "and ask the person who knows it best before anything is changed; the rest can wait until that is clear. "
-    "Then take the smallest step that can be seen from outside, show it, and only then think about the next one, for "
-    "most of what seems to be needed now will not be, and the rest will look different by the time one comes to it."
-)
-ANSWERS = ("ok", "Hello! How can I help you?", LONG)
+ANSWERS = ("ok", "Hello! How can I help you?", TELLING)
 BROUGHT = (
     "An answer that some other server once gave, in as many words as the one above, so that nobody may say that it "
     "shows less because it is shorter than what a model of ours has written; a client brought it from somewhere else. "
@@ -112,8 +106,8 @@ def test_what_one_hid_comes_back_to_it(app: AppUnderTest) -> None:
     """The control: its own span and thinking stand in its next prompt, by the answer that it sends back."""
     app.clear_cache()
     client = Client("MARZIPAN", CHAT_PATH, "", "", {})
-    client.ask(app, "hello", REMINDER, LONG)
-    prompt = client.ask(app, "And?", "", LONG)
+    client.ask(app, "hello", REMINDER, TELLING)
+    prompt = client.ask(app, "And?", "", TELLING)
     assert "The PIN is MARZIPAN" in prompt and "It is MARZIPAN" in prompt
 
 

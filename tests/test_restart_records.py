@@ -10,7 +10,7 @@ import pytest
 
 from kvserve.config import DiskMode
 from kvserve.sessions.archive_file import FILE_NAME
-from tests.agents import STYLES, Conversation, EchoStyle
+from tests.agents import STYLES, TELLING, Conversation, EchoStyle
 from tests.serving import AppUnderTest, serving_app
 
 SYSTEM = {"role": "system", "content": "You look at places and say what is there. " * 2}
@@ -37,7 +37,7 @@ def go_on(talk: Conversation, turn: int) -> None:
     calls = talk.family != "gemma3" and turn % 2 == 0
     talk.ask(
         f"Number {turn} is a < b.",
-        f"It is {turn},\n so, as far as one can see. " * 13,
+        f"It is {turn},\n so, as far as one can see. {TELLING}",
         f"hill {turn}" if calls else None,
     )
     if calls:

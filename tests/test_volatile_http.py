@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.agents import Asked, Conversation, EchoStyle
+from tests.agents import TELLING, Asked, Conversation, EchoStyle
 from tests.laws import TWO_KINDS, sampled, sampled_cells
 from tests.serving import AppUnderTest, serving_app
 
@@ -36,14 +36,14 @@ def lead(app: AppUnderTest, name: str, num_turns: int = 3, **fields: Any) -> lis
     rest: list[dict[str, Any]] = [{"role": "user", "content": "Look at the hill and say what is there. " * 2}]
     for number, form in enumerate(("seen", "sent", "seen")[:num_turns]):
         talk.messages[:] = [*pair[form], *rest]
-        talk.ask("", f"It is hill {number}. " * 31)
+        talk.ask("", f"It is hill {number}. {TELLING}")
         talk.say(f"And hill {number}?")
         rest = talk.messages[len(pair[form]) :]
     return talk.turns
 
 
 @pytest.mark.parametrize("name", FREE)
-@sampled_cells(lambda app, name: app == "qwen3_5" or name in ("cch", "message_id"))
+@sampled_cells(lambda app, name: app == "qwen3_5" or name == "cch")
 def test_a_field_that_moves_costs_nothing(app: AppUnderTest, name: str) -> None:
     """Prompt and answer of the turn before are reused whole, by the rule that is made for it; nothing is rejected."""
     turns = lead(app, name)
@@ -55,7 +55,7 @@ def test_a_field_that_moves_costs_nothing(app: AppUnderTest, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FREE)
-@sampled_cells(lambda app, name: app == "qwen3" and name in ("cch", "message_id", "inbound_context"))
+@sampled_cells(lambda app, name: app == "qwen3" and name in ("cch", "inbound_context"))
 def test_without_a_memory_it_costs_the_conversation(app: AppUnderTest, name: str) -> None:
     """The control: rendered as sent, all that stands behind the field is computed again."""
     first, second = lead(app, name, 2, cache_mode="prefix")

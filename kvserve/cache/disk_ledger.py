@@ -44,6 +44,8 @@ class Ledger:
         self._touched: dict[BlobName, float] = {}
         self._users: dict[tuple[BlobName, str], int | None] = {}
         self._seen: set[tuple[str, BlobName]] = set()
+        self.doomed: set[BlobName] = set()
+        """What was forgotten and not deleted yet. `settle` may list its file anew, which says nothing."""
         self.total_bytes = 0
         self.beside_bytes = 0
         self.max_bytes = 0
@@ -270,6 +272,7 @@ class Ledger:
         """A blob of this model is of no use, and so are those that stand on it."""
         self.commit()
         gone = {name, *self._index.forget(name)}
+        self.doomed -= gone
         self._do(lambda catalog: catalog.drop([(self._index.model, each) for each in gone]))
         for each in gone:
             self._delete(self._index.model, each)

@@ -85,6 +85,7 @@ class DiskTier:
         """Write a blob that the index has taken in. The tensors' bytes must not change until they are written."""
         num_bytes = sum(num_bytes_of(tensor.data) for tensor in tensors)
         with self._wake:
+            self._hand.ledger.doomed.discard(entry.name)
             self._writes.append(Write(entry, note, tuple(tensors), num_bytes))
             self._queued_bytes += num_bytes
             self._wake.notify_all()
@@ -126,8 +127,7 @@ class DiskTier:
         with self._wake:
             is_ready = not (self._is_full or self._writes) and time.monotonic() >= self._retry_at
             has_lost = self._has_lost and is_ready
-            if has_lost:
-                self._has_lost = False
+            self._has_lost &= not has_lost
         return has_lost
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -214,8 +214,7 @@ class DiskTier:
     def clear(self, timeout_seconds: float = 10.0) -> bool:
         """Delete everything of this model; what waits is not written."""
         with self._wake:
-            for write in self._writes:
-                self._queued_bytes -= write.num_bytes
+            self._queued_bytes -= sum(write.num_bytes for write in self._writes)
             self._writes.clear()
             for load in self._loads:
                 load.is_cancelled = True
@@ -226,6 +225,7 @@ class DiskTier:
         """Forget blobs and what stands on them; the files go a moment later, behind what waits to be written."""
         gone = [each for name in names for each in self.index.forget(name)]
         with self._wake:
+            self._hand.ledger.doomed.update(gone)
             self._orders.extend(partial(self._delete, name) for name in gone)
             self._wake.notify_all()
 
@@ -383,8 +383,8 @@ class DiskTier:
             self._janitor_at = 0.0  # the cap may depend on what is free
 
     def _delete(self, name: BlobName) -> None:
-        """The file of a blob that was forgotten, unless it was put again meanwhile."""
-        if not self.index.is_known(name):
+        """The file of a blob that was forgotten, also if it was found and listed anew, unless it was put again."""
+        if name in self._hand.ledger.doomed:
             self._hand.ledger.discard(name)
 
     def _commit(self) -> None:

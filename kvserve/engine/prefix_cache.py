@@ -127,9 +127,7 @@ class PrefixCache:
 
     def _restored(self, row: Row, tokens: TokenSequence, match: Match, lease: Lease) -> tuple[Tenancy, list[Any], int]:
         num_next = len(tokens) - match.num_usable_tokens
-        pieces = [
-            (piece.payload, piece.first_row, piece.end_row) for piece in match.pieces if piece.payload is not None
-        ]
+        pieces = [(each.payload, each.first_row, each.end_row) for each in match.pieces if each.payload is not None]
         state = match.state.payload if match.state is not None else None
         caches = self._layout.restore(pieces, state, num_next)  # type: ignore[arg-type]
         stops = plan_stops(
@@ -278,6 +276,8 @@ class PrefixCache:
         paths = self._tree.discard(tokens, lambda entry_owner: is_owner(request_owner(entry_owner)))
         if self._disk is not None:
             self._disk.discard(tokens, paths, self.hasher)
+        elif self.is_unnamed:  # no prefix can be found there yet, but whose each file is stands in the books
+            self.forget_on_disk(is_owner)
         del paths
         mx.clear_cache()
 

@@ -7,6 +7,7 @@ It knows a tokenizer and one model's layout of turns; what a text says is read b
 without writings the ids are those of tokenising the whole text; with them they say what the text says.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -205,7 +206,7 @@ class Stitcher:
             # The model goes on right behind an unfinished turn: there white space says something too.
             if continues and span.stop == len(units) and shown(_text(pieces[start:stop])) != emitted.text:
                 continue
-            closing = _closing(emitted, shown(units[span.stop - 1].text))
+            closing = _closing(emitted, shown(units[span.stop - 1].text), says)
             if closing is None:
                 continue
             replays[start] = _Replay(stop, emitted, closing)
@@ -259,7 +260,7 @@ class _Remembering:
         return said
 
 
-def _closing(emitted: _Emitted, rendered: str) -> str | None:
+def _closing(emitted: _Emitted, rendered: str, says: Says) -> str | None:
     """What the template closes an answer with that was cut in its thinking, or the model would go on with it in a later
     message; "" for any other answer, None where that cannot be told.
 
@@ -270,9 +271,12 @@ def _closing(emitted: _Emitted, rendered: str) -> str | None:
     thought = reasoning or (opened[0] if opened is not None else "")
     if content or calls or not thought or not emitted.text.rstrip().endswith(thought):
         return ""
-    if thought not in rendered:
+    # Of all places with these letters, the one up to which the turn says the thought: "h" is in "</think>" too.
+    places = (found.start() + len(thought) for found in re.finditer(f"(?={re.escape(thought)})", rendered))
+    end = next((place for place in places if says(rendered[:place])[0] == reasoning), None)
+    if end is None:
         return None
-    closing = rendered.rpartition(thought)[2]
+    closing = rendered[end:]
     return closing.lstrip() if emitted.text[-1].isspace() or not closing.strip() else closing
 
 

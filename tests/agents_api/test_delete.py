@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from kvserve.engine.census import MEMORY_FILE
 from tests.agents_api.test_http import GREEDY, create, delete, get, told
 from tests.engine.visions import data_url, picture
 from tests.laws import TWO_KINDS, sampled
 from tests.serving import CHAT_PATH, AppUnderTest, eventually, serving_app
+from tests.weights import digest_held_back
 
 SYSTEM = "You look at places and say what is there, one thing after the other. " * 6
 ALONE: dict[str, Any] = {"max_kv_size": 4096, "warm_next_turn": False, "prewarm_prefixes": 0}
@@ -91,6 +93,20 @@ def test_after_a_restart_only_the_disk_has_it(tmp_path: Path) -> None:
     with serving_app(tmp_path, **ALONE) as app:
         assert delete(app, "one").status == 200
     with serving_app(tmp_path, **ALONE) as app:
+        cached, num_tokens = num_cached(app, "one", one)
+        assert cached < 0.5 * num_tokens
+
+
+def test_what_is_deleted_before_the_model_is_known_by_name_leaves_the_disk_too(tmp_path: Path) -> None:
+    """Until all files of the model are read no prefix can be found on disk, but its owner's files can."""
+    with serving_app(tmp_path, **ALONE) as app:
+        one = talk(app, "one")
+    (tmp_path / "kv" / MEMORY_FILE).unlink()  # which model it was must be found out again
+    with digest_held_back(), serving_app(tmp_path, **ALONE) as app:
+        assert app.health()["weights"]["state"] == "reading"
+        assert delete(app, "one").status == 200
+    with serving_app(tmp_path, **ALONE) as app:
+        assert eventually(lambda: app.health()["weights"]["state"] == "known")
         cached, num_tokens = num_cached(app, "one", one)
         assert cached < 0.5 * num_tokens
 

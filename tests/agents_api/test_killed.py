@@ -1,15 +1,18 @@
-"""Agents after `kill -9`, with a whole server process and its real files."""
+"""Agents after `kill -9`: from the files as they stand in the middle of a turn, and with a whole server process."""
 
 import http.client
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.agents_api.test_http import create, encode_request, get, told
 from tests.e2e.servers import serving, wait_until
 from tests.models import tiny_model
+from tests.serving import AppUnderTest, eventually, serving_app
 
 GREEDY = {"temperature": 0, "repetition_penalty": 1, "max_tokens": 16}
 
@@ -31,7 +34,39 @@ def say(port: int, said: str, **fields: Any) -> dict[str, Any]:
     return call(port, "POST", "/v1/agents/durable/generate", body)
 
 
+def is_written(app: AppUnderTest) -> bool:
+    """Whether the disk has all that it took."""
+    body: Any = app.get("/v1/cache").json
+    return bool(body.get("disk_bytes")) and not body["disk"]["num_queued_bytes"]
+
+
+def test_files_from_the_middle_of_a_turn_have_all_turns_before_it(tmp_path: Path) -> None:
+    """What `kill -9` leaves is what the files hold just then: two turns, from which a server on a copy of them goes on,
+    its KV from disk."""
+    alive, killed = tmp_path / "alive", tmp_path / "killed"
+    with serving_app(alive) as app, app.connect() as third:
+        create(app, "durable", system_prompt="Be brief. " * 20)
+        told(app, "durable", "First.")
+        second = told(app, "durable", "Second.")
+        before = get(app, "durable")
+        assert eventually(lambda: is_written(app))
+        body = {"messages": [{"role": "user", "content": "Third."}], **GREEDY, "max_tokens": 100_000, "stream": True}
+        third.send(encode_request("POST", "/v1/agents/durable/generate", body))
+        assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
+        shutil.copytree(alive, killed)
+    with serving_app(killed) as app:
+        after = get(app, "durable")
+        assert (after["messages"], after["num_turns"]) == (before["messages"], 2)
+        assert after["status"] == "warm"
+        body = told(app, "durable", "Third.")
+        assert body["agent"]["num_turns"] == 3
+        reused = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert reused >= 0.9 * second["usage"]["prompt_tokens"], (body["usage"], second["usage"])
+        assert get(app, "durable")["status"] == "hot"
+
+
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_history_is_whole_up_to_the_last_finished_turn(tmp_path: Path) -> None:
     """Killed in the middle of a third turn: two turns are there, the next one goes on from them, its KV from disk."""
     flags = (f"--model={tiny_model('qwen3')}", f"--disk-cache={tmp_path / 'kv'}")

@@ -591,6 +591,27 @@ def test_what_is_put_again_after_it_was_discarded_stays(tmp_path: Path, monkeypa
         assert disk.recall(LONG)[0] == LONG
 
 
+def test_what_is_discarded_while_the_folder_is_looked_through_goes(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the start, when the disk thread compares files and index: a file that is to go is not taken in again."""
+    is_looking, may_look, real = threading.Event(), threading.Event(), FolderStore.sweep
+
+    def sweep(self: FolderStore) -> None:
+        if threading.current_thread().name == "kvserve-disk":
+            is_looking.set()
+            assert may_look.wait(WAIT_SECONDS)
+        real(self)
+
+    monkeypatch.setattr(FolderStore, "sweep", sweep)
+    with Disk(full) as disk:
+        assert is_looking.wait(WAIT_SECONDS)
+        disk.tier.discard(disk.tier.index.exclusive(*named(LATER)))
+        may_look.set()
+        assert disk.tier.flush(WAIT_SECONDS)
+        assert disk.recall(LATER)[0] == LONG
+    with Disk(full) as disk:
+        assert disk.recall(LATER)[0] == LONG and disk.recall(BRANCH)[0] == BRANCH
+
+
 def test_closing_writes_what_waits(tmp_path: Path) -> None:
     """Everything that was put is there for the next run."""
     with Disk(tmp_path) as disk:

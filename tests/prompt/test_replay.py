@@ -114,6 +114,17 @@ def test_any_ids_at_all_are_kept_where_the_template_says_the_same(name: str) -> 
     check()
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_thought_that_is_written_in_its_closing_tag_too_is_closed_whole(name: str) -> None:
+    """An answer that was cut after one letter of thinking: the "h" of </think> is not where that ends."""
+    of = family(name)
+    for thought in ("h", "t", "i think", "</thin", "<", "n", "k>"):
+        for thinking in (True, False):
+            talk = Talk(of, thinking=thinking)
+            talk.say("hi")
+            check_turn(talk, of.tokenizer.encode(thought), cut=True)
+
+
 arguments = st.fixed_dictionaries({"q": st.text(max_size=15)}, optional={"n": st.integers(), "s": st.text(max_size=9)})
 
 

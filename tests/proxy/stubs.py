@@ -84,6 +84,14 @@ def _peek(connection: socket.socket) -> bytes:
         return b""
 
 
+class _PatientServer(ThreadingHTTPServer):
+    """Takes more connections at once than the five of its base: one that finds no place tries again a second later,
+    then two, then four."""
+
+    request_queue_size = 128
+    daemon_threads = True
+
+
 class Backend:
     """An OpenAI-like server that writes down what it gets and follows `script`."""
 
@@ -91,8 +99,7 @@ class Backend:
         self.script = Script()
         self.received: list[Received] = []
         self.left_at: list[float] = []
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.server.daemon_threads = True
+        self.server = _PatientServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         self._thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
