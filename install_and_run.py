@@ -2,8 +2,9 @@
 """One command from a fresh checkout to a running server: find a Python 3.12, make `.venv`, install the pins, exec.
 
 It knows interpreters, `.venv`, pip and the stamp that says "finished"; of the server it knows only the name of its
-start script and its flags (`kvserve/flags.py`). Standard library only, every line must run under Python 3.9, and all of
-it is this one file, because it runs before anything is installed.
+start script, its flags (`kvserve/flags.py`) and what it refuses at once (`kvserve/first_checks.py`). Standard library
+only, every line must run under Python 3.9, and all of it is this one file and those two with what they import, because
+it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -473,31 +474,61 @@ def parse(arguments: Sequence[str]) -> Request:
     return Request("--test" in given, "--setup-only" in given, bool(given & {"--test", "--dev"}), rest)
 
 
-def server_flags() -> ModuleType:
-    """The server's own flags and names of settings, read from the checkout: its package cannot be imported yet, and
-    this Python may not leave compiled files in it."""
-    path = ROOT / "kvserve" / "flags.py"
-    module = ModuleType("kvserve_flags")
-    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
-    return module
+def of_server(name: str) -> ModuleType:
+    """One of the server's modules that need the standard library only, from the checkout. This Python may not leave
+    compiled files in the package."""
+    import importlib
+
+    sys.dont_write_bytecode = True
+    if sys.path[:1] != [str(ROOT)]:
+        sys.path.insert(0, str(ROOT))
+    return importlib.import_module(f"kvserve.{name}")
 
 
 def refuse_misspelt(request: Request) -> None:
     """SetupError for a flag that the server does not know, and for a name in `.env` that is nearly a setting: before
     minutes go into a set-up. What belongs to pytest, and a wish for help, is not looked at."""
-    if request.test or {"-h", "--help"}.intersection(request.rest):
+    if not is_for_server(request):
         return
-    flags = server_flags()
+    flags = of_server("flags")
     try:
         flags.parse_flags(request.rest, OWN_FLAGS)
     except flags.FlagError as error:
         raise SetupError(str(error)) from None
-    env_file, example = Path(".env"), ROOT / ".env.example"
-    if env_file.is_file() and example.is_file():
-        names = flags.names_in(env_file.read_text(encoding="utf-8"))
-        found = flags.misspelt(names, flags.settings_in_example(example.read_text(encoding="utf-8")))
-        if found:
-            raise SetupError(flags.misspelt_words(found, str(env_file)))
+    found = flags.misspelt(flags.names_in(env_text()), setting_defaults())
+    if found:
+        raise SetupError(flags.misspelt_words(found, ".env"))
+
+
+def refuse_unusable(request: Request) -> None:
+    """SetupError for what a start would refuse at once, in its own words: values that cannot be used, a taken port, a
+    folder that is not there. Once a set-up is finished the start itself looks first."""
+    if not is_for_server(request) or request.setup_only or not (defaults := setting_defaults()):
+        return
+    checks = of_server("first_checks")
+    try:
+        checks.refuse_unusable(request.rest, os.environ, env_text(), defaults)
+    except checks.StartupError as error:
+        raise SetupError(str(error)) from None
+
+
+def is_for_server(request: Request) -> bool:
+    """Whether the arguments are the server's, to be looked at here."""
+    return not request.test and not {"-h", "--help"}.intersection(request.rest)
+
+
+def env_text() -> str:
+    """The `.env` that the server will read, "" without one; of one that is no UTF-8 the server says so."""
+    env_file = Path(".env")
+    return env_file.read_text(encoding="utf-8", errors="replace") if env_file.is_file() else ""
+
+
+def setting_defaults() -> dict[str, str]:
+    """Every setting and its default, which `.env.example` has (`tests/test_docs.py`); nothing where it was removed."""
+    example = ROOT / ".env.example"
+    if not example.is_file():
+        return {}
+    return dict(of_server("flags").settings_in_example(example.read_text(encoding="utf-8")))
 
 
 def start(request: Request) -> None:
@@ -526,6 +557,8 @@ def main(arguments: Sequence[str]) -> int:
             raise SetupError("kvserve runs on macOS (Apple Silicon) and on Linux; on Windows use WSL 2.")
         refuse_misspelt(request)
         signal.signal(signal.SIGTERM, stop_on_sigterm)
+        if not is_ready(request.dev):
+            refuse_unusable(request)
         ensure_ready(request.dev)
         if request.setup_only:
             say(f"Ready: {VENV}")

@@ -20,9 +20,10 @@ from kvserve.config import Launch
 from kvserve.core import JsonObject, RequestDefaults, TokenSequence, Turn
 from kvserve.deferred import TurnInProgress
 from kvserve.demo.build import build_model
-from kvserve.engine.model import expected_sizes, resolve_model_folder
+from kvserve.engine.model import expected_sizes, fetched_folder
 from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.errors import ModelLoadError, NotReady, RequestError
+from kvserve.first_checks import local_folder
 from kvserve.forgetting import Forgetting
 from kvserve.keeping import Scope
 from kvserve.loading import ModelMaker
@@ -183,9 +184,11 @@ class App:
     def _model_folder(self) -> Path:
         if self._launch.is_demo:
             return build_model("qwen3", self._settings.state_dir / DEMO_MODEL_NAME)
+        if (folder := local_folder(self._settings.model_path)) is not None:
+            return folder
         self.is_fetching = True
         try:
-            return resolve_model_folder(self._settings.model_path, self._terminal.note)
+            return fetched_folder(self._settings.model_path, self._terminal.note)
         finally:
             self.is_fetching = False
 

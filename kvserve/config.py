@@ -1,93 +1,25 @@
-"""Every setting, its default, its bounds and its meaning; the only file that reads the environment.
+"""Every setting, its default and its meaning; the only file that reads the environment. `values.py` has what each may
+be.
 
 Flags override the environment, which overrides `.env`. A value that cannot be used raises `SettingError` with key,
 value and what was expected. The rooms never see this file: `app.py` hands each the values it needs.
 """
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvserve.errors import SettingError, StartupError
-from kvserve.flags import (
-    SETTING_OF_FLAG,
-    FlagError,
-    misspelt,
-    misspelt_words,
-    names_in,
-    parse_flags,
-    port_words,
-)
+from kvserve.first_checks import refuse_equal_ports, refuse_model_of_demo
+from kvserve.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, names_in, parse_flags
+from kvserve.values import KINDS, GroupSize, KvBits, ModelFamily, QuantScheme
 
-_SIZE_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-
-
-def _parse_size(value: object) -> object:
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)):
-        number, unit = match.groups()
-        if unit.lower() in _SIZE_UNITS:
-            return int(float(number) * _SIZE_UNITS[unit.lower()])
-    return value
-
-
-def _parse_auto_size(value: object) -> object:
-    return None if isinstance(value, str) and value.strip().lower() == "auto" else _parse_size(value)
-
-
-def _parse_bits(value: object) -> object:
-    return {"off": None, "4": 4, "8": 8}.get(str(value).strip().lower(), value)
-
-
-def _parse_int(value: object) -> object:
-    return int(value) if isinstance(value, str) and value.strip().isdigit() else value
-
-
-def _parse_list(value: object) -> object:
-    return tuple(item.strip() for item in value.split(",") if item.strip()) if isinstance(value, str) else value
-
-
-def _check_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
-    """Lower-case host names, each with `:port` where it is not 443; no addresses in numbers, no patterns."""
-    label = "[a-z0-9_](?:[a-z0-9_-]*[a-z0-9_])?"
-    hosts = tuple(host.lower().removesuffix(":443") for host in hosts)
-    for host in hosts:
-        if not re.fullmatch(rf"(?:{label}\.)*(?!\d+(?::|$)){label}(?::[1-9]\d{{0,4}})?", host):
-            raise ValueError(f"{host!r} is no host name")
-    return hosts
-
-
-def _parse_path(value: object) -> object:
-    return Path(value).expanduser() if isinstance(value, str) else value
-
-
-Port = Annotated[int, Field(ge=0, le=65535)]
-FixedPort = Annotated[int, Field(ge=1, le=65535)]
-Positive = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Size = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
-AutoSize = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_parse_auto_size)]
-Folder = Annotated[Path, BeforeValidator(_parse_path)]
-NameList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_list)]
-HostList = Annotated[NameList, AfterValidator(_check_hosts)]
-
+NameList = Annotated[tuple[str, ...], NoDecode]
 
 DiskMode = Literal["on", "ephemeral", "off"]
 """KV on disk: across restarts, in a scratch file that vanishes with the process, or not at all."""
@@ -102,12 +34,9 @@ class Settings(BaseSettings):
 
     model_path: str = Field(
         "lmstudio-community/GLM-4.7-Flash-MLX-4bit",
-        min_length=1,
         description="Folder in Hugging Face format or hub name.",
     )
-    model_family: Literal["auto", "qwen3", "glm4", "generic"] = Field(
-        "auto", description="Which tool-call and thinking form is tried first."
-    )
+    model_family: ModelFamily = Field("auto", description="Which tool-call and thinking form is tried first.")
     model_strict: bool = Field(False, description="Refuse a `model` that is no model here and no alias.")
     model_aliases: NameList = Field(
         (), description="Further names: name=model, by comma; a name may end with *, a model may be `default`."
@@ -115,46 +44,44 @@ class Settings(BaseSettings):
     model_folders: NameList = Field(
         (), description="Folders by comma whose sub-folders are models that a request may name; it loads one at a time."
     )
-    proxy_model_id: str = Field("openai/{MODEL_PATH}", min_length=1, description="The model name that port 4000 lists.")
-    mlx_host: str = Field("127.0.0.1", min_length=1, description="Address that kvserve listens on.")
-    mlx_port: Port = Field(8080, description="Port of kvserve itself; 0 takes a free one.")
-    proxy_port: FixedPort = Field(4000, description="Port of the LiteLLM proxy.")
-    proxy_startup_wait_seconds: Seconds = Field(
+    proxy_model_id: str = Field("openai/{MODEL_PATH}", description="The model name that port 4000 lists.")
+    mlx_host: str = Field("127.0.0.1", description="Address that kvserve listens on.")
+    mlx_port: int = Field(8080, description="Port of kvserve itself; 0 takes a free one.")
+    proxy_port: int = Field(4000, description="Port of the LiteLLM proxy.")
+    proxy_startup_wait_seconds: float = Field(
         2.0, description="How long the banner waits for the proxy; readiness itself is polled."
     )
-    max_kv_size: Positive = Field(196608, description="Context limit in tokens, prompt and answer together.")
-    kv_group_size: Annotated[Literal[32, 64, 128], BeforeValidator(_parse_int)] = Field(
+    max_kv_size: int = Field(196608, description="Context limit in tokens, prompt and answer together.")
+    kv_group_size: GroupSize = Field(
         64, description="Numbers that share a scale in quantised KV of the uniform scheme; divides the head width."
     )
-    kv_bits: Annotated[Literal[4, 8] | None, BeforeValidator(_parse_bits)] = Field(
-        None, description="Bits of quantised KV: OFF, 4 or 8."
-    )
-    kv_quant_scheme: Literal["uniform", "turboquant"] = Field(
+    kv_bits: KvBits | None = Field(None, description="Bits of quantised KV: OFF, 4 or 8.")
+    kv_quant_scheme: QuantScheme = Field(
         "uniform", description="How KV is quantised; turboquant serves every attention, at more work per token."
     )
-    quantized_kv_start: Annotated[int, Field(ge=0)] = Field(
+    quantized_kv_start: int = Field(
         5000, description="Tokens of a row that are computed in full precision before its KV is quantised."
     )
-    prompt_cache_max_entries_global: Positive = Field(24, description="Sequence ends kept in RAM.")
-    prompt_cache_max_entries_per_session: Positive = Field(
+    prompt_cache_max_entries_global: int = Field(24, description="Sequence ends kept in RAM.")
+    prompt_cache_max_entries_per_session: int = Field(
         2, description="Sequence ends kept in RAM for one branch of a session."
     )
-    prompt_cache_ttl_seconds: Seconds = Field(1800, description="Idle time after which KV leaves RAM; 0 = never.")
-    prompt_cache_session_max_idle_seconds: Seconds = Field(
+    prompt_cache_ttl_seconds: float = Field(1800, description="Idle time after which KV leaves RAM; 0 = never.")
+    prompt_cache_session_max_idle_seconds: float = Field(
         1800, description="Idle time after which a session's KV leaves RAM; 0 = never."
     )
-    eviction_interval_seconds: Annotated[float, Field(ge=60, allow_inf_nan=False)] = Field(
+    eviction_interval_seconds: float = Field(
         300, description="How often an idle engine looks for KV whose time is over."
     )
-    keepalive_interval_seconds: Annotated[float, Field(ge=30, allow_inf_nan=False)] = Field(
+    keepalive_interval_seconds: float = Field(
         240,
         description="How often KV that was marked for 5 minutes counts as used again while its session is not idle.",
     )
-    prompt_cache_block_size: Positive = Field(16, description="Tokens per hashed block.")
-    prompt_cache_max_bytes: AutoSize = Field(
+    prompt_cache_block_size: int = Field(16, description="Tokens per hashed block.")
+    prompt_cache_max_bytes: int | None = Field(
         None, description="RAM for the prefix cache; AUTO takes a share of the machine's memory."
     )
-    session_records_max_bytes: Size = Field(
+    session_records_max_bytes: int = Field(
         512 * 2**20, description="RAM for records of conversations and of prompts, and as much again on disk."
     )
     cache_use_block_index: bool = Field(
@@ -184,102 +111,94 @@ class Settings(BaseSettings):
         False,
         description="Show the model a digest instead of the content of its past write calls.",
     )
-    disk_cache_dir: Folder = Field(
+    disk_cache_dir: Path = Field(
         Path("~/.cache/kvserve").expanduser(), description="Where KV and records are kept across restarts."
     )
-    disk_cache_max_bytes: AutoSize = Field(
+    disk_cache_max_bytes: int | None = Field(
         None,
         description="Cap over all models, records included; AUTO = the smaller of 500 GB and 20 % of free space.",
     )
-    disk_cache_min_free_bytes: Size = Field(
+    disk_cache_min_free_bytes: int = Field(
         2 * 10**9, description="What stays free on the volume: below it nothing is written."
     )
-    disk_cache_ttl_hours: Annotated[float, Field(gt=0)] = Field(
-        24, description="Idle hours after which KV and records leave the disk."
-    )
+    disk_cache_ttl_hours: float = Field(24, description="Idle hours after which KV and records leave the disk.")
     warm_next_turn: bool = Field(
         True, description="While idle, compute what the next request of each session must begin with."
     )
-    prewarm_prefixes: Annotated[int, Field(ge=0, le=64)] = Field(
+    prewarm_prefixes: int = Field(
         4, description="System prompts with tools, the most used ones, that an idle server computes at its start."
     )
-    warm_max_tokens: Positive = Field(
+    warm_max_tokens: int = Field(
         32768, description="Most tokens that are computed for one prefix that no client asked for."
     )
-    warm_max_time_share: Annotated[float, Field(ge=0, le=1)] = Field(
+    warm_max_time_share: float = Field(
         0.5, description="Share of the time that may go into what no client asked for; 0 = none of it."
     )
-    default_temperature: Annotated[float, Field(ge=0, le=2)] = Field(0.1, description="Temperature; 0 is greedy.")
-    default_top_p: Annotated[float, Field(gt=0, le=1)] = Field(0.9, description="Nucleus sampling; 1 = off.")
-    default_top_k: Annotated[int, Field(ge=0)] = Field(40, description="Draw from the k likeliest tokens; 0 = off.")
-    default_min_p: Annotated[float, Field(ge=0, le=1)] = Field(
+    default_temperature: float = Field(0.1, description="Temperature; 0 is greedy.")
+    default_top_p: float = Field(0.9, description="Nucleus sampling; 1 = off.")
+    default_top_k: int = Field(40, description="Draw from the k likeliest tokens; 0 = off.")
+    default_min_p: float = Field(
         0.05, description="Drop tokens below this share of the likeliest one's probability; 0 = off."
     )
-    default_repetition_penalty: Annotated[float, Field(gt=0, le=10)] = Field(
-        1.08, description="Divides the logits of recent tokens; 1 = off."
-    )
-    default_repetition_context_size: Annotated[int, Field(ge=0)] = Field(
-        256, description="How many recent tokens the repetition penalty sees."
-    )
-    default_max_tokens: Positive = Field(2048, description="Answer length when a request gives none.")
+    default_repetition_penalty: float = Field(1.08, description="Divides the logits of recent tokens; 1 = off.")
+    default_repetition_context_size: int = Field(256, description="How many recent tokens the repetition penalty sees.")
+    default_max_tokens: int = Field(2048, description="Answer length when a request gives none.")
     default_thinking: bool = Field(
         True, description="Thinking on when a request says nothing; on /v1/messages it is off then."
     )
     preserve_thinking: bool = Field(True, description="Ask the template to keep old thinking where it can.")
-    generation_watchdog_seconds: Seconds = Field(
+    generation_watchdog_seconds: float = Field(
         600, description="Longest time a row may compute, from its first prefill chunk; 0 = no limit."
     )
-    max_concurrent_requests: Positive = Field(8, description="Rows that prefill or decode at the same time.")
-    max_queued_requests: Annotated[int, Field(ge=0)] = Field(64, description="Requests that may wait; beyond it: 429.")
-    max_batch_bytes: AutoSize = Field(
+    max_concurrent_requests: int = Field(8, description="Rows that prefill or decode at the same time.")
+    max_queued_requests: int = Field(64, description="Requests that may wait; beyond it: 429.")
+    max_batch_bytes: int | None = Field(
         None,
         description="Memory for the KV of running rows, padding included; AUTO takes a share of the machine's memory.",
     )
-    prefill_step_size: Annotated[int, Field(ge=16, le=8192)] = Field(
-        2048, description="Most tokens in one prefill chunk; measured time shortens it."
-    )
+    prefill_step_size: int = Field(2048, description="Most tokens in one prefill chunk; measured time shortens it.")
     api_key: str | None = Field(None, description="Required as Bearer or x-api-key on both ports when set.")
     allowed_origins: NameList = Field((), description="Further Origins that a browser may call from, by comma.")
     allowed_hosts: NameList = Field(
         (), description="Further Host names under which the server may be called, by comma."
     )
-    max_request_body_bytes: Size = Field(64 * 2**20, description="Largest request body.")
-    max_connections: Positive = Field(256, description="Open connections; the oldest silent one makes room.")
-    max_header_bytes: Annotated[int, BeforeValidator(_parse_size), Field(ge=1024)] = Field(
-        65536, description="Largest header section of a request."
-    )
-    header_timeout_seconds: PositiveSeconds = Field(10, description="Time for a request's headers to arrive.")
-    body_timeout_seconds: PositiveSeconds = Field(60, description="Time for a request's body to arrive.")
-    idle_connection_seconds: PositiveSeconds = Field(120, description="How long an idle connection is kept.")
-    state_dir: Folder = Field(
+    max_request_body_bytes: int = Field(64 * 2**20, description="Largest request body.")
+    max_connections: int = Field(256, description="Open connections; the oldest silent one makes room.")
+    max_header_bytes: int = Field(65536, description="Largest header section of a request.")
+    header_timeout_seconds: float = Field(10, description="Time for a request's headers to arrive.")
+    body_timeout_seconds: float = Field(60, description="Time for a request's body to arrive.")
+    idle_connection_seconds: float = Field(120, description="How long an idle connection is kept.")
+    state_dir: Path = Field(
         Path("~/.cache/kvserve/run").expanduser(), description="Generated LiteLLM config, pid file and log; demo model."
     )
-    responses_keep_days: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+    responses_keep_days: float = Field(
         30, description="Days after its last use that a response of /v1/responses is kept."
     )
     enable_request_logging: bool = Field(True, description="Write a trace file per session under LOG_ROOT.")
-    log_root: Folder = Field(Path("logs"), description="Where trace files go.")
-    log_keep_days: Annotated[int, Field(ge=0)] = Field(
-        14, description="Days whose trace files are kept, today among them; 0 = all."
-    )
-    explanations_kept: Positive = Field(1000, description="Requests that GET /v1/cache/explain can explain.")
+    log_root: Path = Field(Path("logs"), description="Where trace files go.")
+    log_keep_days: int = Field(14, description="Days whose trace files are kept, today among them; 0 = all.")
+    explanations_kept: int = Field(1000, description="Requests that GET /v1/cache/explain can explain.")
     dashboard_show_text: bool = Field(
         False, description="Let the dashboard show the text around a difference, up to 80 characters of a prompt."
     )
-    image_hosts: HostList = Field(
+    image_hosts: NameList = Field(
         (),
         description="Hosts whose https pictures are fetched, by comma, with :port where it is not 443; others never.",
     )
-    image_fetch_seconds: PositiveSeconds = Field(
-        20, description="Time for all pictures that one request lets the server fetch."
-    )
-    image_fetch_max_bytes: Size = Field(
+    image_fetch_seconds: float = Field(20, description="Time for all pictures that one request lets the server fetch.")
+    image_fetch_max_bytes: int = Field(
         64 * 2**20, description="Most bytes of all pictures that one request lets the server fetch; of one, 32 MiB."
     )
-    image_feature_max_bytes: Size = Field(
+    image_feature_max_bytes: int = Field(
         512 * 2**20, description="Memory for what a vision tower made of images; the newest stays whatever it takes."
     )
     vlm_cache_debug: bool = Field(False, description="Log the first 64 prompt ids and the image cuts.")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read(cls, value: object, info: ValidationInfo) -> object:
+        """Every value through the one table of what it may be."""
+        return KINDS[str(info.field_name)].read(value)
 
     @classmethod
     def settings_customise_sources(
@@ -326,14 +245,13 @@ def load_launch(argv: Sequence[str], *, env_file: Path | None = Path(".env")) ->
         raise StartupError(str(error)) from None
     given = {name: value for name in SETTING_OF_FLAG if (value := getattr(flags, name)) is not None}
     _check_names_in(env_file)
-    if flags.demo and "model_path" in given:
-        raise SettingError("--model", given["model_path"], "no model together with --demo, which builds its own")
+    refuse_model_of_demo(flags.demo, given)
     try:
         settings = Settings(_env_file=env_file, **given)  # type: ignore[call-arg]  # pydantic-settings reads it from kwargs
     except ValidationError as error:
         raise _as_setting_error(error, given) from None
-    if not flags.no_proxy and settings.proxy_port == settings.mlx_port:
-        raise SettingError("PROXY_PORT", settings.proxy_port, "another port than MLX_PORT")
+    if not flags.no_proxy:
+        refuse_equal_ports(settings.mlx_port, settings.proxy_port)
     disk_cache: DiskMode = "ephemeral" if flags.ephemeral_cache else "off" if flags.no_disk_cache else "on"
     warnings = _misspelt_in_environment()
     return Launch(settings, flags.demo, not flags.no_proxy, disk_cache, dict(os.environ), warnings)
@@ -358,28 +276,11 @@ def _misspelt_in_environment() -> tuple[str, ...]:
 
 
 _KEYS = tuple(setting_key(name) for name in Settings.model_fields)
-_EXPECTED = {
-    "mlx_port": port_words(0),
-    "proxy_port": port_words(1),
-    "kv_bits": "OFF, 4 or 8",
-    "kv_group_size": "32, 64 or 128",
-    "prompt_cache_max_bytes": "AUTO or a positive size such as 8GB",
-    "disk_cache_max_bytes": "AUTO or a positive size such as 200GB",
-    "disk_cache_min_free_bytes": "a positive size such as 2GB",
-    "max_batch_bytes": "AUTO or a positive size such as 4GB",
-    "max_request_body_bytes": "a positive size such as 64MiB",
-    "session_records_max_bytes": "a positive size such as 512MiB",
-    "image_hosts": "host names by comma, such as images.example.com or cdn.example.com:8443",
-    "image_fetch_max_bytes": "a positive size such as 64MiB",
-    "image_feature_max_bytes": "a positive size such as 512MiB",
-    "max_header_bytes": "a size of at least 1024 bytes",
-}
 
 
 def _as_setting_error(error: ValidationError, given: Mapping[str, object]) -> SettingError:
     """The first error, under the name that its value was given: a flag's or a setting's."""
     first = error.errors()[0]
     name = str(first["loc"][0]).lower()
-    message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     key = SETTING_OF_FLAG[name] if name in given else setting_key(name)
-    return SettingError(key, first["input"], _EXPECTED.get(name, message))
+    return SettingError(key, first["input"], KINDS[name].expected)

@@ -12,8 +12,11 @@
        |- QueueFull 429       |- NotReady 503            |- MemoryExhausted 503   |- ModelUnavailable 500
        |- StorageFailure 500   `- EngineFailure 500
 
-Protocols turn a request error into their wire form; this file knows none of them.
+Protocols turn a request error into their wire form; this file knows none of them. It runs under Python 3.9 too, for
+`first_checks.py`.
 """
+
+from __future__ import annotations
 
 
 class KvserveError(Exception):

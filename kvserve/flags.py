@@ -1,5 +1,5 @@
-"""The flags of start_llm.py, and what was meant by a flag or a setting that there is not. It knows names, no values but
-that a port is a number.
+"""The flags of start_llm.py, and what was meant by a flag or a setting that there is not. It knows names
+and no values.
 
 Standard library only, and every line must run under Python 3.9: install_and_run.py reads this file by its path, so that
 what is misspelt is refused before anything is installed.
@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-MAX_PORT = 65535
 SHORT_NAME = 10
 """Letters of a name below which another letter makes another word: APP_KEY is not meant to be API_KEY."""
 
@@ -40,7 +39,6 @@ FLAGS: tuple[tuple[str, dict[str, Any]], ...] = (
 SETTING_OF_FLAG = {
     row["dest"]: flag for flag, row in (*FLAGS, *DISK_FLAGS) if "dest" in row
 }  # the setting's field -> the flag that overrides it
-LOWEST_PORT = {"--port": 0, "--proxy-port": 1}
 
 
 class FlagError(ValueError):
@@ -67,19 +65,7 @@ def parse_flags(argv: Sequence[str], also_known: Iterable[str] = ()) -> argparse
     flags, unknown = parser.parse_known_args(argv)
     if unknown:
         raise FlagError(_unknown(unknown[0], ["--help", *dict((*FLAGS, *DISK_FLAGS)), *also_known]))
-    for flag, lowest in LOWEST_PORT.items():
-        _check_port(flag, getattr(flags, dict(FLAGS)[flag]["dest"]), lowest)
     return flags
-
-
-def _check_port(flag: str, value: str | None, lowest: int) -> None:
-    if value is not None and not (re.fullmatch("[0-9]+", value) and lowest <= int(value) <= MAX_PORT):
-        raise FlagError(f"{flag}={value!r} cannot be used: expected {port_words(lowest)}.")
-
-
-def port_words(lowest: int) -> str:
-    """What a port may be."""
-    return f"a port, a whole number from {lowest} to {MAX_PORT}" + ("" if lowest else " (0 takes a free one)")
 
 
 def _unknown(word: str, known: Sequence[str]) -> str:
@@ -95,9 +81,9 @@ def names_in(env_text: str) -> list[str]:
     return re.findall(r"^[ \t]*(?:export[ \t]+)?([A-Za-z_][A-Za-z0-9_]*)[ \t]*=", env_text, re.MULTILINE)
 
 
-def settings_in_example(text: str) -> list[str]:
-    """Every setting, from the text of `.env.example`, where each stands as a comment."""
-    return re.findall(r"^#([A-Z][A-Z0-9_]*)=", text, re.MULTILINE)
+def settings_in_example(text: str) -> dict[str, str]:
+    """Every setting with its default, from the text of `.env.example`, where each stands as a comment."""
+    return dict(re.findall(r"^#([A-Z][A-Z0-9_]*)=(.*)$", text, re.MULTILINE))
 
 
 def misspelt(names: Iterable[str], known: Iterable[str]) -> list[tuple[str, str]]:

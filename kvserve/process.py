@@ -7,18 +7,17 @@ It joins rooms per process, with `app.py`, which it imports only once there is s
 
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from kvserve.config import Launch, load_launch
-from kvserve.errors import KvserveError, SettingError, StartupError
+from kvserve.errors import KvserveError, StartupError
+from kvserve.first_checks import local_folder, refuse_unusable_folder
 from kvserve.proxy.ownership import refuse_foreign_holder
 from kvserve.proxy.settings import proxy_files
 from kvserve.telemetry.terminal import Terminal
@@ -58,28 +57,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _app(launch: Launch, terminal: Terminal) -> "App":
-    """The server, once its ports are seen to be free and its folder usable: importing it takes seconds. Raises
+    """The server, once its ports are seen to be free and its folders usable: importing it takes seconds. Raises
     StartupError."""
     settings = launch.settings
     refuse_taken_port(settings.mlx_host, settings.mlx_port)
     if launch.disk_cache != "off":
-        _check_folder(settings.disk_cache_dir)
+        refuse_unusable_folder(settings.disk_cache_dir)
     if launch.with_proxy:
         refuse_foreign_holder(settings.proxy_port, proxy_files(settings.state_dir, settings.proxy_port))
+    if not launch.is_demo:
+        local_folder(settings.model_path)
     from kvserve.app import App
 
     return App(launch, terminal)
-
-
-def _check_folder(folder: Path) -> None:
-    """Raises SettingError where KV could not be kept: a server that keeps none is not what was asked for."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        expected = f"a folder that can be written to ({error.strerror}); --no-disk-cache keeps everything in RAM"
-        raise SettingError("DISK_CACHE_DIR (--disk-cache)", str(folder), expected) from None
 
 
 def _serve(app: "App", stopping: threading.Event, terminal: Terminal) -> int:

@@ -5,8 +5,9 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -163,6 +164,31 @@ def test_the_banner_waits_for_the_proxy_as_long_as_it_may(tmp_path: Path) -> Non
     with unstarted_app(tmp_path, proxy_startup_wait_seconds=10_000) as app:
         app.app._proxy = cast(Any, proxy)
         app.app._wait_for_proxy(threading.Event())
+
+
+def test_the_terminal_says_when_the_proxy_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the address that clients are given: the banner may have come long before."""
+    told: list[Callable[[], None]] = []
+
+    class Proxy:
+        def __init__(self, *_: object, **hooks: Callable[[], None]) -> None:
+            told.append(hooks["on_ready"])
+
+        def start(self) -> None:
+            """Nothing: readiness is told below."""
+
+        def stop(self) -> None:
+            """Nothing runs."""
+
+    monkeypatch.setattr("kvserve.app.LitellmProxy", Proxy)
+    with unstarted_app(tmp_path, proxy_port=4567) as app:
+        monkeypatch.setattr(app.app, "_launch", replace(app.app._launch, with_proxy=True))
+        monkeypatch.setattr(app.app, "_server", SimpleNamespace(port=1, stop=lambda *_: None))
+        app.app._start_proxy()
+        assert "LiteLLM" not in app.screen.getvalue()
+        told[0]()
+        assert "LiteLLM is ready: http://127.0.0.1:4567" in app.screen.getvalue()
+        monkeypatch.undo()
 
 
 def test_the_family_that_is_set_comes_first(app: AppUnderTest, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ JOINERS = (
     "kvserve/watching.py",
     "kvserve/app.py",
     "kvserve/process.py",
+    "kvserve/first_checks.py",
     "kvserve/forgetting.py",
     "kvserve/loading.py",
     "kvserve/stage.py",
@@ -57,8 +58,11 @@ class Door:
     allowed: tuple[str, ...]
 
 
-DOORS_BETWEEN = {"kvserve.engine": ("kvserve.cache",), "kvserve.config": ("kvserve.flags",)}
-"""The engine owns the prefix tree (.context/decisions/0001), the settings know the flags; nobody else
+DOORS_BETWEEN = {
+    "kvserve.engine": ("kvserve.cache",),
+    "kvserve.config": ("kvserve.flags", "kvserve.values", "kvserve.first_checks"),
+}
+"""The engine owns the prefix tree (.context/decisions/0001), the settings know the flags and their values; nobody else
 but the joiners looks into another room."""
 
 

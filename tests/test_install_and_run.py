@@ -13,6 +13,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.proxy.stubs import free_port
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "install_and_run.py"
 SITE_PACKAGES = Path("lib/python3.12/site-packages")
@@ -32,6 +35,11 @@ SERVER_EXIT_CODE = 7
 NUM_SLOW_MODULES = 600
 SERVER = f"import json, sys\nprint('SERVER', json.dumps(sys.argv[1:]))\nsys.exit({SERVER_EXIT_CODE})\n"
 FAKE_PYTEST = "import json, os, sys\nprint('PYTEST', json.dumps([os.getcwd(), *sys.argv[1:]]))\nsys.exit(3)\n"
+OF_SERVER = tuple(
+    f"kvserve/{name}.py"
+    for name in ("__init__", "errors", "first_checks", "flags", "values", "web/__init__", "web/port_holder")
+)
+"""What the bootstrap imports of the server before anything is installed."""
 MENDING = "rm -rf .venv && python3 install_and_run.py"
 
 
@@ -104,8 +112,9 @@ def make_checkout(root: Path) -> Checkout:
     wheels = root / "wheels"
     wheels.mkdir(parents=True)
     shutil.copy(SCRIPT, root)
-    (root / "kvserve").mkdir()
-    shutil.copy(ROOT / "kvserve" / "flags.py", root / "kvserve")
+    for module in OF_SERVER:
+        (root / module).parent.mkdir(exist_ok=True, parents=True)
+        shutil.copy(ROOT / module, root / module)
     shutil.copy(ROOT / ".env.example", root)
     (root / "start_llm.py").write_text(SERVER)
     (root / "constraints.txt").write_text("")
@@ -200,6 +209,59 @@ def test_a_flag_that_nobody_knows_is_refused_before_anything_is_installed(
     assert result.stderr.startswith("[kvserve] error: ") and named in result.stderr, result.stderr
     assert not checkout.venv.exists() and checkout.num_pip_calls() == 0
     assert list(checkout.root.rglob("__pycache__")) == []
+
+
+UNUSABLE = [
+    ("PROMPT_CACHE_MAX_BYTES", "abc", "AUTO or a positive size such as 8GB"),
+    ("MLX_PORT", "99999", "a port, a whole number from 0 to 65535 (0 takes a free one)"),
+    ("MODEL_FAMILY", "llama", "'auto', 'qwen3', 'glm4' or 'generic'"),
+    ("DEFAULT_THINKING", "maybe", "a boolean, true or false"),
+    ("IMAGE_HOSTS", "127.0.0.1", "host names by comma, such as images.example.com or cdn.example.com:8443"),
+    ("DEFAULT_TOP_P", "2", "a number greater than 0 and less than or equal to 1"),
+]
+
+
+@pytest.mark.parametrize("minor", ["3.9", "3.12"])
+def test_a_value_that_cannot_be_used_is_refused_before_anything_is_installed(tmp_path: Path, minor: str) -> None:
+    """From the environment, `.env` and a flag alike, under the oldest Python too."""
+    python = interpreter(minor)
+    if python is None:
+        pytest.skip(f"needs Python {minor} in pyenv")
+    checkout = make_checkout(tmp_path / "fresh")
+    for key, value, expected in UNUSABLE:
+        (checkout.root / ".env").write_text(f"OTHER=1\n{key} = '{value}' # a note\n")
+        result = checkout.run("--demo", python=python)
+        assert result.returncode == 1 and result.stdout == ""
+        assert result.stderr == f"[kvserve] error: {key}={value!r} cannot be used: expected {expected}.\n"
+    (checkout.root / ".env").write_text("")
+    result = checkout.run("--model", "./absent", python=python)
+    assert result.returncode == 1 and "MODEL_PATH='./absent' is not a folder" in result.stderr
+    assert not checkout.venv.exists() and checkout.num_pip_calls() == 0
+    assert list(checkout.root.rglob("__pycache__")) == []
+
+
+@pytest.mark.parametrize("flag", ["--port", "--proxy-port"])
+def test_a_taken_port_is_told_before_anything_is_installed(tmp_path: Path, flag: str) -> None:
+    """Of both servers; who holds it is left alone."""
+    checkout = make_checkout(tmp_path / "fresh")
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        other = f"--{'proxy-' if flag == '--port' else ''}port"
+        result = checkout.run("--demo", "--no-disk-cache", f"{flag}={port}", f"{other}={free_port()}")
+    assert result.returncode == 1 and result.stdout == ""
+    assert f"Port {port} " in result.stderr and " is taken by " in result.stderr and "left alone" in result.stderr
+    assert not checkout.venv.exists()
+
+
+def test_what_only_a_start_needs_is_not_asked_of_a_set_up(finished: Checkout) -> None:
+    """A set-up alone needs no port and no model; a set-up that is finished leaves the judgement to the start."""
+    (finished.root / ".env").write_text("MODEL_PATH=./absent\n")
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        arguments = "--no-disk-cache", f"--port={holder.getsockname()[1]}", f"--proxy-port={free_port()}"
+        assert finished.run(*arguments).returncode == SERVER_EXIT_CODE
+        finished.stamp.unlink()
+        assert finished.run(*arguments).returncode == 1
+        assert finished.run(*arguments, "--setup-only").returncode == 0
 
 
 def test_a_misspelt_setting_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
@@ -616,12 +678,15 @@ def test_other_versions_may_start_it(finished: Checkout, minor: str) -> None:
 
 def test_it_is_written_for_python_39_and_the_standard_library() -> None:
     """The source parses with the grammar of 3.9, imports only the standard library and names no address."""
-    source = SCRIPT.read_text() + (ROOT / "kvserve" / "flags.py").read_text().replace("from __future__", "# from")
-    tree = ast.parse(source, feature_version=(3, 9))
-    imports = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    imports |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.partition(".")[0] for name in imports} <= sys.stdlib_module_names
-    assert "://" not in source
+    for file in (SCRIPT, *(ROOT / module for module in OF_SERVER)):
+        source = file.read_text()
+        tree = ast.parse(source, feature_version=(3, 9))
+        imports = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+        imports |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        own = {name for name in imports if name.partition(".")[0] == "kvserve"}
+        assert {f"{name.replace('.', '/')}.py" for name in own} <= set(OF_SERVER), file
+        assert {name.partition(".")[0] for name in imports - own} <= sys.stdlib_module_names, file
+        assert "://" not in source
 
 
 def pins(name: str) -> dict[str, str]:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -247,6 +248,24 @@ def test_main_names_a_taken_port_and_leaves_it_alone(
     """The holder, its port and the setting are named; the holder goes on; kvserve ends with 1."""
     port, listener = foreign_port
     check_taken(ending_here(tmp_path, {}, capsys, "--demo", *flags_of_taken(port, flag)), flag, port, listener)
+
+
+IMPORTED = """
+import runpy, sys
+sys.argv = ["start_llm.py", *sys.argv[1:]]
+try:
+    runpy.run_path("start_llm.py", run_name="__main__")
+except SystemExit as end:
+    heavy = [name for name in ("mlx.core", "mlx_lm", "transformers", "kvserve.app") if name in sys.modules]
+    print(end.code, *heavy)
+"""
+
+
+def test_a_taken_port_is_told_before_what_takes_seconds_is_imported(foreign_port: tuple[int, socket.socket]) -> None:
+    """Neither MLX nor the server itself is loaded for a start that cannot be."""
+    command = [sys.executable, "-c", IMPORTED, "--demo", "--no-disk-cache", *flags_of_taken(foreign_port[0], "--port")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    assert done.stdout == "1\n" and " is taken by " in done.stderr
 
 
 def check_taken(ending: Ending, flag: str, port: int, listener: socket.socket) -> None:

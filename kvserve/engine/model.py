@@ -113,19 +113,9 @@ class LoadedModel:
         return self.sizes.live(num_tokens)
 
 
-def resolve_model_folder(model_path: str, note: Callable[[str], None]) -> Path:
-    """The local folder of a model: the path itself or, for a hub name, its snapshot, downloaded when absent.
-
-    Raises ModelLoadError when there is no such folder and no such hub name, or the hub cannot be reached.
-    """
-    folder = Path(model_path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or model_path.startswith((".", "~")) or model_path.count("/") != 1:
-        raise ModelLoadError(
-            f"MODEL_PATH={model_path!r} is not a folder. Give a local folder in Hugging Face format (config.json, "
-            "tokenizer.json, *.safetensors) or a hub name such as mlx-community/Qwen3-4B-4bit."
-        )
+def fetched_folder(model_path: str, note: Callable[[str], None]) -> Path:
+    """The snapshot of a hub name, downloaded when absent. Raises ModelLoadError when there is no such name, or the hub
+    cannot be reached."""
     try:
         try:
             return Path(snapshot_download(model_path, allow_patterns=_HUB_PATTERNS, local_files_only=True))

@@ -60,6 +60,8 @@ def test_a_person_sees_what_happens(app: AppUnderTest, page: Page, tmp_path: Pat
     assert page.value("document.querySelectorAll('#chart rect.reused').length") >= 1
     page.value("document.querySelector('#misses summary').click()")
     assert "What would mend it" in page.text("#misses")
+    named = str(page.value("document.querySelector('#misses details[open] .id').textContent"))
+    assert app.get(f"/v1/cache/explain/{named}").json["request_id"] == named, "the whole id, to be looked up"
     page.screenshot(tmp_path / "light.png")
     page.look_like(width=1200, dark=True)
     page.screenshot(tmp_path / "dark.png")

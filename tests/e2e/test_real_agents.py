@@ -19,9 +19,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 def work(server: ScriptedServer, shell: str, project: Path, say: Callable[[int], None]) -> list[list[TracedTurn]]:
     """Five turns; prints the reuse of each request and returns the requests.
 
+    It begins with an empty cache: where the same client has asked from another folder before, its first prompt parts
+    from that one inside the system message, where a hybrid keeps no state, and that counts as `hybrid_trim_miss`.
     Shows that every tool ran, that the model saw what it printed, and that no correctness counter moved.
     """
     made: list[list[TracedTurn]] = []
+    server.app.clear_cache()
     counters = server.counters()
     for turn in range(1, NUM_TURNS + 1):
         steps = steps_of(turn, Call(shell, {"command": command_of(turn)}), Call("read", {"path": "notes.txt"}))

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from kvserve.engine.model import check_folder, load, resolve_model_folder
+from kvserve.engine.model import check_folder, fetched_folder, load
 from kvserve.errors import ModelLoadError
 from tests.engine.engines import FAMILIES, of_each_kind
 from tests.models import tiny_model
@@ -95,17 +95,9 @@ def test_broken_files_are_one_paragraph(tmp_path: Path) -> None:
         load(folder, 1000)
 
 
-def test_a_path_that_is_no_folder_is_not_looked_up_on_the_hub(tmp_path: Path) -> None:
-    """An absolute or relative path that does not exist is an error of its own, without any network."""
-    for path in (str(tmp_path / "missing"), "./missing", "~/missing", "one/two/three", "name"):
-        with pytest.raises(ModelLoadError, match="is not a folder"):
-            resolve_model_folder(path, lambda _: None)
-    assert resolve_model_folder(str(tmp_path), lambda _: None) == tmp_path
-
-
 def test_a_hub_name_without_network_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub that cannot be reached ends in a message that names the setting."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     notes: list[str] = []
     with pytest.raises(ModelLoadError, match="MODEL_PATH='nobody/nothing'"):
-        resolve_model_folder("nobody/nothing", notes.append)
+        fetched_folder("nobody/nothing", notes.append)

@@ -1,0 +1,295 @@
+"""What each setting may be: how its text is read, and within which bounds. `config.py` has defaults and meanings, and
+reads every value through this table.
+
+Standard library only, and every line must run under Python 3.9: install_and_run.py reads values by it, too, so that one
+that cannot be used is refused before anything is installed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+MAX_PORT = 65535
+MAX_NUMBER = sys.float_info.max
+
+ModelFamily = Literal["auto", "qwen3", "glm4", "generic"]
+QuantScheme = Literal["uniform", "turboquant"]
+GroupSize = Literal[32, 64, 128]
+KvBits = Literal[4, 8]
+
+_SIZE_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SWITCHES = {
+    **dict.fromkeys(("1", "on", "t", "true", "y", "yes"), True),
+    **dict.fromkeys(("0", "off", "f", "false", "n", "no"), False),
+}
+_WHOLE = re.compile(r"\s*([+-]?[0-9]+(?:_[0-9]+)*)(?:\.0+)?\s*")
+_LABEL = "[a-z0-9_](?:[a-z0-9_-]*[a-z0-9_])?"
+_HOST = re.compile(rf"(?:{_LABEL}\.)*(?!\d+(?::|$)){_LABEL}(?::[1-9]\d{{0,4}})?")
+
+
+class Kind(NamedTuple):
+    """One kind of value. `read` takes what was written, or a value that has its type already, and raises ValueError
+    where it cannot be used; `expected` says what can be."""
+
+    read: Callable[[object], object]
+    expected: str
+
+
+# --- readers ----------------------------------------------------------------------------------------------------------
+
+
+def _int(value: object) -> int:
+    """As pydantic reads one: `10`, ` 1_000 `, `10.0`."""
+    if isinstance(value, str) and (match := _WHOLE.fullmatch(value)):
+        return int(match[1])
+    if isinstance(value, int):
+        return int(value)
+    raise ValueError(value)
+
+
+def _float(value: object) -> float:
+    if isinstance(value, (int, float)) or (isinstance(value, str) and value.isascii()):
+        return float(value)
+    raise ValueError(value)
+
+
+def _bool(value: object) -> bool:
+    if isinstance(value, str) and value.lower() in _SWITCHES:
+        return _SWITCHES[value.lower()]
+    if isinstance(value, bool):
+        return value
+    raise ValueError(value)
+
+
+def _size(value: object) -> int:
+    """A number of bytes, or one with a unit."""
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)):
+        number, unit = match.groups()
+        if unit.lower() in _SIZE_UNITS:
+            return int(float(number) * _SIZE_UNITS[unit.lower()])
+    return _int(value)
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(item.strip() for item in value.split(",") if item.strip())
+    if isinstance(value, (tuple, list)):
+        return tuple(map(str, value))
+    raise ValueError(value)
+
+
+def _hosts(value: object) -> tuple[str, ...]:
+    """Lower-case host names, each with `:port` where it is not 443; no addresses in numbers, no patterns."""
+    hosts = tuple(re.sub(r":443\Z", "", host.lower()) for host in _names(value))
+    if not all(map(_HOST.fullmatch, hosts)):
+        raise ValueError(value)
+    return hosts
+
+
+def _folder(value: object) -> object:
+    return Path(value).expanduser() if isinstance(value, str) else value
+
+
+# --- kinds ------------------------------------------------------------------------------------------------------------
+
+
+def _held(read: Callable[[object], float], is_within: Callable[[float], bool], expected: str) -> Kind:
+    def held(value: object) -> object:
+        if not is_within(found := read(value)):
+            raise ValueError(value)
+        return found
+
+    return Kind(held, expected)
+
+
+def _whole(lowest: int, highest: int | None = None) -> Kind:
+    if highest is None:
+        return _held(_int, lambda found: found >= lowest, f"a whole number greater than or equal to {lowest}")
+    return _held(_int, lambda found: lowest <= found <= highest, f"a whole number from {lowest} to {highest}")
+
+
+def _port(lowest: int) -> Kind:
+    free = "" if lowest else " (0 takes a free one)"
+    expected = f"a port, a whole number from {lowest} to {MAX_PORT}{free}"
+    return _held(_int, lambda found: lowest <= found <= MAX_PORT, expected)
+
+
+def _number(lowest: float, highest: float = MAX_NUMBER, *, is_above: bool = False) -> Kind:
+    """From `lowest` on, or above it."""
+    words = f"greater than {lowest:g}" if is_above else f"greater than or equal to {lowest:g}"
+    if highest == MAX_NUMBER:
+        words = f"a finite number {words}"
+    else:
+        words = f"a number {words}" + (f" and less than or equal to {highest:g}" if highest < MAX_NUMBER else "")
+
+    def is_within(found: float) -> bool:
+        return (found > lowest if is_above else found >= lowest) and found <= highest
+
+    return _held(_float, is_within, words)
+
+
+def _sized(example: str) -> Kind:
+    return _held(_size, lambda found: found >= 1, f"a positive size such as {example}")
+
+
+def _auto(kind: Kind) -> Kind:
+    def read(value: object) -> object:
+        is_auto = value is None or (isinstance(value, str) and value.strip().lower() == "auto")
+        return None if is_auto else kind.read(value)
+
+    return Kind(read, f"AUTO or {kind.expected}")
+
+
+def _choice(choices: tuple[object, ...], expected: str, read: Callable[[object], object] = lambda value: value) -> Kind:
+    def chosen(value: object) -> object:
+        if (found := read(value)) not in choices:
+            raise ValueError(value)
+        return found
+
+    return Kind(chosen, expected)
+
+
+def _bits(value: object) -> object:
+    return {"off": None, "4": 4, "8": 8}.get(str(value).strip().lower(), value)
+
+
+def _words(choices: tuple[str, ...]) -> str:
+    *others, last = map(repr, choices)
+    return f"{', '.join(others)} or {last}"
+
+
+def _text(value: object) -> object:
+    if not value:
+        raise ValueError(value)
+    return value
+
+
+_TEXT = Kind(_text, "a text that is not empty")
+_ANY = Kind(lambda value: value, "a text")
+_SWITCH = Kind(_bool, "a boolean, true or false")
+_NAMES = Kind(_names, "names by comma")
+_FOLDER = Kind(_folder, "a folder")
+_POSITIVE = _whole(1)
+_COUNT = _whole(0)
+_SECONDS = _number(0)
+_POSITIVE_SECONDS = _number(0, is_above=True)
+
+KINDS: Mapping[str, Kind] = {
+    "model_path": _TEXT,
+    "model_family": _choice(get_args(ModelFamily), _words(get_args(ModelFamily))),
+    "model_strict": _SWITCH,
+    "model_aliases": _NAMES,
+    "model_folders": _NAMES,
+    "proxy_model_id": _TEXT,
+    "mlx_host": _TEXT,
+    "mlx_port": _port(0),
+    "proxy_port": _port(1),
+    "proxy_startup_wait_seconds": _SECONDS,
+    "max_kv_size": _POSITIVE,
+    "kv_group_size": _choice(get_args(GroupSize), "32, 64 or 128", _int),
+    "kv_bits": _choice((None, *get_args(KvBits)), "OFF, 4 or 8", _bits),
+    "kv_quant_scheme": _choice(get_args(QuantScheme), _words(get_args(QuantScheme))),
+    "quantized_kv_start": _COUNT,
+    "prompt_cache_max_entries_global": _POSITIVE,
+    "prompt_cache_max_entries_per_session": _POSITIVE,
+    "prompt_cache_ttl_seconds": _SECONDS,
+    "prompt_cache_session_max_idle_seconds": _SECONDS,
+    "eviction_interval_seconds": _number(60),
+    "keepalive_interval_seconds": _number(30),
+    "prompt_cache_block_size": _POSITIVE,
+    "prompt_cache_max_bytes": _auto(_sized("8GB")),
+    "session_records_max_bytes": _sized("512MiB"),
+    "cache_use_block_index": _SWITCH,
+    "cache_canonicalize_tool_context": _SWITCH,
+    "cache_rule_policies": _NAMES,
+    "cache_vlm_image_identity": _SWITCH,
+    "cache_session_partitioning": _SWITCH,
+    "tenant_isolation": _SWITCH,
+    "cache_norm_safety_check": _SWITCH,
+    "normalize_write_tool_content_for_prompt": _SWITCH,
+    "disk_cache_dir": _FOLDER,
+    "disk_cache_max_bytes": _auto(_sized("200GB")),
+    "disk_cache_min_free_bytes": _sized("2GB"),
+    "disk_cache_ttl_hours": _number(0, float("inf"), is_above=True),
+    "warm_next_turn": _SWITCH,
+    "prewarm_prefixes": _whole(0, 64),
+    "warm_max_tokens": _POSITIVE,
+    "warm_max_time_share": _number(0, 1),
+    "default_temperature": _number(0, 2),
+    "default_top_p": _number(0, 1, is_above=True),
+    "default_top_k": _COUNT,
+    "default_min_p": _number(0, 1),
+    "default_repetition_penalty": _number(0, 10, is_above=True),
+    "default_repetition_context_size": _COUNT,
+    "default_max_tokens": _POSITIVE,
+    "default_thinking": _SWITCH,
+    "preserve_thinking": _SWITCH,
+    "generation_watchdog_seconds": _SECONDS,
+    "max_concurrent_requests": _POSITIVE,
+    "max_queued_requests": _COUNT,
+    "max_batch_bytes": _auto(_sized("4GB")),
+    "prefill_step_size": _whole(16, 8192),
+    "api_key": _ANY,
+    "allowed_origins": _NAMES,
+    "allowed_hosts": _NAMES,
+    "max_request_body_bytes": _sized("64MiB"),
+    "max_connections": _POSITIVE,
+    "max_header_bytes": _held(_size, lambda found: found >= 1024, "a size of at least 1024 bytes"),
+    "header_timeout_seconds": _POSITIVE_SECONDS,
+    "body_timeout_seconds": _POSITIVE_SECONDS,
+    "idle_connection_seconds": _POSITIVE_SECONDS,
+    "state_dir": _FOLDER,
+    "responses_keep_days": _POSITIVE_SECONDS,
+    "enable_request_logging": _SWITCH,
+    "log_root": _FOLDER,
+    "log_keep_days": _COUNT,
+    "explanations_kept": _POSITIVE,
+    "dashboard_show_text": _SWITCH,
+    "image_hosts": Kind(_hosts, "host names by comma, such as images.example.com or cdn.example.com:8443"),
+    "image_fetch_seconds": _POSITIVE_SECONDS,
+    "image_fetch_max_bytes": _sized("64MiB"),
+    "image_feature_max_bytes": _sized("512MiB"),
+    "vlm_cache_debug": _SWITCH,
+}
+"""The settings in the order of `config.py`: where several are wrong, both name the same one first."""
+
+
+# --- what a file says -------------------------------------------------------------------------------------------------
+
+
+_LINE = re.compile(r"""[ \t]*(?:export[ \t]+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)[ \t]*=(?P<text>[^\r\n]*)""")
+_QUOTED = re.compile(r"""(?P<mark>['"])(?P<inside>[^'"\\]*)(?P=mark)[ \t]*(?:#.*)?""")
+
+
+def values_in(env_text: str) -> dict[str, str]:
+    """The values that the text of an `.env` file sets, as far as plain lines show them. A value that is put together
+    from other variables is left out, and where a line is not plain (a text of several lines, an escape, a name in
+    quotes) nothing is read: these are python-dotenv's to read."""
+    found: dict[str, str] = {}
+    for line in re.split(r"\r\n|\r|\n", env_text):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        quoted = None if match is None else _QUOTED.fullmatch(match["text"].lstrip())
+        if match is None or (quoted is None and match["text"].lstrip()[:1] in ("'", '"')):
+            return {}
+        value = quoted["inside"] if quoted is not None else re.sub(r"\s+#.*", "", match["text"]).strip()
+        found.pop(match["name"], None)
+        if "$" not in value:
+            found[match["name"]] = value
+    return found
