@@ -38,7 +38,7 @@ from kvserve.cache.renaming import rename
 from kvserve.cache.store import CutPayload, Store
 from kvserve.cache.sweep import Sweep, added_tail, exclusive_nodes
 from kvserve.cache.token_run import TokenRun, image_around, pack
-from kvserve.cache.trie import Lease, Node, Position, SequenceEnd, Trie, note_use
+from kvserve.cache.trie import Lease, NamedPrompt, Node, Position, SequenceEnd, Trie, note_use
 from kvserve.core import TokenSequence
 
 
@@ -74,23 +74,29 @@ class PrefixTree:
     def lookup(self, tokens: TokenSequence, *, partition: str = "") -> Match:
         """How much of a prompt is known and from what it can be restored."""
         named = self._names.name(tokens, partition)
-        position = self._trie.find(self._trie.root(partition), named.run, named.chain)
+        position = self._find(named)
         usable, cause = self._usable(position, tokens)
         state = self._store.state_of(usable.node) if self._needs_checkpoints else None
         match = Match(
             num_prompt_tokens=len(tokens),
             num_matched_tokens=position.depth,
             num_usable_tokens=usable.depth,
-            pieces=self._store.pieces_to(usable.node, usable.depth),
             state=state,
             cause=cause,
+            prompt=named,
             node=usable.node,
-            run=named.run,
-            chain=named.chain,
+            store=self._store,
             version=self._trie.version,
         )
         self._store.counters.note_lookup(position.depth, usable.depth, is_image_retreat=cause == "inside_image")
         return match
+
+    def _find(self, named: NamedPrompt) -> Position:
+        """The deepest place of a prompt, found from where it was found before."""
+        root = self._trie.root(named.partition)
+        position = self._trie.find(root, named.run, named.chain, known=named.place)
+        named.place = position if position.node is not root else None
+        return position
 
     def _usable(self, position: Position, tokens: TokenSequence) -> tuple[Position, MatchCause]:
         """The deepest place at or before `position` that a row can start from, and what kept it from starting later."""
@@ -122,9 +128,7 @@ class PrefixTree:
 
     def known_depth(self, tokens: TokenSequence, *, partition: str = "") -> int:
         """Tokens of a prompt that a row could start from; to ask is no use of them, and counts nowhere."""
-        named = self._names.name(tokens, partition)
-        position = self._trie.find(self._trie.root(partition), named.run, named.chain)
-        return self._usable(position, tokens)[0].depth
+        return self._usable(self._find(self._names.name(tokens, partition)), tokens)[0].depth
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -147,7 +151,7 @@ class PrefixTree:
         match.node.restored_at = now
         match.node.num_restores += 1
         chain = match.chain.truncated(match.num_usable_tokens)
-        lease = Lease(match.node, match.num_usable_tokens, chain, owner, ttl_seconds, user)
+        lease = Lease(match.node, match.num_usable_tokens, chain, match.prompt, owner, ttl_seconds, user)
         match.node.leases.add(lease)
         self._leases.add(lease)
         if owner is not None:
@@ -185,7 +189,9 @@ class PrefixTree:
         if first_new < end:
             self._grow(lease, run, rows)
         has_new_checkpoint = self._finish_at(lease, take_state, kind)
-        self._touch(Position(lease.node, lease.num_tokens), lease.user, self._clock(), num_uses=0)
+        place = Position(lease.node, lease.num_tokens)
+        lease.prompt.follow(place, run, start)
+        self._touch(place, lease.user, self._clock(), num_uses=0)
         return Extension(start, first_new, end, has_new_checkpoint)
 
     def _grow(self, lease: Lease, run: TokenRun, payload: Payload | None) -> None:
@@ -238,12 +244,12 @@ class PrefixTree:
 
     def _touch(self, position: Position, user: str, now: float, num_uses: int = 1) -> None:
         node = position.node
-        while node.parent is not None:
-            node.last_used_at = now
-            node.num_uses += num_uses
-            if user:
-                note_use(node.users, user, min(position.depth, node.end))
-            node = node.parent
+        if node.parent is None:
+            return
+        node.last_used_at = now
+        node.num_uses += num_uses
+        if user:
+            note_use(node.users, user, position.depth)
 
     # --- what is kept, for another tier ------------------------------------------------------------------------------
 
@@ -269,8 +275,7 @@ class PrefixTree:
         """Forget what serves only the conversation of `tokens`, in whichever partition, and the entries of these
         owners: each up to a branch of others, a live row, or the end of system and tools. Returns the paths as they
         were; drop them soon."""
-        named = (self._names.name(tokens, partition) for partition in self.partitions())
-        positions = [self._trie.find(self._trie.root(each.partition), each.run, each.chain) for each in named]
+        positions = [self._find(self._names.name(tokens, partition)) for partition in self.partitions()]
         last = {position.node for position in positions if position.depth == position.node.end}
 
         def is_owned(node: Node) -> bool:
