@@ -1,5 +1,5 @@
-"""The prompts that were looked up last: one that repeats or continues such a prompt is hashed, and compared with what is
-stored, from its first new token on.
+"""The prompts that were looked up last: one that repeats or continues such a prompt is hashed, and compared with what
+is stored, from its first new token on.
 
 An agent's prompt of 100k tokens is looked up several times and differs from its last one in its end. It knows tokens,
 names and places, not what is stored there.

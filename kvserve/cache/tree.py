@@ -19,7 +19,7 @@ from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, merge_nodes, 
 from kvserve.cache.eviction import SCORES, Score
 from kvserve.cache.forgetting import IsForgotten, forget_users
 from kvserve.cache.integrity import check_shape, check_totals
-from kvserve.cache.kept_path import KeptPath, kept_path
+from kvserve.cache.kept_path import KeptPath, kept_end, kept_path
 from kvserve.cache.leaving import Leaving
 from kvserve.cache.match import Match
 from kvserve.cache.ram_tier import RamTier
@@ -37,6 +37,7 @@ from kvserve.cache.records import (
 from kvserve.cache.renaming import rename
 from kvserve.cache.store import CutPayload, Store
 from kvserve.cache.sweep import Sweep, added_tail, exclusive_nodes
+from kvserve.cache.tally import stats_of
 from kvserve.cache.token_run import TokenRun, image_around, pack
 from kvserve.cache.trie import Lease, NamedPrompt, Node, Position, SequenceEnd, Trie, note_use
 from kvserve.core import TokenSequence
@@ -196,10 +197,10 @@ class PrefixTree:
 
     def _grow(self, lease: Lease, run: TokenRun, payload: Payload | None) -> None:
         """Add the tokens behind the lease as a new leaf, which the lease then stands on."""
-        start, end, block_size = lease.num_tokens, run.end, self._hasher.block_size
+        start, end = lease.num_tokens, run.end
         if start < lease.node.end:
-            self._trie.split(lease.node, start, block_size)
-        hashes = lease.chain.hashes[start // block_size : end // block_size]
+            self._trie.split(lease.node, start, self._hasher.block_size)
+        hashes = lease.chain.between(start, end)
         leaf = self._store.add_segment(lease.node, run.part(start, end), hashes, payload)
         self._trie.move(lease, Position(leaf, end))
 
@@ -257,6 +258,14 @@ class PrefixTree:
         """All that is kept of what a row stands on; None where it stands on nothing."""
         return self._kept(lease.node) if lease.node.parent is not None and not lease.is_detached else None
 
+    def kept_end(self, lease: Lease) -> KeptPath | None:
+        """The end of it that another tier does not have or was not told of yet; who asks tells that tier."""
+        node, num_told = lease.node, lease.num_told_tokens
+        if node.parent is None or lease.is_detached:
+            return None
+        lease.num_told_tokens = lease.num_tokens
+        return kept_end(self._store, self._hasher, node, lease.prompt.partition, num_told)
+
     def kept_paths(self) -> Iterator[KeptPath]:
         """The same for every path from a root to a leaf. The tree must not change in between."""
         return (self._kept(node) for node in self._trie.nodes() if not node.children)
@@ -267,6 +276,8 @@ class PrefixTree:
     def before_leaving(self, tell: Callable[[Leaving], None]) -> None:
         """From now on `tell` hears of all that the limits let leave, before it does; what another tier had is void."""
         self._trie.forget_copies()
+        for lease in self._leases:
+            lease.num_told_tokens = 0
         self._sweep.before_leaving = tell
 
     # --- limits -------------------------------------------------------------------------------------------------------
@@ -372,28 +383,7 @@ class PrefixTree:
 
     def stats(self) -> CacheStats:
         """A snapshot of what is held and was done."""
-        counters = self._store.counters
-        nodes = list(self._trie.nodes())
-        return CacheStats(
-            num_nodes=self._trie.num_nodes,
-            num_segments=len(self._trie.holders),
-            num_checkpoints=self._store.num_checkpoints,
-            num_entries=sum(node.sequence_end is not None for node in nodes),
-            num_stored_tokens=sum(node.end - node.start for node in nodes),
-            ram_bytes=self._ram.num_bytes,
-            checkpoint_bytes=self._store.checkpoint_bytes,
-            live_bytes=self._live_bytes,
-            num_leases=len(self._leases),
-            num_lookups=counters.num_lookups,
-            num_hits=counters.num_hits,
-            num_matched_tokens=counters.num_matched_tokens,
-            num_usable_tokens=counters.num_usable_tokens,
-            num_image_retreats=counters.num_image_retreats,
-            num_hash_collisions=self._trie.num_collisions,
-            num_culled_prefixes=counters.num_culled_prefixes,
-            num_evicted_tokens=counters.num_evicted_tokens,
-            num_evicted_checkpoints=counters.num_evicted_checkpoints,
-        )
+        return stats_of(self._store, live_bytes=self._live_bytes, num_leases=len(self._leases))
 
     def sequences(self) -> list[Sequence[Node]]:
         """Every path from below a root to a leaf: for tests and dumps."""

@@ -43,6 +43,11 @@ class Copies:
     rows: tuple[Copy, ...] = ()
     state: Copy | None = None
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether that tier has the node's rows, or will have them: then what they stand on too."""
+        return bool(self.rows) and not any(copy.is_forgotten for copy in self.rows)
+
 
 @dataclass(slots=True, eq=False)
 class Node:
@@ -138,7 +143,8 @@ class Lease:
     """A live row's hold on the path of its first `num_tokens` tokens, which end in `node`. Changed by the tree only.
 
     `owner` is whose entry it becomes, `user` who asks ("": not known). `chain` names the row's whole blocks so far,
-    `prompt` is what it was looked up by. A lease is detached once its path is gone: released, or all cleared.
+    `prompt` is what it was looked up by; another tier was told of the first `num_told_tokens` that the row used them. A
+    lease is detached once its path is gone: released, or all cleared.
     """
 
     node: Node
@@ -149,6 +155,7 @@ class Lease:
     ttl_seconds: float | None
     user: str = ""
     is_detached: bool = False
+    num_told_tokens: int = 0
 
 
 class Trie:
@@ -219,15 +226,15 @@ class Trie:
     # --- finding ------------------------------------------------------------------------------------------------------
 
     def find(self, root: Node, run: TokenRun, chain: HashChain, known: Position | None = None) -> Position:
-        """The deepest place whose tokens are the first ones of `run`, every token compared; those up to `known`, a place
-        below `root` that may have left or been cut since, were compared before."""
+        """The deepest place whose tokens are the first ones of `run`, every token compared. Those up to `known`, a
+        place below `root` that may have left or been cut since, were compared before."""
         start = self._still_there(known) if known is not None else None
         if start is None and self._use_index:
             start = self._by_hash(root, run, chain)
         return self.walk(start or Position(root, 0), run, run.end)
 
     def _still_there(self, known: Position) -> Position | None:
-        """What is left of a place that was found before: the tokens that lead to a node never change while it is held."""
+        """What is left of a place that was found before: what leads to a node never changes while it is held."""
         node: Node | None = known.node if self.is_held(known.node) else None
         while node is not None and node.start >= known.depth:
             node = node.parent

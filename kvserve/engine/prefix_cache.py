@@ -234,11 +234,11 @@ class PrefixCache:
             kind=kind,
         )
         is_new = extension.num_new_tokens or extension.has_new_checkpoint
-        if self._disk is not None and (path := self._tree.kept(tenancy.lease)) is not None:
+        if self._disk is not None:
             if is_new:
-                self._disk.writing.save(path, extension.start)
+                self._disk.writing.save_end(tenancy.lease, extension.start)
             else:
-                self._disk.tier.note_users(path)
+                self._disk.writing.note_users(tenancy.lease)
         tenancy.row.note_kept(extension.first_new, end)
 
     def _add_stop(self, tenancy: Tenancy, wait: Wait) -> None:
