@@ -7,7 +7,7 @@ from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.records import BoundaryKind, Copy, Piece, State
 from kvserve.cache.store import Store
 from kvserve.cache.token_run import TokenRun, join
-from kvserve.cache.trie import Copies, Node
+from kvserve.cache.trie import Copies, Lease, Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,18 @@ def kept_path(store: Store, hasher: BlockHasher, last: Node) -> KeptPath:
     return _path_of(store, last.path(), hasher.start(last.root().partition))
 
 
-def kept_end(store: Store, hasher: BlockHasher, last: Node, partition: str, num_told_tokens: int) -> KeptPath:
-    """The same from the last node above it on whose rows the other tier has, or will have."""
-    nodes, above = [last], last.parent
-    while above is not None and above.parent is not None and not above.copies.has_rows:
+def kept_end(store: Store, hasher: BlockHasher, lease: Lease, behind: int) -> KeptPath:
+    """What is kept where a row stands: all that ends `behind` so many tokens, or there, and what the other tier lacks
+    before."""
+    nodes, above = [lease.node], lease.node.parent
+    while above is not None and above.parent is not None and (above.end >= behind or not above.copies.has_rows):
         nodes.append(above)
         above = above.parent
     nodes.reverse()
-    start = nodes[0].start
-    chain = replace(_named_before(hasher.start(partition), above), num_dropped=start // hasher.block_size)
+    start, empty = nodes[0].start, hasher.start(lease.prompt.partition)
+    chain = replace(_named_before(empty, above), num_dropped=start // hasher.block_size)
     rows = above.copies.rows if above is not None else ()
-    return replace(_path_of(store, nodes, chain), above=rows, num_told_tokens=min(num_told_tokens, start))
+    return replace(_path_of(store, nodes, chain), above=rows, num_told_tokens=min(lease.num_told_tokens, start))
 
 
 def _path_of(store: Store, nodes: Sequence[Node], before: HashChain) -> KeptPath:

@@ -127,6 +127,10 @@ class PrefixTree:
         """Those that hold something, or did a moment ago."""
         return [root.partition for root in self._trie.roots()]
 
+    def name(self, tokens: TokenSequence, partition: str) -> NamedPrompt:
+        """A prompt packed, and the names of its blocks: from memory where it was looked up a moment ago."""
+        return self._names.name(tokens, partition)
+
     def known_depth(self, tokens: TokenSequence, *, partition: str = "") -> int:
         """Tokens of a prompt that a row could start from; to ask is no use of them, and counts nowhere."""
         return self._usable(self._find(self._names.name(tokens, partition)), tokens)[0].depth
@@ -258,13 +262,14 @@ class PrefixTree:
         """All that is kept of what a row stands on; None where it stands on nothing."""
         return self._kept(lease.node) if lease.node.parent is not None and not lease.is_detached else None
 
-    def kept_end(self, lease: Lease) -> KeptPath | None:
-        """The end of it that another tier does not have or was not told of yet; who asks tells that tier."""
-        node, num_told = lease.node, lease.num_told_tokens
-        if node.parent is None or lease.is_detached:
+    def kept_end(self, lease: Lease, behind: int) -> KeptPath | None:
+        """The end of it that another tier does not have or was not told of yet, at least what ends `behind` so many
+        tokens; who asks tells that tier."""
+        if lease.node.parent is None or lease.is_detached:
             return None
+        path = kept_end(self._store, self._hasher, lease, behind)
         lease.num_told_tokens = lease.num_tokens
-        return kept_end(self._store, self._hasher, node, lease.prompt.partition, num_told)
+        return path
 
     def kept_paths(self) -> Iterator[KeptPath]:
         """The same for every path from a root to a leaf. The tree must not change in between."""

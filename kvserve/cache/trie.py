@@ -280,10 +280,14 @@ class Trie:
         return None
 
     def _is_prefix(self, root: Node, node: Node, run: TokenRun, depth: int) -> bool:
-        if node.root() is not root:
+        path = node.path()
+        if path[0].parent is not root:
             return False
-        stops = ((step, min(step.end, depth)) for step in node.path())
-        return all(self._verify(step.tokens, run, step.start, stop) == stop for step, stop in stops)
+        for step in path:
+            stop = min(step.end, depth)
+            if self._verify(step.tokens, run, step.start, stop) != stop:
+                return False
+        return True
 
     # --- changing the shape -------------------------------------------------------------------------------------------
 

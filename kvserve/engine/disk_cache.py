@@ -22,7 +22,7 @@ from kvserve.cache.match import Match
 from kvserve.cache.records import Copy
 from kvserve.cache.token_run import pack
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Lease
+from kvserve.cache.trie import Lease, NamedPrompt
 from kvserve.core import TokenSequence
 from kvserve.engine.blobs import NotReadable, decode_kv, decode_state
 from kvserve.engine.disk_goals import Goal, goals
@@ -121,10 +121,9 @@ class DiskCache:
     def report(self) -> DiskReport:
         return DiskReport(self.tier.stats(), self.num_restores, self.num_restored_tokens, self.num_declined)
 
-    def known_depth(self, tokens: TokenSequence, hasher: BlockHasher, partition: str = "") -> int:
-        """Tokens of a prompt that a partition has on disk, up to a state where one is needed."""
-        run = pack(tokens)
-        found = self.tier.index.find(run, hasher.start(partition).extended(run)).written()
+    def known_depth(self, prompt: NamedPrompt) -> int:
+        """Tokens of a prompt that its partition has on disk, up to a state where one is needed."""
+        found = self.tier.index.find(prompt.run, prompt.chain).written()
         ends = [step.end for step in found.steps if step.checkpoint is not None] if self._needs_checkpoints else []
         return max(ends, default=0) if self._needs_checkpoints else found.depth
 

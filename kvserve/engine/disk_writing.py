@@ -56,17 +56,17 @@ class DiskWriting:
 
     def save_end(self, lease: Lease, behind: int) -> None:
         """Put what a row has added behind so many tokens, in time that does not depend on what lies before."""
-        if (path := self._end_of(lease)) is not None:
+        if (path := self._end_of(lease, behind)) is not None:
             self.save(path, behind)
 
     def note_users(self, lease: Lease) -> None:
         """A row added nothing where it stands now, but it used that."""
-        if (path := self._end_of(lease)) is not None:
+        if (path := self._end_of(lease, lease.num_tokens)) is not None:
             self._tier.note_users(path)
 
-    def _end_of(self, lease: Lease) -> KeptPath | None:
+    def _end_of(self, lease: Lease, behind: int) -> KeptPath | None:
         """What the disk lacks of what a row stands on; all of it where the disk has lost what that follows on."""
-        path = self._tree.kept_end(lease)
+        path = self._tree.kept_end(lease, behind)
         is_cut_off = path is not None and self._tier.index.find(path.run, path.chain, path.above).depth < path.run.start
         return self._tree.kept(lease) if is_cut_off else path
 

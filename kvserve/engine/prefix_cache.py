@@ -270,7 +270,7 @@ class PrefixCache:
         if asked is None:
             asked = [*self._tree.partitions(), *(disk.tier.index.partitions() if disk is not None else ())]
         in_ram = max((self._tree.known_depth(tokens, partition=each) for each in asked), default=0)
-        on_disk = (disk.known_depth(tokens, self.hasher, each) for each in asked) if disk is not None else ()
+        on_disk = (disk.known_depth(self._tree.name(tokens, each)) for each in asked) if disk is not None else ()
         return in_ram, max(in_ram, *on_disk, 0)
 
     def discard(self, tokens: TokenSequence, is_owner: Callable[[str], bool]) -> None:
