@@ -43,6 +43,7 @@ STOP_TOKENS, TURN_TOKENS = 64, 200
 ROW_BYTES, STATE_BYTES = 1024, 65536
 NUM_STOPS = 5
 BOUND_NODES, BOUND_MS = 3_000, 50
+FEW_NODES, MANY_NODES, BOUND_GROWTH = 100, 10_000, 3
 MAX_BYTES = 2**40
 MODEL = "0" * 32
 FLUSH_SECONDS = 300.0
@@ -59,6 +60,9 @@ OPERATIONS = (
     "leaf or state evicted",
 )
 """Each is one call or two of the engine's, as one request makes them."""
+
+OF_WHAT_IS_NEW = ("the same again", "next turn's lookup", "stand and leave", "stop kept", "end of an answer")
+"""These cost what is new, however much there is. A first lookup compares the whole prompt, node by node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +226,27 @@ def measure(kind: Kind, num_nodes: int, num_rounds: int) -> dict[str, list[float
 
 
 def run(num_rounds: int) -> list[Figure]:
-    """The longest hold of each operation, of all kinds, at the size that has a bound."""
+    """The longest hold of each operation, of all kinds, at the size that has a bound; and how those grow that should
+    not."""
+    return [*_holds(num_rounds), *_growth(num_rounds)]
+
+
+def _growth(num_rounds: int) -> list[Figure]:
+    few, many = (measure(KINDS[-1], size, num_rounds) for size in (FEW_NODES, MANY_NODES))
+    return [
+        Figure(
+            "tree_costs",
+            f"{name}, {KINDS[-1].name}: {MANY_NODES:,} : {FEW_NODES:,} nodes",
+            "",
+            (median(many[name]) / median(few[name]),),
+            Bound("at most", BOUND_GROWTH),
+            f"{1000 * median(many[name]):.2f} : {1000 * median(few[name]):.2f} ms",
+        )
+        for name in OF_WHAT_IS_NEW
+    ]
+
+
+def _holds(num_rounds: int) -> list[Figure]:
     found = {kind: measure(kind, BOUND_NODES, num_rounds) for kind in KINDS}
     return [
         Figure(

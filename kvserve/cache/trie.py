@@ -131,10 +131,8 @@ class NamedPrompt:
 
     def follow(self, place: Position, run: TokenRun, start: int) -> None:
         """A row with this prompt stands at `place` now. `run` has its tokens from `start` on, before which it stood."""
-        end = min(place.depth, self.run.end)
-        if self.place is None or not start <= self.place.depth < end:
-            return
-        if common_end(self.run, run, start, end) == end:
+        num_known, end = self.place.depth if self.place is not None else 0, min(place.depth, self.run.end)
+        if start <= num_known < end and common_end(self.run, run, start, end) == end:
             self.place = Position(place.node, end)
 
 
