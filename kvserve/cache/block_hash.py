@@ -25,17 +25,24 @@ def sha256(data: bytes) -> bytes:
 @dataclass(frozen=True, slots=True)
 class HashChain:
     """The names of a sequence's whole blocks, first to last; `num_tokens` leading tokens are named. `partition` is the
-    one that they are names in."""
+    one that they are names in. A chain may begin behind `num_dropped` blocks, of which `seed` is the last one's name.
+    """
 
     block_size: int
     seed: bytes
     hashes: tuple[bytes, ...] = ()
     digest: Digest = sha256
     partition: str = ""
+    num_dropped: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return len(self.hashes) * self.block_size
+        return (self.num_dropped + len(self.hashes)) * self.block_size
+
+    def between(self, start: int, end: int) -> tuple[bytes, ...]:
+        """The names of the blocks that end in `(start, end]`."""
+        first, last = start // self.block_size, end // self.block_size
+        return self.hashes[first - self.num_dropped : last - self.num_dropped]
 
     def extended(self, run: TokenRun | TokenSequence, end: int | None = None) -> "HashChain":
         """The chain of the tokens `[0, end)`; only blocks that are new are hashed.
@@ -61,7 +68,7 @@ class HashChain:
 
     def truncated(self, num_tokens: int) -> "HashChain":
         """The chain of the first `num_tokens` tokens."""
-        return replace(self, hashes=self.hashes[: num_tokens // self.block_size])
+        return replace(self, hashes=self.hashes[: max(0, num_tokens // self.block_size - self.num_dropped)])
 
 
 def _image_suffixes(run: TokenRun, start: int, end: int, block_size: int) -> dict[int, bytes]:

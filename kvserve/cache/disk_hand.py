@@ -8,10 +8,11 @@ from collections.abc import Buffer, Iterable
 from typing import Literal
 
 from kvserve.cache.disk_blob import Blob, BlobName, DamagedBlob, num_bytes_of, pack_blob, unpack_blob
+from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_index import DiskIndex, Entry
+from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_ledger import Ledger
-from kvserve.cache.disk_records import DiskLimits, Write
+from kvserve.cache.disk_records import DiskLimits, DiskStats, Write
 from kvserve.cache.disk_store import BlobStore
 
 READ_RATE = "read bytes"
@@ -143,6 +144,27 @@ class DiskHand:
             self._store.sync()
         except OSError as error:
             self._faults.add("unwritable", error)
+
+    def stats(self, num_refused: int, num_queued_bytes: int, *, is_full: bool) -> DiskStats:
+        """What is on disk and was done; what the queue in front of it refused, and holds."""
+        return DiskStats(
+            place=self._store.place,
+            num_bytes=self._index.num_bytes(),
+            total_bytes=self.ledger.total_bytes,
+            max_bytes=self.ledger.max_bytes,
+            num_segments=self._index.num_of("segment"),
+            num_checkpoints=self._index.num_of("checkpoint"),
+            num_written=self.num_written,
+            num_written_bytes=self.num_written_bytes,
+            num_read=self.num_read,
+            num_read_bytes=self.num_read_bytes,
+            num_refused=num_refused + self.num_refused,
+            num_evicted=self.ledger.num_evicted,
+            num_queued_bytes=num_queued_bytes,
+            is_full=is_full,
+            read_bytes_per_second=self.read_rate,
+            faults=self._faults.counts(),
+        )
 
     def close(self) -> None:
         """Put down what is left; nothing is done afterwards."""

@@ -9,62 +9,21 @@ confirmed. Every method may be called from any thread.
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
+from kvserve.cache.disk_entries import DiskUses, Entry, Found, Step
 from kvserve.cache.disk_rescue import Endangered, endangered
 from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
-from kvserve.cache.records import BoundaryKind, Checkpoint, RecordId, Segment
+from kvserve.cache.records import BoundaryKind, Checkpoint, Copy, RecordId, Segment
 from kvserve.cache.token_run import ID_BYTES, TokenRun, join
 from kvserve.cache.trie import Node, Position, Trie, note_use
 from kvserve.core import ImageSpan
 
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A blob that is on disk, or will be. `users`: who used its tokens, and up to which offset. Changed by the index
-    only."""
-
-    record_id: RecordId
-    head: BlobHead
-    num_bytes: int = 0
-    is_written: bool = False
-    is_forgotten: bool = False
-    users: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def name(self) -> BlobName:
-        return self.head.name
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The tokens `[start, end)` of a prefix are in `segment`; `checkpoint` is the state behind `end`, if any."""
-
-    segment: Entry
-    start: int
-    end: int
-    checkpoint: Entry | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What is known of a prefix: `steps` cover it from its first token to `depth`, in order."""
-
-    depth: int = 0
-    steps: tuple[Step, ...] = field(default=())
-
-    def written(self) -> "Found":
-        """The part that is on disk already."""
-        steps: list[Step] = []
-        for step in self.steps:
-            if not step.segment.is_written:
-                break
-            state = step.checkpoint if step.checkpoint is not None and step.checkpoint.is_written else None
-            steps.append(Step(step.segment, step.start, step.end, state))
-        return Found(steps[-1].end if steps else 0, tuple(steps))
+NUM_TOUCHED_CHECKPOINTS = 2
+"""Of a path's states, the deepest ones that a row could start from count as used; the others age and leave first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,29 +48,57 @@ class DiskIndex:
         self._next_id = 0
         self._num_written: Counter[BlobKind] = Counter()
         self._num_bytes = 0
-        self._unsaved_uses: dict[tuple[BlobName, str], int | None] = {}
+        self._uses = DiskUses()
 
     def is_known(self, name: BlobName) -> bool:
         return name in self._by_name
 
     # --- finding ------------------------------------------------------------------------------------------------------
 
-    def find(self, run: TokenRun, chain: HashChain) -> Found:
-        """The longest prefix of `run` (which begins at 0; `chain` names its blocks) that is known."""
+    def find(self, run: TokenRun, chain: HashChain, above: Sequence[Copy] = ()) -> Found:
+        """The longest prefix of `run` (`chain` names its blocks) that is known. A run that does not begin at 0 follows
+        on tokens that are in `above`, of which no step tells; where they are known no more the depth is 0."""
         with self._lock:
-            position = self._find(run, chain)
-            return Found(position.depth, tuple(self._steps(position)))
+            position = self._find(run, chain, above)
+            return Found(position.depth, tuple(self._steps(position, run.start)))
+
+    def stood_on(self, rows: Sequence[Copy], end: int) -> list[BlobName]:
+        """What a row stands on that starts from `end` tokens, the last of which are in one of `rows`: all rows, the
+        newest states, and the anchor that branches share."""
+        with self._lock:
+            position = self._inside(rows, end)
+            steps = list(self._steps(position)) if position is not None else []
+        states = [step.checkpoint for step in reversed(steps) if step.checkpoint is not None]
+        used = [state for place, state in enumerate(states) if place < NUM_TOUCHED_CHECKPOINTS or state.is_anchor]
+        return [entry.name for entry in (*(step.segment for step in steps), *used)]
 
     def partitions(self) -> list[str]:
         """Those that hold something, or were asked for."""
         with self._lock:
             return [root.partition for root in self._trie.roots()]
 
-    def _find(self, run: TokenRun, chain: HashChain) -> Position:
-        return self._trie.find(self._trie.root(chain.partition), run, chain.truncated(run.end))
+    def _find(self, run: TokenRun, chain: HashChain, above: Sequence[Copy] = ()) -> Position:
+        root = self._trie.root(chain.partition)
+        if run.start == 0:
+            return self._trie.find(root, run, chain.truncated(run.end))
+        start = self._inside(above, run.start)
+        return self._trie.walk(start, run, run.end) if start is not None else Position(root, 0)
 
-    def _steps(self, position: Position) -> Iterator[Step]:
-        for node in position.node.path():
+    def _inside(self, rows: Sequence[Copy], offset: int) -> Position | None:
+        """The place behind `offset` tokens of a prefix: in the last one of its blobs that begins before it."""
+        entry = next((each for each in reversed(rows) if isinstance(each, Entry) and each.start < offset), None)
+        if entry is None or self._by_name.get(entry.name) is not entry:
+            return None
+        holders = self._trie.holders.get(entry.record_id, ())
+        return next((Position(node, offset) for node in holders if node.start < offset <= node.end), None)
+
+    def _steps(self, position: Position, start: int = 0) -> Iterator[Step]:
+        """What the path to a place consists of, from the first step that ends behind `start`."""
+        nodes, above = list[Node](), position.node
+        while above.parent is not None and above.end > start:
+            nodes.append(above)
+            above = above.parent
+        for node in reversed(nodes):
             end = min(node.end, position.depth)
             is_whole = node.checkpoint is not None and end == node.end
             state = self._entries[node.checkpoint.record_id] if node.checkpoint is not None and is_whole else None
@@ -124,20 +111,26 @@ class DiskIndex:
 
     # --- adding -------------------------------------------------------------------------------------------------------
 
-    def add_segment(self, run: TokenRun, chain: HashChain, start: int, end: int, kind: BoundaryKind) -> Entry | None:
-        """Make `[start, end)` of a prefix known; None where it is known already, or what comes before it is not."""
+    def add_segment(
+        self, run: TokenRun, chain: HashChain, start: int, end: int, kind: BoundaryKind, above: Sequence[Copy] = ()
+    ) -> Entry | None:
+        """Make `[start, end)` of a prefix known; None where it is known already, or what comes before it is not. The
+        tokens before `start` are in `above`; without it they are looked for."""
         with self._lock:
-            position = self._find(run.part(0, end), chain)
+            part = run.part(start if above else run.start, end)
+            position = self._find(part, chain, above)
             if position.depth != start or start >= end:
                 return None
-            size = self._hasher.block_size
-            hashes = chain.hashes[start // size : end // size]
-            return self._attach(position, self._head("segment", position, run.part(start, end), kind), hashes)
+            head = self._head("segment", position, run.part(start, end), kind)
+            return self._attach(position, head, chain.between(start, end))
 
-    def add_checkpoint(self, run: TokenRun, chain: HashChain, offset: int, kind: BoundaryKind) -> Entry | None:
-        """Make the state behind `offset` tokens known; None where it is known already, or the tokens are not."""
+    def add_checkpoint(
+        self, run: TokenRun, chain: HashChain, offset: int, kind: BoundaryKind, above: Sequence[Copy] = ()
+    ) -> Entry | None:
+        """Make the state behind `offset` tokens known; None where it is known already, or the tokens are not. These are
+        in `above`; without it they are looked for."""
         with self._lock:
-            position = self._find(run.part(0, offset), chain)
+            position = self._find(run.part(offset if above else run.start, offset), chain, above)
             if position.depth != offset or offset == 0:
                 return None
             return self._stand(position, self._head("checkpoint", position, TokenRun(offset, b""), kind))
@@ -205,8 +198,7 @@ class DiskIndex:
         if (partition := partition_of_first(head.parent)) is not None:
             return Position(self._trie.root(partition), 0) if offset == 0 and head.kind == "segment" else None
         parent = self._by_name.get(BlobName(head.parent))
-        holders = self._trie.holders.get(parent.record_id, ()) if parent is not None else ()
-        return next((Position(node, offset) for node in holders if node.start < offset <= node.end), None)
+        return self._inside([parent], offset) if parent is not None else None
 
     def _leads_on(self, position: Position, tokens: TokenRun) -> bool:
         """Whether what is known goes on from here with the same token: another server wrote the same prefix."""
@@ -247,30 +239,29 @@ class DiskIndex:
 
     # --- users --------------------------------------------------------------------------------------------------------
 
-    def use(self, run: TokenRun, chain: HashChain, users: Mapping[str, int]) -> bool:
-        """These have used a prefix, each up to an offset. Whether any of it is new."""
+    def use(
+        self,
+        run: TokenRun,
+        chain: HashChain,
+        users: Mapping[str, int],
+        above: Sequence[Copy] = (),
+        num_told_tokens: int = 0,
+    ) -> bool:
+        """These have used a prefix, each up to an offset; of `num_told_tokens` that was said before. Whether any of it
+        is new."""
         with self._lock:
-            for step in self._steps(self._find(run, chain)):
+            for step in self._steps(self._find(run, chain, above), num_told_tokens):
                 for user, depth in users.items():
                     if depth > step.start:
-                        self._note_use(step.segment, user, min(depth, step.end))
+                        self._uses.note(step.segment, user, min(depth, step.end))
                     if step.checkpoint is not None and depth >= step.end:
-                        self._note_use(step.checkpoint, user, step.end)
-            return bool(self._unsaved_uses)
-
-    def _note_use(self, entry: Entry, user: str, depth: int) -> None:
-        if entry.users.get(user, 0) >= depth:
-            return
-        oldest = note_use(entry.users, user, depth)
-        self._unsaved_uses[entry.name, user] = depth
-        if oldest is not None:
-            self._unsaved_uses[entry.name, oldest] = None
+                        self._uses.note(step.checkpoint, user, step.end)
+            return self._uses.are_new
 
     def take_uses(self) -> dict[tuple[BlobName, str], int | None]:
         """What is new of users since the last call: (blob, user) -> how far it came, None where it is noted no more."""
         with self._lock:
-            uses, self._unsaved_uses = self._unsaved_uses, {}
-            return uses
+            return self._uses.take()
 
     def own(self, name: BlobName, user: str, depth: int) -> None:
         """Take in what was put down of a blob's users; nothing where the blob is not known."""
@@ -318,7 +309,7 @@ class DiskIndex:
 
     def _ends_system(self, node: Node) -> bool:
         entry = self._entry_of(node)
-        return node.end == entry.head.tokens.end and entry.head.boundary == "system"
+        return node.end == entry.head.tokens.end and entry.is_anchor
 
     def forget(self, name: BlobName) -> list[BlobName]:
         """Forget a blob and all that stand on it, whose names this returns; nothing where it is not known."""
@@ -378,7 +369,7 @@ class DiskIndex:
             self._entries.clear()
             self._by_name.clear()
             self._num_written.clear()
-            self._unsaved_uses.clear()
+            self._uses.take()
             self._num_bytes = 0
 
     # --- reports ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvserve.cache.disk_blob import Blob, BlobName, Tensor
-from kvserve.cache.disk_index import Entry
+from kvserve.cache.disk_entries import Entry
 
 
 @dataclass(frozen=True, slots=True)

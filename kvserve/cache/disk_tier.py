@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from kvserve.cache.disk_blob import Blob, BlobName, Tensor, num_bytes_of
+from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_hand import DiskHand, Written
-from kvserve.cache.disk_index import DiskIndex, Entry
+from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Load, Removal, Write
 from kvserve.cache.disk_store import BlobStore
 from kvserve.cache.forgetting import IsForgotten
@@ -53,6 +54,7 @@ class DiskTier:
         self._writes: deque[Write] = deque()
         self._orders: deque[Callable[[], None]] = deque()
         self._used: dict[BlobName, None] = {}
+        self._stood_on: list[tuple[Sequence[Copy], int]] = []
         self._queued_bytes = 0
         self._is_closing = False
         self._is_full = False
@@ -185,9 +187,15 @@ class DiskTier:
             self._used.update(dict.fromkeys(names))
             self._has_news = True
 
+    def stands_on(self, rows: Sequence[Copy], end: int) -> None:
+        """The same of a row that starts from `end` tokens, the last of which are in one of these."""
+        with self._wake:
+            self._stood_on.append((rows, end))
+            self._has_news = True
+
     def note_users(self, path: KeptPath) -> None:
         """Whoever used this path used the blobs that it is in."""
-        if self.index.use(path.run, path.chain, path.users):
+        if self.index.use(path.run, path.chain, path.users, path.above, path.num_told_tokens):
             with self._wake:
                 self._has_news = True
 
@@ -254,26 +262,8 @@ class DiskTier:
 
     def stats(self) -> DiskStats:
         """From any thread."""
-        hand, ledger = self._hand, self._hand.ledger
         with self._wake:
-            return DiskStats(
-                place=self._store.place,
-                num_bytes=self.index.num_bytes(),
-                total_bytes=ledger.total_bytes,
-                max_bytes=ledger.max_bytes,
-                num_segments=self.index.num_of("segment"),
-                num_checkpoints=self.index.num_of("checkpoint"),
-                num_written=hand.num_written,
-                num_written_bytes=hand.num_written_bytes,
-                num_read=hand.num_read,
-                num_read_bytes=hand.num_read_bytes,
-                num_refused=self._num_refused + hand.num_refused,
-                num_evicted=ledger.num_evicted,
-                num_queued_bytes=self._queued_bytes,
-                is_full=self._is_full,
-                read_bytes_per_second=hand.read_rate,
-                faults=self.faults.counts(),
-            )
+            return self._hand.stats(self._num_refused, self._queued_bytes, is_full=self._is_full)
 
     def _order(self, order: Callable[[], object], timeout_seconds: float) -> bool:
         """Have something done by the disk thread once nothing waits to be written, and wait for it."""
@@ -390,7 +380,9 @@ class DiskTier:
     def _commit(self) -> None:
         with self._wake:
             used, self._used = list(self._used), {}
+            stood_on, self._stood_on = self._stood_on, []
             self._has_news = False
+        used += (name for rows, end in stood_on for name in self.index.stood_on(rows, end))
         if not (is_listed := self._hand.commit(used)):
             self._has_news = True
         self._commit_at = time.monotonic() + (COMMIT_SECONDS if is_listed else FULL_CHECK_SECONDS)

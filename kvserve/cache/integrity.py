@@ -48,7 +48,6 @@ def _check_node(trie: Trie, node: Node, block_size: int) -> None:
         expect(is_indexed or trie.num_collisions > 0, f"a block of {where} is not indexed")
     expect(node.checkpoint is None or node.checkpoint.offset == node.end, f"the checkpoint of {where} is elsewhere")
     expect(not (node.sequence_end and node.children), f"{where} is an entry and yet continued")
-    expect(node.num_uses >= max((child.num_uses for child in node.children.values()), default=0), f"{where}: uses")
 
 
 def check_totals(store: Store) -> None:

@@ -1,13 +1,13 @@
 """All that is kept of a prefix, for another tier: values, and how they are read off the tree's records."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
-from kvserve.cache.records import BoundaryKind, Piece, State
+from kvserve.cache.records import BoundaryKind, Copy, Piece, State
 from kvserve.cache.store import Store
 from kvserve.cache.token_run import TokenRun, join
-from kvserve.cache.trie import Copies, Node
+from kvserve.cache.trie import Copies, Lease, Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,49 @@ class KeptPart:
 @dataclass(frozen=True, slots=True)
 class KeptPath:
     """All that is kept of a prefix: its tokens, the names of their blocks, the parts that cover them in order, and who
-    used it up to which offset."""
+    used it up to which offset.
+
+    The end of one has in `run`, `chain` and `parts` only what follows on tokens that the other tier has in `above`, and
+    that tier was told up to `num_told_tokens` who used it.
+    """
 
     run: TokenRun
     chain: HashChain
     parts: tuple[KeptPart, ...]
     users: Mapping[str, int]
+    above: tuple[Copy, ...] = ()
+    num_told_tokens: int = 0
 
 
 def kept_path(store: Store, hasher: BlockHasher, last: Node) -> KeptPath:
     """What is kept up to the end of a node, which is no root."""
-    path = last.path()
-    run = join([node.tokens.part(node.start, node.end) for node in path])
-    hashes = tuple(name for node in path for name in node.hashes)
-    parts = (KeptPart(store.piece_of(node, node.end), store.state_of(node), node.kind, node.copies) for node in path)
-    users = {user: depth for node in path for user, depth in node.users.items()}  # the deepest of each
-    return KeptPath(run, replace(hasher.start(last.root().partition), hashes=hashes), tuple(parts), users)
+    return _path_of(store, last.path(), hasher.start(last.root().partition))
+
+
+def kept_end(store: Store, hasher: BlockHasher, lease: Lease, behind: int) -> KeptPath:
+    """What is kept where a row stands: all that ends `behind` so many tokens, or there, and what the other tier lacks
+    before."""
+    nodes, above = [lease.node], lease.node.parent
+    while above is not None and above.parent is not None and (above.end >= behind or not above.copies.has_rows):
+        nodes.append(above)
+        above = above.parent
+    nodes.reverse()
+    start, empty = nodes[0].start, hasher.start(lease.prompt.partition)
+    chain = replace(_named_before(empty, above), num_dropped=start // hasher.block_size)
+    rows = above.copies.rows if above is not None else ()
+    return replace(_path_of(store, nodes, chain), above=rows, num_told_tokens=min(lease.num_told_tokens, start))
+
+
+def _path_of(store: Store, nodes: Sequence[Node], before: HashChain) -> KeptPath:
+    run = join([node.tokens.part(node.start, node.end) for node in nodes])
+    hashes = tuple(name for node in nodes for name in node.hashes)
+    parts = (KeptPart(store.piece_of(node, node.end), store.state_of(node), node.kind, node.copies) for node in nodes)
+    users = {user: depth for node in nodes for user, depth in node.users.items()}  # the deepest of each
+    return KeptPath(run, replace(before, hashes=hashes), tuple(parts), users)
+
+
+def _named_before(empty: HashChain, node: Node | None) -> HashChain:
+    """A chain that goes on behind the last whole block up to a node's end."""
+    while node is not None and not node.hashes:
+        node = node.parent
+    return replace(empty, seed=node.hashes[-1]) if node is not None else empty

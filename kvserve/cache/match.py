@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import HashChain
 from kvserve.cache.records import MatchCause, Piece, State
+from kvserve.cache.store import Store
 from kvserve.cache.token_run import TokenRun
-from kvserve.cache.trie import Node
+from kvserve.cache.trie import NamedPrompt, Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,19 +16,33 @@ class Match:
     `[0, num_matched_tokens)` is stored, token by token the same. `[0, num_usable_tokens)` can be restored: from
     `pieces`, which cover it in order, and `state`, the checkpoint at exactly that offset (None where everything can be
     cut, or nothing is usable). At most all but the last token is usable: computing that one gives the first answer
-    token. `run` is the whole prompt, packed.
+    token. `prompt` is all of it, packed and named.
     """
 
     num_prompt_tokens: int
     num_matched_tokens: int
     num_usable_tokens: int
-    pieces: tuple[Piece, ...]
     state: State | None
     cause: MatchCause
-    run: TokenRun = field(repr=False)
+    prompt: NamedPrompt = field(repr=False)
     node: Node = field(repr=False)
-    chain: HashChain = field(repr=False)
+    store: Store = field(repr=False)
     version: int = field(repr=False)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Read from the tree when they are asked for: most lookups only want to know how much there is."""
+        return self.store.pieces_to(self.node, self.num_usable_tokens)
+
+    @property
+    def run(self) -> TokenRun:
+        """The whole prompt."""
+        return self.prompt.run
+
+    @property
+    def chain(self) -> HashChain:
+        """The names of its whole blocks."""
+        return self.prompt.chain
 
     @property
     def num_trim_missed_tokens(self) -> int:

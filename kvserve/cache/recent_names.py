@@ -1,26 +1,18 @@
-"""The prompts that were named last: one that repeats or continues such a prompt is hashed from its first new block on.
+"""The prompts that were looked up last: one that repeats or continues such a prompt is hashed, and compared with what
+is stored, from its first new token on.
 
-An agent's prompt of 100k tokens is looked up several times and differs from its last one in its end. It knows tokens
-and names, not what is stored.
+An agent's prompt of 100k tokens is looked up several times and differs from its last one in its end. It knows tokens,
+names and places, not what is stored there.
 """
 
 from collections import deque
-from dataclasses import dataclass
 
-from kvserve.cache.block_hash import BlockHasher, HashChain
+from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.token_run import TokenRun, common_end, pack
+from kvserve.cache.trie import NamedPrompt, Position
 from kvserve.core import TokenSequence
 
 NUM_KEPT = 8
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NamedPrompt:
-    """A whole prompt, packed, and the names of its blocks."""
-
-    partition: str
-    run: TokenRun
-    chain: HashChain
 
 
 class RecentNames:
@@ -37,8 +29,13 @@ class RecentNames:
             return self._kept[-1]
         run = pack(tokens)
         nearest, num_common = self._nearest(run, partition)
-        known = nearest.chain.truncated(num_common) if nearest is not None else self._hasher.start(partition)
-        named = NamedPrompt(partition, run, known.extended(run))
+        if nearest is None:
+            named = NamedPrompt(partition, run, self._hasher.start(partition).extended(run))
+        elif num_common == nearest.run.end == run.end:
+            named = nearest
+        else:
+            place = nearest.place and Position(nearest.place.node, min(nearest.place.depth, num_common))
+            named = NamedPrompt(partition, run, nearest.chain.truncated(num_common).extended(run), place)
         if nearest is not None and num_common == nearest.run.end:
             self._kept.remove(nearest)
         self._kept.append(named)

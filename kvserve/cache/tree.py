@@ -19,7 +19,7 @@ from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, merge_nodes, 
 from kvserve.cache.eviction import SCORES, Score
 from kvserve.cache.forgetting import IsForgotten, forget_users
 from kvserve.cache.integrity import check_shape, check_totals
-from kvserve.cache.kept_path import KeptPath, kept_path
+from kvserve.cache.kept_path import KeptPath, kept_end, kept_path
 from kvserve.cache.leaving import Leaving
 from kvserve.cache.match import Match
 from kvserve.cache.ram_tier import RamTier
@@ -37,8 +37,9 @@ from kvserve.cache.records import (
 from kvserve.cache.renaming import rename
 from kvserve.cache.store import CutPayload, Store
 from kvserve.cache.sweep import Sweep, added_tail, exclusive_nodes
+from kvserve.cache.tally import stats_of
 from kvserve.cache.token_run import TokenRun, image_around, pack
-from kvserve.cache.trie import Lease, Node, Position, SequenceEnd, Trie, note_use
+from kvserve.cache.trie import Lease, NamedPrompt, Node, Position, SequenceEnd, Trie, note_use
 from kvserve.core import TokenSequence
 
 
@@ -74,23 +75,29 @@ class PrefixTree:
     def lookup(self, tokens: TokenSequence, *, partition: str = "") -> Match:
         """How much of a prompt is known and from what it can be restored."""
         named = self._names.name(tokens, partition)
-        position = self._trie.find(self._trie.root(partition), named.run, named.chain)
+        position = self._find(named)
         usable, cause = self._usable(position, tokens)
         state = self._store.state_of(usable.node) if self._needs_checkpoints else None
         match = Match(
             num_prompt_tokens=len(tokens),
             num_matched_tokens=position.depth,
             num_usable_tokens=usable.depth,
-            pieces=self._store.pieces_to(usable.node, usable.depth),
             state=state,
             cause=cause,
+            prompt=named,
             node=usable.node,
-            run=named.run,
-            chain=named.chain,
+            store=self._store,
             version=self._trie.version,
         )
         self._store.counters.note_lookup(position.depth, usable.depth, is_image_retreat=cause == "inside_image")
         return match
+
+    def _find(self, named: NamedPrompt) -> Position:
+        """The deepest place of a prompt, found from where it was found before."""
+        root = self._trie.root(named.partition)
+        position = self._trie.find(root, named.run, named.chain, known=named.place)
+        named.place = position if position.node is not root else None
+        return position
 
     def _usable(self, position: Position, tokens: TokenSequence) -> tuple[Position, MatchCause]:
         """The deepest place at or before `position` that a row can start from, and what kept it from starting later."""
@@ -120,11 +127,13 @@ class PrefixTree:
         """Those that hold something, or did a moment ago."""
         return [root.partition for root in self._trie.roots()]
 
+    def name(self, tokens: TokenSequence, partition: str) -> NamedPrompt:
+        """A prompt packed, and the names of its blocks: from memory where it was looked up a moment ago."""
+        return self._names.name(tokens, partition)
+
     def known_depth(self, tokens: TokenSequence, *, partition: str = "") -> int:
         """Tokens of a prompt that a row could start from; to ask is no use of them, and counts nowhere."""
-        named = self._names.name(tokens, partition)
-        position = self._trie.find(self._trie.root(partition), named.run, named.chain)
-        return self._usable(position, tokens)[0].depth
+        return self._usable(self._find(self._names.name(tokens, partition)), tokens)[0].depth
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -147,7 +156,7 @@ class PrefixTree:
         match.node.restored_at = now
         match.node.num_restores += 1
         chain = match.chain.truncated(match.num_usable_tokens)
-        lease = Lease(match.node, match.num_usable_tokens, chain, owner, ttl_seconds, user)
+        lease = Lease(match.node, match.num_usable_tokens, chain, match.prompt, owner, ttl_seconds, user)
         match.node.leases.add(lease)
         self._leases.add(lease)
         if owner is not None:
@@ -185,15 +194,17 @@ class PrefixTree:
         if first_new < end:
             self._grow(lease, run, rows)
         has_new_checkpoint = self._finish_at(lease, take_state, kind)
-        self._touch(Position(lease.node, lease.num_tokens), lease.user, self._clock(), num_uses=0)
+        place = Position(lease.node, lease.num_tokens)
+        lease.prompt.follow(place, run, start)
+        self._touch(place, lease.user, self._clock(), num_uses=0)
         return Extension(start, first_new, end, has_new_checkpoint)
 
     def _grow(self, lease: Lease, run: TokenRun, payload: Payload | None) -> None:
         """Add the tokens behind the lease as a new leaf, which the lease then stands on."""
-        start, end, block_size = lease.num_tokens, run.end, self._hasher.block_size
+        start, end = lease.num_tokens, run.end
         if start < lease.node.end:
-            self._trie.split(lease.node, start, block_size)
-        hashes = lease.chain.hashes[start // block_size : end // block_size]
+            self._trie.split(lease.node, start, self._hasher.block_size)
+        hashes = lease.chain.between(start, end)
         leaf = self._store.add_segment(lease.node, run.part(start, end), hashes, payload)
         self._trie.move(lease, Position(leaf, end))
 
@@ -238,18 +249,27 @@ class PrefixTree:
 
     def _touch(self, position: Position, user: str, now: float, num_uses: int = 1) -> None:
         node = position.node
-        while node.parent is not None:
-            node.last_used_at = now
-            node.num_uses += num_uses
-            if user:
-                note_use(node.users, user, min(position.depth, node.end))
-            node = node.parent
+        if node.parent is None:
+            return
+        node.last_used_at = now
+        node.num_uses += num_uses
+        if user:
+            note_use(node.users, user, position.depth)
 
     # --- what is kept, for another tier ------------------------------------------------------------------------------
 
     def kept(self, lease: Lease) -> KeptPath | None:
         """All that is kept of what a row stands on; None where it stands on nothing."""
         return self._kept(lease.node) if lease.node.parent is not None and not lease.is_detached else None
+
+    def kept_end(self, lease: Lease, behind: int) -> KeptPath | None:
+        """The end of it that another tier does not have or was not told of yet, at least what ends `behind` so many
+        tokens; who asks tells that tier."""
+        if lease.node.parent is None or lease.is_detached:
+            return None
+        path = kept_end(self._store, self._hasher, lease, behind)
+        lease.num_told_tokens = lease.num_tokens
+        return path
 
     def kept_paths(self) -> Iterator[KeptPath]:
         """The same for every path from a root to a leaf. The tree must not change in between."""
@@ -261,6 +281,8 @@ class PrefixTree:
     def before_leaving(self, tell: Callable[[Leaving], None]) -> None:
         """From now on `tell` hears of all that the limits let leave, before it does; what another tier had is void."""
         self._trie.forget_copies()
+        for lease in self._leases:
+            lease.num_told_tokens = 0
         self._sweep.before_leaving = tell
 
     # --- limits -------------------------------------------------------------------------------------------------------
@@ -269,8 +291,7 @@ class PrefixTree:
         """Forget what serves only the conversation of `tokens`, in whichever partition, and the entries of these
         owners: each up to a branch of others, a live row, or the end of system and tools. Returns the paths as they
         were; drop them soon."""
-        named = (self._names.name(tokens, partition) for partition in self.partitions())
-        positions = [self._trie.find(self._trie.root(each.partition), each.run, each.chain) for each in named]
+        positions = [self._find(self._names.name(tokens, partition)) for partition in self.partitions()]
         last = {position.node for position in positions if position.depth == position.node.end}
 
         def is_owned(node: Node) -> bool:
@@ -367,28 +388,7 @@ class PrefixTree:
 
     def stats(self) -> CacheStats:
         """A snapshot of what is held and was done."""
-        counters = self._store.counters
-        nodes = list(self._trie.nodes())
-        return CacheStats(
-            num_nodes=self._trie.num_nodes,
-            num_segments=len(self._trie.holders),
-            num_checkpoints=self._store.num_checkpoints,
-            num_entries=sum(node.sequence_end is not None for node in nodes),
-            num_stored_tokens=sum(node.end - node.start for node in nodes),
-            ram_bytes=self._ram.num_bytes,
-            checkpoint_bytes=self._store.checkpoint_bytes,
-            live_bytes=self._live_bytes,
-            num_leases=len(self._leases),
-            num_lookups=counters.num_lookups,
-            num_hits=counters.num_hits,
-            num_matched_tokens=counters.num_matched_tokens,
-            num_usable_tokens=counters.num_usable_tokens,
-            num_image_retreats=counters.num_image_retreats,
-            num_hash_collisions=self._trie.num_collisions,
-            num_culled_prefixes=counters.num_culled_prefixes,
-            num_evicted_tokens=counters.num_evicted_tokens,
-            num_evicted_checkpoints=counters.num_evicted_checkpoints,
-        )
+        return stats_of(self._store, live_bytes=self._live_bytes, num_leases=len(self._leases))
 
     def sequences(self) -> list[Sequence[Node]]:
         """Every path from below a root to a leaf: for tests and dumps."""

@@ -43,14 +43,22 @@ class Copies:
     rows: tuple[Copy, ...] = ()
     state: Copy | None = None
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether that tier has the node's rows, or will have them: then what they stand on too."""
+        return bool(self.rows) and not any(copy.is_forgotten for copy in self.rows)
+
 
 @dataclass(slots=True, eq=False)
 class Node:
     """The tokens `[start, end)` behind `parent`; `checkpoint`, `kind` and `sequence_end` belong to its end.
 
-    A use is a row that went through here, a restore one that began at its end (or ended there, and may go on).
-    `hashes` name the blocks that end in `(start, end]`. Children differ in their first token. `partition` is a root's.
-    `users` says who used these tokens, and up to which offset; rows of which that is not known are not in it.
+    A restore is a row that began at its end (or ended there, and may go on). `hashes` name the blocks that end in
+    `(start, end]`. Children differ in their first token. `partition` is a root's.
+
+    A row that uses a path is noted where it stands, in `last_used_at`, `num_uses` and `users` (who, and up to which
+    offset; rows of which that is not known are not in it). What stands behind a node used the node too: it is noted
+    there when that leaves (`inherit`), so a leaf's notes are whole, and those of other nodes lack what is behind them.
     """
 
     parent: "Node | None"
@@ -87,28 +95,20 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
+    def inherit(self, behind: "Node") -> None:
+        """A node behind this one leaves: whoever used it came through here."""
+        if self.parent is None:
+            return
+        self.last_used_at = max(self.last_used_at, behind.last_used_at)
+        self.num_uses += behind.num_uses
+        for user, depth in behind.users.items():
+            note_use(self.users, user, min(depth, self.end))
+
     def root(self) -> "Node":
         node = self
         while node.parent is not None:
             node = node.parent
         return node
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """A live row's hold on the path of its first `num_tokens` tokens, which end in `node`. Changed by the tree only.
-
-    `owner` is whose entry it becomes, `user` who asks ("": not known). `chain` names the row's whole blocks so far. A
-    lease is detached once its path is gone: released, or all cleared.
-    """
-
-    node: Node
-    num_tokens: int
-    chain: HashChain
-    owner: str | None
-    ttl_seconds: float | None
-    user: str = ""
-    is_detached: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,43 @@ class Position:
 
     node: Node
     depth: int
+
+
+@dataclass(slots=True, eq=False)
+class NamedPrompt:
+    """A whole prompt, packed, and the names of its blocks. `place` is the last place whose tokens were compared with it
+    and are its first ones; that may have left the tree since, or have been cut. Changed by the tree only."""
+
+    partition: str
+    run: TokenRun
+    chain: HashChain
+    place: Position | None = None
+
+    def follow(self, place: Position, run: TokenRun, start: int) -> None:
+        """A row with this prompt stands at `place` now. `run` has its tokens from `start` on, before which it stood."""
+        num_known, end = self.place.depth if self.place is not None else 0, min(place.depth, self.run.end)
+        if start <= num_known < end and common_end(self.run, run, start, end) == end:
+            self.place = Position(place.node, end)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A live row's hold on the path of its first `num_tokens` tokens, which end in `node`. Changed by the tree only.
+
+    `owner` is whose entry it becomes, `user` who asks ("": not known). `chain` names the row's whole blocks so far,
+    `prompt` is what it was looked up by; another tier was told of the first `num_told_tokens` that the row used them. A
+    lease is detached once its path is gone: released, or all cleared.
+    """
+
+    node: Node
+    num_tokens: int
+    chain: HashChain
+    prompt: NamedPrompt
+    owner: str | None
+    ttl_seconds: float | None
+    user: str = ""
+    is_detached: bool = False
+    num_told_tokens: int = 0
 
 
 class Trie:
@@ -132,7 +169,7 @@ class Trie:
         self._verify = verify
         self._index: dict[bytes, Node] = {}
         self._roots: dict[str, Node] = {}
-        self.holders: dict[RecordId, list[Node]] = {}
+        self.holders: dict[RecordId, dict[Node, None]] = {}
         self.version = 0
         self.num_nodes = 0
         self.num_collisions = 0
@@ -186,10 +223,20 @@ class Trie:
 
     # --- finding ------------------------------------------------------------------------------------------------------
 
-    def find(self, root: Node, run: TokenRun, chain: HashChain) -> Position:
-        """The deepest place whose tokens are the first ones of `run`, every token compared."""
-        start = self._by_hash(root, run, chain) if self._use_index else None
+    def find(self, root: Node, run: TokenRun, chain: HashChain, known: Position | None = None) -> Position:
+        """The deepest place whose tokens are the first ones of `run`, every token compared. Those up to `known`, a
+        place below `root` that may have left or been cut since, were compared before."""
+        start = self._still_there(known) if known is not None else None
+        if start is None and self._use_index:
+            start = self._by_hash(root, run, chain)
         return self.walk(start or Position(root, 0), run, run.end)
+
+    def _still_there(self, known: Position) -> Position | None:
+        """What is left of a place that was found before: what leads to a node never changes while it is held."""
+        node: Node | None = known.node if self.is_held(known.node) else None
+        while node is not None and node.start >= known.depth:
+            node = node.parent
+        return Position(node, min(known.depth, node.end)) if node is not None and node.parent is not None else None
 
     def walk(self, position: Position, run: TokenRun, limit: int) -> Position:
         """Go down from `position` as long as the tokens of `run` agree, at most to `limit`."""
@@ -231,10 +278,14 @@ class Trie:
         return None
 
     def _is_prefix(self, root: Node, node: Node, run: TokenRun, depth: int) -> bool:
-        if node.root() is not root:
+        path = node.path()
+        if path[0].parent is not root:
             return False
-        stops = ((step, min(step.end, depth)) for step in node.path())
-        return all(self._verify(step.tokens, run, step.start, stop) == stop for step, stop in stops)
+        for step in path:
+            stop = min(step.end, depth)
+            if self._verify(step.tokens, run, step.start, stop) != stop:
+                return False
+        return True
 
     # --- changing the shape -------------------------------------------------------------------------------------------
 
@@ -243,7 +294,7 @@ class Trie:
         tokens = segment.tokens
         node = Node(parent, tokens.start, tokens.end, segment, hashes)
         parent.children[tokens.key_at(tokens.start)] = node
-        self.holders.setdefault(segment.record_id, []).append(node)
+        self.holders.setdefault(segment.record_id, {})[node] = None
         self._point(hashes, node)
         self.num_collisions += len(hashes) - len(set(hashes))
         self._changed(+1)
@@ -258,16 +309,16 @@ class Trie:
         lower.restored_at, lower.num_restores = node.restored_at, node.num_restores
         lower.copies, node.copies = node.copies, Copies(node.copies.rows)
         lower.users = {user: depth for user, depth in node.users.items() if depth > at}
-        node.users = {user: min(depth, at) for user, depth in node.users.items()}
+        node.users = {user: depth for user, depth in node.users.items() if depth <= at}
         for child in lower.children.values():
             child.parent = lower
         for lease in [lease for lease in node.leases if lease.num_tokens > at]:
             self.move(lease, Position(lower, lease.num_tokens))
         node.end, node.hashes, node.children = at, node.hashes[:num_hashes], {node.tokens.key_at(at): lower}
         node.checkpoint = node.kind = node.sequence_end = None
-        node.num_restores = 0
+        node.num_uses = node.num_restores = 0
         if node.segment is not None:
-            self.holders[node.segment.record_id].append(lower)
+            self.holders[node.segment.record_id][lower] = None
         self._point(lower.hashes, lower, instead_of=node)
         self._changed(+1)
 
@@ -282,15 +333,14 @@ class Trie:
         is_known = node.copies.rows and lower.copies.rows
         rows = dict.fromkeys((*node.copies.rows, *lower.copies.rows)) if is_known else ()
         node.copies = Copies(tuple(rows), lower.copies.state)
-        for user, depth in lower.users.items():
-            note_use(node.users, user, depth)
+        node.inherit(lower)
         lower.parent = None
         for lease in list(lower.leases):
             self.move(lease, Position(node, lease.num_tokens))
         self._point(lower.hashes, node, instead_of=lower)
         node.hashes += lower.hashes
         if node.segment is not None:
-            self.holders[node.segment.record_id].remove(lower)
+            del self.holders[node.segment.record_id][lower]
         self._changed(-1)
 
     def detach(self, leaf: Node) -> None:
@@ -298,6 +348,7 @@ class Trie:
         if leaf.parent is None or leaf.children or leaf.leases or leaf.segment is None:
             raise ValueError("Only a leaf that nobody stands on can leave.")
         del leaf.parent.children[leaf.tokens.key_at(leaf.start)]
+        leaf.parent.inherit(leaf)
         for name in leaf.hashes:
             if self._index.get(name) is leaf:
                 del self._index[name]
@@ -316,7 +367,7 @@ class Trie:
         if node.segment is not None:
             self._let_go(node, node.segment)
         node.segment = segment
-        self.holders.setdefault(segment.record_id, []).append(node)
+        self.holders.setdefault(segment.record_id, {})[node] = None
         self.version += 1
 
     def move(self, lease: Lease, position: Position) -> None:
@@ -327,7 +378,7 @@ class Trie:
 
     def _let_go(self, node: Node, segment: Segment) -> None:
         holders = self.holders[segment.record_id]
-        holders.remove(node)
+        del holders[node]
         if not holders:
             del self.holders[segment.record_id]
 

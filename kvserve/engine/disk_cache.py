@@ -13,17 +13,19 @@ from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.disk_blob import Blob, BlobName
-from kvserve.cache.disk_index import Entry, Found, Step
+from kvserve.cache.disk_entries import Entry, Found
 from kvserve.cache.disk_records import DiskStats, Load, Removal
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.forgetting import IsForgotten
 from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.match import Match
-from kvserve.cache.token_run import image_around, pack
+from kvserve.cache.records import Copy
+from kvserve.cache.token_run import pack
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Lease
+from kvserve.cache.trie import Lease, NamedPrompt
 from kvserve.core import TokenSequence
 from kvserve.engine.blobs import NotReadable, decode_kv, decode_state
+from kvserve.engine.disk_goals import Goal, goals
 from kvserve.engine.disk_writing import DiskWriting, Flush
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
 
@@ -44,28 +46,6 @@ STALLED_SECONDS = 5.0
 
 UNKNOWN_RATE = 100 * 2**20
 """Bytes per second of a disk that was never measured: a slow one."""
-
-NUM_TOUCHED_CHECKPOINTS = 2
-"""Of a path's states, the deepest ones that a row could start from count as used; the others age and leave first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """The prefix `[0, end)` is to be had from `segments`, in order, and `state`, the checkpoint at its end."""
-
-    end: int
-    segments: tuple[Entry, ...]
-    state: Entry | None
-    ends: tuple[int, ...]
-    """Where this prefix leaves each segment: what lies behind in it are another prompt's rows."""
-
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        return self.segments if self.state is None else (*self.segments, self.state)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self.entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +121,9 @@ class DiskCache:
     def report(self) -> DiskReport:
         return DiskReport(self.tier.stats(), self.num_restores, self.num_restored_tokens, self.num_declined)
 
-    def known_depth(self, tokens: TokenSequence, hasher: BlockHasher, partition: str = "") -> int:
-        """Tokens of a prompt that a partition has on disk, up to a state where one is needed."""
-        run = pack(tokens)
-        found = self.tier.index.find(run, hasher.start(partition).extended(run)).written()
+    def known_depth(self, prompt: NamedPrompt) -> int:
+        """Tokens of a prompt that its partition has on disk, up to a state where one is needed."""
+        found = self.tier.index.find(prompt.run, prompt.chain).written()
         ends = [step.end for step in found.steps if step.checkpoint is not None] if self._needs_checkpoints else []
         return max(ends, default=0) if self._needs_checkpoints else found.depth
 
@@ -260,9 +239,9 @@ class DiskCache:
         self._begin(hold, match)
 
     def _begin(self, hold: Hold, match: Match) -> None:
-        found = self.tier.index.find(match.run, match.chain).written()
+        rows, found = self._beyond(match)
         goal = self._goal(found, match, hold)
-        self.tier.used(list(_used(found, max(match.num_usable_tokens, goal.end if goal is not None else 0))))
+        self.tier.stands_on(rows, max(match.num_usable_tokens, goal.end if goal is not None else 0))
         hold.goal, hold.load, hold.is_settled = goal, None, goal is None
         if match.num_matched_tokens > hold.num_matched_tokens:  # by what another row reads, if not by ours
             hold.num_matched_tokens, hold.last_news_at = match.num_matched_tokens, time.monotonic()
@@ -275,6 +254,16 @@ class DiskCache:
         self._loading.update(entry.name for entry in goal.entries)
         hold.load, hold.arrived, hold.num_taken = self.tier.load(goal.entries), [], 0
         hold.last_news_at = time.monotonic()
+
+    def _beyond(self, match: Match) -> tuple[Sequence[Copy], Found]:
+        """What the disk has beyond what RAM can use, and the blobs that have what a row would stand on."""
+        rows, depth = _on_disk(match)
+        index, run = self.tier.index, match.run
+        found = index.find(run.part(depth, run.end) if depth else run, match.chain, rows)
+        if found.depth < depth:  # it was forgotten meanwhile
+            rows, found = (), index.find(run, match.chain)
+        found = found.written()
+        return (*rows, *(step.segment for step in found.steps)), found
 
     def _end_load(self, hold: Hold) -> None:
         if hold.load is not None:
@@ -345,7 +334,7 @@ class DiskCache:
     def _goal(self, found: Found, match: Match, hold: Hold) -> Goal | None:
         """What to read so that the row starts soonest; None where computing is as fast, or RAM has as much."""
         best, best_saved, declined = None, 0.0, None
-        for goal in self._goals(found, match, hold.tokens):
+        for goal in goals(found, match, hold.tokens, needs_checkpoints=self._needs_checkpoints):
             num_tokens = goal.end - match.num_usable_tokens
             if num_tokens < MIN_GAIN_TOKENS or goal.num_bytes > hold.room_bytes:
                 continue
@@ -364,37 +353,12 @@ class DiskCache:
             return float(num_tokens)
         return num_tokens / prefill_rate - num_bytes / read_rate
 
-    def _goals(self, found: Found, match: Match, tokens: TokenSequence) -> Iterator[Goal]:
-        """Every place that the row could start from if everything before it were read."""
-        limit = min(found.depth, max(len(tokens) - 1, 0))
-        if (image := image_around(tokens.images, limit)) is not None:
-            limit = image.start
-        segments, ends = list[Entry](), list[int]()
-        for step in found.steps:
-            if step.start >= limit:
-                return
-            if step.end > match.num_matched_tokens and step.segment not in segments[-1:]:
-                segments.append(step.segment)
-                ends.append(step.end)
-            elif step.segment in segments[-1:]:
-                ends[-1] = step.end
-            if not self._needs_checkpoints:
-                yield Goal(min(step.end, limit), tuple(segments), None, tuple(ends))
-            elif step.checkpoint is not None and step.end <= limit and _is_between(tokens, step.end):
-                yield Goal(step.end, tuple(segments), step.checkpoint, tuple(ends))
 
-
-def _is_between(tokens: TokenSequence, offset: int) -> bool:
-    return image_around(tokens.images, offset) is None
-
-
-def _used(found: Found, end: int) -> Iterator[BlobName]:
-    """What a row that starts from `end` stands on: rows, the newest states, and the anchor that branches share."""
-    steps = [step for step in found.steps if step.start < end]
-    yield from (step.segment.name for step in steps)
-    states: list[Step] = [step for step in steps if step.checkpoint is not None and step.end <= end]
-    for place, step in enumerate(reversed(states)):
-        if step.checkpoint is not None and (
-            place < NUM_TOUCHED_CHECKPOINTS or step.checkpoint.head.boundary == "system"
-        ):
-            yield step.checkpoint.name
+def _on_disk(match: Match) -> tuple[Sequence[Copy], int]:
+    """The deepest place that a row can start from in RAM of which the disk has all tokens too, and the blobs that have
+    the last of them."""
+    node, offset = match.node, match.num_usable_tokens
+    while node.parent is not None and not node.copies.has_rows:
+        node = node.parent
+        offset = node.end
+    return node.copies.rows, offset

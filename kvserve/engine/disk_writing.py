@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvserve.cache.disk_index import Entry, Found
+from kvserve.cache.disk_entries import Entry, Found
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.kept_path import KeptPart, KeptPath
 from kvserve.cache.leaving import Leaving
+from kvserve.cache.records import Copy
 from kvserve.cache.tree import PrefixTree
+from kvserve.cache.trie import Lease
 from kvserve.engine.blobs import NotStorable, encode_kv, encode_state
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
 
@@ -52,6 +54,22 @@ class DiskWriting:
         self._patient_from = self._window_ends_at = self._waited_seconds = 0.0
         tree.before_leaving(self.secure)
 
+    def save_end(self, lease: Lease, behind: int) -> None:
+        """Put what a row has added behind so many tokens, in time that does not depend on what lies before."""
+        if (path := self._end_of(lease, behind)) is not None:
+            self.save(path, behind)
+
+    def note_users(self, lease: Lease) -> None:
+        """A row added nothing where it stands now, but it used that."""
+        if (path := self._end_of(lease, lease.num_tokens)) is not None:
+            self._tier.note_users(path)
+
+    def _end_of(self, lease: Lease, behind: int) -> KeptPath | None:
+        """What the disk lacks of what a row stands on; all of it where the disk has lost what that follows on."""
+        path = self._tree.kept_end(lease, behind)
+        is_cut_off = path is not None and self._tier.index.find(path.run, path.chain, path.above).depth < path.run.start
+        return self._tree.kept(lease) if is_cut_off else path
+
     def save(self, path: KeptPath, behind: int, until: float = 0.0) -> bool:
         """Put what the disk lacks of a path into the queue; whether nothing was refused. What lies before `behind` has
         been put before, and only counts if what comes later cannot stand without it. A queue that is full is waited
@@ -61,16 +79,17 @@ class DiskWriting:
         return is_put
 
     def _put(self, path: KeptPath, behind: int, until: float) -> bool:
-        found = self._tier.index.find(path.run, path.chain)
+        found = self._tier.index.find(path.run, path.chain, path.above)
         states = {step.end: step.checkpoint for step in found.steps if step.checkpoint is not None}
+        above: Sequence[Copy] = [step.segment for step in found.steps] or path.above
         first = min(behind, found.depth + 1)
         parts = [part for part in path.parts if part.piece.end >= first]
         for part, known in zip(parts, _covering(found, parts), strict=True):
-            start, rows = max(part.piece.start, found.depth), known
+            start, rows = max(part.piece.start, found.depth), tuple[Copy, ...](known)
             if part.piece.end > found.depth:
-                if (entry := self._save_rows(path, part, start, until)) is None:
+                if (entry := self._save_rows(path, part, start, until, above)) is None:
                     return False
-                rows = (*rows, entry)
+                rows = above = (*rows, entry)
             part.copies.rows = rows
             if (state := states.get(part.piece.end)) is not None:
                 part.copies.state = state
@@ -164,15 +183,17 @@ class DiskWriting:
         for path in self._tree.kept_paths():
             self.save(path, 0, until)
 
-    def _save_rows(self, path: KeptPath, part: KeptPart, start: int, until: float) -> Entry | None:
-        """Put the rows from `start` on; None where that was refused."""
+    def _save_rows(
+        self, path: KeptPath, part: KeptPart, start: int, until: float, above: Sequence[Copy]
+    ) -> Entry | None:
+        """Put the rows from `start` on, which follow on what is in `above`; None where that was refused."""
         payload, end = part.piece.payload, part.piece.end
         if not isinstance(payload, KvSlice) or not self._tier.can_take(payload.num_bytes, until):
             return None
         first, last = start - part.piece.segment.tokens.start, part.piece.end_row
         kv = payload if (first, last) == (0, payload.num_tokens) else merged([(payload, first, last)])
         encoded = encode_kv(kv)
-        entry = self._tier.index.add_segment(path.run, path.chain, start, end, part.kind or "stride")
+        entry = self._tier.index.add_segment(path.run, path.chain, start, end, part.kind or "stride", above)
         if entry is not None:
             self._tier.put(entry, *encoded)
         return entry
@@ -190,7 +211,7 @@ class DiskWriting:
             self._is_storable = False  # without its states a row of this model cannot be restored
             return False
         kind = part.state.checkpoint.kind
-        entry = self._tier.index.add_checkpoint(path.run, path.chain, part.piece.end, kind)
+        entry = self._tier.index.add_checkpoint(path.run, path.chain, part.piece.end, kind, part.copies.rows)
         if entry is not None:
             part.copies.state = entry
             self._tier.put(entry, *encoded)

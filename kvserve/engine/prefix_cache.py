@@ -232,11 +232,11 @@ class PrefixCache:
             kind=kind,
         )
         is_new = extension.num_new_tokens or extension.has_new_checkpoint
-        if self._disk is not None and (path := self._tree.kept(tenancy.lease)) is not None:
+        if self._disk is not None:
             if is_new:
-                self._disk.writing.save(path, extension.start)
+                self._disk.writing.save_end(tenancy.lease, extension.start)
             else:
-                self._disk.tier.note_users(path)
+                self._disk.writing.note_users(tenancy.lease)
         tenancy.row.note_kept(extension.first_new, end)
 
     def _add_stop(self, tenancy: Tenancy, wait: Wait) -> None:
@@ -268,7 +268,7 @@ class PrefixCache:
         if asked is None:
             asked = [*self._tree.partitions(), *(disk.tier.index.partitions() if disk is not None else ())]
         in_ram = max((self._tree.known_depth(tokens, partition=each) for each in asked), default=0)
-        on_disk = (disk.known_depth(tokens, self.hasher, each) for each in asked) if disk is not None else ()
+        on_disk = (disk.known_depth(self._tree.name(tokens, each)) for each in asked) if disk is not None else ()
         return in_ram, max(in_ram, *on_disk, 0)
 
     def discard(self, tokens: TokenSequence, is_owner: Callable[[str], bool]) -> None:

@@ -32,6 +32,7 @@ from tests.laws import num_examples
 atom = st.one_of(st.integers(0, 1), st.integers(0, 2), st.sampled_from(["cat", "dog"]))
 atoms = st.lists(atom, min_size=1, max_size=12)
 owners = st.sampled_from([None, "a", "b"])
+users = st.sampled_from(["", "c", "d"])
 limits = st.builds(
     Limits,
     max_bytes=st.sampled_from([60, 300, 10**6]),
@@ -82,16 +83,24 @@ class TreeMachine(RuleBasedStateMachine):
         keep = data.draw(st.integers(0, len(base)))
         self.conversations.append([*base[:keep], *more])
 
-    @rule(data=st.data(), owner=owners, ttl=st.sampled_from([None, 20.0]))
-    def begin_row(self, data: st.DataObject, owner: str | None, ttl: float | None) -> None:
+    @rule(data=st.data(), owner=owners, ttl=st.sampled_from([None, 20.0]), user=users)
+    def begin_row(self, data: st.DataObject, owner: str | None, ttl: float | None, user: str) -> None:
         """A request: what is found must be what the model says, and its rows must be the right ones."""
         tokens = flatten(data.draw(st.sampled_from(self.conversations)))
         leases = []
         for tree in self.trees:
             match = tree.lookup(tokens)
             self.check_match(match, tokens)
-            leases.append(tree.acquire(match, owner=owner, ttl_seconds=ttl))
+            leases.append(tree.acquire(match, owner=owner, ttl_seconds=ttl, user=user))
         self.rows.append((tokens, leases))
+
+    @rule(data=st.data(), more=atoms)
+    def ask_again(self, data: st.DataObject, more: list[Atom]) -> None:
+        """The same prompt and one that goes on from it, after whatever happened since it was looked up last."""
+        base = data.draw(st.sampled_from(self.conversations))
+        for tokens in (flatten(base), flatten([*base, *more])):
+            for tree in self.trees:
+                self.check_match(tree.lookup(tokens), tokens)
 
     def check_match(self, match: Match, tokens: TokenSequence) -> None:
         keys = keys_of(tokens)
@@ -135,10 +144,10 @@ class TreeMachine(RuleBasedStateMachine):
             else:
                 assert is_known
 
-    @rule(data=st.data(), owner=owners, num_stops=st.integers(1, 3), stays=st.booleans())
-    def whole_row(self, data: st.DataObject, owner: str | None, num_stops: int, stays: bool) -> None:
+    @rule(data=st.data(), owner=owners, user=users, num_stops=st.integers(1, 3), stays=st.booleans())
+    def whole_row(self, data: st.DataObject, owner: str | None, user: str, num_stops: int, stays: bool) -> None:
         """A request from its lookup to its end, with a state wherever it stops."""
-        self.begin_row(data, owner, None)
+        self.begin_row(data, owner, None, user)
         tokens, leases = self.rows[-1]
         for stop in range(1, num_stops + 1):
             self.extend(tokens, leases, max(leases[0].num_tokens, len(tokens) * stop // num_stops), True)
@@ -242,6 +251,35 @@ class TreeMachine(RuleBasedStateMachine):
                 assert leases[0].num_tokens == 0 or keys_of(tokens)[: leases[0].num_tokens] in stored
         self.stored, self.states = stored, states
 
+    @rule(user=st.sampled_from(["c", "d"]), sure=st.sampled_from([*[False] * 5, True]))
+    def forget_user(self, user: str, sure: bool) -> None:
+        """What only this one used goes, while others stand where they stood."""
+        if sure:
+            for tree in self.trees:
+                tree.forget(lambda name: name == user)
+                assert not any(user in node.users for path in tree.sequences() for node in path)
+            self.forget_what_left()
+
+    @rule(data=st.data(), ratio=st.floats(0, 1))
+    def copy_end(self, data: st.DataObject, ratio: float) -> None:
+        """Another tier takes what it lacks of what a row stands on, and has all of it then."""
+        if not self.rows:
+            return
+        for tree, lease in zip(self.trees, data.draw(st.sampled_from(self.rows))[1], strict=True):
+            whole, path = tree.kept(lease), tree.kept_end(lease, int(ratio * lease.num_tokens))
+            if whole is None or path is None:
+                assert whole is path is None
+                continue
+            keys, start = path_of(lease.node.path()), path.run.start
+            assert path.run == whole.run.part(start, whole.run.end)
+            assert path.chain.hashes == whole.chain.hashes[path.chain.num_dropped :]
+            assert path.chain.num_tokens == whole.chain.num_tokens
+            assert path.parts == whole.parts[len(whole.parts) - len(path.parts) :]
+            assert bool(path.above) == (start > 0)
+            for part in path.parts:
+                part.copies.rows = (Copied(keys[: part.piece.end], part.piece.start),)
+                part.copies.state = Copied(keys[: part.piece.end], part.piece.end) if part.state is not None else None
+
     @rule(data=st.data())
     def copy_row(self, data: st.DataObject) -> None:
         """Another tier takes what a live row stands on, as the tree's parts of it are then."""
@@ -284,6 +322,7 @@ class TreeMachine(RuleBasedStateMachine):
     def all_is_well(self) -> None:
         for tree in getattr(self, "trees", []):
             tree.check_integrity()
+            check_places(tree)
             stored, states = contents(tree)
             assert stored == self.stored - {()}
             assert states == (self.states if self.needs_checkpoints else set())
@@ -300,6 +339,14 @@ class CheckpointTreeMachine(TreeMachine):
 def path_of(nodes: Sequence[Node]) -> tuple[Key, ...]:
     """All tokens of a path."""
     return tuple(node.tokens.key_at(place) for node in nodes for place in range(node.start, node.end))
+
+
+def check_places(tree: PrefixTree) -> None:
+    """Where a prompt was found before is where it is found by whoever has no memory."""
+    for named in tree._names._kept:
+        root = tree._trie.root(named.partition)
+        found = tree._trie.find(root, named.run, named.chain)
+        assert tree._trie.find(root, named.run, named.chain, known=named.place) == found
 
 
 def check_copies(nodes: Sequence[Node]) -> None:

@@ -383,7 +383,7 @@ def test_a_beginning_that_left_the_disk_is_written_again_with_what_follows(tmp_p
     def num_on_disk(tokens: list[int]) -> int:
         settle(engine)
         sequence = TokenSequence(tuple(tokens))
-        return engine._ask(lambda s: disk_cache_of(s.cache).known_depth(sequence, s.cache.hasher))
+        return engine._ask(lambda s: disk_cache_of(s.cache).known_depth(s.cache._tree.name(sequence, "")))
 
     def lose_all(scheduler: Any) -> None:
         tier, run = disk_cache_of(scheduler.cache).tier, pack(TokenSequence(tuple(BASE)))

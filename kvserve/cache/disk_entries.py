@@ -1,0 +1,90 @@
+"""The nouns of the disk's index: a blob as it is known there, what a prefix consists of, and who used what since the
+books were written. No trie and no file.
+"""
+
+from dataclasses import dataclass, field
+
+from kvserve.cache.disk_blob import BlobHead, BlobName
+from kvserve.cache.records import RecordId
+from kvserve.cache.trie import note_use
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A blob that is on disk, or will be. `users`: who used its tokens, and up to which offset. Changed by the index
+    only."""
+
+    record_id: RecordId
+    head: BlobHead
+    num_bytes: int = 0
+    is_written: bool = False
+    is_forgotten: bool = False
+    users: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> BlobName:
+        return self.head.name
+
+    @property
+    def start(self) -> int:
+        """Where its tokens begin."""
+        return self.head.tokens.start
+
+    @property
+    def is_anchor(self) -> bool:
+        """Whether system and tools end where it does."""
+        return self.head.boundary == "system"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The tokens `[start, end)` of a prefix are in `segment`; `checkpoint` is the state behind `end`, if any."""
+
+    segment: Entry
+    start: int
+    end: int
+    checkpoint: Entry | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of a prefix: `steps` cover it from its first token to `depth`, in order."""
+
+    depth: int = 0
+    steps: tuple[Step, ...] = field(default=())
+
+    def written(self) -> "Found":
+        """The part that is on disk already."""
+        steps: list[Step] = []
+        for step in self.steps:
+            if not step.segment.is_written:
+                break
+            state = step.checkpoint if step.checkpoint is not None and step.checkpoint.is_written else None
+            steps.append(Step(step.segment, step.start, step.end, state))
+        return Found(steps[-1].end if steps else 0, tuple(steps))
+
+
+class DiskUses:
+    """What is new of the blobs' users since it was last taken. Whoever calls holds the index's lock."""
+
+    def __init__(self) -> None:
+        self._unsaved: dict[tuple[BlobName, str], int | None] = {}
+
+    @property
+    def are_new(self) -> bool:
+        """Whether there is anything to take."""
+        return bool(self._unsaved)
+
+    def note(self, entry: Entry, user: str, depth: int) -> None:
+        """A user came `depth` tokens far inside a blob."""
+        if entry.users.get(user, 0) >= depth:
+            return
+        oldest = note_use(entry.users, user, depth)
+        self._unsaved[entry.name, user] = depth
+        if oldest is not None:
+            self._unsaved[entry.name, oldest] = None
+
+    def take(self) -> dict[tuple[BlobName, str], int | None]:
+        """(blob, user) -> how far it came, None where it is noted no more."""
+        unsaved, self._unsaved = self._unsaved, {}
+        return unsaved
