@@ -25,12 +25,21 @@ AGEING_POWER = 4
 REWIND_CHANCE = 0.1
 """How often an agent comes back to a given place inside a branch, relative to going on at its end."""
 
+BRIEF_TOKENS = 512
+"""Fewer tokens behind system and tools are a request that is seldom gone on from: a title, a file's name, a first try.
+To compute it again is a moment's work."""
+
+BRIEF_HANDICAP_SECONDS = 1800.0
+"""What is brief counts as last used so much earlier: a conversation outlives it for as long as KV stays in RAM by
+default."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """Something that could leave: the tokens `[start, end)` would be prefilled again, `num_bytes` would be free.
 
-    `is_end`: nothing that is stored goes on from `end`.
+    `is_end`: nothing that is stored goes on from `end`. `is_brief`: it is the whole of a request of few tokens behind
+    the end of its system prompt and tools, or a part of that.
     """
 
     start: int
@@ -39,6 +48,7 @@ class Candidate:
     num_uses: int
     age_seconds: float
     is_end: bool = True
+    is_brief: bool = False
 
 
 type Score = Callable[[Candidate], float]
@@ -56,7 +66,8 @@ def value_score(candidate: Candidate) -> float:
     The chance falls with the time since the last use. How often something was used before does not help: the busiest
     places of a conversation that is over would stay.
     """
-    chance = (1 + candidate.age_seconds / RECENT_SECONDS) ** -AGEING_POWER
+    age_seconds = candidate.age_seconds + (BRIEF_HANDICAP_SECONDS if candidate.is_brief else 0.0)
+    chance = (1 + age_seconds / RECENT_SECONDS) ** -AGEING_POWER
     if not candidate.is_end:
         chance *= REWIND_CHANCE
     return prefill_cost(candidate.start, candidate.end) * chance / max(candidate.num_bytes, 1)

@@ -51,6 +51,7 @@ class Node:
     A use is a row that went through here, a restore one that began at its end (or ended there, and may go on).
     `hashes` name the blocks that end in `(start, end]`. Children differ in their first token. `partition` is a root's.
     `users` says who used these tokens, and up to which offset; rows of which that is not known are not in it.
+    `is_guess`: computed, or read from disk, ahead of requests; none has used it.
     """
 
     parent: "Node | None"
@@ -69,6 +70,7 @@ class Node:
     num_restores: int = 0
     partition: str = ""
     users: dict[str, int] = field(default_factory=dict)
+    is_guess: bool = False
     copies: Copies = field(default_factory=Copies)
 
     @property
@@ -98,8 +100,8 @@ class Node:
 class Lease:
     """A live row's hold on the path of its first `num_tokens` tokens, which end in `node`. Changed by the tree only.
 
-    `owner` is whose entry it becomes, `user` who asks ("": not known). `chain` names the row's whole blocks so far. A
-    lease is detached once its path is gone: released, or all cleared.
+    `owner` is whose entry it becomes, `user` who asks ("": not known); of a guess nobody asks yet. `chain` names the
+    row's whole blocks so far. A lease is detached once its path is gone: released, or all cleared.
     """
 
     node: Node
@@ -108,7 +110,19 @@ class Lease:
     owner: str | None
     ttl_seconds: float | None
     user: str = ""
+    is_guess: bool = False
     is_detached: bool = False
+
+    def touch(self, now: float, num_uses: int = 1) -> None:
+        """Note on the path that the row used it; a guess is no use, but for whom its tokens are stays known."""
+        node = self.node
+        while node.parent is not None:
+            if self.user:
+                note_use(node.users, self.user, min(self.num_tokens, node.end))
+            if not self.is_guess:
+                node.last_used_at, node.is_guess = now, False
+                node.num_uses += num_uses
+            node = node.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +270,7 @@ class Trie:
         lower.checkpoint, lower.kind, lower.sequence_end = node.checkpoint, node.kind, node.sequence_end
         lower.last_used_at, lower.num_uses = node.last_used_at, node.num_uses
         lower.restored_at, lower.num_restores = node.restored_at, node.num_restores
+        lower.is_guess = node.is_guess
         lower.copies, node.copies = node.copies, Copies(node.copies.rows)
         lower.users = {user: depth for user, depth in node.users.items() if depth > at}
         node.users = {user: min(depth, at) for user, depth in node.users.items()}

@@ -24,6 +24,7 @@ from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import Lease
 from kvserve.core import TokenSequence
 from kvserve.engine.blobs import NotReadable, decode_kv, decode_state
+from kvserve.engine.disk_goal import Goal
 from kvserve.engine.disk_writing import DiskWriting, Flush
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
 
@@ -47,25 +48,6 @@ UNKNOWN_RATE = 100 * 2**20
 
 NUM_TOUCHED_CHECKPOINTS = 2
 """Of a path's states, the deepest ones that a row could start from count as used; the others age and leave first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """The prefix `[0, end)` is to be had from `segments`, in order, and `state`, the checkpoint at its end."""
-
-    end: int
-    segments: tuple[Entry, ...]
-    state: Entry | None
-    ends: tuple[int, ...]
-    """Where this prefix leaves each segment: what lies behind in it are another prompt's rows."""
-
-    @property
-    def entries(self) -> tuple[Entry, ...]:
-        return self.segments if self.state is None else (*self.segments, self.state)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self.entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +189,18 @@ class DiskCache:
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
-    def hold(self, tokens: TokenSequence, partition: str = "", owner: str = "", room_bytes: float = math.inf) -> Hold:
+    def hold(
+        self,
+        tokens: TokenSequence,
+        partition: str = "",
+        owner: str = "",
+        room_bytes: float = math.inf,
+        *,
+        is_guess: bool = False,
+    ) -> Hold:
         """Hold what RAM has of a row's tokens, and begin to read what the disk has beyond it."""
         match = self._tree.lookup(tokens, partition=partition)
-        lease = self._tree.acquire(match, user=owner)
+        lease = self._tree.acquire(match, user=owner, is_guess=is_guess)
         hold = Hold(tokens, lease, partition=partition, owner=owner, room_bytes=room_bytes)
         try:
             self._begin(hold, match)
@@ -254,7 +244,7 @@ class DiskCache:
     def _plan_again(self, hold: Hold) -> None:
         """The tree may have grown, and blobs may be gone: what is there now?"""
         match = self._tree.lookup(hold.tokens, partition=hold.partition)
-        lease = self._tree.acquire(match, user=hold.owner)
+        lease = self._tree.acquire(match, user=hold.owner, is_guess=hold.lease.is_guess)
         self._tree.release(hold.lease)
         hold.lease = lease
         self._begin(hold, match)
