@@ -28,6 +28,14 @@ def test_places_inside_a_branch_are_worth_less_than_its_end() -> None:
     assert value_score(replace(BASE, is_end=False)) < value_score(BASE)
 
 
+def test_what_is_brief_counts_as_used_half_an_hour_earlier() -> None:
+    """A conversation that waits is worth more than what was asked once and shortly, until it leaves for its age."""
+    asked_now = replace(BASE, age_seconds=0.0, is_brief=True)
+    assert value_score(asked_now) < value_score(replace(BASE, age_seconds=1790.0))
+    assert value_score(asked_now) > value_score(replace(BASE, age_seconds=1810.0))
+    assert value_score(asked_now) > value_score(replace(asked_now, age_seconds=10.0))
+
+
 @pytest.mark.parametrize("name", ["value", "age_length_frequency", "lru"])
 def test_all_but_the_negative_control_age(name: str) -> None:
     """What was not used for long leaves before the same thing used lately."""

@@ -174,6 +174,56 @@ def test_entries_over_their_number_leave_before_checkpoints_are_thinned() -> Non
     assert tree.stats().num_checkpoints <= 7 and depth(tree, conversation(0, 20)) == 0
 
 
+@pytest.mark.parametrize("needs_checkpoints", [False, True])
+def test_a_conversation_that_waits_outlives_side_requests(needs_checkpoints: bool) -> None:
+    """Eight minutes after its last turn 6,000 tokens are worth more than what was asked once, in 100, a moment ago; of
+    side requests the last ones stay, and so does the system prompt that they share."""
+    clock = Clock()
+    limits = replace(ROOMY, max_bytes=ROW_BYTES * 7000 + STATE_BYTES * 8)
+    tree = make_tree(limits, needs_checkpoints=needs_checkpoints, clock=clock)
+    talk = tokens(*range(50_000, 56_000))
+    for end in (2000, 4000, 6000):
+        store(tree, tokens(*talk.ids[:end]), (end,), owner="agent")
+        clock.now += 60
+    clock.now += 480
+    sides = [tokens(*range(200), *range(1000 * n + 1000, 1000 * n + 1100)) for n in range(60)]
+    for number, side in enumerate(sides):
+        store(tree, side, (200, 300), kinds={200: "system"}, owner=f"side {number}")
+        tree.evict()
+        clock.now += 1
+    assert tree.stats().num_evicted_tokens > 0
+    assert (depth(tree, talk), depth(tree, sides[0]), depth(tree, sides[-1])) == (6000, 200, 300)
+
+
+@pytest.mark.parametrize("needs_checkpoints", [False, True])
+def test_what_may_leave_is_ranked_once_between_two_ends_of_rows(
+    needs_checkpoints: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stop of a row makes room in a full cache: the nodes are looked through once, not once per stop."""
+    num_bytes = ROW_BYTES * 2000 + (STATE_BYTES * 50 if needs_checkpoints else 0)
+    limits = replace(ROOMY, max_bytes=num_bytes, max_checkpoint_bytes=STATE_BYTES * 50)
+    tree = make_tree(limits, needs_checkpoints=needs_checkpoints)
+    for number in range(100):
+        store(tree, tokens(*range(1000 * number, 1000 * number + 20)), (10, 20))
+    tree.evict()
+    looks: list[None] = []
+    nodes = Trie.nodes
+    monkeypatch.setattr(Trie, "nodes", lambda trie: looks.append(None) or nodes(trie))
+    before = tree.stats()
+    looks.clear()
+    row = tokens(*range(500_000, 501_000))
+    lease = tree.acquire(tree.lookup(row))
+    for end in range(20, 1001, 20):
+        tree.extend(lease, row, end, lambda s, e: Rows(row.ids[s:e]), lambda end=end: WholeState(row.ids[:end]))  # type: ignore[misc]
+        tree.evict(num_needed_bytes=ROW_BYTES * 20)
+    num_looks, after = len(looks), tree.stats()
+    num_left = after.num_evicted_tokens - before.num_evicted_tokens
+    num_states = after.num_evicted_checkpoints - before.num_evicted_checkpoints
+    assert num_left >= 500 or num_states >= 40
+    assert num_looks <= 3
+    tree.check_integrity()
+
+
 def test_an_entry_that_a_live_row_keeps_leaves_with_the_row() -> None:
     """What could not leave at one eviction leaves at the next one after the row ended, at the same moment."""
     tree = make_tree(replace(ROOMY, max_bytes=ROW_BYTES * 15, max_entries=1))
