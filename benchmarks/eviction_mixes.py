@@ -32,7 +32,7 @@ from benchmarks.eviction_simulator import (
     render,
 )
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline
-from kvserve.cache.eviction import SCORES, Candidate, Score, prefill_cost
+from kvserve.cache.eviction import SCORES, Candidate, Score
 from kvserve.cache.leaving import Leaving
 from kvserve.core import TokenSequence
 
@@ -172,7 +172,7 @@ class GreedyDual:
 
     def __call__(self, candidate: Candidate) -> float:
         used_at = self.now - candidate.age_seconds
-        cost = prefill_cost(candidate.start, candidate.end) * (1 + math.log2(1 + candidate.num_uses))
+        cost = (candidate.end - candidate.start) * (1 + math.log2(1 + candidate.num_uses))
         return self._clocks[bisect.bisect_right(self._times, used_at) - 1] + cost / max(candidate.num_bytes, 1)
 
     def note(self, score: float) -> None:
@@ -182,14 +182,26 @@ class GreedyDual:
             self._clocks.append(score)
 
 
-def without_handicap(candidate: Candidate) -> float:
-    """The default score as it was before brief requests counted as used earlier."""
+ATTENTION_TOKENS = 32768
+"""Depth at which attention costs as much as the rest of a model."""
+
+
+def by_work(candidate: Candidate) -> float:
+    """The default score until decision 0041: what is brief is like anything else, and deep tokens are dearer."""
+    start, end = candidate.start, candidate.end
+    dearer = 1 + (start + end) / (2 * ATTENTION_TOKENS)
+    return dearer * alike(candidate)
+
+
+def alike(candidate: Candidate) -> float:
+    """The default score without its handicap for what is brief."""
     return SCORES["value"](replace(candidate, is_brief=False))
 
 
 RIVALS: dict[str, Score] = {
     "value": SCORES["value"],
-    "value, brief alike": without_handicap,
+    "brief alike": alike,
+    "alike, by work": by_work,
     "age_length_frequency": SCORES["age_length_frequency"],
     "lru": SCORES["lru"],
 }

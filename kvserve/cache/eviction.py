@@ -13,16 +13,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-ATTENTION_TOKENS = 32768
-"""Depth at which attention costs as much as the rest of the model: a token there takes twice the time of the first."""
-
 RECENT_SECONDS = 60.0
 """Within this time of its last use nothing is yet less likely to be used again: an agent's tool runs that long."""
 
 AGEING_POWER = 4
 """How steeply the chance of reuse falls beyond RECENT_SECONDS. Below 2 big old conversations push out running ones."""
 
-REWIND_CHANCE = 0.1
+REWIND_CHANCE = 0.05
 """How often an agent comes back to a given place inside a branch, relative to going on at its end."""
 
 BRIEF_TOKENS = 512
@@ -55,22 +52,18 @@ type Score = Callable[[Candidate], float]
 """How much a candidate is worth keeping; the lowest leaves first."""
 
 
-def prefill_cost(start: int, end: int) -> float:
-    """Prefill work of `[start, end)` in units of one token at the beginning of a sequence."""
-    return (end - start) + (end * end - start * start) / (2 * ATTENTION_TOKENS)
-
-
 def value_score(candidate: Candidate) -> float:
-    """Prefill saved x chance of reuse / bytes.
+    """Tokens to compute again x chance of reuse / bytes.
 
-    The chance falls with the time since the last use. How often something was used before does not help: the busiest
+    That deep tokens take longer does not count: they would push out whole conversations that are not as long. The
+    chance falls with the time since the last use. How often something was used before does not help: the busiest
     places of a conversation that is over would stay.
     """
     age_seconds = candidate.age_seconds + (BRIEF_HANDICAP_SECONDS if candidate.is_brief else 0.0)
     chance = (1 + age_seconds / RECENT_SECONDS) ** -AGEING_POWER
     if not candidate.is_end:
         chance *= REWIND_CHANCE
-    return prefill_cost(candidate.start, candidate.end) * chance / max(candidate.num_bytes, 1)
+    return (candidate.end - candidate.start) * chance / max(candidate.num_bytes, 1)
 
 
 def age_length_frequency_score(candidate: Candidate) -> float:

@@ -17,7 +17,7 @@ from kvserve.cache.leaving import Leaving
 from kvserve.cache.records import Limits, Room
 from kvserve.cache.store import Store
 from kvserve.cache.trie import Node
-from kvserve.cache.worth import PLAIN, SURPLUS, Ranked, Worth, level_of, newest_above
+from kvserve.cache.worth import PLAIN, SURPLUS, Ranked, Worth, newest_above
 
 SHORT_CLASS_SECONDS = 300.0
 """The shortest lifetime that clients ask for by a cache mark: an agent's user thinks longer than that now and then."""
@@ -173,7 +173,7 @@ class Sweep:
             node = ranked.node
             if node.checkpoint is None or node.leases or not self._store.trie.is_held(node):
                 continue
-            fresh = self._worth.of_state(node)
+            fresh = self._worth.of_state(node, ranked.level)
             if fresh.rank[:2] > ranked.rank[:2] and self._thinning and fresh > self._thinning[0]:
                 heapq.heappush(self._thinning, fresh)
             else:
@@ -266,10 +266,11 @@ class Sweep:
         node = ranked.node
         if node.parent is None or node.leases or not self._store.trie.is_held(node):
             return
-        if node.children and (node.checkpoint is None or level_of(node) > PLAIN):
+        if node.children and node.checkpoint is None:
             return
-        is_surplus = ranked.level == SURPLUS
-        fresh = self._worth.of_state(node) if node.children else self._worth.of_leaf(node, is_surplus=is_surplus)
+        # A state keeps its level: what becomes the newest of a branch because its end has left goes with that.
+        is_surplus, worth = ranked.level == SURPLUS, self._worth
+        fresh = worth.of_state(node, PLAIN) if node.children else worth.of_leaf(node, is_surplus=is_surplus)
         if fresh.rank[:2] > ranked.rank[:2] and queue and fresh > queue[0]:
             heapq.heappush(queue, fresh)
         elif node.children:

@@ -53,9 +53,9 @@ class Worth:
         level = GUESS if node.is_guess else PINNED if self.is_pinned(node) else SURPLUS if is_surplus else PLAIN
         return self._ranked(level, self._leaf_candidate(node), node)
 
-    def of_state(self, node: Node) -> Ranked:
-        """A node's checkpoint alone."""
-        return self._ranked(level_of(node), self._state_candidate(node), node)
+    def of_state(self, node: Node, level: int | None = None) -> Ranked:
+        """A node's checkpoint alone; `level` where that is known."""
+        return self._ranked(level_of(node) if level is None else level, self._state_candidate(node), node)
 
     def of_entry(self, leaf: Node, tail: list[Node]) -> float:
         """An entry with all that serves only it."""
