@@ -16,6 +16,7 @@ from benchmarks import (
     checkpoint_budget,
     closed_loop,
     disk,
+    evicting,
     eviction_simulator,
     first_token,
     image_memory,
@@ -65,6 +66,7 @@ BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
     "paused_loop": (paused_loop.run, 1),
     "closed_loop": (closed_loop.run, 1),
     "checkpoint_budget": (checkpoint_budget.run, 1),
+    "evicting": (evicting.run, 3),
     "eviction": (eviction_simulator.run, 1),
 }
 """Every benchmark with its usual number of rounds."""

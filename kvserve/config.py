@@ -62,10 +62,10 @@ class Settings(BaseSettings):
     quantized_kv_start: int = Field(
         5000, description="Tokens of a row that are computed in full precision before its KV is quantised."
     )
-    prompt_cache_max_entries_global: int = Field(24, description="Sequence ends kept in RAM.")
-    prompt_cache_max_entries_per_session: int = Field(
-        2, description="Sequence ends kept in RAM for one branch of a session."
+    prompt_cache_max_entries_global: int = Field(
+        24, description="Sequence ends in RAM; those over it leave first where bytes are short, else they stay."
     )
+    prompt_cache_max_entries_per_session: int = Field(2, description="The same for one branch of a session.")
     prompt_cache_ttl_seconds: float = Field(1800, description="Idle time after which KV leaves RAM; 0 = never.")
     prompt_cache_session_max_idle_seconds: float = Field(
         1800, description="Idle time after which a session's KV leaves RAM; 0 = never."

@@ -106,20 +106,19 @@ def test_an_abort(app: AppUnderTest) -> None:
 
 
 def test_an_evicted_prompt(tmp_path: Path) -> None:
-    """Another prompt took its place in a cache that holds one."""
-    settings = {**SETTINGS, "prompt_cache_max_entries_global": 1}
+    """Another prompt took its place in a cache that has room for one."""
+    with serving_app(tmp_path, "qwen3", disk_cache="off", **SETTINGS) as app:
+        ask(app, TEXT)
+        num_bytes = app.get("/v1/cache").json["ram_bytes"]
+    settings = {**SETTINGS, "prompt_cache_max_bytes": int(1.2 * num_bytes)}
     with serving_app(tmp_path, "qwen3", disk_cache="off", **settings) as app:
         _, first = ask(app, TEXT)
-
-        def has_left() -> bool:
-            # limits on entries are looked at when a row has ended
-            ask(app, "Something else.", max_tokens=1)
-            return bool(app.get("/v1/cache").json["num_evicted_tokens"] > first["num_prompt_tokens"] / 2)
-
-        assert eventually(has_left)
+        ask(app, f"Something else. {TEXT}", max_tokens=1)
+        num_tokens = first["num_prompt_tokens"]
+        assert eventually(lambda: app.get("/v1/cache").json["num_evicted_tokens"] > num_tokens / 2)
         _, told = ask(app, TEXT)
         assert (told["cause"], told["before"]) == ("evicted", first["request_id"]), told
-        assert "PROMPT_CACHE_MAX_ENTRIES_GLOBAL" in told["remedy"]
+        assert "PROMPT_CACHE_MAX_BYTES" in told["remedy"]
 
 
 def test_another_model(tmp_path: Path) -> None:

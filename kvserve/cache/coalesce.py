@@ -41,7 +41,8 @@ def merge_nodes(trie: Trie, nodes: tuple[Node, ...]) -> None:
     upper = nodes[0]
     for node in nodes[1:]:
         has_meaning = upper.checkpoint or upper.kind == "system" or upper.sequence_end
-        if upper.segment is node.segment and len(upper.children) == 1 and not has_meaning:
+        is_one = upper.segment is node.segment and upper.is_guess == node.is_guess
+        if is_one and len(upper.children) == 1 and not has_meaning:
             trie.merge(upper)
         else:
             upper = node

@@ -5,16 +5,13 @@ Reuse of prompt tokens on 56 recorded agent conversations, six at a time (benchm
     RAM per user in tokens of KV     value   given   LRU     LFU (negative control)
     dense, 25,000                    0.923   0.922   0.923   0.145
     dense, 100,000                   0.929   0.929   0.929   0.530
-    27B hybrid, 25,000               0.912   0.889   0.878   0.041
-    27B hybrid, 100,000              0.926   0.926   0.925   0.274
+    27B hybrid, 25,000               0.910   0.886   0.878   0.041
+    27B hybrid, 100,000              0.926   0.927   0.926   0.274
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-ATTENTION_TOKENS = 32768
-"""Depth at which attention costs as much as the rest of the model: a token there takes twice the time of the first."""
 
 RECENT_SECONDS = 60.0
 """Within this time of its last use nothing is yet less likely to be used again: an agent's tool runs that long."""
@@ -22,15 +19,24 @@ RECENT_SECONDS = 60.0
 AGEING_POWER = 4
 """How steeply the chance of reuse falls beyond RECENT_SECONDS. Below 2 big old conversations push out running ones."""
 
-REWIND_CHANCE = 0.1
+REWIND_CHANCE = 0.05
 """How often an agent comes back to a given place inside a branch, relative to going on at its end."""
+
+BRIEF_TOKENS = 512
+"""Fewer tokens behind system and tools are a request that is seldom gone on from: a title, a file's name, a first try.
+To compute it again is a moment's work."""
+
+BRIEF_HANDICAP_SECONDS = 1800.0
+"""What is brief counts as last used so much earlier: a conversation outlives it for as long as KV stays in RAM by
+default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """Something that could leave: the tokens `[start, end)` would be prefilled again, `num_bytes` would be free.
 
-    `is_end`: nothing that is stored goes on from `end`.
+    `is_end`: nothing that is stored goes on from `end`. `is_brief`: it is the whole of a request of few tokens behind
+    the end of its system prompt and tools, or a part of that.
     """
 
     start: int
@@ -39,27 +45,25 @@ class Candidate:
     num_uses: int
     age_seconds: float
     is_end: bool = True
+    is_brief: bool = False
 
 
 type Score = Callable[[Candidate], float]
 """How much a candidate is worth keeping; the lowest leaves first."""
 
 
-def prefill_cost(start: int, end: int) -> float:
-    """Prefill work of `[start, end)` in units of one token at the beginning of a sequence."""
-    return (end - start) + (end * end - start * start) / (2 * ATTENTION_TOKENS)
-
-
 def value_score(candidate: Candidate) -> float:
-    """Prefill saved x chance of reuse / bytes.
+    """Tokens to compute again x chance of reuse / bytes.
 
-    The chance falls with the time since the last use. How often something was used before does not help: the busiest
+    That deep tokens take longer does not count: they would push out whole conversations that are not as long. The
+    chance falls with the time since the last use. How often something was used before does not help: the busiest
     places of a conversation that is over would stay.
     """
-    chance = (1 + candidate.age_seconds / RECENT_SECONDS) ** -AGEING_POWER
+    age_seconds = candidate.age_seconds + (BRIEF_HANDICAP_SECONDS if candidate.is_brief else 0.0)
+    chance = (1 + age_seconds / RECENT_SECONDS) ** -AGEING_POWER
     if not candidate.is_end:
         chance *= REWIND_CHANCE
-    return prefill_cost(candidate.start, candidate.end) * chance / max(candidate.num_bytes, 1)
+    return (candidate.end - candidate.start) * chance / max(candidate.num_bytes, 1)
 
 
 def age_length_frequency_score(candidate: Candidate) -> float:

@@ -55,13 +55,15 @@ class Departures:
 
 
 class Store:
-    """Nodes with their records. One owner per payload: the tier; one count per byte: the tier's."""
+    """Nodes with their records. One owner per payload: the tier; one count per byte: the tier's. `new_states` are the
+    nodes that got one, for whoever ranks them."""
 
     def __init__(self, trie: Trie, ram: RamTier, cut_payload: CutPayload) -> None:
         self.trie = trie
         self.ram = ram
         self.counters = Counters()
         self.departures = Departures()
+        self.new_states: list[Node] = []
         self._cut_payload = cut_payload
         self._loose: dict[RecordId, Segment] = {}
         self._loose_bytes: Counter[RecordId] = Counter()
@@ -86,6 +88,7 @@ class Store:
         node.restored_at = now
         self.checkpoint_bytes += payload.num_bytes
         self.num_checkpoints += 1
+        self.new_states.append(node)
 
     def drop_checkpoint(self, node: Node) -> None:
         """Let a node's checkpoint leave, if it has one."""
@@ -159,6 +162,7 @@ class Store:
         self._loose.clear()
         self._loose_bytes.clear()
         self.departures = Departures()
+        self.new_states.clear()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

@@ -1,47 +1,29 @@
 """What leaves, in which order, until the limits hold. It decides; `store.py` carries out.
 
-    expired -> entries over their limits -> checkpoints over their budget -> bytes over the budget
+    expired -> checkpoints over their budget -> bytes over the budget
 
-Leaves go first, so what others share stays; nodes that a live row stands on never go. Entries with a lifetime of their
-own that is not over are pinned: they go after all others.
+Leaves go first, so what others share stays; nodes that a live row stands on never go. How many entries there are counts
+only where bytes are short: then those over their number go before all others, and entries with a lifetime of their own
+that is not over go last. What may leave is ranked once after a row has ended, not once per stop of the rows that run.
 """
 
 import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
 
-from kvserve.cache.eviction import Candidate, Score
+from kvserve.cache.eviction import Score
 from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.leaving import Leaving
 from kvserve.cache.records import Limits, Room
 from kvserve.cache.store import Store
 from kvserve.cache.trie import Node
-
-PLAIN, BRANCH_POINT, NEWEST = 0, 1, 2
-"""Levels of a checkpoint; a lower one leaves first whatever it is worth. NEWEST: the newest two of a branch, its last
-user message, and the end of system and tools."""
-
-PINNED = 1
-"""The level of a leaf that was asked to be kept; other leaves are PLAIN."""
+from kvserve.cache.worth import PLAIN, SURPLUS, Ranked, Worth, newest_above
 
 SHORT_CLASS_SECONDS = 300.0
 """The shortest lifetime that clients ask for by a cache mark: an agent's user thinks longer than that now and then."""
 
-NUM_NEWEST_KEPT = 2
-
 KEEP_ALIVE_LOOK = 1 / 8
 """What is to be kept alive is looked for this often, in units of the interval itself."""
-
-
-@dataclass(order=True, slots=True)
-class _Ranked:
-    """A place in the queue of what may leave."""
-
-    rank: tuple[int, float, int]
-    node: Node = field(compare=False)
-    is_leaf: bool = field(compare=False)
 
 
 class Sweep:
@@ -58,17 +40,18 @@ class Sweep:
     ) -> None:
         self._store = store
         self._limits = limits
-        self._score = score
         self._kept = kept
         self._needs_checkpoints = needs_checkpoints
+        self._worth = Worth(score, needs_checkpoints=needs_checkpoints)
+        self._leaving: list[Ranked] | None = None
+        self._thinning: list[Ranked] | None = None
         self._now = 0.0
         self._check_at = -math.inf
         self._keep_alive_at = -math.inf
-        self._order = count()
         self.before_leaving: Callable[[Leaving], None] | None = None
 
     def expect_change(self) -> None:
-        """Something may be too many, or may leave, that could not before: the next run looks at every node."""
+        """Something may be too old, or may leave, that could not before: the next run looks at every node."""
         self._check_at = -math.inf
 
     def room(self, reserved_bytes: int) -> Room:
@@ -78,14 +61,16 @@ class Sweep:
 
     def run(self, now: float, reserved_bytes: int, owners_seen_at: dict[str, float]) -> None:
         """Let leave what must. `reserved_bytes` are held by others; owners without entries are forgotten."""
-        self._now = now
+        self._now = self._worth.now = now
         self._keep_alive(owners_seen_at)
         if now >= self._check_at:
             self._check_at = now + self._limits.check_seconds
+            self._leaving = self._thinning = None
+            self._store.new_states.clear()
             self._expire(owners_seen_at)
-            self._limit_entries()
             self._forget_owners(owners_seen_at)
             self._store.trie.prune()
+        self._rank_new_states()
         self._thin_checkpoints()
         self._make_room(reserved_bytes)
 
@@ -103,7 +88,7 @@ class Sweep:
             num_bytes = self._store.last_bytes(nodes[0])
             self.before_leaving(Leaving(nodes, is_state_only, num_bytes, self._kept))
 
-    # --- time and number ----------------------------------------------------------------------------------------------
+    # --- time ---------------------------------------------------------------------------------------------------------
 
     def _expire(self, owners_seen_at: dict[str, float]) -> None:
         """Leaves that nobody used for too long, and all entries of an owner who was not seen for too long."""
@@ -139,7 +124,7 @@ class Sweep:
         self._keep_alive_at = self._now + seconds * KEEP_ALIVE_LOOK
         for leaf in self._entries():
             own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else None
-            is_due = own is not None and seconds < own <= SHORT_CLASS_SECONDS and self._is_pinned(leaf)
+            is_due = own is not None and seconds < own <= SHORT_CLASS_SECONDS and self._worth.is_pinned(leaf)
             is_due = is_due and self._now - leaf.last_used_at >= seconds
             if is_due and not (self._is_owner_idle(leaf, owners_seen_at) or self._is_forsaken(leaf)):
                 for node in leaf.path():
@@ -149,36 +134,6 @@ class Sweep:
         """Whether an entry that is nobody's was not asked for within the time that an owner has."""
         end = leaf.sequence_end
         return end is not None and end.owner is None and 0 < self._limits.owner_idle_seconds < self._now - end.ended_at
-
-    def _is_pinned(self, leaf: Node) -> bool:
-        """Whether an entry was asked to be kept for a time that is not over."""
-        own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else None
-        return own is not None and self._now - leaf.last_used_at <= own
-
-    def _limit_entries(self) -> None:
-        """Per owner the least recently used entry leaves, over all owners the least valuable one."""
-        by_owner: dict[str, list[Node]] = {}
-        for node in self._entries():
-            if node.sequence_end is not None and node.sequence_end.owner is not None:
-                by_owner.setdefault(node.sequence_end.owner, []).append(node)
-        for entries in by_owner.values():
-            free = [node for node in entries if not node.leases]
-            free.sort(key=lambda node: (self._is_pinned(node), node.last_used_at))
-            for node in free[: max(len(entries) - self._limits.max_entries_per_owner, 0)]:
-                self._remove(exclusive_tail(node))
-        entries = list(self._entries())
-        for _ in range(len(entries) - self._limits.max_entries):
-            free = [node for node in entries if not node.leases]
-            if not free:
-                return
-            worst = min(free, key=lambda node: (self._is_pinned(node), self._score(self._entry_candidate(node))))
-            entries.remove(worst)
-            self._remove(exclusive_tail(worst))
-
-    def _entry_candidate(self, leaf: Node) -> Candidate:
-        tail = exclusive_tail(leaf)
-        num_bytes = sum(self._node_bytes(node) for node in tail)
-        return Candidate(tail[-1].start, leaf.end, num_bytes, leaf.num_uses, self._now - leaf.last_used_at)
 
     def _forget_owners(self, owners_seen_at: dict[str, float]) -> None:
         """Only owners with entries or live rows are remembered."""
@@ -191,28 +146,56 @@ class Sweep:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def _thin_checkpoints(self) -> None:
-        """Drop checkpoints by level and value until they fit their own budget."""
-        if self._store.checkpoint_bytes <= self._limits.max_checkpoint_bytes:
-            return
-        levels = self._levels()
-        queue = [self._ranked(node, is_leaf=False, level=level) for node, level in levels.items() if not node.leases]
-        for node in self._worst_first(queue, levels):
-            if self._store.checkpoint_bytes <= self._limits.max_checkpoint_bytes:
-                return
+        """Until checkpoints fit their budget: entries over their number go with theirs, then others by their rank."""
+
+        def is_over() -> bool:
+            return self._store.checkpoint_bytes > self._limits.max_checkpoint_bytes
+
+        if is_over() and self._leaving is None:
+            self._leaving = self._rank_all()
+        while is_over() and self._leaving and self._leaving[0].level <= SURPLUS:
+            self._leave(heapq.heappop(self._leaving), self._leaving)
+        for node in self._worst_states(is_over):
             self._drop_state(node)
             self._cull_dead_tail(node)
 
-    def _levels(self) -> dict[Node, int]:
-        """Every node with a checkpoint and how well that is protected."""
-        levels: dict[Node, int] = {}
-        for node in self._store.trie.nodes():
-            if node.checkpoint is not None:
-                is_system = node.checkpoint.kind == "system" or node.kind == "system"
-                levels[node] = NEWEST if is_system else BRANCH_POINT if len(node.children) > 1 else PLAIN
-        for leaf in self._store.trie.nodes():
-            if not leaf.children:
-                levels.update(dict.fromkeys(_newest(leaf), NEWEST))
-        return levels
+    def _worst_states(self, is_over: Callable[[], bool]) -> Iterator[Node]:
+        """Nodes whose checkpoint may go, as long as there is too much. Dropping one makes the next one on its branch
+        worth more."""
+        is_fresh = False
+        while is_over():
+            if not self._thinning:
+                if is_fresh:
+                    return
+                self._thinning, is_fresh = self._rank_states(), True
+                continue
+            ranked = heapq.heappop(self._thinning)
+            node = ranked.node
+            if node.checkpoint is None or node.leases or not self._store.trie.is_held(node):
+                continue
+            fresh = self._worth.of_state(node, ranked.level)
+            if fresh.rank[:2] > ranked.rank[:2] and self._thinning and fresh > self._thinning[0]:
+                heapq.heappush(self._thinning, fresh)
+            else:
+                yield node
+
+    def _rank_states(self) -> list[Ranked]:
+        nodes = self._store.trie.nodes()
+        queue = [self._worth.of_state(node) for node in nodes if node.checkpoint is not None and not node.leases]
+        heapq.heapify(queue)
+        return queue
+
+    def _rank_new_states(self) -> None:
+        """The queues hear of states that were added since, and of those above them that are not the newest any more."""
+        added, self._store.new_states = self._store.new_states, []
+        for node in {above: None for each in added for above in newest_above(each)}:
+            if node.checkpoint is None or node.leases:
+                continue
+            ranked = self._worth.of_state(node)
+            if self._thinning is not None:
+                heapq.heappush(self._thinning, ranked)
+            if self._leaving is not None and ranked.level <= PLAIN and node.children:
+                heapq.heappush(self._leaving, ranked)
 
     def _cull_dead_tail(self, node: Node) -> None:
         """Where layers cannot be cut, rows behind the last checkpoint of a branch serve nobody."""
@@ -232,91 +215,81 @@ class Sweep:
         """Leaves and plain checkpoints leave by score; then, where only live rows' paths are left, all checkpoints."""
         budget = self._limits.max_bytes - reserved_bytes
         self._store.fit()
-        if self._store.ram.num_bytes <= budget:
-            return
-        levels = self._levels()
-        queue = [self._ranked(leaf, is_leaf=True) for leaf in self._free_leaves()]
-        queue += [
-            self._ranked(node, is_leaf=False)
-            for node, level in levels.items()
-            if level == PLAIN and node.children and not node.leases
-        ]
-        heapq.heapify(queue)
-        while queue and self._store.ram.num_bytes > budget:
-            while queue and self._store.num_bytes_once_fit > budget:
-                self._leave(heapq.heappop(queue), queue)
+        is_fresh = False
+        while self._store.ram.num_bytes > budget:
+            if not self._leaving:
+                if is_fresh:
+                    break
+                self._leaving, is_fresh = self._rank_all(), True
+                continue
+            while self._leaving and self._store.num_bytes_once_fit > budget:
+                self._leave(heapq.heappop(self._leaving), self._leaving)
             self._store.fit()
-        if self._store.ram.num_bytes > budget:
-            rest = [
-                self._ranked(node, is_leaf=False, level=level)
-                for node, level in self._levels().items()
-                if not node.leases
-            ]
-            for node in self._worst_first(rest, self._levels()):
-                if self._store.ram.num_bytes <= budget:
-                    return
-                self._drop_state(node)
+        for node in self._worst_states(lambda: self._store.ram.num_bytes > budget):
+            self._drop_state(node)
 
-    def _leave(self, ranked: _Ranked, queue: list[_Ranked]) -> None:
-        """Let a leaf or an inner checkpoint go, or put it back where its worth has grown meanwhile."""
-        node, parent = ranked.node, ranked.node.parent
-        if parent is None or not self._store.trie.is_held(node) or (not ranked.is_leaf and node.checkpoint is None):
+    def _rank_all(self) -> list[Ranked]:
+        """What may leave now, as a queue."""
+        nodes = [node for node in self._store.trie.nodes() if not node.leases]
+        surplus = self._surplus()
+        queue = [self._worth.of_leaf(node, is_surplus=node in surplus) for node in nodes if not node.children]
+        inner = (node for node in nodes if node.children and node.checkpoint is not None)
+        queue += [ranked for ranked in map(self._worth.of_state, inner) if ranked.level <= PLAIN]
+        heapq.heapify(queue)
+        return queue
+
+    def _surplus(self) -> set[Node]:
+        """Entries over their number that may leave: of each owner those that were used longest ago, over all owners the
+        least valuable ones. What was asked to be kept counts and is not among them."""
+        entries = list(self._entries())
+        by_owner: dict[str, list[Node]] = {}
+        for node in entries:
+            if node.sequence_end is not None and node.sequence_end.owner is not None:
+                by_owner.setdefault(node.sequence_end.owner, []).append(node)
+        surplus: set[Node] = set()
+        for owned in by_owner.values():
+            if (num_over := len(owned) - self._limits.max_entries_per_owner) > 0:
+                free = sorted(filter(self._may_be_surplus, owned), key=lambda node: node.last_used_at)
+                surplus.update(free[:num_over])
+        if (num_over := len(entries) - len(surplus) - self._limits.max_entries) > 0:
+            rest = (node for node in entries if node not in surplus and self._may_be_surplus(node))
+            worst = heapq.nsmallest(num_over, rest, key=lambda node: self._worth.of_entry(node, exclusive_tail(node)))
+            surplus.update(worst)
+        return surplus
+
+    def _may_be_surplus(self, leaf: Node) -> bool:
+        return not (leaf.leases or self._worth.is_pinned(leaf))
+
+    def _leave(self, ranked: Ranked, queue: list[Ranked]) -> None:
+        """Let a leaf or an inner checkpoint go, or put it back where its worth has grown meanwhile. An entry over its
+        number goes with all that serves only it: the rest would be nobody's entry."""
+        node = ranked.node
+        if node.parent is None or node.leases or not self._store.trie.is_held(node):
             return
-        fresh = self._ranked(node, is_leaf=not node.children)
+        if node.children and node.checkpoint is None:
+            return
+        # A state keeps its level: what becomes the newest of a branch because its end has left goes with that.
+        is_surplus, worth = ranked.level == SURPLUS, self._worth
+        fresh = worth.of_state(node, PLAIN) if node.children else worth.of_leaf(node, is_surplus=is_surplus)
         if fresh.rank[:2] > ranked.rank[:2] and queue and fresh > queue[0]:
             heapq.heappush(queue, fresh)
         elif node.children:
             self._drop_state(node)
         else:
-            self._remove([node])
+            tail = exclusive_tail(node) if is_surplus else [node]
+            self._let_go(tail, tail[-1].parent, queue)
+
+    def _let_go(self, tail: Sequence[Node], parent: Node | None, queue: list[Ranked]) -> None:
+        """A leaf leaves with these ancestors; `parent`, of the last of them, may be a leaf then."""
+        self._remove(tail)
+        if parent is not None:
             self._cull_dead_tail(parent)
-            while parent is not None and parent.parent is not None and not self._store.trie.is_held(parent):
-                parent = parent.parent
-            if parent is not None and parent.parent is not None and not (parent.children or parent.leases):
-                heapq.heappush(queue, self._ranked(parent, is_leaf=True))
+        while parent is not None and parent.parent is not None and not self._store.trie.is_held(parent):
+            parent = parent.parent
+        if parent is not None and parent.parent is not None and not (parent.children or parent.leases):
+            heapq.heappush(queue, self._worth.of_leaf(parent))
 
-    # --- what things are worth ----------------------------------------------------------------------------------------
-
-    def _worst_first(self, queue: list[_Ranked], levels: dict[Node, int]) -> Iterator[Node]:
-        """Nodes whose checkpoint may go. Dropping one makes the next one on its branch worth more."""
-        heapq.heapify(queue)
-        while queue:
-            ranked = heapq.heappop(queue)
-            if ranked.node.checkpoint is None:
-                continue
-            fresh = self._ranked(ranked.node, is_leaf=False, level=levels[ranked.node])
-            if fresh.rank[:2] > ranked.rank[:2] and queue and fresh > queue[0]:
-                heapq.heappush(queue, fresh)
-            else:
-                yield ranked.node
-
-    def _ranked(self, node: Node, *, is_leaf: bool, level: int = PLAIN) -> _Ranked:
-        candidate = self._leaf_candidate(node) if is_leaf else self._checkpoint_candidate(node)
-        level = PINNED if is_leaf and self._is_pinned(node) else level
-        return _Ranked((level, self._score(candidate), next(self._order)), node, is_leaf)
-
-    def _leaf_candidate(self, node: Node) -> Candidate:
-        start, end = node.start, node.end
-        if self._needs_checkpoints:
-            start = _previous_checkpoint(node) if node.checkpoint is not None else end
-        return Candidate(start, end, self._node_bytes(node), node.num_uses, self._now - node.last_used_at)
-
-    def _checkpoint_candidate(self, node: Node) -> Candidate:
-        num_bytes = node.checkpoint.num_bytes if node.checkpoint is not None else 0
-        return Candidate(
-            start=_previous_checkpoint(node),
-            end=node.end,
-            num_bytes=num_bytes,
-            num_uses=node.num_restores,
-            age_seconds=self._now - node.restored_at,
-            is_end=not node.children,
-        )
-
-    def _node_bytes(self, node: Node) -> int:
-        num_bytes = node.checkpoint.num_bytes if node.checkpoint is not None else 0
-        if node.segment is not None:
-            num_bytes += node.segment.num_bytes * (node.end - node.start) // len(node.segment.tokens)
-        return num_bytes
+    # --- nodes --------------------------------------------------------------------------------------------------------
 
     def _free_leaves(self) -> list[Node]:
         return [node for node in self._store.trie.nodes() if not (node.children or node.leases)]
@@ -373,25 +346,3 @@ def exclusive_nodes(nodes: Iterable[Node], is_owned: Callable[[Node], bool]) -> 
         if node in ours or node.parent in gone:
             gone.add(node)
     return [node for node in ordered if node in gone]
-
-
-def _previous_checkpoint(node: Node) -> int:
-    """The offset of the last checkpoint above a node."""
-    above = node.parent
-    while above is not None and above.checkpoint is None:
-        above = above.parent
-    return above.end if above is not None else 0
-
-
-def _newest(leaf: Node) -> Iterator[Node]:
-    """On the path to a leaf: its deepest two checkpoints and the deepest one behind a user message."""
-    num_found, has_user = 0, False
-    node: Node | None = leaf
-    while node is not None and not (num_found >= NUM_NEWEST_KEPT and has_user):
-        if node.checkpoint is not None:
-            is_user = node.checkpoint.kind == "user" and not has_user
-            if num_found < NUM_NEWEST_KEPT or is_user:
-                yield node
-            num_found += 1
-            has_user = has_user or is_user
-        node = node.parent

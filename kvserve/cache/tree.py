@@ -138,12 +138,19 @@ class PrefixTree:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def acquire(
-        self, match: Match, *, owner: str | None = None, ttl_seconds: float | None = None, user: str = ""
+        self,
+        match: Match,
+        *,
+        owner: str | None = None,
+        ttl_seconds: float | None = None,
+        user: str = "",
+        is_guess: bool = False,
     ) -> Lease:
         """Stand on what a match can use; marks the path as used.
 
         `owner` is whose entry the row will be (a session's branch), `ttl_seconds` the owner's own time limit, `user`
-        who asks. Raises ValueError if the tree has changed since the lookup.
+        who asks. `is_guess`: nobody asked yet, so it is no use of what it stands on. Raises ValueError if the tree has
+        changed since the lookup.
         """
         if match.version != self._trie.version:
             raise ValueError("The tree has changed since this lookup: look up again.")
@@ -152,11 +159,12 @@ class PrefixTree:
         if is_parting and match.num_usable_tokens > match.node.start:
             # The row leaves what is stored inside this node: what lies behind was of no use to it.
             self._trie.split(match.node, match.num_usable_tokens, self._hasher.block_size)
-        self._touch(Position(match.node, match.num_usable_tokens), user, now)
-        match.node.restored_at = now
-        match.node.num_restores += 1
         chain = match.chain.truncated(match.num_usable_tokens)
-        lease = Lease(match.node, match.num_usable_tokens, chain, match.prompt, owner, ttl_seconds, user)
+        lease = Lease(match.node, match.num_usable_tokens, chain, match.prompt, owner, ttl_seconds, user, is_guess)
+        lease.touch(now)
+        if not is_guess:
+            match.node.restored_at = now
+            match.node.num_restores += 1
         match.node.leases.add(lease)
         self._leases.add(lease)
         if owner is not None:
@@ -194,9 +202,8 @@ class PrefixTree:
         if first_new < end:
             self._grow(lease, run, rows)
         has_new_checkpoint = self._finish_at(lease, take_state, kind)
-        place = Position(lease.node, lease.num_tokens)
-        lease.prompt.follow(place, run, start)
-        self._touch(place, lease.user, self._clock(), num_uses=0)
+        lease.prompt.follow(Position(lease.node, lease.num_tokens), run, start)
+        lease.touch(self._clock(), num_uses=0)
         return Extension(start, first_new, end, has_new_checkpoint)
 
     def _grow(self, lease: Lease, run: TokenRun, payload: Payload | None) -> None:
@@ -206,6 +213,7 @@ class PrefixTree:
             self._trie.split(lease.node, start, self._hasher.block_size)
         hashes = lease.chain.between(start, end)
         leaf = self._store.add_segment(lease.node, run.part(start, end), hashes, payload)
+        leaf.is_guess, leaf.last_used_at = lease.is_guess, self._clock()
         self._trie.move(lease, Position(leaf, end))
 
     def _finish_at(self, lease: Lease, take_state: Callable[[], Payload] | None, kind: BoundaryKind) -> bool:
@@ -246,15 +254,6 @@ class PrefixTree:
         lease.node.leases.discard(lease)
         lease.is_detached = True
         self._sweep.expect_change()
-
-    def _touch(self, position: Position, user: str, now: float, num_uses: int = 1) -> None:
-        node = position.node
-        if node.parent is None:
-            return
-        node.last_used_at = now
-        node.num_uses += num_uses
-        if user:
-            note_use(node.users, user, position.depth)
 
     # --- what is kept, for another tier ------------------------------------------------------------------------------
 

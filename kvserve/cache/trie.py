@@ -59,6 +59,7 @@ class Node:
     A row that uses a path is noted where it stands, in `last_used_at`, `num_uses` and `users` (who, and up to which
     offset; rows of which that is not known are not in it). What stands behind a node used the node too: it is noted
     there when that leaves (`inherit`), so a leaf's notes are whole, and those of other nodes lack what is behind them.
+    `is_guess`: computed, or read from disk, ahead of requests; none has used it, and so none what is behind it.
     """
 
     parent: "Node | None"
@@ -77,6 +78,7 @@ class Node:
     num_restores: int = 0
     partition: str = ""
     users: dict[str, int] = field(default_factory=dict)
+    is_guess: bool = False
     copies: Copies = field(default_factory=Copies)
 
     @property
@@ -99,8 +101,9 @@ class Node:
         """A node behind this one leaves: whoever used it came through here."""
         if self.parent is None:
             return
-        self.last_used_at = max(self.last_used_at, behind.last_used_at)
-        self.num_uses += behind.num_uses
+        if not behind.is_guess:
+            self.last_used_at = max(self.last_used_at, behind.last_used_at)
+            self.num_uses += behind.num_uses
         for user, depth in behind.users.items():
             note_use(self.users, user, min(depth, self.end))
 
@@ -140,9 +143,9 @@ class NamedPrompt:
 class Lease:
     """A live row's hold on the path of its first `num_tokens` tokens, which end in `node`. Changed by the tree only.
 
-    `owner` is whose entry it becomes, `user` who asks ("": not known). `chain` names the row's whole blocks so far,
-    `prompt` is what it was looked up by; another tier was told of the first `num_told_tokens` that the row used them. A
-    lease is detached once its path is gone: released, or all cleared.
+    `owner` is whose entry it becomes, `user` who asks ("": not known); of a guess nobody asks yet. `chain` names the
+    row's whole blocks so far, `prompt` is what it was looked up by; another tier was told of the first
+    `num_told_tokens` that the row used them. A lease is detached once its path is gone: released, or all cleared.
     """
 
     node: Node
@@ -152,8 +155,24 @@ class Lease:
     owner: str | None
     ttl_seconds: float | None
     user: str = ""
+    is_guess: bool = False
     is_detached: bool = False
     num_told_tokens: int = 0
+
+    def touch(self, now: float, num_uses: int = 1) -> None:
+        """Note a use where the row stands. A guess is none, but for whom its tokens are stays known."""
+        node = self.node
+        if node.parent is None:
+            return
+        if self.user:
+            note_use(node.users, self.user, self.num_tokens)
+        if self.is_guess:
+            return
+        node.last_used_at = now
+        node.num_uses += num_uses
+        node.is_guess = False
+        while (node := node.parent) is not None and node.is_guess:  # no guess is above what was used
+            node.is_guess = False
 
 
 class Trie:
@@ -307,6 +326,7 @@ class Trie:
         lower.checkpoint, lower.kind, lower.sequence_end = node.checkpoint, node.kind, node.sequence_end
         lower.last_used_at, lower.num_uses = node.last_used_at, node.num_uses
         lower.restored_at, lower.num_restores = node.restored_at, node.num_restores
+        lower.is_guess = node.is_guess
         lower.copies, node.copies = node.copies, Copies(node.copies.rows)
         lower.users = {user: depth for user, depth in node.users.items() if depth > at}
         node.users = {user: depth for user, depth in node.users.items() if depth <= at}

@@ -186,10 +186,18 @@ class DiskCache:
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
-    def hold(self, tokens: TokenSequence, partition: str = "", owner: str = "", room_bytes: float = math.inf) -> Hold:
+    def hold(
+        self,
+        tokens: TokenSequence,
+        partition: str = "",
+        owner: str = "",
+        room_bytes: float = math.inf,
+        *,
+        is_guess: bool = False,
+    ) -> Hold:
         """Hold what RAM has of a row's tokens, and begin to read what the disk has beyond it."""
         match = self._tree.lookup(tokens, partition=partition)
-        lease = self._tree.acquire(match, user=owner)
+        lease = self._tree.acquire(match, user=owner, is_guess=is_guess)
         hold = Hold(tokens, lease, partition=partition, owner=owner, room_bytes=room_bytes)
         try:
             self._begin(hold, match)
@@ -233,7 +241,7 @@ class DiskCache:
     def _plan_again(self, hold: Hold) -> None:
         """The tree may have grown, and blobs may be gone: what is there now?"""
         match = self._tree.lookup(hold.tokens, partition=hold.partition)
-        lease = self._tree.acquire(match, user=hold.owner)
+        lease = self._tree.acquire(match, user=hold.owner, is_guess=hold.lease.is_guess)
         self._tree.release(hold.lease)
         hold.lease = lease
         self._begin(hold, match)

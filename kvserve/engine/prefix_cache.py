@@ -105,18 +105,18 @@ class PrefixCache:
         self._add_stop(awaited, wait)
         return awaited, wait.offset
 
-    def enter(self, row: Row, *, is_ahead: bool = False) -> tuple[Tenancy, list[Any], int]:
+    def enter(self, row: Row, *, is_ahead: bool = False, is_guess: bool = False) -> tuple[Tenancy, list[Any], int]:
         """Restore what is known of a row's tokens: its tenancy, live caches, and how many tokens they hold.
 
-        `is_ahead`: nobody asked for this row, so it is no use of anything and becomes nobody's entry.
+        `is_ahead`: it has no answer, counts nowhere and becomes nobody's entry. `is_guess`: no client asked for it.
         """
         tokens = tokens_of(row)
         match = self._tree.lookup(tokens, partition=row.request.partition)
         if not is_ahead:
             self._note_reuse(row, match)
-        owner = None if is_ahead else owner_of(row)
-        request = row.request
-        lease = self._tree.acquire(match, owner=owner, ttl_seconds=request.ttl_seconds, user=user_of(row))
+        owner, user, request = None if is_ahead else owner_of(row), user_of(row), row.request
+        ttl_seconds = request.ttl_seconds
+        lease = self._tree.acquire(match, owner=owner, ttl_seconds=ttl_seconds, user=user, is_guess=is_guess)
         if not self._model.cache_support.can_keep or request.ttl_seconds == 0 or row.is_forgotten:
             self._tree.release(lease)  # a row that stands on nothing leaves nothing behind, and nobody waits for it
         try:
@@ -142,14 +142,14 @@ class PrefixCache:
         stops = with_stop(stops, packed_from, match.num_usable_tokens, len(tokens) - 1)
         return Tenancy(row, lease, match.run, list(stops)), caches, match.num_usable_tokens
 
-    def hold(self, row: Row, room_bytes: float = math.inf) -> Hold:
+    def hold(self, row: Row, room_bytes: float = math.inf, *, is_guess: bool = False) -> Hold:
         """Keep what a row will start from until it enters: room is made for it before it does. What only the disk has
         of it begins to come back, up to so many bytes."""
         tokens, partition, user = tokens_of(row), row.request.partition, user_of(row)
         if self._disk is not None:
-            return self._disk.hold(tokens, partition, user, room_bytes)
+            return self._disk.hold(tokens, partition, user, room_bytes, is_guess=is_guess)
         match = self._tree.lookup(tokens, partition=partition)
-        return Hold(tokens, self._tree.acquire(match, user=user), is_settled=True)
+        return Hold(tokens, self._tree.acquire(match, user=user, is_guess=is_guess), is_settled=True)
 
     def is_restoring(self, hold: Hold) -> bool:
         """Take in what the disk has given for a row so far; True while more is to come."""

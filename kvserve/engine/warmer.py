@@ -234,7 +234,7 @@ class Warmer:
             self._end(task, "dropped", NO_ROOM)
             return
         try:
-            hold = self._cache.hold(row, room_bytes)
+            hold = self._cache.hold(row, room_bytes, is_guess=_is_own_idea(task))
         except Exception as error:  # noqa: BLE001 - a prefix that fails is not tried again
             self._end(task, "failed", _described(error))
             return
@@ -280,7 +280,7 @@ class Warmer:
         may_evict = not _is_own_idea(stint.task)
         if may_evict:
             self._cache.make_room(self._model.sizes.peak(stint.row.num_tokens))
-        tenancy, caches, num_done = self._cache.enter(stint.row, is_ahead=True)
+        tenancy, caches, num_done = self._cache.enter(stint.row, is_ahead=True, is_guess=not may_evict)
         tenancy.may_evict = may_evict
         self._cache.let_go(stint.hold)
         stint.counted = num_done

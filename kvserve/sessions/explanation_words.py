@@ -58,8 +58,8 @@ WORDS: Mapping[Cause, Words] = {
     ),
     "evicted": Words(
         "What was kept of this conversation or prompt has left the cache since.",
-        "Raise PROMPT_CACHE_MAX_BYTES, PROMPT_CACHE_MAX_ENTRIES_GLOBAL or PROMPT_CACHE_MAX_ENTRIES_PER_SESSION, or, "
-        "for long pauses, PROMPT_CACHE_TTL_SECONDS and PROMPT_CACHE_SESSION_MAX_IDLE_SECONDS.",
+        "Raise PROMPT_CACHE_MAX_BYTES or, for long pauses, PROMPT_CACHE_TTL_SECONDS and "
+        "PROMPT_CACHE_SESSION_MAX_IDLE_SECONDS; for many branches at once PROMPT_CACHE_MAX_ENTRIES_PER_SESSION.",
     ),
     "not kept": Words(
         "The caches of this model cannot be copied exactly, so nothing is kept.",

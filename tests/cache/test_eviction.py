@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvserve.cache.eviction import SCORES, Candidate, prefill_cost, value_score
+from kvserve.cache.eviction import SCORES, Candidate, value_score
 
 BASE = Candidate(start=1000, end=2000, num_bytes=1000, num_uses=2, age_seconds=100.0)
 
@@ -13,19 +13,26 @@ BASE = Candidate(start=1000, end=2000, num_bytes=1000, num_uses=2, age_seconds=1
     "better",
     [
         replace(BASE, end=3000),
-        replace(BASE, start=50_000, end=51_000),
         replace(BASE, num_bytes=500),
         replace(BASE, age_seconds=10.0),
     ],
 )
 def test_value_grows_with_what_it_saves_and_falls_with_what_it_costs(better: Candidate) -> None:
-    """More tokens, deeper ones, fewer bytes, a more recent use: each is worth more."""
+    """More tokens, fewer bytes, a more recent use: each is worth more."""
     assert value_score(better) > value_score(BASE)
 
 
 def test_places_inside_a_branch_are_worth_less_than_its_end() -> None:
     """Agents go on at the end and rarely come back to one given place before it."""
     assert value_score(replace(BASE, is_end=False)) < value_score(BASE)
+
+
+def test_what_is_brief_counts_as_used_half_an_hour_earlier() -> None:
+    """A conversation that waits is worth more than what was asked once and shortly, until it leaves for its age."""
+    asked_now = replace(BASE, age_seconds=0.0, is_brief=True)
+    assert value_score(asked_now) < value_score(replace(BASE, age_seconds=1790.0))
+    assert value_score(asked_now) > value_score(replace(BASE, age_seconds=1810.0))
+    assert value_score(asked_now) > value_score(replace(asked_now, age_seconds=10.0))
 
 
 @pytest.mark.parametrize("name", ["value", "age_length_frequency", "lru"])
@@ -40,7 +47,6 @@ def test_no_score_fails_on_edges() -> None:
     assert all(isinstance(score(edge), float) for score in SCORES.values())
 
 
-def test_deep_tokens_cost_more() -> None:
-    """Attention makes a token at 32k about twice as dear as the first; costs add up over a cut."""
-    assert prefill_cost(32_768, 32_769) == pytest.approx(2.0, rel=0.01)
-    assert prefill_cost(0, 500) + prefill_cost(500, 900) == pytest.approx(prefill_cost(0, 900))
+def test_deep_tokens_are_worth_no_more_than_others() -> None:
+    """They take longer to compute, but by that a long conversation would push out shorter ones whole."""
+    assert value_score(replace(BASE, start=50_000, end=51_000)) == value_score(BASE)

@@ -102,21 +102,40 @@ def test_what_remains_of_a_record_is_cut_to_size() -> None:
 # --- entries ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_owner_keeps_its_newest_entries() -> None:
-    """Per owner the oldest sequence end leaves with what only it needs; others' entries and shared tokens stay."""
+def test_entries_are_not_counted_while_there_is_room() -> None:
+    """Forks of one session and requests of many others stay, whatever their number, as long as their bytes fit."""
+    tree = make_tree(replace(ROOMY, max_entries=3, max_entries_per_owner=2))
+    for number in range(6):
+        store(tree, conversation(number), owner="forks")
+    for number in range(6, 36):
+        store(tree, conversation(number), owner=f"side {number}")
+    tree.evict()
+    assert tree.stats().num_entries == 36
+    assert {depth(tree, conversation(number)) for number in range(36)} == {15}
+
+
+def test_over_the_budget_an_owner_keeps_its_newest_entries() -> None:
+    """What an owner has more than its number leaves before others' older entries, with what only it needs, and no more
+    of it than the bytes ask for."""
     clock = Clock()
-    tree = make_tree(replace(ROOMY, max_entries_per_owner=2), clock=clock)
+    tree = make_tree(replace(ROOMY, max_bytes=ROW_BYTES * 55, max_entries_per_owner=2), clock=clock)
     store(tree, conversation(9), owner="other")
-    for number in range(3):
-        clock.now += 1
+    for number in range(4):
+        clock.now += 100
         store(tree, conversation(number), owner="mine")
     tree.evict()
-    assert [depth(tree, conversation(number)) for number in (9, 0, 1, 2)] == [15, 5, 15, 15]
+    assert [depth(tree, conversation(number)) for number in (9, 0, 1, 2, 3)] == [15] * 5
+    tree.evict(num_needed_bytes=ROW_BYTES)
+    assert [depth(tree, conversation(number)) for number in (9, 0, 1, 2, 3)] == [15, 5, 15, 15, 15]
+    tree.evict(num_needed_bytes=ROW_BYTES * 11)
+    assert [depth(tree, conversation(number)) for number in (9, 0, 1, 2, 3)] == [15, 5, 5, 15, 15]
+    tree.evict(num_needed_bytes=ROW_BYTES * 21)  # none is over its number any more: the oldest of all leaves
+    assert [depth(tree, conversation(number)) for number in (9, 0, 1, 2, 3)] == [5, 5, 5, 15, 15]
 
 
 def test_a_conversation_that_goes_on_is_one_entry() -> None:
     """An end that is continued is a mere prefix: a hundred turns do not push anything out."""
-    tree = make_tree(replace(ROOMY, max_entries_per_owner=1, max_entries=2))
+    tree = make_tree(replace(ROOMY, max_bytes=ROW_BYTES * 102, max_entries_per_owner=1, max_entries=2))
     store(tree, tokens(900, 901), owner="other")
     for length in range(10, 110, 10):
         store(tree, tokens(*range(length)), owner="mine")
@@ -126,21 +145,88 @@ def test_a_conversation_that_goes_on_is_one_entry() -> None:
     assert depth(tree, tokens(*range(100))) == 100
 
 
-def test_over_all_owners_the_least_valuable_entry_leaves() -> None:
-    """The global limit counts sequence ends, not tokens."""
+def test_over_the_budget_the_least_valuable_entries_of_all_owners_leave() -> None:
+    """The global number counts sequence ends, not tokens: those over it leave before any checkpoint."""
     clock = Clock()
-    tree = make_tree(replace(ROOMY, max_entries=2), clock=clock)
+    budget = ROW_BYTES * 45 + STATE_BYTES * 8
+    tree = make_tree(replace(ROOMY, max_bytes=budget, max_entries=3), needs_checkpoints=True, clock=clock)
     for number in range(4):
         clock.now += 100
-        store(tree, conversation(number))
+        store(tree, conversation(number), (8, 15))
+    assert tree.stats().ram_bytes == budget
+    tree.evict(num_needed_bytes=1)
+    assert tree.stats().num_entries == 3
+    assert [depth(tree, conversation(number)) for number in range(4)] == [0, 15, 15, 15]
+
+
+def test_entries_over_their_number_leave_before_checkpoints_are_thinned() -> None:
+    """What a client left behind by editing its history has states that count as the newest of their branches: they must
+    not cost the branch that goes on its own."""
+    clock = Clock()
+    limits = replace(ROOMY, max_checkpoint_bytes=STATE_BYTES * 7, max_entries_per_owner=1)
+    tree = make_tree(limits, needs_checkpoints=True, clock=clock)
+    for number in range(3):
+        clock.now += 10
+        store(tree, conversation(number, 20), (10, 20, 25), owner="one")
     tree.evict()
-    assert tree.stats().num_entries == 2
-    assert [depth(tree, conversation(number)) for number in range(4)] == [5, 5, 15, 15]
+    newest = max(tree.sequences(), key=lambda nodes: nodes[-1].last_used_at)
+    assert [node.end for node in newest if node.checkpoint] == [10, 20, 25]
+    assert tree.stats().num_checkpoints <= 7 and depth(tree, conversation(0, 20)) == 0
+
+
+@pytest.mark.parametrize("needs_checkpoints", [False, True])
+def test_a_conversation_that_waits_outlives_side_requests(needs_checkpoints: bool) -> None:
+    """Eight minutes after its last turn 6,000 tokens are worth more than what was asked once, in 100, a moment ago; of
+    side requests the last ones stay, and so does the system prompt that they share."""
+    clock = Clock()
+    limits = replace(ROOMY, max_bytes=ROW_BYTES * 7000 + STATE_BYTES * 8)
+    tree = make_tree(limits, needs_checkpoints=needs_checkpoints, clock=clock)
+    talk = tokens(*range(50_000, 56_000))
+    for end in (2000, 4000, 6000):
+        store(tree, tokens(*talk.ids[:end]), (end,), owner="agent")
+        clock.now += 60
+    clock.now += 480
+    sides = [tokens(*range(200), *range(1000 * n + 1000, 1000 * n + 1100)) for n in range(60)]
+    for number, side in enumerate(sides):
+        store(tree, side, (200, 300), kinds={200: "system"}, owner=f"side {number}")
+        tree.evict()
+        clock.now += 1
+    assert tree.stats().num_evicted_tokens > 0
+    assert (depth(tree, talk), depth(tree, sides[0]), depth(tree, sides[-1])) == (6000, 200, 300)
+
+
+@pytest.mark.parametrize("needs_checkpoints", [False, True])
+def test_what_may_leave_is_ranked_once_between_two_ends_of_rows(
+    needs_checkpoints: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each stop of a row makes room in a full cache: the nodes are looked through once, not once per stop."""
+    num_bytes = ROW_BYTES * 2000 + (STATE_BYTES * 50 if needs_checkpoints else 0)
+    limits = replace(ROOMY, max_bytes=num_bytes, max_checkpoint_bytes=STATE_BYTES * 50)
+    tree = make_tree(limits, needs_checkpoints=needs_checkpoints)
+    for number in range(100):
+        store(tree, tokens(*range(1000 * number, 1000 * number + 20)), (10, 20))
+    tree.evict()
+    looks: list[None] = []
+    nodes = Trie.nodes
+    monkeypatch.setattr(Trie, "nodes", lambda trie: looks.append(None) or nodes(trie))
+    before = tree.stats()
+    looks.clear()
+    row = tokens(*range(500_000, 501_000))
+    lease = tree.acquire(tree.lookup(row))
+    for end in range(20, 1001, 20):
+        tree.extend(lease, row, end, lambda s, e: Rows(row.ids[s:e]), lambda end=end: WholeState(row.ids[:end]))  # type: ignore[misc]
+        tree.evict(num_needed_bytes=ROW_BYTES * 20)
+    num_looks, after = len(looks), tree.stats()
+    num_left = after.num_evicted_tokens - before.num_evicted_tokens
+    num_states = after.num_evicted_checkpoints - before.num_evicted_checkpoints
+    assert num_left >= 500 or num_states >= 40
+    assert num_looks <= 3
+    tree.check_integrity()
 
 
 def test_an_entry_that_a_live_row_keeps_leaves_with_the_row() -> None:
     """What could not leave at one eviction leaves at the next one after the row ended, at the same moment."""
-    tree = make_tree(replace(ROOMY, max_entries=1))
+    tree = make_tree(replace(ROOMY, max_bytes=ROW_BYTES * 15, max_entries=1))
     store(tree, conversation(0))
     store(tree, conversation(1))
     leases = [tree.acquire(tree.lookup(conversation(number))) for number in (0, 1)]
@@ -170,10 +256,11 @@ def test_time_alone_is_looked_at_now_and_then(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_system_prompt_outlives_its_only_entry() -> None:
     """An entry leaves down to the end of system and tools, so that the next conversation starts there."""
-    tree = make_tree(replace(ROOMY, max_entries=1), needs_checkpoints=True)
+    limits = replace(ROOMY, max_bytes=ROW_BYTES * 45 + STATE_BYTES * 3, max_entries=1)
+    tree = make_tree(limits, needs_checkpoints=True)
     store(tree, conversation(0), (5, 15), kinds={5: "system"})
     store(tree, tokens(*range(900, 930)))
-    tree.evict()
+    tree.evict(num_needed_bytes=1)
     assert depth(tree, conversation(0)) == 5
 
 
@@ -336,18 +423,19 @@ def test_pins_leave_last_and_never_break_the_budget() -> None:
 
 
 def test_pins_count_as_entries_and_leave_last() -> None:
-    """Over an owner's limit and over the global one the others leave first, and then pins too."""
+    """What was asked to be kept counts in an owner's number, and what was not leaves instead; then pins leave too."""
     clock = Clock()
-    tree = make_tree(replace(ROOMY, max_entries_per_owner=1), clock=clock)
+    tree = make_tree(replace(ROOMY, max_bytes=ROW_BYTES * 35, max_entries_per_owner=1), clock=clock)
+    store(tree, conversation(9), owner="other")
     store_for(tree, conversation(0), 300, "mine")
-    clock.now += 1
+    clock.now += 100
     store_for(tree, conversation(1), None, "mine")
-    tree.evict()
-    assert [depth(tree, conversation(number)) for number in range(2)] == [15, 5]
-    clock.now += 1
-    store_for(tree, conversation(2), 300, "mine")
-    tree.evict()
-    assert [depth(tree, conversation(number)) for number in range(3)] == [5, 5, 15]
+    tree.evict(num_needed_bytes=1)
+    assert [depth(tree, conversation(number)) for number in (9, 0, 1)] == [15, 15, 5]
+    tree.evict(num_needed_bytes=ROW_BYTES * 11)
+    assert [depth(tree, conversation(number)) for number in (9, 0, 1)] == [5, 15, 5]
+    tree.evict(num_needed_bytes=ROW_BYTES * 35)
+    assert tree.stats().ram_bytes == 0
 
 
 def test_the_short_class_is_kept_alive_while_its_owner_is_there() -> None:

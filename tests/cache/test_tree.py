@@ -13,6 +13,7 @@ from kvserve.cache.token_run import common_end
 from kvserve.core import TokenSequence
 from tests.cache.payloads import (
     ROOMY,
+    ROW_BYTES,
     STATE_BYTES,
     Atom,
     Clock,
@@ -140,7 +141,7 @@ def test_a_checkpoint_can_be_added_inside_what_is_stored() -> None:
 def test_the_end_of_system_and_tools_stays_one_whoever_else_stops_there(leaves_by: str) -> None:
     """A client that left just there takes nothing away: the prompt outlives the only conversation that stands on it."""
     clock = Clock()
-    tree = make_tree(replace(ROOMY, max_entries_per_owner=1), clock=clock)
+    tree = make_tree(replace(ROOMY, max_bytes=ROW_BYTES * 39, max_entries_per_owner=1), clock=clock)
     row, system = tokens(*range(20)), tokens(*range(8))
     store(tree, row, (8, 20), kinds={8: "system"}, owner="one")
     store(tree, system, kinds={8: "answer"})

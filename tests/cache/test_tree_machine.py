@@ -1,6 +1,5 @@
 """The tree against a plain set of prefixes: whatever happens, both know the same and nothing is lost or mixed up."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -226,10 +225,6 @@ class TreeMachine(RuleBasedStateMachine):
             leaves = [nodes[-1] for nodes in tree.sequences()]
             if not fits:
                 assert all(leaf.leases for leaf in leaves)
-            entries = [leaf for leaf in leaves if leaf.sequence_end is not None and not leaf.leases]
-            assert len(entries) <= self.limits.max_entries
-            by_owner = Counter(end.owner for leaf in entries if (end := leaf.sequence_end) and end.owner is not None)
-            assert max(by_owner.values(), default=0) <= self.limits.max_entries_per_owner
             assert not [leaf for leaf in leaves if not leaf.leases and self.is_over(leaf)]
             if stats.checkpoint_bytes > self.limits.max_checkpoint_bytes:
                 assert all(node.leases for nodes in tree.sequences() for node in nodes if node.checkpoint)
