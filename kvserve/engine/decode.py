@@ -16,10 +16,12 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from kvserve.engine.batch_kv import entering
 from kvserve.engine.before_stop import StatesBefore, is_recurrent
 from kvserve.engine.courier import Departing
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
+from kvserve.engine.row_outline import admitted_tokens
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import LogitsProcessor, Sampler
 from kvserve.engine.solo import SoloGenerator
@@ -44,6 +46,14 @@ class _Group:
     @property
     def longest(self) -> int:
         return max((row.num_tokens for row in self.rows.values()), default=0)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that each row's buffers have room for: a row by itself entered with room for its answer."""
+        if len(self.rows) == 1:
+            [row] = self.rows.values()
+            return max(row.num_tokens, admitted_tokens(row))
+        return self.longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +132,19 @@ class DecodePool:
         return sum(group.longest * len(group.rows) for group in self._groups)
 
     def held_bytes(self) -> float:
-        """Bytes of KV that the batches hold, padding included."""
+        """Bytes of KV that the batches hold, padding and room for the answer included."""
         sizes = self._model.sizes
         held = sizes.fixed if self._holds_states else 0  # a step keeps the states from before it
-        return sum(len(group.rows) * (sizes.live(group.longest) + held) for group in self._groups if group.rows)
+        return sum(len(group.rows) * (sizes.live(group.num_slots) + held) for group in self._groups if group.rows)
 
     def padding_bytes(self) -> float:
-        """Bytes of what is held beyond the rows' own KV: padding, and the states from before a step."""
-        return self.held_bytes() - sum(self._model.sizes.live(row.num_tokens) for row in self.rows())
+        """Bytes of what is held beyond the rows' own KV and the room for it: padding, and the states from before a
+        step."""
+        return self.held_bytes() - sum(
+            self._model.sizes.live(group.num_slots if len(group.rows) == 1 else row.num_tokens)
+            for group in self._groups
+            for row in group.rows.values()
+        )
 
     def enter(self, row: Row, caches: list[Any], decoder: Decoder) -> None:
         """Let a prefilled row decode. `caches` hold the KV of all its tokens but the last, and are consumed."""
@@ -141,7 +156,7 @@ class DecodePool:
         [uid] = group.generator.insert(
             [tokens[-1:]],
             max_tokens=[row.request.max_tokens - len(row.generated)],
-            caches=[caches],
+            caches=[entering(caches) if self._model.cache_support.can_batch else caches],
             all_tokens=[tokens[:-1]],
             samplers=[_guarded_sampler(row, decoder.sampler) if decoder.is_private else decoder.sampler],
             logits_processors=[[_guarded_processor(row, processor) for processor in decoder.processors]],

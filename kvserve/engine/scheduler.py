@@ -24,6 +24,7 @@ from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
+from kvserve.engine.row_outline import expected_tokens
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import processors_for, sampler_for
 from kvserve.engine.warmer import Warmer
@@ -251,10 +252,12 @@ class Scheduler:
         return self._budget.reserved_tokens(len(row.request.prompt), row.request.max_tokens)
 
     def _live_bytes(self) -> float:
-        """What live rows hold; one that has not begun to decode counts with its whole prompt."""
-        beginning = [*self._arrivals.rows(), *(prefill.row for prefill in self._prefills)]
-        live = self._pool.held_bytes() + sum(self._model.sizes.peak(row.num_tokens) for row in beginning)
-        return live + self.warmer.live_bytes()
+        """What live rows hold; one that has not begun to decode counts with its whole prompt, and with the room for its
+        answer once it computes."""
+        peak = self._model.sizes.peak
+        arriving = sum(peak(row.num_tokens) for row in self._arrivals.rows())
+        beginning = sum(peak(expected_tokens(prefill.row)) for prefill in self._prefills)
+        return self._pool.held_bytes() + arriving + beginning + self.warmer.live_bytes()
 
     def _begin(self, row: Row) -> None:
         """Start a row that nothing keeps waiting: restore what is known of its tokens and prefill the rest."""
