@@ -32,7 +32,7 @@ class RowKv(KVCache):
 
     @classmethod
     def merge(cls, caches: "Sequence[RowKv]") -> "BatchKv":
-        """One batch of rows, the shorter ones padded on the left. They are consumed."""
+        """What mlx-lm calls to make a batch."""
         return BatchKv.of(caches)
 
 
@@ -44,20 +44,16 @@ class BatchKv(BatchKVCache):
 
     @classmethod
     def of(cls, rows: Sequence[RowKv]) -> Self:
-        """One batch of `rows`, which are consumed. A single one is not copied."""
+        """One batch of rows, the shorter ones padded on the left. A single one is handed over, and is empty then."""
         longest = max(row.offset for row in rows)
         batch = cls([longest - row.offset for row in rows])
-        filled = [row for row in rows if row.keys is not None]
-        if not filled:
-            return batch
         if len(rows) == 1:
-            batch.keys, batch.values = rows[0].keys, rows[0].values
-        else:
-            for name in ("keys", "values"):
-                parts = [(getattr(row, name), row.offset) for row in rows]
-                setattr(batch, name, stacked(parts, [1] * len(rows), longest))
-        for row in filled:
-            row.keys = row.values = None
+            [row] = rows
+            batch.keys, batch.values, row.keys, row.values, row.offset = row.keys, row.values, None, None, 0
+        elif any(row.keys is not None for row in rows):
+            num_rows = [1] * len(rows)
+            batch.keys = stacked([(row.keys, row.offset) for row in rows], num_rows, longest)
+            batch.values = stacked([(row.values, row.offset) for row in rows], num_rows, longest)
         batch._idx = longest
         batch.offset = batch.offset + longest
         return batch

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
+from mlx_lm.models.cache import CacheList, KVCache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from kvserve.engine.batch_kv import entering
@@ -225,6 +226,8 @@ class DecodePool:
                 group.drop(response.uid)
                 # What a row computed in full precision behind the start of quantised KV is nothing to keep.
                 left = at_start.pop(response.uid, None)
+                if left is not None:
+                    left = replace(left, caches=_taken_back(left.caches, response.prompt_cache))
                 finished.append(left or _left(row, response, before))
             if response.finish_reason == "stop":
                 row.finish("stop", num_hidden_tokens=1)
@@ -240,25 +243,27 @@ class DecodePool:
         return Step(tuple(finished), tuple(failed), crossed=tuple(crossed))
 
     def _at_start(self, group: _Group) -> dict[int, Left]:
-        """Copies of the rows whose next token is the first that quantised KV must compute, by uid.
+        """By uid the rows whose next token is the first that quantised KV must compute, without KV that can be cut.
 
-        That token is drawn already. The next step hands it out, and computes it in full precision for nothing.
+        That token is drawn already. The next step hands it out, and computes it in full precision for nothing: states
+        and windows are copied before it, keys and values of every token are the same behind it but for one.
         """
         start = self._model.sizes.packed_from
         uids = [uid for uid, row in group.rows.items() if row.num_tokens == start and not group.is_packed]
         if not uids:
             return {}
         self._depart()  # copying takes longer than a pass takes to be described
-        held = {uid: Left(group.rows[uid], *row) for uid, row in group.generator.extract_cache(uids).items()}
-        mx.eval([cache.state for left in held.values() for cache in left.caches])
+        found = group.generator.extract_cache(uids).items()
+        held = {uid: Left(group.rows[uid], _without_rows(caches), list(tokens)) for uid, (caches, tokens) in found}
+        mx.eval([vars(leaf) for left in held.values() for leaf in leaves(left.caches)])
         # A row that has only just entered has not computed its last prompt token.
-        return {uid: replace(left, tokens=list(left.tokens)) for uid, left in held.items() if len(left.tokens) == start}
+        return {uid: left for uid, left in held.items() if len(left.tokens) == start}
 
     def _cross(self, group: _Group, uid: int, left: Left) -> Crossing:
-        group.generator.remove([uid])
+        caches, _ = group.generator.remove([uid], return_prompt_caches=True)[uid]
         decoder = group.decoders[uid]
         group.drop(uid)
-        return Crossing(left, decoder)
+        return Crossing(replace(left, caches=_taken_back(left.caches, caches)), decoder)
 
     def _break_up(self, group: _Group, error: Exception) -> Step:
         """Discard a generator that raised: rows enter again from their tokens, a second failure is the row's own."""
@@ -313,6 +318,32 @@ def _left(row: Row, response: Any, before: StatesBefore | None) -> Left:
     if is_repeated or row.request.turn_end is None or before is None or not before.put_back(response.uid, caches):
         return Left(row, caches, tokens)
     return Left(row, caches, tokens[:-1])
+
+
+def _without_rows(caches: list[Any]) -> list[Any]:
+    """A row's caches, but without the keys and values that can be cut: held over a step they would have the whole batch
+    copied, which else is written in place."""
+
+    def changed(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*map(changed, cache.caches))  # type: ignore[no-untyped-call]
+        return KVCache() if type(cache) is KVCache else cache  # type: ignore[no-untyped-call]
+
+    return [changed(cache) for cache in caches]
+
+
+def _taken_back(before: list[Any], after: list[Any]) -> list[Any]:
+    """A row's caches as they were before a step of one token: `after` it, and what was held of them before."""
+
+    def changed(old: Any, new: Any) -> Any:
+        if isinstance(new, CacheList):
+            return CacheList(*map(changed, old.caches, new.caches))  # type: ignore[no-untyped-call]
+        if type(new) is not KVCache:
+            return old
+        new.trim(1)  # type: ignore[no-untyped-call]
+        return new
+
+    return [changed(old, new) for old, new in zip(before, after, strict=True)]
 
 
 def _guarded_sampler(row: Row, sampler: Sampler) -> Sampler:

@@ -160,13 +160,15 @@ class PackedCache:
 
     @classmethod
     def merge(cls, caches: "Sequence[PackedCache]") -> "BatchPackedCache":
-        """One batch of rows, the shorter ones padded on the left. They are consumed: a single one is not copied."""
+        """One batch of rows, the shorter ones padded on the left. A single one is handed over, and is empty then."""
         longest = max(cache.offset for cache in caches)
         batch = BatchPackedCache(caches[0].scheme, [longest - cache.offset for cache in caches])
-        batch.rows = caches[0].rows if len(caches) == 1 else _stacked([(each.rows, 1, each.offset) for each in caches])
         batch.move_to(longest)
-        for cache in caches:
-            cache.rows, cache.offset = (), 0
+        if len(caches) == 1:
+            [row] = caches
+            batch.rows, row.rows, row.offset = row.rows, (), 0
+        else:
+            batch.rows = _stacked([(cache.rows, 1, cache.offset) for cache in caches])
         return batch
 
 

@@ -177,7 +177,7 @@ class Scheduler:
         for prefill in self._prefills:
             self._keep_rest(prefill.tenancy, prefill.caches, prefill.tokens[: prefill.num_done])
         for row in self._pool.rows():
-            if (left := self._pool.remove(row)) is not None and (tenancy := self._tenancies.get(row)) is not None:
+            if (left := self._pool.look_at(row)) is not None and (tenancy := self._tenancies.get(row)) is not None:
                 self._keep_rest(tenancy, left.caches, left.tokens)
 
     def drain(self, *, is_last: bool = False) -> list[Row]:
