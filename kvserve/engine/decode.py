@@ -22,6 +22,7 @@ from kvserve.engine.before_stop import StatesBefore, is_recurrent
 from kvserve.engine.courier import Departing
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
+from kvserve.engine.out_of_memory import is_helped_by_room, is_out_of_memory, told
 from kvserve.engine.row_outline import admitted_tokens
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import LogitsProcessor, Sampler
@@ -89,12 +90,16 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one decode step brought: rows that are finished, failed, must enter again from their tokens, or cross."""
+    """What one decode step brought: rows that are finished, failed, must enter again from their tokens, or cross.
+
+    `is_short_of_memory`: an allocation failed, so that room must be made before rows enter again.
+    """
 
     finished: tuple[Left, ...] = ()
     failed: tuple[Row, ...] = ()
     evicted: tuple[Row, ...] = ()
     crossed: tuple[Crossing, ...] = ()
+    is_short_of_memory: bool = False
 
 
 def extra_padding_tokens(lengths: Sequence[int], joining: int) -> int:
@@ -200,6 +205,7 @@ class DecodePool:
             tuple(row for step in steps for row in step.failed),
             tuple(row for step in steps for row in step.evicted),
             tuple(crossing for step in steps for crossing in step.crossed),
+            any(step.is_short_of_memory for step in steps),
         )
 
     def discard(self) -> list[Row]:
@@ -269,15 +275,29 @@ class DecodePool:
         """Discard a generator that raised: rows enter again from their tokens, a second failure is the row's own."""
         self._groups.remove(group)
         group.generator.close()
+        error.with_traceback(None)  # its frames have the arrays of the batch
+        is_short = is_out_of_memory(error)
+        if is_short:
+            self._blame_for_memory(list(group.rows.values()), error)
         again: list[Row] = []
         failed: list[Row] = []
         for row in group.rows.values():
-            row.num_generator_failures += 1
             row.trouble = error
-            if row.num_generator_failures > 1:
-                row.failure = error
+            if not is_short:
+                row.num_generator_failures += 1
+                row.failure = row.failure or (error if row.num_generator_failures > 1 else None)
             (failed if row.failure is not None else again).append(row)
-        return Step(failed=tuple(failed), evicted=tuple(again))
+        return Step(failed=tuple(failed), evicted=tuple(again), is_short_of_memory=is_short)
+
+    def _blame_for_memory(self, rows: list[Row], error: Exception) -> None:
+        """An allocation failed while these rows computed. The first time none is to blame; after that the longest one,
+        which takes most of the memory, so that the others can go on."""
+        has_been_tried = any(row.num_memory_failures for row in rows) or not is_helped_by_room(error)
+        for row in rows:
+            row.num_memory_failures += 1
+        if has_been_tried:
+            longest = max(rows, key=lambda row: row.num_tokens)
+            longest.failure = longest.failure or told(error, self._model.sizes.peak(longest.num_tokens))
 
     def _group_for(self, num_tokens: int, is_packed: bool) -> _Group:
         """The generator to join: the least padding, where that is cheaper than one more pass over the weights."""

@@ -21,6 +21,7 @@ from kvserve.engine.arrivals import Arrivals
 from kvserve.engine.cache_records import CacheReport, ForgottenKv, Tenancy
 from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
 from kvserve.engine.model import LoadedModel
+from kvserve.engine.out_of_memory import ShortMemory
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
@@ -61,6 +62,7 @@ class Scheduler:
         self._budget = budget
         self._watchdog_seconds = watchdog_seconds
         self._report = report
+        self._memory = ShortMemory(cache.make_room, model.sizes.peak, report)
         self._rows: list[Row] = []
         self._waiting: deque[Row] = deque()
         self._arrivals = Arrivals(cache, report)
@@ -140,7 +142,7 @@ class Scheduler:
     def do_idle_work(self) -> bool:
         """One small piece of work that no request waits for. Returns whether there was any."""
         self.cache.account_live(self._live_bytes())
-        return self.cache.do_disk_work() or self.cache.coalesce() or self.warmer.step()
+        return self.cache.do_disk_work() or self._memory.with_second_try(self.cache.coalesce) or self.warmer.step()
 
     def seconds_to_rest(self, at_most: float) -> float:
         """How long an idle engine may wait before it looks at what nobody asked for."""
@@ -263,9 +265,9 @@ class Scheduler:
         """Start a row that nothing keeps waiting: restore what is known of its tokens and prefill the rest."""
         try:
             images = self._model.images(row.request)
-            tenancy, caches, num_done = self.cache.enter(row)
+            tenancy, caches, num_done = self._memory.with_second_try(lambda: self.cache.enter(row))
         except Exception as error:  # noqa: BLE001 - what cannot be restored is this row's trouble alone
-            row.fail(error)
+            row.fail(self._memory.told(row, error))
             self._forget_ended()
             return
         if not row.generated:
@@ -290,24 +292,32 @@ class Scheduler:
             if not prefill.num_left:
                 self._decode(prefill)
         if step.failed is not None:
-            prefill, error = step.failed
-            prefill.row.fail(error)
-            self._release(prefill.row, None)
+            self._settle_failed(*step.failed)
+
+    def _settle_failed(self, prefill: Prefill, error: Exception) -> None:
+        row, prefill.caches = prefill.row, []  # half written, and of no use
+        if self._memory.may_begin_again(row, error):
+            self._release(row, None)
+            self._arrive(row)
+        else:
+            row.fail(self._memory.told(row, error))
+            self._release(row, None)
 
     def _decode(self, prefill: Prefill) -> None:
         """A row leaves its prefill; the first decode step computes its last prompt token."""
         self._prefills.remove(prefill.row)
         try:
-            self._pool.enter(prefill.row, prefill.caches, self._decoder(prefill.row))
+            decoder = self._decoder(prefill.row)
+            self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, decoder))
             self.cache.count(num_prefill_tokens=1)
         except Exception as error:  # noqa: BLE001 - a row that cannot enter touches no other
-            prefill.row.fail(error)
+            prefill.row.fail(self._memory.told(prefill.row, error))
             self._release(prefill.row, None)
 
     def _keep(self, prefill: Prefill) -> None:
         """Store what a stop gives. What cannot be stored is computed again another time; the request goes on."""
         with self._reported(NOT_KEPT):
-            self.cache.keep(prefill.tenancy, prefill.caches, prefill.num_done)
+            self._memory.with_second_try(lambda: self.cache.keep(prefill.tenancy, prefill.caches, prefill.num_done))
 
     def _decoder(self, row: Row) -> Decoder:
         sampling, num_prompt_tokens = row.request.sampling, len(row.request.prompt)
@@ -323,6 +333,8 @@ class Scheduler:
         """What a decode step left to do; rows that must hear something hear it first."""
         if step.finished or step.evicted or step.crossed:
             self._depart()  # the others wait for nothing that is done now
+        if step.is_short_of_memory and step.evicted:  # while their leases hold what they will begin from
+            self._memory.free()
         for row in step.failed:
             row.fail(row.failure or EngineFailure("The row failed for an unknown reason."))
             self._release(row, None)
@@ -342,15 +354,15 @@ class Scheduler:
         left = crossing.left
         self._keep_rest(self._tenancies[left.row], left.caches, left.tokens)
         try:
-            self._pool.enter(left.row, left.caches, crossing.decoder)
+            self._memory.with_second_try(lambda: self._pool.enter(left.row, left.caches, crossing.decoder))
         except Exception as error:  # noqa: BLE001 - a row that cannot be converted touches no other
-            left.row.fail(error)
+            left.row.fail(self._memory.told(left.row, error))
             self._release(left.row, None)
 
     def _keep_rest(self, tenancy: Tenancy, caches: list[Any], tokens: list[int]) -> None:
         """Store all that a row has computed so far, whether a stop was planned there or not."""
         with self._reported(NOT_KEPT):
-            self.cache.extend(tenancy, caches, tokens)
+            self._memory.with_second_try(lambda: self.cache.extend(tenancy, caches, tokens))
 
     def _release(self, row: Row, left: Left | None) -> None:
         """A row is gone; with `left` its KV is taken in up to the last whole token."""
@@ -373,7 +385,7 @@ class Scheduler:
     def _end_tenancy(self, tenancy: Tenancy, left: Left | None) -> None:
         with self._reported(NOT_KEPT):
             if left is not None:
-                self.cache.finish(tenancy, left.caches, left.tokens)
+                self._memory.with_second_try(lambda: self.cache.finish(tenancy, left.caches, left.tokens))
         self.cache.leave(tenancy)
 
     @contextmanager
