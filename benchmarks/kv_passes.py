@@ -124,8 +124,8 @@ class Conversation:
         return self._counted(self._prompt(), num_answer_tokens)
 
     def turn_beside(self, num_answer_tokens: int) -> Counter[str]:
-        """The same while a short row decodes, which goes on behind its end."""
-        beside = self._row([next(self._numbers) + 10 for _ in range(64)], 10 * num_answer_tokens)
+        """The same while another row of that length decodes, which goes on behind its end: one batch, both are moved."""
+        beside = self._row(self._prompt(), 10 * num_answer_tokens)
         self._scheduler.add(beside)
         while not beside.generated:
             self._scheduler.tick()
@@ -189,7 +189,11 @@ def run(num_rounds: int) -> list[Figure]:
             for name, measure, bound in (
                 (f"a warm turn, {ANSWER_TOKENS} tokens of answer", lambda: conversation.turn(ANSWER_TOKENS), True),
                 (f"the same, {LONG_ANSWER_TOKENS} tokens", lambda: conversation.turn(LONG_ANSWER_TOKENS), True),
-                ("a warm turn beside a short row", lambda: conversation.turn_beside(ANSWER_TOKENS), False),
+                (
+                    "a warm turn that joins a row of that length and leaves it",
+                    lambda: conversation.turn_beside(ANSWER_TOKENS),
+                    False,
+                ),
                 ("a cold prompt", conversation.cold, False),
             )
         ]

@@ -12,7 +12,7 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
-from kvserve.engine.kv_room import gathered, num_slots, stacked, with_room
+from kvserve.engine.kv_room import gathered, num_slots, settle, stacked, with_room
 
 
 class RowKv(KVCache):
@@ -83,14 +83,15 @@ class BatchKv(BatchKVCache):
         self._idx -= num_spare
 
     def extend(self, other: "BatchKv") -> None:
-        """Take the rows of another batch in; the shorter ones are padded."""
+        """Take the rows of another batch in, which is empty then; the shorter ones are padded."""
         longest = max(self._idx, other._idx)
         batches = (self, other)
         if any(batch.keys is not None for batch in batches):
             num_rows = [batch.left_padding.size for batch in batches]
             keys = stacked([(batch.keys, batch._idx) for batch in batches], num_rows, longest)
             values = stacked([(batch.values, batch._idx) for batch in batches], num_rows, longest)
-            self.keys, self.values = keys, values
+            self.keys, self.values, other.keys, other.values = keys, values, None, None
+            settle(keys, values)
         self.left_padding = mx.concatenate([batch.left_padding + (longest - batch._idx) for batch in batches])
         self.offset = mx.concatenate([batch.offset for batch in batches])
         self._idx = longest

@@ -11,6 +11,9 @@ GROWTH_SHARE = 32
 """A long one grows by this part of what it holds, so that an answer of any length copies its prompt a few times only;
 the price is 3 % of memory."""
 
+LARGE_BYTES = 2**25
+"""Arrays of this size take longer to be copied than it takes to wait for them."""
+
 
 def num_slots(num_tokens: int) -> int:
     """How many slots a buffer gets that must hold so many tokens and had too few."""
@@ -44,3 +47,9 @@ def stacked(parts: Sequence[tuple[mx.array | None, int]], num_rows: Sequence[int
             joined[first : first + count, :, longest - num_used : longest] = array[..., :num_used, :]
         first += count
     return joined
+
+
+def settle(*arrays: mx.array) -> None:
+    """Compute large copies at once, before those of the next layer: what they are copied from can leave meanwhile."""
+    if sum(array.nbytes for array in arrays) >= LARGE_BYTES:
+        mx.eval(arrays)

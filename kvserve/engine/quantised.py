@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import CacheList, KVCache, create_attention_mask
 
-from kvserve.engine.kv_room import gathered, num_slots, stacked, with_room
+from kvserve.engine.kv_room import gathered, num_slots, settle, stacked, with_room
 from kvserve.engine.leaves import leaves
 
 type Packed = tuple[mx.array, ...]
@@ -212,9 +212,11 @@ class BatchPackedCache:
         self._end -= num_spare
 
     def extend(self, other: Self) -> None:
-        """Take the rows of another batch in; the shorter ones are padded."""
+        """Take the rows of another batch in, which is empty then; the shorter ones are padded."""
         longest = max(self._end, other._end)
         self.rows = _stacked([(each.rows, each.num_rows, each._end) for each in (self, other)])
+        other.rows = ()
+        settle(*self.rows)
         self.left_padding = mx.concatenate([each.left_padding + (longest - each._end) for each in (self, other)])
         self.offset = mx.concatenate([self.offset, other.offset])
         self._end = longest
