@@ -124,7 +124,7 @@ class Conversation:
         return self._counted(self._prompt(), num_answer_tokens)
 
     def turn_beside(self, num_answer_tokens: int) -> Counter[str]:
-        """The same while another row of that length decodes, which goes on behind its end: one batch, both are moved."""
+        """The same while another row of that length decodes, which goes on behind its end: one batch."""
         beside = self._row(self._prompt(), 10 * num_answer_tokens)
         self._scheduler.add(beside)
         while not beside.generated:
