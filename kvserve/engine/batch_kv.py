@@ -64,6 +64,7 @@ class BatchKv(BatchKVCache):
         if self.keys is not None and end > self.keys.shape[2]:
             self.keys = with_room(self.keys, self._idx, num_slots(end))
             self.values = with_room(self.values, self._idx, num_slots(end))
+            settle(self.keys, self.values)
         fetched: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)  # type: ignore[no-untyped-call]
         return fetched
 

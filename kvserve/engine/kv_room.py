@@ -11,8 +11,9 @@ GROWTH_SHARE = 32
 """A long one grows by this part of what it holds, so that an answer of any length copies its prompt a few times only;
 the price is 3 % of memory."""
 
-LARGE_BYTES = 2**25
-"""Arrays of this size take longer to be copied than it takes to wait for them."""
+LARGE_BYTES = 2**24
+"""A layer of this size: of a model with 64 of them a row of 1 GiB. To wait for each costs a few milliseconds then, where
+rows join or outgrow their room; a smaller row may be there twice for a moment."""
 
 
 def num_slots(num_tokens: int) -> int:

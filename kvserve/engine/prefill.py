@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from kvserve.engine.cache_records import Tenancy
-from kvserve.engine.kv_room import with_room
+from kvserve.engine.kv_room import settle, with_room
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.quantised import PackedCache
@@ -143,7 +143,7 @@ class Prefill:
 
 def reserve(caches: Iterable[Any], num_tokens: int) -> None:
     """Make room for so many tokens in a row's caches, where there are some already: without it every chunk, and every
-    few tokens of the answer, copy all that is there. Lazy, like the pass that follows."""
+    few tokens of the answer, copy all that is there."""
     for leaf in leaves(caches):
         if isinstance(leaf, PackedCache):
             leaf.reserve(num_tokens)
@@ -152,3 +152,4 @@ def reserve(caches: Iterable[Any], num_tokens: int) -> None:
         if is_plain and leaf.keys is not None and leaf.keys.shape[2] < num_tokens:
             leaf.keys = with_room(leaf.keys, leaf.offset, num_tokens)
             leaf.values = with_room(leaf.values, leaf.offset, num_tokens)
+            settle(leaf.keys, leaf.values)

@@ -276,6 +276,7 @@ def _written(held: Packed, new: Packed, start: int) -> Packed:
     if not held or start + num_new > held[0].shape[TOKEN_AXIS]:
         held = held or _mapped(new, lambda array: array[..., :0, :])
         held = _mapped(held, lambda array: with_room(array, start, num_slots(start + num_new)))
+        settle(*held)
     for array, rows in zip(held, new, strict=True):
         array[..., start : start + num_new, :] = rows
     return held

@@ -153,11 +153,11 @@ class Decoding:
     model: LoadedModel
     pool: DecodePool
 
-    def enter(self, num_answer_tokens: int = ANSWER_TOKENS) -> Row:
+    def enter(self, num_answer_tokens: int = ANSWER_TOKENS, num_room_tokens: int | None = None) -> Row:
         each = request(prompt_of(NUM_TOKENS), num_answer_tokens)
         row, caches = Row(Generation(each), lambda: None), self.model.new_caches()
         self.model.module(mx.zeros((1, 16), mx.int32), cache=caches)
-        reserve(caches, NUM_TOKENS + num_answer_tokens)
+        reserve(caches, NUM_TOKENS + (num_room_tokens or num_answer_tokens))
         self.model.module(mx.zeros((1, NUM_TOKENS - 17), mx.int32), cache=caches)
         mx.eval([cache.state for cache in caches])
         self.pool.enter(row, caches, Decoder(sampler_for(each.sampling, 8), [], False))
@@ -232,6 +232,22 @@ def test_a_row_that_joins_or_leaves_moves_each_row_once(decoding: Decoding, monk
     decoding.pool.step()
     assert not first.is_over
     assert peak_beyond(held) < 1.2
+
+
+def test_a_row_that_outgrows_its_room_is_moved_layer_by_layer(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first tokens are written in place; where room ends one layer at a time is there twice."""
+    monkeypatch.setattr("kvserve.engine.kv_room.LARGE_BYTES", 2**20)
+    row = decoding.enter(2 * ANSWER_TOKENS, num_room_tokens=ANSWER_TOKENS)
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    while len(row.generated) < ANSWER_TOKENS - 4:
+        decoding.pool.step()
+    assert peak_beyond(held) < 0.1
+    while not row.is_over:
+        decoding.pool.step()
+    assert 0.4 < peak_beyond(held) < 0.6
 
 
 def test_a_prefill_makes_room_once(model: LoadedModel) -> None:
