@@ -12,8 +12,8 @@ GROWTH_SHARE = 32
 the price is 3 % of memory."""
 
 LARGE_BYTES = 2**24
-"""A layer of this size: of a model with 64 of them a row of 1 GiB. To wait for each costs a few milliseconds then, where
-rows join or outgrow their room; a smaller row may be there twice for a moment."""
+"""A layer of this size: a row of 1 GiB where a model has 64 of them. To wait for each costs a few milliseconds then,
+where rows join or outgrow their room; a smaller row may be there twice for a moment."""
 
 
 def num_slots(num_tokens: int) -> int:
