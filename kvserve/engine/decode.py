@@ -14,12 +14,16 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
+from mlx_lm.models.cache import CacheList, KVCache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from kvserve.engine.batch_kv import entering
 from kvserve.engine.before_stop import StatesBefore, is_recurrent
 from kvserve.engine.courier import Departing
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
+from kvserve.engine.out_of_memory import is_helped_by_room, is_out_of_memory, told
+from kvserve.engine.row_outline import admitted_tokens
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import LogitsProcessor, Sampler
 from kvserve.engine.solo import SoloGenerator
@@ -44,6 +48,14 @@ class _Group:
     @property
     def longest(self) -> int:
         return max((row.num_tokens for row in self.rows.values()), default=0)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that each row's buffers have room for: a row by itself entered with room for its answer."""
+        if len(self.rows) == 1:
+            [row] = self.rows.values()
+            return max(row.num_tokens, admitted_tokens(row))
+        return self.longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +90,16 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one decode step brought: rows that are finished, failed, must enter again from their tokens, or cross."""
+    """What one decode step brought: rows that are finished, failed, must enter again from their tokens, or cross.
+
+    `is_short_of_memory`: an allocation failed, so that room must be made before rows enter again.
+    """
 
     finished: tuple[Left, ...] = ()
     failed: tuple[Row, ...] = ()
     evicted: tuple[Row, ...] = ()
     crossed: tuple[Crossing, ...] = ()
+    is_short_of_memory: bool = False
 
 
 def extra_padding_tokens(lengths: Sequence[int], joining: int) -> int:
@@ -122,14 +138,19 @@ class DecodePool:
         return sum(group.longest * len(group.rows) for group in self._groups)
 
     def held_bytes(self) -> float:
-        """Bytes of KV that the batches hold, padding included."""
+        """Bytes of KV that the batches hold, padding and room for the answer included."""
         sizes = self._model.sizes
         held = sizes.fixed if self._holds_states else 0  # a step keeps the states from before it
-        return sum(len(group.rows) * (sizes.live(group.longest) + held) for group in self._groups if group.rows)
+        return sum(len(group.rows) * (sizes.live(group.num_slots) + held) for group in self._groups if group.rows)
 
     def padding_bytes(self) -> float:
-        """Bytes of what is held beyond the rows' own KV: padding, and the states from before a step."""
-        return self.held_bytes() - sum(self._model.sizes.live(row.num_tokens) for row in self.rows())
+        """Bytes of what is held beyond the rows' own KV and the room for it: padding, and the states from before a
+        step."""
+        return self.held_bytes() - sum(
+            self._model.sizes.live(group.num_slots if len(group.rows) == 1 else row.num_tokens)
+            for group in self._groups
+            for row in group.rows.values()
+        )
 
     def enter(self, row: Row, caches: list[Any], decoder: Decoder) -> None:
         """Let a prefilled row decode. `caches` hold the KV of all its tokens but the last, and are consumed."""
@@ -141,7 +162,7 @@ class DecodePool:
         [uid] = group.generator.insert(
             [tokens[-1:]],
             max_tokens=[row.request.max_tokens - len(row.generated)],
-            caches=[caches],
+            caches=[entering(caches) if self._model.cache_support.can_batch else caches],
             all_tokens=[tokens[:-1]],
             samplers=[_guarded_sampler(row, decoder.sampler) if decoder.is_private else decoder.sampler],
             logits_processors=[[_guarded_processor(row, processor) for processor in decoder.processors]],
@@ -184,6 +205,7 @@ class DecodePool:
             tuple(row for step in steps for row in step.failed),
             tuple(row for step in steps for row in step.evicted),
             tuple(crossing for step in steps for crossing in step.crossed),
+            any(step.is_short_of_memory for step in steps),
         )
 
     def discard(self) -> list[Row]:
@@ -210,6 +232,8 @@ class DecodePool:
                 group.drop(response.uid)
                 # What a row computed in full precision behind the start of quantised KV is nothing to keep.
                 left = at_start.pop(response.uid, None)
+                if left is not None:
+                    left = replace(left, caches=_taken_back(left.caches, response.prompt_cache))
                 finished.append(left or _left(row, response, before))
             if response.finish_reason == "stop":
                 row.finish("stop", num_hidden_tokens=1)
@@ -225,39 +249,55 @@ class DecodePool:
         return Step(tuple(finished), tuple(failed), crossed=tuple(crossed))
 
     def _at_start(self, group: _Group) -> dict[int, Left]:
-        """Copies of the rows whose next token is the first that quantised KV must compute, by uid.
+        """By uid the rows whose next token is the first that quantised KV must compute, without KV that can be cut.
 
-        That token is drawn already. The next step hands it out, and computes it in full precision for nothing.
+        That token is drawn already. The next step hands it out, and computes it in full precision for nothing: states
+        and windows are copied before it, keys and values of every token are the same behind it but for one.
         """
         start = self._model.sizes.packed_from
         uids = [uid for uid, row in group.rows.items() if row.num_tokens == start and not group.is_packed]
         if not uids:
             return {}
         self._depart()  # copying takes longer than a pass takes to be described
-        held = {uid: Left(group.rows[uid], *row) for uid, row in group.generator.extract_cache(uids).items()}
-        mx.eval([cache.state for left in held.values() for cache in left.caches])
+        found = group.generator.extract_cache(uids).items()
+        held = {uid: Left(group.rows[uid], _without_rows(caches), list(tokens)) for uid, (caches, tokens) in found}
+        mx.eval([vars(leaf) for left in held.values() for leaf in leaves(left.caches)])
         # A row that has only just entered has not computed its last prompt token.
-        return {uid: replace(left, tokens=list(left.tokens)) for uid, left in held.items() if len(left.tokens) == start}
+        return {uid: left for uid, left in held.items() if len(left.tokens) == start}
 
     def _cross(self, group: _Group, uid: int, left: Left) -> Crossing:
-        group.generator.remove([uid])
+        caches, _ = group.generator.remove([uid], return_prompt_caches=True)[uid]
         decoder = group.decoders[uid]
         group.drop(uid)
-        return Crossing(left, decoder)
+        return Crossing(replace(left, caches=_taken_back(left.caches, caches)), decoder)
 
     def _break_up(self, group: _Group, error: Exception) -> Step:
         """Discard a generator that raised: rows enter again from their tokens, a second failure is the row's own."""
         self._groups.remove(group)
         group.generator.close()
+        error.with_traceback(None)  # its frames have the arrays of the batch
+        is_short = is_out_of_memory(error)
+        if is_short:
+            self._blame_for_memory(list(group.rows.values()), error)
         again: list[Row] = []
         failed: list[Row] = []
         for row in group.rows.values():
-            row.num_generator_failures += 1
             row.trouble = error
-            if row.num_generator_failures > 1:
-                row.failure = error
+            if not is_short:
+                row.num_generator_failures += 1
+                row.failure = row.failure or (error if row.num_generator_failures > 1 else None)
             (failed if row.failure is not None else again).append(row)
-        return Step(failed=tuple(failed), evicted=tuple(again))
+        return Step(failed=tuple(failed), evicted=tuple(again), is_short_of_memory=is_short)
+
+    def _blame_for_memory(self, rows: list[Row], error: Exception) -> None:
+        """An allocation failed while these rows computed. The first time none is to blame; after that the longest one,
+        which takes most of the memory, so that the others can go on."""
+        has_been_tried = any(row.num_memory_failures for row in rows) or not is_helped_by_room(error)
+        for row in rows:
+            row.num_memory_failures += 1
+        if has_been_tried:
+            longest = max(rows, key=lambda row: row.num_tokens)
+            longest.failure = longest.failure or told(error, self._model.sizes.peak(longest.num_tokens))
 
     def _group_for(self, num_tokens: int, is_packed: bool) -> _Group:
         """The generator to join: the least padding, where that is cheaper than one more pass over the weights."""
@@ -298,6 +338,32 @@ def _left(row: Row, response: Any, before: StatesBefore | None) -> Left:
     if is_repeated or row.request.turn_end is None or before is None or not before.put_back(response.uid, caches):
         return Left(row, caches, tokens)
     return Left(row, caches, tokens[:-1])
+
+
+def _without_rows(caches: list[Any]) -> list[Any]:
+    """A row's caches, but without the keys and values that can be cut: held over a step they would have the whole batch
+    copied, which else is written in place."""
+
+    def changed(cache: Any) -> Any:
+        if isinstance(cache, CacheList):
+            return CacheList(*map(changed, cache.caches))  # type: ignore[no-untyped-call]
+        return KVCache() if type(cache) is KVCache else cache  # type: ignore[no-untyped-call]
+
+    return [changed(cache) for cache in caches]
+
+
+def _taken_back(before: list[Any], after: list[Any]) -> list[Any]:
+    """A row's caches as they were before a step of one token: `after` it, and what was held of them before."""
+
+    def changed(old: Any, new: Any) -> Any:
+        if isinstance(new, CacheList):
+            return CacheList(*map(changed, old.caches, new.caches))  # type: ignore[no-untyped-call]
+        if type(new) is not KVCache:
+            return old
+        new.trim(1)  # type: ignore[no-untyped-call]
+        return new
+
+    return [changed(old, new) for old, new in zip(before, after, strict=True)]
 
 
 def _guarded_sampler(row: Row, sampler: Sampler) -> Sampler:

@@ -7,6 +7,8 @@ is behind it would be copied, and the others padded to its depth.
 import time
 from collections.abc import Sequence
 
+import mlx.core as mx
+
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.padded_pass import padded_pass
 from kvserve.engine.prefill import ALIGNMENT_TOKENS, ChunkLength, Prefill
@@ -60,6 +62,7 @@ def step_together(group: Sequence[Prefill], model: LoadedModel, chunk_length: Ch
     chunks = [prefill.tokens[prefill.num_done : prefill.num_done + prefill.num_to_stop] for prefill in group]
     started = time.perf_counter()
     caches = padded_pass(model.module, [prefill.caches for prefill in group], chunks)
+    mx.clear_cache()  # as behind any chunk: see `Prefill.step`
     num_tokens = sum(len(chunk) for chunk in chunks)
     if max(len(chunk) for chunk in chunks) >= ALIGNMENT_TOKENS:
         chunk_length.measured(num_tokens, time.perf_counter() - started)

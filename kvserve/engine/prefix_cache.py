@@ -33,7 +33,7 @@ from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv
 from kvserve.engine.disk_cache import DiskCache, Hold
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH, Flush
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.row_outline import outline, owner_of, request_owner, tokens_of, user_of, with_stop
+from kvserve.engine.row_outline import expected_tokens, outline, owner_of, request_owner, tokens_of, user_of, with_stop
 from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
 
@@ -126,7 +126,7 @@ class PrefixCache:
             raise
 
     def _restored(self, row: Row, tokens: TokenSequence, match: Match, lease: Lease) -> tuple[Tenancy, list[Any], int]:
-        num_next = len(tokens) - match.num_usable_tokens
+        num_next = expected_tokens(row) - match.num_usable_tokens
         pieces = [(each.payload, each.first_row, each.end_row) for each in match.pieces if each.payload is not None]
         state = match.state.payload if match.state is not None else None
         caches = self._layout.restore(pieces, state, num_next)  # type: ignore[arg-type]

@@ -13,15 +13,13 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import CacheList, KVCache, create_attention_mask
 
+from kvserve.engine.kv_buffers import gathered, num_slots, settle, stacked, with_room
 from kvserve.engine.leaves import leaves
 
 type Packed = tuple[mx.array, ...]
 """Arrays of (rows, heads, tokens, width of their own): those of the keys, then as many of the values."""
 
 TOKEN_AXIS = -2
-
-STEP_TOKENS = 256
-"""A buffer that is full grows by this many slots."""
 
 MAX_SCORES = 2**24
 """Attention that reads packed arrays writes its scores out: so many, per head, may be there at a time. With 32 heads in
@@ -129,6 +127,11 @@ class PackedCache:
         self.offset += keys.shape[TOKEN_AXIS]
         return self.scheme.fetch(_cut(self.rows, 0, self.offset), keys, values)
 
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for so many tokens, where there are some already."""
+        if self.rows and self.rows[0].shape[TOKEN_AXIS] < num_tokens:
+            self.rows = _mapped(self.rows, lambda array: with_room(array, self.offset, num_tokens))
+
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
         return create_attention_mask(*args, offset=self.offset, **kwargs)  # type: ignore[misc]
 
@@ -157,13 +160,15 @@ class PackedCache:
 
     @classmethod
     def merge(cls, caches: "Sequence[PackedCache]") -> "BatchPackedCache":
-        """One batch of rows, the shorter ones padded on the left."""
+        """One batch of rows, the shorter ones padded on the left. A single one is handed over, and is empty then."""
         longest = max(cache.offset for cache in caches)
         batch = BatchPackedCache(caches[0].scheme, [longest - cache.offset for cache in caches])
-        form = next((cache.rows for cache in caches if cache.rows), ())
-        parts = [_padded(cache.rows, form, 1, cache.offset, longest) for cache in caches]
-        batch.rows = _stacked(parts)
         batch.move_to(longest)
+        if len(caches) == 1:
+            [row] = caches
+            batch.rows, row.rows, row.offset = row.rows, (), 0
+        else:
+            batch.rows = _stacked([(cache.rows, 1, cache.offset) for cache in caches])
         return batch
 
 
@@ -196,27 +201,30 @@ class BatchPackedCache:
         return create_causal_mask(num_tokens, offset=self._end, left_padding=self.left_padding, **kwargs)
 
     def filter(self, keep: Any) -> None:
-        """Keep these rows, and no slot that only padding needs."""
-        self.left_padding = self.left_padding[keep]
-        self.offset = self.offset[keep]
-        num_spare = int(mx.min(self.left_padding).item())  # type: ignore[arg-type]
-        self.rows = tuple(array[keep][..., num_spare:, :] for array in self.rows)
-        self.left_padding = self.left_padding - num_spare
+        """Keep these rows, and no slot that only padding needs. Where all stay nothing moves."""
+        chosen = mx.array(keep)
+        num_spare = int(mx.min(self.left_padding[chosen]).item())  # type: ignore[arg-type]
+        if num_spare == 0 and list(keep) == list(range(self.num_rows)):
+            return
+        self.rows = _mapped(self.rows, lambda array: gathered(array, chosen, num_spare, self._end))
+        self.left_padding = self.left_padding[chosen] - num_spare
+        self.offset = self.offset[chosen]
         self._end -= num_spare
 
     def extend(self, other: Self) -> None:
-        """Take the rows of another batch in; the shorter ones are padded."""
+        """Take the rows of another batch in, which is empty then; the shorter ones are padded."""
         longest = max(self._end, other._end)
-        form = self.rows or other.rows
-        self.rows = _stacked([_padded(each.rows, form, each.num_rows, each._end, longest) for each in (self, other)])
+        self.rows = _stacked([(each.rows, each.num_rows, each._end) for each in (self, other)])
+        other.rows = ()
+        settle(*self.rows)
         self.left_padding = mx.concatenate([each.left_padding + (longest - each._end) for each in (self, other)])
         self.offset = mx.concatenate([self.offset, other.offset])
         self._end = longest
 
     def extract(self, index: int) -> PackedCache:
-        """A copy of one row."""
+        """One row, not copied: a view without room, which shows what the row holds now whatever is written later."""
         start = int(self.left_padding[index].item())  # type: ignore[arg-type]
-        rows = tuple(mx.contiguous(array[index : index + 1, :, start : self._end]) for array in self.rows)
+        rows = _mapped(self.rows, lambda array: array[index : index + 1, :, start : self._end])
         return PackedCache(self.scheme, rows, self._end - start)
 
     @property
@@ -252,32 +260,23 @@ def _cut(rows: Packed, start: int, end: int) -> Packed:
     return _mapped(rows, lambda array: array[..., start:end, :])
 
 
-def _stacked(parts: Sequence[Packed]) -> Packed:
-    return tuple(mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True))
-
-
-def _room(array: mx.array, num_tokens: int, num_rows: int | None = None) -> mx.array:
-    rows, heads, _, width = array.shape
-    return mx.zeros((num_rows or rows, heads, num_tokens, width), array.dtype)
-
-
-def _padded(rows: Packed, form: Packed, num_rows: int, num_tokens: int, longest: int) -> Packed:
-    """The first `num_tokens` slots of `rows`, right-aligned at `longest`, and room behind them."""
-    if not rows:
-        rows = _mapped(form, lambda array: _room(array, 0, num_rows))
-    margins = [(0, 0), (0, 0), (longest - num_tokens, STEP_TOKENS), (0, 0)]
-    return _mapped(rows, lambda array: mx.pad(array[..., :num_tokens, :], margins))
+def _stacked(parts: Sequence[tuple[Packed, int, int]]) -> Packed:
+    """Parts (arrays, how many rows, how many slots of them are used) below one another, each copied once."""
+    longest, num_rows = max(num_used for _, _, num_used in parts), [count for _, count, _ in parts]
+    num_arrays = max(len(rows) for rows, _, _ in parts)
+    return tuple(
+        stacked([(rows[index] if rows else None, num_used) for rows, _, num_used in parts], num_rows, longest)
+        for index in range(num_arrays)
+    )
 
 
 def _written(held: Packed, new: Packed, start: int) -> Packed:
     """`held` with `new` at slot `start`, larger where that does not fit. The arrays of `held` are changed."""
     num_new = new[0].shape[TOKEN_AXIS]
     if not held or start + num_new > held[0].shape[TOKEN_AXIS]:
-        num_more = -(-num_new // STEP_TOKENS) * STEP_TOKENS
-        held = held or _mapped(new, lambda array: _room(array, 0))
-        held = _mapped(
-            held, lambda array: mx.concatenate([array[..., :start, :], _room(array, num_more)], axis=TOKEN_AXIS)
-        )
+        held = held or _mapped(new, lambda array: array[..., :0, :])
+        held = _mapped(held, lambda array: with_room(array, start, num_slots(start + num_new)))
+        settle(*held)
     for array, rows in zip(held, new, strict=True):
         array[..., start : start + num_new, :] = rows
     return held

@@ -8,6 +8,7 @@ from itertools import pairwise
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline, Stop
 from kvserve.cache.token_run import pack
 from kvserve.core import MessageStart, TokenSequence
+from kvserve.engine.admission import ANSWER_ALLOWANCE_TOKENS
 from kvserve.engine.rows import Row
 
 
@@ -33,6 +34,16 @@ def tokens_of(row: Row) -> TokenSequence:
     """All tokens of a row: a row that enters a second time has generated some already."""
     prompt = row.request.prompt
     return TokenSequence((*prompt.ids, *row.generated), prompt.images) if row.generated else prompt
+
+
+def admitted_tokens(row: Row) -> int:
+    """How many tokens a row is admitted with, and has room for: its prompt and the usual share of an answer."""
+    return len(row.request.prompt) + min(row.request.max_tokens, ANSWER_ALLOWANCE_TOKENS)
+
+
+def expected_tokens(row: Row) -> int:
+    """The same, or what it has already where that is more: a row that enters again has generated some."""
+    return max(admitted_tokens(row), row.num_tokens + 1)
 
 
 def outline(tokens: TokenSequence, starts: Sequence[MessageStart]) -> PromptOutline:

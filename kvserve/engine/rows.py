@@ -125,6 +125,7 @@ class Row:
     `on_end` frees its place, before its client hears of the end and may come again.
     `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
     `answer_kept_from`: where what was kept of its answer while it went on begins, None as long as there is nothing.
+    `num_memory_failures`: how often an allocation failed while it computed.
     `is_forgotten`: whoever asks was forgotten meanwhile, and it leaves nothing behind. `logprobs` reads those of its
     tokens, None where nobody asks. `trouble` is what its generator raised last, `failure` what the row itself is to
     blame for.
@@ -144,6 +145,7 @@ class Row:
     is_forgotten: bool = False
     generated: list[int] = field(default_factory=list)
     num_generator_failures: int = 0
+    num_memory_failures: int = 0
     trouble: Exception | None = None
     failure: Exception | None = None
     is_over: bool = False

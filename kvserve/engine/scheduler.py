@@ -21,9 +21,11 @@ from kvserve.engine.arrivals import Arrivals
 from kvserve.engine.cache_records import CacheReport, ForgottenKv, Tenancy
 from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
 from kvserve.engine.model import LoadedModel
+from kvserve.engine.out_of_memory import ShortMemory
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
+from kvserve.engine.row_outline import expected_tokens
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import processors_for, sampler_for
 from kvserve.engine.warmer import Warmer
@@ -60,6 +62,7 @@ class Scheduler:
         self._budget = budget
         self._watchdog_seconds = watchdog_seconds
         self._report = report
+        self._memory = ShortMemory(cache.make_room, model.sizes.peak, report)
         self._rows: list[Row] = []
         self._waiting: deque[Row] = deque()
         self._arrivals = Arrivals(cache, report)
@@ -139,7 +142,7 @@ class Scheduler:
     def do_idle_work(self) -> bool:
         """One small piece of work that no request waits for. Returns whether there was any."""
         self.cache.account_live(self._live_bytes())
-        return self.cache.do_disk_work() or self.cache.coalesce() or self.warmer.step()
+        return self.cache.do_disk_work() or self._memory.with_second_try(self.cache.coalesce) or self.warmer.step()
 
     def seconds_to_rest(self, at_most: float) -> float:
         """How long an idle engine may wait before it looks at what nobody asked for."""
@@ -176,7 +179,7 @@ class Scheduler:
         for prefill in self._prefills:
             self._keep_rest(prefill.tenancy, prefill.caches, prefill.tokens[: prefill.num_done])
         for row in self._pool.rows():
-            if (left := self._pool.remove(row)) is not None and (tenancy := self._tenancies.get(row)) is not None:
+            if (left := self._pool.look_at(row)) is not None and (tenancy := self._tenancies.get(row)) is not None:
                 self._keep_rest(tenancy, left.caches, left.tokens)
 
     def drain(self, *, is_last: bool = False) -> list[Row]:
@@ -251,18 +254,20 @@ class Scheduler:
         return self._budget.reserved_tokens(len(row.request.prompt), row.request.max_tokens)
 
     def _live_bytes(self) -> float:
-        """What live rows hold; one that has not begun to decode counts with its whole prompt."""
-        beginning = [*self._arrivals.rows(), *(prefill.row for prefill in self._prefills)]
-        live = self._pool.held_bytes() + sum(self._model.sizes.peak(row.num_tokens) for row in beginning)
-        return live + self.warmer.live_bytes()
+        """What live rows hold; one that has not begun to decode counts with its whole prompt, and with the room for its
+        answer once it computes."""
+        peak = self._model.sizes.peak
+        arriving = sum(peak(row.num_tokens) for row in self._arrivals.rows())
+        beginning = sum(peak(expected_tokens(prefill.row)) for prefill in self._prefills)
+        return self._pool.held_bytes() + arriving + beginning + self.warmer.live_bytes()
 
     def _begin(self, row: Row) -> None:
         """Start a row that nothing keeps waiting: restore what is known of its tokens and prefill the rest."""
         try:
             images = self._model.images(row.request)
-            tenancy, caches, num_done = self.cache.enter(row)
+            tenancy, caches, num_done = self._memory.with_second_try(lambda: self.cache.enter(row))
         except Exception as error:  # noqa: BLE001 - what cannot be restored is this row's trouble alone
-            row.fail(error)
+            row.fail(self._memory.told(row, error))
             self._forget_ended()
             return
         if not row.generated:
@@ -287,24 +292,32 @@ class Scheduler:
             if not prefill.num_left:
                 self._decode(prefill)
         if step.failed is not None:
-            prefill, error = step.failed
-            prefill.row.fail(error)
-            self._release(prefill.row, None)
+            self._settle_failed(*step.failed)
+
+    def _settle_failed(self, prefill: Prefill, error: Exception) -> None:
+        row, prefill.caches = prefill.row, []  # half written, and of no use
+        if self._memory.may_begin_again(row, error):
+            self._release(row, None)
+            self._arrive(row)
+        else:
+            row.fail(self._memory.told(row, error))
+            self._release(row, None)
 
     def _decode(self, prefill: Prefill) -> None:
         """A row leaves its prefill; the first decode step computes its last prompt token."""
         self._prefills.remove(prefill.row)
         try:
-            self._pool.enter(prefill.row, prefill.caches, self._decoder(prefill.row))
+            decoder = self._decoder(prefill.row)
+            self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, decoder))
             self.cache.count(num_prefill_tokens=1)
         except Exception as error:  # noqa: BLE001 - a row that cannot enter touches no other
-            prefill.row.fail(error)
+            prefill.row.fail(self._memory.told(prefill.row, error))
             self._release(prefill.row, None)
 
     def _keep(self, prefill: Prefill) -> None:
         """Store what a stop gives. What cannot be stored is computed again another time; the request goes on."""
         with self._reported(NOT_KEPT):
-            self.cache.keep(prefill.tenancy, prefill.caches, prefill.num_done)
+            self._memory.with_second_try(lambda: self.cache.keep(prefill.tenancy, prefill.caches, prefill.num_done))
 
     def _decoder(self, row: Row) -> Decoder:
         sampling, num_prompt_tokens = row.request.sampling, len(row.request.prompt)
@@ -320,6 +333,8 @@ class Scheduler:
         """What a decode step left to do; rows that must hear something hear it first."""
         if step.finished or step.evicted or step.crossed:
             self._depart()  # the others wait for nothing that is done now
+        if step.is_short_of_memory and step.evicted:  # while their leases hold what they will begin from
+            self._memory.free()
         for row in step.failed:
             row.fail(row.failure or EngineFailure("The row failed for an unknown reason."))
             self._release(row, None)
@@ -339,15 +354,15 @@ class Scheduler:
         left = crossing.left
         self._keep_rest(self._tenancies[left.row], left.caches, left.tokens)
         try:
-            self._pool.enter(left.row, left.caches, crossing.decoder)
+            self._memory.with_second_try(lambda: self._pool.enter(left.row, left.caches, crossing.decoder))
         except Exception as error:  # noqa: BLE001 - a row that cannot be converted touches no other
-            left.row.fail(error)
+            left.row.fail(self._memory.told(left.row, error))
             self._release(left.row, None)
 
     def _keep_rest(self, tenancy: Tenancy, caches: list[Any], tokens: list[int]) -> None:
         """Store all that a row has computed so far, whether a stop was planned there or not."""
         with self._reported(NOT_KEPT):
-            self.cache.extend(tenancy, caches, tokens)
+            self._memory.with_second_try(lambda: self.cache.extend(tenancy, caches, tokens))
 
     def _release(self, row: Row, left: Left | None) -> None:
         """A row is gone; with `left` its KV is taken in up to the last whole token."""
@@ -370,7 +385,7 @@ class Scheduler:
     def _end_tenancy(self, tenancy: Tenancy, left: Left | None) -> None:
         with self._reported(NOT_KEPT):
             if left is not None:
-                self.cache.finish(tenancy, left.caches, left.tokens)
+                self._memory.with_second_try(lambda: self.cache.finish(tenancy, left.caches, left.tokens))
         self.cache.leave(tenancy)
 
     @contextmanager

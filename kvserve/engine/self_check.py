@@ -19,6 +19,7 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
+from kvserve.engine.batch_kv import entering
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.padded_pass import can_be_padded, padded_pass
@@ -222,7 +223,7 @@ class _Trial:
         generator.insert(
             [row.prompt[-1:] for row in rows],
             max_tokens=[2 for _ in rows],
-            caches=[self._prefilled(row.prompt) for row in rows],
+            caches=[entering(self._prefilled(row.prompt)) for row in rows],
             all_tokens=[row.prompt[:-1] for row in rows],
             samplers=list(scripts),
             stop_sequences=[StopSequences() for _ in rows],

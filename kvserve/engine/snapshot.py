@@ -32,9 +32,6 @@ LeafKind = Literal["cut", "window", "whole", "none"]
 TOKEN_AXIS = -2
 """Keys and values are (1, heads, tokens, width), quantised ones several such arrays."""
 
-ROOM_TOKENS = 256
-"""Slots a restored row gets beyond its prefill, so that the next write does not copy the whole buffer again."""
-
 
 @dataclass(frozen=True, slots=True)
 class KvSlice:
@@ -110,7 +107,6 @@ class CacheLayout:
         caches = self._new_caches()
         if not pieces and state is None:
             return caches
-        room = num_next_tokens + ROOM_TOKENS
         kept = iter(state.leaves if state is not None else ())
         plain = [piece for each in pieces for piece in _of_one_form(*each)]
         num_tokens = sum(end - start for _, start, end in plain)
@@ -118,10 +114,10 @@ class CacheLayout:
         cut_index = 0
         for position, (leaf, kind) in enumerate(self._with_kinds(caches)):
             if kind == "cut" and packer is not None:
-                self._replace(caches, position, _packed(packer, plain, cut_index, room))
+                self._replace(caches, position, _packed(packer, plain, cut_index, num_next_tokens))
                 cut_index += 1
             elif kind == "cut":
-                _fill(leaf, [_rows(piece, cut_index) for piece in plain], room)
+                _fill(leaf, [_rows(piece, cut_index) for piece in plain], num_next_tokens)
                 cut_index += 1
             elif kind != "none":
                 self._replace(caches, position, copy.deepcopy(next(kept)))

@@ -1,6 +1,15 @@
 """The length of prefill chunks follows measured time."""
 
-from kvserve.engine.prefill import FIRST_CHUNK_TOKENS, NUM_NEWEST_CHUNKS, ChunkLength
+import mlx.core as mx
+import pytest
+
+from kvserve.engine import prefill as prefill_module
+from kvserve.engine.cache_records import Tenancy
+from kvserve.engine.model import LoadedModel, load
+from kvserve.engine.prefill import FIRST_CHUNK_TOKENS, NUM_NEWEST_CHUNKS, ChunkLength, Prefill
+from kvserve.engine.rows import Generation, Row
+from tests.engine.engines import prompt_of, request
+from tests.models import tiny_model
 
 
 def test_the_first_chunk_is_short_the_next_follow_the_clock() -> None:
@@ -53,3 +62,35 @@ def test_a_tiny_rest_teaches_nothing() -> None:
     length.measured(256, 0.25)
     length.measured(3, 0.2)
     assert length.within(0.25, 4096) == 256
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+CHUNK_TOKENS = 64
+
+
+def buffers_left_behind(model: LoadedModel, num_tokens: int) -> list[int]:
+    """Bytes that MLX holds for reuse after each chunk of a prompt, where nothing limits it, as on a GPU."""
+    row = Row(Generation(request(prompt_of(num_tokens), 1)), lambda: None)
+    prefill = Prefill(row, Tenancy(row, None, None), model.new_caches(), 0)  # type: ignore[arg-type]
+    limit = mx.set_cache_limit(2**33)
+    mx.clear_cache()
+    found = []
+    try:
+        while prefill.num_left:
+            prefill.step(model, ChunkLength(CHUNK_TOKENS), 1000.0)
+            found.append(mx.get_cache_memory())
+    finally:
+        mx.set_cache_limit(limit)
+        mx.clear_cache()
+    return found
+
+
+def test_a_prefill_leaves_no_buffers_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each of many chunks MLX holds less free memory than a chunk's own KV takes a few times; with the negative
+    control, in which nothing is given back, many times that."""
+    model = load(tiny_model("qwen3"), 131072)
+    chunk_bytes = CHUNK_TOKENS * model.kv_bytes_per_token
+    assert max(buffers_left_behind(model, 2000)) < 4 * chunk_bytes
+    monkeypatch.setattr(prefill_module.mx, "clear_cache", lambda: None)
+    assert max(buffers_left_behind(model, 2000)) > 16 * chunk_bytes

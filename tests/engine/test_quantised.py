@@ -62,7 +62,8 @@ class Rows:
 
 def merged(scheme: Scheme, lengths: list[int], seed: int) -> Rows:
     rows = [filled(scheme, seed + index, length) for index, length in enumerate(lengths)]
-    return Rows(PackedCache.merge(rows), copy.deepcopy(rows))
+    alone = copy.deepcopy(rows)
+    return Rows(PackedCache.merge(rows), alone)
 
 
 LENGTHS = st.lists(st.integers(0, 300), min_size=1, max_size=3)

@@ -10,9 +10,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx import nn
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
 from kvserve.engine import self_check as self_check_module
+from kvserve.engine.batch_kv import BatchKv, RowKv
 from kvserve.engine.model import CacheSupport, LoadedModel, load
 from kvserve.engine.quantised import BatchPackedCache, KvSettings
 from kvserve.engine.self_check import check_caches
@@ -134,21 +136,38 @@ def test_an_unknown_class_that_behaves_is_batched(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_batch_that_breaks_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known classes are tried too: a library whose merge is wrong, or gone, costs the batch and not the start."""
+    """Known classes are tried too: a batch that is wrong, or a library whose mask or write is, costs the batch and not
+    the start."""
     with monkeypatch.context() as patch:
-        patch.delattr(KVCache, "merge")
+        patch.setattr(RowKv, "merge", None)
         support = check_caches(qwen3())
         assert (support.can_batch, support.can_keep) == (False, True)
         assert "KVCache" in support.notes[0]
     with monkeypatch.context() as patch:
-        real = BatchKVCache.extend
-        patch.setattr(BatchKVCache, "extend", lambda ours, other: (real(ours, other), _forget_padding(ours)))
+        real = BatchKv.extend
+        patch.setattr(BatchKv, "extend", lambda ours, other: (real(ours, other), _forget_padding(ours)))
         assert not check_caches(qwen3()).can_batch
     with monkeypatch.context() as patch:
-        real_extract = BatchKVCache.extract
-        patch.setattr(BatchKVCache, "extract", lambda ours, index: real_extract(ours, 0))
+        real_extract = BatchKv.extract
+        patch.setattr(BatchKv, "extract", lambda ours, index: real_extract(ours, 0))
+        assert not check_caches(qwen3()).can_batch
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            BatchKVCache, "make_mask", lambda ours, num_tokens, **_: create_causal_mask(num_tokens, ours._idx)
+        )
+        assert not check_caches(qwen3()).can_batch
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchKVCache, "update_and_fetch", _written_one_too_early)
         assert not check_caches(qwen3()).can_batch
     assert check_caches(qwen3()).can_batch
+
+
+def _written_one_too_early(batch: Any, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    """A library that counts slots in another way."""
+    start, end = batch._idx - 1, batch._idx
+    batch.keys[..., start:end, :], batch.values[..., start:end, :] = keys, values
+    batch.offset, batch._idx = batch.offset + 1, end + 1
+    return batch.keys[..., : batch._idx, :], batch.values[..., : batch._idx, :]
 
 
 def _forget_padding(batch: Any) -> None:

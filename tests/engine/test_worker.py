@@ -455,9 +455,9 @@ def test_a_prompt_that_is_read_counts_as_memory_from_its_first_chunk_to_its_last
 
         monkeypatch.setattr(Prefill, "step", watched)
         generate(engine, request(prompt_of(600), 1))
-        num_prompt_bytes = engine.wait_until_ready().sizes.live(600)
+        sizes = engine.wait_until_ready().sizes
     assert len(num_live_bytes) >= 600 // 64
-    assert set(num_live_bytes) == {num_prompt_bytes}
+    assert set(num_live_bytes) <= {sizes.live(600), sizes.live(601)}, "with room for the answer once it computes"
 
 
 def test_progress_reaches_the_whole_prompt_but_its_last_token() -> None:
