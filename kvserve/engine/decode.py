@@ -7,15 +7,16 @@ Generators take turns by the time they used per row (stride scheduling: Waldspur
 a model's caches cannot be batched, each row has a generator of its own.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
-from mlx_lm.utils import maybe_set_recommended_wired_limit
+from mlx_lm.generate import StopSequences
 
+from kvserve.engine.batch_cache import joining
 from kvserve.engine.before_stop import StatesBefore, is_recurrent
 from kvserve.engine.courier import Departing
 from kvserve.engine.leaves import leaves
@@ -23,6 +24,7 @@ from kvserve.engine.model import LoadedModel
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import LogitsProcessor, Sampler
 from kvserve.engine.solo import SoloGenerator
+from kvserve.engine.wired import batch_generator
 
 
 @dataclass(slots=True, eq=False)
@@ -105,9 +107,6 @@ class DecodePool:
         self._max_batch_size = max_batch_size
         self._groups: list[_Group] = []
         self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, leaves(model.new_caches())))
-        # A generator sets this limit too and, closed, puts back what it found: that must not be the process's default
-        # while other generators go on.
-        maybe_set_recommended_wired_limit()
 
     @property
     def num_rows(self) -> int:
@@ -131,17 +130,19 @@ class DecodePool:
         """Bytes of what is held beyond the rows' own KV: padding, and the states from before a step."""
         return self.held_bytes() - sum(self._model.sizes.live(row.num_tokens) for row in self.rows())
 
-    def enter(self, row: Row, caches: list[Any], decoder: Decoder) -> None:
-        """Let a prefilled row decode. `caches` hold the KV of all its tokens but the last, and are consumed."""
+    def enter(self, row: Row, caches: list[Any], decoder: Decoder, padding_bytes: float = math.inf) -> None:
+        """Let a prefilled row decode. `caches` hold the KV of all its tokens but the last, and are consumed. It joins no
+        batch where it would add more than `padding_bytes` of padding."""
         tokens = row.tokens()
         caches = self._model.ready(caches, len(tokens) - 1)
         self._model.place(caches, row.request, len(tokens) - 1)
-        group = self._group_for(len(tokens), self._model.is_packed(len(tokens) - 1))
+        most_bytes = min(padding_bytes, self._model.active_weight_bytes)
+        group = self._group_for(len(tokens), self._model.is_packed(len(tokens) - 1), most_bytes)
         stop_tokens = row.request.stop_tokens
         [uid] = group.generator.insert(
             [tokens[-1:]],
             max_tokens=[row.request.max_tokens - len(row.generated)],
-            caches=[caches],
+            caches=[joining(caches) if self._model.cache_support.can_batch else caches],
             all_tokens=[tokens[:-1]],
             samplers=[_guarded_sampler(row, decoder.sampler) if decoder.is_private else decoder.sampler],
             logits_processors=[[_guarded_processor(row, processor) for processor in decoder.processors]],
@@ -259,15 +260,16 @@ class DecodePool:
             (failed if row.failure is not None else again).append(row)
         return Step(failed=tuple(failed), evicted=tuple(again))
 
-    def _group_for(self, num_tokens: int, is_packed: bool) -> _Group:
-        """The generator to join: the least padding, where that is cheaper than one more pass over the weights."""
+    def _group_for(self, num_tokens: int, is_packed: bool, most_bytes: float) -> _Group:
+        """The generator to join: the least padding, where there is memory for it and it is cheaper than one more pass over
+        the weights (`most_bytes`)."""
         if not self._model.cache_support.can_batch:
             return self._empty_group(is_packed)
         candidates = []
         for group in self._groups:
             if 0 < len(group.rows) < self._max_batch_size and group.is_packed == is_packed:
                 padding = extra_padding_tokens([row.num_tokens for row in group.rows.values()], num_tokens)
-                if padding * self._model.sizes.token_bytes(num_tokens) <= self._model.active_weight_bytes:
+                if padding * self._model.sizes.token_bytes(num_tokens) <= most_bytes:
                     candidates.append((padding, id(group), group))
         if candidates:
             return min(candidates)[2]
@@ -287,7 +289,7 @@ class DecodePool:
     def _new_generator(self) -> Any:
         if not self._model.cache_support.can_batch:
             return SoloGenerator(self._module)
-        return BatchGenerator(self._module, completion_batch_size=self._max_batch_size, stream=generation_stream)
+        return batch_generator(self._module, completion_batch_size=self._max_batch_size)
 
 
 def _left(row: Row, response: Any, before: StatesBefore | None) -> Left:

@@ -16,14 +16,16 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
+from mlx_lm.generate import StopSequences, generation_stream
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
+from kvserve.engine.batch_cache import joining
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.padded_pass import can_be_padded, padded_pass
 from kvserve.engine.snapshot import CacheLayout
 from kvserve.engine.vision import RopeShift
+from kvserve.engine.wired import batch_generator
 from kvserve.errors import ModelLoadError
 
 LONG_ROW_TOKENS = 12
@@ -163,7 +165,7 @@ class _Trial:
         """Two rows enter a batch together, a third one later; that one goes on alone. Raises CachesDiffer."""
         rows = (self._long, self._short, self._short)
         scripts = [_Script(row.given) for row in rows]
-        generator: Any = BatchGenerator(self._module, stream=generation_stream)
+        generator: Any = batch_generator(self._module)
         ended: dict[int, list[Any]] = {}
         try:
             self._insert(generator, rows[:2], scripts[:2])
@@ -222,7 +224,7 @@ class _Trial:
         generator.insert(
             [row.prompt[-1:] for row in rows],
             max_tokens=[2 for _ in rows],
-            caches=[self._prefilled(row.prompt) for row in rows],
+            caches=[joining(self._prefilled(row.prompt)) for row in rows],
             all_tokens=[row.prompt[:-1] for row in rows],
             samplers=list(scripts),
             stop_sequences=[StopSequences() for _ in rows],

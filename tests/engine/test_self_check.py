@@ -136,7 +136,7 @@ def test_an_unknown_class_that_behaves_is_batched(monkeypatch: pytest.MonkeyPatc
 def test_a_batch_that_breaks_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known classes are tried too: a library whose merge is wrong, or gone, costs the batch and not the start."""
     with monkeypatch.context() as patch:
-        patch.delattr(KVCache, "merge")
+        patch.delattr(BatchKVCache, "merge")
         support = check_caches(qwen3())
         assert (support.can_batch, support.can_keep) == (False, True)
         assert "KVCache" in support.notes[0]
