@@ -17,9 +17,9 @@ from benchmarks.given_ids import GivenIds
 from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
 from kvserve.config import Settings
 from kvserve.core import NOBODY, GenerationRequest, JsonObject, RequestDefaults, RequestId, ToolCallBlock
+from kvserve.engine.memory import fixed_memory
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.model_digest import ModelDigest
-from kvserve.engine.memory import fixed_memory
 from kvserve.engine.prefix_cache import PrefixCache, Tenancy
 from kvserve.engine.row_bytes import RowBytes
 from kvserve.engine.rows import Generation, Row

@@ -18,8 +18,8 @@ from benchmarks.rig import rounds
 from benchmarks.weightless import weightless_model
 from kvserve.core import GenerationRequest, RequestId, SamplingParams, TokenSequence
 from kvserve.demo.build import build_model
-from kvserve.engine.model import LoadedModel
 from kvserve.engine.memory import fixed_memory
+from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Generation, Row
 

@@ -51,6 +51,10 @@ def _parse_auto_size(value: object) -> object:
     return None if isinstance(value, str) and value.strip().lower() == "auto" else _parse_size(value)
 
 
+def _parse_wired(value: object) -> object:
+    return 0 if isinstance(value, str) and value.strip().lower() == "off" else _parse_auto_size(value)
+
+
 def _parse_bits(value: object) -> object:
     return {"off": None, "4": 4, "8": 8}.get(str(value).strip().lower(), value)
 
@@ -84,6 +88,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Size = Annotated[int, BeforeValidator(_parse_size), Field(ge=1)]
 AutoSize = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_parse_auto_size)]
+WiredLimit = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_parse_wired)]
 Folder = Annotated[Path, BeforeValidator(_parse_path)]
 NameList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_parse_list)]
 HostList = Annotated[NameList, AfterValidator(_check_hosts)]
@@ -154,8 +159,10 @@ class Settings(BaseSettings):
     prompt_cache_max_bytes: AutoSize = Field(
         None, description="RAM for the prefix cache; AUTO takes a share of the machine's memory."
     )
-    session_records_max_bytes: Size = Field(
-        512 * 2**20, description="RAM for records of conversations and of prompts, and as much again on disk."
+    session_records_max_bytes: AutoSize = Field(
+        None,
+        description="RAM for records of a model's conversations and prompts, and as much again on disk; AUTO is 512 "
+        "MiB or, on small machines, a share.",
     )
     cache_use_block_index: bool = Field(
         True, description="Look prefixes up by block hash; false scans, with the same results."
@@ -233,7 +240,11 @@ class Settings(BaseSettings):
     max_queued_requests: Annotated[int, Field(ge=0)] = Field(64, description="Requests that may wait; beyond it: 429.")
     max_batch_bytes: AutoSize = Field(
         None,
-        description="Memory for the KV of running rows, padding included; AUTO takes a share of the machine's memory.",
+        description="Memory for the KV of running rows at their peak, padding included; AUTO takes a share of the "
+        "machine's memory.",
+    )
+    wired_limit: WiredLimit = Field(
+        0, description="Memory that macOS may not move: OFF, a size, or AUTO = weights, KV and buffers. Metal only."
     )
     prefill_step_size: Annotated[int, Field(ge=16, le=8192)] = Field(
         2048, description="Most tokens in one prefill chunk; measured time shortens it."
@@ -276,8 +287,10 @@ class Settings(BaseSettings):
     image_fetch_max_bytes: Size = Field(
         64 * 2**20, description="Most bytes of all pictures that one request lets the server fetch; of one, 32 MiB."
     )
-    image_feature_max_bytes: Size = Field(
-        512 * 2**20, description="Memory for what a vision tower made of images; the newest stays whatever it takes."
+    image_feature_max_bytes: AutoSize = Field(
+        None,
+        description="Memory for what a vision tower made of images; the newest stays whatever it takes. AUTO is 512 "
+        "MiB or, on small machines, a share.",
     )
     vlm_cache_debug: bool = Field(False, description="Log the first 64 prompt ids and the image cuts.")
 
@@ -368,10 +381,11 @@ _EXPECTED = {
     "disk_cache_min_free_bytes": "a positive size such as 2GB",
     "max_batch_bytes": "AUTO or a positive size such as 4GB",
     "max_request_body_bytes": "a positive size such as 64MiB",
-    "session_records_max_bytes": "a positive size such as 512MiB",
+    "session_records_max_bytes": "AUTO or a positive size such as 512MiB",
+    "wired_limit": "OFF, AUTO or a size such as 20GB",
     "image_hosts": "host names by comma, such as images.example.com or cdn.example.com:8443",
     "image_fetch_max_bytes": "a positive size such as 64MiB",
-    "image_feature_max_bytes": "a positive size such as 512MiB",
+    "image_feature_max_bytes": "AUTO or a positive size such as 512MiB",
     "max_header_bytes": "a size of at least 1024 bytes",
 }
 

@@ -1,4 +1,5 @@
-"""How many bytes are between RAM and the disk: blobs that wait to be written, and those that were read and not taken yet.
+"""How many bytes are between RAM and the disk: blobs that wait to be written, and those that were read and not taken
+yet.
 
 Figures and order only. The disk tier's lock guards both; single numbers may be read from any thread.
 """

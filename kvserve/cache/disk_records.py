@@ -9,8 +9,8 @@ from kvserve.cache.disk_index import Entry
 
 @dataclass(frozen=True, slots=True)
 class DiskLimits:
-    """Bounds over all models; `max_bytes` None takes the smaller of 500 GB and 20 % of what is free. What was read and not
-    yet taken is bounded over all who wait: then reading waits for them."""
+    """Bounds over all models; `max_bytes` None takes the smaller of 500 GB and 20 % of what is free. What was read and
+    not yet taken is bounded over all who wait: then reading waits for them."""
 
     max_bytes: int | None
     min_free_bytes: int

@@ -87,7 +87,8 @@ class DiskTier:
             self._wake.notify_all()
 
     def left_ram(self, copies: Iterable[Copy]) -> None:
-        """What these are copies of has left RAM: its bytes are in the queue only, for as long as they are not written."""
+        """What these are copies of has left RAM: its bytes are in the queue only, for as long as they are not
+        written."""
         with self._wake:
             self._writes.left_ram({copy.name for copy in copies if isinstance(copy, Entry)})
 

@@ -28,7 +28,8 @@ class Budget:
         return self.sizes.peak(num_tokens)
 
     def peak_bytes(self, num_tokens: int) -> float:
-        """The most that a row of this length takes alone: its own bytes, and what of them is there twice for a moment."""
+        """The most that a row of this length takes alone: its own bytes, and what of them is there twice for a
+        moment."""
         return self.at_peak(self.row_bytes(num_tokens))
 
     def at_peak(self, num_bytes: float) -> float:

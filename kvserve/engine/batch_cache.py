@@ -1,8 +1,8 @@
 """Batches whose rows come and go one layer at a time, so that no moment has the whole batch in memory twice.
 
-mlx-lm describes what joins, leaves and grows lazily, for all layers, and the device then computes many layers at once: a
-row that enters is there two to three times. Here each layer is computed, and its old arrays are free, before the next one
-is described. Values are the same; a row alone enters without a copy.
+mlx-lm describes what joins, leaves and grows lazily, for all layers, and the device then computes many layers at once:
+a row that enters is there two to three times. Here each layer is computed, and its old arrays are free, before the next
+one is described. Values are the same; a row alone enters without a copy.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,22 @@ import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
 
-class LeanBatch(BatchKVCache):  # type: ignore[misc]
+class LeanBatch(BatchKVCache):
     """A layer of a batch that is computed at once where rows join or leave."""
+
+    keys: Any
+    values: Any
 
     def filter(self, batch_indices: Sequence[int]) -> None:
         """Keep these rows, in this order. All of them, as they are, is nothing to do."""
         if self.keys is not None and list(batch_indices) == list(range(self.keys.shape[0])):
             return
-        super().filter(batch_indices)
+        super().filter(batch_indices)  # type: ignore[no-untyped-call]
         self._settle()
 
     def extend(self, other: Any) -> None:
         """Take in the rows of another batch, which is consumed."""
-        super().extend(other)
+        super().extend(other)  # type: ignore[no-untyped-call]
         other.keys = other.values = None
         self._settle()
 
@@ -33,8 +36,11 @@ class LeanBatch(BatchKVCache):  # type: ignore[misc]
             mx.eval(self.keys, self.values)
 
 
-class JoiningCache(KVCache):  # type: ignore[misc]
+class JoiningCache(KVCache):
     """A layer of one row on its way into a batch: whoever merges it consumes it."""
+
+    keys: Any
+    values: Any
 
     @classmethod
     def of(cls, cache: KVCache) -> "JoiningCache":
@@ -56,7 +62,7 @@ class JoiningCache(KVCache):  # type: ignore[misc]
         elif all(cache.keys is None for cache in caches):
             batch = LeanBatch([0] * len(caches))
         else:
-            batch = LeanBatch.merge(caches)
+            batch = LeanBatch.merge(caches)  # type: ignore[no-untyped-call]
             batch._settle()
         for cache in caches:
             cache.keys = cache.values = None
@@ -72,5 +78,5 @@ def _joining(cache: Any) -> Any:
     if type(cache) is KVCache:
         return JoiningCache.of(cache)
     if type(cache) is CacheList:
-        return CacheList(*(_joining(each) for each in cache.caches))
+        return CacheList(*(_joining(each) for each in cache.caches))  # type: ignore[no-untyped-call]
     return cache

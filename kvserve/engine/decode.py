@@ -131,8 +131,8 @@ class DecodePool:
         return self.held_bytes() - sum(self._model.sizes.live(row.num_tokens) for row in self.rows())
 
     def enter(self, row: Row, caches: list[Any], decoder: Decoder, padding_bytes: float = math.inf) -> None:
-        """Let a prefilled row decode. `caches` hold the KV of all its tokens but the last, and are consumed. It joins no
-        batch where it would add more than `padding_bytes` of padding."""
+        """Let a prefilled row decode. `caches` hold the KV of all its tokens but the last, and are consumed. It joins
+        no batch where it would add more than `padding_bytes` of padding."""
         tokens = row.tokens()
         caches = self._model.ready(caches, len(tokens) - 1)
         self._model.place(caches, row.request, len(tokens) - 1)
@@ -261,8 +261,8 @@ class DecodePool:
         return Step(failed=tuple(failed), evicted=tuple(again))
 
     def _group_for(self, num_tokens: int, is_packed: bool, most_bytes: float) -> _Group:
-        """The generator to join: the least padding, where there is memory for it and it is cheaper than one more pass over
-        the weights (`most_bytes`)."""
+        """The generator to join: the least padding, where there is memory for it and it is cheaper than one more pass
+        over the weights (`most_bytes`)."""
         if not self._model.cache_support.can_batch:
             return self._empty_group(is_packed)
         candidates = []

@@ -233,7 +233,9 @@ class DiskCache:
             self._plan_again(hold)
             hold.is_settled |= hold.is_stalled
             return not hold.is_settled
-        hold.arrived = hold.arrived or self.tier.take(hold.load, MAX_INSERT_BYTES)  # so that whoever takes slowly is read for slowly
+        hold.arrived = hold.arrived or self.tier.take(
+            hold.load, MAX_INSERT_BYTES
+        )  # so that whoever takes slowly is read for slowly
         is_sound = self._insert_arrived(hold)
         if not is_sound:
             self._end_load(hold)

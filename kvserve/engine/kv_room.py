@@ -1,5 +1,5 @@
-"""Room for KV: what live rows take of the memory that all KV shares, what may be kept beside them, and how far a row may be
-restored. It reads the ledger and has the tree evict; it touches no array.
+"""Room for KV: what live rows take of the memory that all KV shares, what may be kept beside them, and how far a row
+may be restored. It reads the ledger and has the tree evict; it touches no array.
 """
 
 import math
@@ -18,8 +18,8 @@ CLEAR_AFTER_BYTES = 64 * 2**20
 """MLX keeps freed buffers for reuse; after an eviction of this size they are given back."""
 
 NOT_KEPT = (
-    "KV of some requests is not kept, so their next turns are computed again. A request can be kept beside itself up to "
-    "half of this memory"
+    "KV of some requests is not kept, so their next turns are computed again. A request can be kept beside itself up "
+    "to half of this memory"
 )
 LONG_NOT_KEPT = "long answers are kept when they end, not while they go on."
 NOT_RESTORED = "some requests start from a part of what is kept of them, and compute the rest again."
@@ -59,8 +59,8 @@ class KvRoom:
         return False
 
     def has_room_to_read(self, num_tokens: int) -> bool:
-        """Whether a row of so many tokens may be read out of its batch, which copies it whole, while it goes on: what is
-        kept makes room."""
+        """Whether a row of so many tokens may be read out of its batch, which copies it whole, while it goes on: what
+        is kept makes room."""
         if not self.memory.has_room_for_kv(num_bytes := self._sizes.held(num_tokens)):
             self.make(num_bytes)
         if self.memory.has_room_for_kv(num_bytes):

@@ -1,14 +1,15 @@
 """The one account of memory that grows with work: what each part holds now, and what it may hold.
 
-    live              KV of running rows, with padding and the slots that their caches hold ahead     engine thread says it
-    copies            what is there twice while rows enter, leave or grow: a layer at a time          engine thread says it
-    kept              KV in the prefix tree                                                           read where it is
-    write_queue       what waits for the disk and is nowhere else any more                            likewise
-    read_ahead        what came from the disk and is not in the tree yet                              likewise
-    records, image_features, buffers                                                                  likewise
+    live              KV of running rows, with padding and the places that their caches hold ahead
+    copies            what is there twice while rows enter, leave or grow: a layer at a time
+    kept              KV in the prefix tree
+    write_queue       what waits for the disk and is nowhere else any more
+    read_ahead        what came from the disk and is not in the tree yet
+    records, image_features, buffers
 
 Admission, eviction, the queue of writes and reading ahead have their bounds from the plan here; `/health`, metrics and
-`/v1/cache` tell what is here. Any thread may ask. No arrays.
+`/v1/cache` tell what is here. The engine thread says the first two, the others are read
+where they are. Any thread may ask. No arrays.
 """
 
 import threading
@@ -19,9 +20,7 @@ from typing import Literal
 
 from kvserve.engine.memory_plan import MemoryPlan, WantedMemory, plan_memory
 
-Account = Literal[
-    "live", "copies", "kept", "write_queue", "read_ahead", "records", "image_features", "buffers"
-]
+Account = Literal["live", "copies", "kept", "write_queue", "read_ahead", "records", "image_features", "buffers"]
 
 QUIET_SECONDS = 30.0
 """A bound that nothing met for so long is not pressed any more: rows come and go faster than a person reads."""

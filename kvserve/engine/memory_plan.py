@@ -1,7 +1,7 @@
 """How a machine's memory is shared out between a model's weights and all that grows with work: arithmetic, no arrays.
 
-A share is one of what the weights leave, up to a cap; what an operator sets is taken as it is. The rest is headroom: for
-what a chunk of prefill computes with, and for everybody else on the machine.
+A share is one of what the weights leave, up to a cap; what an operator sets is taken as it is. The rest is headroom:
+for what a chunk of prefill computes with, and for everybody else on the machine.
 """
 
 import os
@@ -13,8 +13,8 @@ MIN_REST_BYTES = 2**29
 """So much is shared out where weights leave less, or nothing: a model that large has been asked for all the same."""
 
 KV_SHARE = 5 / 8
-"""KV of running rows, of rows that may come back, and copies on their way from one to the other. A row that takes half of
-it can be kept beside itself."""
+"""KV of running rows, of rows that may come back, and copies on their way from one to the other. A row that takes half
+of it can be kept beside itself."""
 
 WRITE_QUEUE_SHARE, WRITE_QUEUE_CAP = 1 / 16, 2**30
 READ_AHEAD_SHARE, READ_AHEAD_CAP = 1 / 32, 2**29
@@ -38,8 +38,8 @@ class WantedMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes that each account may hold. `kv_bytes` is for what is kept, running rows counted first; `batch_bytes` for the
-    rows that run, at their peak."""
+    """Bytes that each account may hold. `kv_bytes` is for what is kept, running rows counted first; `batch_bytes` for
+    the rows that run, at their peak."""
 
     kv_bytes: int
     batch_bytes: int

@@ -31,8 +31,8 @@ _HUB_PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "
 _PROBE_TOKENS = 16
 
 COPIED_LAYERS = 1.5
-"""A row that joins, leaves or grows has one layer twice, and the part of it that is padded: measured with four layers, a
-batch of 184 MiB took 60 more."""
+"""A row that joins, leaves or grows has one layer twice, and the part of it that is padded: measured with four layers,
+a batch of 184 MiB took 60 more."""
 
 
 @dataclass(frozen=True, slots=True)

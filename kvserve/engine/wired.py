@@ -1,7 +1,7 @@
 """How much of the device's memory this process keeps wired (Metal only), whatever generators would have it.
 
-mlx-lm's `BatchGenerator` sets the process's limit to the recommended maximum where it is made, and puts back what it found
-where it ends. On some machines wired memory, two streams and buffers that come and go make macOS panic
+mlx-lm's `BatchGenerator` sets the process's limit to the recommended maximum where it is made, and puts back what it
+found where it ends. On some machines wired memory, two streams and buffers that come and go make macOS panic
 (ml-explore/mlx issue 3186), so the operator decides, and no generator touches the limit. Everything here belongs to the
 engine thread.
 """
@@ -54,8 +54,8 @@ def batch_generator(module: Callable[..., Any], **settings: Any) -> Any:
 
 @contextmanager
 def _untouched() -> Iterator[None]:
-    """The generator remembers no limit to put back, either: it finds none to be set. To set ours after it had set its own
-    would wire everything for a moment at each birth, and unwire it again."""
+    """The generator remembers no limit to put back, either: it finds none to be set. To set ours after it had set its
+    own would wire everything for a moment at each birth, and unwire it again."""
     real = _GENERATE.maybe_set_recommended_wired_limit
     _GENERATE.maybe_set_recommended_wired_limit = lambda: None
     try:

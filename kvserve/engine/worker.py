@@ -412,7 +412,8 @@ class Engine:
         )
 
     def _ledger(self, model: LoadedModel) -> Memory:
-        """All memory that grows with work, from here on; MLX holds no more freed buffers, and wires no more, than it may."""
+        """All memory that grows with work, from here on; MLX holds no more freed buffers, and wires no more, than it
+        may."""
         plan = self._plan(model)
         self._found_cache_limit = mx.set_cache_limit(plan.buffer_bytes)
         mx.set_cache_limit(min(plan.buffer_bytes, self._found_cache_limit))
