@@ -123,6 +123,12 @@ class DiskTier:
         return self._is_full
 
     @property
+    def is_behind(self) -> bool:
+        """Whether something was refused because too much waits already."""
+        with self._wake:
+            return self._has_lost and not self._is_full and bool(self._writes.num_bytes)
+
+    @property
     def has_lost(self) -> bool:
         """Whether something that was to be written was refused since the last `take_lost`."""
         with self._wake:

@@ -1,5 +1,6 @@
 """Who may enter: rows are admitted by number and by the bytes of KV that they hold at their peak, padding included."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,10 @@ class Budget:
     def answer_bytes(self, num_prompt_tokens: int, num_tokens: int) -> float:
         """Bytes that a row of this length needs beyond what its prompt holds, with a state to be kept."""
         return self.sizes.fixed + max(0, self.sizes.peak(num_tokens) - self.sizes.peak(num_prompt_tokens))
+
+    def most_tokens(self, at_most: int) -> int:
+        """The longest row that may run alone, of at most so many tokens."""
+        return bisect_right(range(at_most + 1), self.max_bytes, key=self.peak_bytes) - 1
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """False for a row that does not fit even alone."""

@@ -36,6 +36,10 @@ class Entrance:
         """Bytes that a row needs beyond what its prompt holds."""
         return self._budget.answer_bytes(len(row.request.prompt), self._reserved(row))
 
+    def is_outgrown(self) -> bool:
+        """Whether rows that decode hold more than all rows may."""
+        return self._budget.at_peak(self._pool.held_bytes()) > self._budget.max_bytes
+
     def padding_left(self, running: Sequence[Row]) -> float:
         """How much more padding the batches of these rows may have."""
         return self._budget.padding_left([self._reserved(row) for row in running], self._pool.padding_bytes())

@@ -17,6 +17,9 @@ from kvserve.engine.row_bytes import RowBytes
 CLEAR_AFTER_BYTES = 64 * 2**20
 """MLX keeps freed buffers for reuse; after an eviction of this size they are given back."""
 
+FULL_DISK = "KV is kept in RAM only, and is computed again once it has left it."
+BEHIND = "some KV is not on disk yet, and is written when the disk has caught up."
+
 NOT_KEPT = (
     "KV of some requests is not kept, so their next turns are computed again. A request can be kept beside itself up "
     "to half of this memory"

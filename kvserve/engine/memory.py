@@ -81,6 +81,7 @@ class Memory:
         self._said: dict[Account, int] = {"live": 0, "copies": 0}
         self._read: dict[Account, Callable[[], int]] = {}
         self._pressed: dict[Bound, _Pressed] = {}
+        self._watched: dict[Bound, Callable[[], str | None]] = {}
 
     # --- what is held -------------------------------------------------------------------------------------------------
 
@@ -130,6 +131,11 @@ class Memory:
 
     # --- what is at its bound -----------------------------------------------------------------------------------------
 
+    def watch(self, bound: Bound, cost: Callable[[], str | None]) -> None:
+        """Have a bound looked at whenever somebody asks: what it costs that it is met, None while it is not. From any
+        thread; whoever it belongs to tells a person."""
+        self._watched[bound] = cost
+
     def press(self, bound: Bound, cost: str) -> None:
         """A bound is met, which costs what `cost` says. The first of a time is told to a person."""
         now = self._clock()
@@ -147,7 +153,8 @@ class Memory:
         """End what was not met for a while, and say so."""
         now = self._clock()
         with self._lock:
-            over = [bound for bound, each in self._pressed.items() if now - each.last_at >= QUIET_SECONDS]
+            quiet = (bound for bound, each in self._pressed.items() if now - each.last_at >= QUIET_SECONDS)
+            over = [bound for bound in quiet if bound not in self._watched]
             gone = {bound: self._pressed.pop(bound) for bound in over}
         for bound, each in gone.items():
             seconds = each.last_at - each.since
@@ -156,12 +163,24 @@ class Memory:
     def pressures(self) -> tuple[Pressure, ...]:
         """The bounds that are met now."""
         now = self._clock()
+        self._look_at_watched(now)
         with self._lock:
             return tuple(
                 Pressure(bound, each.cost, round(now - each.since, 1), each.num_times)
                 for bound, each in self._pressed.items()
                 if now - each.last_at < QUIET_SECONDS
             )
+
+    def _look_at_watched(self, now: float) -> None:
+        costs = {bound: cost() for bound, cost in self._watched.items()}
+        with self._lock:
+            for bound, cost in costs.items():
+                if cost is None:
+                    self._pressed.pop(bound, None)
+                elif (pressed := self._pressed.get(bound)) is None:
+                    self._pressed[bound] = _Pressed(cost, now, now)
+                else:
+                    pressed.cost, pressed.last_at = cost, now
 
 
 _BOUNDS: Mapping[Bound, str] = {

@@ -32,7 +32,7 @@ from kvserve.core import Reuse, ReuseTier, TokenSequence
 from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv, Tenancy, Totals
 from kvserve.engine.disk_cache import DiskCache, Hold
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH, Flush
-from kvserve.engine.kv_room import KvRoom
+from kvserve.engine.kv_room import BEHIND, FULL_DISK, KvRoom
 from kvserve.engine.memory import Memory
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.row_outline import outline, owner_of, request_owner, tokens_of, user_of, with_stop
@@ -76,6 +76,8 @@ class PrefixCache:
         self.kv_room = KvRoom(self._tree, memory, model.sizes)
         memory.open("write_queue", lambda: disk.tier.moving_bytes()[0] if (disk := self._disk) is not None else 0)
         memory.open("read_ahead", lambda: disk.tier.moving_bytes()[1] if (disk := self._disk) is not None else 0)
+        memory.watch("disk", lambda: FULL_DISK if (disk := self._disk) and disk.tier.is_full else None)
+        memory.watch("write_queue", lambda: BEHIND if (disk := self._disk) and disk.tier.is_behind else None)
         self._num_hybrid_trim_misses = 0
         self._totals = Totals()
         self.warmed = WarmedTokens(lambda tokens, partition: self.kept_tokens(tokens, [partition])[1])

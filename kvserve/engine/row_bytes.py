@@ -40,7 +40,7 @@ class RowBytes:
         """The most that a live row holds until it has so many tokens: while it is converted it is there twice."""
         if self.packed_from is None or not self._is_packed(num_tokens):
             return self.live(num_tokens)
-        converting = self.packed_from * (self.per_token + self.per_packed_token)
+        converting = (self.packed_from + self.slot_tokens) * self.per_token + self.packed_from * self.per_packed_token
         return self.fixed + max(converting, (num_tokens + self.slot_tokens) * self.per_packed_token)
 
     def kept(self, start: int, end: int) -> float:

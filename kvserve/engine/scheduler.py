@@ -104,6 +104,7 @@ class Scheduler:
             self._depart()
         self._drop_leavers()
         self._account()
+        self._put_back_outgrown()
         self._admit()
         for row in self._arrivals.take_ready(self._prefills, self._keep):
             self._begin(row)
@@ -248,6 +249,20 @@ class Scheduler:
             self._waiting.popleft()
             self._arrive(row)
             self.cache.make_room(self._entrance.answer_bytes(row))
+
+    def _put_back_outgrown(self) -> None:
+        """Answers longer than their allowance have outgrown the memory for all: the newest row waits."""
+        rows = self._pool.rows()
+        if len(rows) < 2 or not self._entrance.is_outgrown():
+            return
+        row = max(rows, key=lambda each: each.submitted_at)
+        if (left := self._pool.remove(row)) is None:
+            return
+        with self._aside(row):
+            if (tenancy := self._tenancies.get(row)) is not None:
+                self._keep_rest(tenancy, left.caches, left.tokens)
+            self._release(row, None)
+        self._waiting.appendleft(row)
 
     def _arrive(self, row: Row) -> None:
         self._entrance.measure(row, self._admitted_rows())

@@ -197,6 +197,7 @@ class Engine:
         """
         model = self.wait_until_ready(0)
         self._check(request, model)
+        request = self._within_memory(request, model)
         constraints = self._constraints(request, model)
         logprobs = LogprobReader(request.num_top_logprobs) if request.num_top_logprobs is not None else None
         with self._lock:
@@ -342,6 +343,16 @@ class Engine:
             max_bytes=self._plan(model).batch_bytes,
             sizes=model.sizes,
         )
+
+    def _within_memory(self, request: GenerationRequest, model: LoadedModel) -> GenerationRequest:
+        """An answer that would outgrow the memory for running rows even alone ends before that."""
+        num_prompt_tokens, memory = len(request.prompt), self._memory
+        most = self._budget(model).most_tokens(num_prompt_tokens + request.max_tokens) - num_prompt_tokens
+        if most >= request.max_tokens or most < 1:
+            return request
+        if memory is not None:
+            memory.press("running_rows", f"an answer ends after {most:,} tokens instead of {request.max_tokens:,}.")
+        return replace(request, max_tokens=most)
 
     def _plan(self, model: LoadedModel) -> MemoryPlan:
         return plan_memory(memory_bytes(), model.weight_bytes, self._settings.wanted_memory())

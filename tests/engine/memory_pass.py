@@ -6,10 +6,12 @@ What MLX and the kernel count is of a whole process, so each pass has one; the l
 """
 
 import json
+import random
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import mlx.core as mx
 from kvserve.core import GenerationRequest
 from kvserve.demo.families import ModelScale
 from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.memory import Memory
 from kvserve.engine.worker import Engine
 from tests.engine.engines import CACHE, engine_settings, generate, prompt_of, request
 from tests.models import tiny_model
@@ -32,23 +35,32 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What a pass does and may take. `keeps`: False for rows that leave nothing behind."""
+    """What a pass does and may take: `kv_bytes` and `batch_bytes` are the two settings, `side_bytes` the queue of
+    writes, and reading ahead. `forgets` is an account that the ledger does not count; `num_engines`: the work is done
+    again by another model, which takes the place of the first."""
 
     work: str
     kv_bytes: int
     batch_bytes: int
+    side_bytes: int = 16 * MIB
     disk: str = ""
     keeps: bool = True
     seed: int = 0
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    forgets: str = ""
+    num_engines: int = 1
 
 
 @dataclass(slots=True)
 class Seen:
-    """What a pass took: `peak_bytes` of MLX beyond the weights, `process_peak_bytes` beyond the idle process."""
+    """What a pass took: `peak_bytes` of MLX beyond the weights, `host_bytes` of the ledger that are not MLX's,
+    `process_bytes` beyond the idle process; `budget_bytes` is what KV and its ways to and from the disk may have,
+    `total_budget_bytes` what all accounts may."""
 
     peak_bytes: int = 0
-    process_peak_bytes: int = 0
+    host_bytes: int = 0
+    process_bytes: int = 0
+    budget_bytes: int = 0
+    total_budget_bytes: int = 0
     num_cached_tokens: int = 0
     num_failed: int = 0
     told: list[str] = field(default_factory=list)
@@ -115,8 +127,6 @@ def restores(engine: Engine, wanted: Pass) -> list[Any]:
 
 def mixed(engine: Engine, wanted: Pass) -> list[Any]:
     """What the seed says."""
-    import random
-
     rng = random.Random(wanted.seed)
     most = most_tokens(wanted.batch_bytes) // 2
     found: list[Any] = []
@@ -142,49 +152,85 @@ def proc_bytes(name: str) -> int:
 
 
 def run(wanted: Pass) -> Seen:
-    """Do the work on a fresh engine."""
+    """Do the work on a fresh engine, and on another one after that."""
     seen = Seen()
-    with tempfile.TemporaryDirectory() as folder:
-        disk = None
-        if wanted.disk:
-            disk = DiskSettings(Path(folder), 2**34, 0, 24, is_ephemeral=wanted.disk == "ephemeral")
-        values = {
-            "cache": replace(CACHE, max_bytes=wanted.kv_bytes),
-            "max_batch_bytes": wanted.batch_bytes,
-            "disk": disk,
-        }
-        engine = Engine(
-            tiny_model("qwen3", scale=WIDE),
-            engine_settings(**(values | wanted.settings)),
-            grammar_tokenizer=lambda _: None,
-            report=seen.told.append,
-        )
-        engine.start()
-        engine.wait_until_ready(60)
-        if disk is not None:
-            while not engine._ask(lambda scheduler: scheduler.cache._disk is not None):
-                threading.Event().wait(0.01)
-        generate(engine, *rows_of(wanted, [(8, 2)], seed=99))
-        engine.clear_cache()
-        idle_bytes = engine._ask(lambda _: _idle())
-        idle_process_bytes = proc_bytes("VmRSS")
-        found = WORKS[wanted.work](engine, wanted)
-        if wanted.disk:
-            engine._ask(lambda scheduler: scheduler.cache._disk.tier.flush(60))
-        seen.peak_bytes = mx.get_peak_memory() - idle_bytes
-        seen.process_peak_bytes = proc_bytes("VmHWM") - idle_process_bytes
-        seen.num_cached_tokens = sum(getattr(each.end, "num_cached_tokens", 0) for each in found)
-        seen.num_failed = sum(not hasattr(each.end, "num_cached_tokens") for each in found)
-        engine.stop(60)
+    if wanted.forgets:
+        real = Memory.held
+        Memory.held = lambda self, account: 0 if account == wanted.forgets else real(self, account)  # type:
+    ignore[method-assign] with tempfile.TemporaryDirectory() as folder:
+        for number in range(wanted.num_engines):
+            _run_one(wanted, Path(folder), number, seen)
     return seen
 
 
-def _idle() -> int:
-    """What MLX holds when nothing runs; from here on the peaks are counted anew."""
-    mx.clear_cache()
-    Path("/proc/self/clear_refs").write_text("5", "ascii")
-    mx.reset_peak_memory()
-    return mx.get_active_memory()
+def _run_one(wanted: Pass, folder: Path, number: int, seen: Seen) -> None:
+    side = {"max_queued_bytes": wanted.side_bytes, "max_read_ahead_bytes": wanted.side_bytes}
+    disk = DiskSettings(folder, 2**34, 0, 24, is_ephemeral=wanted.disk == "ephemeral", **side) if wanted.disk else None
+    engine = Engine(
+        tiny_model("qwen3", scale=WIDE, seed=number),
+        engine_settings(cache=replace(CACHE, max_bytes=wanted.kv_bytes), max_batch_bytes=wanted.batch_bytes, disk=disk),
+        grammar_tokenizer=lambda _: None,
+        report=seen.told.append,
+    )
+    engine.start()
+    try:
+        engine.wait_until_ready(60)
+        while disk is not None and engine._ask(lambda scheduler: scheduler.cache._disk) is None:
+            threading.Event().wait(0.01)
+        generate(engine, *rows_of(wanted, [(8, 2)], seed=99))
+        engine.clear_cache()
+        if not number:
+            _begin(engine, seen)
+        with _host_bytes_read(engine, seen):
+            found = WORKS[wanted.work](engine, wanted)
+        if disk is not None:
+            assert engine._ask(lambda scheduler: scheduler.cache._disk.tier.flush(60))  # type: ignore[union-attr]
+        memory = engine._memory
+        assert memory is not None
+        plan = memory.plan
+        seen.budget_bytes = plan.pool_bytes + (plan.write_queue_bytes + plan.read_ahead_bytes if disk else 0)
+        seen.total_budget_bytes = plan.total_bytes
+        seen.peak_bytes = mx.get_peak_memory() - IDLE["mlx"]
+        seen.process_bytes = proc_bytes("VmHWM") - IDLE["process"]
+        seen.num_cached_tokens += sum(each.end.num_cached_tokens for each in found if hasattr(each.end, "reason"))
+        seen.num_failed += sum(not hasattr(each.end, "reason") for each in found)
+    finally:
+        engine.stop(60)
+
+
+IDLE = {"mlx": 0, "process": 0}
+
+
+def _begin(engine: Engine, seen: Seen) -> None:
+    """Nothing runs now; from here on the peaks are counted."""
+
+    def note(_: object) -> None:
+        mx.clear_cache()
+        Path("/proc/self/clear_refs").write_text("5", "ascii")
+        mx.reset_peak_memory()
+        IDLE.update(mlx=mx.get_active_memory(), process=proc_bytes("VmRSS"))
+
+    engine._ask(note)
+
+
+@contextmanager
+def _host_bytes_read(engine: Engine, seen: Seen) -> Iterator[None]:
+    """Look at the ledger all the time: what it counts that is no array."""
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(0.002):
+            memory = engine._memory
+            held = memory.report().accounts["read_ahead"].num_bytes if memory is not None else 0
+            seen.host_bytes = max(seen.host_bytes, held)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 if __name__ == "__main__":
