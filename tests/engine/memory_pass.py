@@ -21,7 +21,7 @@ import mlx.core as mx
 from kvserve.core import GenerationRequest
 from kvserve.demo.families import ModelScale
 from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.memory import Memory
+from kvserve.engine.memory import Account, Memory
 from kvserve.engine.worker import Engine
 from tests.engine.engines import CACHE, engine_settings, generate, prompt_of, request
 from tests.models import tiny_model
@@ -156,8 +156,12 @@ def run(wanted: Pass) -> Seen:
     seen = Seen()
     if wanted.forgets:
         real = Memory.held
-        Memory.held = lambda self, account: 0 if account == wanted.forgets else real(self, account)  # type:
-    ignore[method-assign] with tempfile.TemporaryDirectory() as folder:
+
+        def held(self: Memory, account: Account) -> int:
+            return 0 if account == wanted.forgets else real(self, account)
+
+        Memory.held = held  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
         for number in range(wanted.num_engines):
             _run_one(wanted, Path(folder), number, seen)
     return seen
