@@ -4,11 +4,16 @@ yet.
 Figures and order only. The disk tier's lock guards both; single numbers may be read from any thread.
 """
 
+import time
 from collections import deque
 from collections.abc import Collection, Iterable
 
 from kvserve.cache.disk_blob import Blob, BlobName
 from kvserve.cache.disk_records import Load, Write
+
+STUCK_SECONDS = 0.2
+"""Whoever waits for the disk takes what was read between two steps; somebody who is away for so long is not waited
+for."""
 
 
 class WriteQueue:
@@ -74,14 +79,18 @@ class ReadAhead:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
+        self._moved_at = 0.0
         self.num_bytes = 0
 
     def next_of(self, loads: Iterable[Load]) -> Load | None:
-        """The first load that may go on: nothing of it is there, or its next blob fits beside all that is. So nobody
-        waits for somebody else's taking, and what is there is within the bound, or one blob for each who waits."""
+        """The first load that may go on: its next blob fits beside all that is there, or nothing is. Where nobody has
+        taken anything for a while, those of whom nothing is there have a blob each: whoever takes waits for nobody who
+        does not."""
+        is_stuck = time.monotonic() - self._moved_at >= STUCK_SECONDS
         for load in loads:
             num_next_bytes = load.entries[load.num_read].num_bytes
-            if not load.ready or self.num_bytes + num_next_bytes <= self._max_bytes:
+            fits = not self.num_bytes or self.num_bytes + num_next_bytes <= self._max_bytes
+            if fits or (is_stuck and not load.ready):
                 return load
         return None
 
@@ -89,6 +98,7 @@ class ReadAhead:
         """A blob was read; nobody wants that of a load that was given up meanwhile."""
         if load.is_cancelled:
             return
+        self._moved_at = time.monotonic()
         load.ready.append((blob, num_bytes))
         load.ready_bytes += num_bytes
         self.num_bytes += num_bytes
@@ -103,6 +113,8 @@ class ReadAhead:
             num_bytes += size
         load.ready_bytes -= num_bytes
         self.num_bytes -= num_bytes
+        if blobs:
+            self._moved_at = time.monotonic()
         return blobs
 
     def cancelled(self, load: Load) -> None:

@@ -19,7 +19,7 @@ from kvserve.cache.disk_blob import Blob, BlobName, Tensor, num_bytes_of
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_hand import DiskHand, Written
 from kvserve.cache.disk_index import DiskIndex, Entry
-from kvserve.cache.disk_queue import ReadAhead, WriteQueue
+from kvserve.cache.disk_queue import STUCK_SECONDS, ReadAhead, WriteQueue
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Load, Removal, Write
 from kvserve.cache.disk_store import BlobStore
 from kvserve.cache.forgetting import IsForgotten
@@ -339,6 +339,8 @@ class DiskTier:
             due.append(self._commit_at)
         if self._is_full:
             due.append(self._full_check_at)
+        if self._loads:
+            due.append(now + STUCK_SECONDS)
         return max(0.01, min(due) - now)
 
     def _next_load(self) -> Load | None:

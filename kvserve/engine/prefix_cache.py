@@ -323,9 +323,9 @@ class PrefixCache:
         return self._disk is not None and self._disk.do_idle_work(self._max_bytes)
 
     def coalesce(self) -> bool:
-        """Idle work: join one run of small segments. Returns whether there was one."""
+        """Idle work: join one run of small segments, where it may be there twice for a moment. Returns whether it was."""
         run = self._tree.plan_coalesce()
-        if run is None:
+        if run is None or not self.kv_room.memory.has_room_for_kv(sum(p.segment.num_bytes for p in run.pieces)):
             return False
         pieces: list[tuple[KvSlice, int, int]] = [
             (piece.payload, piece.first_row, piece.end_row)  # type: ignore[misc]
