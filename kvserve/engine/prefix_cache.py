@@ -323,7 +323,7 @@ class PrefixCache:
         return self._disk is not None and self._disk.do_idle_work(self._max_bytes)
 
     def coalesce(self) -> bool:
-        """Idle work: join one run of small segments, where it may be there twice for a moment. Returns whether it was."""
+        """Idle work: join one run of small segments, where there is memory to have it twice. Whether it was."""
         run = self._tree.plan_coalesce()
         if run is None or not self.kv_room.memory.has_room_for_kv(sum(p.segment.num_bytes for p in run.pieces)):
             return False
