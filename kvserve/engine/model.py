@@ -113,8 +113,8 @@ class LoadedModel:
         return self.sizes.per_token
 
     def row_bytes(self, num_tokens: int) -> float:
-        """Bytes of KV that a live row of this length holds, without padding."""
-        return self.sizes.live(num_tokens)
+        """Bytes of KV of a row of this length, without padding and places ahead."""
+        return self.sizes.held(num_tokens)
 
 
 def resolve_model_folder(model_path: str, note: Callable[[str], None]) -> Path:

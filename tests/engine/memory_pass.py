@@ -57,11 +57,12 @@ class Pass:
 @dataclass(slots=True)
 class Seen:
     """What a pass took: `peak_bytes` of MLX beyond the weights, `host_bytes` of the ledger that are not MLX's,
-    `process_bytes` beyond the idle process; `budget_bytes` is what KV and its ways to and from the disk may have,
-    `total_budget_bytes` what all accounts may."""
+    `both_bytes` the most that was seen of them at one moment, `process_bytes` beyond the idle process. `budget_bytes`
+    is what KV and its ways to and from the disk may have, `total_budget_bytes` what all accounts may."""
 
     peak_bytes: int = 0
     host_bytes: int = 0
+    both_bytes: int = 0
     process_bytes: int = 0
     budget_bytes: int = 0
     total_budget_bytes: int = 0
@@ -236,8 +237,9 @@ def _host_bytes_read(engine: Engine, seen: Seen) -> Iterator[None]:
     def look() -> None:
         while not is_over.wait(0.002):
             memory = engine._memory
-            held = memory.report().accounts["read_ahead"].num_bytes if memory is not None else 0
-            seen.host_bytes = max(seen.host_bytes, held)
+            num_bytes = memory.held("read_ahead") if memory is not None else 0
+            seen.host_bytes = max(seen.host_bytes, num_bytes)
+            seen.both_bytes = max(seen.both_bytes, num_bytes + mx.get_active_memory() - IDLE["mlx"])
 
     thread = threading.Thread(target=look)
     thread.start()

@@ -35,7 +35,7 @@ def measured(wanted: Pass) -> Seen:
 
 def is_within(seen: Seen) -> bool:
     """Whether a pass kept the law."""
-    return seen.peak_bytes + seen.host_bytes <= 1.1 * seen.budget_bytes + SLACK_BYTES
+    return max(seen.peak_bytes, seen.both_bytes) <= 1.1 * seen.budget_bytes + SLACK_BYTES
 
 
 def assert_law(wanted: Pass) -> Seen:
@@ -74,10 +74,10 @@ def test_another_model_takes_the_place_of_the_first_within_the_budgets(disk: str
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("forgotten", "work"), [("live", "eight"), ("kept", "mixed")])
-def test_a_ledger_that_forgets_an_account_breaks_the_law(forgotten: str, work: str) -> None:
+@pytest.mark.parametrize("forgotten", ["live", "kept"])
+def test_a_ledger_that_forgets_an_account_breaks_the_law(forgotten: str) -> None:
     """Negative control: budgets hold because everything is counted."""
-    wanted = Pass(work, 192 * MIB, 192 * MIB, disk="on")
+    wanted = Pass("mixed", 192 * MIB, 192 * MIB, disk="on")
     assert_law(wanted)
     assert not is_within(measured(replace(wanted, forgets=forgotten)))
 
