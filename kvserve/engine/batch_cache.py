@@ -11,6 +11,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
+MIN_BYTES = 2**21
+"""Layers of short rows stay lazy, as mlx-lm has them: to wait for each costs running streams more than it saves."""
+
 
 class LeanBatch(BatchKVCache):
     """A layer of a batch that is computed at once where rows join or leave."""
@@ -32,7 +35,7 @@ class LeanBatch(BatchKVCache):
         self._settle()
 
     def _settle(self) -> None:
-        if self.keys is not None:
+        if self.keys is not None and self.keys.nbytes + self.values.nbytes >= MIN_BYTES:
             mx.eval(self.keys, self.values)
 
 

@@ -76,6 +76,17 @@ def plan_memory(memory_bytes: int, weight_bytes: int, wanted: WantedMemory = Wan
     )
 
 
+def overdrawn(memory_bytes: int, weight_bytes: int, plan: MemoryPlan) -> tuple[str, ...]:
+    """What a person should know where weights and budgets together are more than MLX may use."""
+    needed = weight_bytes + plan.total_bytes
+    if needed <= memory_bytes:
+        return ()
+    return (
+        f"Weights ({weight_bytes / 2**30:.1f} GiB) and all budgets may take {needed / 2**30:.1f} GiB of "
+        f"{memory_bytes / 2**30:.1f} GiB: lower PROMPT_CACHE_MAX_BYTES or MAX_BATCH_BYTES, or take a smaller model.",
+    )
+
+
 def _share(rest: int, share: float, cap: int) -> int:
     return min(cap, int(rest * share))
 

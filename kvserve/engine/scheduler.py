@@ -104,6 +104,7 @@ class Scheduler:
             self._depart()
         self._drop_leavers()
         self._account()
+        self.cache.kv_room.memory.look()
         self._put_back_outgrown()
         self._admit()
         for row in self._arrivals.take_ready(self._prefills, self._keep):

@@ -30,7 +30,7 @@ from kvserve.engine.fingerprint import kv_fingerprint
 from kvserve.engine.first_tokens import draw_two_tokens
 from kvserve.engine.logprobs import LogprobReader
 from kvserve.engine.memory import Account, Memory, MemoryReport
-from kvserve.engine.memory_plan import MemoryPlan, WantedMemory, memory_bytes, plan_memory
+from kvserve.engine.memory_plan import MemoryPlan, WantedMemory, memory_bytes, overdrawn, plan_memory
 from kvserve.engine.model import CacheSupport, LoadedModel, load
 from kvserve.engine.model_digest import DigestStatus, ModelDigest
 from kvserve.engine.prefix_cache import PrefixCache
@@ -392,7 +392,8 @@ class Engine:
             self.digest.begin()
             model = load(self._folder, self._settings.max_kv_size, self._settings.kv)
             support = check_caches(model)
-            model = replace(model, cache_support=replace(support, notes=(*support.notes, *model.kv_notes)))
+            notes = (*support.notes, *model.kv_notes, *overdrawn(memory_bytes(), model.weight_bytes, self._plan(model)))
+            model = replace(model, cache_support=replace(support, notes=notes))
             model = with_images_tried(model, self._plan(model).image_feature_bytes)
             self.digest.confirm()
             scheduler = self._new_scheduler(model)

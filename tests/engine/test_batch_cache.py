@@ -1,17 +1,27 @@
 """Batches whose rows come and go a layer at a time hold what mlx-lm's own hold, in less memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
+from kvserve.engine import batch_cache
 from kvserve.engine.batch_cache import JoiningCache, LeanBatch, joining
 
 NUM_LAYERS = 6
 LAYER_BYTES = 2 * 512 * 1024 * 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def layers_are_settled() -> Iterator[None]:
+    """However small they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch_cache, "MIN_BYTES", 0)
+        yield
 
 
 def row(length: int, seed: int, heads: int = 2, width: int = 4) -> KVCache:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve.engine.memory_plan import MIN_REST_BYTES, WantedMemory, plan_memory
+from kvserve.engine.memory_plan import MIN_REST_BYTES, WantedMemory, overdrawn, plan_memory
 
 GIB = 2**30
 MIB = 2**20
@@ -52,6 +52,13 @@ def test_what_the_operator_sets_is_taken_and_changes_nothing_else() -> None:
     assert (plan.kv_bytes, plan.batch_bytes, plan.records_bytes) == (GIB, auto.batch_bytes, 7)
     assert plan.pool_bytes == auto.batch_bytes
     assert plan.write_queue_bytes == auto.write_queue_bytes
+
+
+def test_budgets_that_are_more_than_the_machine_has_are_told() -> None:
+    """Those that the machine chooses never are, where the weights leave anything."""
+    assert overdrawn(16 * GIB, 4 * GIB, plan_memory(16 * GIB, 4 * GIB)) == ()
+    [note] = overdrawn(16 * GIB, 4 * GIB, plan_memory(16 * GIB, 4 * GIB, WantedMemory(kv_bytes=20 * GIB)))
+    assert "16.0 GiB" in note and "PROMPT_CACHE_MAX_BYTES" in note
 
 
 def test_weights_that_leave_nothing_are_served_with_little() -> None:
