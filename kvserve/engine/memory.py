@@ -25,6 +25,9 @@ Account = Literal["live", "copies", "kept", "write_queue", "read_ahead", "record
 QUIET_SECONDS = 30.0
 """A bound that nothing met for so long is not pressed any more: rows come and go faster than a person reads."""
 
+TIMES_SECONDS = 1.0
+"""A row that waits meets its bound at every step: that is one time."""
+
 type Bound = Literal["kv_pool", "running_rows", "write_queue", "disk"]
 """What can be at its end: memory for KV, that for running rows, the queue of writes, or the volume."""
 
@@ -144,8 +147,8 @@ class Memory:
             if pressed is None:
                 self._pressed[bound] = _Pressed(cost, now, now)
             else:
+                pressed.num_times += now - pressed.last_at >= TIMES_SECONDS
                 pressed.cost, pressed.last_at = cost, now
-                pressed.num_times += 1
         if pressed is None:
             self._tell(f"{_BOUNDS[bound]}: {cost}")
 

@@ -74,6 +74,7 @@ def test_a_bound_is_told_once_when_it_is_met_and_once_when_that_is_over() -> Non
     memory = Memory(PLAN, lines.append, clock)
     for _ in range(3):
         memory.press("kv_pool", "nothing is kept.")
+        memory.press("kv_pool", "nothing is kept.")
         clock.now += 1
     assert lines == ["Memory for KV is full (PROMPT_CACHE_MAX_BYTES, MAX_BATCH_BYTES): nothing is kept."]
     [pressure] = memory.report().pressures
