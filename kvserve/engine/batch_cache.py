@@ -55,11 +55,11 @@ class JoiningCache(KVCache):
 
     @classmethod
     def merge(cls, caches: "Sequence[JoiningCache]") -> LeanBatch:
-        """One layer of a batch. Of a single row it takes the arrays as they are."""
+        """One layer of a batch. Of a single row it takes the arrays as they are, with the places ahead."""
         if len(caches) == 1 and caches[0].keys is not None:
             [cache] = caches
             batch = LeanBatch([0])
-            batch.keys, batch.values = (array[..., : cache.offset, :] for array in (cache.keys, cache.values))
+            batch.keys, batch.values = cache.keys, cache.values
             batch.offset += cache.offset
             batch._idx = cache.offset
         elif all(cache.keys is None for cache in caches):
