@@ -21,6 +21,7 @@ from benchmarks.weightless import weightless_model
 from kvserve.core import GenerationRequest, MessageStart, RequestId, SamplingParams, TokenSequence
 from kvserve.demo.build import build_model
 from kvserve.engine.admission import Budget
+from kvserve.engine.memory import fixed_memory
 from kvserve.engine.prefix_cache import CacheSettings, PrefixCache
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.scheduler import Scheduler
@@ -84,7 +85,7 @@ class Known:
         self.offsets = _message_offsets(len(self.ids))
         self._numbers = count(1)
         model = weightless_model(folder, num_layers=0)
-        self._cache: Any = Timed(PrefixCache(model, SETTINGS, 2**30, "benchmark"))
+        self._cache: Any = Timed(PrefixCache(model, SETTINGS, fixed_memory(2**30), "benchmark"))
         self._scheduler = Scheduler(
             model,
             Budget(8, 2**40, model.sizes),

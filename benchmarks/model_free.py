@@ -17,6 +17,7 @@ from benchmarks.given_ids import GivenIds
 from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
 from kvserve.config import Settings
 from kvserve.core import NOBODY, GenerationRequest, JsonObject, RequestDefaults, RequestId, ToolCallBlock
+from kvserve.engine.memory import fixed_memory
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.prefix_cache import PrefixCache, Tenancy
@@ -102,7 +103,7 @@ class PlaybackEngine:
         self.digest = ModelDigest(Path(), None, print, print)  # not needed: nothing outlives the process
 
     def _emptied(self) -> PrefixCache:
-        return PrefixCache(self._model, self._settings, UNLIMITED_BYTES, "model-free")
+        return PrefixCache(self._model, self._settings, fixed_memory(UNLIMITED_BYTES), "model-free")
 
     def forget(self) -> None:
         """Begin with an empty cache."""

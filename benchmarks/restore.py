@@ -18,6 +18,7 @@ from benchmarks.rig import rounds
 from benchmarks.weightless import weightless_model
 from kvserve.core import GenerationRequest, RequestId, SamplingParams, TokenSequence
 from kvserve.demo.build import build_model
+from kvserve.engine.memory import fixed_memory
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Generation, Row
@@ -88,7 +89,7 @@ def _kept(model: LoadedModel, *, num_turns: int, has_idle_time: bool) -> Kept:
     """All tokens as the KV of so many turns."""
     num_tokens = NUM_TURNS * TURN_TOKENS
     prompt = TokenSequence(tuple(token % 1000 for token in range(num_tokens + 1)))
-    cache = PrefixCache(model, SETTINGS, MAX_BYTES, "benchmark")
+    cache = PrefixCache(model, SETTINGS, fixed_memory(MAX_BYTES), "benchmark")
     tenancy, live, _ = cache.enter(_row(prompt))
     model.module(mx.zeros((1, num_tokens), mx.int32), cache=live)
     for turn in range(1, num_turns + 1):

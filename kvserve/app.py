@@ -33,7 +33,7 @@ from kvserve.prewarming import Prewarming, prewarm
 from kvserve.protocols.openai_models import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.proxy.litellm import LitellmProxy
-from kvserve.reports import cache_body, disk_line, engine_fields, image_fields
+from kvserve.reports import cache_body, disk_line, engine_fields, image_fields, memory_body
 from kvserve.roster import Callbacks, Roster
 from kvserve.seeing import Seeing
 from kvserve.sessions.lineage import SessionView
@@ -296,6 +296,8 @@ class App:
         served = self._roster.loaded
         report, totals = served.engine.cache_report(), served.conversations.totals()
         body = cache_body(report, totals, self._seeing.num_rejections)
+        memory = served.engine.status.memory
+        body = {**body, "memory": memory_body(memory) if memory is not None else None}
         return {**body, **image_fields(served.engine.image_report())}
 
     def explain(self, request_id: str | None, key: str) -> JsonObject:

@@ -81,8 +81,10 @@ class Settings(BaseSettings):
     prompt_cache_max_bytes: int | None = Field(
         None, description="RAM for the prefix cache; AUTO takes a share of the machine's memory."
     )
-    session_records_max_bytes: int = Field(
-        512 * 2**20, description="RAM for records of conversations and of prompts, and as much again on disk."
+    session_records_max_bytes: int | None = Field(
+        None,
+        description="RAM for records of a model's conversations and prompts, and as much again on disk; AUTO is 512 "
+        "MiB or, on small machines, a share.",
     )
     cache_use_block_index: bool = Field(
         True, description="Look prefixes up by block hash; false scans, with the same results."
@@ -154,7 +156,11 @@ class Settings(BaseSettings):
     max_queued_requests: int = Field(64, description="Requests that may wait; beyond it: 429.")
     max_batch_bytes: int | None = Field(
         None,
-        description="Memory for the KV of running rows, padding included; AUTO takes a share of the machine's memory.",
+        description="Memory for the KV of running rows at their peak, padding included; AUTO takes a share of the "
+        "machine's memory.",
+    )
+    wired_limit: int | None = Field(
+        0, description="Memory that macOS may not move: OFF, a size, or AUTO = weights, KV and buffers. Metal only."
     )
     prefill_step_size: int = Field(2048, description="Most tokens in one prefill chunk; measured time shortens it.")
     api_key: str | None = Field(None, description="Required as Bearer or x-api-key on both ports when set.")
@@ -189,8 +195,10 @@ class Settings(BaseSettings):
     image_fetch_max_bytes: int = Field(
         64 * 2**20, description="Most bytes of all pictures that one request lets the server fetch; of one, 32 MiB."
     )
-    image_feature_max_bytes: int = Field(
-        512 * 2**20, description="Memory for what a vision tower made of images; the newest stays whatever it takes."
+    image_feature_max_bytes: int | None = Field(
+        None,
+        description="Memory for what a vision tower made of images; the newest stays whatever it takes. AUTO is 512 "
+        "MiB or, on small machines, a share.",
     )
     vlm_cache_debug: bool = Field(False, description="Log the first 64 prompt ids and the image cuts.")
 

@@ -18,8 +18,9 @@ from kvserve.catalogue import ModelSource
 from kvserve.config import DiskMode, Settings
 from kvserve.core import RequestDefaults
 from kvserve.engine.census import Census, census, differing
+from kvserve.engine.memory_plan import memory_bytes, plan_memory
 from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
-from kvserve.engine.model_files import check_weights
+from kvserve.engine.model_files import check_weights, weight_file_bytes
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError
@@ -77,17 +78,20 @@ class ModelMaker:
         tokenizer = load_tokenizer(folder)
         added_tokens = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
         output_format = _output_format(self.settings, folder, tokenizer, added_tokens)
-        template = ChatTemplate(tokenizer, self.identity.limits.placed_bytes, output_format.tags)
+        limits = self._identity_of(folder).limits
+        template = ChatTemplate(tokenizer, limits.placed_bytes, output_format.tags)
         markers = learn_markers(tokenizer, template)
         sizes = expected_sizes(folder, self.settings.max_kv_size)
         engine = self._new_engine(folder, tokenizer)
-        conversations = self._conversations(engine)  # last: its file is open from here on
+        conversations = self._conversations(
+            engine, replace(self.identity, limits=limits)
+        )  # last: its file is open from here on
         return ServedModel(
             name=source.name,
             tokenizer=tokenizer,
             template=template,
             markers=markers,
-            stitcher=Stitcher.of(tokenizer, template, markers, self.identity.limits.memo_bytes),
+            stitcher=Stitcher.of(tokenizer, template, markers, limits.memo_bytes),
             output_format=output_format,
             added_tokens=added_tokens,
             engine=engine,
@@ -103,6 +107,7 @@ class ModelMaker:
         """The same model with an engine that has not started: one that has ended cannot start again."""
         engine = self._new_engine(source.folder, served.tokenizer)
         self._keep_records(engine, served.conversations)
+        engine.count("records", lambda: served.conversations.totals().num_bytes)
         return replace(served, engine=engine)
 
     def refreshed(self, served: ServedModel, source: ModelSource) -> ServedModel:
@@ -162,17 +167,25 @@ class ModelMaker:
             report(f"the records in {place} cannot be had: {error}")
             return ForgottenRecords(0, 0, is_done=False)
 
-    def _conversations(self, engine: Engine) -> Conversations:
+    def _identity_of(self, folder: Path) -> IdentitySettings:
+        """With as much memory for records as a model of this size leaves, where the operator has not decided."""
+        if self.settings.session_records_max_bytes is not None:
+            return self.identity
+        plan = plan_memory(memory_bytes(), weight_file_bytes(folder))
+        return replace(self.identity, limits=replace(self.identity.limits, max_bytes=plan.records_bytes))
+
+    def _conversations(self, engine: Engine, identity: IdentitySettings) -> Conversations:
         """What a model has read and written, in the file of its records where that outlives the process: from the
         beginning where it is known which model it is, else once that is known."""
         if self.records_dir is None:
-            return Conversations(self.identity)
-        if (fingerprint := engine.digest.look()) is not None:
+            conversations = Conversations(identity)
+        elif (fingerprint := engine.digest.look()) is not None:
             with self.opening:
-                conversations = Conversations(self.identity, self._archive(self.records_dir, fingerprint))
+                conversations = Conversations(identity, self._archive(self.records_dir, fingerprint))
         else:
-            conversations = Conversations(self.identity, awaits_archive=True)
+            conversations = Conversations(identity, awaits_archive=True)
         self._keep_records(engine, conversations)
+        engine.count("records", lambda: conversations.totals().num_bytes)
         return conversations
 
     def _keep_records(self, engine: Engine, conversations: Conversations) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from kvserve.core import JsonObject, TokenSequence
 from kvserve.engine.cache_records import CacheReport
 from kvserve.engine.disk_cache import DiskReport
+from kvserve.engine.memory import MemoryReport
 from kvserve.engine.model_digest import DigestStatus
 from kvserve.engine.vision_tower import ImageReport
 from kvserve.engine.warming import WarmReport
@@ -166,6 +167,17 @@ def engine_fields(roster: RosterStatus, *, default_name: str) -> JsonObject:
         "is_prefix_cached": support.can_keep if support else None,
         "images": support.image_rule if support else None,
         "weights": asdict(engine.digest) if engine else None,
+        "memory": memory_body(engine.memory) if engine and engine.memory is not None else None,
+    }
+
+
+def memory_body(memory: MemoryReport) -> JsonObject:
+    """The ledger of memory by account, and which of its bounds are met now and what that costs."""
+    return {
+        "total_bytes": memory.total_bytes,
+        "budget_bytes": memory.budget_bytes,
+        "accounts": {name: asdict(held) for name, held in memory.accounts.items()},
+        "pressures": [asdict(pressure) for pressure in memory.pressures],
     }
 
 

@@ -168,6 +168,16 @@ def _bits(value: object) -> object:
     return {"off": None, "4": 4, "8": 8}.get(str(value).strip().lower(), value)
 
 
+def _wired(value: object) -> object:
+    """Bytes, 0 for OFF, None for AUTO."""
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word is None or word == "auto":
+        return None
+    if (found := 0 if word == "off" else _size(value)) < 0:
+        raise ValueError(value)
+    return found
+
+
 def _words(choices: tuple[str, ...]) -> str:
     *others, last = map(repr, choices)
     return f"{', '.join(others)} or {last}"
@@ -213,7 +223,7 @@ KINDS: Mapping[str, Kind] = {
     "keepalive_interval_seconds": _number(30),
     "prompt_cache_block_size": _POSITIVE,
     "prompt_cache_max_bytes": _auto(_sized("8GB")),
-    "session_records_max_bytes": _sized("512MiB"),
+    "session_records_max_bytes": _auto(_sized("512MiB")),
     "cache_use_block_index": _SWITCH,
     "cache_canonicalize_tool_context": _SWITCH,
     "cache_rule_policies": _NAMES,
@@ -243,6 +253,7 @@ KINDS: Mapping[str, Kind] = {
     "max_concurrent_requests": _POSITIVE,
     "max_queued_requests": _COUNT,
     "max_batch_bytes": _auto(_sized("4GB")),
+    "wired_limit": Kind(_wired, "OFF, AUTO or a size such as 20GB"),
     "prefill_step_size": _whole(16, 8192),
     "api_key": _ANY,
     "allowed_origins": _NAMES,
@@ -263,7 +274,7 @@ KINDS: Mapping[str, Kind] = {
     "image_hosts": Kind(_hosts, "host names by comma, such as images.example.com or cdn.example.com:8443"),
     "image_fetch_seconds": _POSITIVE_SECONDS,
     "image_fetch_max_bytes": _sized("64MiB"),
-    "image_feature_max_bytes": _sized("512MiB"),
+    "image_feature_max_bytes": _auto(_sized("512MiB")),
     "vlm_cache_debug": _SWITCH,
 }
 """The settings in the order of `config.py`: where several are wrong, both name the same one first."""

@@ -44,6 +44,22 @@ class Row:
     path: tuple[str, ...]
 
 
+ACCOUNTS = (
+    ("live", "KV of running requests, with padding and places ahead"),
+    ("copies", "What of it is there twice at the most"),
+    ("kept", "KV that is kept in RAM"),
+    ("write_queue", "KV that waits for the disk and is nowhere else in RAM"),
+    ("read_ahead", "KV that was read from the disk and not taken yet"),
+    ("records", "Records of conversations and prompts"),
+    ("image_features", "What a vision tower made of images"),
+    ("buffers", "Freed buffers that MLX holds"),
+)
+
+
+def _account_row(name: str, help: str) -> Row:
+    return Row(f"memory_{name}_bytes", f"{help}.", "gauge", ("memory", "accounts", name, "num_bytes"))
+
+
 HEALTH_ROWS: tuple[Row, ...] = (
     Row("num_requests_running", "Requests that prefill or decode.", "gauge", ("num_running",)),
     Row("num_requests_prefilling", "Requests whose prompt is being computed.", "gauge", ("num_prefilling",)),
@@ -51,6 +67,9 @@ HEALTH_ROWS: tuple[Row, ...] = (
     Row("num_requests_waiting", "Requests that wait for a place or for a model.", "gauge", ("num_waiting",)),
     Row("model_swaps", "Times that another model took the place of one.", "counter", ("num_swaps",)),
     Row("active_memory_bytes", "Memory that MLX uses.", "gauge", ("active_memory_bytes",)),
+    Row("memory_bytes", "Memory that grows with work, all accounts.", "gauge", ("memory", "total_bytes")),
+    Row("memory_budget_bytes", "What all accounts may have together.", "gauge", ("memory", "budget_bytes")),
+    *(_account_row(*each) for each in ACCOUNTS),
     Row("open_connections", "Open client connections.", "gauge", ("num_open_connections",)),
     Row("uptime_seconds", "Seconds since the start.", "gauge", ("uptime_seconds",)),
 )

@@ -10,6 +10,7 @@ from kvserve.config import DiskMode, Settings
 from kvserve.core import RequestDefaults, SamplingParams
 from kvserve.engine.cache_records import CacheSettings
 from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.memory_plan import RECORDS_CAP
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.warming import WarmSettings
 from kvserve.engine.worker import EngineSettings
@@ -74,6 +75,8 @@ def engine_settings(settings: Settings, disk_cache: DiskMode = "on") -> EngineSe
         ),
         disk=_disk_settings(settings, disk_cache),
         image_feature_bytes=settings.image_feature_max_bytes,
+        records_bytes=settings.session_records_max_bytes,
+        wired_bytes=settings.wired_limit,
         warming=WarmSettings(max_tokens=settings.warm_max_tokens, time_share=settings.warm_max_time_share),
         idle_sweep_seconds=min(settings.eviction_interval_seconds, settings.keepalive_interval_seconds / 8),
     )
@@ -95,7 +98,8 @@ def _disk_settings(settings: Settings, mode: DiskMode) -> DiskSettings | None:
 def max_record_disk_bytes(settings: Settings) -> int:
     """Bytes of one model's records on disk: they count in the cap over all, so they take a part of it at most."""
     cap = settings.disk_cache_max_bytes
-    return settings.session_records_max_bytes if cap is None else min(settings.session_records_max_bytes, cap // 8)
+    wanted = settings.session_records_max_bytes or RECORDS_CAP
+    return wanted if cap is None else min(wanted, cap // 8)
 
 
 def identity_settings(settings: Settings) -> IdentitySettings:
@@ -116,7 +120,7 @@ def identity_settings(settings: Settings) -> IdentitySettings:
         checks_shortening=settings.cache_norm_safety_check,
         digests_writes=settings.normalize_write_tool_content_for_prompt,
         limits=StoreLimits(
-            max_bytes=settings.session_records_max_bytes,
+            max_bytes=settings.session_records_max_bytes or RECORDS_CAP,
             idle_seconds=settings.prompt_cache_session_max_idle_seconds,
             keep_seconds=settings.disk_cache_ttl_hours * 3_600,
         ),

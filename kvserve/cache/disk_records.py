@@ -9,21 +9,23 @@ from kvserve.cache.disk_entries import Entry
 
 @dataclass(frozen=True, slots=True)
 class DiskLimits:
-    """Bounds over all models; `max_bytes` None takes the smaller of 500 GB and 20 % of what is free."""
+    """Bounds over all models; `max_bytes` None takes the smaller of 500 GB and 20 % of what is free. What was read and
+    not yet taken is bounded over all who wait: then reading waits for them."""
 
     max_bytes: int | None
     min_free_bytes: int
     ttl_seconds: float
     max_queued_bytes: int
+    max_read_ahead_bytes: int = 2**29
 
 
 @dataclass(slots=True, eq=False)
 class Load:
     """Blobs on their way from the disk, in order; a None among them ends it: it could not be had. `num_read` of them
-    were read, `ready` was not taken yet."""
+    were read, `ready` was not taken yet, each with its bytes."""
 
     entries: tuple[Entry, ...]
-    ready: deque[Blob | None] = field(default_factory=deque)
+    ready: deque[tuple[Blob | None, int]] = field(default_factory=deque)
     ready_bytes: int = 0
     num_read: int = 0
     is_read: bool = False

@@ -20,14 +20,12 @@ from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_hand import DiskHand, Written
 from kvserve.cache.disk_index import DiskIndex
+from kvserve.cache.disk_queue import STUCK_SECONDS, ReadAhead, WriteQueue
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Load, Removal, Write
 from kvserve.cache.disk_store import BlobStore
 from kvserve.cache.forgetting import IsForgotten
 from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.records import Copy
-
-MAX_READ_AHEAD_BYTES = 512 * 2**20
-"""What was read and not yet taken; then reading waits for whoever asked."""
 
 RETRY_SECONDS = 30.0
 """What could not be written is tried again so much later."""
@@ -51,11 +49,11 @@ class DiskTier:
         self._hand = DiskHand(store, index, limits, faults)
         self._wake = threading.Condition()
         self._loads: deque[Load] = deque()
-        self._writes: deque[Write] = deque()
+        self._writes = WriteQueue(limits.max_queued_bytes)
+        self._ahead = ReadAhead(limits.max_read_ahead_bytes)
         self._orders: deque[Callable[[], None]] = deque()
         self._used: dict[BlobName, None] = {}
         self._stood_on: list[tuple[Sequence[Copy], int]] = []
-        self._queued_bytes = 0
         self._is_closing = False
         self._is_full = False
         self._has_lost = False
@@ -74,7 +72,7 @@ class DiskTier:
         (`time.monotonic`). One that is refused is asked for again: see `take_lost`."""
         with self._wake:
             while not (self._is_full or self._is_closing):
-                if not self._writes or self._queued_bytes + num_bytes <= self._limits.max_queued_bytes:
+                if self._writes.has_room(num_bytes):
                     return True
                 if (seconds := until - time.monotonic()) <= 0:
                     break
@@ -83,14 +81,23 @@ class DiskTier:
             self._has_lost = True
         return False
 
-    def put(self, entry: Entry, note: str, tensors: Sequence[Tensor]) -> None:
-        """Write a blob that the index has taken in. The tensors' bytes must not change until they are written."""
+    def put(self, entry: Entry, note: str, tensors: Sequence[Tensor], *, is_own: bool = False) -> None:
+        """Write a blob that the index knows. Its bytes must not change until then; `is_own`: they are nowhere else."""
         num_bytes = sum(num_bytes_of(tensor.data) for tensor in tensors)
         with self._wake:
             self._hand.ledger.doomed.discard(entry.name)
-            self._writes.append(Write(entry, note, tuple(tensors), num_bytes))
-            self._queued_bytes += num_bytes
+            self._writes.put(Write(entry, note, tuple(tensors), num_bytes), is_own=is_own)
             self._wake.notify_all()
+
+    def left_ram(self, copies: Iterable[Copy]) -> None:
+        """What these are copies of has left RAM: its bytes are in the queue only, for as long as they are not
+        written."""
+        with self._wake:
+            self._writes.left_ram({copy.name for copy in copies if isinstance(copy, Entry)})
+
+    def moving_bytes(self) -> tuple[int, int]:
+        """Bytes that RAM has in the queue of writes only, and those that were read and not taken. From any thread."""
+        return self._writes.num_own_bytes, self._ahead.num_bytes
 
     def await_written(self, entries: Sequence[Copy], until: float) -> bool:
         """Wait until none of these is on its way any more, at most `until` then. Whether that is so."""
@@ -105,18 +112,24 @@ class DiskTier:
     def is_settled(self) -> bool:
         """Whether all that was ever to be written is on disk."""
         with self._wake:
-            return not (self._queued_bytes or self._writes or self._has_lost or self._is_full)
+            return not (self._writes.num_bytes or self._writes or self._has_lost or self._is_full)
 
     @property
     def is_writing(self) -> bool:
         """Whether something waits to be written, or is."""
         with self._wake:
-            return bool(self._queued_bytes or self._writes)
+            return bool(self._writes.num_bytes or self._writes)
 
     @property
     def is_full(self) -> bool:
         """Whether the volume has no room; then nothing is taken."""
         return self._is_full
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something was refused because too much waits already."""
+        with self._wake:
+            return self._has_lost and not self._is_full and bool(self._writes.num_bytes)
 
     @property
     def has_lost(self) -> bool:
@@ -142,12 +155,10 @@ class DiskTier:
             self._wake.notify_all()
         return load
 
-    def take(self, load: Load) -> list[Blob | None]:
-        """What has been read since the last call."""
+    def take(self, load: Load, at_most: int | None = None) -> list[Blob | None]:
+        """What has been read since the last call, up to so many bytes."""
         with self._wake:
-            ready = list(load.ready)
-            load.ready.clear()
-            load.ready_bytes = 0
+            ready = self._ahead.taken(load, at_most)
             self._has_arrived = False
             self._wake.notify_all()
         return ready
@@ -160,9 +171,8 @@ class DiskTier:
     def cancel(self, load: Load) -> None:
         """Nobody wants the rest."""
         with self._wake:
-            load.is_cancelled = True
+            self._ahead.cancelled(load)
             self._has_arrived = False
-            load.ready.clear()
             self._wake.notify_all()
 
     def wait(self, seconds: float) -> None:
@@ -222,10 +232,9 @@ class DiskTier:
     def clear(self, timeout_seconds: float = 10.0) -> bool:
         """Delete everything of this model; what waits is not written."""
         with self._wake:
-            self._queued_bytes -= sum(write.num_bytes for write in self._writes)
             self._writes.clear()
             for load in self._loads:
-                load.is_cancelled = True
+                self._ahead.cancelled(load)
         self.index.clear()
         return self._order(self._hand.ledger.clear, timeout_seconds)
 
@@ -263,7 +272,7 @@ class DiskTier:
     def stats(self) -> DiskStats:
         """From any thread."""
         with self._wake:
-            return self._hand.stats(self._num_refused, self._queued_bytes, is_full=self._is_full)
+            return self._hand.stats(self._num_refused, self._writes.num_bytes, is_full=self._is_full)
 
     def _order(self, order: Callable[[], object], timeout_seconds: float) -> bool:
         """Have something done by the disk thread once nothing waits to be written, and wait for it."""
@@ -301,7 +310,7 @@ class DiskTier:
                 if (load := self._next_load()) is not None:
                     return partial(self._read_next, load)
                 if self._writes:
-                    return partial(self._write, self._writes.popleft())
+                    return partial(self._write, self._writes.take())
                 if self._orders:
                     return self._orders.popleft()
                 if self._is_closing:
@@ -321,6 +330,8 @@ class DiskTier:
             due.append(self._commit_at)
         if self._is_full:
             due.append(self._full_check_at)
+        if self._loads:
+            due.append(now + STUCK_SECONDS)
         return max(0.01, min(due) - now)
 
     def _next_load(self) -> Load | None:
@@ -328,7 +339,7 @@ class DiskTier:
         for load in [load for load in self._loads if load.is_cancelled or self._is_closing]:
             load.is_read = True
             self._loads.remove(load)
-        return next((load for load in self._loads if load.ready_bytes <= MAX_READ_AHEAD_BYTES), None)
+        return self._ahead.next_of(self._loads)
 
     def _read_next(self, load: Load) -> None:
         entry, blob = load.entries[load.num_read], None
@@ -337,8 +348,7 @@ class DiskTier:
         finally:
             with self._wake:
                 load.num_read += 1
-                load.ready.append(blob)
-                load.ready_bytes += entry.num_bytes
+                self._ahead.arrived(load, blob, entry.num_bytes)
                 if blob is None or load.num_read == len(load.entries):
                     load.is_read = True
                     self._loads.remove(load)
@@ -354,7 +364,7 @@ class DiskTier:
                 self.index.forget(write.entry.name)  # with what was to stand on it
             with self._wake:
                 self._note_outcome(outcome)
-                self._queued_bytes -= write.num_bytes
+                self._writes.done(write)
                 self._has_news = True
                 self._wake.notify_all()
 

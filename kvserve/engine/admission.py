@@ -1,10 +1,8 @@
-"""Who may enter: rows are admitted by number and by the bytes of KV that they will hold, padding included."""
+"""Who may enter: rows are admitted by number and by the bytes of KV that they hold at their peak, padding included."""
 
-import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import mlx.core as mx
 
 from kvserve.engine.row_bytes import RowBytes
 from kvserve.errors import MemoryExhausted
@@ -27,41 +25,54 @@ class Budget:
         return num_prompt_tokens + min(max_tokens, ANSWER_ALLOWANCE_TOKENS)
 
     def row_bytes(self, num_tokens: int) -> float:
-        """The most bytes that one row holds on its way to this length."""
+        """The most bytes that one row holds on its way to this length, without what is copied."""
         return self.sizes.peak(num_tokens)
+
+    def peak_bytes(self, num_tokens: int) -> float:
+        """The most that a row of this length takes alone: its own bytes, and what of them is there twice for a
+        moment."""
+        return self.at_peak(self.row_bytes(num_tokens))
+
+    def at_peak(self, num_bytes: float) -> float:
+        """What rows of so many bytes take while one of them joins, leaves or grows."""
+        return num_bytes + self.sizes.copied(num_bytes)
 
     def answer_bytes(self, num_prompt_tokens: int, num_tokens: int) -> float:
         """Bytes that a row of this length needs beyond what its prompt holds, with a state to be kept."""
         return self.sizes.fixed + max(0, self.sizes.peak(num_tokens) - self.sizes.peak(num_prompt_tokens))
 
+    def most_tokens(self, at_most: int) -> int:
+        """The longest row that may run alone, of at most so many tokens."""
+        return bisect_right(range(at_most + 1), self.max_bytes, key=self.peak_bytes) - 1
+
     def can_ever_hold(self, num_tokens: int) -> bool:
         """False for a row that does not fit even alone."""
-        return self.row_bytes(num_tokens) <= self.max_bytes
+        return self.peak_bytes(num_tokens) <= self.max_bytes
 
     def check(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raises MemoryExhausted for a row that does not fit even alone."""
         num_tokens = self.reserved_tokens(num_prompt_tokens, max_tokens)
         if not self.can_ever_hold(num_tokens):
             raise MemoryExhausted(
-                f"This request needs about {self.row_bytes(num_tokens) / 2**30:.2f} GiB of KV memory; "
-                f"{self.max_bytes / 2**30:.2f} GiB may be used (MAX_BATCH_BYTES).",
+                f"This request needs about {_size(self.peak_bytes(num_tokens))} of KV memory at its peak; "
+                f"{_size(self.max_bytes)} may be used (MAX_BATCH_BYTES).",
                 retry_after_seconds=60,
             )
+
+    def held_bytes(self, reserved: Sequence[int], padding_bytes: float) -> float:
+        """What rows with these reservations take at their peak, with the padding of their batches."""
+        return self.at_peak(sum(self.row_bytes(tokens) for tokens in reserved) + padding_bytes)
 
     def can_hold(self, num_tokens: int, reserved: Sequence[int], padding_bytes: float) -> bool:
         """True if a row fits beside the rows with these reservations and the padding of their batches."""
         if len(reserved) >= self.max_rows:
             return False
-        held = sum(self.row_bytes(tokens) for tokens in reserved) + padding_bytes
-        return held + self.row_bytes(num_tokens) <= self.max_bytes or not reserved
+        return self.held_bytes([*reserved, num_tokens], padding_bytes) <= self.max_bytes or not reserved
+
+    def padding_left(self, reserved: Sequence[int], padding_bytes: float) -> float:
+        """How much more padding the batches of these rows may have."""
+        return max(0.0, (self.max_bytes - self.held_bytes(reserved, padding_bytes)) / self.at_peak(1.0))
 
 
-def half_of_the_rest(weight_bytes: int) -> float:
-    """Half of the memory that the weights leave; the other half is for activations and everybody else."""
-    return max(2**28, (_memory_bytes() - weight_bytes) / 2)
-
-
-def _memory_bytes() -> int:
-    """Memory that MLX may use: the GPU's recommended working set or, on a CPU, the machine's memory."""
-    working_set = mx.device_info().get("max_recommended_working_set_size")
-    return int(working_set) if working_set else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -7,19 +7,20 @@ Generators take turns by the time they used per row (stride scheduling: Waldspur
 a model's caches cannot be batched, each row has a generator of its own.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
+from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import CacheList, KVCache
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from kvserve.engine.batch_kv import entering
+from kvserve.engine.batch_kv import BatchKv, entering
 from kvserve.engine.before_stop import StatesBefore, is_recurrent
 from kvserve.engine.courier import Departing
+from kvserve.engine.kv_buffers import num_slots, settle
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.out_of_memory import is_helped_by_room, is_out_of_memory, told
@@ -27,6 +28,7 @@ from kvserve.engine.row_outline import admitted_tokens
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import LogitsProcessor, Sampler
 from kvserve.engine.solo import SoloGenerator
+from kvserve.engine.wired import batch_generator
 
 
 @dataclass(slots=True, eq=False)
@@ -39,10 +41,13 @@ class _Group:
     used_seconds: float = 0.0
     is_packed: bool = False
     """Whether its rows' KV is quantised: those in full precision decode in another one."""
+    has_lost_rows: bool = False
+    """Whether a row left since the batch was computed last."""
 
     def drop(self, uid: int) -> Row:
         """Forget a row that has left the generator."""
         del self.decoders[uid]
+        self.has_lost_rows = True
         return self.rows.pop(uid)
 
     @property
@@ -54,7 +59,8 @@ class _Group:
         """Tokens that each row's buffers have room for: a row by itself entered with room for its answer."""
         if len(self.rows) == 1:
             [row] = self.rows.values()
-            return max(row.num_tokens, admitted_tokens(row))
+            admitted = admitted_tokens(row)
+            return admitted if row.num_tokens <= admitted else num_slots(row.num_tokens)
         return self.longest
 
 
@@ -121,9 +127,6 @@ class DecodePool:
         self._max_batch_size = max_batch_size
         self._groups: list[_Group] = []
         self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, leaves(model.new_caches())))
-        # A generator sets this limit too and, closed, puts back what it found: that must not be the process's default
-        # while other generators go on.
-        maybe_set_recommended_wired_limit()
 
     @property
     def num_rows(self) -> int:
@@ -152,12 +155,14 @@ class DecodePool:
             for row in group.rows.values()
         )
 
-    def enter(self, row: Row, caches: list[Any], decoder: Decoder) -> None:
-        """Let a prefilled row decode. `caches` hold the KV of all its tokens but the last, and are consumed."""
+    def enter(self, row: Row, caches: list[Any], decoder: Decoder, padding_bytes: float = math.inf) -> None:
+        """Let a prefilled row decode. `caches` hold the KV of all its tokens but the last, and are consumed. It joins
+        no batch where it would add more than `padding_bytes` of padding."""
         tokens = row.tokens()
         caches = self._model.ready(caches, len(tokens) - 1)
         self._model.place(caches, row.request, len(tokens) - 1)
-        group = self._group_for(len(tokens), self._model.is_packed(len(tokens) - 1))
+        most_bytes = min(padding_bytes, self._model.active_weight_bytes)
+        group = self._group_for(len(tokens), self._model.is_packed(len(tokens) - 1), most_bytes)
         stop_tokens = row.request.stop_tokens
         [uid] = group.generator.insert(
             [tokens[-1:]],
@@ -189,6 +194,16 @@ class DecodePool:
                     group.drop(uid)
                     return Left(row, caches, tokens)
         return None
+
+    def settle(self) -> None:
+        """Compute batches that rows have left, large layers one after the other: as long as that is only described,
+        what they were before is there as well. Whoever left is let go of first."""
+        for group in self._groups:
+            if group.has_lost_rows and group.rows and self._model.cache_support.can_batch:
+                for leaf in leaves(group.generator._generation_batch.prompt_cache):
+                    if isinstance(leaf, BatchKv) and leaf.keys is not None:
+                        settle(leaf.keys, leaf.values)
+            group.has_lost_rows = False
 
     def step(self) -> Step:
         """One token for every row of the generator whose turn it is; delivers the tokens to their rows."""
@@ -299,15 +314,16 @@ class DecodePool:
             longest = max(rows, key=lambda row: row.num_tokens)
             longest.failure = longest.failure or told(error, self._model.sizes.peak(longest.num_tokens))
 
-    def _group_for(self, num_tokens: int, is_packed: bool) -> _Group:
-        """The generator to join: the least padding, where that is cheaper than one more pass over the weights."""
+    def _group_for(self, num_tokens: int, is_packed: bool, most_bytes: float) -> _Group:
+        """The generator to join: the least padding, where there is memory for it and it is cheaper than one more pass
+        over the weights (`most_bytes`)."""
         if not self._model.cache_support.can_batch:
             return self._empty_group(is_packed)
         candidates = []
         for group in self._groups:
             if 0 < len(group.rows) < self._max_batch_size and group.is_packed == is_packed:
                 padding = extra_padding_tokens([row.num_tokens for row in group.rows.values()], num_tokens)
-                if padding * self._model.sizes.token_bytes(num_tokens) <= self._model.active_weight_bytes:
+                if padding * self._model.sizes.token_bytes(num_tokens) <= most_bytes:
                     candidates.append((padding, id(group), group))
         if candidates:
             return min(candidates)[2]
@@ -327,7 +343,7 @@ class DecodePool:
     def _new_generator(self) -> Any:
         if not self._model.cache_support.can_batch:
             return SoloGenerator(self._module)
-        return BatchGenerator(self._module, completion_batch_size=self._max_batch_size, stream=generation_stream)
+        return batch_generator(self._module, completion_batch_size=self._max_batch_size)
 
 
 def _left(row: Row, response: Any, before: StatesBefore | None) -> Left:

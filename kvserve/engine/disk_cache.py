@@ -70,7 +70,6 @@ class Hold:
     owner: str = ""
     goal: Goal | None = None
     load: Load | None = None
-    arrived: list[Blob | None] = field(default_factory=list)
     num_taken: int = 0
     num_matched_tokens: int = 0
     num_restored_tokens: int = 0
@@ -220,15 +219,14 @@ class DiskCache:
             self._plan_again(hold)
             hold.is_settled |= hold.is_stalled
             return not hold.is_settled
-        hold.arrived = hold.arrived or self.tier.take(hold.load)  # so that whoever takes slowly is read for slowly
-        is_sound = self._insert_arrived(hold)
+        is_sound = self._insert_arrived(hold, hold.load)
         if not is_sound:
             self._end_load(hold)
             self._plan_again(hold)
-        elif self.tier.is_over(hold.load) and not hold.arrived:
+        elif self.tier.is_over(hold.load):
             self._end_load(hold)
             hold.is_settled = True
-        elif not hold.arrived and hold.is_stalled:
+        elif hold.is_stalled:
             self.tier.faults.add("unreadable", f"nothing was read for {hold.patience_seconds:.0f} s")
             self._end_load(hold)
             hold.is_settled = True
@@ -260,7 +258,7 @@ class DiskCache:
         if any(entry.name in self._loading for entry in goal.entries):
             return
         self._loading.update(entry.name for entry in goal.entries)
-        hold.load, hold.arrived, hold.num_taken = self.tier.load(goal.entries), [], 0
+        hold.load, hold.num_taken = self.tier.load(goal.entries), 0
         hold.last_news_at = time.monotonic()
 
     def _beyond(self, match: Match) -> tuple[Sequence[Copy], Found]:
@@ -277,13 +275,14 @@ class DiskCache:
         if hold.load is not None:
             self._loading -= hold.load.names
             self.tier.cancel(hold.load)
-        hold.load, hold.arrived = None, []
+        hold.load = None
 
-    def _insert_arrived(self, hold: Hold) -> bool:
-        """Let the lease grow over blobs that have arrived, some at a time. False: one of them is of no use."""
+    def _insert_arrived(self, hold: Hold, load: Load) -> bool:
+        """Let the lease grow over blobs that have arrived, some at a time; what is not taken yet is not read beyond, so
+        whoever takes slowly is read for slowly. False: one of them is of no use."""
         goal, num_bytes = hold.goal, 0
-        while hold.arrived and goal is not None and num_bytes < MAX_INSERT_BYTES:
-            blob, entry = hold.arrived.pop(0), goal.entries[hold.num_taken]
+        while goal is not None and num_bytes < MAX_INSERT_BYTES and (taken := self.tier.take(load, 1)):
+            [blob], entry = taken, goal.entries[hold.num_taken]
             hold.num_taken += 1
             hold.last_news_at = time.monotonic()
             num_bytes += entry.num_bytes

@@ -14,6 +14,7 @@ from kvserve.cache.disk_scratch import ScratchStore
 from kvserve.cache.disk_store import INDEX_NAME, BlobStore, FolderStore
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.forgetting import IsForgotten
+from kvserve.engine.memory_plan import READ_AHEAD_CAP, WRITE_QUEUE_CAP
 from kvserve.engine.prefix_cache import PrefixCache
 
 FOLDER_NAME_DIGITS = 32
@@ -24,6 +25,7 @@ CLOSE_SECONDS = 5.0
 class DiskSettings:
     """What the operator decides about KV on disk; `max_bytes` None leaves it to the free space of the volume.
 
+    What may wait to be written, or be read ahead, is for the engine to say where it is None.
     `is_ephemeral`: a scratch file that vanishes with the process, and RAM holds what rows need now, nothing else.
     `beside`: patterns of other files in `folder` that count in `max_bytes`.
     """
@@ -32,7 +34,8 @@ class DiskSettings:
     max_bytes: int | None
     min_free_bytes: int
     ttl_hours: float
-    max_queued_bytes: int = 2**30
+    max_queued_bytes: int | None = None
+    max_read_ahead_bytes: int | None = None
     is_ephemeral: bool = False
     beside: tuple[str, ...] = ()
 
@@ -40,7 +43,11 @@ class DiskSettings:
 def open_disk(settings: DiskSettings, hasher: BlockHasher, report: Callable[[str], None]) -> DiskTier | None:
     """The disk tier of the model that `hasher` names prefixes of; None, with a line for a person, if it cannot be."""
     limits = DiskLimits(
-        settings.max_bytes, settings.min_free_bytes, settings.ttl_hours * 3600, settings.max_queued_bytes
+        settings.max_bytes,
+        settings.min_free_bytes,
+        settings.ttl_hours * 3600,
+        max_queued_bytes=settings.max_queued_bytes or WRITE_QUEUE_CAP,
+        max_read_ahead_bytes=settings.max_read_ahead_bytes or READ_AHEAD_CAP,
     )
     model = folder_name(hasher.fingerprint)
     try:

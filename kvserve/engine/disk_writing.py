@@ -148,6 +148,7 @@ class DiskWriting:
         # A queue without room is asked before the path is built: nothing of it could be put.
         is_put = not is_lost or (self._tier.can_take(leaving.num_bytes, until) and self.save(leaving.path(), 0, until))
         is_there = self._tier.await_written(leaving.unwritten(), until)
+        self._tier.left_ram(leaving.unwritten())
         over = time.monotonic()
         self._waited_seconds += over - now
         if patience_seconds and over >= until and not (is_put and is_there):
@@ -191,11 +192,12 @@ class DiskWriting:
         if not isinstance(payload, KvSlice) or not self._tier.can_take(payload.num_bytes, until):
             return None
         first, last = start - part.piece.segment.tokens.start, part.piece.end_row
-        kv = payload if (first, last) == (0, payload.num_tokens) else merged([(payload, first, last)])
+        is_copied = (first, last) != (0, payload.num_tokens)
+        kv = merged([(payload, first, last)]) if is_copied else payload
         encoded = encode_kv(kv)
         entry = self._tier.index.add_segment(path.run, path.chain, start, end, part.kind or "stride", above)
         if entry is not None:
-            self._tier.put(entry, *encoded)
+            self._tier.put(entry, *encoded, is_own=is_copied)
         return entry
 
     def _save_state(self, path: KeptPath, part: KeptPart, until: float) -> bool:

@@ -11,9 +11,9 @@ GROWTH_SHARE = 32
 """A long one grows by this part of what it holds, so that an answer of any length copies its prompt a few times only;
 the price is 3 % of memory."""
 
-LARGE_BYTES = 2**24
-"""A layer of this size: a row of 1 GiB where a model has 64 of them. To wait for each costs a few milliseconds then,
-where rows join or outgrow their room; a smaller row may be there twice for a moment."""
+LARGE_BYTES = 2**21
+"""Layers of short rows stay lazy, as mlx-lm has them: to wait for each costs running streams more than it saves. Of
+others no moment has all of them twice."""
 
 
 def num_slots(num_tokens: int) -> int:

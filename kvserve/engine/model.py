@@ -5,7 +5,7 @@ It runs on the engine thread, which owns what it returns. Tokenizer and template
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.core import GenerationRequest, ImageSpan
@@ -29,6 +29,10 @@ from kvserve.errors import EngineFailure, ModelLoadError
 
 _HUB_PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
 _PROBE_TOKENS = 16
+
+COPIED_LAYERS = 1.5
+"""A row that joins, leaves or grows has one layer twice, and the part of it that is padded: measured with four layers,
+a batch of 184 MiB took 60 more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +113,8 @@ class LoadedModel:
         return self.sizes.per_token
 
     def row_bytes(self, num_tokens: int) -> float:
-        """Bytes of KV that a live row of this length holds, without padding."""
-        return self.sizes.live(num_tokens)
+        """Bytes of KV of a row of this length, without padding and places ahead."""
+        return self.sizes.held(num_tokens)
 
 
 def fetched_folder(model_path: str, note: Callable[[str], None]) -> Path:
@@ -176,8 +180,7 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
     module, config = loaded.decoder, loaded.config
     vocab_size, caches = _probe(folder, config, module)
     support = try_quantising(module, lambda: make_prompt_cache(module), caches, kv)
-    per_token, fixed = _sizes(caches)
-    sizes = RowBytes(fixed, per_token, _sizes(support.caches)[0], kv.start) if support else RowBytes(fixed, per_token)
+    sizes = _row_bytes(caches, support.caches if support else None, kv.start)
     context_limit = min(max_kv_size, _own_context_limit(config) or max_kv_size)
     return LoadedModel(
         module=module,
@@ -239,6 +242,18 @@ def _probe(folder: Path, config: Mapping[str, Any], module: Module) -> tuple[int
     except Exception as error:
         raise _explained(folder, config, error) from error
     return logits.shape[-1], caches
+
+
+def _row_bytes(caches: Sequence[Any], packed: Sequence[Any] | None, packed_from: int) -> RowBytes:
+    """The sizes of a row with such caches, which are quantised from some token on or never (None)."""
+    per_token, fixed = _sizes(caches)
+    num_plain = sum(type(cache) is KVCache for cache in leaves(caches))
+    # Plain layers join and leave a batch one after the other, all others at once.
+    copy_share = COPIED_LAYERS / num_plain if num_plain and packed is None else 1.0
+    sizes = RowBytes(fixed, per_token, slot_tokens=KVCache.step, copy_share=min(1.0, copy_share))
+    if packed is None:
+        return sizes
+    return replace(sizes, per_packed_token=_sizes(packed)[0], packed_from=packed_from)
 
 
 def _sizes(caches: Sequence[Any]) -> tuple[float, int]:

@@ -48,6 +48,11 @@ def check_weights(folder: Path) -> None:
             raise _broken(folder, f"{file.name} has {actual:,} bytes instead of {expected:,}")
 
 
+def weight_file_bytes(folder: Path) -> int:
+    """About what a folder's weights will take in memory: the size of their files."""
+    return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
+
+
 def weights_stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:
     """Names, sizes and times of a folder's files: it changes when somebody mends the model."""
     files = [path for path in sorted(folder.glob("*")) if path.is_file()]

@@ -23,8 +23,8 @@ from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.forgetting import IsForgotten
 from kvserve.cache.in_flight import InFlight, Wait, plan_wait
 from kvserve.cache.match import Match
-from kvserve.cache.records import BoundaryKind, Limits, Room
-from kvserve.cache.token_run import image_around
+from kvserve.cache.records import BoundaryKind, Limits
+from kvserve.cache.token_run import image_around, pack
 from kvserve.cache.tree import PrefixTree
 from kvserve.cache.trie import Lease
 from kvserve.cache.warmed import WarmedTokens
@@ -32,13 +32,12 @@ from kvserve.core import Reuse, ReuseTier, TokenSequence
 from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv, Tenancy, Totals
 from kvserve.engine.disk_cache import DiskCache, Hold
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH, Flush
+from kvserve.engine.kv_room import BEHIND, FULL_DISK, KvRoom
+from kvserve.engine.memory import Memory
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.row_outline import expected_tokens, outline, owner_of, request_owner, tokens_of, user_of, with_stop
 from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
-
-CLEAR_AFTER_BYTES = 64 * 2**20
-"""MLX keeps freed buffers for reuse; after an eviction of this size they are given back."""
 
 TRIM_MISS_TOLERANCE_TOKENS = 64
 """A retreat of this many tokens or fewer is not counted as a missed checkpoint."""
@@ -47,10 +46,11 @@ TRIM_MISS_TOLERANCE_TOKENS = 64
 class PrefixCache:
     """Owns the tree and every array in it."""
 
-    def __init__(self, model: LoadedModel, settings: CacheSettings, max_bytes: int, fingerprint: str) -> None:
+    def __init__(self, model: LoadedModel, settings: CacheSettings, memory: Memory, fingerprint: str) -> None:
+        """`memory` is the ledger that says how much may be kept."""
         self._layout = CacheLayout(model.new_caches, model.quantiser)
         self._model = model
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes = memory.plan.kv_bytes
         self._needs_checkpoints = not self._layout.is_cuttable
         self.hasher = BlockHasher(settings.block_size, fingerprint)
         self._disk: DiskCache | None = None
@@ -73,6 +73,11 @@ class PrefixCache:
             cut_payload=lambda payload, start, end: merged([(payload, start, end)]),  # type: ignore[list-item]
             use_index=settings.use_index,
         )
+        self.kv_room = KvRoom(self._tree, memory, model.sizes)
+        memory.open("write_queue", lambda: disk.tier.moving_bytes()[0] if (disk := self._disk) is not None else 0)
+        memory.open("read_ahead", lambda: disk.tier.moving_bytes()[1] if (disk := self._disk) is not None else 0)
+        memory.watch("disk", lambda: FULL_DISK if (disk := self._disk) and disk.tier.is_full else None)
+        memory.watch("write_queue", lambda: BEHIND if (disk := self._disk) and disk.tier.is_behind else None)
         self._num_hybrid_trim_misses = 0
         self._totals = Totals()
         self.warmed = WarmedTokens(lambda tokens, partition: self.kept_tokens(tokens, [partition])[1])
@@ -111,7 +116,9 @@ class PrefixCache:
         `is_ahead`: it has no answer, counts nowhere and becomes nobody's entry. `is_guess`: no client asked for it.
         """
         tokens = tokens_of(row)
-        match = self._tree.lookup(tokens, partition=row.request.partition)
+        within = self.kv_room.within(tokens, row.restorable_bytes)
+        match = self._tree.lookup(within, partition=row.request.partition)
+        self.kv_room.note_cut(tokens, within, match.num_matched_tokens)
         if not is_ahead:
             self._note_reuse(row, match)
         owner, user, request = None if is_ahead else owner_of(row), user_of(row), row.request
@@ -140,12 +147,14 @@ class PrefixCache:
             stops = (*stops, Stop(len(tokens) - 1, "stride"))
         packed_from = self._model.packed_from(tokens.images)
         stops = with_stop(stops, packed_from, match.num_usable_tokens, len(tokens) - 1)
-        return Tenancy(row, lease, match.run, list(stops)), caches, match.num_usable_tokens
+        run = match.run if len(match.run) == len(tokens) else pack(tokens)
+        return Tenancy(row, lease, run, list(stops)), caches, match.num_usable_tokens
 
     def hold(self, row: Row, room_bytes: float = math.inf, *, is_guess: bool = False) -> Hold:
         """Keep what a row will start from until it enters: room is made for it before it does. What only the disk has
         of it begins to come back, up to so many bytes."""
-        tokens, partition, user = tokens_of(row), row.request.partition, user_of(row)
+        partition, user = row.request.partition, user_of(row)
+        tokens = self.kv_room.within(tokens_of(row), row.restorable_bytes)
         if self._disk is not None:
             return self._disk.hold(tokens, partition, user, room_bytes, is_guess=is_guess)
         match = self._tree.lookup(tokens, partition=partition)
@@ -218,10 +227,10 @@ class PrefixCache:
         num_bytes = self._model.sizes.kept(tenancy.lease.num_tokens, end)
         if tenancy.may_evict:
             self.make_room(num_bytes)
-        elif not self.room().fits(num_bytes, self._model.sizes.fixed):
+        elif not self.kv_room.left().fits(num_bytes, self._model.sizes.fixed):
             return
-        if self._disk is None and self._tree.num_ram_bytes + num_bytes > self._max_bytes:
-            return  # live rows stand on the rest
+        if not self.kv_room.takes(num_bytes, has_disk=self._disk is not None):
+            return
         packed_from = self._model.packed_from(tokens.images)
         extension = self._tree.extend(
             tenancy.lease,
@@ -299,18 +308,9 @@ class PrefixCache:
         # Without one `forget_on_disk` has seen to all of them.
         return self._disk.tier.forget_of_others(is_forgotten) if self._disk else Removal(0, is_done=True)
 
-    def account_live(self, num_bytes: float) -> None:
-        """Say what the live rows' own caches hold: they count in the budget."""
-        self._tree.account_live(int(num_bytes))
-
-    def room(self) -> Room:
-        """What may be kept beside live rows before anything leaves for it."""
-        return self._tree.room()
-
     def make_room(self, num_needed_bytes: float = 0) -> None:
         """Evict until live rows, the tier and `num_needed_bytes` fit into the budget together."""
-        if self._tree.evict(int(num_needed_bytes)).num_freed_bytes >= CLEAR_AFTER_BYTES:
-            mx.clear_cache()
+        self.kv_room.make(num_needed_bytes)
 
     def give_ram_back(self) -> None:
         """Where RAM is only lent, what no row stands on leaves it as soon as the disk has it."""
@@ -323,9 +323,9 @@ class PrefixCache:
         return self._disk is not None and self._disk.do_idle_work(self._max_bytes)
 
     def coalesce(self) -> bool:
-        """Idle work: join one run of small segments. Returns whether there was one."""
+        """Idle work: join one run of small segments, where there is memory to have it twice. Whether it was."""
         run = self._tree.plan_coalesce()
-        if run is None:
+        if run is None or not self.kv_room.memory.has_room_for_kv(sum(p.segment.num_bytes for p in run.pieces)):
             return False
         pieces: list[tuple[KvSlice, int, int]] = [
             (piece.payload, piece.first_row, piece.end_row)  # type: ignore[misc]
@@ -392,7 +392,8 @@ class PrefixCache:
 
     def report(self) -> CacheReport:
         disk, misses = self._disk.report() if self._disk is not None else None, self._num_hybrid_trim_misses
-        return CacheReport(self._tree.stats(), self._totals, misses, self._max_bytes, disk, None, self.has_lost_disk)
+        stats = replace(self._tree.stats(), live_bytes=self.kv_room.memory.held("live"))
+        return CacheReport(stats, self._totals, misses, self._max_bytes, disk, None, self.has_lost_disk)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant of the tree does not hold."""

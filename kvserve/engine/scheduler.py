@@ -20,6 +20,7 @@ from kvserve.engine.admission import Budget
 from kvserve.engine.arrivals import Arrivals
 from kvserve.engine.cache_records import CacheReport, ForgottenKv, Tenancy
 from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
+from kvserve.engine.entrance import Entrance
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.out_of_memory import ShortMemory
 from kvserve.engine.prefill import ChunkLength, Prefill
@@ -59,7 +60,6 @@ class Scheduler:
         """`depart` is called whenever what rows have said may go to their clients."""
         self.cache = cache
         self._model = model
-        self._budget = budget
         self._watchdog_seconds = watchdog_seconds
         self._report = report
         self._memory = ShortMemory(cache.make_room, model.sizes.peak, report)
@@ -68,6 +68,8 @@ class Scheduler:
         self._arrivals = Arrivals(cache, report)
         self._depart = depart
         self._pool = DecodePool(model, budget.max_rows, depart)
+        self._entrance = Entrance(budget, cache, self._pool)
+        self._aside_bytes = 0.0
         self._tenancies: dict[Row, Tenancy] = {}
         self._chunk_length = ChunkLength(prefill_step_size)
         self.warmer = Warmer(model, budget, cache, self._chunk_length, warming)
@@ -104,7 +106,10 @@ class Scheduler:
         if not self._is_only_decoding:
             self._depart()
         self._drop_leavers()
-        self.cache.account_live(self._live_bytes())
+        self._account()
+        self.cache.kv_room.memory.look()
+        self._put_back_outgrown()
+        self._pool.settle()
         self._admit()
         for row in self._arrivals.take_ready(self._prefills, self._keep):
             self._begin(row)
@@ -117,6 +122,7 @@ class Scheduler:
             self._settle(self._pool.step())
         else:
             self.cache.await_disk(DISK_WAIT_SECONDS)
+        self._pool.settle()
         if (stride := self.cache.answer_stride_tokens()) is not None:
             self._keep_long_answers(stride)
         self.cache.give_ram_back()
@@ -128,20 +134,20 @@ class Scheduler:
             if tenancy is None or row.num_tokens - (start := tenancy.lease.num_tokens) <= stride or tenancy.is_stuck:
                 continue
             self._depart()
-            left = self._pool.look_at(row)
-            if left is not None:
+            if (left := self._pool.look_at(row)) is not None:
                 self._keep_rest(tenancy, left.caches, left.tokens)
             tenancy.is_stuck = tenancy.lease.num_tokens == start
 
     def sweep(self) -> None:
         """Let leave what has outlived its time, also when nobody asks for anything."""
-        self.cache.account_live(self._live_bytes())
+        self._account()
         self.cache.make_room()
+        self.cache.kv_room.memory.look()
         self.warmer.look()
 
     def do_idle_work(self) -> bool:
         """One small piece of work that no request waits for. Returns whether there was any."""
-        self.cache.account_live(self._live_bytes())
+        self._account()
         return self.cache.do_disk_work() or self._memory.with_second_try(self.cache.coalesce) or self.warmer.step()
 
     def seconds_to_rest(self, at_most: float) -> float:
@@ -220,7 +226,8 @@ class Scheduler:
             # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
             if reason == "watchdog":
                 self._retract_answer(row)
-            self._release(row, left if reason == "cancelled" else None)
+            with self._aside(*([row] if left is not None else [])):
+                self._release(row, left if reason == "cancelled" else None)
 
     def _retract_answer(self, row: Row) -> None:
         with self._reported("KV of an ended answer could not be dropped"):
@@ -238,20 +245,47 @@ class Scheduler:
     def _admit(self) -> None:
         """Let waiting rows in, first come first served, as long as they fit; what is kept makes room for them."""
         while self._waiting:
-            reserved = [self._reserved(row) for row in self._admitted_rows()]
-            needed = self._reserved(self._waiting[0])
-            if not self._budget.can_hold(needed, reserved, self._pool.padding_bytes()):
+            row, running = self._waiting[0], self._admitted_rows()
+            if not self._entrance.admits(row, running, len(self._waiting)):
                 return
-            row = self._waiting.popleft()
+            self._waiting.popleft()
             self._arrive(row)
-            self.cache.make_room(self._budget.answer_bytes(len(row.request.prompt), needed))
+            self.cache.make_room(self._entrance.answer_bytes(row))
+
+    def _put_back_outgrown(self) -> None:
+        """Answers longer than their allowance have outgrown the memory for all: the newest row waits."""
+        rows = self._pool.rows()
+        if len(rows) < 2 or not self._entrance.is_outgrown():
+            return
+        row = max(rows, key=lambda each: each.submitted_at)
+        if (left := self._pool.remove(row)) is None:
+            return
+        with self._aside(row):
+            if (tenancy := self._tenancies.get(row)) is not None:
+                self._keep_rest(tenancy, left.caches, left.tokens)
+            self._release(row, None)
+        self._waiting.appendleft(row)
 
     def _arrive(self, row: Row) -> None:
+        self._entrance.measure(row, self._admitted_rows())
         self._arrivals.add(row)
-        self.cache.account_live(self._live_bytes())
+        self._account()
 
-    def _reserved(self, row: Row) -> int:
-        return self._budget.reserved_tokens(len(row.request.prompt), row.request.max_tokens)
+    def _account(self) -> None:
+        """Say what live rows hold: what has left its batch is there until it is kept."""
+        live_bytes = self._live_bytes() + self._aside_bytes
+        self.cache.kv_room.account(live_bytes, self._model.sizes.copied(live_bytes))
+
+    @contextmanager
+    def _aside(self, *rows: Row) -> Iterator[None]:
+        """While the KV of rows is read out of a batch, it is there besides."""
+        num_bytes = sum(self._model.sizes.held(row.num_tokens) for row in rows)
+        self._aside_bytes += num_bytes
+        self._account()
+        try:
+            yield
+        finally:
+            self._aside_bytes -= num_bytes
 
     def _live_bytes(self) -> float:
         """What live rows hold; one that has not begun to decode counts with its whole prompt, and with the room for its
@@ -307,8 +341,8 @@ class Scheduler:
         """A row leaves its prefill; the first decode step computes its last prompt token."""
         self._prefills.remove(prefill.row)
         try:
-            decoder = self._decoder(prefill.row)
-            self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, decoder))
+            decoder, padding_bytes = self._decoder(prefill.row), self._entrance.padding_left(self._admitted_rows())
+            self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, decoder, padding_bytes))
             self.cache.count(num_prefill_tokens=1)
         except Exception as error:  # noqa: BLE001 - a row that cannot enter touches no other
             prefill.row.fail(self._memory.told(prefill.row, error))
@@ -344,8 +378,9 @@ class Scheduler:
             self._report(f"A decode batch failed ({cause}); {again}.")
             self._release(row, None)
             self._arrive(row)
-        for left in step.finished:
-            self._release(left.row, left)
+        with self._aside(*(left.row for left in step.finished)):
+            for left in step.finished:
+                self._release(left.row, left)
         for crossing in step.crossed:
             self._cross(crossing)
 
@@ -370,7 +405,7 @@ class Scheduler:
         if row.is_forgotten:
             self._forget_images()
         tenancy = self._tenancies.pop(row, None)
-        self.cache.account_live(self._live_bytes())
+        self._account()
         if tenancy is not None:
             self._end_tenancy(tenancy, left)
         with self._reported("Room could not be made in the prefix cache"):  # the next row makes room again

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
+from mlx_lm.generate import StopSequences, generation_stream
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from kvserve.engine.batch_kv import entering
@@ -25,6 +25,7 @@ from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.padded_pass import can_be_padded, padded_pass
 from kvserve.engine.snapshot import CacheLayout
 from kvserve.engine.vision import RopeShift
+from kvserve.engine.wired import batch_generator
 from kvserve.errors import ModelLoadError
 
 LONG_ROW_TOKENS = 12
@@ -164,7 +165,7 @@ class _Trial:
         """Two rows enter a batch together, a third one later; that one goes on alone. Raises CachesDiffer."""
         rows = (self._long, self._short, self._short)
         scripts = [_Script(row.given) for row in rows]
-        generator: Any = BatchGenerator(self._module, stream=generation_stream)
+        generator: Any = batch_generator(self._module)
         ended: dict[int, list[Any]] = {}
         try:
             self._insert(generator, rows[:2], scripts[:2])

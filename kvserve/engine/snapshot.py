@@ -24,6 +24,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
+from kvserve.engine.kv_buffers import settle
 from kvserve.engine.quantised import Packed, PackedCache, Quantiser
 from kvserve.engine.vision import RopeShift
 
@@ -206,6 +207,7 @@ def _fill(leaf: Any, pieces: Sequence[Packed], room: int) -> None:
     if not pieces:
         return
     leaf.keys, leaf.values = _with_room(pieces, room)
+    settle(leaf.keys, leaf.values)
     leaf.offset = sum(piece[0].shape[TOKEN_AXIS] for piece in pieces)
 
 

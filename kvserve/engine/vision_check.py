@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import BatchGenerator, StopSequences, generation_stream
+from mlx_lm.generate import StopSequences, generation_stream
 from PIL import Image
 
 from kvserve.core import GenerationRequest, ImageInput, ImageSpan, RequestId, SamplingParams, TokenSequence
@@ -20,6 +20,7 @@ from kvserve.engine.vision import VlmDecoder
 from kvserve.engine.vision_load import Sight, SightRule
 from kvserve.engine.vision_pass import see
 from kvserve.engine.vision_row import RowImages
+from kvserve.engine.wired import batch_generator
 
 NUM_TEXT_TOKENS = 7
 NUM_GIVEN_TOKENS = 3
@@ -154,7 +155,7 @@ class _Trial:
         rows = ((self._ids, self._images), (self._ids[: self.span.start], None))
         alone = [self._alone(list(ids), images) for ids, images in rows]
         seen: list[list[mx.array]] = [[], []]
-        generator: Any = BatchGenerator(self._module, stream=generation_stream)
+        generator: Any = batch_generator(self._module)
         try:
             generator.insert(
                 [[ids[-1]] for ids, _ in rows],

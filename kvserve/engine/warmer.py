@@ -243,8 +243,8 @@ class Warmer:
     def _room_bytes(self, row: Row) -> float:
         """How much the disk may bring back for a guess; 0 where it cannot be kept without something leaving for it that
         somebody used: its live row and all that RAM has not must fit beside what there is."""
-        sizes, room = self._model.sizes, self._cache.room()
-        live_bytes = sizes.peak(row.num_tokens)
+        sizes, room = self._model.sizes, self._cache.kv_room.left()
+        live_bytes = self._budget.peak_bytes(row.num_tokens)
         num_known = self._cache.kept_tokens(row.request.prompt, [row.request.partition])[0]
         num_bytes = live_bytes + sizes.kept(num_known, row.num_tokens)
         return room.num_bytes - live_bytes if room.fits(num_bytes, sizes.fixed) else 0.0
@@ -273,13 +273,13 @@ class Warmer:
         """Whether a guess that keeps its state here can keep its end too."""
         sizes = self._model.sizes
         num_bytes = sizes.kept(prefill.tenancy.lease.num_tokens, stint.end) + sizes.fixed
-        return self._cache.room().fits(num_bytes, 2 * sizes.fixed)
+        return self._cache.kv_room.left().fits(num_bytes, 2 * sizes.fixed)
 
     def _entered(self, stint: _Stint) -> Prefill:
         images = self._model.images(stint.row.request)
         may_evict = not _is_own_idea(stint.task)
         if may_evict:
-            self._cache.make_room(self._model.sizes.peak(stint.row.num_tokens))
+            self._cache.make_room(self._budget.peak_bytes(stint.row.num_tokens))
         tenancy, caches, num_done = self._cache.enter(stint.row, is_ahead=True, is_guess=not may_evict)
         tenancy.may_evict = may_evict
         self._cache.let_go(stint.hold)

@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from kvserve.core import GenerationRequest, SamplingParams, TokenSequence
-from kvserve.engine.admission import Budget, half_of_the_rest
+from kvserve.engine.admission import Budget
 from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv
 from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.courier import Courier
@@ -29,6 +29,8 @@ from kvserve.engine.disk_writing import NOTHING_TO_FLUSH
 from kvserve.engine.fingerprint import kv_fingerprint
 from kvserve.engine.first_tokens import draw_two_tokens
 from kvserve.engine.logprobs import LogprobReader
+from kvserve.engine.memory import Account, Memory, MemoryReport
+from kvserve.engine.memory_plan import MemoryPlan, WantedMemory, memory_bytes, overdrawn, plan_memory
 from kvserve.engine.model import CacheSupport, LoadedModel, load
 from kvserve.engine.model_digest import DigestStatus, ModelDigest
 from kvserve.engine.prefix_cache import PrefixCache
@@ -39,8 +41,9 @@ from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.self_check import check_caches
 from kvserve.engine.thinking_limit import ThinkingLimiter
 from kvserve.engine.vision_check import with_images_tried
-from kvserve.engine.vision_tower import FEATURE_BYTES, ImageReport
+from kvserve.engine.vision_tower import ImageReport
 from kvserve.engine.warming import Warming, WarmJob, WarmSettings
+from kvserve.engine.wired import WiredLimit, wired_bytes
 from kvserve.errors import ContextOverflow, EngineFailure, ModelLoadError, NotReady, QueueFull
 
 ERRAND_TIMEOUT_SECONDS = 30.0
@@ -54,7 +57,8 @@ TELL_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What the operator decides about the engine; `max_batch_bytes` None takes half of the memory that is left."""
+    """What the operator decides about the engine; bytes that are None are a share of the memory that weights leave.
+    `wired_bytes`: 0 wires nothing, None what weights and KV take."""
 
     max_kv_size: int
     max_concurrent_requests: int
@@ -67,8 +71,21 @@ class EngineSettings:
     kv: KvSettings = FULL_PRECISION
     disk: DiskSettings | None = None
     idle_sweep_seconds: float = 30.0
-    image_feature_bytes: int = FEATURE_BYTES
+    image_feature_bytes: int | None = None
+    records_bytes: int | None = None
+    wired_bytes: int | None = 0
     warming: WarmSettings = WarmSettings()
+
+    def wanted_memory(self) -> WantedMemory:
+        """Which budgets are not left to the machine."""
+        return WantedMemory(
+            kv_bytes=self.cache.max_bytes,
+            batch_bytes=self.max_batch_bytes,
+            records_bytes=self.records_bytes,
+            image_feature_bytes=self.image_feature_bytes,
+            write_queue_bytes=self.disk.max_queued_bytes if self.disk is not None else None,
+            read_ahead_bytes=self.disk.max_read_ahead_bytes if self.disk is not None else None,
+        )
 
 
 type Errand = Callable[[Scheduler | None], None]
@@ -90,6 +107,7 @@ class EngineStatus:
     cache_support: CacheSupport | None
     held_bytes: tuple[int, int] = (0, 0)
     digest: DigestStatus = DigestStatus()
+    memory: MemoryReport | None = None
 
 
 class Engine:
@@ -122,6 +140,10 @@ class Engine:
         self._model: LoadedModel | None = None
         self._scheduler: Scheduler | None = None
         self._courier = Courier()
+        self._memory: Memory | None = None
+        self._outside: dict[Account, Callable[[], int]] = {}
+        self._wired = WiredLimit()
+        self._found_cache_limit: int | None = None
         outlives = (disk := settings.disk) is not None and not disk.is_ephemeral
         memory = DigestMemory(disk.folder, report, note) if disk and outlives else None
         self.digest = ModelDigest(folder, memory, report, note)
@@ -160,7 +182,12 @@ class Engine:
             cache_support=model.cache_support if (model := self._model) is not None else None,
             held_bytes=scheduler.cache.held_bytes() if scheduler else (0, 0),
             digest=self.digest.status,
+            memory=memory.report() if (memory := self._memory) is not None else None,
         )
+
+    def count(self, account: Account, read: Callable[[], int]) -> None:
+        """Have what somebody else holds for this model in its ledger. Before `start`."""
+        self._outside[account] = read
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Queue a request; computes nothing.
@@ -170,6 +197,7 @@ class Engine:
         """
         model = self.wait_until_ready(0)
         self._check(request, model)
+        request = self._within_memory(request, model)
         constraints = self._constraints(request, model)
         logprobs = LogprobReader(request.num_top_logprobs) if request.num_top_logprobs is not None else None
         with self._lock:
@@ -312,9 +340,22 @@ class Engine:
     def _budget(self, model: LoadedModel) -> Budget:
         return Budget(
             max_rows=self._settings.max_concurrent_requests,
-            max_bytes=self._settings.max_batch_bytes or half_of_the_rest(model.weight_bytes),
+            max_bytes=self._plan(model).batch_bytes,
             sizes=model.sizes,
         )
+
+    def _within_memory(self, request: GenerationRequest, model: LoadedModel) -> GenerationRequest:
+        """An answer that would outgrow the memory for running rows even alone ends before that."""
+        num_prompt_tokens, memory = len(request.prompt), self._memory
+        most = self._budget(model).most_tokens(num_prompt_tokens + request.max_tokens) - num_prompt_tokens
+        if most >= request.max_tokens or most < 1:
+            return request
+        if memory is not None:
+            memory.press("running_rows", f"an answer ends after {most:,} tokens instead of {request.max_tokens:,}.")
+        return replace(request, max_tokens=most)
+
+    def _plan(self, model: LoadedModel) -> MemoryPlan:
+        return plan_memory(memory_bytes(), model.weight_bytes, self._settings.wanted_memory())
 
     def _row_ended(self) -> None:
         with self._lock:
@@ -334,8 +375,11 @@ class Engine:
                     if self._scheduler.cache.close_disk(FLUSH_SECONDS):
                         self._flush = NOTHING_TO_FLUSH
                     self._scheduler.cache.clear()
-                self._model = self._scheduler = None
+                self._model = self._scheduler = self._memory = None
                 mx.synchronize()
+                self._wired.end()
+                if self._found_cache_limit is not None:
+                    mx.set_cache_limit(self._found_cache_limit)
         finally:
             self._loaded.set()
             self._courier.stop()
@@ -348,8 +392,9 @@ class Engine:
             self.digest.begin()
             model = load(self._folder, self._settings.max_kv_size, self._settings.kv)
             support = check_caches(model)
-            model = replace(model, cache_support=replace(support, notes=(*support.notes, *model.kv_notes)))
-            model = with_images_tried(model, self._settings.image_feature_bytes)
+            notes = (*support.notes, *model.kv_notes, *overdrawn(memory_bytes(), model.weight_bytes, self._plan(model)))
+            model = replace(model, cache_support=replace(support, notes=notes))
+            model = with_images_tried(model, self._plan(model).image_feature_bytes)
             self.digest.confirm()
             scheduler = self._new_scheduler(model)
             draw_two_tokens(scheduler, self._settings.default_sampling)
@@ -366,11 +411,11 @@ class Engine:
         self._loaded.set()
 
     def _new_scheduler(self, model: LoadedModel) -> Scheduler:
-        cache_bytes = self._settings.cache.max_bytes or int(half_of_the_rest(model.weight_bytes))
+        memory = self._memory = self._ledger(model)
         return Scheduler(
             model,
             self._budget(model),
-            PrefixCache(model, self._settings.cache, cache_bytes, secrets.token_hex(32)),  # nobody else's name
+            PrefixCache(model, self._settings.cache, memory, secrets.token_hex(32)),  # nobody else's name
             prefill_step_size=self._settings.prefill_step_size,
             watchdog_seconds=self._settings.watchdog_seconds,
             report=self._report,
@@ -378,10 +423,29 @@ class Engine:
             depart=self._courier.depart,
         )
 
+    def _ledger(self, model: LoadedModel) -> Memory:
+        """All memory that grows with work, from here on; MLX holds no more freed buffers, and wires no more, than it
+        may."""
+        plan = self._plan(model)
+        self._found_cache_limit = mx.set_cache_limit(plan.buffer_bytes)
+        mx.set_cache_limit(min(plan.buffer_bytes, self._found_cache_limit))
+        self._wired.begin(wired_bytes(self._settings.wired_bytes, model.weight_bytes, plan))
+        memory = Memory(plan, self._report)
+        memory.open("buffers", mx.get_cache_memory)
+        if (sight := model.sight) is not None:
+            memory.open("image_features", lambda: sight.tower.num_bytes)
+        for account, read in self._outside.items():
+            memory.open(account, read)
+        return memory
+
     def _open_disk(self, scheduler: Scheduler, model: LoadedModel) -> None:
         """From here on, so that nothing of the warm-up is kept. What outlives the process waits for a name."""
         if (settings := self._settings.disk) is None:
             return
+        plan = self._plan(model)
+        settings = replace(
+            settings, max_queued_bytes=plan.write_queue_bytes, max_read_ahead_bytes=plan.read_ahead_bytes
+        )
         cache = scheduler.cache
         cache.forget_on_disk = partial(forget_on_disk, settings, cache.hasher, self._report)
         if model.cache_support.can_keep and settings.is_ephemeral:

@@ -553,13 +553,12 @@ def test_a_queue_that_is_full_takes_nothing(tmp_path: Path, monkeypatch: pytest.
         assert disk.tier.flush(WAIT_SECONDS) and disk.tier.take_lost() and not disk.tier.take_lost()
 
 
-def test_a_load_that_nobody_takes_keeps_no_write_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_nobody_takes_keeps_no_write_waiting(tmp_path: Path) -> None:
     """Read as far ahead as may be, then written; and once somebody takes, the rest is read."""
     with Disk(tmp_path) as disk:
         for end in (10, 20, 30, 40):
             disk.say(LONG[:end])
-    monkeypatch.setattr(disk_tier, "MAX_READ_AHEAD_BYTES", 1)
-    with Disk(tmp_path) as disk:
+    with Disk(tmp_path, replace(ROOMY, max_read_ahead_bytes=1)) as disk:
         entries = [step.segment for step in disk.tier.index.find(*named(LONG)).steps]
         load = disk.tier.load(entries)
         wait_until(lambda: len(load.ready) == 1)

@@ -173,6 +173,14 @@ def collect(generation: Generation, *, poll_seconds: float = 60) -> Result:
     raise AssertionError("the row ended without a last event")
 
 
+def live_extra_bytes(engine: Engine, num_tokens: int) -> int:
+    """What a running row of so many tokens takes beyond its KV: places ahead, and what is there twice for a moment. As
+    much as the rows themselves with models and prompts as small as these."""
+    sizes = engine.wait_until_ready().sizes
+    live_bytes = sizes.peak(num_tokens)
+    return int(live_bytes + sizes.copied(live_bytes) - sizes.held(num_tokens))
+
+
 @contextmanager
 def held(engine: Engine) -> Iterator[None]:
     """An engine that stands still between two steps: what is given to it meanwhile comes at once, and what a test looks

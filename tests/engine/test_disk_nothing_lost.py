@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvserve.cache import disk_tier, tree
+from kvserve.cache import tree
 from kvserve.cache.disk_blob import BlobName, unpack_blob
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_store import FolderStore
@@ -295,8 +295,7 @@ def test_what_is_read_ahead_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(FolderStore, "read", read)
     monkeypatch.setattr(DiskCache, "_insert", insert)
     monkeypatch.setattr(disk_cache, "MAX_INSERT_BYTES", 1)
-    monkeypatch.setattr(disk_tier, "MAX_READ_AHEAD_BYTES", 1)
-    with running_engine(disk=on(tmp_path)) as engine:
+    with running_engine(disk=on(tmp_path, max_read_ahead_bytes=1)) as engine:
         [result] = generate(engine, turn([*LONG, 1], 2))
     assert cached(result) >= len(LONG) and num_read >= NUM_PARTS
     assert max(ahead) <= 4

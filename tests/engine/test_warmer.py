@@ -26,6 +26,7 @@ from tests.engine.engines import (
     cold,
     collect,
     generate,
+    live_extra_bytes,
     prompt_of,
     request,
     running_engine,
@@ -393,8 +394,8 @@ def nearly_full(family: str, folder: Path | None, num_sessions: float) -> Iterat
     Where there is a disk, it has what the guesses are of."""
     with running_engine(family) as engine:
         generate(engine, turn(BASE, 4))
-        num_bytes = engine.cache_report().stats.ram_bytes
-    small = replace(CACHE, max_bytes=int(num_sessions * num_bytes))
+        num_bytes, extra_bytes = engine.cache_report().stats.ram_bytes, live_extra_bytes(engine, 300)
+    small = replace(CACHE, max_bytes=int(num_sessions * num_bytes) + extra_bytes)
     disk = DiskSettings(folder, None, 0, 24.0) if folder is not None else None
     with running_engine(family, warming=AT_ONCE, cache=small, disk=disk) as engine:
         if folder is not None:
@@ -483,8 +484,8 @@ def test_what_left_the_cache_unused_was_in_vain() -> None:
     """KV that others push out of RAM counts as wasted, and nothing counts twice."""
     with running_engine(warming=AT_ONCE) as engine:
         ended(engine.warm(job()))
-        num_bytes = engine.cache_report().stats.ram_bytes
-    small = replace(CACHE, max_bytes=int(2.5 * num_bytes))
+        num_bytes, extra_bytes = engine.cache_report().stats.ram_bytes, live_extra_bytes(engine, 300)
+    small = replace(CACHE, max_bytes=int(2.5 * num_bytes) + extra_bytes)
     with running_engine(warming=AT_ONCE, cache=small) as engine:
         ended(engine.warm(job()))
         for seed in range(1, 5):

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, TokenDelta
+from kvserve.engine import admission
 from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine import stretches as stretches_module
 from kvserve.engine import worker as worker_module
@@ -212,6 +213,42 @@ def test_rows_beyond_the_memory_budget_wait_for_their_turn() -> None:
         results = generate(engine, *(request(prompt_of(100, seed), 24) for seed in range(3)))
         alone = [generate(engine, request(prompt_of(100, seed), 24))[0].tokens for seed in range(3)]
     assert [result.tokens for result in results] == alone
+
+
+def test_an_answer_that_would_outgrow_the_memory_ends_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, and with the number of tokens that fit; the terminal and the report say so."""
+    monkeypatch.setattr(admission, "ANSWER_ALLOWANCE_TOKENS", 4)
+    lines: list[str] = []
+    with running_engine(max_batch_bytes=2**19, report=lines.append) as engine:
+        budget = engine._budget(engine.wait_until_ready())
+        most = budget.most_tokens(10**6)
+        [result] = generate(engine, request(prompt_of(most - 20), 100_000))
+        pressures = engine.status.memory.pressures if engine.status.memory is not None else ()
+    assert len(result.tokens) == 20
+    assert [each.bound for each in pressures] == ["running_rows"] and "MAX_BATCH_BYTES" in lines[0]
+
+
+def test_rows_that_outgrow_their_memory_wait_and_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers longer than their allowance: the newest row waits until there is room, and writes what it writes
+    alone."""
+    monkeypatch.setattr(admission, "ANSWER_ALLOWANCE_TOKENS", 4)
+    wanted = [request(prompt_of(40, seed), 400) for seed in range(2)]
+    held_bytes: list[float] = []
+    with running_engine() as engine:
+        alone = [generate(engine, each)[0].tokens for each in wanted]
+        sizes = engine.wait_until_ready().sizes
+    budget_bytes = 2.4 * (sizes.peak(200) + sizes.copied(sizes.peak(200)))
+    step = DecodePool.step
+
+    def watched(pool: DecodePool) -> Step:
+        held_bytes.append(pool.held_bytes() + sizes.copied(pool.held_bytes()))
+        return step(pool)
+
+    monkeypatch.setattr(DecodePool, "step", watched)
+    with running_engine(max_batch_bytes=int(budget_bytes)) as engine:
+        results = generate(engine, *wanted)
+    assert [result.tokens for result in results] == alone
+    assert max(held_bytes) <= budget_bytes + 2 * sizes.per_token * (1 + sizes.copy_share)
 
 
 def test_a_row_whose_sampler_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,65 @@
+"""Whether the next row may enter: by number, by the memory of all rows at their peak, and by what it would be restored
+from beside what others stand on. Belongs to the engine thread; it computes nothing.
+"""
+
+from collections.abc import Sequence
+
+from kvserve.engine.admission import Budget
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.prefix_cache import PrefixCache
+from kvserve.engine.rows import Row
+
+
+class Entrance:
+    """The door to one model's rows."""
+
+    def __init__(self, budget: Budget, cache: PrefixCache, pool: DecodePool) -> None:
+        self._budget = budget
+        self._cache = cache
+        self._pool = pool
+
+    def admits(self, row: Row, running: Sequence[Row], num_waiting: int) -> bool:
+        """Whether a row may enter beside those that run. Says where it waits for memory."""
+        if len(running) >= self._budget.max_rows:
+            return False
+        if self._fits(row, running):
+            return True
+        self._cache.kv_room.memory.press("running_rows", f"{num_waiting} requests wait for it.")
+        return False
+
+    def measure(self, row: Row, running: Sequence[Row]) -> None:
+        """Say on a row that enters how much of what is kept it may stand on."""
+        peak_bytes = self._peak_bytes([*running, row])
+        row.restorable_bytes = self._cache.kv_room.restorable_bytes(peak_bytes)
+
+    def answer_bytes(self, row: Row) -> float:
+        """Bytes that a row needs beyond what its prompt holds."""
+        return self._budget.answer_bytes(len(row.request.prompt), self._reserved(row))
+
+    def is_outgrown(self) -> bool:
+        """Whether rows that decode hold more than all rows may."""
+        return self._budget.at_peak(self._pool.held_bytes()) > self._budget.max_bytes
+
+    def padding_left(self, running: Sequence[Row]) -> float:
+        """How much more padding the batches of these rows may have."""
+        return self._budget.padding_left([self._reserved(row) for row in running], self._pool.padding_bytes())
+
+    def _fits(self, row: Row, running: Sequence[Row]) -> bool:
+        """Alone a row enters all the same, and is restored from what fits."""
+        reserved = [self._reserved(each) for each in running]
+        if not self._budget.can_hold(self._reserved(row), reserved, self._pool.padding_bytes()):
+            return False
+        if not reserved:
+            return True
+        prompt, partition = row.request.prompt, row.request.partition
+        return self._cache.kv_room.can_restore(
+            self._peak_bytes([*running, row]), len(prompt), lambda: self._cache.kept_tokens(prompt, [partition])[0]
+        )
+
+    def _peak_bytes(self, rows: Sequence[Row]) -> float:
+        return self._budget.held_bytes([self._reserved(row) for row in rows], self._pool.padding_bytes())
+
+    def _reserved(self, row: Row) -> int:
+        """Tokens that a row is counted with: those that it has, where an answer is longer than its allowance."""
+        reserved = self._budget.reserved_tokens(len(row.request.prompt), row.request.max_tokens)
+        return max(reserved, row.num_tokens)

@@ -1,0 +1,88 @@
+"""Room for KV: what live rows take of the memory that all KV shares, what may be kept beside them, and how far a row
+may be restored. It reads the ledger and has the tree evict; it touches no array.
+"""
+
+import math
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from kvserve.cache.leased import leased_bytes
+from kvserve.cache.records import Room
+from kvserve.cache.tree import PrefixTree
+from kvserve.core import TokenSequence
+from kvserve.engine.memory import Memory
+from kvserve.engine.row_bytes import RowBytes
+
+CLEAR_AFTER_BYTES = 64 * 2**20
+"""MLX keeps freed buffers for reuse; after an eviction of this size they are given back."""
+
+FULL_DISK = "KV is kept in RAM only, and is computed again once it has left it."
+BEHIND = "some KV is not on disk yet, and is written when the disk has caught up."
+
+NOT_KEPT = (
+    "KV of some requests is not kept, so their next turns are computed again. A request can be kept beside itself up "
+    "to half of this memory"
+)
+NOT_RESTORED = "some requests start from a part of what is kept of them, and compute the rest again."
+
+
+class KvRoom:
+    """The memory for KV of one model. Belongs to the engine thread."""
+
+    def __init__(self, tree: PrefixTree, memory: Memory, sizes: RowBytes) -> None:
+        self.memory = memory
+        self._tree = tree
+        self._sizes = sizes
+        memory.open("kept", lambda: tree.num_ram_bytes)
+
+    def account(self, live_bytes: float, copy_bytes: float) -> None:
+        """Say what live rows hold, and what of them is there twice at the most: what is kept has the rest."""
+        self.memory.say(live_bytes=live_bytes, copy_bytes=copy_bytes)
+        self._tree.account_live(self.memory.reserved_bytes)
+
+    def left(self) -> Room:
+        """What may be kept beside live rows before anything leaves for it."""
+        return self._tree.room()
+
+    def make(self, num_needed_bytes: float = 0) -> None:
+        """Evict until live rows, what is kept and `num_needed_bytes` fit into the budget together."""
+        if self._tree.evict(int(num_needed_bytes)).num_freed_bytes >= CLEAR_AFTER_BYTES:
+            mx.clear_cache()
+
+    def takes(self, num_bytes: float, *, has_disk: bool) -> bool:
+        """Whether so much may be kept now that everything has left that could. With a disk what one row needs may pass
+        the bound of what is kept, never that of all KV. Says what is not."""
+        memory = self.memory
+        fits = memory.has_room_for_kv(num_bytes)
+        if fits and (has_disk or self._tree.num_ram_bytes + num_bytes <= memory.plan.kv_bytes):
+            return True
+        memory.press("kv_pool", f"{NOT_KEPT} ({memory.plan.pool_bytes / 2**30:.2f} GiB).")
+        return False
+
+    def leased_bytes(self) -> int:
+        """What rows stand on: it cannot leave."""
+        return leased_bytes(self._tree._leases)
+
+    def can_restore(self, num_live_bytes: float, num_tokens: int, known: Callable[[], int]) -> bool:
+        """Whether a row of so many prompt tokens could start from all that is kept of it, where all rows take
+        `num_live_bytes` at their peak. `known` tells how much that is, which costs a walk."""
+        left = self.memory.plan.pool_bytes - num_live_bytes - self.leased_bytes()
+        return self._sizes.kept(0, num_tokens) <= left or self._sizes.kept(0, known()) <= left
+
+    def restorable_bytes(self, num_live_bytes: float) -> float:
+        """How much of what is kept a row may stand on, where all rows take so many bytes at their peak."""
+        return self.memory.plan.pool_bytes - num_live_bytes - self.leased_bytes()
+
+    def within(self, tokens: TokenSequence, num_bytes: float) -> TokenSequence:
+        """As many of a prompt's first tokens as may be restored: their KV takes at most so many bytes."""
+        if math.isinf(num_bytes) or self._sizes.kept(0, len(tokens)) <= num_bytes:
+            return tokens
+        per_token = max(self._sizes.kept(0, 1) - self._sizes.fixed, 1e-9)
+        num_tokens = max(0, min(len(tokens), int((num_bytes - self._sizes.fixed) / per_token)))
+        return TokenSequence(tokens.ids[:num_tokens], tuple(each for each in tokens.images if each.end <= num_tokens))
+
+    def note_cut(self, tokens: TokenSequence, within: TokenSequence, num_matched_tokens: int) -> None:
+        """Say so where a row is restored from less than is kept."""
+        if len(within) < len(tokens) and num_matched_tokens and num_matched_tokens >= len(within) - 1:
+            self.memory.press("kv_pool", NOT_RESTORED)

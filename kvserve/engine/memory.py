@@ -1,0 +1,199 @@
+"""The one account of memory that grows with work: what each part holds now, and what it may hold.
+
+    live              KV of running rows, with padding and the places that their caches hold ahead
+    copies            what is there twice while rows enter, leave or grow: a layer at a time
+    kept              KV in the prefix tree
+    write_queue       what waits for the disk and is nowhere else any more
+    read_ahead        what came from the disk and is not in the tree yet
+    records, image_features, buffers
+
+Admission, eviction, the queue of writes and reading ahead have their bounds from the plan here; `/health`, metrics and
+`/v1/cache` tell what is here. The engine thread says the first two, the others are read
+where they are. Any thread may ask. No arrays.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from kvserve.engine.memory_plan import MemoryPlan, WantedMemory, plan_memory
+
+Account = Literal["live", "copies", "kept", "write_queue", "read_ahead", "records", "image_features", "buffers"]
+
+QUIET_SECONDS = 30.0
+"""A bound that nothing met for so long is not pressed any more: rows come and go faster than a person reads."""
+
+TIMES_SECONDS = 1.0
+"""A row that waits meets its bound at every step: that is one time."""
+
+type Bound = Literal["kv_pool", "running_rows", "write_queue", "disk"]
+"""What can be at its end: memory for KV, that for running rows, the queue of writes, or the volume."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One account: bytes now, and the most that it may have; None where another account's bound counts."""
+
+    num_bytes: int
+    max_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """A bound that is met: what it costs now, for how long, and how often it was met since."""
+
+    bound: Bound
+    cost: str
+    seconds: float
+    num_times: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """All accounts, their sum, what they may have together, and which bounds are met now."""
+
+    accounts: Mapping[Account, Held]
+    total_bytes: int
+    budget_bytes: int
+    pressures: tuple[Pressure, ...] = ()
+
+
+@dataclass(slots=True)
+class _Pressed:
+    cost: str
+    since: float
+    last_at: float
+    num_times: int = 1
+
+
+class Memory:
+    """The ledger of one loaded model. `tell` takes lines for a person."""
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        tell: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.plan = plan
+        self._tell = tell
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._said: dict[Account, int] = {"live": 0, "copies": 0}
+        self._read: dict[Account, Callable[[], int]] = {}
+        self._pressed: dict[Bound, _Pressed] = {}
+        self._watched: dict[Bound, Callable[[], str | None]] = {}
+
+    # --- what is held -------------------------------------------------------------------------------------------------
+
+    def open(self, account: Account, read: Callable[[], int]) -> None:
+        """Have an account's bytes read where they are, from any thread."""
+        self._read[account] = read
+
+    def say(self, *, live_bytes: float, copy_bytes: float) -> None:
+        """What running rows hold now, and what there is twice at the most."""
+        self._said = {"live": int(live_bytes), "copies": int(copy_bytes)}
+
+    def held(self, account: Account) -> int:
+        """Bytes of an account now."""
+        read = self._read.get(account)
+        return read() if read is not None else self._said.get(account, 0)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What of the memory for KV is not there for what is kept: running rows, copies, and what is on its
+        way to the disk or from it beyond their own budgets."""
+        plan = self.plan
+        beyond = max(0, self.held("write_queue") - plan.write_queue_bytes)
+        beyond += max(0, self.held("read_ahead") - plan.read_ahead_bytes)
+        return self.held("live") + self.held("copies") + beyond
+
+    def has_room_for_kv(self, num_bytes: float, kept_bytes: float | None = None) -> bool:
+        """Whether so much more KV fits beside all that there is; `kept_bytes` in place of all that is kept."""
+        kept = self.held("kept") if kept_bytes is None else kept_bytes
+        return self.reserved_bytes + kept + num_bytes <= self.plan.pool_bytes
+
+    def report(self) -> MemoryReport:
+        """A look at all of it."""
+        plan = self.plan
+        bounds: Mapping[Account, int | None] = {
+            "live": plan.batch_bytes,
+            "copies": None,
+            "kept": plan.kv_bytes,
+            "write_queue": plan.write_queue_bytes,
+            "read_ahead": plan.read_ahead_bytes,
+            "records": plan.records_bytes,
+            "image_features": plan.image_feature_bytes,
+            "buffers": plan.buffer_bytes,
+        }
+        accounts = {account: Held(self.held(account), max_bytes) for account, max_bytes in bounds.items()}
+        total = sum(each.num_bytes for each in accounts.values())
+        return MemoryReport(accounts, total, plan.total_bytes, self.pressures())
+
+    # --- what is at its bound -----------------------------------------------------------------------------------------
+
+    def watch(self, bound: Bound, cost: Callable[[], str | None]) -> None:
+        """Have a bound looked at whenever somebody asks: what it costs that it is met, None while it is not. From any
+        thread; whoever it belongs to tells a person."""
+        self._watched[bound] = cost
+
+    def press(self, bound: Bound, cost: str) -> None:
+        """A bound is met, which costs what `cost` says. The first of a time is told to a person."""
+        now = self._clock()
+        with self._lock:
+            pressed = self._pressed.get(bound)
+            if pressed is None:
+                self._pressed[bound] = _Pressed(cost, now, now)
+            else:
+                pressed.num_times += now - pressed.last_at >= TIMES_SECONDS
+                pressed.cost, pressed.last_at = cost, now
+        if pressed is None:
+            self._tell(f"{_BOUNDS[bound]}: {cost}")
+
+    def look(self) -> None:
+        """End what was not met for a while, and say so."""
+        now = self._clock()
+        with self._lock:
+            quiet = (bound for bound, each in self._pressed.items() if now - each.last_at >= QUIET_SECONDS)
+            over = [bound for bound in quiet if bound not in self._watched]
+            gone = {bound: self._pressed.pop(bound) for bound in over}
+        for bound, each in gone.items():
+            seconds = each.last_at - each.since
+            self._tell(f"{_BOUNDS[bound]}: over, after {seconds:.0f} s and {each.num_times} times.")
+
+    def pressures(self) -> tuple[Pressure, ...]:
+        """The bounds that are met now."""
+        now = self._clock()
+        self._look_at_watched(now)
+        with self._lock:
+            return tuple(
+                Pressure(bound, each.cost, round(now - each.since, 1), each.num_times)
+                for bound, each in self._pressed.items()
+                if now - each.last_at < QUIET_SECONDS
+            )
+
+    def _look_at_watched(self, now: float) -> None:
+        costs = {bound: cost() for bound, cost in self._watched.items()}
+        with self._lock:
+            for bound, cost in costs.items():
+                if cost is None:
+                    self._pressed.pop(bound, None)
+                elif (pressed := self._pressed.get(bound)) is None:
+                    self._pressed[bound] = _Pressed(cost, now, now)
+                else:
+                    pressed.cost, pressed.last_at = cost, now
+
+
+_BOUNDS: Mapping[Bound, str] = {
+    "kv_pool": "Memory for KV is full (PROMPT_CACHE_MAX_BYTES, MAX_BATCH_BYTES)",
+    "running_rows": "Memory for running requests is full (MAX_BATCH_BYTES)",
+    "write_queue": "KV comes faster than the disk takes it",
+    "disk": "The disk has no room for KV",
+}
+
+
+def fixed_memory(kv_bytes: int) -> Memory:
+    """A ledger that knows one number: so many bytes for KV, on any machine."""
+    return Memory(plan_memory(0, 0, WantedMemory(kv_bytes=kv_bytes, batch_bytes=kv_bytes)))

@@ -1,0 +1,41 @@
+"""Memory as a running server tells of it: by account, with the bounds that are met."""
+
+from pathlib import Path
+
+from kvserve.cache.disk_tier import DiskTier
+from tests.serving import serving_app
+from tests.web.fakes import eventually
+
+ACCOUNTS = {"live", "copies", "kept", "write_queue", "read_ahead", "records", "image_features", "buffers"}
+
+
+def test_the_ledger_is_told_by_account_everywhere(tmp_path: Path) -> None:
+    """`/health` and `/v1/cache` have one ledger, and `/metrics` its numbers; a small budget is its bound."""
+    with serving_app(tmp_path, prompt_cache_max_bytes=2**24, session_records_max_bytes=2**20) as app:
+        app.chat("Keep this.", max_tokens=4)
+        assert eventually(lambda: app.health()["memory"]["accounts"]["live"]["num_bytes"] == 0)
+        memory, cache = app.health()["memory"], app.get("/v1/cache").json
+        metrics = app.get("/metrics").body.decode()
+    accounts = memory["accounts"]
+    assert accounts.keys() == cache["memory"]["accounts"].keys() == ACCOUNTS
+    assert accounts["kept"] == {"num_bytes": cache["ram_bytes"], "max_bytes": 2**24} and cache["ram_bytes"] > 0
+    assert accounts["records"] == {"num_bytes": cache["record_bytes"], "max_bytes": 2**20} and cache["record_bytes"] > 0
+    assert memory["total_bytes"] <= memory["budget_bytes"] and memory["pressures"] == []
+    for name in ACCOUNTS:
+        assert f"kvserve_memory_{name}_bytes " in metrics
+    assert "kvserve_memory_bytes " in metrics and "kvserve_memory_budget_bytes " in metrics
+
+
+def test_a_full_disk_and_full_memory_are_named_with_what_they_cost(tmp_path: Path) -> None:
+    """KV that cannot be kept is told once in the terminal; a full volume stands there for as long as it is full."""
+    with serving_app(tmp_path, prompt_cache_max_bytes=2**17, max_batch_bytes=3 * 2**19) as app:
+        for number in range(2):
+            app.chat(f"{number} " + "word " * 700, max_tokens=4)
+        assert [each["bound"] for each in app.health()["memory"]["pressures"]] == ["kv_pool"]
+        assert sum("Memory for KV is full" in line for line in app.lines()) == 1
+        tier: DiskTier = app.served.engine._ask(lambda scheduler: scheduler.cache._disk).tier
+        tier._is_full = True
+        full = {each["bound"]: each["cost"] for each in app.health()["memory"]["pressures"]}
+        assert full.keys() == {"kv_pool", "disk"} and "RAM only" in full["disk"]
+        tier._is_full = False
+        assert [each["bound"] for each in app.health()["memory"]["pressures"]] == ["kv_pool"]
