@@ -58,13 +58,18 @@ TEMPLATES = sorted(file.stem for file in (SHARED / "templates").glob("*.jinja"))
 _LOOKS_LIKE_A_TOKEN = re.compile(r"<[|｜]?[^<>\s'\"{}]{1,30}[|｜]?>|\[/?[A-Z_]{2,20}\]")
 
 
+def tokens_in(source: str) -> list[str]:
+    """All that looks like a token in a template's source."""
+    return sorted(set(_LOOKS_LIKE_A_TOKEN.findall(source)))
+
+
 @cache
 def template_family(name: str) -> Family:
     """A real template with a small vocabulary, in which all that looks like a token in its source is one."""
     assert SHARED is not None
     source = (SHARED / "templates" / f"{name}.jinja").read_text("utf-8")
     backend = tokenizers.Tokenizer.from_str(byte_level_backend().to_str())
-    backend.add_special_tokens(sorted(set(_LOOKS_LIKE_A_TOKEN.findall(source))))
+    backend.add_special_tokens(tokens_in(source))
     tokenizer = tokenizer_of(backend, source)
     output_format = select_format("auto", source, (), None)
     template = ChatTemplate(tokenizer, tags=output_format.tags)
