@@ -20,7 +20,7 @@ from kvserve.output.tool_parsers.arguments import types_of, write_argument
 
 _BARE = "qwen_coder_bare"
 _SPACES = r"[ \t\r\n]*"
-_SLOTS = {CallSlot.ID: "/[A-Za-z0-9]{1,40}/", CallSlot.NUMBER: "/[0-9]{1,6}/"}
+_SLOTS = {CallSlot.ID: "/[A-Za-z0-9_-]{1,64}/", CallSlot.NUMBER: "/[0-9]{1,6}/"}
 
 
 @dataclass(frozen=True, slots=True)

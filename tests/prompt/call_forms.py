@@ -1,4 +1,4 @@
-"""Templates that write calls in forms of their own, small ones of ours and real ones, for tests of rows derived from them."""
+"""Templates that write calls in forms of their own, small and real ones, for tests of the rows derived from them."""
 
 import json
 import re
@@ -21,7 +21,10 @@ from kvserve.prompt.call_row import NoRow, find_call_row
 from kvserve.prompt.compiled import CompiledTemplate
 from tests.prompt.vocabularies import SHARED, TEMPLATES
 
-HEAD = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content or '' }}{% if m.tool_calls %}"
+HEAD = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content or '' }}{% if m.tool_calls %}"
+)
 TAIL = "{% endif %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 CALLS = "{% for call in m.tool_calls %}{% set c = call.function %}"
 SMALL = {

@@ -52,7 +52,7 @@ def form_of(row: CallRow) -> ToolForm:
     first = opening[0]
     assert isinstance(first, _Atom), "a row begins with text"
     follows = [parts for parts in (row.between, row.closing) if parts]
-    starts = [steps[0] for parts in follows for variant in variants(parts) for steps in [_atoms(variant)]]
+    starts = [_atoms(ending)[0] for parts in follows for ending in _endings(parts)]
     tags = dict.fromkeys(step.text for step in starts if isinstance(step, _Atom))
     words = [part for parts in (row.opening, row.middle, *follows) for part in parts if isinstance(part, str)]
     inner = dict.fromkeys(tag for word in words for tag in re.findall(_TAG, word) if tag != first.text)
@@ -100,6 +100,15 @@ def variants(parts: CallParts) -> Iterator[CallParts]:
             yield (_ID_MEMBER.sub("", before) + behind[1:], *rest)
 
 
+def _endings(parts: CallParts) -> Iterator[CallParts]:
+    """What stands behind arguments, and the same from a later tag on: of a call that was broken the rest is left."""
+    yield from variants(parts)
+    match parts:
+        case (str(first), *rest):
+            later = (found.start() for found in re.finditer(_TAG, first))
+            yield from ((first[start:], *rest) for start in later if first[:start].strip())
+
+
 def _atoms(parts: CallParts) -> tuple[_Atom | CallSlot, ...]:
     steps: list[_Atom | CallSlot] = []
     for part in parts:
@@ -116,13 +125,13 @@ def _atoms(parts: CallParts) -> tuple[_Atom | CallSlot, ...]:
 @lru_cache(maxsize=64)
 def _paths(row: CallRow, tag: str, names: tuple[str, ...], *, behind_call: bool) -> tuple[_Path, ...]:
     """The ways to go on behind `tag`, which was read."""
-    heads = list(variants(row.between or ())) if behind_call else [row.opening]
+    heads = list(_endings(row.between or ())) if behind_call else [row.opening]
     middle = _atoms(row.middle)
     found = [
         _Path(name, (*_atoms(head), _Atom(name, spaced=False), *middle)) for head in heads if head for name in names
     ]
     if behind_call:
-        found += [_Path(None, _atoms(closing)) for closing in variants(row.closing) if closing]
+        found += [_Path(None, _atoms(closing)) for closing in _endings(row.closing) if closing]
     if not tag:
         return tuple(found)
     return tuple(_Path(p.name, p.steps[1:]) for p in found if isinstance(s := p.steps[0], _Atom) and s.text == tag)
