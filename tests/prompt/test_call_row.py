@@ -6,9 +6,11 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 
-from kvserve.core import CallRow, CallSlot, ContentDelta, JsonObject, ReasoningDelta, ToolChoice
+from kvserve.core import CallRow, CallSlot, ContentDelta, JsonObject, ReasoningDelta, ResponseFormat, ToolChoice
 from kvserve.output.formats import OutputFormat, select_format
+from kvserve.output.grammar import AnswerStart, build_grammar
 from kvserve.output.splitter import Splitter
 from kvserve.output.tool_parsers import derived
 from kvserve.prompt.boundaries import learn_markers
@@ -34,7 +36,7 @@ from tests.prompt.call_forms import (
 from tests.prompt.samples import byte_level_backend, tokenizer_of
 from tests.prompt.test_tool_words import PRIVATE
 from tests.prompt.turns import Family, Talk, in_odd_tokens, num_common
-from tests.prompt.vocabularies import TEMPLATES, tokens_in
+from tests.prompt.vocabularies import TEMPLATES, real_family, tokens_in
 
 TOOLS = (READ, ANY)
 # noncharacters that control tokens are marked with become U+FFFD on their way into a prompt (test_control.py)
@@ -343,3 +345,32 @@ def test_calls_keep_the_tokens_that_the_model_wrote(name: str) -> None:
     after = talk.stitched()
     assert num_common(kept, after.ids) == len(kept)
     assert after.num_replayed_turns == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama3_1", "deepseek_v3_1"])
+def test_real_vocabularies_hold_and_replay_them(name: str) -> None:
+    """The tokens of the form are those of the model: what it writes with them is read and held, and kept where turns are found."""
+    of = real_family(name)
+    talk = Talk(of, thinking=False, tools=TOOLS)
+    talk.say("hi")
+    calls = [("read_file", {"path": "a b  c", "lines": 3})]
+    row = of.output_format.tool_forms[0].row
+    assert row is not None
+    text = as_written(of.template.write(conversation(calls), TOOLS, thinking=False).shown, row, calls)
+    guide = LLTokenizer(of.tokenizer.backend.to_str(), eos_token=sorted(of.tokenizer.stop_token_ids))
+    added = {token.content: id for id, token in of.tokenizer.backend.get_added_tokens_decoder().items()}
+    for mode in ("auto", "required"):
+        promise = build_grammar(
+            tools=TOOLS, tool_choice=ToolChoice(mode), parallel_tool_calls=True, response_format=ResponseFormat(),
+            output_format=of.output_format, added_tokens=added, start=AnswerStart(),
+        )  # fmt: skip
+        assert promise.grammar is not None
+        for written_text, is_held in ((text, True), (text.replace("3", '"3"'), False), ("Hello.", mode == "auto")):
+            matcher, ids = LLMatcher(guide, promise.grammar.lark, log_level=0), of.tokenizer.encode(written_text)
+            assert (matcher.try_consume_tokens(list(ids)) == len(ids) and matcher.is_accepting()) is is_held
+    kept = talk.answer(in_odd_tokens(of.tokenizer, text))
+    assert talk.results("done") == 1
+    after = talk.stitched()
+    if name == "llama3_1":  # nobody's turns are found in DeepSeek's prompts, be they calls or text
+        assert num_common(kept, after.ids) == len(kept) and after.num_replayed_turns == 1
