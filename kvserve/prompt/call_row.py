@@ -32,6 +32,7 @@ HARD = json.dumps(
 _ENDINGS: tuple[tuple[Kind, ...], ...] = (("user",), ())
 _DIGITS = re.compile(r"(\d+)")
 _OPEN_TAG_AT_END = re.compile(r"(<[^<>\s]*|\[/?[A-Z_]*)\Z")
+_TAG = re.compile(r"<[^<>\s]{2,}|\[/?[A-Z_]{2,}\]")
 _TAG_START = re.compile(r"[<\[]|\s")
 _ID = r"[A-Za-z0-9_.:-]+"
 
@@ -70,15 +71,23 @@ class _Asker:
         ids = (wire_id(self.form.call_ids, call.call_id, call.name, index) for index, call in enumerate(made))
         return text, tuple(replace(call, call_id=call_id) for call, call_id in zip(made, ids, strict=True))
 
+    def lead(self) -> str:
+        """What stands behind a user's message where an answer begins."""
+        return _behind_user(self._written(talk(["user"]), tail=True))
+
     def _rendered(self, said: Sequence[Step]) -> str:
         steps = [*talk(["user"]), *said, *(Step(kind, NEXT) for kind in self.ending)]
+        text = self._written(steps, tail=False)
+        return text.partition(NEXT)[0] if self.ending else text
+
+    def _written(self, steps: Sequence[Step], *, tail: bool) -> str:
         messages = [message_dict(step, self.form) for step in steps]
         template, arguments = self.prober.template, self.prober.arguments or {}
         tools = tool_dicts(self.prober.tools)
-        text = template.render(messages, tools, add_generation_prompt=False, arguments=arguments)
+        text = template.render(messages, tools, add_generation_prompt=tail, arguments=arguments)
         if not isinstance(text, str):
             raise _Unlike(f"it refuses: {text.reason}")
-        return text.partition(NEXT)[0] if self.ending else text
+        return text
 
 
 def call_row(tokenizer: Tokenizer) -> CallRow | None:
@@ -176,6 +185,9 @@ def _row(asker: _Asker, before_answer: str, behind_answer: str, seen: Sequence[_
     closing = _alike([_without_end(gaps.behind[-1], behind_answer) for gaps in seen])
     row = CallRow(opening, middle, between, closing)
     _check_shape(asker, row)
+    end = _TAG.match(behind_answer.lstrip())
+    if end is not None and any(end[0] in part for part in opening if isinstance(part, str)):
+        raise _Unlike("calls stand in a message of their own")
     return row
 
 
@@ -186,7 +198,7 @@ def _check_shape(asker: _Asker, row: CallRow) -> None:
         raise _Unlike("nothing stands between a call's name and its arguments")
     if row.between is not None and (not row.between or not isinstance(row.between[0], str)):
         raise _Unlike("nothing stands between two calls")
-    if row.opening[0].startswith(("<", "[")):
+    if _TAG.match(row.opening[0]):
         return
     if not row.opening[0].startswith("{"):
         raise _Unlike(f"no tag stands before a call: {row.opening[0]!r}")
@@ -278,10 +290,28 @@ def _check(asker: _Asker, row: CallRow) -> None:
     for arguments in ([HARD], ["{}"]) if row.between is None else ([HARD], ["{}"], every):
         text, calls = asker.calls(*arguments)
         position = text.rfind(str(row.opening[0]), 0, text.find(NAMES[0]))
+        if _header(asker, _behind_user(text[:position])) != _header(asker, asker.lead()):
+            raise _Unlike("calls do not stand where an answer begins")
         for call, lead in zip(calls, (row.opening, *[row.between or ()] * len(calls)), strict=False):
             position = _behind_call(text, position, lead, row.middle, call)
         if re.compile(_source(row.closing)).match(text, position) is None:
             raise _Unlike("it does not end calls as the row says")
+
+
+def _behind_user(text: str) -> str:
+    return text.rpartition(str(talk(["user"])[0].text))[2]
+
+
+def _header(asker: _Asker, text: str) -> str:
+    """A message's header without thinking, and without words for no text, at its end."""
+    words = (*(tag for tags in REASONING_TAGS for tag in tags), asker.form.empty_text.get("assistant", ""))
+    while True:
+        shorter = text.rstrip()
+        for word in words:
+            shorter = shorter.removesuffix(word)
+        if shorter == text:
+            return text
+        text = shorter
 
 
 def _behind_call(text: str, position: int, lead: CallParts, middle: CallParts, call: ToolCallBlock) -> int:

@@ -38,6 +38,10 @@ SMALL = {
     f"{{% endfor %}}</calls>{TAIL}",
     "bare": f"{HEAD}{{% if m.tool_calls | length > 1 %}}{{{{ raise_exception('one') }}}}{{% endif %}}{CALLS}"
     f'{{"name": "{{{{ c.name }}}}", "parameters": {{{{ c.arguments | tojson }}}}}}{{% endfor %}}{TAIL}',
+    "attributes": f'{HEAD}{CALLS}<call name="{{{{ c.name }}}}">{{{{ c.arguments | tojson }}}}</call>\n'
+    f"{{% endfor %}}{TAIL}",
+    "counted": f'{HEAD}<calls>[{CALLS}{{"number": "{{{{ loop.index0 }}}}", "tool": "{{{{ c.name }}}}", "with": '
+    f"{{{{ c.arguments | tojson }}}}}}{{{{ ', ' if not loop.last }}}}{{% endfor %}}]</calls>{TAIL}",
 }
 """Sources by what they show."""
 

@@ -83,14 +83,13 @@ def read(output_format: OutputFormat, pieces: list[str], tools=TOOLS) -> tuple[l
     return [(end.call.name, end.call.arguments) for end in calls_of(deltas)], said
 
 
-def test_which_real_templates_are_derived(capsys: pytest.CaptureFixture[str]) -> None:
-    """The table of all of them, with the reason where nothing is derived."""
+def test_which_real_templates_are_derived() -> None:
+    """The table of all of them, with the reason where nothing is derived (`pytest -s` shows it)."""
     if not TEMPLATES:
         pytest.skip("the templates in shared/ are not here")
-    with capsys.disabled():
-        for name in TEMPLATES:
-            found = found_row(name)
-            print(f"\n{name:28}", f"not: {found.reason}" if isinstance(found, NoRow) else f"derived {found}", end="")
+    for name in TEMPLATES:
+        found = found_row(name)
+        print(f"{name:28}", f"not derived: {found.reason}" if isinstance(found, NoRow) else f"derived: {found}")
     assert {name for name in TEMPLATES if isinstance(found_row(name), CallRow)} == REAL_ROWS
 
 
@@ -128,6 +127,32 @@ def test_what_does_not_read_back_is_not_derived(arguments: str) -> None:
     source = SMALL["tags"].replace("{{ c.arguments | tojson }}", arguments)
     assert source != SMALL["tags"]
     assert isinstance(find_call_row(CompiledTemplate(source, VARIABLES)), NoRow)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("tags", "<|calls|>", "<|end|>\n<|turn|>tools\n<|calls|>"),
+        ("tags", "{{ m.role }}", "{{ 'caller' if m.tool_calls else m.role }}"),
+        ("names", "[CALLS]", "Action: "),
+        ("names", "[ARGS]", ""),
+        ("bare", "{% if tools %}", "{# <think> #}{% if tools %}"),
+        ("bare", '{"name"', '[{"name"'),
+    ],
+    ids=[
+        "a turn of its own",
+        "a header of its own",
+        "no tag",
+        "an id before the arguments",
+        "no tag behind thinking",
+        "a list without a tag",
+    ],
+)
+def test_what_cannot_be_told_from_text_is_not_derived(name: str, old: str, new: str) -> None:
+    """Nor is what the model does not write itself."""
+    assert old in SMALL[name]
+    found = find_call_row(CompiledTemplate(SMALL[name].replace(old, new), VARIABLES))
+    assert isinstance(found, NoRow), found
 
 
 @every_form
@@ -350,7 +375,7 @@ def test_calls_keep_the_tokens_that_the_model_wrote(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["llama3_1", "deepseek_v3_1"])
 def test_real_vocabularies_hold_and_replay_them(name: str) -> None:
-    """The tokens of the form are those of the model: what it writes with them is read and held, and kept where turns are found."""
+    """What is written with the model's own tokens is read and held, and kept where turns are found."""
     of = real_family(name)
     talk = Talk(of, thinking=False, tools=TOOLS)
     talk.say("hi")

@@ -20,7 +20,7 @@ NAME = "derived"
 PYTHON_TAG = "<|python_tag|>"
 """Llama's models write it before a call of the JSON form too."""
 
-_TAG = r"<[^<>\s]+>|\[/?[A-Z_]+\]"
+_TAG = r"<[^<>\s]+>?|\[/?[A-Z_]+\]"
 _ATOM = re.compile(rf"(\s*)({_TAG}|[^\s<\[{{}},:\]]+|\S)")
 _APART = frozenset("{}[],:<>")
 """Characters beside which white space joins no words."""
