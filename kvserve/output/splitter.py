@@ -123,9 +123,7 @@ class Splitter:
 
     def _make_tables(self) -> dict[tuple[bool, bool], TagTable]:
         """By whether text is reasoning, and whether it stands behind a call that may be followed."""
-        following: dict[str, OnTag] = {}
-        if self._allow_calls:
-            following = {tag: self._on_following for form in self._format.tool_forms for tag in form.follow_tags}
+        following = {tag: self._on_following for form in self._format.tool_forms for tag in form.follow_tags}
         return {
             (reasoning, is_behind): TagTable.of(tags | following if is_behind else tags)
             for reasoning, tags in self._make_tags().items()
@@ -211,8 +209,7 @@ class Splitter:
         form, self._followed = self._followed, None
         assert form is not None and form.follow is not None, "only then this tag is looked for"
         draft = self._draft()
-        scan = form.follow(tag, self._tools, draft)
-        if scan is not None:
+        if (scan := form.follow(tag, self._tools, draft)) is not None:
             reading = Reading(scan, draft, form.close_tags)
             self._attempt = Attempt(tag, [reading], form.stray_close, form, is_following=True)
         elif self._suspended:

@@ -4,7 +4,6 @@ It knows how to ask a template and takes apart what it wrote: what is the same i
 only where calls that were not looked at before are written just so. How such calls are read, `output/` knows.
 """
 
-import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -50,11 +49,12 @@ class _Unlike(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Asker:
-    """Renders calls in one wire form; `ending` stands behind them."""
+    """Renders calls in one wire form; `ending` stands behind them. `parallel`: several may stand in one message."""
 
     prober: Prober
     form: WireForm
     ending: tuple[Kind, ...]
+    parallel: bool
 
     def answer(self) -> tuple[str, str]:
         """What stands before and behind a plain answer."""
@@ -109,7 +109,7 @@ def find_call_row(template: CompiledTemplate) -> CallRow | NoRow:
     reasons = []
     for ending in _ENDINGS:
         try:
-            return _derived(_Asker(prober, dialect.form, ending))
+            return _derived(_Asker(prober, dialect.form, ending, dialect.parallel_calls))
         except _Unlike as unlike:
             reasons.append(str(unlike))
     return NoRow(reasons[0])
@@ -119,9 +119,7 @@ def _derived(asker: _Asker) -> CallRow:
     """Raises _Unlike."""
     answer = asker.answer()
     single = _gaps(*asker.calls(_easy(0)))
-    several: list[_Gaps] = []
-    with contextlib.suppress(_Unlike):  # one call in a message
-        several += [_gaps(*asker.calls(*map(_easy, range(number)))) for number in (2, 3)]
+    several = [_gaps(*asker.calls(*map(_easy, range(number)))) for number in ((2, 3) if asker.parallel else ())]
     row = _row(asker, *answer, [single, *several])
     _check(asker, row)
     return row
@@ -148,16 +146,22 @@ def _gaps(text: str, calls: Sequence[ToolCallBlock]) -> _Gaps:
         brace = text.find("{", name + len(call.name))
         if name < 0:
             raise _Unlike("it does not write the name of a call, or writes no call there")
-        try:
-            value, end = json.JSONDecoder().raw_decode(text, brace) if brace >= 0 else (None, 0)
-        except ValueError:
-            value = None
-        if value != json.loads(call.arguments):
+        end = _behind_arguments(text, brace, call) if brace >= 0 else None
+        if end is None:
             raise _Unlike("its arguments are not one JSON object")
         texts += [text[position:name], text[name + len(call.name) : brace]]
         position = end
     parts = [_with_ids(piece, calls) for piece in (*texts, text[position:])]
     return _Gaps(parts[0], tuple(parts[1::2]), tuple(parts[2::2]))
+
+
+def _behind_arguments(text: str, start: int, call: ToolCallBlock) -> int | None:
+    """Where the call's arguments end; None where something else stands there, such as 1 for true."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except ValueError:
+        return None
+    return end if json.dumps(value) == json.dumps(json.loads(call.arguments)) else None
 
 
 def _with_ids(text: str, calls: Sequence[ToolCallBlock]) -> CallParts:
@@ -316,11 +320,8 @@ def _header(asker: _Asker, text: str) -> str:
 
 def _behind_call(text: str, position: int, lead: CallParts, middle: CallParts, call: ToolCallBlock) -> int:
     head = re.compile(rf"{_source(lead)}{re.escape(call.name)}{_source(middle)}").match(text, max(position, 0))
-    try:
-        value, end = json.JSONDecoder().raw_decode(text, head.end()) if head is not None else (None, 0)
-    except ValueError:
-        value = None
-    if value != json.loads(call.arguments):
+    end = _behind_arguments(text, head.end(), call) if head is not None else None
+    if end is None:
         raise _Unlike("it does not write every call as the row says")
     return end
 

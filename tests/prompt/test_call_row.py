@@ -119,6 +119,7 @@ def test_the_parts_of_a_row_are_what_the_template_writes() -> None:
         "{{ c.arguments | tojson | tojson }}",
         "{% for k, v in c.arguments.items() %}{{ k }}={{ v }}{% endfor %}",
         '{{ c.arguments | tojson | replace("</tool_call>", "") }}',
+        '{{ c.arguments | tojson | replace("true", "1") }}',
         "{{ c.arguments | tojson | replace('null', 'None') }}",
     ],
 )
