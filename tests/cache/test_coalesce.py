@@ -63,8 +63,29 @@ def test_a_growing_conversation_is_copied_a_few_times_only() -> None:
     assert tree.stats().num_segments <= 3000 // 128 + 8
 
 
+@pytest.mark.parametrize("needs_checkpoints", [False, True])
+def test_what_turns_left_behind_does_not_keep_a_conversation_in_pieces(needs_checkpoints: bool) -> None:
+    """Each turn left the end of its answer at a place of its own: the conversation still becomes a few records."""
+    tree = make_tree(needs_checkpoints=needs_checkpoints)
+    for end in range(10, 2001, 10):
+        store(tree, tokens(*range(end), 10_000 + end), (end, end + 1))
+    assert tree.stats().num_entries == 200
+    before = tree.stats().ram_bytes
+    list(coalesce(tree, 512))
+    prompt = tokens(*range(2000), 9999)
+    match = tree.lookup(prompt)
+    assert match.num_usable_tokens == 2000 and len(match.pieces) <= 2000 // 256
+    assert_exact(match, prompt)
+    assert (tree.stats().ram_bytes, tree.stats().num_entries) == (before, 200)
+    for end in (10, 990, 2000):  # who goes on from a stub finds it, too
+        prompt = tokens(*range(end), 10_000 + end, 9999)
+        match = tree.lookup(prompt)
+        assert match.num_usable_tokens == end + 1
+        assert_exact(match, prompt)
+
+
 def test_branch_points_are_left_alone() -> None:
-    """A record never spans a branch, so that a branch can leave without copying the trunk."""
+    """Where two branches go on no record spans the place, so that a branch can leave without copying the trunk."""
     tree = make_tree()
     trunk = tuple(range(40))
     store(tree, tokens(*trunk), range(2, 41, 2))
