@@ -261,8 +261,7 @@ class Sweep:
         return not (leaf.leases or self._worth.is_pinned(leaf))
 
     def _leave(self, ranked: Ranked, queue: list[Ranked]) -> None:
-        """Let a leaf or an inner checkpoint go, or put it back where its worth has grown meanwhile. An entry over its
-        number goes with all that serves only it: the rest would be nobody's entry."""
+        """Let a leaf or an inner checkpoint go, or put it back where its worth has grown meanwhile."""
         node = ranked.node
         if node.parent is None or node.leases or not self._store.trie.is_held(node):
             return
@@ -276,18 +275,22 @@ class Sweep:
         elif node.children:
             self._drop_state(node)
         else:
-            tail = exclusive_tail(node) if is_surplus else [node]
-            self._let_go(tail, tail[-1].parent, queue)
+            self._let_go(node, node.parent, queue, is_surplus=is_surplus)
 
-    def _let_go(self, tail: Sequence[Node], parent: Node | None, queue: list[Ranked]) -> None:
-        """A leaf leaves with these ancestors; `parent`, of the last of them, may be a leaf then."""
-        self._remove(tail)
-        if parent is not None:
-            self._cull_dead_tail(parent)
-        while parent is not None and parent.parent is not None and not self._store.trie.is_held(parent):
+    def _let_go(self, leaf: Node, parent: Node, queue: list[Ranked], *, is_surplus: bool) -> None:
+        """A leaf leaves; `parent`, its own, may be a leaf then. What is left of an entry over its number, up to what
+        others need too, is still that entry: the next bytes are taken from it."""
+        self._remove([leaf])
+        self._cull_dead_tail(parent)
+        is_rest = is_surplus and parent.kind != "system"
+        while parent.parent is not None and not self._store.trie.is_held(parent):
             parent = parent.parent
-        if parent is not None and parent.parent is not None and not (parent.children or parent.leases):
-            heapq.heappush(queue, self._worth.of_leaf(parent))
+            is_rest = is_rest and parent.kind != "system"
+        if parent.parent is None or parent.children or parent.leases:
+            return
+        if is_rest:
+            parent.sequence_end = leaf.sequence_end
+        heapq.heappush(queue, self._worth.of_leaf(parent, is_surplus=is_rest))
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
