@@ -239,7 +239,7 @@ class PrefixTree:
         if lease.is_detached or node.parent is None or node.children or lease.num_tokens < node.end:
             return
         node.sequence_end = SequenceEnd(lease.owner, lease.ttl_seconds, now)
-        self._sweep.expect_change()
+        self._trie.changed[node] = None
 
     def note_users(self, lease: Lease, users: Mapping[str, int]) -> None:
         """These have used what a row stands on too, each up to an offset."""
@@ -253,7 +253,7 @@ class PrefixTree:
         self._leases.discard(lease)
         lease.node.leases.discard(lease)
         lease.is_detached = True
-        self._sweep.expect_change()
+        self._trie.changed[lease.node] = None
 
     # --- what is kept, for another tier ------------------------------------------------------------------------------
 

@@ -176,7 +176,8 @@ class Lease:
 
 
 class Trie:
-    """All nodes, the holders of each record and the block index. `version` counts the changes of shape."""
+    """All nodes, the holders of each record and the block index. `version` counts the changes of shape, `changed` are
+    nodes that a row has left or that became its entry, for whoever lets leave."""
 
     def __init__(
         self,
@@ -189,6 +190,7 @@ class Trie:
         self._index: dict[bytes, Node] = {}
         self._roots: dict[str, Node] = {}
         self.holders: dict[RecordId, dict[Node, None]] = {}
+        self.changed: dict[Node, None] = {}
         self.version = 0
         self.num_nodes = 0
         self.num_collisions = 0
@@ -206,8 +208,13 @@ class Trie:
 
     def prune(self) -> None:
         """Forget the partitions that hold nothing and that nobody stands in: those who ask once are many."""
-        for partition in [name for name, root in self._roots.items() if not (root.children or root.leases)]:
-            del self._roots[partition]
+        for root in self.roots():
+            self.prune_root(root)
+
+    def prune_root(self, root: Node) -> None:
+        """Forget this one if it is such."""
+        if not (root.children or root.leases) and self._roots.get(root.partition) is root:
+            del self._roots[root.partition]
             self.version += 1  # a lookup may have found this root
 
     def roots(self) -> list[Node]:
@@ -237,6 +244,7 @@ class Trie:
         self._index.clear()
         self._roots.clear()
         self.holders.clear()
+        self.changed.clear()
         self.num_nodes = 0
         self.version += 1
 
@@ -340,6 +348,8 @@ class Trie:
         if node.segment is not None:
             self.holders[node.segment.record_id][lower] = None
         self._point(lower.hashes, lower, instead_of=node)
+        if node in self.changed:
+            self.changed[lower] = None
         self._changed(+1)
 
     def merge(self, node: Node) -> None:
@@ -361,6 +371,8 @@ class Trie:
         node.hashes += lower.hashes
         if node.segment is not None:
             del self.holders[node.segment.record_id][lower]
+        if lower in self.changed:
+            self.changed[node] = None
         self._changed(-1)
 
     def detach(self, leaf: Node) -> None:

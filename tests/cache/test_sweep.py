@@ -314,6 +314,28 @@ def test_what_nobody_used_for_too_long_leaves() -> None:
     assert [depth(tree, conversation(number)) for number in (0, 1)] == [5, 15]
 
 
+@pytest.mark.parametrize("limit", ["ttl_seconds", "owner_idle_seconds"])
+def test_what_is_due_leaves_then_however_seldom_all_is_looked_at(limit: str) -> None:
+    """The interval is for what nobody could foresee: the first moment at which something is too old is known."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, check_seconds=10**6, **{limit: 60}), clock=clock)
+    for number in range(3):
+        store(tree, conversation(number), owner=f"owner {number}")
+        tree.evict()
+        clock.now += 10
+    for left in range(3):
+        clock.now = 1000.0 + 10 * left + 60
+        tree.evict()
+        assert [depth(tree, conversation(number)) == 15 for number in range(3)] == [
+            number >= left for number in range(3)
+        ]
+        clock.now += 1
+        tree.evict()
+        assert [depth(tree, conversation(number)) == 15 for number in range(3)] == [
+            number > left for number in range(3)
+        ]
+
+
 def test_an_owner_that_went_away_leaves_whole() -> None:
     """All entries of an owner that was not seen for its idle limit leave, used by others' lookups or not."""
     clock = Clock()
