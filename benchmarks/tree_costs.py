@@ -29,9 +29,9 @@ from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_records import DiskLimits
 from kvserve.cache.disk_scratch import ScratchStore
 from kvserve.cache.disk_tier import DiskTier
+from kvserve.cache.node import Lease
 from kvserve.cache.records import Limits, Payload
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Lease
 from kvserve.core import TokenSequence
 from kvserve.engine.disk_cache import DiskCache
 from kvserve.engine.snapshot import KvSlice, StateSnapshot

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from kvserve.cache.eviction import Score
 from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.leaving import Leaving
+from kvserve.cache.node import Node
 from kvserve.cache.records import Limits, Room
 from kvserve.cache.store import Store
-from kvserve.cache.trie import Node
 from kvserve.cache.worth import PLAIN, SURPLUS, Ranked, Worth, newest_above
 
 SHORT_CLASS_SECONDS = 300.0

@@ -22,6 +22,7 @@ from kvserve.cache.integrity import check_shape, check_totals
 from kvserve.cache.kept_path import KeptPath, kept_end, kept_path
 from kvserve.cache.leaving import Leaving
 from kvserve.cache.match import Match
+from kvserve.cache.node import Lease, NamedPrompt, Node, Position, SequenceEnd, note_use
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.recent_names import RecentNames
 from kvserve.cache.records import (
@@ -39,7 +40,7 @@ from kvserve.cache.store import CutPayload, Store
 from kvserve.cache.sweep import Sweep, added_tail, exclusive_nodes
 from kvserve.cache.tally import stats_of
 from kvserve.cache.token_run import TokenRun, image_around, pack
-from kvserve.cache.trie import Lease, NamedPrompt, Node, Position, SequenceEnd, Trie, note_use
+from kvserve.cache.trie import Trie
 from kvserve.core import TokenSequence
 
 

@@ -9,9 +9,10 @@ import pytest
 from kvserve.cache import kept_path
 from kvserve.cache import tree as tree_module
 from kvserve.cache.leaving import Leaving
+from kvserve.cache.node import Node
 from kvserve.cache.records import Payload
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Node, Trie
+from kvserve.cache.trie import Trie
 from kvserve.core import TokenSequence
 from tests.cache.payloads import (
     ROOMY,

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+from kvserve.cache.node import Lease
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Lease
 from kvserve.core import TokenSequence
 from tests.cache.payloads import WholeState, keys_of, make_tree, rows_of, store
 from tests.cache.visits import Visits, counting
