@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvserve.cache.node import Node
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.records import (
     BoundaryKind,
@@ -18,7 +19,7 @@ from kvserve.cache.records import (
     State,
 )
 from kvserve.cache.token_run import TokenRun, join
-from kvserve.cache.trie import Node, Trie
+from kvserve.cache.trie import Trie
 
 type CutPayload = Callable[[Payload, int, int], Payload]
 """(payload, first row, end row) -> a real copy of these rows that keeps nothing else alive."""

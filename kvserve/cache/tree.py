@@ -22,6 +22,7 @@ from kvserve.cache.integrity import check_shape, check_totals
 from kvserve.cache.kept_path import KeptPath, kept_end, kept_path
 from kvserve.cache.leaving import Leaving
 from kvserve.cache.match import Match
+from kvserve.cache.node import Lease, NamedPrompt, Node, Position, SequenceEnd, note_use
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.recent_names import RecentNames
 from kvserve.cache.records import (
@@ -39,7 +40,7 @@ from kvserve.cache.store import CutPayload, Store
 from kvserve.cache.sweep import Sweep, added_tail, exclusive_nodes
 from kvserve.cache.tally import stats_of
 from kvserve.cache.token_run import TokenRun, image_around, pack
-from kvserve.cache.trie import Lease, NamedPrompt, Node, Position, SequenceEnd, Trie, note_use
+from kvserve.cache.trie import Trie
 from kvserve.core import TokenSequence
 
 
@@ -239,7 +240,7 @@ class PrefixTree:
         if lease.is_detached or node.parent is None or node.children or lease.num_tokens < node.end:
             return
         node.sequence_end = SequenceEnd(lease.owner, lease.ttl_seconds, now)
-        self._sweep.expect_change()
+        self._trie.changed[node] = None
 
     def note_users(self, lease: Lease, users: Mapping[str, int]) -> None:
         """These have used what a row stands on too, each up to an offset."""
@@ -253,7 +254,7 @@ class PrefixTree:
         self._leases.discard(lease)
         lease.node.leases.discard(lease)
         lease.is_detached = True
-        self._sweep.expect_change()
+        self._trie.changed[lease.node] = None
 
     # --- what is kept, for another tier ------------------------------------------------------------------------------
 

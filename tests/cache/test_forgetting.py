@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_records import Removal
+from kvserve.cache.node import MAX_USERS
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import MAX_USERS
 from kvserve.core import TokenSequence
 from tests.cache.disks import HASHER, MODEL, Disk, named, names_of
 from tests.cache.payloads import joined, make_tree, store
