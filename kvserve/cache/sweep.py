@@ -18,6 +18,7 @@ from kvserve.cache.leaving import Leaving
 from kvserve.cache.node import Node
 from kvserve.cache.records import Limits, Room
 from kvserve.cache.store import Store
+from kvserve.cache.tails import exclusive_tail
 from kvserve.cache.worth import PLAIN, SURPLUS, Ranked, Worth, newest_above
 
 SHORT_CLASS_SECONDS = 300.0
@@ -45,6 +46,7 @@ class Sweep:
         self._needs_checkpoints = needs_checkpoints
         self._worth = Worth(score, needs_checkpoints=needs_checkpoints)
         self._leaving: list[Ranked] | None = None
+        self._over_number: set[Node] = set()
         self._thinning: list[Ranked] | None = None
         self._now = 0.0
         self._check_at = -math.inf
@@ -239,9 +241,35 @@ class Sweep:
             and not (node.children or node.leases)
             and node.checkpoint is None
         ):
-            parent = node.parent
+            parent, was_guess = node.parent, node.is_guess
             self._remove([node])
+            self._rejoin(parent, was_guess=was_guess)
             node = parent
+
+    def _rejoin(self, node: Node, *, was_guess: bool) -> None:
+        """A guess that leaves takes the branch with it that it made: the rows around it leave in no smaller pieces than
+        they would have without it."""
+        if not was_guess or node.parent is None or len(node.children) != 1 or node.leases:
+            return
+        (lower,) = node.children.values()
+        is_one = node.segment is lower.segment and node.is_guess == lower.is_guess
+        if is_one and not (node.checkpoint or node.kind or node.sequence_end):
+            self._store.trie.merge(node)
+            self._rank_joined(node, is_surplus=lower in self._over_number)
+
+    def _rank_joined(self, node: Node, *, is_surplus: bool) -> None:
+        """The queues hear of a node that took another one's place in them."""
+        if is_surplus:
+            self._over_number.add(node)
+        if self._leaving is not None and not node.children:
+            heapq.heappush(self._leaving, self._worth.of_leaf(node, is_surplus=is_surplus))
+        if node.checkpoint is None:
+            return
+        ranked = self._worth.of_state(node)
+        if self._leaving is not None and node.children and ranked.level <= PLAIN:
+            heapq.heappush(self._leaving, ranked)
+        if self._thinning is not None:
+            heapq.heappush(self._thinning, ranked)
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
@@ -265,7 +293,7 @@ class Sweep:
     def _rank_all(self) -> list[Ranked]:
         """What may leave now, as a queue."""
         nodes = [node for node in self._store.trie.nodes() if not node.leases]
-        surplus = self._surplus()
+        self._over_number = surplus = self._surplus()
         queue = [self._worth.of_leaf(node, is_surplus=node in surplus) for node in nodes if not node.children]
         inner = (node for node in nodes if node.children and node.checkpoint is not None)
         queue += [ranked for ranked in map(self._worth.of_state, inner) if ranked.level <= PLAIN]
@@ -314,7 +342,9 @@ class Sweep:
     def _let_go(self, leaf: Node, parent: Node, queue: list[Ranked], *, is_surplus: bool) -> None:
         """A leaf leaves; `parent`, its own, may be a leaf then. What is left of an entry over its number, up to what
         others need too, is still that entry: the next bytes are taken from it."""
+        was_guess = leaf.is_guess
         self._remove([leaf])
+        self._rejoin(parent, was_guess=was_guess)
         self._cull_dead_tail(parent)
         is_rest = is_surplus and parent.kind != "system"
         while parent.parent is not None and not self._store.trie.is_held(parent):
@@ -333,53 +363,3 @@ class Sweep:
 
     def _entries(self) -> Iterable[Node]:
         return (node for node in self._store.trie.nodes() if node.sequence_end is not None)
-
-
-def exclusive_tail(leaf: Node) -> list[Node]:
-    """A leaf and the ancestors that serve only it, upwards to a branch, a live row or the end of system and tools."""
-    tail = [leaf]
-    node = leaf.parent
-    while (
-        node is not None
-        and node.parent is not None
-        and len(node.children) == 1
-        and not node.leases
-        and node.kind != "system"
-    ):
-        tail.append(node)
-        node = node.parent
-    return tail
-
-
-def added_tail(last: Node, start: int) -> list[Node]:
-    """A place and its ancestors that begin at `start` or behind it, upwards to one that somebody else needs."""
-    tail: list[Node] = []
-    node = last
-    while node.parent is not None and node.start >= start and len(node.children) == bool(tail):
-        if node.leases or node.sequence_end is not None:
-            break
-        tail.append(node)
-        node = node.parent
-    return tail
-
-
-def exclusive_nodes(nodes: Iterable[Node], is_owned: Callable[[Node], bool]) -> list[Node]:
-    """The nodes that lead to owned leaves and to nobody else's, deepest first: no live row is behind them, nor the end
-    of system and tools. A leaf that is nobody's entry stays or goes with what it stands on."""
-    ours: set[Node] = set()
-    others: set[Node] = set()
-    ordered = sorted((node for node in nodes if node.parent is not None), key=lambda node: -node.start)
-    for node in ordered:
-        children = node.children.values()
-        is_theirs = bool(node.leases) or node.kind == "system" or any(child in others for child in children)
-        is_ours = is_owned(node) or any(child in ours for child in children)
-        is_entry = node.sequence_end is not None and node.sequence_end.owner is not None
-        if is_theirs or (is_entry and not is_owned(node)):
-            others.add(node)
-        elif is_ours:
-            ours.add(node)
-    gone: set[Node] = set()
-    for node in reversed(ordered):  # what is nobody's goes with its parent
-        if node in ours or node.parent in gone:
-            gone.add(node)
-    return [node for node in ordered if node in gone]

@@ -37,7 +37,8 @@ from kvserve.cache.records import (
 )
 from kvserve.cache.renaming import rename
 from kvserve.cache.store import CutPayload, Store
-from kvserve.cache.sweep import Sweep, added_tail, exclusive_nodes
+from kvserve.cache.sweep import Sweep
+from kvserve.cache.tails import added_tail, exclusive_nodes
 from kvserve.cache.tally import stats_of
 from kvserve.cache.token_run import TokenRun, image_around, pack
 from kvserve.cache.trie import Trie
@@ -383,7 +384,7 @@ class PrefixTree:
 
     @property
     def num_ram_bytes(self) -> int:
-        """Bytes that RAM keeps, those that rows stand on included."""
+        """Bytes that RAM keeps, also for rows."""
         return self._ram.num_bytes
 
     def stats(self) -> CacheStats:
