@@ -113,6 +113,21 @@ def test_a_record_that_lost_its_first_rows_is_cut_to_the_rest() -> None:
         assert_exact(tree.lookup(prompt), prompt)
 
 
+def test_a_record_that_lost_its_middle_is_cut_to_what_is_left() -> None:
+    """The end of it, which goes its own way, and its beginning, from which others went, keep their own rows only."""
+    tree = make_tree()
+    first, second, third = (1, 1, 0, 0, 0), (1, 1, 0, 0, 1, 0), (1, 0, 0)
+    for ids in (first, second, third):
+        store(tree, tokens(*ids))
+        list(coalesce(tree, 8))
+    tree.check_integrity()
+    assert tree.stats().ram_bytes == ROW_BYTES * (5 + 2 + 2)
+    for ids in (first, second, third):
+        match = tree.lookup(tokens(*ids, 99))
+        assert match.num_usable_tokens == len(ids)
+        assert_exact(match, tokens(*ids, 99))
+
+
 def test_what_is_joined_is_still_the_entry_that_it_was() -> None:
     """A conversation counts as one after its records became one, and keeps the lifetime that its client asked for."""
     clock = Clock()
