@@ -28,7 +28,7 @@ NUM_NEWEST_KEPT = 2
 
 @dataclass(order=True, slots=True)
 class Ranked:
-    """A place in the queue of what may leave: by level, then score, then age. A guess changes none of them for others."""
+    """A place in the queue of what may leave: by level, then score, then age. No guess changes that of others."""
 
     rank: tuple[int, float, int]
     node: Node = field(compare=False)
