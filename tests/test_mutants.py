@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutation.mutants import Edit, Mutant, read_mutants
+from tests.mutation.results import Verdict, read_results, table
 
 ROOT = Path(__file__).resolve().parent.parent
 MUTANTS = read_mutants()
@@ -29,3 +30,17 @@ def test_a_text_that_moved_is_told() -> None:
     with pytest.raises(ValueError, match="0 times"):
         Edit("a.py", "gone\n", "").applied("here\n")
     assert list(Edit("a.py", "b\nc\n", "").lines("a\nb\nc\nd\n")) == [2, 3]
+
+
+def test_results_are_read_as_they_were_kept(tmp_path: Path) -> None:
+    """The next run begins with the tests that noticed a fault; who was noticed by nobody, or is gone, has none."""
+    first, second, gone, *_ = MUTANTS
+    verdicts = {
+        first.name: Verdict(first, "mapped", "tests/a.py::test_b[x | y]"),
+        second.name: Verdict(second, "nobody", ""),
+        gone.name: Verdict(gone, "full", "tests/c.py::test_d"),
+    }
+    kept = tmp_path / "results.md"
+    kept.write_text(table(verdicts, 0, 60.0), "utf-8")
+    assert read_results([first, second], kept) == {first.name: verdicts[first.name]}
+    assert len(read_results(MUTANTS)) > len(MUTANTS) // 2

@@ -1,7 +1,8 @@
 """`python -m tests.mutation`: plant each fault of the table in a copy of the tree and see which tests notice it.
 
-A mutant first meets the default tests that run its lines, cheap ones first, until one fails; a survivor meets the whole
-default run; who survives that too meets the full run of its package. The table goes to `tests/mutation/results.md`.
+A mutant first meets the test that noticed it the last time. Who survives that, or is new, meets the default tests that
+run its lines, cheap ones first, until one fails; then the whole default run; then the full run of its package. The
+table goes to `tests/mutation/results.md`.
 """
 
 import argparse
@@ -10,41 +11,30 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
 from tests.mutation.coverage_map import CoverageMap, in_running_order
 from tests.mutation.mutants import Mutant, read_mutants
+from tests.mutation.results import RESULTS, Verdict, read_results, table
 from tests.mutation.workspace import NO_END, ROOT, Workspace
 from tests.schedule import read_durations
 
-RESULTS = Path(__file__).with_name("results.md")
 ONE_TEST_SECONDS, ONE_FULL_TEST_SECONDS = 60, 1200
+LIMIT = ("--timeout", str(ONE_FULL_TEST_SECONDS))
 READ_THE_SOURCE = ("tests/test_architecture.py",)
 """Tests that read the package instead of running it: no coverage leads to them."""
 MAPPED_SECONDS, DEFAULT_SECONDS, FULL_SECONDS = 120.0, 1800.0, 3600.0
 """Where thousands of tests run a line, the whole default run on all workers decides sooner than all of them on one."""
-
-BY = ("mapped", "default", "full", "nobody")
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Which run noticed a mutant, by which test, after how many seconds."""
-
-    mutant: Mutant
-    by: str
-    test: str
-    seconds: float
 
 
 class Hunt:
     """The workspaces and what was measured in them; `say` is called from several threads."""
 
     def __init__(self, folder: Path, num_jobs: int) -> None:
+        self._num_jobs = num_jobs
         self._spaces = [Workspace(folder / str(job)) for job in range(num_jobs)]
         self._free: SimpleQueue[Workspace] = SimpleQueue()
         for space in self._spaces:
@@ -58,6 +48,45 @@ class Hunt:
         with self._lock:
             print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
+    def all_near(self, mutants: Sequence[Mutant], before: Mapping[str, Verdict]) -> dict[str, Verdict]:
+        """What noticed each mutant the last time, or tests that run its lines."""
+        self._leave_out_what_fails({verdict.test for verdict in before.values()})
+        again = [before[mutant.name] for mutant in mutants if mutant.name in before]
+        with ThreadPoolExecutor(self._num_jobs) as pool:
+            verdicts = {verdict.mutant.name: verdict for verdict in pool.map(self._again, again) if verdict}
+            rest = [mutant for mutant in mutants if mutant.name not in verdicts]
+            if rest:
+                self.measure()
+                self.say(f"The default run is measured; {len(rest)} mutants.")
+                verdicts |= {verdict.mutant.name: verdict for verdict in pool.map(self.near, rest)}
+        return {mutant.name: verdicts[mutant.name] for mutant in mutants}
+
+    def _leave_out_what_fails(self, tests: Iterable[str]) -> None:
+        """A test that fails without a fault, or that is gone, shows nothing."""
+        there = sorted(test for test in tests if (self._spaces[0].root / test.partition("::")[0]).is_file())
+        outcome = self._spaces[0].run(["-m", "not e2e", *LIMIT], tests=there, seconds=DEFAULT_SECONDS, is_full=True)
+        for test in outcome.failed:
+            self.say(f"fails without any fault: {test}")
+        self._fails_anyway = outcome.failed
+
+    def _again(self, before: Verdict) -> Verdict | None:
+        """Whether the test that noticed a mutant still does."""
+        if before.test in self._fails_anyway:
+            return None
+        space = self._free.get()
+        try:
+            with space.planted(before.mutant):
+                arguments = ["-n", "0", "-m", "not e2e", *LIMIT]
+                is_full = before.by == "full"
+                outcome = space.run(arguments, tests=[before.test], seconds=DEFAULT_SECONDS, is_full=is_full)
+        finally:
+            self._free.put(space)
+        if not outcome.failed:
+            self.say(f"{before.mutant.name}: no longer noticed by {before.test}")
+            return None
+        self.say(f"{before.mutant.name}: noticed again by {before.test}")
+        return before
+
     def measure(self) -> None:
         """The default run with coverage, on the unchanged copy. Measuring makes tests slow: one that fails by its clock
         is told and left out."""
@@ -69,7 +98,7 @@ class Hunt:
             raise SystemExit(f"The default run could not be measured: {outcome.told}")
         for test in outcome.failed:
             self.say(f"fails without any fault and is left out: {test}")
-        self._fails_anyway = outcome.failed
+        self._fails_anyway = (*self._fails_anyway, *outcome.failed)
         self._map = CoverageMap(data, space.root)
 
     def near(self, mutant: Mutant) -> Verdict:
@@ -77,7 +106,6 @@ class Hunt:
         assert self._map is not None
         tests = [*READ_THE_SOURCE, *in_running_order(self._map.tests_of(mutant), mutant.package, self._seconds)]
         space = self._free.get()
-        started = time.monotonic()
         try:
             with space.planted(mutant):
                 test = self._noticed(space, ["-n", "0"], tests, MAPPED_SECONDS)
@@ -85,11 +113,11 @@ class Hunt:
                 test = ""
         finally:
             self._free.put(space)
-        return self._verdict(mutant, "mapped", test, started)
+        return self._verdict(mutant, "mapped", test)
 
     def far(self, mutant: Mutant, by: str) -> Verdict:
         """The whole default run, or the full run of the mutant's package."""
-        space, started = self._spaces[0], time.monotonic()
+        space = self._spaces[0]
         with space.planted(mutant):
             if by == "default":
                 test = self._noticed(space, [], (), DEFAULT_SECONDS)
@@ -97,7 +125,7 @@ class Hunt:
                 test = self._noticed(
                     space, ["-m", "not e2e"], _package_tests(space, mutant), FULL_SECONDS, is_full=True
                 )
-        return self._verdict(mutant, by, test, started)
+        return self._verdict(mutant, by, test)
 
     def _noticed(
         self, space: Workspace, arguments: list[str], tests: Sequence[str], seconds: float, *, is_full: bool = False
@@ -121,8 +149,8 @@ class Hunt:
         rest = [*tests, *(() if tests else ["tests"])]
         return self._noticed(space, ["--deselect", first, *arguments], rest, seconds, is_full=is_full)
 
-    def _verdict(self, mutant: Mutant, by: str, test: str, started: float) -> Verdict:
-        verdict = Verdict(mutant, by if test else "nobody", test, time.monotonic() - started)
+    def _verdict(self, mutant: Mutant, by: str, test: str) -> Verdict:
+        verdict = Verdict(mutant, by if test else "nobody", test)
         self.say(f"{mutant.name}: {f'noticed by {test}' if test else f'{by} tests notice nothing'}")
         return verdict
 
@@ -135,52 +163,31 @@ def _package_tests(space: Workspace, mutant: Mutant) -> list[str]:
     return sorted(f"tests/{path.name}" for path in (space.root / "tests").glob("test_*.py"))
 
 
-def table(verdicts: Iterable[Verdict], seconds: float) -> str:
-    """The results as they are kept: totals, then one line for each mutant."""
-    verdicts = list(verdicts)
-    counts = {by: sum(verdict.by == by for verdict in verdicts) for by in BY}
-    in_default = counts["mapped"] + counts["default"]
-    share = in_default / max(1, len(verdicts))
-    rows = [
-        " | ".join(["", each.mutant.name, each.mutant.edits[0].file, each.mutant.fault, each.by, each.test, ""]).strip()
-        for each in verdicts
-    ]
-    summary = (
-        f"`make mutants`: {len(verdicts)} faults in {seconds / 60:.0f} minutes. The default run notices {in_default} "
-        f"({share:.0%}), {counts['mapped']} of them by tests that run the changed lines; the full run of the package "
-        f"{counts['full']} more; nobody {counts['nobody']}."
-    )
-    heading = ("| mutant | file | what goes wrong | noticed by | test |", "|---|---|---|---|---|")
-    return "\n".join(["# Planted faults and who notices them", "", summary, "", *heading, *rows, ""])
-
-
-def keep(text: str, only: Sequence[str]) -> None:
-    """The table of all mutants is kept in the repository; of some, nothing is."""
-    if not only:
-        RESULTS.write_text(text, "utf-8")
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="these mutants, and no table")
     parser.add_argument("--jobs", type=int, default=2, help="how many mutants are tried at once")
+    parser.add_argument("--anew", action="store_true", help="forget which test noticed which mutant")
     chosen = parser.parse_args(arguments)
     mutants = [mutant for mutant in read_mutants() if not chosen.only or mutant.name in chosen.only]
     started = time.monotonic()
+
+    def keep(verdicts: Mapping[str, Verdict], num_again: int) -> str:
+        text = table(verdicts, num_again, time.monotonic() - started)
+        if not chosen.only:
+            RESULTS.write_text(text, "utf-8")
+        return text
+
     with tempfile.TemporaryDirectory(prefix="kvserve-mutants-") as folder:
         hunt = Hunt(Path(folder), chosen.jobs)
-        hunt.measure()
-        hunt.say(f"The default run is measured; {len(mutants)} mutants.")
-        with ThreadPoolExecutor(chosen.jobs) as pool:
-            verdicts = {verdict.mutant.name: verdict for verdict in pool.map(hunt.near, mutants)}
+        before = {} if chosen.anew else read_results(mutants)
+        verdicts = hunt.all_near(mutants, before)
+        num_again = sum(before.get(name) == verdict for name, verdict in verdicts.items())
         for by in ("default", "full"):
             for verdict in [verdict for verdict in verdicts.values() if verdict.by == "nobody"]:
-                # What is known so far, should somebody stop this.
-                keep(table(verdicts.values(), time.monotonic() - started), chosen.only)
+                keep(verdicts, num_again)  # what is known so far, should somebody stop this
                 verdicts[verdict.mutant.name] = hunt.far(verdict.mutant, by)
-    text = table(verdicts.values(), time.monotonic() - started)
-    keep(text, chosen.only)
-    print(text)
+        print(keep(verdicts, num_again))
     return 1 if any(verdict.by == "nobody" for verdict in verdicts.values()) else 0
 
 
