@@ -39,10 +39,9 @@ def table(verdicts: Mapping[str, Verdict], num_again: int, seconds: float) -> st
     in_default = counts["mapped"] + counts["default"]
     share = in_default / max(1, len(verdicts))
     summary = (
-        f"`make mutants`: {len(verdicts)} faults in {seconds / 60:.0f} minutes, {num_again} noticed again by the "
-        f"test that had noticed them before. The default run notices {in_default} ({share:.0%}), {counts['mapped']} of them "
-        f"by tests that run the changed lines; the full run of the package {counts['full']} more; nobody "
-        f"{counts['nobody']}."
+        f"`make mutants`: {len(verdicts)} faults in {seconds / 60:.0f} minutes, {num_again} noticed again by the test "
+        f"of the last time. The default run notices {in_default} ({share:.0%}), {counts['mapped']} of them by tests "
+        f"that run the changed lines; the full run of the package {counts['full']} more; nobody {counts['nobody']}."
     )
     rows = map(_row, verdicts.values())
     return "\n".join(["# Planted faults and who notices them", "", summary, "", *HEADING, *rows, ""])
