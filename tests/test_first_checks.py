@@ -231,6 +231,20 @@ def test_what_leads_nowhere_is_refused_in_one_line(folder: Path, key: str, value
     assert sorted(path.name for path in folder.iterdir()) == [".env"]
 
 
+def test_who_has_no_home_is_told_which_folder_to_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user is in no list: the default lies below a home."""
+
+    def expanduser(self: Path) -> Path:
+        if self.parts[:1] == ("~",):
+            raise RuntimeError("Could not determine home directory.")
+        return self
+
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    assert (said := early(FLAGS, {})).startswith("DISK_CACHE_DIR='~/.cache/kvserve' cannot be used")
+    assert late(FLAGS, {}) == said
+    assert early([], usable(folder)) == ""
+
+
 def test_what_leads_somewhere_is_taken(folder: Path) -> None:
     """The control: of each of these settings a value that can be used, of which nothing is made yet."""
     model = folder / "model"

@@ -25,20 +25,20 @@ def refuse_taken_port(host: str, port: int) -> None:
 
 def refuse_unusable_address(host: str, port: int) -> None:
     """Raises PortTaken or SettingError where the server could not listen there. A name server that gives no answer now
-    may give one at the start."""
+    may give one when the server binds, which judges by it."""
     refuse_taken_port(host, port)
     error = error_of_binding(host, port)
-    if error is not None and not (isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN):
+    if error is not None and not (isinstance(error, socket.gaierror) and error.errno != socket.EAI_NONAME):
         raise unusable_address(host, port, error)
 
 
-def error_of_binding(host: str, port: int) -> OSError | ValueError | None:
+def error_of_binding(host: str, port: int) -> OSError | TypeError | None:
     """Why a socket cannot be bound, None where it can; it is let go at once."""
     try:
         with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-    except (OSError, ValueError) as error:  # ValueError: a text that can be no name
+    except (OSError, TypeError) as error:  # TypeError: a text that can be no name
         return error
     return None
 
@@ -48,9 +48,9 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def unusable_address(host: str, port: int, error: OSError | ValueError) -> StartupError:
+def unusable_address(host: str, port: int, error: OSError | TypeError) -> StartupError:
     """The error of a start that cannot listen: the setting that is at fault, and why."""
-    number = None if isinstance(error, (socket.gaierror, ValueError)) else error.errno
+    number = None if isinstance(error, (socket.gaierror, TypeError)) else error.errno
     if number == errno.EADDRINUSE:
         return port_taken(host, port)
     key, value = ("MLX_PORT", port) if number == errno.EACCES else ("MLX_HOST", host)

@@ -19,7 +19,7 @@ from kvserve.errors import NotReady
 from kvserve.web.connections import ConnectionTable, OpenConnection
 from kvserve.web.exchange import Exchange
 from kvserve.web.handler import ConnectionHandler, Front, Report
-from kvserve.web.port_holder import family_of, refuse_taken_port, unusable_address
+from kvserve.web.port_holder import error_of_binding, family_of, refuse_taken_port, unusable_address
 from kvserve.web.reader import ClientGone, ConnectionReader
 from kvserve.web.router import Router
 from kvserve.web.settings import WebSettings
@@ -73,15 +73,15 @@ class HttpServer:
         """
         settings = self._front.settings
         refuse_taken_port(settings.host, settings.port)
-        with contextlib.ExitStack() as unused:
-            try:
-                listener = _Listener(self._front)
-                unused.callback(listener.server_close)
-                listener.server_bind()
-                listener.server_activate()
-            except (OSError, ValueError) as error:
-                raise unusable_address(settings.host, settings.port, error) from None
-            unused.pop_all()
+        if (reason := error_of_binding(settings.host, settings.port)) is not None:
+            raise unusable_address(settings.host, settings.port, reason)
+        listener = _Listener(self._front)
+        try:
+            listener.server_bind()
+            listener.server_activate()
+        except OSError as error:  # somebody was quicker
+            listener.server_close()
+            raise unusable_address(settings.host, settings.port, error) from None
         self._listener = listener
 
     def start(self) -> None:
