@@ -28,6 +28,7 @@ VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "kvserve-setup.json"
 LOCK = VENV / "kvserve-setup.lock"
+ENV_FILE = Path(".env")
 RUNTIME_FILES = ("requirements.txt", "constraints.txt")
 DEV_FILES = ("requirements-dev.txt",)
 
@@ -495,7 +496,8 @@ def refuse_misspelt(request: Request) -> None:
         flags.parse_flags(request.rest, OWN_FLAGS)
     except flags.FlagError as error:
         raise SetupError(str(error)) from None
-    found = flags.misspelt(flags.names_in(env_text()), setting_defaults())
+    known = [name.upper() for name in of_server("values").KINDS]
+    found = flags.misspelt(flags.names_in(env_text()), known)
     if found:
         raise SetupError(flags.misspelt_words(found, ".env"))
 
@@ -503,11 +505,11 @@ def refuse_misspelt(request: Request) -> None:
 def refuse_unusable(request: Request) -> None:
     """SetupError for what a start would refuse at once, in its own words: values that cannot be used, a taken port, a
     folder that is not there. Once a set-up is finished the start itself looks first."""
-    if not is_for_server(request) or request.setup_only or not (defaults := setting_defaults()):
+    if not is_for_server(request) or request.setup_only:
         return
     checks = of_server("first_checks")
     try:
-        checks.refuse_unusable(request.rest, os.environ, env_text(), defaults)
+        checks.refuse_unusable(request.rest, os.environ, ENV_FILE)
     except checks.StartupError as error:
         raise SetupError(str(error)) from None
 
@@ -518,17 +520,8 @@ def is_for_server(request: Request) -> bool:
 
 
 def env_text() -> str:
-    """The `.env` that the server will read, "" without one; of one that is no UTF-8 the server says so."""
-    env_file = Path(".env")
-    return env_file.read_text(encoding="utf-8", errors="replace") if env_file.is_file() else ""
-
-
-def setting_defaults() -> dict[str, str]:
-    """Every setting and its default, which `.env.example` has (`tests/test_docs.py`); nothing where it was removed."""
-    example = ROOT / ".env.example"
-    if not example.is_file():
-        return {}
-    return dict(of_server("flags").settings_in_example(example.read_text(encoding="utf-8")))
+    """The `.env` that the server will read, "" without one; of one that is no UTF-8 the first checks say so."""
+    return ENV_FILE.read_text(encoding="utf-8", errors="replace") if ENV_FILE.is_file() else ""
 
 
 def start(request: Request) -> None:

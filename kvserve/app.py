@@ -23,7 +23,7 @@ from kvserve.demo.build import build_model
 from kvserve.engine.model import expected_sizes, fetched_folder
 from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.errors import ModelLoadError, NotReady, RequestError
-from kvserve.first_checks import local_folder
+from kvserve.first_checks import DEMO_MODEL_NAME, local_folder
 from kvserve.forgetting import Forgetting
 from kvserve.keeping import Scope
 from kvserve.loading import ModelMaker
@@ -55,7 +55,6 @@ from kvserve.wiring import (
     web_settings,
 )
 
-DEMO_MODEL_NAME = "kvserve-demo-qwen3"
 MAX_WATCHERS = 8
 """Pages that may watch at the same time: each holds a connection and its thread."""
 

@@ -14,10 +14,11 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from kvserve.env_file import read_whole
 from kvserve.errors import SettingError, StartupError
 from kvserve.first_checks import refuse_equal_ports, refuse_model_of_demo
 from kvserve.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, names_in, parse_flags
-from kvserve.values import KINDS, GroupSize, KvBits, ModelFamily, QuantScheme
+from kvserve.values import DEFAULTS, KINDS, GroupSize, KvBits, ModelFamily, QuantScheme
 
 NameList = Annotated[tuple[str, ...], NoDecode]
 
@@ -33,7 +34,7 @@ class Settings(BaseSettings):
     )
 
     model_path: str = Field(
-        "lmstudio-community/GLM-4.7-Flash-MLX-4bit",
+        DEFAULTS["model_path"],
         description="Folder in Hugging Face format or hub name.",
     )
     model_family: ModelFamily = Field("auto", description="Which tool-call and thinking form is tried first.")
@@ -42,12 +43,13 @@ class Settings(BaseSettings):
         (), description="Further names: name=model, by comma; a name may end with *, a model may be `default`."
     )
     model_folders: NameList = Field(
-        (), description="Folders by comma whose sub-folders are models that a request may name; it loads one at a time."
+        DEFAULTS["model_folders"],
+        description="Folders by comma whose sub-folders are models that a request may name; it loads one at a time.",
     )
     proxy_model_id: str = Field("openai/{MODEL_PATH}", description="The model name that port 4000 lists.")
-    mlx_host: str = Field("127.0.0.1", description="Address that kvserve listens on.")
-    mlx_port: int = Field(8080, description="Port of kvserve itself; 0 takes a free one.")
-    proxy_port: int = Field(4000, description="Port of the LiteLLM proxy.")
+    mlx_host: str = Field(DEFAULTS["mlx_host"], description="Address that kvserve listens on.")
+    mlx_port: int = Field(DEFAULTS["mlx_port"], description="Port of kvserve itself; 0 takes a free one.")
+    proxy_port: int = Field(DEFAULTS["proxy_port"], description="Port of the LiteLLM proxy.")
     proxy_startup_wait_seconds: float = Field(
         2.0, description="How long the banner waits for the proxy; readiness itself is polled."
     )
@@ -94,7 +96,7 @@ class Settings(BaseSettings):
         description="Normalise volatile spans in the cache key; false uses the prompt as it is.",
     )
     cache_rule_policies: NameList = Field(
-        (),
+        DEFAULTS["cache_rule_policies"],
         description="Policies of canonical rules other than the table's: rule=always, history, never or off, by comma.",
     )
     cache_vlm_image_identity: bool = Field(
@@ -114,7 +116,7 @@ class Settings(BaseSettings):
         description="Show the model a digest instead of the content of its past write calls.",
     )
     disk_cache_dir: Path = Field(
-        Path("~/.cache/kvserve").expanduser(), description="Where KV and records are kept across restarts."
+        DEFAULTS["disk_cache_dir"], description="Where KV and records are kept across restarts."
     )
     disk_cache_max_bytes: int | None = Field(
         None,
@@ -175,7 +177,7 @@ class Settings(BaseSettings):
     body_timeout_seconds: float = Field(60, description="Time for a request's body to arrive.")
     idle_connection_seconds: float = Field(120, description="How long an idle connection is kept.")
     state_dir: Path = Field(
-        Path("~/.cache/kvserve/run").expanduser(), description="Generated LiteLLM config, pid file and log; demo model."
+        DEFAULTS["state_dir"], description="Generated LiteLLM config, pid file and log; demo model."
     )
     responses_keep_days: float = Field(
         30, description="Days after its last use that a response of /v1/responses is kept."
@@ -267,12 +269,7 @@ def load_launch(argv: Sequence[str], *, env_file: Path | None = Path(".env")) ->
 
 def _check_names_in(env_file: Path | None) -> None:
     """Other programs' variables may stand in `.env` too, but nothing that is nearly a setting. Raises StartupError."""
-    try:
-        text = env_file.read_text("utf-8") if env_file is not None else ""
-    except (FileNotFoundError, IsADirectoryError):
-        return
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartupError(f"{env_file} cannot be read: {error}.") from None
+    text = read_whole(env_file) if env_file is not None else ""
     if found := misspelt(names_in(text), _KEYS):
         raise StartupError(misspelt_words(found, str(env_file)))
 

@@ -81,11 +81,6 @@ def names_in(env_text: str) -> list[str]:
     return re.findall(r"^[ \t]*(?:export[ \t]+)?([A-Za-z_][A-Za-z0-9_]*)[ \t]*=", env_text, re.MULTILINE)
 
 
-def settings_in_example(text: str) -> dict[str, str]:
-    """Every setting with its default, from the text of `.env.example`, where each stands as a comment."""
-    return dict(re.findall(r"^#([A-Z][A-Z0-9_]*)=(.*)$", text, re.MULTILINE))
-
-
 def misspelt(names: Iterable[str], known: Iterable[str]) -> list[tuple[str, str]]:
     """Those of the names that are no setting but nearly one, each with the setting that was meant. Other names are
     other programs' own."""

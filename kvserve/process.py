@@ -17,11 +17,10 @@ from rich.console import Console
 
 from kvserve.config import Launch, load_launch
 from kvserve.errors import KvserveError, StartupError
-from kvserve.first_checks import local_folder, refuse_unusable_folder
+from kvserve.first_checks import refuse_unusable_start
 from kvserve.proxy.ownership import refuse_foreign_holder
 from kvserve.proxy.settings import proxy_files
 from kvserve.telemetry.terminal import Terminal
-from kvserve.web.port_holder import refuse_taken_port
 
 if TYPE_CHECKING:
     from kvserve.app import App
@@ -60,13 +59,11 @@ def _app(launch: Launch, terminal: Terminal) -> "App":
     """The server, once its ports are seen to be free and its folders usable: importing it takes seconds. Raises
     StartupError."""
     settings = launch.settings
-    refuse_taken_port(settings.mlx_host, settings.mlx_port)
-    if launch.disk_cache != "off":
-        refuse_unusable_folder(settings.disk_cache_dir)
+    refuse_unusable_start(
+        dict(settings), is_demo=launch.is_demo, with_proxy=launch.with_proxy, writes_kv=launch.disk_cache != "off"
+    )
     if launch.with_proxy:
         refuse_foreign_holder(settings.proxy_port, proxy_files(settings.state_dir, settings.proxy_port))
-    if not launch.is_demo:
-        local_folder(settings.model_path)
     from kvserve.app import App
 
     return App(launch, terminal)

@@ -1,5 +1,5 @@
-"""What each setting may be: how its text is read, and within which bounds. `config.py` has defaults and meanings, and
-reads every value through this table.
+"""What each setting may be: how its text is read, and within which bounds. `config.py` has meanings and the other
+defaults, and reads every value through this table.
 
 Standard library only, and every line must run under Python 3.9: install_and_run.py reads values by it, too, so that one
 that cannot be used is refused before anything is installed.
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 MAX_PORT = 65535
 MAX_NUMBER = sys.float_info.max
@@ -38,6 +38,7 @@ _SWITCHES = {
     **dict.fromkeys(("0", "off", "f", "false", "n", "no"), False),
 }
 _WHOLE = re.compile(r"\s*([+-]?[0-9]+(?:_[0-9]+)*)(?:\.0+)?\s*")
+_HOMELESS = "a path that begins with ~ needs a home folder that is known"
 _LABEL = "[a-z0-9_](?:[a-z0-9_-]*[a-z0-9_])?"
 _HOST = re.compile(rf"(?:{_LABEL}\.)*(?!\d+(?::|$)){_LABEL}(?::[1-9]\d{{0,4}})?")
 
@@ -101,8 +102,41 @@ def _hosts(value: object) -> tuple[str, ...]:
     return hosts
 
 
+def expanded(path: str) -> Path:
+    """With the home folder in place of ~. Raises ValueError where there is none."""
+    if "\0" in path:
+        raise ValueError(path)
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(path) from None
+
+
 def _folder(value: object) -> object:
-    return Path(value).expanduser() if isinstance(value, str) else value
+    return expanded(value) if isinstance(value, str) else value
+
+
+def aliases_in(pairs: Sequence[str]) -> dict[str, str]:
+    """The model of each further name. Raises ValueError for a name without a model."""
+    found = {}
+    for pair in pairs:
+        name, _, target = (part.strip() for part in pair.partition("="))
+        if not (name.rstrip("*") and target):
+            raise ValueError(pair)
+        if target.startswith("~"):
+            expanded(target)
+        found[name] = target
+    return found
+
+
+def _aliases(value: object) -> tuple[str, ...]:
+    pairs = _names(value)
+    aliases_in(pairs)
+    return pairs
+
+
+def _folders(value: object) -> tuple[str, ...]:
+    return tuple(str(expanded(name)) for name in _names(value))
 
 
 # --- kinds ------------------------------------------------------------------------------------------------------------
@@ -184,7 +218,7 @@ def _words(choices: tuple[str, ...]) -> str:
 
 
 def _text(value: object) -> object:
-    if not value:
+    if not value or "\0" in str(value):
         raise ValueError(value)
     return value
 
@@ -193,18 +227,30 @@ _TEXT = Kind(_text, "a text that is not empty")
 _ANY = Kind(lambda value: value, "a text")
 _SWITCH = Kind(_bool, "a boolean, true or false")
 _NAMES = Kind(_names, "names by comma")
-_FOLDER = Kind(_folder, "a folder")
+_FOLDER = Kind(_folder, f"a folder; {_HOMELESS}")
 _POSITIVE = _whole(1)
 _COUNT = _whole(0)
 _SECONDS = _number(0)
 _POSITIVE_SECONDS = _number(0, is_above=True)
 
+DEFAULTS: Mapping[str, Any] = {
+    "model_path": "lmstudio-community/GLM-4.7-Flash-MLX-4bit",
+    "model_folders": (),
+    "mlx_host": "127.0.0.1",
+    "mlx_port": 8080,
+    "proxy_port": 4000,
+    "cache_rule_policies": (),
+    "disk_cache_dir": "~/.cache/kvserve",
+    "state_dir": "~/.cache/kvserve/run",
+}
+"""Of the settings that `first_checks.py` looks behind: folders, ports, names that have to be there."""
+
 KINDS: Mapping[str, Kind] = {
     "model_path": _TEXT,
     "model_family": _choice(get_args(ModelFamily), _words(get_args(ModelFamily))),
     "model_strict": _SWITCH,
-    "model_aliases": _NAMES,
-    "model_folders": _NAMES,
+    "model_aliases": Kind(_aliases, f"name=model pairs, by comma; {_HOMELESS}"),
+    "model_folders": Kind(_folders, f"folders that are there, by comma; {_HOMELESS}"),
     "proxy_model_id": _TEXT,
     "mlx_host": _TEXT,
     "mlx_port": _port(0),
@@ -278,29 +324,3 @@ KINDS: Mapping[str, Kind] = {
     "vlm_cache_debug": _SWITCH,
 }
 """The settings in the order of `config.py`: where several are wrong, both name the same one first."""
-
-
-# --- what a file says -------------------------------------------------------------------------------------------------
-
-
-_LINE = re.compile(r"""[ \t]*(?:export[ \t]+)?(?P<name>[A-Za-z_][A-Za-z0-9_]*)[ \t]*=(?P<text>[^\r\n]*)""")
-_QUOTED = re.compile(r"""(?P<mark>['"])(?P<inside>[^'"\\]*)(?P=mark)[ \t]*(?:#.*)?""")
-
-
-def values_in(env_text: str) -> dict[str, str]:
-    """The values that the text of an `.env` file sets, as far as plain lines show them. A value that is put together
-    from other variables is left out, and where a line is not plain (a text of several lines, an escape, a name in
-    quotes) nothing is read: these are python-dotenv's to read."""
-    found: dict[str, str] = {}
-    for line in re.split(r"\r\n|\r|\n", env_text):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        match = _LINE.fullmatch(line)
-        quoted = None if match is None else _QUOTED.fullmatch(match["text"].lstrip())
-        if match is None or (quoted is None and match["text"].lstrip()[:1] in ("'", '"')):
-            return {}
-        value = quoted["inside"] if quoted is not None else re.sub(r"\s+#.*", "", match["text"]).strip()
-        found.pop(match["name"], None)
-        if "$" not in value:
-            found[match["name"]] = value
-    return found

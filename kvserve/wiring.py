@@ -1,10 +1,10 @@
 """The settings of each room, from the settings of the process. It joins rooms and decides nothing."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from kvserve.agents.store import AgentStore
 from kvserve.canonical.rules import select
+from kvserve.canonical.settable import policies_in
 from kvserve.catalogue import CatalogueSettings
 from kvserve.config import DiskMode, Settings
 from kvserve.core import RequestDefaults, SamplingParams
@@ -14,7 +14,7 @@ from kvserve.engine.memory_plan import RECORDS_CAP
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.warming import WarmSettings
 from kvserve.engine.worker import EngineSettings
-from kvserve.errors import SettingError
+from kvserve.first_checks import model_folders
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.prompt.images_remote import RemoteLimits, RemotePictures
 from kvserve.protocols.responses_store import ResponseStore
@@ -23,6 +23,7 @@ from kvserve.proxy.settings import ProxySettings
 from kvserve.seeing import SeeingSettings
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE_NAME
 from kvserve.sessions.stores import StoreLimits
+from kvserve.values import aliases_in
 from kvserve.web.settings import WebSettings
 
 RESPONSES_FILE = "responses.sqlite3"
@@ -104,15 +105,9 @@ def max_record_disk_bytes(settings: Settings) -> int:
 
 def identity_settings(settings: Settings) -> IdentitySettings:
     """Raises SettingError for a rule or a policy that does not exist."""
-    policies: dict[str, str] = {}
-    for pair in settings.cache_rule_policies:
-        name, separator, policy = (part.strip() for part in pair.partition("="))
-        if not separator:
-            raise SettingError("CACHE_RULE_POLICIES", pair, "rule=policy pairs, by comma")
-        policies[name] = policy
     return IdentitySettings(
         rules=select(
-            policies,
+            policies_in(settings.cache_rule_policies),
             settings.cache_canonicalize_tool_context,
             tells_images_apart=settings.cache_vlm_image_identity,
         ),
@@ -128,20 +123,10 @@ def identity_settings(settings: Settings) -> IdentitySettings:
 
 
 def catalogue_settings(settings: Settings, listed_model_id: str) -> CatalogueSettings:
-    """Raises SettingError for an alias without a model and for a folder that is not there."""
-    aliases: dict[str, str] = {}
-    for pair in settings.model_aliases:
-        name, separator, target = (part.strip() for part in pair.partition("="))
-        if not (separator and name.rstrip("*") and target):
-            raise SettingError("MODEL_ALIASES", pair, "name=model pairs, by comma")
-        aliases[name] = target
-    folders = tuple(Path(folder).expanduser() for folder in settings.model_folders)
-    for folder in folders:
-        if not folder.is_dir():
-            raise SettingError("MODEL_FOLDERS", str(folder), "folders that are there, by comma")
+    """Raises SettingError for a folder that is not there."""
     return CatalogueSettings(
-        aliases=aliases,
-        folders=folders,
+        aliases=aliases_in(settings.model_aliases),
+        folders=model_folders(settings.model_folders),
         default_names=(listed_model_id, listed_model_id.removeprefix("openai/")),
         is_strict=settings.model_strict,
     )

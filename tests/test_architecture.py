@@ -60,7 +60,7 @@ class Door:
 
 DOORS_BETWEEN = {
     "kvserve.engine": ("kvserve.cache",),
-    "kvserve.config": ("kvserve.flags", "kvserve.values", "kvserve.first_checks"),
+    "kvserve.config": ("kvserve.env_file", "kvserve.flags", "kvserve.values", "kvserve.first_checks"),
 }
 """The engine owns the prefix tree (.context/decisions/0001), the settings know the flags and their values; nobody else
 but the joiners looks into another room."""

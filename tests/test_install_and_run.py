@@ -37,7 +37,11 @@ SERVER = f"import json, sys\nprint('SERVER', json.dumps(sys.argv[1:]))\nsys.exit
 FAKE_PYTEST = "import json, os, sys\nprint('PYTEST', json.dumps([os.getcwd(), *sys.argv[1:]]))\nsys.exit(3)\n"
 OF_SERVER = tuple(
     f"kvserve/{name}.py"
-    for name in ("__init__", "errors", "first_checks", "flags", "values", "web/__init__", "web/port_holder")
+    for name in (
+        *("__init__", "env_file", "errors", "first_checks", "flags", "values"),
+        *("canonical/__init__", "canonical/settable", "engine/__init__", "engine/config_file"),
+        *("web/__init__", "web/port_holder"),
+    )
 )
 """What the bootstrap imports of the server before anything is installed."""
 MENDING = "rm -rf .venv && python3 install_and_run.py"
@@ -115,7 +119,6 @@ def make_checkout(root: Path) -> Checkout:
     for module in OF_SERVER:
         (root / module).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(ROOT / module, root / module)
-    shutil.copy(ROOT / ".env.example", root)
     (root / "start_llm.py").write_text(SERVER)
     (root / "constraints.txt").write_text("")
     (root / "requirements-dev.txt").write_text("pytest==0.0.1\n")
@@ -218,6 +221,8 @@ UNUSABLE = [
     ("DEFAULT_THINKING", "maybe", "a boolean, true or false"),
     ("IMAGE_HOSTS", "127.0.0.1", "host names by comma, such as images.example.com or cdn.example.com:8443"),
     ("DEFAULT_TOP_P", "2", "a number greater than 0 and less than or equal to 1"),
+    ("CACHE_RULE_POLICIES", "cch", "rule=policy pairs, by comma"),
+    ("MODEL_FOLDERS", "/nope", "folders that are there, by comma"),
 ]
 
 
@@ -265,7 +270,7 @@ def test_what_only_a_start_needs_is_not_asked_of_a_set_up(finished: Checkout) ->
 
 
 def test_a_misspelt_setting_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
-    """By the names of `.env.example`, which are those of the program (`tests/test_docs.py`)."""
+    """By the names of the settings."""
     checkout = make_checkout(tmp_path / "fresh")
     (checkout.root / ".env").write_text("OTHER_PROGRAM=1\nMODLE_PATH=x\n")
     result = checkout.run("--demo")

@@ -74,6 +74,7 @@ CASES = [
         "no folder for KV", ("DISK_CACHE_DIR", "--disk-cache", "/dev/null"), flags=("--demo", "--disk-cache=/dev/null")
     ),
     Refused("a folder for KV nowhere", ("DISK_CACHE_DIR", "/proc/x"), settings={"DISK_CACHE_DIR": "/proc/x"}),
+    Refused("a folder for state nowhere", ("STATE_DIR", "/proc/x"), settings={"STATE_DIR": "/proc/x"}),
     Refused("a host that is not ours", ("MLX_HOST", "'192.0.2.1'"), settings={"MLX_HOST": "192.0.2.1"}),
     Refused("no such folder", ("MODEL_PATH", "./absent", "config.json"), flags=("--model=./absent",)),
     damaged("no config", lambda folder: (folder / "config.json").unlink(), "config.json"),

@@ -1,20 +1,13 @@
-"""What a setting may be, in one table: it says what pydantic says of the same type and bounds, and reads `.env` as
-python-dotenv does where it reads it at all."""
+"""What a setting may be, in one table: it says what pydantic says of the same type and bounds."""
 
-import io
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-from dotenv import dotenv_values
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from pydantic import Field, TypeAdapter, ValidationError
 
 from kvserve.config import Settings
-from kvserve.values import KINDS, values_in
-from tests.laws import num_examples
+from kvserve.values import DEFAULTS, KINDS, aliases_in
 
 SPELLINGS = (
     *(
@@ -80,9 +73,11 @@ def test_every_setting_has_its_kind() -> None:
     """In the order of the settings, so that of several faults the same one is named first; each default is one that may
     be, and is read as it is."""
     assert list(KINDS) == list(Settings.model_fields)
-    assert {name: KINDS[name].read(row.default) for name, row in Settings.model_fields.items()} == {
-        name: row.default for name, row in Settings.model_fields.items()
-    }
+    defaults = {name: row.default for name, row in Settings.model_fields.items()}
+    assert {name: defaults[name] for name in DEFAULTS} == DEFAULTS
+    read = {name: KINDS[name].read(default) for name, default in defaults.items()}
+    folders = {"disk_cache_dir": Path.home() / ".cache/kvserve", "state_dir": Path.home() / ".cache/kvserve/run"}
+    assert read == {**defaults, **folders} == {name: KINDS[name].read(value) for name, value in read.items()}
 
 
 @pytest.mark.parametrize("name", BOUNDED)
@@ -101,33 +96,17 @@ def test_values_are_read_as_pydantic_reads_them(name: str) -> None:
         assert ours == theirs, spelling
 
 
-NAMES = st.sampled_from(("MLX_PORT", "kv_bits", "A", "B1"))
-TEXTS = st.text(st.sampled_from("ab1 #'\"\\$={}\t"), max_size=8)
-LINES = st.builds(
-    "{}{}{}{}".format, st.sampled_from(("", "export ", "  ", "# ")), NAMES, st.sampled_from(("=", " = ")), TEXTS
-)
+@pytest.mark.parametrize("pair", ["x", "=y", "*=y", "a=", " = ", "x=~nosuchuser/m"])
+def test_an_alias_has_a_name_and_a_model(pair: str) -> None:
+    """Of several pairs each has to; a model in the home of nobody is none."""
+    with pytest.raises(ValueError):  # readers say nothing, their kind does
+        KINDS["model_aliases"].read(f"a=b,{pair}")
+    assert aliases_in(("a = b", "c*=~/m")) == {"a": "b", "c*": "~/m"}
 
 
-@settings(max_examples=num_examples(200))
-@given(st.lists(LINES, max_size=4))
-@example(["A='x # y' # z", 'B1="1"', "MLX_PORT=8080 # mine", "kv_bits=a#b"])
-@example(["A=1", "A=$B1"])
-def test_what_is_read_of_a_file_python_dotenv_reads_too(lines: list[str]) -> None:
-    """Less than that is allowed, something else is not: of a line that only it can read nothing is said."""
-    text = "\n".join(lines)
-    theirs = dotenv_values(stream=io.StringIO(text), interpolate=True)
-    ours = values_in(text)
-    assert {name: theirs.get(name) for name in ours} == ours
-
-
-def test_plain_lines_are_read() -> None:
-    """All that most files have; the example's own lines, put into force, too."""
-    assert values_in("A=1\n export B = 'x y' # z\r\nC=a # b\n\n# D=1\nE=\nF=$A\nA=2\n") == {
-        "A": "2",
-        "B": "x y",
-        "C": "a",
-        "E": "",
-    }
-    example_text = (Path(__file__).resolve().parent.parent / ".env.example").read_text("utf-8")
-    put_in_force = re.sub("^#([A-Z][A-Z0-9_]*=)", r"\1", example_text, flags=re.MULTILINE)
-    assert set(values_in(put_in_force)) == {name.upper() for name in KINDS}
+@pytest.mark.parametrize("name", ["disk_cache_dir", "state_dir", "log_root", "model_folders"])
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "a\0b"])
+def test_a_path_that_can_be_none_is_refused(name: str, path: str) -> None:
+    """As a value that cannot be used, and not by whatever stumbles over it."""
+    with pytest.raises(ValueError):  # the same
+        KINDS[name].read(path)

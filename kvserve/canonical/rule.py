@@ -8,14 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvserve.canonical.settable import Policy
 from kvserve.core import Role
-
-Policy = Literal["always", "history", "never"]
-"""What the model reads where only the volatile part moved, or where the client left the span out:
-
-`always`: what it first read; `history`: the same in messages that it has already read, what is sent in the newest
-ones; `never`: what is sent.
-"""
 
 Scope = Literal["message", "text", "line", "field", "tools", "wire"]
 """Where a rule applies.
@@ -61,9 +55,9 @@ class Form:
 class Rule:
     """One row: what is normalised where, what the model reads instead, and why.
 
-    `drops`: a message that consists of the form has no identity at all. `is_fixed`: the policy follows from what the
-    rule is about; an operator can only switch the rule off. `is_personal` False: telemetry that holds nobody's words,
-    so that the value which anybody sent first may stand in everybody's prompt.
+    `drops`: a message that consists of the form has no identity at all. `is_personal` False: telemetry that holds
+    nobody's words, so that the value which anybody sent first may stand in everybody's prompt. What an operator may set
+    the policy to is in `settable.py`.
     """
 
     name: str
@@ -74,7 +68,6 @@ class Rule:
     why: str
     form: Form | None = None
     drops: bool = False
-    is_fixed: bool = False
     is_personal: bool = True
 
 

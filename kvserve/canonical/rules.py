@@ -1,16 +1,16 @@
 """The table of canonical rules: those about text from `text_rules.py`, those about the structure of messages here.
 
-A new rule is one row, here or there, and one recorded pair in tests/canonical/pairs/.
+A new rule is one row, here or there, its line in `settable.py` and one recorded pair in tests/canonical/pairs/.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final, get_args
+from typing import Final
 
-from kvserve.canonical.rule import Policy, Rule, RuleSet
+from kvserve.canonical.rule import Rule, RuleSet
+from kvserve.canonical.settable import SETTING, check_policies
 from kvserve.canonical.text_rules import TEXT_RULES
 from kvserve.core import Role
-from kvserve.errors import SettingError
 
 _ASSISTANT: Final[frozenset[Role]] = frozenset({"assistant"})
 _ANY: Final[frozenset[Role]] = frozenset({"system", "user", "assistant", "tool"})
@@ -33,7 +33,6 @@ RULES: tuple[Rule, ...] = (
         _ASSISTANT,
         "white space at both ends of an assistant's text",
         "Servers and clients trim it as they like; where nothing else moved it is the same answer.",
-        is_fixed=True,
     ),
     Rule(
         "call_arguments",
@@ -50,7 +49,6 @@ RULES: tuple[Rule, ...] = (
         _ANY,
         "the ids of calls and of their results",
         "Clients rewrite them; a result refers to its call by the ids of its own request.",
-        is_fixed=True,
     ),
     Rule(
         "empty_content",
@@ -59,7 +57,6 @@ RULES: tuple[Rule, ...] = (
         _ANY,
         'text blocks without text: "" and null are the same content',
         "Clients send one for the other beside tool calls.",
-        is_fixed=True,
     ),
     Rule(
         "tools_order",
@@ -68,7 +65,6 @@ RULES: tuple[Rule, ...] = (
         _ANY,
         "the order of an equal set of tools",
         "Some clients list their tools in the order in which servers answered.",
-        is_fixed=True,
         is_personal=False,
     ),
     Rule(
@@ -78,7 +74,6 @@ RULES: tuple[Rule, ...] = (
         _ANY,
         "nothing: tools that are added to the list during a conversation stand where they came",
         "Clients add tools in the middle; in front of the conversation they would change the whole prompt.",
-        is_fixed=True,
     ),
     # --- equal once they are read ------------------------------------------------------------------------------------
     Rule(
@@ -107,20 +102,14 @@ def select(
     enabled: bool = True,
     *,
     tells_images_apart: bool = True,
-    setting: str = "CACHE_RULE_POLICIES",
+    setting: str = SETTING,
 ) -> RuleSet:
     """The rules with the operator's policies (rule name -> `always`, `history`, `never` or `off`).
 
     `enabled` False switches all of them off: a message is then known by exactly what was sent. Raises SettingError,
     naming `setting`, for a rule that does not exist, one that cannot be set, or another policy.
     """
-    settable = {rule.name: rule for rule in RULES if rule.scope != "wire"}
-    for name, policy in policies.items():
-        if name not in settable:
-            raise SettingError(setting, name, f"one of the rules {', '.join(settable)}")
-        allowed = ("off",) if settable[name].is_fixed else (*get_args(Policy), "off")
-        if policy not in allowed:
-            raise SettingError(setting, f"{name}={policy}", f"one of the policies {', '.join(allowed)}")
+    check_policies(policies, setting)
     if not enabled:
         return RuleSet((), tells_images_apart=tells_images_apart)
     return RuleSet(

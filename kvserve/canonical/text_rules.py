@@ -162,7 +162,6 @@ TEXT_RULES: tuple[Rule, ...] = (
             "whole",
         ),
         drops=True,
-        is_fixed=True,
     ),
     Rule(
         "openclaw_attempt",

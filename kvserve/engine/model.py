@@ -3,7 +3,6 @@
 It runs on the engine thread, which owns what it returns. Tokenizer and template belong to `prompt/`.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.core import GenerationRequest, ImageSpan
+from kvserve.engine.config_file import read_config
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.leaves import leaves
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
@@ -137,7 +137,7 @@ def fetched_folder(model_path: str, note: Callable[[str], None]) -> Path:
 def check_folder(folder: Path) -> None:
     """Raise ModelLoadError for a folder without a usable config, or of an architecture that mlx-lm does not know, nor
     mlx-vlm where it describes a vision tower."""
-    config = _read_config(folder)
+    config = read_config(folder)
     try:
         _get_classes(config)
     except ValueError as error:
@@ -156,7 +156,7 @@ class ExpectedSizes:
 
 def expected_sizes(folder: Path, max_kv_size: int) -> ExpectedSizes:
     """Sizes of a model that is not loaded. Raises ModelLoadError for a config that cannot be read."""
-    config = _read_config(folder)
+    config = read_config(folder)
     vocab_size = _text_config(config).get("vocab_size")
     return ExpectedSizes(
         vocab_size=vocab_size if isinstance(vocab_size, int) and vocab_size > 0 else 0,
@@ -170,7 +170,7 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
     Raises ModelLoadError for a folder without config or weights, broken files, an unknown architecture, or one whose
     KV cannot be quantised as the settings say.
     """
-    config = _read_config(folder)
+    config = read_config(folder)
     try:
         loaded = load_sighted(folder, config) if is_vision(config) else Sighted(*load_model(folder, lazy=False), None)
     except FileNotFoundError as error:
@@ -205,19 +205,6 @@ def _start_notes(kv: KvSettings, context_limit: int) -> tuple[str, ...]:
         f"KV_BITS={kv.bits} does nothing: QUANTIZED_KV_START={kv.start} is beyond the context limit of {context_limit} "
         "tokens.",
     )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelLoadError(f"{folder} is not a model folder: it has no config.json.") from error
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelLoadError(f"{path} names no model_type: is this a model in Hugging Face format?")
-    return config
 
 
 def _explained(folder: Path, config: Mapping[str, Any], error: Exception) -> ModelLoadError:

@@ -1,9 +1,16 @@
-"""Says who listens on a port, as far as this user may know. It asks and reads only; nothing is ended."""
+"""Says whether an address can be listened on and who listens there, as far as this user may know. It asks, tries and
+reads only; nothing is ended.
 
+Standard library only, and every line must run under Python 3.9, for `first_checks.py`.
+"""
+
+from __future__ import annotations
+
+import errno
 import socket
 from pathlib import Path
 
-from kvserve.errors import PortTaken
+from kvserve.errors import PortTaken, SettingError, StartupError
 
 _LISTEN = "0A"
 _PROBE_SECONDS = 0.5
@@ -14,6 +21,41 @@ def refuse_taken_port(host: str, port: int) -> None:
     take the loopback half of a wildcard listener's port."""
     if port and somebody_listens(host, port):
         raise port_taken(host, port)
+
+
+def refuse_unusable_address(host: str, port: int) -> None:
+    """Raises PortTaken or SettingError where the server could not listen there. A name server that gives no answer now
+    may give one when the server binds, which judges by it."""
+    refuse_taken_port(host, port)
+    error = error_of_binding(host, port)
+    if error is not None and not (isinstance(error, socket.gaierror) and error.errno != socket.EAI_NONAME):
+        raise unusable_address(host, port, error)
+
+
+def error_of_binding(host: str, port: int) -> OSError | TypeError | None:
+    """Why a socket cannot be bound, None where it can; it is let go at once."""
+    try:
+        with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except (OSError, TypeError) as error:  # TypeError: a text that can be no name
+        return error
+    return None
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """That of addresses that are written so."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def unusable_address(host: str, port: int, error: OSError | TypeError) -> StartupError:
+    """The error of a start that cannot listen: the setting that is at fault, and why."""
+    number = None if isinstance(error, (socket.gaierror, TypeError)) else error.errno
+    if number == errno.EADDRINUSE:
+        return port_taken(host, port)
+    key, value = ("MLX_PORT", port) if number == errno.EACCES else ("MLX_HOST", host)
+    reason = error.strerror if isinstance(error, OSError) else error
+    return SettingError(key, value, f"an address that can be listened on ({reason})")
 
 
 def port_taken(host: str, port: int) -> PortTaken:
@@ -31,7 +73,7 @@ def somebody_listens(host: str, port: int) -> bool:
         with socket.create_connection((target, port), timeout=_PROBE_SECONDS) as probe:
             # A free port of the ephemeral range can, rarely, connect to itself.
             return bool(probe.getsockname() != probe.getpeername())
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a text that can be no name
         return False
 
 

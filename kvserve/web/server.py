@@ -15,11 +15,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
 
-from kvserve.errors import NotReady, SettingError
+from kvserve.errors import NotReady
 from kvserve.web.connections import ConnectionTable, OpenConnection
 from kvserve.web.exchange import Exchange
 from kvserve.web.handler import ConnectionHandler, Front, Report
-from kvserve.web.port_holder import port_taken, refuse_taken_port
+from kvserve.web.port_holder import error_of_binding, family_of, refuse_taken_port, unusable_address
 from kvserve.web.reader import ClientGone, ConnectionReader
 from kvserve.web.router import Router
 from kvserve.web.settings import WebSettings
@@ -73,16 +73,15 @@ class HttpServer:
         """
         settings = self._front.settings
         refuse_taken_port(settings.host, settings.port)
+        if (reason := error_of_binding(settings.host, settings.port)) is not None:
+            raise unusable_address(settings.host, settings.port, reason)
         listener = _Listener(self._front)
         try:
             listener.server_bind()
             listener.server_activate()
-        except OSError as error:
+        except OSError as error:  # somebody was quicker
             listener.server_close()
-            if error.errno == errno.EADDRINUSE:
-                raise port_taken(settings.host, settings.port) from None
-            key, value = ("MLX_PORT", settings.port) if error.errno == errno.EACCES else ("MLX_HOST", settings.host)
-            raise SettingError(key, value, f"an address that can be listened on ({error.strerror})") from None
+            raise unusable_address(settings.host, settings.port, error) from None
         self._listener = listener
 
     def start(self) -> None:
@@ -127,7 +126,7 @@ class _Listener(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, front: Front) -> None:
-        self.address_family = socket.AF_INET6 if ":" in front.settings.host else socket.AF_INET
+        self.address_family = family_of(front.settings.host)
         self._front = front
         self._threads_started: set[threading.Thread] = set()
         self._refused: deque[tuple[float, socket.socket]] = deque()

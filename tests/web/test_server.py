@@ -64,9 +64,9 @@ def test_a_bound_socket_that_does_not_listen_keeps_its_port_too() -> None:
             server_on("127.0.0.1", holder.getsockname()[1]).bind()
 
 
-@pytest.mark.parametrize("host", ["203.0.113.7", "no such host"])
+@pytest.mark.parametrize("host", ["203.0.113.7", "no such host", "é..b"])
 def test_an_unusable_address_names_the_setting(host: str) -> None:
-    """An address of another machine, or none at all."""
+    """An address of another machine, none at all, or what can be no name."""
     with pytest.raises(SettingError, match="MLX_HOST"):
         server_on(host, 0).bind()
 
