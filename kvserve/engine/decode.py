@@ -76,11 +76,12 @@ class Decoder:
 @dataclass(frozen=True, slots=True)
 class Left:
     """A row that left its batch whole: plain caches that hold the KV of `tokens`, prompt included, and states behind
-    exactly these."""
+    exactly these. `is_alone`: nothing else holds their buffers."""
 
     row: Row
     caches: list[Any]
     tokens: list[int]
+    is_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,7 @@ class DecodePool:
                 if each is row:
                     caches, tokens = group.generator.remove([uid], return_prompt_caches=True)[uid]
                     group.drop(uid)
-                    return Left(row, caches, tokens)
+                    return Left(row, caches, tokens, is_alone=not group.rows)
         return None
 
     def settle(self) -> None:
@@ -249,7 +250,7 @@ class DecodePool:
                 left = at_start.pop(response.uid, None)
                 if left is not None:
                     left = replace(left, caches=_taken_back(left.caches, response.prompt_cache))
-                finished.append(left or _left(row, response, before))
+                finished.append(left or replace(_left(row, response, before), is_alone=num_rows == 1))
             if response.finish_reason == "stop":
                 row.finish("stop", num_hidden_tokens=1)
                 continue

@@ -17,7 +17,7 @@ never keeps a larger buffer alive than it needs.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -85,6 +85,31 @@ class CacheLayout:
         leaves = tuple(tuple(mx.contiguous(array[..., start:end, :]) for array in _kv_arrays(leaf)) for leaf in cut)
         return _evaluated_slice(leaves, end - start, is_packed)
 
+    def move_kv(self, caches: Sequence[Any], borders: Sequence[int]) -> list[KvSlice]:
+        """The KV between neighbours of `borders`, in full precision. It leaves the caches layer by layer, so that no
+        moment has more than one of them twice.
+
+        Raises ValueError where the caches have lost it already.
+        """
+        cut = [leaf for leaf, kind in self._with_kinds(caches) if kind == "cut"]
+        if any(leaf.keys is None for leaf in cut):
+            raise ValueError("These caches have given their KV away.")
+        layers = []
+        for leaf in cut:
+            arrays = (leaf.keys, leaf.values)
+            parts = [
+                tuple(mx.contiguous(array[..., start:end, :]) for array in arrays) for start, end in pairwise(borders)
+            ]
+            settle(*(array for part in parts for array in part))
+            leaf.keys = leaf.values = None
+            layers.append(parts)
+            del arrays
+        spans = list(pairwise(borders))
+        return [
+            _evaluated_slice(tuple(parts[index] for parts in layers), end - start, is_packed=False)
+            for index, (start, end) in enumerate(spans)
+        ]
+
     def read_state(self, caches: Sequence[Any]) -> StateSnapshot | None:
         """Copy the leaves that cannot be cut, at the caches' present offset; None where there are none."""
         leaves = tuple(
@@ -121,6 +146,25 @@ class CacheLayout:
                 _fill(leaf, [_rows(piece, cut_index) for piece in plain], num_next_tokens)
                 cut_index += 1
             elif kind != "none":
+                self._replace(caches, position, copy.deepcopy(next(kept)))
+        mx.eval([_everything(leaf) for leaf, _ in self._with_kinds(caches)])
+        return caches
+
+    def restore_moved(
+        self, pieces: list[tuple[KvSlice, int, int]], state: StateSnapshot | None, num_next_tokens: int
+    ) -> list[Any]:
+        """The same in full precision of pieces that nobody else needs. The list is emptied, and what it alone held goes
+        layer by layer, before the next one is filled."""
+        caches = self._new_caches()
+        num_layers = len(pieces[0][0].leaves) if pieces else 0
+        layers = [[_rows(piece, index) for piece in pieces] for index in range(num_layers)]
+        pieces.clear()
+        kept = iter(state.leaves if state is not None else ())
+        layers.reverse()
+        for position, (leaf, kind) in enumerate(self._with_kinds(caches)):
+            if kind == "cut" and layers:
+                _fill(leaf, layers.pop(), num_next_tokens)
+            elif kind not in ("cut", "none"):
                 self._replace(caches, position, copy.deepcopy(next(kept)))
         mx.eval([_everything(leaf) for leaf, _ in self._with_kinds(caches)])
         return caches
