@@ -40,6 +40,11 @@ class _Aside:
     num_taken: int = 0
     stands: list[Stand] = field(default_factory=list)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the states."""
+        return sum(stand.state.num_bytes for stand in self.stands if stand.state is not None)
+
 
 class Moving:
     """The way in and out of one model's prefix tree. `disk` tells the disk side, if there is one."""
@@ -66,8 +71,7 @@ class Moving:
     @property
     def held_bytes(self) -> int:
         """Bytes of states that rows have beside their caches: they count as live."""
-        stands = [stand for aside in self._aside.values() for stand in aside.stands]
-        return sum(stand.state.num_bytes for stand in stands if stand.state is not None)
+        return sum(aside.num_bytes for aside in self._aside.values())
 
     def let_go(self, lease: Lease) -> None:
         """The row is gone. Idempotent."""
@@ -154,7 +158,8 @@ class Moving:
         Room is made first: the tier is never above its budget, but for what goes through RAM to the disk.
         """
         lease, room = tenancy.lease, self._room
-        start, num_bytes, has_disk = lease.num_tokens, self._sizes.kept(lease.num_tokens, end), self._disk() is not None
+        start, has_disk, aside = lease.num_tokens, self._disk() is not None, self._aside.get(lease)
+        num_bytes = self._sizes.kept(start, end) + (aside.num_bytes if aside is not None else 0)
         if not tenancy.may_evict and not room.left().fits(num_bytes, self._sizes.fixed):
             return False
         if tenancy.may_evict and room.could_take(num_bytes, has_disk=has_disk):
@@ -162,7 +167,7 @@ class Moving:
         is_moved = False
         if room.takes(num_bytes, has_disk=has_disk):
             extension = self._copied(tenancy, tokens, caches, end, kind)
-        elif is_over and self._can_move and not lease.is_detached and self._makes_way(num_bytes, has_disk=has_disk):
+        elif is_over and self._can_move and not lease.is_detached and self._makes_way(lease, end, has_disk=has_disk):
             extension, is_moved = self._moved(tenancy, tokens, caches, end, kind), True
         else:
             self._miss(tenancy, caches, end, kind, is_over=is_over)
@@ -180,7 +185,7 @@ class Moving:
         if end <= lease.num_tokens or lease.is_detached:
             return False
         start = lease.num_tokens
-        if not self._makes_way(self._sizes.kept(start, end), has_disk=self._disk() is not None):
+        if not self._makes_way(lease, end, has_disk=self._disk() is not None):
             return False
         self._tell_disk(tenancy, start, self._moved(tenancy, tokens, caches, end, "stride", has_state=False))
         return True
@@ -203,13 +208,21 @@ class Moving:
         extension = self._tree.extend(lease, tokens, end, take_rows, take_state, kind)
         return replace(extension, start=start, first_new=min(first_new, extension.first_new))
 
-    def _makes_way(self, num_bytes: float, *, has_disk: bool) -> bool:
-        """Whether what is kept may take so much more in the place of the row: beside both there is one state, and a
-        layer, which is counted with the row."""
-        if not self._room.could_take(self._sizes.fixed, has_disk=has_disk, num_moved_bytes=num_bytes):
+    def _makes_way(self, lease: Lease, end: int, *, has_disk: bool) -> bool:
+        """Whether what is kept may have a row's KV up to `end` in the place of the row: beside both there is one state,
+        and a layer, which is counted with the row. Its oldest states go where they are too much."""
+        room, aside, fixed_bytes = self._room, self._aside.get(lease, _Aside()), self._sizes.fixed
+        num_bytes = self._sizes.kept(lease.num_tokens, end)
+
+        def fits(asks: Callable[..., bool]) -> bool:
+            return asks(fixed_bytes, has_disk=has_disk, num_moved_bytes=num_bytes + aside.num_bytes)
+
+        while aside.stands and not fits(room.could_take):
+            del aside.stands[0]
+        if not fits(room.could_take):
             return False
-        self._room.make(self._sizes.fixed)
-        return self._room.takes(self._sizes.fixed, has_disk=has_disk, num_moved_bytes=num_bytes)
+        room.make(fixed_bytes)
+        return fits(room.takes)
 
     def _moved(
         self,

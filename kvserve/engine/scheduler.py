@@ -104,6 +104,7 @@ class Scheduler:
         self._admit()
         for row in self._arrivals.take_ready(self._prefills, self._tenancies.keep):
             self._begin(row)
+        self._account()
         has_streams = bool(self._pool.num_rows)
         if (step := self._prefills.step(is_beside_streams=has_streams)) is not None:
             self._settle_prefill(step)
@@ -290,7 +291,6 @@ class Scheduler:
             self.cache.count(num_prompt_tokens=len(row.request.prompt), num_cached_tokens=num_done)
         self._tenancies.begin(row, tenancy)
         self._prefills.add(Prefill(row, tenancy, caches, num_done, images=images))
-        self._account()
         row.report_progress(num_done)
 
     # --- computing ----------------------------------------------------------------------------------------------------

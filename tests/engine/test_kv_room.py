@@ -45,7 +45,7 @@ def test_a_row_that_is_kept_in_part_writes_what_a_cold_one_writes(monkeypatch: p
     """Both budgets are little more than the row, and others hold its buffers too: it is restored from the part that
     fits, and that is told once."""
     monkeypatch.setattr(admission, "ANSWER_ALLOWANCE_TOKENS", 8)
-    monkeypatch.setattr(Moving, "_makes_way", lambda self, num_bytes, has_disk: False)
+    monkeypatch.setattr(Moving, "_makes_way", lambda *_, **__: False)
     lines: list[str] = []
     tokens = prompt_of(800)
     with running_engine() as engine:
