@@ -165,7 +165,8 @@ class CacheLayout:
             if kind == "cut" and layers:
                 _fill(leaf, layers.pop(), num_next_tokens)
             elif kind not in ("cut", "none"):
-                self._replace(caches, position, copy.deepcopy(next(kept)))
+                kept_leaf = next(kept)
+                self._replace(caches, position, copy.deepcopy(kept_leaf))
         mx.eval([_everything(leaf) for leaf, _ in self._with_kinds(caches)])
         return caches
 
