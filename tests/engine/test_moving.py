@@ -101,8 +101,8 @@ def test_a_row_of_most_of_the_memory_is_found_again_whole(family: str, share: fl
     assert lines == []
 
 
-def test_what_moves_is_never_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a row that is not moved finds a part of itself or nothing."""
+def test_a_row_that_is_not_moved_is_found_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: moving is what lets the next turn find all of it."""
     monkeypatch.setattr(Moving, "_makes_way", lambda *_, **__: False)
     with full_engine("qwen3", NUM_ALL_TOKENS, 0.99) as engine:
         first, answer, second, expected = turns_of(engine)
