@@ -54,7 +54,7 @@ class KvRoom:
     def takes(self, num_bytes: float, *, has_disk: bool, num_moved_bytes: float = 0) -> bool:
         """Whether so much may be kept now that everything has left that could, or `num_moved_bytes` in the place of a
         row that goes. With a disk what one row needs may pass the bound of what is kept, never that of all KV."""
-        return self._fits(num_bytes, self._tree.num_ram_bytes, num_moved_bytes, has_disk=has_disk)
+        return self._fits(num_bytes, self.memory.held("kept"), num_moved_bytes, has_disk=has_disk)
 
     def could_take(self, num_bytes: float, *, has_disk: bool, num_moved_bytes: float = 0) -> bool:
         """The same if all left that nobody stands on: else nothing needs to leave in vain."""
