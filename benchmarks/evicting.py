@@ -131,13 +131,14 @@ def _let_some_leave(scheduler: Scheduler) -> None:
     cache = scheduler.cache
     stats = cache.report().stats
     cache._tree._sweep.expect_change()
-    cache.make_room(cache.room().num_bytes + STATES_OF_SMALL * stats.checkpoint_bytes / max(1, stats.num_checkpoints))
+    state_bytes = stats.checkpoint_bytes / max(1, stats.num_checkpoints)
+    cache.make_room(cache.kv_room.left().num_bytes + STATES_OF_SMALL * state_bytes)
 
 
 def _let_all_leave(scheduler: Scheduler) -> None:
     """As for a row that needs all the memory."""
     cache = scheduler.cache
-    cache.make_room(cache.room().num_bytes + cache.report().stats.ram_bytes)
+    cache.make_room(cache.kv_room.left().num_bytes + cache.report().stats.ram_bytes)
 
 
 def _request(number: int, max_tokens: int) -> GenerationRequest:

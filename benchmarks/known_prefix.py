@@ -7,7 +7,7 @@ the same prompt any server does.
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -53,8 +53,10 @@ class Timed:
         self.seconds = 0.0
         self._cache = cache
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Any:
         method = getattr(self._cache, name)
+        if not callable(method):
+            return method
 
         def timed(*args: Any, **options: Any) -> Any:
             started = time.perf_counter()

@@ -27,6 +27,7 @@ from benchmarks.weightless import weightless_model
 from kvserve.core import GenerationRequest, RequestId, SamplingParams, TokenSequence
 from kvserve.demo.build import build_model
 from kvserve.engine.admission import Budget
+from kvserve.engine.memory import fixed_memory
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Generation, Row
@@ -96,7 +97,7 @@ class Conversation:
     def __init__(self, model: LoadedModel) -> None:
         self.copied = Copied()
         self._numbers = count(1)
-        self._cache = PrefixCache(model, SETTINGS, 2**40, "benchmark")
+        self._cache = PrefixCache(model, SETTINGS, fixed_memory(2**40), "benchmark")
         self._scheduler = Scheduler(
             model,
             Budget(8, 2**40, model.sizes),

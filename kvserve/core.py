@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Final, Literal, NewType
 
 from kvserve.keeping import Keeping
@@ -657,3 +658,29 @@ class Answer:
     calls: tuple[ToolCallBlock, ...]
     finished: Finished
     tokens: tuple[ContentToken, ...] = ()
+
+
+class CallSlot(Enum):
+    """What stands at a place of a written call and is another in each: its id, or its number."""
+
+    ID = "id"
+    NUMBER = "number"
+
+
+type CallParts = tuple[str | CallSlot, ...]
+"""Text that is always the same, and slots, in the order in which they are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRow:
+    """How a template writes the calls of a message, where a call's arguments are one JSON object:
+
+        opening NAME middle ARGUMENTS (between NAME middle ARGUMENTS)* closing
+
+    `between` None: it writes one call in a message.
+    """
+
+    opening: CallParts
+    middle: CallParts
+    between: CallParts | None
+    closing: CallParts

@@ -32,6 +32,7 @@ from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from kvserve.pipeline import ServedModel
 from kvserve.prewarming import warm_learned
 from kvserve.prompt.boundaries import learn_markers
+from kvserve.prompt.call_row import call_row
 from kvserve.prompt.images import Images
 from kvserve.prompt.images_remote import RemotePictures
 from kvserve.prompt.stitch import Stitcher
@@ -260,10 +261,13 @@ def _grammar_tokenizer(tokenizer: Tokenizer) -> Callable[[int], llguidance.LLTok
 def _output_format(
     settings: Settings, folder: Path, tokenizer: Tokenizer, added_tokens: Collection[str]
 ) -> OutputFormat:
-    """How the model marks its output; mlx-lm is asked only where the forms read here do not occur in the template."""
+    """How the model marks its output. Where the forms read here do not occur in the template, its own is derived from
+    what it writes; mlx-lm is asked only where that cannot be told."""
     template = tokenizer.chat_template or ""
-    foreign = None
+    foreign, row = None, None
     if not any(tag in template for tag in OWN_TOOL_TAGS):
+        row = call_row(tokenizer)
+    if row is None and not any(tag in template for tag in OWN_TOOL_TAGS):
         parser = library_tool_parser(folder)
         foreign = ForeignToolForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
-    return select_format(settings.model_family, template, added_tokens, foreign)
+    return select_format(settings.model_family, template, added_tokens, foreign, row)

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvserve.cache.node import Node
 from kvserve.cache.records import Piece
 from kvserve.cache.store import Store
-from kvserve.cache.trie import Node, Trie
+from kvserve.cache.trie import Trie
 
 MAX_RECORD_TOKENS = 4096
 """500 turns of 64 tokens restore in 1.12 times the time of one record; with 2048 in 1.21, never joined in 4."""
@@ -14,9 +15,14 @@ MIN_PIECES = 8
 """So many records are joined even if they stay short together: what costs at a restore is their number."""
 
 
+STUB_SHARE = 8
+"""A dead end of at most this part of a record is no branch: what a client left of an answer before it went on. Agents
+leave one at every turn, and a conversation would restore from as many records as it has turns."""
+
+
 @dataclass(frozen=True, slots=True)
 class CoalesceRun:
-    """Consecutive nodes of an unbranched chain; `pieces[i]` are the rows of `nodes[i]`."""
+    """Consecutive nodes of a chain that branches into stubs only; `pieces[i]` are the rows of `nodes[i]`."""
 
     nodes: tuple[Node, ...]
     pieces: tuple[Piece, ...]
@@ -28,7 +34,7 @@ class CoalesceRun:
 
 def plan_run(trie: Trie, store: Store, max_tokens: int) -> CoalesceRun | None:
     """The first run of records that are worth joining, or None."""
-    for chain in _chains(trie):
+    for chain in _chains(trie, max_tokens // STUB_SHARE):
         for nodes in _groups(chain, max_tokens):
             pieces = tuple(store.piece_of(node, node.end) for node in nodes)
             if all(piece.payload is not None for piece in pieces):
@@ -48,16 +54,23 @@ def merge_nodes(trie: Trie, nodes: tuple[Node, ...]) -> None:
             upper = node
 
 
-def _chains(trie: Trie) -> Iterator[list[Node]]:
-    """Maximal runs of nodes of which each but the last has one child."""
+def _chains(trie: Trie, stub_tokens: int) -> Iterator[list[Node]]:
+    """Maximal runs of nodes of which each but the last has one child that is no stub."""
     for node in trie.nodes():
-        if node.parent is None or (node.parent.parent is not None and len(node.parent.children) == 1):
+        if node.parent is None or (node.parent.parent is not None and _next(node.parent, stub_tokens) is node):
             continue
         chain = [node]
-        while len(node.children) == 1:
-            (node,) = node.children.values()
-            chain.append(node)
+        while (following := _next(chain[-1], stub_tokens)) is not None:
+            chain.append(following)
         yield chain
+
+
+def _next(node: Node, stub_tokens: int) -> Node | None:
+    """Where a chain goes on behind a node; None where it ends or branches."""
+    if len(node.children) == 1:
+        return next(iter(node.children.values()))
+    going_on = [each for each in node.children.values() if each.children or each.end - each.start > stub_tokens]
+    return going_on[0] if len(going_on) == 1 else None
 
 
 def _groups(chain: list[Node], max_tokens: int) -> Iterator[list[Node]]:

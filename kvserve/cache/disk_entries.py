@@ -5,8 +5,8 @@ books were written. No trie and no file.
 from dataclasses import dataclass, field
 
 from kvserve.cache.disk_blob import BlobHead, BlobName
+from kvserve.cache.node import note_use
 from kvserve.cache.records import RecordId
-from kvserve.cache.trie import note_use
 
 
 @dataclass(slots=True, eq=False)

@@ -17,9 +17,10 @@ from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_firs
 from kvserve.cache.disk_entries import DiskUses, Entry, Found, Step
 from kvserve.cache.disk_rescue import Endangered, endangered
 from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
+from kvserve.cache.node import Node, Position, note_use
 from kvserve.cache.records import BoundaryKind, Checkpoint, Copy, RecordId, Segment
 from kvserve.cache.token_run import ID_BYTES, TokenRun, join
-from kvserve.cache.trie import Node, Position, Trie, note_use
+from kvserve.cache.trie import Trie
 from kvserve.core import ImageSpan
 
 NUM_TOUCHED_CHECKPOINTS = 2

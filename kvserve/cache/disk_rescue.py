@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
+from kvserve.cache.node import Node
 from kvserve.cache.token_run import image_around, join
-from kvserve.cache.trie import Node, Trie
+from kvserve.cache.trie import Trie
 from kvserve.core import TokenSequence
 
 

@@ -8,8 +8,8 @@ nodes and their users, no bytes and no policy.
 from collections.abc import Callable, Mapping
 from functools import cache
 
+from kvserve.cache.node import Node
 from kvserve.cache.store import Store
-from kvserve.cache.trie import Node
 
 type IsForgotten = Callable[[str], bool]
 """Whether a user of this name is to be forgotten."""

@@ -1,8 +1,9 @@
 """The invariants of the tree, checked by looking at everything. For tests and idle time; it changes nothing."""
 
+from kvserve.cache.node import Lease, Node
 from kvserve.cache.store import Store
 from kvserve.cache.token_run import common_end
-from kvserve.cache.trie import Lease, Node, Trie
+from kvserve.cache.trie import Trie
 
 
 def expect(holds: bool, what: str) -> None:

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
+from kvserve.cache.node import Copies, Lease, Node
 from kvserve.cache.records import BoundaryKind, Copy, Piece, State
 from kvserve.cache.store import Store
 from kvserve.cache.token_run import TokenRun, join
-from kvserve.cache.trie import Copies, Lease, Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from kvserve.cache.trie import Lease, Node
+from kvserve.cache.node import Lease, Node
 
 
 def leased_bytes(leases: Iterable[Lease]) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvserve.cache.kept_path import KeptPath
+from kvserve.cache.node import Node
 from kvserve.cache.records import Copy
-from kvserve.cache.trie import Node
 
 
 @dataclass(frozen=True, slots=True)

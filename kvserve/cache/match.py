@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import HashChain
+from kvserve.cache.node import NamedPrompt, Node
 from kvserve.cache.records import MatchCause, Piece, State
 from kvserve.cache.store import Store
 from kvserve.cache.token_run import TokenRun
-from kvserve.cache.trie import NamedPrompt, Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.leaving import Leaving
 from kvserve.cache.match import Match
+from kvserve.cache.node import Lease, Node, Position
 from kvserve.cache.records import BoundaryKind, Payload, Piece
 from kvserve.cache.store import Store
 from kvserve.cache.sweep import Sweep
-from kvserve.cache.trie import Lease, Node, Position
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,6 @@ class Mover:
         self._store.take_departures()
         self._store.counters.num_evicted_tokens = counters.num_evicted_tokens
         self._store.counters.num_evicted_checkpoints = counters.num_evicted_checkpoints
-        self._sweep.expect_change()
         return Taken(first.start, pieces, stands)
 
     def _stand_at(self, lease: Lease, first: Node) -> None:

@@ -8,8 +8,8 @@ names and places, not what is stored there.
 from collections import deque
 
 from kvserve.cache.block_hash import BlockHasher
+from kvserve.cache.node import NamedPrompt, Position
 from kvserve.cache.token_run import TokenRun, common_end, pack
-from kvserve.cache.trie import NamedPrompt, Position
 from kvserve.core import TokenSequence
 
 NUM_KEPT = 8

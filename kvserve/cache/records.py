@@ -118,7 +118,7 @@ class Limits:
     """Bounds of the RAM tier. `max_bytes` counts live rows too; 0 seconds mean no limit. Numbers of entries bind where
     bytes are over their bound, or those of checkpoints: entries over their number leave first.
 
-    What is too old is looked for when rows have ended, else at most every `check_seconds`. Entries of the
+    What is too old is looked for when the first is due, at least every `check_seconds`. Entries of the
     short class count as used again after `keep_alive_seconds` while their owner is not idle; 0 means never.
 
     Raises ValueError for a bound that leaves no room at all.

@@ -6,8 +6,9 @@ It changes names only: tokens, records, uses and who stands where stay as they a
 from collections.abc import Iterable
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
+from kvserve.cache.node import Lease, Node
 from kvserve.cache.token_run import join
-from kvserve.cache.trie import Lease, Node, Trie
+from kvserve.cache.trie import Trie
 
 
 def rename(trie: Trie, leases: Iterable[Lease], hasher: BlockHasher) -> None:

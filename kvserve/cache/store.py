@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvserve.cache.node import Node
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.records import (
     BoundaryKind,
@@ -18,7 +19,7 @@ from kvserve.cache.records import (
     State,
 )
 from kvserve.cache.token_run import TokenRun, join
-from kvserve.cache.trie import Node, Trie
+from kvserve.cache.trie import Trie
 
 type CutPayload = Callable[[Payload, int, int], Payload]
 """(payload, first row, end row) -> a real copy of these rows that keeps nothing else alive."""
@@ -213,16 +214,26 @@ class Store:
         return segment
 
     def _fit(self, segment: Segment) -> None:
-        """Drop a record that no node holds; cut one of which a node holds only a part."""
-        holders = list(self.trie.holders.get(segment.record_id, ()))
-        payload = self.ram.get(segment.record_id)
-        if holders:
-            tokens = segment.tokens
-            start, end = min(node.start for node in holders), max(node.end for node in holders)
+        """Drop a record that no node holds; cut one of which nodes hold only parts, one record for each."""
+        holders = sorted(self.trie.holders.get(segment.record_id, ()), key=lambda node: node.start)
+        tokens, payload = segment.tokens, self.ram.get(segment.record_id)
+        for part in _parts(holders):
+            start, end = part[0].start, part[-1].end
             if (start, end) == (tokens.start, tokens.end):
                 return
             rows = None if payload is None else self._cut_payload(payload, start - tokens.start, end - tokens.start)
             fitting = self._new_segment(tokens.part(start, end), rows)
-            for node in holders:
+            for node in part:
                 self.trie.rehold(node, fitting)
         self.ram.drop(segment.record_id)
+
+
+def _parts(holders: Sequence[Node]) -> list[list[Node]]:
+    """Nodes of one record, by offset, as runs without a gap: what stood between two may have got another record."""
+    parts: list[list[Node]] = []
+    for node in holders:
+        if parts and parts[-1][-1].end == node.start:
+            parts[-1].append(node)
+        else:
+            parts.append([node])
+    return parts

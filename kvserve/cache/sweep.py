@@ -5,6 +5,7 @@
 Leaves go first, so what others share stays; nodes that a live row stands on never go. How many entries there are counts
 only where bytes are short: then those over their number go before all others, and entries with a lifetime of their own
 that is not over go last. What may leave is ranked once after a row has ended, not once per stop of the rows that run.
+All nodes are looked at when the first of them is due, at least once an interval; in between those that a row has left.
 """
 
 import heapq
@@ -14,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from kvserve.cache.eviction import Score
 from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.leaving import Leaving
+from kvserve.cache.node import Node
 from kvserve.cache.records import Limits, Room
 from kvserve.cache.store import Store
-from kvserve.cache.trie import Node
+from kvserve.cache.tails import exclusive_tail
 from kvserve.cache.worth import PLAIN, SURPLUS, Ranked, Worth, newest_above
 
 SHORT_CLASS_SECONDS = 300.0
@@ -44,9 +46,11 @@ class Sweep:
         self._needs_checkpoints = needs_checkpoints
         self._worth = Worth(score, needs_checkpoints=needs_checkpoints)
         self._leaving: list[Ranked] | None = None
+        self._over_number: set[Node] = set()
         self._thinning: list[Ranked] | None = None
         self._now = 0.0
         self._check_at = -math.inf
+        self._due_at = math.inf
         self._keep_alive_at = -math.inf
         self.before_leaving: Callable[[Leaving], None] | None = None
 
@@ -63,16 +67,35 @@ class Sweep:
         """Let leave what must. `reserved_bytes` are held by others; owners without entries are forgotten."""
         self._now = self._worth.now = now
         self._keep_alive(owners_seen_at)
-        if now >= self._check_at:
-            self._check_at = now + self._limits.check_seconds
-            self._leaving = self._thinning = None
-            self._store.new_states.clear()
-            self._expire(owners_seen_at)
+        if now >= self._check_at or now > self._due_at:
+            self._check_at, self._due_at = now + self._limits.check_seconds, math.inf
+            self._expire(self._free_leaves(), owners_seen_at)
             self._forget_owners(owners_seen_at)
             self._store.trie.prune()
+            self._rank_anew()
+        elif self._store.trie.changed:
+            self._look_at_changed(owners_seen_at)
+            self._rank_anew()
         self._rank_new_states()
         self._thin_checkpoints()
         self._make_room(reserved_bytes)
+
+    def _rank_anew(self) -> None:
+        """The queues are made again where they are needed."""
+        self._leaving = self._thinning = None
+        self._store.new_states.clear()
+        self._store.trie.changed.clear()
+
+    def _look_at_changed(self, owners_seen_at: dict[str, float]) -> None:
+        """What rows have left since may be too old, or nothing at all."""
+        for changed in self._store.trie.changed:
+            node = changed
+            while node.parent is not None and not self._store.trie.is_held(node):
+                node = node.parent
+            if node.parent is None:
+                self._store.trie.prune_root(node)
+            elif not (node.children or node.leases):
+                self._expire([node], owners_seen_at)
 
     def _remove(self, nodes: Sequence[Node]) -> None:
         """A leaf leaves, then its ancestors in this order."""
@@ -90,18 +113,28 @@ class Sweep:
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
-    def _expire(self, owners_seen_at: dict[str, float]) -> None:
+    def _expire(self, leaves: Sequence[Node], owners_seen_at: dict[str, float]) -> None:
         """Leaves that nobody used for too long, and all entries of an owner who was not seen for too long."""
-        for leaf in self._free_leaves():
+        for leaf in leaves:
             own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else None
             if own is None and self._is_owner_idle(leaf, owners_seen_at):
                 self._remove(exclusive_tail(leaf))
                 continue
             node = leaf
+            self._note_due(leaf, own, owners_seen_at)
             while node.parent is not None and not (node.children or node.leases) and self._is_expired(node, own):
                 parent = node.parent
                 self._remove([node])
                 node = parent
+                self._note_due(node, own, owners_seen_at)
+
+    def _note_due(self, leaf: Node, own: float | None, owners_seen_at: dict[str, float]) -> None:
+        """All are looked at again when the first of them is due: it may have been used by then."""
+        dues = [leaf.last_used_at + self._lifetime(leaf, own)]
+        if leaf.sequence_end is not None and leaf.sequence_end.owner is not None and own is None:
+            seen_at = owners_seen_at.get(leaf.sequence_end.owner, self._now)
+            dues.append(seen_at + (self._limits.owner_idle_seconds or math.inf))
+        self._due_at = min([self._due_at, *(due for due in dues if due >= self._now)])
 
     def _is_owner_idle(self, leaf: Node, owners_seen_at: dict[str, float]) -> bool:
         owner = leaf.sequence_end.owner if leaf.sequence_end else None
@@ -109,9 +142,12 @@ class Sweep:
         return 0 < self._limits.owner_idle_seconds < idle_seconds
 
     def _is_expired(self, node: Node, own: float | None) -> bool:
-        """`own` is the lifetime of the entry that the node serves, if it has one; a system's end serves others too."""
+        return self._lifetime(node, own) < self._now - node.last_used_at
+
+    def _lifetime(self, node: Node, own: float | None) -> float:
+        """`own` is that of the entry that the node serves, if it has one; a system's end serves others too."""
         ttl_seconds = self._limits.ttl_seconds if own is None or node.kind == "system" else own
-        return 0 < ttl_seconds < self._now - node.last_used_at
+        return ttl_seconds if ttl_seconds > 0 else math.inf
 
     def _keep_alive(self, owners_seen_at: dict[str, float]) -> None:
         """Entries of the short class count as used before they end, while their owner is not idle: no arrays move.
@@ -205,9 +241,35 @@ class Sweep:
             and not (node.children or node.leases)
             and node.checkpoint is None
         ):
-            parent = node.parent
+            parent, was_guess = node.parent, node.is_guess
             self._remove([node])
+            self._rejoin(parent, was_guess=was_guess)
             node = parent
+
+    def _rejoin(self, node: Node, *, was_guess: bool) -> None:
+        """A guess that leaves takes the branch with it that it made: the rows around it leave in no smaller pieces than
+        they would have without it."""
+        if not was_guess or node.parent is None or len(node.children) != 1 or node.leases:
+            return
+        (lower,) = node.children.values()
+        is_one = node.segment is lower.segment and node.is_guess == lower.is_guess
+        if is_one and not (node.checkpoint or node.kind or node.sequence_end):
+            self._store.trie.merge(node)
+            self._rank_joined(node, is_surplus=lower in self._over_number)
+
+    def _rank_joined(self, node: Node, *, is_surplus: bool) -> None:
+        """The queues hear of a node that took another one's place in them."""
+        if is_surplus:
+            self._over_number.add(node)
+        if self._leaving is not None and not node.children:
+            heapq.heappush(self._leaving, self._worth.of_leaf(node, is_surplus=is_surplus))
+        if node.checkpoint is None:
+            return
+        ranked = self._worth.of_state(node)
+        if self._leaving is not None and node.children and ranked.level <= PLAIN:
+            heapq.heappush(self._leaving, ranked)
+        if self._thinning is not None:
+            heapq.heappush(self._thinning, ranked)
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
@@ -231,7 +293,7 @@ class Sweep:
     def _rank_all(self) -> list[Ranked]:
         """What may leave now, as a queue."""
         nodes = [node for node in self._store.trie.nodes() if not node.leases]
-        surplus = self._surplus()
+        self._over_number = surplus = self._surplus()
         queue = [self._worth.of_leaf(node, is_surplus=node in surplus) for node in nodes if not node.children]
         inner = (node for node in nodes if node.children and node.checkpoint is not None)
         queue += [ranked for ranked in map(self._worth.of_state, inner) if ranked.level <= PLAIN]
@@ -261,8 +323,7 @@ class Sweep:
         return not (leaf.leases or self._worth.is_pinned(leaf))
 
     def _leave(self, ranked: Ranked, queue: list[Ranked]) -> None:
-        """Let a leaf or an inner checkpoint go, or put it back where its worth has grown meanwhile. An entry over its
-        number goes with all that serves only it: the rest would be nobody's entry."""
+        """Let a leaf or an inner checkpoint go, or put it back where its worth has grown meanwhile."""
         node = ranked.node
         if node.parent is None or node.leases or not self._store.trie.is_held(node):
             return
@@ -276,18 +337,24 @@ class Sweep:
         elif node.children:
             self._drop_state(node)
         else:
-            tail = exclusive_tail(node) if is_surplus else [node]
-            self._let_go(tail, tail[-1].parent, queue)
+            self._let_go(node, node.parent, queue, is_surplus=is_surplus)
 
-    def _let_go(self, tail: Sequence[Node], parent: Node | None, queue: list[Ranked]) -> None:
-        """A leaf leaves with these ancestors; `parent`, of the last of them, may be a leaf then."""
-        self._remove(tail)
-        if parent is not None:
-            self._cull_dead_tail(parent)
-        while parent is not None and parent.parent is not None and not self._store.trie.is_held(parent):
+    def _let_go(self, leaf: Node, parent: Node, queue: list[Ranked], *, is_surplus: bool) -> None:
+        """A leaf leaves; `parent`, its own, may be a leaf then. What is left of an entry over its number, up to what
+        others need too, is still that entry: the next bytes are taken from it."""
+        was_guess = leaf.is_guess
+        self._remove([leaf])
+        self._rejoin(parent, was_guess=was_guess)
+        self._cull_dead_tail(parent)
+        is_rest = is_surplus and parent.kind != "system"
+        while parent.parent is not None and not self._store.trie.is_held(parent):
             parent = parent.parent
-        if parent is not None and parent.parent is not None and not (parent.children or parent.leases):
-            heapq.heappush(queue, self._worth.of_leaf(parent))
+            is_rest = is_rest and parent.kind != "system"
+        if parent.parent is None or parent.children or parent.leases:
+            return
+        if is_rest:
+            parent.sequence_end = leaf.sequence_end
+        heapq.heappush(queue, self._worth.of_leaf(parent, is_surplus=is_rest))
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
@@ -296,53 +363,3 @@ class Sweep:
 
     def _entries(self) -> Iterable[Node]:
         return (node for node in self._store.trie.nodes() if node.sequence_end is not None)
-
-
-def exclusive_tail(leaf: Node) -> list[Node]:
-    """A leaf and the ancestors that serve only it, upwards to a branch, a live row or the end of system and tools."""
-    tail = [leaf]
-    node = leaf.parent
-    while (
-        node is not None
-        and node.parent is not None
-        and len(node.children) == 1
-        and not node.leases
-        and node.kind != "system"
-    ):
-        tail.append(node)
-        node = node.parent
-    return tail
-
-
-def added_tail(last: Node, start: int) -> list[Node]:
-    """A place and its ancestors that begin at `start` or behind it, upwards to one that somebody else needs."""
-    tail: list[Node] = []
-    node = last
-    while node.parent is not None and node.start >= start and len(node.children) == bool(tail):
-        if node.leases or node.sequence_end is not None:
-            break
-        tail.append(node)
-        node = node.parent
-    return tail
-
-
-def exclusive_nodes(nodes: Iterable[Node], is_owned: Callable[[Node], bool]) -> list[Node]:
-    """The nodes that lead to owned leaves and to nobody else's, deepest first: no live row is behind them, nor the end
-    of system and tools. A leaf that is nobody's entry stays or goes with what it stands on."""
-    ours: set[Node] = set()
-    others: set[Node] = set()
-    ordered = sorted((node for node in nodes if node.parent is not None), key=lambda node: -node.start)
-    for node in ordered:
-        children = node.children.values()
-        is_theirs = bool(node.leases) or node.kind == "system" or any(child in others for child in children)
-        is_ours = is_owned(node) or any(child in ours for child in children)
-        is_entry = node.sequence_end is not None and node.sequence_end.owner is not None
-        if is_theirs or (is_entry and not is_owned(node)):
-            others.add(node)
-        elif is_ours:
-            ours.add(node)
-    gone: set[Node] = set()
-    for node in reversed(ordered):  # what is nobody's goes with its parent
-        if node in ours or node.parent in gone:
-            gone.add(node)
-    return [node for node in ordered if node in gone]

@@ -24,15 +24,17 @@ from kvserve.cache.kept_path import KeptPath, kept_end, kept_path
 from kvserve.cache.leaving import Leaving
 from kvserve.cache.match import Match
 from kvserve.cache.moving import Mover
+from kvserve.cache.node import Lease, NamedPrompt, Node, Position, SequenceEnd, note_use
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.recent_names import RecentNames
 from kvserve.cache.records import BoundaryKind, CacheStats, Eviction, Extension, Limits, MatchCause, Payload, Room
 from kvserve.cache.renaming import rename
 from kvserve.cache.store import CutPayload, Store
-from kvserve.cache.sweep import Sweep, added_tail, exclusive_nodes
+from kvserve.cache.sweep import Sweep
+from kvserve.cache.tails import added_tail, exclusive_nodes
 from kvserve.cache.tally import stats_of
 from kvserve.cache.token_run import TokenRun, image_around, pack
-from kvserve.cache.trie import Lease, NamedPrompt, Node, Position, SequenceEnd, Trie, note_use
+from kvserve.cache.trie import Trie
 from kvserve.core import TokenSequence
 
 
@@ -69,9 +71,8 @@ class PrefixTree:
     def lookup(self, tokens: TokenSequence, *, partition: str = "") -> Match:
         """How much of a prompt is known and from what it can be restored."""
         match = self.peek(tokens, partition=partition)
-        is_image_retreat = match.cause == "inside_image"
-        counters = self._store.counters
-        counters.note_lookup(match.num_matched_tokens, match.num_usable_tokens, is_image_retreat=is_image_retreat)
+        note = self._store.counters.note_lookup
+        note(match.num_matched_tokens, match.num_usable_tokens, is_image_retreat=match.cause == "inside_image")
         return match
 
     def peek(self, tokens: TokenSequence, *, partition: str = "") -> Match:
@@ -239,7 +240,7 @@ class PrefixTree:
         if lease.is_detached or node.parent is None or node.children or lease.num_tokens < node.end:
             return
         node.sequence_end = SequenceEnd(lease.owner, lease.ttl_seconds, now)
-        self._sweep.expect_change()
+        self._trie.changed[node] = None
 
     def note_users(self, lease: Lease, users: Mapping[str, int]) -> None:
         """These have used what a row stands on too, each up to an offset."""
@@ -253,7 +254,7 @@ class PrefixTree:
         self._leases.discard(lease)
         lease.node.leases.discard(lease)
         lease.is_detached = True
-        self._sweep.expect_change()
+        self._trie.changed[lease.node] = None
 
     # --- what is kept, for another tier ------------------------------------------------------------------------------
 
@@ -382,7 +383,7 @@ class PrefixTree:
 
     @property
     def num_ram_bytes(self) -> int:
-        """Bytes that RAM keeps, those that rows stand on included."""
+        """Bytes that RAM keeps, also for rows."""
         return self._ram.num_bytes
 
     def stats(self) -> CacheStats:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from kvserve.cache.eviction import BRIEF_TOKENS, Candidate, Score
-from kvserve.cache.trie import Node
+from kvserve.cache.node import Node
 
 GUESS = -2
 """Computed ahead of requests and used by none: it has no place that anybody else could use."""

@@ -5,9 +5,9 @@ No arrays.
 from dataclasses import dataclass, field
 
 from kvserve.cache.checkpoints import Stop
+from kvserve.cache.node import Lease
 from kvserve.cache.records import CacheStats
 from kvserve.cache.token_run import TokenRun
-from kvserve.cache.trie import Lease
 from kvserve.engine.disk_cache import DiskReport
 from kvserve.engine.rows import Row
 from kvserve.engine.warming import WarmReport

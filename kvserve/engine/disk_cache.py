@@ -19,10 +19,10 @@ from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.forgetting import IsForgotten
 from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.match import Match
+from kvserve.cache.node import Lease, NamedPrompt
 from kvserve.cache.records import Copy
 from kvserve.cache.token_run import pack
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Lease, NamedPrompt
 from kvserve.core import TokenSequence
 from kvserve.engine.blobs import NotReadable, decode_kv, decode_state
 from kvserve.engine.disk_goals import Goal, goals

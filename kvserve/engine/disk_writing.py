@@ -11,9 +11,9 @@ from kvserve.cache.disk_entries import Entry, Found
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.kept_path import KeptPart, KeptPath
 from kvserve.cache.leaving import Leaving
+from kvserve.cache.node import Lease
 from kvserve.cache.records import Copy
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Lease
 from kvserve.engine.blobs import NotStorable, encode_kv, encode_state
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from kvserve.cache.match import Match
 from kvserve.cache.moving import Asker, Stand
+from kvserve.cache.node import Lease, Node
 from kvserve.cache.records import BoundaryKind, Extension
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Lease, Node
 from kvserve.core import TokenSequence
 from kvserve.engine.cache_records import Tenancy
 from kvserve.engine.disk_cache import DiskCache, Hold

@@ -23,10 +23,10 @@ from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.forgetting import IsForgotten
 from kvserve.cache.in_flight import InFlight, Wait, plan_wait
 from kvserve.cache.match import Match
+from kvserve.cache.node import Lease
 from kvserve.cache.records import Limits
 from kvserve.cache.token_run import image_around, pack
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Lease
 from kvserve.cache.warmed import WarmedTokens
 from kvserve.core import Reuse, ReuseTier, TokenSequence
 from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv, Tenancy, Totals

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvserve.output.harmony import ChannelOpened
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import END, NotACall, ParsedCall, Scan, text_before
+from kvserve.output.tool_parsers.form import END, NotACall, ParsedCall, Scan, ToolForm, text_before
 
 type Found = ChannelOpened | list[ParsedCall]
 
@@ -48,8 +48,19 @@ class Attempt:
     Once the call has begun for the client, one reading is left, and the text is a call whatever follows.
     """
 
-    def __init__(self, tag: str, readings: Sequence[Reading], stray_close: str | None) -> None:
+    def __init__(
+        self,
+        tag: str,
+        readings: Sequence[Reading],
+        stray_close: str | None,
+        form: ToolForm | None = None,
+        *,
+        is_following: bool = False,
+    ) -> None:
+        """`form`: what a call of it may be followed by is read as its own; `is_following`: this is that already."""
         self.tag = tag
+        self.form = form
+        self.is_following = is_following
         self.source = [tag]
         self.stray_close = stray_close
         self.call_id: str | None = None

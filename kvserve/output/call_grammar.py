@@ -9,16 +9,18 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvserve.core import ToolSpec
+from kvserve.core import CallParts, CallRow, CallSlot, ToolSpec
 from kvserve.errors import BadRequest
 from kvserve.output import harmony
 from kvserve.output.enforced import ANY_OBJECT, Enforced, allows_any_text, described, enforced
 from kvserve.output.formats import OutputFormat
 from kvserve.output.lark import Lark, quote
-from kvserve.output.tool_parsers import glm, hermes, qwen_coder
+from kvserve.output.tool_parsers import derived, glm, hermes, qwen_coder
 from kvserve.output.tool_parsers.arguments import types_of, write_argument
 
 _BARE = "qwen_coder_bare"
+_SPACES = r"[ \t\r\n]*"
+_SLOTS = {CallSlot.ID: "/[A-Za-z0-9_-]{1,64}/", CallSlot.NUMBER: "/[0-9]{1,6}/"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class CallGrammar:
 
     def forced(self, tools: Sequence[OfferedTool], many: bool) -> str:
         """A rule for a call of one of the tools, or for several in a row."""
+        if (row := self._row) is not None:
+            return self._row_calls(row, tools, many)
         bodies = self._alternatives(tools, self._own_form, by_schema=True)
         if self._is_harmony:
             return self.lark.rule(f"{self.lark.tag(harmony.CHANNEL)} {bodies}")
@@ -55,14 +59,24 @@ class CallGrammar:
         schema; None where the model's own form of calls is a foreign one."""
         if self._is_foreign:
             return None
-        bodies = {hermes.OPEN: self._alternatives(tools, self._own_form, by_schema=False)}
+        row = self._row
+        form = self._own_form if row is None else "hermes"
+        bodies = {hermes.OPEN: self._alternatives(tools, form, by_schema=False)}
+        first = ""
+        if row is not None and not derived.is_bare(row):
+            tag = self.output_format.tool_forms[0].open_tag
+            bodies[tag] = self._row_body(row, tools, opened=tag)
+        elif row is not None:
+            first = f"({self._bare_call(row, tools)})?"
+            if any(form.open_tag == derived.PYTHON_TAG for form in self.output_format.tool_forms):
+                bodies[derived.PYTHON_TAG] = first
         if any(form.name == _BARE for form in self.output_format.tool_forms):
             bodies[qwen_coder.FUNCTION_OPEN] = self._alternatives(tools, _BARE, by_schema=False)
         if self._is_harmony:
             bodies[hermes.OPEN] = self._alternatives(tools, "hermes", by_schema=False)
             return self._in_channels(tools, bodies)
         calls = [f"{self.lark.openings(tag)} {body}" for tag, body in bodies.items()]
-        return f"({' | '.join([*self.lark.free(bodies), *calls])})*"
+        return f"{first} ({' | '.join([*self.lark.free(bodies), *calls])})*"
 
     def _in_channels(self, tools: Sequence[OfferedTool], bodies: Mapping[str, str]) -> str:
         """The same in harmony's messages. A message that is a call ends with its arguments."""
@@ -88,6 +102,41 @@ class CallGrammar:
         form = f'" " {lark.tag(harmony.CONSTRAIN)}? "json"'
         header = f'{quote(f"functions.{tool.spec.name}")} {lark.tag(harmony.CHANNEL)} "commentary" {form}'
         return lark.rule(f"{header} {lark.tag(harmony.MESSAGE)} {lark.json(self._parameters(tool, by_schema=False))}")
+
+    # --- calls as the template writes them ----------------------------------------------------------------------------
+
+    @property
+    def _row(self) -> CallRow | None:
+        return None if self._is_harmony else self.output_format.tool_forms[0].row
+
+    def _row_calls(self, row: CallRow, tools: Sequence[OfferedTool], many: bool) -> str:
+        """A rule for a message's calls, from what opens them to what closes them."""
+        call = self._alternatives(tools, derived.NAME, by_schema=True)
+        more = f"({self._any_of(row.between)} {call})*" if many and row.between else ""
+        return self.lark.rule(f"{self._parts(row.opening)} {call} {more} {self._any_of(row.closing)}")
+
+    def _row_body(self, row: CallRow, tools: Sequence[OfferedTool], *, opened: str) -> str:
+        """The same behind the tag that opens them, where only strict tools' arguments obey their schema."""
+        call = self._alternatives(tools, derived.NAME, by_schema=False)
+        more = f"({self._any_of(row.between)} {call})*" if row.between else ""
+        head = self._parts((str(row.opening[0]).removeprefix(opened), *row.opening[1:]))
+        return self.lark.rule(f"{head} {call} {more} {self._any_of(row.closing)}")
+
+    def _bare_call(self, row: CallRow, tools: Sequence[OfferedTool]) -> str:
+        """A call that no tag opens: only what names an offered tool is one, however its JSON is spaced."""
+        calls: list[str] = []
+        for tool in tools:
+            head = "".join(part for part in (*row.opening, tool.spec.name, *row.middle) if isinstance(part, str))
+            opening = self.lark.spaced_opening(head)
+            body = self.lark.json(self._parameters(tool, by_schema=False))
+            calls.append(f"{opening} /{_SPACES}/ {body} /{_SPACES}/ {self._any_of(row.closing)}")
+        return self.lark.rule(" | ".join(calls))
+
+    def _parts(self, parts: CallParts) -> str:
+        return " ".join(self.lark.tag(part) if isinstance(part, str) else _SLOTS[part] for part in parts if part)
+
+    def _any_of(self, parts: CallParts) -> str:
+        return f"({' | '.join(self._parts(variant) for variant in derived.variants(parts))})" if parts else ""
 
     # --- one call -----------------------------------------------------------------------------------------------------
 
@@ -125,6 +174,10 @@ class CallGrammar:
     def _body(self, tool: OfferedTool, parameters: Enforced, form: str) -> str:
         lark, name = self.lark, tool.spec.name
         match form:
+            case derived.NAME:
+                row = self._row
+                assert row is not None, "this form has a row"
+                return f"{quote(name)} {self._parts(row.middle)} {lark.json(parameters)}"
             case "harmony":
                 return (
                     f"{quote(f'commentary to=functions.{name} ')} {lark.tag(harmony.CONSTRAIN)} "

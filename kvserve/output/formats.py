@@ -4,7 +4,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from kvserve.core import CallRow
 from kvserve.output import harmony
+from kvserve.output.tool_parsers import derived
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from kvserve.output.tool_parsers.form import ToolForm
 from kvserve.output.tool_parsers.glm import GLM
@@ -83,16 +85,24 @@ _HERMES_FIRST = (HERMES, QWEN_CODER, QWEN_CODER_BARE, GLM)
 
 
 def select_format(
-    model_family: str, template_text: str, special_tokens: Collection[str], foreign: ForeignToolForm | None
+    model_family: str,
+    template_text: str,
+    special_tokens: Collection[str],
+    foreign: ForeignToolForm | None,
+    row: CallRow | None = None,
 ) -> OutputFormat:
     """The format of a model. `special_tokens` are the tokenizer's added tokens, special or not.
 
     `model_family` is the setting MODEL_FAMILY: it decides which form comes first, never which forms are read.
-    A foreign form that begins with a tag that is read here anyway is not used: the readers here are exact.
+    `row` is how the template itself writes calls, `foreign` how another library reads them. A form that begins with a
+    tag that is read here anyway is not used: the readers here are exact.
     """
     forms = _own_forms(model_family, template_text)
     own_tags = {form.open_tag for form in forms}
-    if foreign is not None and foreign.open_tag not in own_tags:
+    if row is not None and (written := derived.form_of(row)).open_tag not in own_tags:
+        beside = (derived.python_form_of(row),) if written.at_start and derived.PYTHON_TAG in special_tokens else ()
+        forms = (written, *beside, *forms)
+    elif foreign is not None and foreign.open_tag not in own_tags:
         forms = (foreign.form(), *forms)
     if {harmony.CHANNEL, harmony.MESSAGE} <= set(special_tokens):
         return OutputFormat("harmony", None, forms, channels="harmony")

@@ -7,7 +7,9 @@ from itertools import groupby
 
 from kvserve.output.enforced import Enforced
 
-_TAG_PARTS = re.compile(r"(<[^<>]*>)")
+_TAG_PARTS = re.compile(r"(<[^<>]*>|\[/?[A-Z_]+\])")
+_NAMEABLE = re.compile(r"<[!-~]+>")
+"""Tokens that llguidance knows by their names."""
 
 
 class Lark:
@@ -40,7 +42,12 @@ class Lark:
         """The tag: its parts that are added tokens by name, the rest as text."""
         parts = [part for part in _TAG_PARTS.split(tag) if part]
         runs = groupby(parts, key=self.is_token)
-        return " ".join(part for token, run in runs for part in (run if token else [quote("".join(run))]))
+        return " ".join(
+            part for token, run in runs for part in (map(self._token, run) if token else [quote("".join(run))])
+        )
+
+    def _token(self, token: str) -> str:
+        return token if _NAMEABLE.fullmatch(token) else f"<[{self._added_tokens[token]}]>"
 
     def json(self, schema: Enforced) -> str:
         """A rule for a JSON value that obeys `schema`."""
@@ -68,7 +75,12 @@ class Lark:
         With `at_start` no text may stand before it. Beside `free` it is the one that counts, for it ends sooner.
         """
         spelt = self.rule(f"/{'' if at_start else '(?s:.*)'}{escaped(tag)}/", "[lazy]")
-        return f"({tag} | {spelt})" if self.is_token(tag) else spelt
+        return f"({self._token(tag)} | {spelt})" if self.is_token(tag) else spelt
+
+    def spaced_opening(self, text: str) -> str:
+        """The same for the beginning of a JSON object at the start of a text, with white space where JSON takes it."""
+        atoms = re.findall(r"[{}\[\],:]|[^\s{}\[\],:]+", text)
+        return self.rule(f"/{r'\s*'.join(['', *map(escaped, atoms)])}/", "[lazy]")
 
 
 def quote(text: str) -> str:

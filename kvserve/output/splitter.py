@@ -71,6 +71,7 @@ class Splitter:
         self._tag_seen = starts_in_reasoning
         self._stray_close: str | None = None
         self._attempt: Attempt | None = None
+        self._followed: ToolForm | None = None
         self._suspended: list[tuple[str, list[ParsedCall]]] = []
         self._tables = self._make_tables()
 
@@ -120,7 +121,16 @@ class Splitter:
 
     # --- tags -----------------------------------------------------------------------------------------------------
 
-    def _make_tables(self) -> dict[bool, TagTable]:
+    def _make_tables(self) -> dict[tuple[bool, bool], TagTable]:
+        """By whether text is reasoning, and whether it stands behind a call that may be followed."""
+        following = {tag: self._on_following for form in self._format.tool_forms for tag in form.follow_tags}
+        return {
+            (reasoning, is_behind): TagTable.of(tags | following if is_behind else tags)
+            for reasoning, tags in self._make_tags().items()
+            for is_behind in (False, True)
+        }
+
+    def _make_tags(self) -> dict[bool, dict[str, OnTag]]:
         calls: dict[str, OnTag] = {}
         strays: dict[str, OnTag] = {}
         if self._allow_calls:
@@ -130,17 +140,18 @@ class Splitter:
             headers: dict[str, OnTag] = dict.fromkeys((harmony.START, harmony.CHANNEL), self._on_header)
             ends: dict[str, OnTag] = dict.fromkeys(harmony.ENDS, self._on_message_end)
             content = {harmony.RECIPIENT: self._on_header, **headers, **ends, **strays, **calls}
-            return {True: TagTable.of(headers | ends), False: TagTable.of(content)}
-        reasoning = dict(calls)
+            return {True: headers | ends, False: content}
+        bare = {form.open_tag for form in self._format.tool_forms if form.at_start}
+        reasoning = {tag: handle for tag, handle in calls.items() if tag not in bare}
         content = strays | calls | dict.fromkeys(self._format.silent_tags, self._on_silent)
         if self._format.thinking is not None:
             content[self._format.thinking.opening] = self._on_think_open
             content[self._format.thinking.closing] = self._on_think_close
             reasoning[self._format.thinking.closing] = self._on_think_close
-        return {True: TagTable.of(reasoning), False: TagTable.of(content)}
+        return {True: reasoning, False: content}
 
     def _table(self) -> TagTable:
-        return self._tables[self._reasoning]
+        return self._tables[self._reasoning, self._followed is not None]
 
     def _on_think_open(self, tag: str) -> None:
         thinking = self._format.thinking
@@ -183,13 +194,28 @@ class Splitter:
         self._attempt = Attempt(tag, [Reading(scan, draft, harmony.ENDS)], None)
 
     def _on_call(self, tag: str) -> None:
-        forms: list[ToolForm] = [form for form in self._format.tool_forms if form.open_tag == tag]
+        forms = [form for form in self._format.tool_forms if form.open_tag == tag]
+        if forms[0].at_start and (self._tag_seen or self._something_said):
+            self._write_all(tag)
+            return
         drafts = [self._draft() for _ in forms]
         readings = [
             Reading(form.scan(self._tools, draft), draft, form.close_tags)
             for form, draft in zip(forms, drafts, strict=True)
         ]
-        self._attempt = Attempt(tag, readings, forms[0].stray_close)
+        self._attempt = Attempt(tag, readings, forms[0].stray_close, forms[0])
+
+    def _on_following(self, tag: str) -> None:
+        form, self._followed = self._followed, None
+        assert form is not None and form.follow is not None, "only then this tag is looked for"
+        draft = self._draft()
+        if (scan := form.follow(tag, self._tools, draft)) is not None:
+            reading = Reading(scan, draft, form.close_tags)
+            self._attempt = Attempt(tag, [reading], form.stray_close, form, is_following=True)
+        elif self._suspended:
+            self._suspended.append((tag, []))
+        else:
+            self._boundary(tag)
 
     def _draft(self) -> Draft:
         """A call that may begin before it is whole; one inside tagged reasoning may not, as it is perhaps not meant."""
@@ -204,6 +230,7 @@ class Splitter:
 
     def _start_segment(self) -> None:
         self._segment_empty = self._line_blank = self._tag_seen = True
+        self._followed = None
         self._after_thinking = False
 
     # --- calls ----------------------------------------------------------------------------------------------------
@@ -244,6 +271,7 @@ class Splitter:
         self._stray_close = attempt.stray_close
 
     def _accept(self, attempt: Attempt, found: Found) -> None:
+        is_call = attempt.call_id is not None or (isinstance(found, list) and bool(found))
         if attempt.call_id is not None:
             self._end_call(attempt, is_cut=False)
         elif isinstance(found, ChannelOpened):
@@ -251,10 +279,13 @@ class Splitter:
             self._reasoning = found.channel == "reasoning"
         elif self._reasoning and self._format.channels == "tags":
             self._suspended.append((attempt.text(), found))
+        elif not found:
+            self._boundary(attempt.text())
         else:
             self._accept_call(attempt.text(), found)
             self._reasoning = False
             self._stray_close = attempt.stray_close
+        self._followed = attempt.form if is_call and attempt.form is not None and attempt.form.follow else None
 
     def _accept_call(self, source: str, calls: list[ParsedCall]) -> None:
         self._record.write("space", self._take_space())
@@ -284,7 +315,7 @@ class Splitter:
             self._end_call(attempt, is_cut=not attempt.finish())
             return
         try:
-            found = None if cut else attempt.feed(END)
+            found = None if cut and not attempt.is_following else attempt.feed(END)
         except NotACall:
             found = None
         if found is None:
@@ -353,7 +384,7 @@ class Splitter:
             space = kept
         self._record.write(self._channel(), space)
         self._record.write(self._channel(), text)
-        self._segment_empty = False
+        self._segment_empty, self._followed = False, None
         if text == "\n":
             self._line_blank = True
         elif not SPACE.issuperset(text):

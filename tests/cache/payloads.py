@@ -7,9 +7,9 @@ from hashlib import sha256
 from kvserve.cache.block_hash import BlockHasher, Digest
 from kvserve.cache.eviction import SCORES, Score
 from kvserve.cache.match import Match
+from kvserve.cache.node import Lease
 from kvserve.cache.records import BoundaryKind, Limits, Payload, Piece
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Lease
 from kvserve.core import ImageSpan, TokenSequence
 
 IMAGE_ID = 9

@@ -63,8 +63,29 @@ def test_a_growing_conversation_is_copied_a_few_times_only() -> None:
     assert tree.stats().num_segments <= 3000 // 128 + 8
 
 
+@pytest.mark.parametrize("needs_checkpoints", [False, True])
+def test_what_turns_left_behind_does_not_keep_a_conversation_in_pieces(needs_checkpoints: bool) -> None:
+    """Each turn left the end of its answer at a place of its own: the conversation still becomes a few records."""
+    tree = make_tree(needs_checkpoints=needs_checkpoints)
+    for end in range(10, 2001, 10):
+        store(tree, tokens(*range(end), 10_000 + end), (end, end + 1))
+    assert tree.stats().num_entries == 200
+    before = tree.stats().ram_bytes
+    list(coalesce(tree, 512))
+    prompt = tokens(*range(2000), 9999)
+    match = tree.lookup(prompt)
+    assert match.num_usable_tokens == 2000 and len(match.pieces) <= 2000 // 256
+    assert_exact(match, prompt)
+    assert (tree.stats().ram_bytes, tree.stats().num_entries) == (before, 200)
+    for end in (10, 990, 2000):  # who goes on from a stub finds it, too
+        prompt = tokens(*range(end), 10_000 + end, 9999)
+        match = tree.lookup(prompt)
+        assert match.num_usable_tokens == end + 1
+        assert_exact(match, prompt)
+
+
 def test_branch_points_are_left_alone() -> None:
-    """A record never spans a branch, so that a branch can leave without copying the trunk."""
+    """Where two branches go on no record spans the place, so that a branch can leave without copying the trunk."""
     tree = make_tree()
     trunk = tuple(range(40))
     store(tree, tokens(*trunk), range(2, 41, 2))
@@ -90,6 +111,21 @@ def test_a_record_that_lost_its_first_rows_is_cut_to_the_rest() -> None:
     for prompt in (tokens(*trunk, 99), tokens(*other.ids, 99)):
         assert tree.lookup(prompt).num_usable_tokens == len(prompt) - 1
         assert_exact(tree.lookup(prompt), prompt)
+
+
+def test_a_record_that_lost_its_middle_is_cut_to_what_is_left() -> None:
+    """The end of it, which goes its own way, and its beginning, from which others went, keep their own rows only."""
+    tree = make_tree()
+    first, second, third = (1, 1, 0, 0, 0), (1, 1, 0, 0, 1, 0), (1, 0, 0)
+    for ids in (first, second, third):
+        store(tree, tokens(*ids))
+        list(coalesce(tree, 8))
+    tree.check_integrity()
+    assert tree.stats().ram_bytes == ROW_BYTES * (5 + 2 + 2)
+    for ids in (first, second, third):
+        match = tree.lookup(tokens(*ids, 99))
+        assert match.num_usable_tokens == len(ids)
+        assert_exact(match, tokens(*ids, 99))
 
 
 def test_what_is_joined_is_still_the_entry_that_it_was() -> None:

@@ -5,13 +5,13 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_records import Removal
+from kvserve.cache.node import MAX_USERS
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import MAX_USERS
 from kvserve.core import TokenSequence
 from tests.cache.disks import HASHER, MODEL, Disk, named, names_of
 from tests.cache.payloads import joined, make_tree, store
@@ -103,6 +103,7 @@ def test_no_more_than_so_many_are_remembered() -> None:
 
 
 @given(used)
+@example([("b", [1, 1, 0, 0, 0]), ("a", [1, 1, 0, 0, 1, 0]), ("a", [1, 0, 0])])
 @settings(max_examples=num_examples(80))
 def test_the_tree_keeps_what_others_used_and_nothing_else(said: list[tuple[str, list[int]]]) -> None:
     """Whatever was said in whichever order, and joined or cut meanwhile."""

@@ -92,6 +92,17 @@ def test_guesses_never_lower_what_other_sessions_reuse(
     assert all(with_guesses[place] >= without[place] for place in others), (without, with_guesses)
 
 
+def test_a_guess_that_left_leaves_no_branch_behind() -> None:
+    """What it branched off from is in one piece again, so that bytes are taken from it as they would have been."""
+    said = [(0, 12, 0.0, None), (0, 12, 0.0, 5), (0, 3, 0.0, None), (1, 4, 30.0, None), (1, 8, 0.0, None)]
+    said += [(2, 10, 400.0, None), (3, 5, 0.0, None), (0, 4, 0.0, None), (2, 1, 0.0, None)]
+    traffic = [Turn(*each) for each in said]
+    without, guessed = (
+        play(traffic, 400, needs_checkpoints=True, with_guesses=with_guesses) for with_guesses in (False, True)
+    )
+    assert guessed == without == [0, 13, 25, 0, 5, 0, 0, 24, 10]
+
+
 @pytest.mark.parametrize(("needs_checkpoints", "num_bytes"), [(False, 168), (True, 240)])
 def test_a_guess_that_counted_as_a_use_would(needs_checkpoints: bool, num_bytes: int) -> None:
     """Negative control: in free RAM too, what was guessed would outlive what another session said before it."""

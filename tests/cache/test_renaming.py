@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.block_hash import BlockHasher
+from kvserve.cache.node import Lease
 from kvserve.cache.records import Limits
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Lease
 from kvserve.cache.warmed import WarmedTokens
 from kvserve.core import TokenSequence
 from tests.cache.payloads import WholeState, flatten, keys_of, make_tree, rows_of

@@ -9,9 +9,10 @@ import pytest
 from kvserve.cache import kept_path
 from kvserve.cache import tree as tree_module
 from kvserve.cache.leaving import Leaving
+from kvserve.cache.node import Node
 from kvserve.cache.records import Payload
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Node, Trie
+from kvserve.cache.trie import Trie
 from kvserve.core import TokenSequence
 from tests.cache.payloads import (
     ROOMY,
@@ -146,7 +147,7 @@ def test_a_conversation_that_goes_on_is_one_entry() -> None:
 
 
 def test_over_the_budget_the_least_valuable_entries_of_all_owners_leave() -> None:
-    """The global number counts sequence ends, not tokens: those over it leave before any checkpoint."""
+    """The global number counts sequence ends, not tokens: those over it leave before any checkpoint, leaf by leaf."""
     clock = Clock()
     budget = ROW_BYTES * 45 + STATE_BYTES * 8
     tree = make_tree(replace(ROOMY, max_bytes=budget, max_entries=3), needs_checkpoints=True, clock=clock)
@@ -155,8 +156,34 @@ def test_over_the_budget_the_least_valuable_entries_of_all_owners_leave() -> Non
         store(tree, conversation(number), (8, 15))
     assert tree.stats().ram_bytes == budget
     tree.evict(num_needed_bytes=1)
+    assert [depth(tree, conversation(number)) for number in range(4)] == [8, 15, 15, 15]
+    tree.evict(num_needed_bytes=ROW_BYTES * 7 + STATE_BYTES + 1)
     assert tree.stats().num_entries == 3
     assert [depth(tree, conversation(number)) for number in range(4)] == [0, 15, 15, 15]
+
+
+@pytest.mark.parametrize("needs_checkpoints", [False, True])
+def test_an_entry_over_its_number_leaves_no_more_than_bytes_ask(needs_checkpoints: bool) -> None:
+    """One byte is one leaf of a long entry, not all of it; what is left is still over the number: after a row has ended
+    too it leaves before what others used longer ago, down to the end of system and tools."""
+    clock, limits = Clock(), replace(ROOMY, max_bytes=10**5, max_entries_per_owner=1)
+    tree = make_tree(limits, needs_checkpoints=needs_checkpoints, clock=clock)
+    old, long = tokens(*range(5000, 5010)), tokens(*range(600))
+    store(tree, old, owner="other")
+    clock.now += 1000
+    store(tree, long, range(2, 601, 2), kinds={2: "system"}, owner="mine")
+    clock.now += 1
+    store(tree, tokens(*range(7000, 7002)), owner="mine")
+    for left in range(1, 4):
+        tree.evict(limits.max_bytes - tree.num_ram_bytes + 1)
+        assert (depth(tree, long), depth(tree, old)) == (600 - 2 * left, 10)
+        store(tree, tokens(8000 + left), owner=f"side {left}")
+    while depth(tree, long) > 2:
+        assert depth(tree, old) == 10
+        tree.evict(limits.max_bytes - tree.num_ram_bytes + 1)
+    tree.evict(limits.max_bytes - tree.num_ram_bytes + 1)
+    assert (depth(tree, long), depth(tree, old)) == (2, 0)
+    tree.check_integrity()
 
 
 def test_entries_over_their_number_leave_before_checkpoints_are_thinned() -> None:
@@ -171,7 +198,8 @@ def test_entries_over_their_number_leave_before_checkpoints_are_thinned() -> Non
     tree.evict()
     newest = max(tree.sequences(), key=lambda nodes: nodes[-1].last_used_at)
     assert [node.end for node in newest if node.checkpoint] == [10, 20, 25]
-    assert tree.stats().num_checkpoints <= 7 and depth(tree, conversation(0, 20)) == 0
+    assert tree.stats().num_checkpoints == 7
+    assert [depth(tree, conversation(number, 20)) for number in range(3)] == [20, 20, 25]
 
 
 @pytest.mark.parametrize("needs_checkpoints", [False, True])
@@ -285,6 +313,28 @@ def test_what_nobody_used_for_too_long_leaves() -> None:
     clock.now += 50
     tree.evict()
     assert [depth(tree, conversation(number)) for number in (0, 1)] == [5, 15]
+
+
+@pytest.mark.parametrize("limit", ["ttl_seconds", "owner_idle_seconds"])
+def test_what_is_due_leaves_then_however_seldom_all_is_looked_at(limit: str) -> None:
+    """The interval is for what nobody could foresee: the first moment at which something is too old is known."""
+    clock = Clock()
+    tree = make_tree(replace(ROOMY, check_seconds=10**6, **{limit: 60}), clock=clock)
+    for number in range(3):
+        store(tree, conversation(number), owner=f"owner {number}")
+        tree.evict()
+        clock.now += 10
+    for left in range(3):
+        clock.now = 1000.0 + 10 * left + 60
+        tree.evict()
+        assert [depth(tree, conversation(number)) == 15 for number in range(3)] == [
+            number >= left for number in range(3)
+        ]
+        clock.now += 1
+        tree.evict()
+        assert [depth(tree, conversation(number)) == 15 for number in range(3)] == [
+            number > left for number in range(3)
+        ]
 
 
 def test_an_owner_that_went_away_leaves_whole() -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvserve.cache.match import Match
+from kvserve.cache.node import Lease, Node
 from kvserve.cache.records import Limits
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Lease, Node
 from kvserve.core import TokenSequence
 from tests.cache.payloads import (
     Atom,

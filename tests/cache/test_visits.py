@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+from kvserve.cache.node import Lease
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Lease
 from kvserve.core import TokenSequence
 from tests.cache.payloads import WholeState, keys_of, make_tree, rows_of, store
 from tests.cache.visits import Visits, counting
@@ -93,6 +93,22 @@ def test_the_next_turn_is_compared_from_the_last_one_on(
     assert found.num_nodes <= MAX_NODES
     assert found.num_tokens <= 2 * len(turn)  # as one run; a second time at most with another prompt that is remembered
     assert tree.lookup(turn).num_matched_tokens == num_known
+
+
+@pytest.mark.parametrize(("needs_checkpoints", "num_nodes"), SIZES)
+def test_after_a_row_has_ended_what_it_left_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, needs_checkpoints: bool, num_nodes: int
+) -> None:
+    """Where bytes are not short nothing else could have become too old, or anybody's, at that moment."""
+    tree, ids = grown(num_nodes, needs_checkpoints=needs_checkpoints)
+    tree.evict()
+    lease, tokens = row(tree, ids, 3 * STOP_TOKENS)
+    for _ in range(3):
+        stop(tree, lease, tokens)
+    tree.evict()
+    tree.mark_end(lease)
+    tree.release(lease)
+    assert_small(counting(monkeypatch).of(tree.evict), 0)
 
 
 @pytest.mark.parametrize(

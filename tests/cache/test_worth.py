@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.eviction import BRIEF_TOKENS
+from kvserve.cache.node import Node
 from kvserve.cache.records import BoundaryKind
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.trie import Node
 from kvserve.cache.worth import BRANCH_POINT, NEWEST, PLAIN, is_brief, level_of
 from kvserve.core import TokenSequence
 from tests.cache.payloads import make_tree, store

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvserve.cache import token_run
-from kvserve.cache.trie import Node
+from kvserve.cache.node import Node
 
 
 @dataclass

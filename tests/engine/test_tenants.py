@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvserve.cache.trie import Node, Trie
+from kvserve.cache.node import Node
+from kvserve.cache.trie import Trie
 from kvserve.core import GenerationRequest, ImageFacts, ImageInput, TokenSequence
 from kvserve.engine.disk_open import DiskSettings
 from kvserve.engine.prefix_cache import PrefixCache

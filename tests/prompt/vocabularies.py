@@ -12,11 +12,14 @@ import pytest
 import tokenizers
 
 from benchmarks.recordings import shared_folder
+from kvserve.core import CallRow
+from kvserve.loading import OWN_TOOL_TAGS
 from kvserve.output.formats import select_format
 from kvserve.prompt.boundaries import learn_markers
+from kvserve.prompt.call_row import call_row
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
-from kvserve.prompt.tokenizer import load_tokenizer
+from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
 from tests.prompt.samples import byte_level_backend, tokenizer_of
 from tests.prompt.turns import Family
 
@@ -47,15 +50,26 @@ def real_family(name: str) -> Family:
         shutil.copyfile(shared / "templates" / f"{source}.jinja", folder / "chat_template.jinja")
         tokenizer = load_tokenizer(folder)
     added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
-    output_format = select_format("auto", tokenizer.chat_template or "", added, None)
+    output_format = select_format("auto", tokenizer.chat_template or "", added, None, _row(tokenizer))
     template = ChatTemplate(tokenizer, tags=output_format.tags)
     markers = learn_markers(tokenizer, template)
     return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
 
 
+def _row(tokenizer: Tokenizer) -> CallRow | None:
+    """The form of calls that is derived where no other one is read anyway."""
+    is_known = any(tag in (tokenizer.chat_template or "") for tag in OWN_TOOL_TAGS)
+    return None if is_known else call_row(tokenizer)
+
+
 SHARED = shared_folder()
 TEMPLATES = sorted(file.stem for file in (SHARED / "templates").glob("*.jinja")) if SHARED is not None else []
 _LOOKS_LIKE_A_TOKEN = re.compile(r"<[|｜]?[^<>\s'\"{}]{1,30}[|｜]?>|\[/?[A-Z_]{2,20}\]")
+
+
+def tokens_in(source: str) -> list[str]:
+    """All that looks like a token in a template's source."""
+    return sorted(set(_LOOKS_LIKE_A_TOKEN.findall(source)))
 
 
 @cache
@@ -64,9 +78,9 @@ def template_family(name: str) -> Family:
     assert SHARED is not None
     source = (SHARED / "templates" / f"{name}.jinja").read_text("utf-8")
     backend = tokenizers.Tokenizer.from_str(byte_level_backend().to_str())
-    backend.add_special_tokens(sorted(set(_LOOKS_LIKE_A_TOKEN.findall(source))))
+    backend.add_special_tokens(tokens_in(source))
     tokenizer = tokenizer_of(backend, source)
-    output_format = select_format("auto", source, (), None)
+    output_format = select_format("auto", source, (), None, _row(tokenizer))
     template = ChatTemplate(tokenizer, tags=output_format.tags)
     markers = learn_markers(tokenizer, template)
     return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)

@@ -7,7 +7,7 @@ text, and how the text was cut cannot matter. It raises `NotACall` at the first 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvserve.core import ToolSpec
+from kvserve.core import CallRow, ToolSpec
 from kvserve.output.tool_parsers.draft import Draft
 
 END = ""
@@ -41,6 +41,10 @@ class ToolForm:
     `stray_close` is a tag some models write after it.
 
     `inner_tags` are the others that it is written with, `close_tags` those of them that end a call.
+
+    Where a call ends with its arguments, `follow` reads what may stand behind them, from one of `follow_tags` on: the
+    next call, or what closes the calls, which is none; no scan where the tag alone closes them. `at_start`: the tag may
+    be anything, so it opens a call only at the beginning of an answer. `row` is what such a form was made of.
     """
 
     name: str
@@ -49,6 +53,10 @@ class ToolForm:
     stray_close: str | None = None
     inner_tags: tuple[str, ...] = ()
     close_tags: tuple[str, ...] = ()
+    at_start: bool = False
+    follow_tags: tuple[str, ...] = ()
+    follow: Callable[[str, Sequence[ToolSpec], Draft], Scan | None] | None = None
+    row: CallRow | None = None
 
 
 def parse_text(form: ToolForm, text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:

@@ -1,0 +1,331 @@
+"""How one chat template writes calls whose arguments are one JSON object, found out at load by rendering some.
+
+It knows how to ask a template and takes apart what it wrote: what is the same in every call is its form. It is believed
+only where calls that were not looked at before are written just so. How such calls are read, `output/` knows.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvserve.core import CallParts, CallRow, CallSlot, ToolCallBlock
+from kvserve.prompt.compiled import CompiledTemplate
+from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, talk
+from kvserve.prompt.steps import Kind, Step, WireForm, message_dict, tool_dicts, wire_id
+from kvserve.prompt.switches import keep_arguments
+from kvserve.prompt.tokenizer import Tokenizer
+from kvserve.prompt.writing import REASONING_TAGS
+
+ANSWER, NEXT = "zqanswer", "zqnext"
+NAMES = ("zqfirst", "zqsecond", "zqthird")
+HARD = json.dumps(
+    {
+        "zqtext": "zq \"quoted\" \\ line\nline </tool_call>]} {'a'} <b> é 日",
+        "zqobject": {"zqlist": [1, 2.5, -3, True, False, None, {}, [], ""], "": {"zq}": "{"}},
+    },
+    ensure_ascii=False,
+)
+"""Arguments that no form may touch."""
+
+_ENDINGS: tuple[tuple[Kind, ...], ...] = (("user",), ())
+_DIGITS = re.compile(r"(\d+)")
+_OPEN_TAG_AT_END = re.compile(r"(<[^<>\s]*|\[/?[A-Z_]*)\Z")
+_TAG = re.compile(r"<[^<>\s]{2,}|\[/?[A-Z_]{2,}\]")
+_TAG_START = re.compile(r"[<\[]|\s")
+_ID = r"[A-Za-z0-9_.:-]+"
+
+
+@dataclass(frozen=True, slots=True)
+class NoRow:
+    """The template's form of calls could not be derived; `reason` says why."""
+
+    reason: str
+
+
+class _Unlike(Exception):
+    """What the template writes is in no form that a row can say. It never leaves this file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    """Renders calls in one wire form; `ending` stands behind them. `parallel`: several may stand in one message."""
+
+    prober: Prober
+    form: WireForm
+    ending: tuple[Kind, ...]
+    parallel: bool
+
+    def answer(self) -> tuple[str, str]:
+        """What stands before and behind a plain answer."""
+        before, found, behind = self._rendered([Step("assistant", ANSWER)]).partition(ANSWER)
+        if not found:
+            raise _Unlike("it writes no plain answer there")
+        return before, behind
+
+    def calls(self, *arguments: str) -> tuple[str, tuple[ToolCallBlock, ...]]:
+        """A message of calls with these arguments as it is written, and the calls with the ids they got."""
+        given = zip(NAMES, arguments, strict=False)
+        made = tuple(ToolCallBlock(f"zqid{index}", name, text) for index, (name, text) in enumerate(given))
+        text = self._rendered([Step("calls", calls=made)])
+        ids = (wire_id(self.form.call_ids, call.call_id, call.name, index) for index, call in enumerate(made))
+        return text, tuple(replace(call, call_id=call_id) for call, call_id in zip(made, ids, strict=True))
+
+    def lead(self) -> str:
+        """What stands behind a user's message where an answer begins."""
+        return _behind_user(self._written(talk(["user"]), tail=True))
+
+    def _rendered(self, said: Sequence[Step]) -> str:
+        steps = [*talk(["user"]), *said, *(Step(kind, NEXT) for kind in self.ending)]
+        text = self._written(steps, tail=False)
+        return text.partition(NEXT)[0] if self.ending else text
+
+    def _written(self, steps: Sequence[Step], *, tail: bool) -> str:
+        messages = [message_dict(step, self.form) for step in steps]
+        template, arguments = self.prober.template, self.prober.arguments or {}
+        tools = tool_dicts(self.prober.tools)
+        text = template.render(messages, tools, add_generation_prompt=tail, arguments=arguments)
+        if not isinstance(text, str):
+            raise _Unlike(f"it refuses: {text.reason}")
+        return text
+
+
+def call_row(tokenizer: Tokenizer) -> CallRow | None:
+    """The row of a model's calls; None where its template has none that can be told. Raises ModelLoadError."""
+    if tokenizer.chat_template is None:
+        return None
+    found = find_call_row(CompiledTemplate(tokenizer.chat_template, tokenizer.template_variables))
+    return found if isinstance(found, CallRow) else None
+
+
+def find_call_row(template: CompiledTemplate) -> CallRow | NoRow:
+    """The row of the template's calls, or why there is none."""
+    prober = Prober(template, tools=(PROBE_TOOL,), arguments=keep_arguments(template))
+    dialect = probe(prober)
+    if dialect is None:
+        return NoRow("it cannot be rendered")
+    if not dialect.calls:
+        return NoRow("it writes no calls")
+    reasons = []
+    for ending in _ENDINGS:
+        try:
+            return _derived(_Asker(prober, dialect.form, ending, dialect.parallel_calls))
+        except _Unlike as unlike:
+            reasons.append(str(unlike))
+    return NoRow(reasons[0])
+
+
+def _derived(asker: _Asker) -> CallRow:
+    """Raises _Unlike."""
+    answer = asker.answer()
+    single = _gaps(*asker.calls(_easy(0)))
+    several = [_gaps(*asker.calls(*map(_easy, range(number)))) for number in ((2, 3) if asker.parallel else ())]
+    row = _row(asker, *answer, [single, *several])
+    _check(asker, row)
+    return row
+
+
+def _easy(index: int) -> str:
+    return json.dumps({f"zqkey{index}": f"zqvalue{index}"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Gaps:
+    """What stands before the first name, behind each name, and behind each arguments; ids are slots already."""
+
+    before: CallParts
+    middles: tuple[CallParts, ...]
+    behind: tuple[CallParts, ...]
+
+
+def _gaps(text: str, calls: Sequence[ToolCallBlock]) -> _Gaps:
+    texts: list[str] = []
+    position = 0
+    for call in calls:
+        name = text.find(call.name, position)
+        brace = text.find("{", name + len(call.name))
+        if name < 0:
+            raise _Unlike("it does not write the name of a call, or writes no call there")
+        end = _behind_arguments(text, brace, call) if brace >= 0 else None
+        if end is None:
+            raise _Unlike("its arguments are not one JSON object")
+        texts += [text[position:name], text[name + len(call.name) : brace]]
+        position = end
+    parts = [_with_ids(piece, calls) for piece in (*texts, text[position:])]
+    return _Gaps(parts[0], tuple(parts[1::2]), tuple(parts[2::2]))
+
+
+def _behind_arguments(text: str, start: int, call: ToolCallBlock) -> int | None:
+    """Where the call's arguments end; None where something else stands there, such as 1 for true."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except ValueError:
+        return None
+    return end if json.dumps(value) == json.dumps(json.loads(call.arguments)) else None
+
+
+def _with_ids(text: str, calls: Sequence[ToolCallBlock]) -> CallParts:
+    """A gap with the ids as slots, whose own text never holds one."""
+    ids = "|".join(re.escape(call.call_id) for call in calls if ":" not in call.call_id)
+    pieces = re.split(ids, text) if ids else [text]
+    return _joined(pieces, CallSlot.ID)
+
+
+def _joined(pieces: Sequence[str], slot: CallSlot) -> CallParts:
+    parts: list[str | CallSlot] = []
+    for index, piece in enumerate(pieces):
+        parts += [slot, piece] if index else [piece]
+    return tuple(part for part in parts if part != "")
+
+
+def _row(asker: _Asker, before_answer: str, behind_answer: str, seen: Sequence[_Gaps]) -> CallRow:
+    """What was seen of one, two and three calls as one row."""
+    most = seen[-1]
+    middle = _alike(most.middles)
+    between = _alike(most.behind[:-1]) if len(most.behind) > 1 else None
+    opening = _own_opening(asker, before_answer, most.before)
+    if between is not None:
+        opening = _numbered(opening, between)
+    closing = _alike([_without_end(gaps.behind[-1], behind_answer) for gaps in seen])
+    row = CallRow(opening, middle, between, closing)
+    _check_shape(asker, row)
+    end = _TAG.match(behind_answer.lstrip())
+    if end is not None and any(end[0] in part for part in opening if isinstance(part, str)):
+        raise _Unlike("calls stand in a message of their own")
+    return row
+
+
+def _check_shape(asker: _Asker, row: CallRow) -> None:
+    if not row.opening or not isinstance(row.opening[0], str):
+        raise _Unlike("nothing stands before a call's name")
+    if not row.middle or not isinstance(row.middle[-1], str):
+        raise _Unlike("nothing stands between a call's name and its arguments")
+    if row.between is not None and (not row.between or not isinstance(row.between[0], str)):
+        raise _Unlike("nothing stands between two calls")
+    if _TAG.match(row.opening[0]):
+        return
+    if not row.opening[0].startswith("{"):
+        raise _Unlike(f"no tag stands before a call: {row.opening[0]!r}")
+    if any(opening in asker.prober.template.source for opening, _ in REASONING_TAGS):
+        raise _Unlike("a call without a tag cannot be told from text behind thinking")
+
+
+def _alike(gaps: Sequence[CallParts]) -> CallParts:
+    """Gaps that are the same but for numbers, which become slots."""
+    first = gaps[0]
+    if all(gap == first for gap in gaps):
+        return first
+    split = [[_DIGITS.split(part) if isinstance(part, str) else part for part in gap] for gap in gaps]
+    found: list[str | CallSlot] = []
+    for same in zip(*split, strict=False):
+        one = same[0]
+        if isinstance(one, CallSlot):
+            found.append(one)
+            continue
+        pieces = [piece if isinstance(piece, list) else [] for piece in same]
+        texts = {tuple(piece[::2]) for piece in pieces}
+        if len(texts) != 1:
+            raise _Unlike("it writes two calls in different ways")
+        for index, piece in enumerate(one):
+            is_number = index % 2 and len({other[index] for other in pieces}) > 1
+            _append(found, CallSlot.NUMBER if is_number else piece)
+    if len({len(gap) for gap in gaps}) != 1:
+        raise _Unlike("it writes two calls in different ways")
+    return tuple(found)
+
+
+def _append(parts: list[str | CallSlot], part: str | CallSlot) -> None:
+    if part == "":
+        return
+    if isinstance(part, str) and parts and isinstance(last := parts[-1], str):
+        parts[-1] = last + part
+    else:
+        parts.append(part)
+
+
+def _numbered(opening: CallParts, between: CallParts) -> CallParts:
+    """The opening with a slot where what stands between calls has a number before the name."""
+    match between, opening:
+        case (*_, CallSlot.NUMBER, str(tail)), (*first, str(text)):
+            found = re.fullmatch(rf"(.*\D)\d+{re.escape(tail)}", text, re.DOTALL)
+            if found is not None:
+                return (*first, found[1], CallSlot.NUMBER, tail)
+    return opening
+
+
+def _own_opening(asker: _Asker, before_answer: str, before: CallParts) -> CallParts:
+    """What stands before the first name without the message's header, thinking and the words for no text."""
+    first, *rest = before or ("",)
+    text = first if isinstance(first, str) else ""
+    length = next((i for i, pair in enumerate(zip(text, before_answer, strict=False)) if pair[0] != pair[1]), None)
+    length = min(len(text), len(before_answer)) if length is None else length
+    begun = _OPEN_TAG_AT_END.search(text[:length])
+    if begun is not None and length < len(before_answer):
+        length = begun.start()
+    own = text[length:].lstrip()
+    for opening, closing in REASONING_TAGS:
+        if own.startswith(opening) and closing in own:
+            own = own.partition(closing)[2].lstrip()
+    own = own.removeprefix(asker.form.empty_text.get("assistant", "")).lstrip()
+    return (own, *rest) if own else tuple(rest)
+
+
+def _without_end(ending: CallParts, behind_answer: str) -> CallParts:
+    """What stands behind the last arguments without what ends any message."""
+    if not ending or not isinstance(ending[-1], str):
+        return ending
+    last = ending[-1]
+    pairs = enumerate(zip(reversed(last), reversed(behind_answer), strict=False))
+    length = next((index for index, (one, other) in pairs if one != other), min(len(last), len(behind_answer)))
+    if length < len(behind_answer):
+        # What is the same by chance begins inside a tag: the message's end begins with the next one.
+        start = _TAG_START.search(last, len(last) - length)
+        length = len(last) - start.start() if start is not None else 0
+    own = last[: len(last) - length].rstrip()
+    return (*ending[:-1], own) if own else ending[:-1]
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+def _check(asker: _Asker, row: CallRow) -> None:
+    """Calls that were not looked at are written as the row says. Raises _Unlike."""
+    every = ["{}", HARD, _easy(2)]
+    for arguments in ([HARD], ["{}"]) if row.between is None else ([HARD], ["{}"], every):
+        text, calls = asker.calls(*arguments)
+        position = text.rfind(str(row.opening[0]), 0, text.find(NAMES[0]))
+        if _header(asker, _behind_user(text[:position])) != _header(asker, asker.lead()):
+            raise _Unlike("calls do not stand where an answer begins")
+        for call, lead in zip(calls, (row.opening, *[row.between or ()] * len(calls)), strict=False):
+            position = _behind_call(text, position, lead, row.middle, call)
+        if re.compile(_source(row.closing)).match(text, position) is None:
+            raise _Unlike("it does not end calls as the row says")
+
+
+def _behind_user(text: str) -> str:
+    return text.rpartition(str(talk(["user"])[0].text))[2]
+
+
+def _header(asker: _Asker, text: str) -> str:
+    """A message's header without thinking, and without words for no text, at its end."""
+    words = (*(tag for tags in REASONING_TAGS for tag in tags), asker.form.empty_text.get("assistant", ""))
+    while True:
+        shorter = text.rstrip()
+        for word in words:
+            shorter = shorter.removesuffix(word)
+        if shorter == text:
+            return text
+        text = shorter
+
+
+def _behind_call(text: str, position: int, lead: CallParts, middle: CallParts, call: ToolCallBlock) -> int:
+    head = re.compile(rf"{_source(lead)}{re.escape(call.name)}{_source(middle)}").match(text, max(position, 0))
+    end = _behind_arguments(text, head.end(), call) if head is not None else None
+    if end is None:
+        raise _Unlike("it does not write every call as the row says")
+    return end
+
+
+def _source(parts: CallParts) -> str:
+    slots = {CallSlot.ID: _ID, CallSlot.NUMBER: r"\d+"}
+    return "".join(re.escape(part) if isinstance(part, str) else slots[part] for part in parts)

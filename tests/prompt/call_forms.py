@@ -1,0 +1,108 @@
+"""Templates that write calls in forms of their own, small and real ones, for tests of the rows derived from them."""
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+
+from kvserve.core import (
+    CallParts,
+    CallRow,
+    CallSlot,
+    JsonObject,
+    Message,
+    TextBlock,
+    ToolCallBlock,
+    ToolResultBlock,
+    ToolSpec,
+)
+from kvserve.loading import OWN_TOOL_TAGS
+from kvserve.prompt.call_row import NoRow, find_call_row
+from kvserve.prompt.compiled import CompiledTemplate
+from tests.prompt.vocabularies import SHARED, TEMPLATES
+
+HEAD = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content or '' }}{% if m.tool_calls %}"
+)
+TAIL = "{% endif %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+CALLS = "{% for call in m.tool_calls %}{% set c = call.function %}"
+SMALL = {
+    "tags": f"{HEAD}<|calls|>{CALLS}<|call|>functions.{{{{ c.name }}}}:{{{{ loop.index0 }}}}<|args|>"
+    f"{{{{ c.arguments | tojson }}}}<|call_end|>{{% endfor %}}<|calls_end|>{TAIL}",
+    "names": f"{HEAD}{CALLS}[CALLS]{{{{ c.name }}}}[ID]{{{{ call.id }}}}[ARGS]{{{{ c.arguments | tojson }}}}"
+    f"{{% endfor %}}{TAIL}",
+    "list": f'{HEAD}[CALLS][{CALLS}{{"name": "{{{{ c.name }}}}", "arguments": {{{{ c.arguments | tojson }}}}, '
+    f'"id": "{{{{ call.id }}}}"}}{{{{ ", " if not loop.last }}}}{{% endfor %}}]{TAIL}',
+    "fences": f"{HEAD}<calls>{CALLS}<call>{{{{ c.name }}}}\n```json\n{{{{ c.arguments | tojson }}}}\n```</call>"
+    f"{{% endfor %}}</calls>{TAIL}",
+    "bare": f"{HEAD}{{% if m.tool_calls | length > 1 %}}{{{{ raise_exception('one') }}}}{{% endif %}}{CALLS}"
+    f'{{"name": "{{{{ c.name }}}}", "parameters": {{{{ c.arguments | tojson }}}}}}{{% endfor %}}{TAIL}',
+    "attributes": f'{HEAD}{CALLS}<call name="{{{{ c.name }}}}">{{{{ c.arguments | tojson }}}}</call>\n'
+    f"{{% endfor %}}{TAIL}",
+    "counted": f'{HEAD}<calls>[{CALLS}{{"number": "{{{{ loop.index0 }}}}", "tool": "{{{{ c.name }}}}", "with": '
+    f"{{{{ c.arguments | tojson }}}}}}{{{{ ', ' if not loop.last }}}}{{% endfor %}}]</calls>{TAIL}",
+}
+"""Sources by what they show."""
+
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def source_of(name: str) -> str:
+    """The source of a small or a real template."""
+    if name in SMALL:
+        return SMALL[name]
+    assert SHARED is not None
+    return (SHARED / "templates" / f"{name}.jinja").read_text("utf-8")
+
+
+@cache
+def found_row(name: str) -> CallRow | NoRow:
+    """What is derived from a template that is not read by the forms that are known anyway."""
+    source = source_of(name)
+    known = [tag for tag in OWN_TOOL_TAGS if tag in source]
+    return NoRow(f"{known[0]} is read anyway") if known else find_call_row(CompiledTemplate(source, VARIABLES))
+
+
+def rows() -> dict[str, CallRow]:
+    """All rows that are derived, by template."""
+    found = {name: found_row(name) for name in (*SMALL, *TEMPLATES)}
+    return {name: row for name, row in found.items() if isinstance(row, CallRow)}
+
+
+def conversation(calls: Sequence[tuple[str, JsonObject]]) -> tuple[Message, ...]:
+    """A question, these calls, and a result for each."""
+    made = tuple(ToolCallBlock(f"call{i}", name, json.dumps(arguments)) for i, (name, arguments) in enumerate(calls))
+    results = (Message("tool", (ToolResultBlock(call.call_id, (TextBlock("done"),)),)) for call in made)
+    return (Message("user", (TextBlock("hi"),)), Message("assistant", made), *results)
+
+
+def as_written(text: str, row: CallRow, calls: Sequence[tuple[str, JsonObject]]) -> str:
+    """The calls as they stand in a rendered text; raises where they do not stand there in the row's form."""
+    leads = [row.opening, *[row.between or ()] * (len(calls) - 1)]
+    pattern = "".join(
+        f"{_pattern(lead)}{re.escape(name)}{_pattern(row.middle)}{re.escape(json.dumps(arguments, ensure_ascii=False))}"
+        for lead, (name, arguments) in zip(leads, calls, strict=True)
+    )
+    found = re.search(pattern.removeprefix(r"\s*") + _pattern(row.closing), text)
+    assert found is not None, f"not in {text!r}"
+    return found.group()
+
+
+def _pattern(parts: CallParts) -> str:
+    slots = {CallSlot.ID: r"[A-Za-z0-9]+", CallSlot.NUMBER: r"\d+"}
+    return r"\s*" * bool(parts) + "".join(re.escape(p) if isinstance(p, str) else slots[p] for p in parts)
+
+
+READ = ToolSpec(
+    "read_file",
+    "Reads.",
+    {
+        "type": "object",
+        "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}},
+        "required": ["path"],
+        "additionalProperties": False,
+    },
+    strict=True,
+)
+ANY = ToolSpec("any", "Anything.", {"type": "object", "properties": {}})
