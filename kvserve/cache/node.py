@@ -51,7 +51,8 @@ class Node:
     """The tokens `[start, end)` behind `parent`; `checkpoint`, `kind` and `sequence_end` belong to its end.
 
     A restore is a row that began at its end (or ended there, and may go on). `hashes` name the blocks that end in
-    `(start, end]`. Children differ in their first token. `partition` is a root's.
+    `(start, end]`. Children differ in their first token. `partition` is a root's. `number` grows with each segment that
+    the tree gets; both parts of a node that was cut have that of the whole.
 
     A row that uses a path is noted where it stands, in `last_used_at`, `num_uses` and `users` (who, and up to which
     offset; rows of which that is not known are not in it). What stands behind a node used the node too: it is noted
@@ -77,6 +78,7 @@ class Node:
     users: dict[str, int] = field(default_factory=dict)
     is_guess: bool = False
     copies: Copies = field(default_factory=Copies)
+    number: int = 0
 
     @property
     def tokens(self) -> TokenRun:

@@ -31,6 +31,7 @@ class Trie:
         self.version = 0
         self.num_nodes = 0
         self.num_collisions = 0
+        self._num_attached = 0
 
     @property
     def index(self) -> dict[bytes, Node]:
@@ -156,7 +157,8 @@ class Trie:
     def attach(self, parent: Node, segment: Segment, hashes: tuple[bytes, ...]) -> Node:
         """A new leaf for a whole segment, whose tokens begin where `parent` ends."""
         tokens = segment.tokens
-        node = Node(parent, tokens.start, tokens.end, segment, hashes)
+        self._num_attached += 1
+        node = Node(parent, tokens.start, tokens.end, segment, hashes, number=self._num_attached)
         parent.children[tokens.key_at(tokens.start)] = node
         self.holders.setdefault(segment.record_id, {})[node] = None
         self._point(hashes, node)
@@ -167,7 +169,7 @@ class Trie:
     def split(self, node: Node, at: int, block_size: int) -> None:
         """Cut a node in two: it keeps `[start, at)`, a new child gets the rest and all that belongs to the end."""
         num_hashes = at // block_size - node.start // block_size
-        lower = Node(node, at, node.end, node.segment, node.hashes[num_hashes:], node.children)
+        lower = Node(node, at, node.end, node.segment, node.hashes[num_hashes:], node.children, number=node.number)
         lower.checkpoint, lower.kind, lower.sequence_end = node.checkpoint, node.kind, node.sequence_end
         lower.last_used_at, lower.num_uses = node.last_used_at, node.num_uses
         lower.restored_at, lower.num_restores = node.restored_at, node.num_restores

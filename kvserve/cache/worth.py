@@ -7,7 +7,6 @@ It reads nodes; it changes nothing and lets nothing leave.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
 
 from kvserve.cache.eviction import BRIEF_TOKENS, Candidate, Score
 from kvserve.cache.node import Node
@@ -29,7 +28,7 @@ NUM_NEWEST_KEPT = 2
 
 @dataclass(order=True, slots=True)
 class Ranked:
-    """A place in the queue of what may leave."""
+    """A place in the queue of what may leave: by level, then score, then age. No guess changes that of others."""
 
     rank: tuple[int, float, int]
     node: Node = field(compare=False)
@@ -46,7 +45,6 @@ class Worth:
         self.now = 0.0
         self._score = score
         self._needs_checkpoints = needs_checkpoints
-        self._order = count()
 
     def of_leaf(self, node: Node, *, is_surplus: bool = False) -> Ranked:
         """A leaf with all that leaves with it. `is_surplus` counts only where nobody asked for it to be kept."""
@@ -70,7 +68,7 @@ class Worth:
         return own is not None and self.now - leaf.last_used_at <= own
 
     def _ranked(self, level: int, candidate: Candidate, node: Node) -> Ranked:
-        return Ranked((level, self._score(candidate), next(self._order)), node)
+        return Ranked((level, self._score(candidate), node.number), node)
 
     def _leaf_candidate(self, node: Node) -> Candidate:
         start, end = node.start, node.end

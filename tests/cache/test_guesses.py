@@ -103,10 +103,21 @@ def test_a_guess_that_left_leaves_no_branch_behind() -> None:
     assert guessed == without == [0, 13, 25, 0, 5, 0, 0, 24, 10]
 
 
-@pytest.mark.parametrize(("needs_checkpoints", "num_bytes"), [(False, 168), (True, 240)])
+def test_of_two_places_worth_the_same_the_older_one_leaves() -> None:
+    """Which of them does not depend on a guess that was made meanwhile, and that left."""
+    said = [(0, 9, None), (0, 10, None), (1, 1, None), (1, 11, None), (1, 11, None), (2, 2, None), (2, 2, None)]
+    said += [(1, 3, None), (0, 1, 0), (1, 1, None), (1, 1, None)]
+    traffic = [Turn(session, num_tokens, 0.0, num_wrong) for session, num_tokens, num_wrong in said]
+    without, guessed = (
+        play(traffic, 184, needs_checkpoints=False, with_guesses=with_guesses) for with_guesses in (False, True)
+    )
+    assert guessed == without
+
+
+@pytest.mark.parametrize(("needs_checkpoints", "num_bytes"), [(False, 128), (True, 240)])
 def test_a_guess_that_counted_as_a_use_would(needs_checkpoints: bool, num_bytes: int) -> None:
     """Negative control: in free RAM too, what was guessed would outlive what another session said before it."""
-    said = [(0, 2, None), (0, 4, 0), (0, 10, None), (0, 11, None), (1, 5, None), (0, 1, None), (1, 1, None)]
+    said = [(1, 10, None), (0, 2, 0), (0, 8, 0), (0, 10, None), (1, 7, None)]
     if needs_checkpoints:
         said = [(0, 1, 0), (1, 8, None), (0, 10, None), (1, 1, None)]
     traffic = [Turn(session, num_tokens, 0.0, num_wrong) for session, num_tokens, num_wrong in said]
