@@ -66,6 +66,7 @@ class Moving:
         self._needs_checkpoints = not layout.is_cuttable
         self._can_move = model.quantiser is None
         self._aside: dict[Lease, _Aside] = {}
+        self.with_second_try: Callable[[Callable[[], Any]], Any] = lambda work: work()
         room.aside_bytes = lambda: self.held_bytes
 
     @property
@@ -138,7 +139,7 @@ class Moving:
             left_bytes -= stand.state.num_bytes if stand.state is not None else 0
             if left_bytes >= 0:
                 aside.stands.insert(0, stand)
-        return self._layout.restore_moved(pieces, state, num_next_tokens)
+        return self._layout.restore_moved(pieces, state, num_next_tokens, self.with_second_try)
 
     # --- into the tree ------------------------------------------------------------------------------------------------
 
@@ -150,14 +151,16 @@ class Moving:
         end: int,
         kind: BoundaryKind,
         *,
-        is_over: bool = False,
+        rest: Sequence[Any] | None = None,
     ) -> bool:
-        """Keep the KV of a row up to `end`. `is_over`: the row is at its end, and nobody else holds its buffers.
-        Whether they were given up for it.
+        """Keep the KV of a row up to `end`. `rest`: the row is at its end, and nobody else holds its buffers but these
+        leaves of the batch that it was in. Whether they were given up for it.
 
         Room is made first: the tier is never above its budget, but for what goes through RAM to the disk.
         """
         lease, room = tenancy.lease, self._room
+        if lease.is_detached:  # it leaves nothing, and nothing leaves for it
+            return False
         start, has_disk, aside = lease.num_tokens, self._disk() is not None, self._aside.get(lease)
         num_bytes = self._sizes.kept(start, end) + (aside.num_bytes if aside is not None else 0)
         if not tenancy.may_evict and not room.left().fits(num_bytes, self._sizes.fixed):
@@ -167,27 +170,28 @@ class Moving:
         is_moved = False
         if room.takes(num_bytes, has_disk=has_disk):
             extension = self._copied(tenancy, tokens, caches, end, kind)
-        elif is_over and self._can_move and not lease.is_detached and self._makes_way(lease, end, has_disk=has_disk):
-            extension, is_moved = self._moved(tenancy, tokens, caches, end, kind), True
+        elif rest is not None and self._can_move and self._makes_way(lease, end, has_disk=has_disk):
+            extension, is_moved = self._moved(tenancy, tokens, caches, rest, end, kind), True
         else:
-            self._miss(tenancy, caches, end, kind, is_over=is_over)
+            self._miss(tenancy, caches, end, kind, is_over=rest is not None)
             return False
         self._tell_disk(tenancy, start, extension)
         return is_moved
 
-    def give_up(self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any]) -> bool:
-        """The row is gone and leaves nothing of its own, but what it took over is kept again. Whether its caches were
-        given up for it."""
-        lease, aside = tenancy.lease, self._aside.get(tenancy.lease)
-        end = aside.num_taken if aside is not None else 0
-        if aside is not None and self._needs_checkpoints:
-            end = max((stand.offset for stand in aside.stands if stand.offset <= end), default=0)
+    def give_up(self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any], rest: Sequence[Any] = ()) -> bool:
+        """The row is gone and leaves no answer, but what it took over is kept again, and its prompt up to the last stop
+        that it came to. Whether its caches were given up for it."""
+        lease, aside = tenancy.lease, self._aside.get(tenancy.lease, _Aside())
+        num_prompt_tokens = len(tenancy.row.request.prompt)
+        ends = [0 if self._needs_checkpoints else aside.num_taken]
+        ends += [stand.offset for stand in aside.stands if stand.offset <= num_prompt_tokens]
+        end = max(ends)
         if end <= lease.num_tokens or lease.is_detached:
             return False
         start = lease.num_tokens
         if not self._makes_way(lease, end, has_disk=self._disk() is not None):
             return False
-        self._tell_disk(tenancy, start, self._moved(tenancy, tokens, caches, end, "stride", has_state=False))
+        self._tell_disk(tenancy, start, self._moved(tenancy, tokens, caches, rest, end, "stride", has_state=False))
         return True
 
     def _copied(
@@ -229,6 +233,7 @@ class Moving:
         tenancy: Tenancy,
         tokens: TokenSequence,
         caches: Sequence[Any],
+        rest: Sequence[Any],
         end: int,
         kind: BoundaryKind,
         *,
@@ -238,18 +243,22 @@ class Moving:
         lease = tenancy.lease
         start = lease.num_tokens
         stands = self._stands(lease, start, end)
-        slices = self._layout.move_kv(caches, [start, *(stand.offset for stand in stands), end])
+        borders = [start, *(stand.offset for stand in stands), end]
+        slices = self._layout.move_kv(caches, borders, rest, self.with_second_try)
         if has_state:
-            state = self._layout.read_state(caches) if self._needs_checkpoints else None
+            state = None
+            if self._needs_checkpoints:
+                state = self.with_second_try(lambda: self._layout.read_state(caches))
             stands.append(Stand(end, kind, state))
         else:
-            known = (each for each in self._aside[lease].stands if each.offset == end)
+            known = (each for each in self._aside.get(lease, _Aside()).stands if each.offset == end)
             stands.append(next(known, Stand(end, kind, None)))
         self.let_go(lease)
         first_new, is_new = end, False
         slices.reverse()
         for stand in stands:
-            extension = self._stand(lease, tokens, stand, partial(_rows_of, slices.pop(), lease.num_tokens))
+            take_rows = partial(_rows_of, slices.pop(), lease.num_tokens)
+            extension = self.with_second_try(partial(self._stand, lease, tokens, stand, take_rows))
             first_new, is_new = min(first_new, extension.first_new), is_new or extension.has_new_checkpoint
         return Extension(start, first_new, end, is_new)
 
@@ -275,7 +284,7 @@ class Moving:
     def _miss(self, tenancy: Tenancy, caches: Sequence[Any], end: int, kind: BoundaryKind, *, is_over: bool) -> None:
         """What does not fit beside the row is kept at its end. The state is there only now."""
         lease, sizes = tenancy.lease, self._sizes
-        if is_over or not self._can_move or lease.is_detached:
+        if is_over or not self._can_move:
             self._room.note_not_kept()
             return
         aside = self._aside.setdefault(lease, _Aside())

@@ -129,6 +129,7 @@ class PrefixCache:
         try:
             return self._restored(row, tokens, match, lease)
         except Exception:
+            self.moving.let_go(lease)
             self._tree.release(lease)
             raise
 
@@ -200,21 +201,25 @@ class PrefixCache:
         if (stop := tenancy.stop_at(num_done)) is not None:
             self.moving.take_in(tenancy, tokens_of(tenancy.row), caches, num_done, stop.kind)
 
-    def extend(self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int], *, is_over: bool = False) -> bool:
+    def extend(
+        self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
+    ) -> bool:
         """Take in the KV of `tokens`, all that a row's caches hold between two steps, but nothing of half an image.
-        Whether the caches were given up for it, as is done where it `is_over` with a row that alone holds them."""
+        Whether the caches were given up for it, as may be where the row is over and but for the `rest` of its batch
+        nobody else has them; None: it goes on."""
         sequence = TokenSequence(tuple(tokens), tenancy.row.request.prompt.images)
-        image, take_in = image_around(sequence.images, len(sequence)), partial(self.moving.take_in, is_over=is_over)
+        image, take_in = image_around(sequence.images, len(sequence)), partial(self.moving.take_in, rest=rest)
         if image is None:
             return take_in(tenancy, sequence, caches, len(sequence), "answer")
         if not self._needs_checkpoints and image.start > tenancy.lease.num_tokens:
             return take_in(tenancy, sequence, caches, image.start, "answer")
-        return False
+        return rest is not None and self.moving.give_up(tenancy, sequence, caches, rest)
 
-    def finish(self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int], *, is_alone: bool = False) -> bool:
-        """Take in the KV of `tokens`, all that a row's caches hold when it has left its batch, and mark its end.
-        Whether the caches, which nobody else holds (`is_alone`), were given up for it."""
-        is_moved = self.extend(tenancy, caches, tokens, is_over=is_alone)
+    def finish(
+        self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
+    ) -> bool:
+        """The same when it has left its batch, and mark its end."""
+        is_moved = self.extend(tenancy, caches, tokens, rest)
         self._tree.mark_end(tenancy.lease)
         return is_moved
 

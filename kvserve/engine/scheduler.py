@@ -179,7 +179,7 @@ class Scheduler:
         for row in self._pool.rows():
             if (left := self._pool.remove(row)) is not None:
                 with self._tenancies.aside(row):
-                    self._tenancies.keep_rest(row, left.caches, left.tokens, is_over=left.is_alone)
+                    self._tenancies.keep_rest(row, left.caches, left.tokens, left.rest)
 
     def drain(self, *, is_last: bool = False) -> list[Row]:
         """Take every row out, whatever its stage, also one that was on its way from one to the next when something
@@ -222,8 +222,8 @@ class Scheduler:
     def _give_up(self, row: Row, prefill: Prefill | None, left: Left | None) -> None:
         if prefill is not None:
             self._tenancies.give_up(row, prefill.caches, prefill.tokens)
-        elif left is not None and left.is_alone:
-            self._tenancies.give_up(row, left.caches, left.tokens)
+        elif left is not None:
+            self._tenancies.give_up(row, left.caches, left.tokens, left.rest)
         self._tenancies.retract_answer(row)
 
     def _leavers(self) -> Iterator[tuple[Row, StopReason]]:
@@ -253,7 +253,7 @@ class Scheduler:
         if (left := self._pool.remove(row)) is None:
             return
         with self._tenancies.aside(row):
-            self._tenancies.keep_rest(row, left.caches, left.tokens, is_over=left.is_alone)
+            self._tenancies.keep_rest(row, left.caches, left.tokens, left.rest)
             self._release(row, None)
         self._waiting.appendleft(row)
 
@@ -323,7 +323,8 @@ class Scheduler:
         """A row leaves its prefill; the first decode step computes its last prompt token."""
         self._prefills.remove(prefill.row)
         try:
-            decoder, padding_bytes = self._decoder(prefill.row), self._entrance.padding_left(self._admitted_rows())
+            running = [*self._admitted_rows(), prefill.row]
+            decoder, padding_bytes = self._decoder(prefill.row), self._entrance.padding_left(running)
             self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, decoder, padding_bytes))
             self.cache.count(num_prefill_tokens=1)
         except Exception as error:  # noqa: BLE001 - a row that cannot enter touches no other
@@ -348,7 +349,11 @@ class Scheduler:
             self._memory.free()
         for row in step.failed:
             row.fail(row.failure or EngineFailure("The row failed for an unknown reason."))
-            self._release(row, None)
+            left = next((each for each in step.broken if each.row is row), None)
+            with self._tenancies.aside(*([row] if left is not None else [])):
+                if left is not None:
+                    self._tenancies.give_up(row, left.caches, left.tokens, left.rest)
+                self._release(row, None)
         for row in step.evicted:
             cause = f"{type(row.trouble).__name__}: {row.trouble}"
             again = f"request {row.request.request_id} is computed again from its tokens"

@@ -42,6 +42,7 @@ class Tenancies:
         self._account = account
         self._of: dict[Row, Tenancy] = {}
         self._aside: dict[Row, float] = {}
+        cache.moving.with_second_try = memory.with_second_try
 
     @property
     def aside_bytes(self) -> float:
@@ -71,25 +72,28 @@ class Tenancies:
         with self._reported(NOT_KEPT):
             self._memory.with_second_try(lambda: self._cache.keep(prefill.tenancy, prefill.caches, prefill.num_done))
 
-    def keep_rest(self, row: Row, caches: Sequence[Any], tokens: Sequence[int], *, is_over: bool = False) -> None:
-        """Store all that a row has computed so far, whether a stop was planned there or not. Where it `is_over` with a
-        row that alone holds its buffers, they may be given up for it."""
+    def keep_rest(
+        self, row: Row, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
+    ) -> None:
+        """Store all that a row has computed so far, whether a stop was planned there or not. Its buffers may be given
+        up for it where only the `rest` of its batch has them besides."""
         if (tenancy := self._of.get(row)) is None:
             return
         with self._reported(NOT_KEPT):
             extend = self._cache.extend
-            self._note(row, self._memory.with_second_try(lambda: extend(tenancy, caches, tokens, is_over=is_over)))
+            self._note(row, self._memory.with_second_try(lambda: extend(tenancy, caches, tokens, rest)))
 
     def keep_prefilled(self, prefill: Prefill) -> None:
         """The same of a row that has left its prefill."""
-        self.keep_rest(prefill.row, prefill.caches, prefill.tokens[: prefill.num_done], is_over=True)
+        self.keep_rest(prefill.row, prefill.caches, prefill.tokens[: prefill.num_done], ())
 
-    def give_up(self, row: Row, caches: Sequence[Any], tokens: Sequence[int]) -> None:
-        """A row is gone that leaves nothing behind: what it took over from the tree is kept again."""
-        if (tenancy := self._of.get(row)) is not None:
+    def give_up(self, row: Row, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = ()) -> None:
+        """A row is gone that leaves no answer behind: what it took over from the tree is kept again, and what its
+        prefill could not keep at its stops."""
+        if rest is not None and (tenancy := self._of.get(row)) is not None:
             sequence = TokenSequence(tuple(tokens), row.request.prompt.images)
             with self._reported(NOT_KEPT):
-                self._note(row, self._cache.moving.give_up(tenancy, sequence, caches))
+                self._note(row, self._cache.moving.give_up(tenancy, sequence, caches, rest))
 
     def retract_answer(self, row: Row) -> None:
         """Drop what was kept of a row's answer meanwhile."""
@@ -118,9 +122,7 @@ class Tenancies:
         with self._reported(NOT_KEPT):
             if left is not None:
                 row, finish = tenancy.row, self._cache.finish
-                is_moved = self._memory.with_second_try(
-                    lambda: finish(tenancy, left.caches, left.tokens, is_alone=left.is_alone)
-                )
+                is_moved = self._memory.with_second_try(lambda: finish(tenancy, left.caches, left.tokens, left.rest))
                 self._note(row, is_moved)
         self._cache.leave(tenancy)
 

@@ -1,8 +1,6 @@
 """KV that moves: a row that takes more than half of the memory for KV is found again whole, because it gives its own KV
 away at its end, and takes what is kept of it at its beginning."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +8,11 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, PrefillProgress, TokenDelta
-from kvserve.engine import admission
 from kvserve.engine.disk_open import DiskSettings
 from kvserve.engine.moving import Moving
 from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout
-from kvserve.engine.worker import Engine
 from tests.engine.engines import (
-    CACHE,
     NUM_ANSWER_TOKENS,
     Result,
     assert_exact,
@@ -28,58 +23,12 @@ from tests.engine.engines import (
     held,
     prompt_of,
     request,
-    running_engine,
     turn,
 )
+from tests.engine.full_engines import NUM_ALL_TOKENS, check, conversation_of, full_engine, moves_counted
 from tests.laws import sampled
 
 FAMILIES = sampled(("qwen3", "qwen3_5", "gemma3", "gpt_oss", "glm4_moe_lite"), {"qwen3", "qwen3_5", "gemma3"})
-NUM_PROMPT_TOKENS = 796
-NEXT_TOKENS = 52
-
-
-@pytest.fixture(autouse=True)
-def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are counted with the answers that they get here."""
-    monkeypatch.setattr(admission, "ANSWER_ALLOWANCE_TOKENS", NUM_ANSWER_TOKENS)
-
-
-def budget_bytes(engine: Engine, num_tokens: int, share: float) -> int:
-    """A memory for KV of which a row of so many tokens takes this share at its peak."""
-    sizes = engine.wait_until_ready().sizes
-    peak_bytes = sizes.peak(num_tokens)
-    return int((peak_bytes + sizes.copied(peak_bytes)) / share)
-
-
-@contextmanager
-def full_engine(family: str, num_tokens: int, share: float, **settings: Any) -> Iterator[Engine]:
-    """An engine in which a row of so many tokens takes this share of the memory for KV."""
-    with running_engine(family) as engine:
-        num_bytes = budget_bytes(engine, num_tokens, share)
-    cache = replace(CACHE, max_bytes=num_bytes)
-    with running_engine(family, cache=cache, max_batch_bytes=num_bytes, **settings) as engine:
-        yield engine
-
-
-def turns_of(engine: Engine) -> tuple[list[int], tuple[int, ...], list[int], tuple[int, ...]]:
-    """Two turns of a conversation and what a cold server answers to each."""
-    first = prompt_of(NUM_PROMPT_TOKENS)
-    answer = cold(engine, first)
-    second = [*first, *answer, *prompt_of(NEXT_TOKENS, 1)]
-    return first, answer, second, cold(engine, second)
-
-
-NUM_ALL_TOKENS = NUM_PROMPT_TOKENS + 2 * NUM_ANSWER_TOKENS + NEXT_TOKENS + 8
-
-
-def check(engine: Engine) -> None:
-    """The tree adds up, and nothing is held besides."""
-
-    def look(scheduler: Any) -> None:
-        scheduler.cache.check_integrity()
-        assert scheduler.cache.moving.held_bytes == 0
-
-    engine._ask(look)
 
 
 @pytest.mark.parametrize("share", [0.85, 0.99])
@@ -88,7 +37,8 @@ def test_a_row_of_most_of_the_memory_is_found_again_whole(family: str, share: fl
     """Its next turn computes what is new, and writes what a cold server writes; so does the one after that."""
     lines: list[str] = []
     with full_engine(family, NUM_ALL_TOKENS, share, report=lines.append) as engine:
-        first, answer, second, expected = turns_of(engine)
+        said = conversation_of(engine)
+        first, answer, second, expected = said.first, said.answer, said.second, said.expected
         last = cold(engine, [*second, *expected, *prompt_of(4, 2)], 4)
         assert_exact(generate(engine, turn(first))[0], answer)
         warm = generate(engine, turn(second))[0]
@@ -105,7 +55,8 @@ def test_a_row_that_is_not_moved_is_found_in_part(monkeypatch: pytest.MonkeyPatc
     """Negative control: moving is what lets the next turn find all of it."""
     monkeypatch.setattr(Moving, "_makes_way", lambda *_, **__: False)
     with full_engine("qwen3", NUM_ALL_TOKENS, 0.99) as engine:
-        first, answer, second, expected = turns_of(engine)
+        said = conversation_of(engine)
+        first, answer, second, expected = said.first, said.answer, said.second, said.expected
         generate(engine, turn(first))
         warm = generate(engine, turn(second))[0]
     assert_exact(warm, expected)
@@ -117,15 +68,16 @@ def test_moved_rows_in_another_order_write_another_text(family: str, monkeypatch
     """Negative control: the answers above depend on the KV that was moved."""
     real = CacheLayout.restore_moved
 
-    def spoilt(self: CacheLayout, pieces: list[Any], state: Any, num_next_tokens: int) -> list[Any]:
+    def spoilt(self: CacheLayout, pieces: list[Any], *rest: Any) -> list[Any]:
         pieces[:] = [
             (replace(kv, leaves=tuple((keys[..., ::-1, :], values) for keys, values in kv.leaves)), *rows)
             for kv, *rows in pieces
         ]
-        return real(self, pieces, state, num_next_tokens)
+        return real(self, pieces, *rest)
 
     with full_engine(family, NUM_ALL_TOKENS, 0.99) as engine:
-        first, answer, second, expected = turns_of(engine)
+        said = conversation_of(engine)
+        first, answer, second, expected = said.first, said.answer, said.second, said.expected
         generate(engine, turn(first))
         monkeypatch.setattr(CacheLayout, "restore_moved", spoilt)
         warm = generate(engine, turn(second))[0]
@@ -135,8 +87,9 @@ def test_moved_rows_in_another_order_write_another_text(family: str, monkeypatch
 
 def test_a_short_request_is_served_beside_a_row_that_took_its_kv_over() -> None:
     """It neither waits for the long one nor costs it anything."""
-    with full_engine("qwen3", NUM_ALL_TOKENS + 400, 0.8) as engine:
-        first, answer, second, expected = turns_of(engine)
+    with full_engine("qwen3", NUM_ALL_TOKENS + 400, 0.99) as engine, moves_counted() as moves:
+        said = conversation_of(engine)
+        first, answer, second, expected = said.first, said.answer, said.second, said.expected
         short = prompt_of(20, 7)
         alone = cold(engine, short, 4)
         generate(engine, turn(first))
@@ -152,6 +105,7 @@ def test_a_short_request_is_served_beside_a_row_that_took_its_kv_over() -> None:
             end = batch[-1]
         again = generate(engine, turn([*second, *tokens, *prompt_of(4, 9)], 4))[0]
         check(engine)
+    assert moves["out"] == 2
     assert isinstance(end, GenerationDone) and end.num_cached_tokens == len(first) + len(answer)
     assert tuple(tokens) == expected and beside[0].tokens == alone
     assert cached(again) == len(second) + len(tokens)
@@ -162,7 +116,8 @@ def test_a_short_request_is_served_beside_a_row_that_took_its_kv_over() -> None:
 def test_a_cancelled_row_leaves_all_that_it_took_over_and_computed(family: str, where: str) -> None:
     """Whoever goes on with its conversation finds what was kept before and more."""
     with full_engine(family, NUM_ALL_TOKENS, 0.99, prefill_step_size=16) as engine:
-        first, answer, second, expected = turns_of(engine)
+        said = conversation_of(engine)
+        first, answer, second, expected = said.first, said.answer, said.second, said.expected
         generate(engine, turn(first))
         running = engine.submit(turn(second))
         for batch in running.batches(60):
@@ -179,7 +134,8 @@ def test_a_cancelled_row_leaves_all_that_it_took_over_and_computed(family: str, 
 def test_a_row_that_the_watchdog_ended_leaves_what_it_took_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of its answer stays, and all that was kept before."""
     with full_engine("qwen3_5", NUM_ALL_TOKENS, 0.9) as engine:
-        first, answer, second, expected = turns_of(engine)
+        said = conversation_of(engine)
+        first, answer, second, expected = said.first, said.answer, said.second, said.expected
         generate(engine, turn(first))
         overdue = Row.is_overdue
         monkeypatch.setattr(Row, "is_overdue", lambda self, *_: bool(self.generated))
@@ -193,8 +149,9 @@ def test_a_row_that_the_watchdog_ended_leaves_what_it_took_over(monkeypatch: pyt
 
 def test_rows_that_others_need_are_not_moved() -> None:
     """Another conversation goes on from the same beginning: it stays, and the rest of the row moves."""
-    with full_engine("qwen3", NUM_ALL_TOKENS + 300, 0.8) as engine:
-        first, answer, second, expected = turns_of(engine)
+    with full_engine("qwen3", NUM_ALL_TOKENS + 300, 0.99) as engine, moves_counted() as moves:
+        said = conversation_of(engine)
+        first, answer, second, expected = said.first, said.answer, said.second, said.expected
         other = [*first[:96], *prompt_of(60, 5)]
         alone = cold(engine, [*other, *prompt_of(9, 6)], 8)
         generate(engine, turn(other, 8))
@@ -202,6 +159,7 @@ def test_rows_that_others_need_are_not_moved() -> None:
         warm = generate(engine, turn(second))[0]
         again = generate(engine, turn([*other, *prompt_of(9, 6)], 8))[0]
         check(engine)
+    assert moves["out"] == 1
     assert_exact(warm, expected)
     assert_exact(again, alone)
     assert cached(warm) == len(first) + len(answer) and cached(again) >= 96
@@ -213,7 +171,8 @@ def test_moved_kv_is_written_to_disk_and_comes_back_from_it(family: str, is_ephe
     """With a disk the next turn finds all, and so does one after a restart."""
     disk = DiskSettings(tmp_path, 2**34, 0, 24, is_ephemeral=is_ephemeral)
     with full_engine(family, NUM_ALL_TOKENS, 0.99, disk=disk) as engine:
-        first, answer, second, expected = turns_of(engine)
+        said = conversation_of(engine)
+        first, answer, second, expected = said.first, said.answer, said.second, said.expected
         generate(engine, turn(first))
         warm = generate(engine, turn(second))[0]
         check(engine)
