@@ -189,7 +189,9 @@ class Moving:
         if end <= lease.num_tokens or lease.is_detached:
             return False
         start = lease.num_tokens
-        if not self._makes_way(lease, end, has_disk=self._disk() is not None):
+        aside.stands = [stand for stand in aside.stands if stand.offset <= end]
+        has_disk, num_vital = self._disk() is not None, int(self._needs_checkpoints)
+        if not self._makes_way(lease, end, has_disk=has_disk, num_vital=num_vital):
             return False
         self._tell_disk(tenancy, start, self._moved(tenancy, tokens, caches, rest, end, "stride", has_state=False))
         return True
@@ -212,16 +214,17 @@ class Moving:
         extension = self._tree.extend(lease, tokens, end, take_rows, take_state, kind)
         return replace(extension, start=start, first_new=min(first_new, extension.first_new))
 
-    def _makes_way(self, lease: Lease, end: int, *, has_disk: bool) -> bool:
+    def _makes_way(self, lease: Lease, end: int, *, has_disk: bool, num_vital: int = 0) -> bool:
         """Whether what is kept may have a row's KV up to `end` in the place of the row: beside both there is one state,
-        and a layer, which is counted with the row. Its oldest states go where they are too much."""
+        and a layer, which is counted with the row. Its oldest states go where they are too much, but for `num_vital` of
+        them."""
         room, aside, fixed_bytes = self._room, self._aside.get(lease, _Aside()), self._sizes.fixed
         num_bytes = self._sizes.kept(lease.num_tokens, end)
 
         def fits(asks: Callable[..., bool]) -> bool:
             return asks(fixed_bytes, has_disk=has_disk, num_moved_bytes=num_bytes + aside.num_bytes)
 
-        while aside.stands and not fits(room.could_take):
+        while len(aside.stands) > num_vital and not fits(room.could_take):
             del aside.stands[0]
         if not fits(room.could_take):
             return False

@@ -174,8 +174,10 @@ class Scheduler:
     def keep_running(self) -> None:
         """Keep what running rows have computed so far: nothing will run on."""
         self.warmer.drop_all("shutdown")
-        for prefill in self._prefills:
-            self._tenancies.keep_prefilled(prefill)
+        for prefill in list(self._prefills):
+            self._prefills.remove(prefill.row)
+            with self._tenancies.aside(prefill.row):
+                self._tenancies.keep_prefilled(prefill)
         for row in self._pool.rows():
             if (left := self._pool.remove(row)) is not None:
                 with self._tenancies.aside(row):
@@ -209,11 +211,11 @@ class Scheduler:
             if row in self._waiting:
                 self._waiting.remove(row)
             self._arrivals.remove(row)
-            if (prefill := self._prefills.remove(row)) is not None and reason == "cancelled":
-                self._tenancies.keep_prefilled(prefill)
-            left = self._pool.remove(row)
+            prefill, left = self._prefills.remove(row), self._pool.remove(row)
             row.finish(reason)
-            with self._tenancies.aside(*([row] if left is not None else [])):
+            with self._tenancies.aside(*([row] if prefill is not None or left is not None else [])):
+                if prefill is not None and reason == "cancelled":
+                    self._tenancies.keep_prefilled(prefill)
                 # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
                 if reason == "watchdog":
                     self._give_up(row, prefill, left)
