@@ -21,8 +21,8 @@ FULL_DISK = "KV is kept in RAM only, and is computed again once it has left it."
 BEHIND = "some KV is not on disk yet, and is written when the disk has caught up."
 
 NOT_KEPT = (
-    "KV of some requests is not kept, so their next turns are computed again. More than half of this memory is kept "
-    "only of a request that ends alone in its batch, and not where KV is quantised"
+    "KV of some requests is not kept, so their next turns are computed again. More than half of this memory is not "
+    "kept where KV is quantised, or requests end at the same step"
 )
 NOT_RESTORED = "some requests start from a part of what is kept of them, and compute the rest again."
 
