@@ -8,6 +8,7 @@ the engine thread; what `stats()` returned may be read anywhere.
     tree.extend(lease, tokens, end, take_rows, take_state, kind)     adds what is new of [lease.num_tokens, end)
     tree.mark_end(lease)                           the row ended here: an entry of its owner
     tree.release(lease)                            the row left; what it stood on may be evicted
+    tree.mover.take(match, lease, nodes)           what nobody else needs leaves the tree, and is the row's alone
     tree.account_live(num_bytes); tree.evict()     back within the limits
 """
 
@@ -22,19 +23,11 @@ from kvserve.cache.integrity import check_shape, check_totals
 from kvserve.cache.kept_path import KeptPath, kept_end, kept_path
 from kvserve.cache.leaving import Leaving
 from kvserve.cache.match import Match
+from kvserve.cache.moving import Mover
 from kvserve.cache.node import Lease, NamedPrompt, Node, Position, SequenceEnd, note_use
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.recent_names import RecentNames
-from kvserve.cache.records import (
-    BoundaryKind,
-    CacheStats,
-    Eviction,
-    Extension,
-    Limits,
-    MatchCause,
-    Payload,
-    Room,
-)
+from kvserve.cache.records import BoundaryKind, CacheStats, Eviction, Extension, Limits, MatchCause, Payload, Room
 from kvserve.cache.renaming import rename
 from kvserve.cache.store import CutPayload, Store
 from kvserve.cache.sweep import Sweep
@@ -68,6 +61,7 @@ class PrefixTree:
         self._ram = RamTier()
         self._store = Store(self._trie, self._ram, cut_payload)
         self._sweep = Sweep(self._store, limits, score, self._kept, needs_checkpoints=needs_checkpoints)
+        self.mover = Mover(self._store, self._sweep, self._kept)
         self._leases: set[Lease] = set()
         self._owners_seen_at: dict[str, float] = {}
         self._live_bytes = 0
@@ -76,11 +70,18 @@ class PrefixTree:
 
     def lookup(self, tokens: TokenSequence, *, partition: str = "") -> Match:
         """How much of a prompt is known and from what it can be restored."""
+        match = self.peek(tokens, partition=partition)
+        note = self._store.counters.note_lookup
+        note(match.num_matched_tokens, match.num_usable_tokens, is_image_retreat=match.cause == "inside_image")
+        return match
+
+    def peek(self, tokens: TokenSequence, *, partition: str = "") -> Match:
+        """The same, of whoever does not begin with it: no use, and not counted."""
         named = self._names.name(tokens, partition)
         position = self._find(named)
         usable, cause = self._usable(position, tokens)
         state = self._store.state_of(usable.node) if self._needs_checkpoints else None
-        match = Match(
+        return Match(
             num_prompt_tokens=len(tokens),
             num_matched_tokens=position.depth,
             num_usable_tokens=usable.depth,
@@ -91,8 +92,6 @@ class PrefixTree:
             store=self._store,
             version=self._trie.version,
         )
-        self._store.counters.note_lookup(position.depth, usable.depth, is_image_retreat=cause == "inside_image")
-        return match
 
     def _find(self, named: NamedPrompt) -> Position:
         """The deepest place of a prompt, found from where it was found before."""

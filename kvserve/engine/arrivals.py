@@ -101,6 +101,7 @@ class Arrivals:
         """Whether more of what it starts from is on its way from the disk."""
         try:
             is_restoring = self._cache.is_restoring(arrival.hold)
+            is_restoring |= self._cache.moving.awaits_disk(arrival.row, arrival.hold)
             arrival.row.has_come_from_disk |= arrival.hold.num_restored_tokens > 0
             return is_restoring
         except Exception as error:  # noqa: BLE001 - what the disk cannot give is computed

@@ -76,11 +76,13 @@ class Decoder:
 @dataclass(frozen=True, slots=True)
 class Left:
     """A row that left its batch whole: plain caches that hold the KV of `tokens`, prompt included, and states behind
-    exactly these."""
+    exactly these. `rest`: the leaves of the batch that goes on, which have its buffers too until they are computed;
+    empty where it was alone, None where the buffers cannot be given up, as others who left have them."""
 
     row: Row
     caches: list[Any]
     tokens: list[int]
+    rest: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,8 @@ class Crossing:
 class Step:
     """What one decode step brought: rows that are finished, failed, must enter again from their tokens, or cross.
 
-    `is_short_of_memory`: an allocation failed, so that room must be made before rows enter again.
+    `is_short_of_memory`: an allocation failed, so that room must be made before rows enter again. `broken`: what failed
+    rows held, where it was not their batch that failed.
     """
 
     finished: tuple[Left, ...] = ()
@@ -106,6 +109,7 @@ class Step:
     evicted: tuple[Row, ...] = ()
     crossed: tuple[Crossing, ...] = ()
     is_short_of_memory: bool = False
+    broken: tuple[Left, ...] = ()
 
 
 def extra_padding_tokens(lengths: Sequence[int], joining: int) -> int:
@@ -192,8 +196,12 @@ class DecodePool:
                 if each is row:
                     caches, tokens = group.generator.remove([uid], return_prompt_caches=True)[uid]
                     group.drop(uid)
-                    return Left(row, caches, tokens)
+                    return Left(row, caches, tokens, self._rest(group))
         return None
+
+    def _rest(self, group: _Group) -> tuple[Any, ...]:
+        """The leaves of the rows that a group still has."""
+        return tuple(leaves(group.generator._generation_batch.prompt_cache)) if group.rows else ()
 
     def settle(self) -> None:
         """Compute batches that rows have left, large layers one after the other: as long as that is only described,
@@ -221,6 +229,7 @@ class DecodePool:
             tuple(row for step in steps for row in step.evicted),
             tuple(crossing for step in steps for crossing in step.crossed),
             any(step.is_short_of_memory for step in steps),
+            tuple(left for step in steps for left in step.broken),
         )
 
     def discard(self) -> list[Row]:
@@ -257,11 +266,12 @@ class DecodePool:
             if response.finish_reason == "length":
                 row.finish("length")
         failed = [row for row in group.rows.values() if row.failure is not None]
-        for row in failed:
-            self.remove(row)
+        if len(finished) == 1 and not (failed or at_start):
+            finished = [replace(finished[0], rest=self._rest(group))]
+        broken = [left for row in failed if (left := self.remove(row)) is not None]
         crossed = [self._cross(group, uid, left) for uid, left in at_start.items() if uid in group.rows]
         group.used_seconds += (time.perf_counter() - started) / num_rows
-        return Step(tuple(finished), tuple(failed), crossed=tuple(crossed))
+        return Step(tuple(finished), tuple(failed), crossed=tuple(crossed), broken=tuple(broken))
 
     def _at_start(self, group: _Group) -> dict[int, Left]:
         """By uid the rows whose next token is the first that quantised KV must compute, without KV that can be cut.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvserve.engine.admission import Budget
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.prefix_cache import PrefixCache
+from kvserve.engine.row_outline import tokens_of
 from kvserve.engine.rows import Row
 
 
@@ -28,9 +29,9 @@ class Entrance:
         return False
 
     def measure(self, row: Row, running: Sequence[Row]) -> None:
-        """Say on a row that enters how much of what is kept it may stand on."""
-        peak_bytes = self._peak_bytes([*running, row])
-        row.restorable_bytes = self._cache.kv_room.restorable_bytes(peak_bytes)
+        """Say on a row that enters how much of what is kept it may stand on, and how much it takes over."""
+        row.restorable_bytes = self._cache.kv_room.restorable_bytes(self._peak_bytes([*running, row]))
+        row.moved_bytes = self._moved_bytes(row, row.restorable_bytes)
 
     def answer_bytes(self, row: Row) -> float:
         """Bytes that a row needs beyond what its prompt holds."""
@@ -51,9 +52,17 @@ class Entrance:
             return False
         if not reserved:
             return True
-        prompt, partition = row.request.prompt, row.request.partition
-        return self._cache.kv_room.can_restore(
-            self._peak_bytes([*running, row]), len(prompt), lambda: self._cache.kept_tokens(prompt, [partition])[0]
+        prompt, partition, room = row.request.prompt, row.request.partition, self._cache.kv_room
+        peak_bytes = self._peak_bytes([*running, row])
+        if room.can_restore(peak_bytes, len(prompt), lambda: self._cache.kept_tokens(prompt, [partition])[0]):
+            return True
+        return self._moved_bytes(row, room.restorable_bytes(peak_bytes)) > 0
+
+    def _moved_bytes(self, row: Row, restorable_bytes: float) -> float:
+        """How much of what is kept of a row would leave the tree for it."""
+        partition = row.request.partition
+        return self._cache.moving.planned_bytes(
+            row, restorable_bytes, lambda: self._cache.kept_tokens(tokens_of(row), [partition])[1]
         )
 
     def _peak_bytes(self, rows: Sequence[Row]) -> float:

@@ -21,8 +21,8 @@ FULL_DISK = "KV is kept in RAM only, and is computed again once it has left it."
 BEHIND = "some KV is not on disk yet, and is written when the disk has caught up."
 
 NOT_KEPT = (
-    "KV of some requests is not kept, so their next turns are computed again. A request can be kept beside itself up "
-    "to half of this memory"
+    "KV of some requests is not kept, so their next turns are computed again. More than half of this memory is not "
+    "kept where KV is quantised, or requests end at the same step"
 )
 NOT_RESTORED = "some requests start from a part of what is kept of them, and compute the rest again."
 
@@ -34,6 +34,7 @@ class KvRoom:
         self.memory = memory
         self._tree = tree
         self._sizes = sizes
+        self.aside_bytes: Callable[[], int] = lambda: 0
         memory.open("kept", lambda: tree.num_ram_bytes)
 
     def account(self, live_bytes: float, copy_bytes: float) -> None:
@@ -50,15 +51,23 @@ class KvRoom:
         if self._tree.evict(int(num_needed_bytes)).num_freed_bytes >= CLEAR_AFTER_BYTES:
             mx.clear_cache()
 
-    def takes(self, num_bytes: float, *, has_disk: bool) -> bool:
-        """Whether so much may be kept now that everything has left that could. With a disk what one row needs may pass
-        the bound of what is kept, never that of all KV. Says what is not."""
-        memory = self.memory
-        fits = memory.has_room_for_kv(num_bytes)
-        if fits and (has_disk or self._tree.num_ram_bytes + num_bytes <= memory.plan.kv_bytes):
-            return True
-        memory.press("kv_pool", f"{NOT_KEPT} ({memory.plan.pool_bytes / 2**30:.2f} GiB).")
-        return False
+    def takes(self, num_bytes: float, *, has_disk: bool, num_moved_bytes: float = 0) -> bool:
+        """Whether so much may be kept now that everything has left that could, or `num_moved_bytes` in the place of a
+        row that goes. With a disk what one row needs may pass the bound of what is kept, never that of all KV."""
+        return self._fits(num_bytes, self.memory.held("kept"), num_moved_bytes, has_disk=has_disk)
+
+    def could_take(self, num_bytes: float, *, has_disk: bool, num_moved_bytes: float = 0) -> bool:
+        """The same if all left that nobody stands on: else nothing needs to leave in vain."""
+        return self._fits(num_bytes, self.leased_bytes(), num_moved_bytes, has_disk=has_disk)
+
+    def _fits(self, num_bytes: float, kept_bytes: int, num_moved_bytes: float, *, has_disk: bool) -> bool:
+        if not self.memory.has_room_for_kv(num_bytes, kept_bytes):
+            return False
+        return has_disk or kept_bytes + max(num_bytes, num_moved_bytes) <= self.memory.plan.kv_bytes
+
+    def note_not_kept(self) -> None:
+        """Say so where a row leaves less behind than it computed."""
+        self.memory.press("kv_pool", f"{NOT_KEPT} ({self.memory.plan.pool_bytes / 2**30:.2f} GiB).")
 
     def leased_bytes(self) -> int:
         """What rows stand on: it cannot leave."""
@@ -67,12 +76,12 @@ class KvRoom:
     def can_restore(self, num_live_bytes: float, num_tokens: int, known: Callable[[], int]) -> bool:
         """Whether a row of so many prompt tokens could start from all that is kept of it, where all rows take
         `num_live_bytes` at their peak. `known` tells how much that is, which costs a walk."""
-        left = self.memory.plan.pool_bytes - num_live_bytes - self.leased_bytes()
+        left = self.restorable_bytes(num_live_bytes)
         return self._sizes.kept(0, num_tokens) <= left or self._sizes.kept(0, known()) <= left
 
     def restorable_bytes(self, num_live_bytes: float) -> float:
         """How much of what is kept a row may stand on, where all rows take so many bytes at their peak."""
-        return self.memory.plan.pool_bytes - num_live_bytes - self.leased_bytes()
+        return self.memory.plan.pool_bytes - num_live_bytes - self.leased_bytes() - self.aside_bytes()
 
     def within(self, tokens: TokenSequence, num_bytes: float) -> TokenSequence:
         """As many of a prompt's first tokens as may be restored: their KV takes at most so many bytes."""

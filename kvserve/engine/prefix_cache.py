@@ -24,7 +24,7 @@ from kvserve.cache.forgetting import IsForgotten
 from kvserve.cache.in_flight import InFlight, Wait, plan_wait
 from kvserve.cache.match import Match
 from kvserve.cache.node import Lease
-from kvserve.cache.records import BoundaryKind, Limits
+from kvserve.cache.records import Limits
 from kvserve.cache.token_run import image_around, pack
 from kvserve.cache.tree import PrefixTree
 from kvserve.cache.warmed import WarmedTokens
@@ -35,6 +35,7 @@ from kvserve.engine.disk_writing import NOTHING_TO_FLUSH, Flush
 from kvserve.engine.kv_room import BEHIND, FULL_DISK, KvRoom
 from kvserve.engine.memory import Memory
 from kvserve.engine.model import LoadedModel
+from kvserve.engine.moving import Moving
 from kvserve.engine.row_outline import expected_tokens, outline, owner_of, request_owner, tokens_of, user_of, with_stop
 from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout, KvSlice, merged
@@ -74,6 +75,7 @@ class PrefixCache:
             use_index=settings.use_index,
         )
         self.kv_room = KvRoom(self._tree, memory, model.sizes)
+        self.moving = Moving(self._tree, self._layout, model, self.kv_room, lambda: self._disk)
         memory.open("write_queue", lambda: disk.tier.moving_bytes()[0] if (disk := self._disk) is not None else 0)
         memory.open("read_ahead", lambda: disk.tier.moving_bytes()[1] if (disk := self._disk) is not None else 0)
         memory.watch("disk", lambda: FULL_DISK if (disk := self._disk) and disk.tier.is_full else None)
@@ -116,9 +118,7 @@ class PrefixCache:
         `is_ahead`: it has no answer, counts nowhere and becomes nobody's entry. `is_guess`: no client asked for it.
         """
         tokens = tokens_of(row)
-        within = self.kv_room.within(tokens, row.restorable_bytes)
-        match = self._tree.lookup(within, partition=row.request.partition)
-        self.kv_room.note_cut(tokens, within, match.num_matched_tokens)
+        match = self._found(row, tokens)
         if not is_ahead:
             self._note_reuse(row, match)
         owner, user, request = None if is_ahead else owner_of(row), user_of(row), row.request
@@ -129,14 +129,28 @@ class PrefixCache:
         try:
             return self._restored(row, tokens, match, lease)
         except Exception:
+            self.moving.let_go(lease)
             self._tree.release(lease)
             raise
 
+    def _found(self, row: Row, tokens: TokenSequence) -> Match:
+        """What a row begins with: all that is kept of it, or as much as fits beside it."""
+        partition = row.request.partition
+        if row.moved_bytes and self.moving.nodes(row, self._tree.peek(tokens, partition=partition)):
+            return self._tree.lookup(tokens, partition=partition)
+        within = self.kv_room.within(tokens, row.restorable_bytes)
+        match = self._tree.lookup(within, partition=partition)
+        self.kv_room.note_cut(tokens, within, match.num_matched_tokens)
+        return match
+
     def _restored(self, row: Row, tokens: TokenSequence, match: Match, lease: Lease) -> tuple[Tenancy, list[Any], int]:
         num_next = expected_tokens(row) - match.num_usable_tokens
-        pieces = [(each.payload, each.first_row, each.end_row) for each in match.pieces if each.payload is not None]
-        state = match.state.payload if match.state is not None else None
-        caches = self._layout.restore(pieces, state, num_next)  # type: ignore[arg-type]
+        if moving := self.moving.nodes(row, match, lease):
+            caches = self.moving.take_over(row, match, lease, moving, num_next)
+        else:
+            pieces = [(each.payload, each.first_row, each.end_row) for each in match.pieces if each.payload is not None]
+            state = match.state.payload if match.state is not None else None
+            caches = self._layout.restore(pieces, state, num_next)  # type: ignore[arg-type]
         stops = plan_stops(
             outline(tokens, row.request.message_starts),
             num_usable_tokens=match.num_usable_tokens,
@@ -154,7 +168,9 @@ class PrefixCache:
         """Keep what a row will start from until it enters: room is made for it before it does. What only the disk has
         of it begins to come back, up to so many bytes."""
         partition, user = row.request.partition, user_of(row)
-        tokens = self.kv_room.within(tokens_of(row), row.restorable_bytes)
+        tokens = tokens_of(row)
+        if not row.moved_bytes:
+            tokens = self.kv_room.within(tokens, row.restorable_bytes)
         if self._disk is not None:
             return self._disk.hold(tokens, partition, user, room_bytes, is_guess=is_guess)
         match = self._tree.lookup(tokens, partition=partition)
@@ -183,21 +199,29 @@ class PrefixCache:
     def keep(self, tenancy: Tenancy, caches: Sequence[Any], num_done: int) -> None:
         """Take in what a prefill has computed up to the planned stop `num_done`; nothing where it does not stop."""
         if (stop := tenancy.stop_at(num_done)) is not None:
-            self._extend(tenancy, tokens_of(tenancy.row), caches, num_done, stop.kind)
+            self.moving.take_in(tenancy, tokens_of(tenancy.row), caches, num_done, stop.kind)
 
-    def extend(self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int]) -> None:
-        """Take in the KV of `tokens`, all that a row's caches hold between two steps, but nothing of half an image."""
+    def extend(
+        self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
+    ) -> bool:
+        """Take in the KV of `tokens`, all that a row's caches hold between two steps, but nothing of half an image.
+        Whether the caches were given up for it, as may be where the row is over and but for the `rest` of its batch
+        nobody else has them; None: it goes on."""
         sequence = TokenSequence(tuple(tokens), tenancy.row.request.prompt.images)
-        image = image_around(sequence.images, len(sequence))
+        image, take_in = image_around(sequence.images, len(sequence)), partial(self.moving.take_in, rest=rest)
         if image is None:
-            self._extend(tenancy, sequence, caches, len(sequence), "answer")
-        elif not self._needs_checkpoints and image.start > tenancy.lease.num_tokens:
-            self._extend(tenancy, sequence, caches, image.start, "answer")
+            return take_in(tenancy, sequence, caches, len(sequence), "answer")
+        if not self._needs_checkpoints and image.start > tenancy.lease.num_tokens:
+            return take_in(tenancy, sequence, caches, image.start, "answer")
+        return rest is not None and self.moving.give_up(tenancy, sequence, caches, rest)
 
-    def finish(self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int]) -> None:
-        """Take in the KV of `tokens`, all that a row's caches hold when it has left its batch, and mark its end."""
-        self.extend(tenancy, caches, tokens)
+    def finish(
+        self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
+    ) -> bool:
+        """The same when it has left its batch, and mark its end."""
+        is_moved = self.extend(tenancy, caches, tokens, rest)
         self._tree.mark_end(tenancy.lease)
+        return is_moved
 
     def retract_answer(self, tenancy: Tenancy) -> None:
         """The row is gone, and what was kept of its answer meanwhile goes with it, from the disk too."""
@@ -208,6 +232,7 @@ class PrefixCache:
 
     def leave(self, tenancy: Tenancy) -> None:
         """The row is gone; segments that were complete stay."""
+        self.moving.let_go(tenancy.lease)
         self._tree.release(tenancy.lease)
         if tenancy.row.is_forgotten:
             self._tree.forget_names()
@@ -219,34 +244,6 @@ class PrefixCache:
             self._totals.num_cached_tokens + num_cached_tokens,
             self._totals.num_prefill_tokens + num_prefill_tokens,
         )
-
-    def _extend(
-        self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any], end: int, kind: BoundaryKind
-    ) -> None:
-        # Room is made first: the tier is never above its budget, but for what goes through RAM to the disk.
-        num_bytes = self._model.sizes.kept(tenancy.lease.num_tokens, end)
-        if tenancy.may_evict:
-            self.make_room(num_bytes)
-        elif not self.kv_room.left().fits(num_bytes, self._model.sizes.fixed):
-            return
-        if not self.kv_room.takes(num_bytes, has_disk=self._disk is not None):
-            return
-        packed_from = self._model.packed_from(tokens.images)
-        extension = self._tree.extend(
-            tenancy.lease,
-            tokens,
-            end,
-            take_rows=lambda start, stop: self._layout.read_kv(caches, start, stop, packed_from),
-            take_state=(lambda: self._layout.read_state(caches)) if self._needs_checkpoints else None,  # type: ignore[arg-type, return-value]
-            kind=kind,
-        )
-        is_new = extension.num_new_tokens or extension.has_new_checkpoint
-        if self._disk is not None:
-            if is_new:
-                self._disk.writing.save_end(tenancy.lease, extension.start)
-            else:
-                self._disk.writing.note_users(tenancy.lease)
-        tenancy.row.note_kept(extension.first_new, end)
 
     def _add_stop(self, tenancy: Tenancy, wait: Wait) -> None:
         if wait.is_new_stop:
@@ -338,6 +335,7 @@ class PrefixCache:
         """Forget everything that RAM keeps; live rows go on."""
         if self._disk is not None:
             self._disk.abandon()
+        self.moving.clear()
         self._tree.clear()
         mx.clear_cache()
 

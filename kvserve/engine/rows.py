@@ -127,7 +127,8 @@ class Row:
     `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
     `answer_kept_from`: where what was kept of its answer while it went on begins, None as long as there is nothing.
     `num_memory_failures`: how often an allocation failed while it computed.
-    `restorable_bytes`: so much of what is kept it may stand on, beside what all rows hold.
+    `restorable_bytes`: so much of what is kept it may stand on, beside what all rows hold. `moved_bytes`: where that is
+    less than what is kept of it, so much leaves the tree for it.
     `is_forgotten`: whoever asks was forgotten meanwhile, and it leaves nothing behind. `logprobs` reads those of its
     tokens, None where nobody asks. `trouble` is what its generator raised last, `failure` what the row itself is to
     blame for.
@@ -145,6 +146,7 @@ class Row:
     has_come_from_disk: bool = False
     answer_kept_from: int | None = None
     restorable_bytes: float = math.inf
+    moved_bytes: float = 0.0
     is_forgotten: bool = False
     generated: list[int] = field(default_factory=list)
     num_generator_failures: int = 0

@@ -9,16 +9,12 @@ row gets its step. Everything here belongs to the engine thread.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
-
-import mlx.core as mx
 
 from kvserve.core import StopReason
 from kvserve.engine.admission import Budget
 from kvserve.engine.arrivals import Arrivals
-from kvserve.engine.cache_records import CacheReport, ForgottenKv, Tenancy
+from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
 from kvserve.engine.entrance import Entrance
 from kvserve.engine.model import LoadedModel
@@ -29,17 +25,13 @@ from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.row_outline import expected_tokens
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import processors_for, sampler_for
+from kvserve.engine.tenancies import Tenancies
 from kvserve.engine.warmer import Warmer
 from kvserve.engine.warming import WarmSettings
 from kvserve.errors import EngineFailure
 
 DISK_WAIT_SECONDS = 0.02
 """How long nobody listens to clients while all that is to be done is to wait for the disk."""
-
-NOT_KEPT = "KV could not be kept and will be computed again"
-
-LONG_ROW_TOKENS = 4096
-"""A row this long leaves buffers behind that MLX would keep for ever: its cache is emptied when the row goes."""
 
 
 class Scheduler:
@@ -69,8 +61,7 @@ class Scheduler:
         self._depart = depart
         self._pool = DecodePool(model, budget.max_rows, depart)
         self._entrance = Entrance(budget, cache, self._pool)
-        self._aside_bytes = 0.0
-        self._tenancies: dict[Row, Tenancy] = {}
+        self._tenancies = Tenancies(cache, model.sizes, self._memory, report, self._account)
         self._chunk_length = ChunkLength(prefill_step_size)
         self.warmer = Warmer(model, budget, cache, self._chunk_length, warming)
         self._prefills = PrefillPool(model, self._chunk_length)
@@ -111,8 +102,9 @@ class Scheduler:
         self._put_back_outgrown()
         self._pool.settle()
         self._admit()
-        for row in self._arrivals.take_ready(self._prefills, self._keep):
+        for row in self._arrivals.take_ready(self._prefills, self._tenancies.keep):
             self._begin(row)
+        self._account()
         has_streams = bool(self._pool.num_rows)
         if (step := self._prefills.step(is_beside_streams=has_streams)) is not None:
             self._settle_prefill(step)
@@ -135,7 +127,7 @@ class Scheduler:
                 continue
             self._depart()
             if (left := self._pool.look_at(row)) is not None:
-                self._keep_rest(tenancy, left.caches, left.tokens)
+                self._tenancies.keep_rest(row, left.caches, left.tokens)
             tenancy.is_stuck = tenancy.lease.num_tokens == start
 
     def sweep(self) -> None:
@@ -182,11 +174,14 @@ class Scheduler:
     def keep_running(self) -> None:
         """Keep what running rows have computed so far: nothing will run on."""
         self.warmer.drop_all("shutdown")
-        for prefill in self._prefills:
-            self._keep_rest(prefill.tenancy, prefill.caches, prefill.tokens[: prefill.num_done])
+        for prefill in list(self._prefills):
+            self._prefills.remove(prefill.row)
+            with self._tenancies.aside(prefill.row):
+                self._tenancies.keep_prefilled(prefill)
         for row in self._pool.rows():
-            if (left := self._pool.look_at(row)) is not None and (tenancy := self._tenancies.get(row)) is not None:
-                self._keep_rest(tenancy, left.caches, left.tokens)
+            if (left := self._pool.remove(row)) is not None:
+                with self._tenancies.aside(row):
+                    self._tenancies.keep_rest(row, left.caches, left.tokens, left.rest)
 
     def drain(self, *, is_last: bool = False) -> list[Row]:
         """Take every row out, whatever its stage, also one that was on its way from one to the next when something
@@ -199,12 +194,9 @@ class Scheduler:
         self._prefills.discard()
         self._waiting.clear()
         self._arrivals.discard(is_cache_kept=is_last)
-        if is_last:
-            for tenancy in self._tenancies.values():
-                self.cache.leave(tenancy)
-        else:
+        self._tenancies.clear(is_cache_kept=is_last)
+        if not is_last:
             self.cache.clear()
-        self._tenancies.clear()
         return rows
 
     def _admitted_rows(self) -> list[Row]:
@@ -219,20 +211,22 @@ class Scheduler:
             if row in self._waiting:
                 self._waiting.remove(row)
             self._arrivals.remove(row)
-            if (prefill := self._prefills.remove(row)) is not None and reason == "cancelled":
-                self._keep_rest(prefill.tenancy, prefill.caches, prefill.tokens[: prefill.num_done])
-            left = self._pool.remove(row)
+            prefill, left = self._prefills.remove(row), self._pool.remove(row)
             row.finish(reason)
-            # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
-            if reason == "watchdog":
-                self._retract_answer(row)
-            with self._aside(*([row] if left is not None else [])):
+            with self._tenancies.aside(*([row] if prefill is not None or left is not None else [])):
+                if prefill is not None and reason == "cancelled":
+                    self._tenancies.keep_prefilled(prefill)
+                # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
+                if reason == "watchdog":
+                    self._give_up(row, prefill, left)
                 self._release(row, left if reason == "cancelled" else None)
 
-    def _retract_answer(self, row: Row) -> None:
-        with self._reported("KV of an ended answer could not be dropped"):
-            if (tenancy := self._tenancies.get(row)) is not None:
-                self.cache.retract_answer(tenancy)
+    def _give_up(self, row: Row, prefill: Prefill | None, left: Left | None) -> None:
+        if prefill is not None:
+            self._tenancies.give_up(row, prefill.caches, prefill.tokens)
+        elif left is not None:
+            self._tenancies.give_up(row, left.caches, left.tokens, left.rest)
+        self._tenancies.retract_answer(row)
 
     def _leavers(self) -> Iterator[tuple[Row, StopReason]]:
         now = time.monotonic()
@@ -260,9 +254,8 @@ class Scheduler:
         row = max(rows, key=lambda each: each.submitted_at)
         if (left := self._pool.remove(row)) is None:
             return
-        with self._aside(row):
-            if (tenancy := self._tenancies.get(row)) is not None:
-                self._keep_rest(tenancy, left.caches, left.tokens)
+        with self._tenancies.aside(row):
+            self._tenancies.keep_rest(row, left.caches, left.tokens, left.rest)
             self._release(row, None)
         self._waiting.appendleft(row)
 
@@ -273,25 +266,14 @@ class Scheduler:
 
     def _account(self) -> None:
         """Say what live rows hold: what has left its batch is there until it is kept."""
-        live_bytes = self._live_bytes() + self._aside_bytes
+        live_bytes = self._live_bytes() + self._tenancies.aside_bytes
         self.cache.kv_room.account(live_bytes, self._model.sizes.copied(live_bytes))
-
-    @contextmanager
-    def _aside(self, *rows: Row) -> Iterator[None]:
-        """While the KV of rows is read out of a batch, it is there besides."""
-        num_bytes = sum(self._model.sizes.held(row.num_tokens) for row in rows)
-        self._aside_bytes += num_bytes
-        self._account()
-        try:
-            yield
-        finally:
-            self._aside_bytes -= num_bytes
 
     def _live_bytes(self) -> float:
         """What live rows hold; one that has not begun to decode counts with its whole prompt, and with the room for its
         answer once it computes."""
         peak = self._model.sizes.peak
-        arriving = sum(peak(row.num_tokens) for row in self._arrivals.rows())
+        arriving = sum(max(0, peak(row.num_tokens) - row.moved_bytes) for row in self._arrivals.rows())
         beginning = sum(peak(expected_tokens(prefill.row)) for prefill in self._prefills)
         return self._pool.held_bytes() + arriving + beginning + self.warmer.live_bytes()
 
@@ -299,6 +281,8 @@ class Scheduler:
         """Start a row that nothing keeps waiting: restore what is known of its tokens and prefill the rest."""
         try:
             images = self._model.images(row.request)
+            if row.moved_bytes:
+                self._arrivals.remove(row)  # nobody else stands on what it takes over
             tenancy, caches, num_done = self._memory.with_second_try(lambda: self.cache.enter(row))
         except Exception as error:  # noqa: BLE001 - what cannot be restored is this row's trouble alone
             row.fail(self._memory.told(row, error))
@@ -307,7 +291,7 @@ class Scheduler:
         if not row.generated:
             row.num_cached_tokens = num_done
             self.cache.count(num_prompt_tokens=len(row.request.prompt), num_cached_tokens=num_done)
-        self._tenancies[row] = tenancy
+        self._tenancies.begin(row, tenancy)
         self._prefills.add(Prefill(row, tenancy, caches, num_done, images=images))
         row.report_progress(num_done)
 
@@ -322,7 +306,7 @@ class Scheduler:
             self.cache.measured_prefill(self._chunk_length.tokens_per_second)
         for prefill in step.computed:
             if step.num_tokens:
-                self._keep(prefill)
+                self._tenancies.keep(prefill)
             if not prefill.num_left:
                 self._decode(prefill)
         if step.failed is not None:
@@ -341,17 +325,13 @@ class Scheduler:
         """A row leaves its prefill; the first decode step computes its last prompt token."""
         self._prefills.remove(prefill.row)
         try:
-            decoder, padding_bytes = self._decoder(prefill.row), self._entrance.padding_left(self._admitted_rows())
+            running = [*self._admitted_rows(), prefill.row]
+            decoder, padding_bytes = self._decoder(prefill.row), self._entrance.padding_left(running)
             self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, decoder, padding_bytes))
             self.cache.count(num_prefill_tokens=1)
         except Exception as error:  # noqa: BLE001 - a row that cannot enter touches no other
             prefill.row.fail(self._memory.told(prefill.row, error))
             self._release(prefill.row, None)
-
-    def _keep(self, prefill: Prefill) -> None:
-        """Store what a stop gives. What cannot be stored is computed again another time; the request goes on."""
-        with self._reported(NOT_KEPT):
-            self._memory.with_second_try(lambda: self.cache.keep(prefill.tenancy, prefill.caches, prefill.num_done))
 
     def _decoder(self, row: Row) -> Decoder:
         sampling, num_prompt_tokens = row.request.sampling, len(row.request.prompt)
@@ -371,14 +351,18 @@ class Scheduler:
             self._memory.free()
         for row in step.failed:
             row.fail(row.failure or EngineFailure("The row failed for an unknown reason."))
-            self._release(row, None)
+            left = next((each for each in step.broken if each.row is row), None)
+            with self._tenancies.aside(*([row] if left is not None else [])):
+                if left is not None:
+                    self._tenancies.give_up(row, left.caches, left.tokens, left.rest)
+                self._release(row, None)
         for row in step.evicted:
             cause = f"{type(row.trouble).__name__}: {row.trouble}"
             again = f"request {row.request.request_id} is computed again from its tokens"
             self._report(f"A decode batch failed ({cause}); {again}.")
             self._release(row, None)
             self._arrive(row)
-        with self._aside(*(left.row for left in step.finished)):
+        with self._tenancies.aside(*(left.row for left in step.finished)):
             for left in step.finished:
                 self._release(left.row, left)
         for crossing in step.crossed:
@@ -387,46 +371,21 @@ class Scheduler:
     def _cross(self, crossing: Crossing) -> None:
         """A row has come to where quantised KV starts: what it has in full precision is kept, then it is converted."""
         left = crossing.left
-        self._keep_rest(self._tenancies[left.row], left.caches, left.tokens)
+        self._tenancies.keep_rest(left.row, left.caches, left.tokens)
         try:
             self._memory.with_second_try(lambda: self._pool.enter(left.row, left.caches, crossing.decoder))
         except Exception as error:  # noqa: BLE001 - a row that cannot be converted touches no other
             left.row.fail(self._memory.told(left.row, error))
             self._release(left.row, None)
 
-    def _keep_rest(self, tenancy: Tenancy, caches: list[Any], tokens: list[int]) -> None:
-        """Store all that a row has computed so far, whether a stop was planned there or not."""
-        with self._reported(NOT_KEPT):
-            self._memory.with_second_try(lambda: self.cache.extend(tenancy, caches, tokens))
-
     def _release(self, row: Row, left: Left | None) -> None:
         """A row is gone; with `left` its KV is taken in up to the last whole token."""
         self._forget_ended()
         if row.is_forgotten:
             self._forget_images()
-        tenancy = self._tenancies.pop(row, None)
         self._account()
-        if tenancy is not None:
-            self._end_tenancy(tenancy, left)
-        with self._reported("Room could not be made in the prefix cache"):  # the next row makes room again
-            self.cache.make_room()
-        if row.num_tokens >= LONG_ROW_TOKENS:
-            mx.clear_cache()
+        self._tenancies.release(row, left)
 
     def _forget_ended(self) -> None:
         """A request has its pictures as they were sent: an idle engine holds none."""
         self._rows = [each for each in self._rows if not each.is_over]
-
-    def _end_tenancy(self, tenancy: Tenancy, left: Left | None) -> None:
-        with self._reported(NOT_KEPT):
-            if left is not None:
-                self._memory.with_second_try(lambda: self.cache.finish(tenancy, left.caches, left.tokens))
-        self.cache.leave(tenancy)
-
-    @contextmanager
-    def _reported(self, trouble: str) -> Iterator[None]:
-        """Say what the cache raises and go on: it must never cost a healthy request."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, answers and neighbours have nothing to do with it
-            self._report(f"{trouble}: {type(error).__name__}: {error}")

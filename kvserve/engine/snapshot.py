@@ -17,7 +17,8 @@ never keeps a larger buffer alive than it needs.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import partial
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -29,6 +30,9 @@ from kvserve.engine.quantised import Packed, PackedCache, Quantiser
 from kvserve.engine.vision import RopeShift
 
 LeafKind = Literal["cut", "window", "whole", "none"]
+
+type Attempt = Callable[[Callable[[], Any]], Any]
+"""Does some work and returns what came of it: at a second try too, which the work allows."""
 
 TOKEN_AXIS = -2
 """Keys and values are (1, heads, tokens, width), quantised ones several such arrays."""
@@ -85,6 +89,34 @@ class CacheLayout:
         leaves = tuple(tuple(mx.contiguous(array[..., start:end, :]) for array in _kv_arrays(leaf)) for leaf in cut)
         return _evaluated_slice(leaves, end - start, is_packed)
 
+    def move_kv(
+        self,
+        caches: Sequence[Any],
+        borders: Sequence[int],
+        rest: Sequence[Any] = (),
+        attempt: Attempt = lambda work: work(),
+    ) -> list[KvSlice]:
+        """The KV between neighbours of `borders`, in full precision. It leaves the caches layer by layer, so that no
+        moment has more than one of them twice. `rest` are the leaves of a batch that the row has left: they have the
+        row's buffers too until they are computed, as they are on the way. `attempt` does the work of a layer.
+
+        Raises ValueError where the caches have lost it already.
+        """
+        cut = [position for position, kind in enumerate(self._kinds) if kind == "cut"]
+        own = _leaves(caches)
+        if any(own[position].keys is None for position in cut):
+            raise ValueError("These caches have given their KV away.")
+        layers = []
+        for position in cut:
+            leaf = own[position]
+            layers.append(attempt(partial(_parts_of, leaf, borders, rest[position] if rest else None)))
+            leaf.keys = leaf.values = None
+        spans = list(pairwise(borders))
+        return [
+            _evaluated_slice(tuple(parts[index] for parts in layers), end - start, is_packed=False)
+            for index, (start, end) in enumerate(spans)
+        ]
+
     def read_state(self, caches: Sequence[Any]) -> StateSnapshot | None:
         """Copy the leaves that cannot be cut, at the caches' present offset; None where there are none."""
         leaves = tuple(
@@ -123,6 +155,29 @@ class CacheLayout:
             elif kind != "none":
                 self._replace(caches, position, copy.deepcopy(next(kept)))
         mx.eval([_everything(leaf) for leaf, _ in self._with_kinds(caches)])
+        return caches
+
+    def restore_moved(
+        self,
+        pieces: list[tuple[KvSlice, int, int]],
+        state: StateSnapshot | None,
+        num_next_tokens: int,
+        attempt: Attempt = lambda work: work(),
+    ) -> list[Any]:
+        """The same in full precision of pieces that nobody else needs. The list is emptied, and what it alone held goes
+        layer by layer, before the next one is filled. `attempt` does the work of a layer."""
+        caches = self._new_caches()
+        num_layers = len(pieces[0][0].leaves) if pieces else 0
+        layers = [[_rows(piece, index) for piece in pieces] for index in range(num_layers)]
+        pieces.clear()
+        kept = iter(state.leaves if state is not None else ())
+        layers.reverse()
+        for position, (leaf, kind) in enumerate(self._with_kinds(caches)):
+            if kind == "cut" and layers:
+                attempt(partial(_fill_at_once, leaf, layers[-1], num_next_tokens))
+                layers.pop()
+            elif kind not in ("cut", "none"):
+                self._replace(caches, position, attempt(partial(_twin, next(kept))))
         return caches
 
     def _with_kinds(self, caches: Sequence[Any]) -> list[tuple[Any, LeafKind]]:
@@ -209,6 +264,29 @@ def _fill(leaf: Any, pieces: Sequence[Packed], room: int) -> None:
     leaf.keys, leaf.values = _with_room(pieces, room)
     settle(leaf.keys, leaf.values)
     leaf.offset = sum(piece[0].shape[TOKEN_AXIS] for piece in pieces)
+
+
+def _fill_at_once(leaf: Any, pieces: Sequence[Packed], room: int) -> None:
+    """The same, and nothing of it is left to be computed."""
+    _fill(leaf, pieces, room)
+    mx.eval(leaf.keys, leaf.values)
+
+
+def _twin(leaf: Any) -> Any:
+    """A copy of a kept leaf that is computed."""
+    twin = copy.deepcopy(leaf)
+    mx.eval(_everything(twin))
+    return twin
+
+
+def _parts_of(leaf: Any, borders: Sequence[int], rest: Any) -> list[Packed]:
+    """Keys and values of a cut leaf between neighbours of `borders`, computed, and with them those of `rest`."""
+    parts = [
+        tuple(mx.contiguous(array[..., start:end, :]) for array in (leaf.keys, leaf.values))
+        for start, end in pairwise(borders)
+    ]
+    mx.eval(parts, *((rest.keys, rest.values) if rest is not None else ()))
+    return parts
 
 
 def _packed(quantiser: Quantiser, pieces: Sequence[tuple[KvSlice, int, int]], leaf_index: int, room: int) -> Any:

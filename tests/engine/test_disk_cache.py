@@ -410,9 +410,9 @@ def test_a_long_answer_is_kept_while_it_is_written(
     ends: list[int] = []
     real = PrefixCache.extend
 
-    def note(self: PrefixCache, tenancy: Any, caches: Any, tokens: Any) -> None:
+    def note(self: PrefixCache, tenancy: Any, caches: Any, tokens: Any, *rest: Any) -> bool:
         ends.append(len(tokens))
-        real(self, tenancy, caches, tokens)
+        return real(self, tenancy, caches, tokens, *rest)
 
     with running_engine(family, disk=on(tmp_path)) as engine:
         with monkeypatch.context() as patch:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engine.memory_pass import MIB, WORKS, Pass, Seen
+from tests.engine.memory_pass import MIB, WORKS, Pass, Seen, most_tokens
 
 SLACK_BYTES = 32 * MIB
 """What a chunk of prefill computes with is in no account."""
@@ -54,6 +54,16 @@ def test_eight_rows_and_their_next_turns_stay_within_the_budgets() -> None:
     assert seen.num_cached_tokens > 0
 
 
+def assert_found_again(seen: Seen) -> None:
+    """The second turn of a row that just fits computes what is new."""
+    assert seen.num_cached_tokens >= most_tokens(128 * MIB) - 24, seen
+
+
+def test_a_row_that_just_fits_is_found_again_within_the_budgets() -> None:
+    """It takes most of the memory for KV: what is kept of it moves in at its end, and out for its next turn."""
+    assert_found_again(assert_law(Pass("fits", 128 * MIB, 128 * MIB)))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("work", "disk"), list(product([name for name in WORKS if name != "mixed"], ("", "on", "ephemeral")))
@@ -63,6 +73,8 @@ def test_every_work_stays_within_the_budgets(work: str, disk: str) -> None:
     RAM is only lent. What the same work takes that keeps nothing is what rows themselves take."""
     wanted = Pass(work, 128 * MIB, 128 * MIB, disk=disk)
     kept, plain = assert_law(wanted), measured(Pass(work, 128 * MIB, 128 * MIB, disk=disk, keeps=False))
+    if work == "fits":
+        assert_found_again(kept)
     assert kept.peak_bytes - plain.peak_bytes + kept.host_bytes <= 1.1 * kept.budget_bytes + SLACK_BYTES
 
 

@@ -45,7 +45,7 @@ class Faults:
     def __init__(
         self,
         monkeypatch: pytest.MonkeyPatch,
-        owner: type,
+        owner: Any,
         name: str,
         num_faults: int,
         *,
@@ -53,14 +53,13 @@ class Faults:
         error: Exception = NO_ROOM,
         when: Callable[..., bool] = lambda *_: True,
     ) -> None:
-        self.num_raised = num_calls = 0
+        self.num_raised = self.num_calls = 0
         real = getattr(owner, name)
 
         def faulty(*args: Any, **options: Any) -> Any:
-            nonlocal num_calls
             if when(*args):
-                num_calls += 1
-                if num_calls > first and self.num_raised < num_faults:
+                self.num_calls += 1
+                if self.num_calls > first and self.num_raised < num_faults:
                     self.num_raised += 1
                     raise type(error)(*error.args)
             return real(*args, **options)

@@ -1,0 +1,130 @@
+"""Kept rows that leave the tree for the one live row that needs them. It knows nodes and records; who holds their
+arrays meanwhile is the engine's business.
+
+root -- [0, 3000) system -- [3000, 20000) -- [20000, 20400)      a row that goes on from 20400 takes what is behind the
+                       `--- [3000, 9000) another row's           branch; it stands on [0, 3000) from then on
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvserve.cache.kept_path import KeptPath
+from kvserve.cache.leaving import Leaving
+from kvserve.cache.match import Match
+from kvserve.cache.node import Lease, Node, Position
+from kvserve.cache.records import BoundaryKind, Payload, Piece
+from kvserve.cache.store import Store
+from kvserve.cache.sweep import Sweep
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """A place where a row stopped, at `offset`, with the state that was there."""
+
+    offset: int
+    kind: BoundaryKind
+    state: Payload | None
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who would take rows: whose entry it becomes, and who asks."""
+
+    owner: str | None
+    user: str
+
+
+@dataclass(slots=True)
+class Taken:
+    """What has left the tree, in order: rows from `start` on, of which whoever consumes `pieces` holds the last
+    references, and the places where states stood."""
+
+    start: int
+    pieces: list[Piece]
+    stands: list[Stand]
+
+
+class Mover:
+    """Takes rows out of a store. Every change is the store's own; what leaves is told as if it were evicted."""
+
+    def __init__(self, store: Store, sweep: Sweep, kept: Callable[[Node], KeptPath]) -> None:
+        self._store = store
+        self._sweep = sweep
+        self._kept = kept
+
+    def nodes(
+        self, match: Match, asker: Asker, may_stay: Callable[[int], bool], own: Lease | None = None
+    ) -> list[Node]:
+        """The nodes that could leave for a row that begins with this match, deepest first. What others need stays, and
+        the end of system and tools where so many tokens may; none where more would stay than may. What is behind the
+        match, an answer that its own client left, goes too where it is less than what moves."""
+        found, end = match.node, match.num_usable_tokens
+        behind = _behind(found)
+        is_ours = all(_is_only(node, asker, own) and _is_entry_of(node, asker) for node in behind)
+        if match.num_matched_tokens < found.end:  # what ends here is not what the row goes on from
+            is_ours &= _is_entry_of(found, asker)
+        num_leaving, node = 0, found
+        leaving: list[Node] = []
+        while is_ours and node.parent is not None and _is_only(node, asker, own):
+            is_shared = len(node.children) > 1 or (node.kind == "system" and num_leaving > 0)
+            if leaving and is_shared:
+                break
+            leaving.append(node)
+            parent = node.parent
+            if parent.segment is not node.segment and (parent.parent is None or may_stay(parent.end)):
+                num_leaving = len(leaving)
+            node = parent
+        num_behind = sum(each.end - each.start for each in behind) + found.end - end
+        if not num_leaving or num_behind > end - leaving[num_leaving - 1].start:
+            return []
+        return [*behind, *leaving[:num_leaving]]
+
+    def unwritten(self, nodes: Sequence[Node]) -> bool:
+        """Whether another tier still reads some of these from RAM."""
+        return bool(nodes) and bool(self._leaving(nodes).unwritten())
+
+    def take(self, match: Match, lease: Lease, nodes: Sequence[Node]) -> Taken:
+        """Let `nodes` leave for the row with this lease, which stands on what stays from then on."""
+        pieces, stands = list(match.pieces), []
+        first = nodes[-1]
+        for node in match.node.path():
+            if (state := self._store.state_of(node)) is not None and first.start < node.end <= match.num_usable_tokens:
+                stands.append(Stand(node.end, state.checkpoint.kind, state.payload))
+        self._stand_at(lease, first)
+        if self._sweep.before_leaving is not None:
+            self._sweep.before_leaving(self._leaving(nodes))
+        counters = replace(self._store.counters)
+        self._store.remove_leaves(nodes)
+        self._store.take_departures()
+        self._store.counters.num_evicted_tokens = counters.num_evicted_tokens
+        self._store.counters.num_evicted_checkpoints = counters.num_evicted_checkpoints
+        return Taken(first.start, pieces, stands)
+
+    def _stand_at(self, lease: Lease, first: Node) -> None:
+        if first.parent is None:
+            raise ValueError("The root stays.")
+        self._store.trie.move(lease, Position(first.parent, first.start))
+        lease.chain = lease.chain.truncated(first.start)
+        lease.num_told_tokens = min(lease.num_told_tokens, first.start)
+
+    def _leaving(self, nodes: Sequence[Node]) -> Leaving:
+        return Leaving(nodes, False, self._store.last_bytes(nodes[0]), self._kept)
+
+
+def _behind(node: Node) -> list[Node]:
+    """Everything behind a node, children before parents."""
+    todo, found = list(node.children.values()), list[Node]()
+    while todo:
+        found.append(below := todo.pop())
+        todo.extend(below.children.values())
+    return found[::-1]
+
+
+def _is_only(node: Node, asker: Asker, own: Lease | None) -> bool:
+    """Whether nobody but who asks stands here or is known to have used it."""
+    return all(lease is own for lease in node.leases) and node.users.keys() <= {asker.user}
+
+
+def _is_entry_of(node: Node, asker: Asker) -> bool:
+    """Whether what ends here is nobody else's entry."""
+    return node.sequence_end is None or node.sequence_end.owner in (None, asker.owner)

@@ -1,0 +1,140 @@
+"""What rows leave in the prefix cache, while they run and when they go, and what of them is held besides meanwhile. A
+cache that raises is reported, and never costs an answer. Belongs to the engine thread.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+
+from kvserve.core import TokenSequence
+from kvserve.engine.cache_records import Tenancy
+from kvserve.engine.decode import Left
+from kvserve.engine.out_of_memory import ShortMemory
+from kvserve.engine.prefill import Prefill
+from kvserve.engine.prefix_cache import PrefixCache
+from kvserve.engine.row_bytes import RowBytes
+from kvserve.engine.rows import Row
+
+NOT_KEPT = "KV could not be kept and will be computed again"
+
+LONG_ROW_TOKENS = 4096
+"""A row this long leaves buffers behind that MLX would keep for ever: its cache is emptied when the row goes."""
+
+
+class Tenancies:
+    """The rows that have begun, and their tenancies."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        sizes: RowBytes,
+        memory: ShortMemory,
+        report: Callable[[str], None],
+        account: Callable[[], None],
+    ) -> None:
+        """`account` is called when what is held beside batches has changed."""
+        self._cache = cache
+        self._sizes = sizes
+        self._memory = memory
+        self._report = report
+        self._account = account
+        self._of: dict[Row, Tenancy] = {}
+        self._aside: dict[Row, float] = {}
+        cache.moving.with_second_try = memory.with_second_try
+
+    @property
+    def aside_bytes(self) -> float:
+        """What rows hold that have left their batches, and the states that running ones have besides."""
+        return sum(self._aside.values()) + self._cache.moving.held_bytes
+
+    def begin(self, row: Row, tenancy: Tenancy) -> None:
+        """A row has entered."""
+        self._of[row] = tenancy
+
+    def get(self, row: Row) -> Tenancy | None:
+        return self._of.get(row)
+
+    @contextmanager
+    def aside(self, *rows: Row) -> Iterator[None]:
+        """While the KV of rows is read out of a batch, it is there besides, unless it moves into the tree."""
+        self._aside.update({row: self._sizes.held(row.num_tokens) for row in rows})
+        self._account()
+        try:
+            yield
+        finally:
+            for row in rows:
+                self._aside.pop(row, None)
+
+    def keep(self, prefill: Prefill) -> None:
+        """Store what a stop gives. What cannot be stored is computed again another time; the request goes on."""
+        with self._reported(NOT_KEPT):
+            self._memory.with_second_try(lambda: self._cache.keep(prefill.tenancy, prefill.caches, prefill.num_done))
+
+    def keep_rest(
+        self, row: Row, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
+    ) -> None:
+        """Store all that a row has computed so far, whether a stop was planned there or not. Its buffers may be given
+        up for it where only the `rest` of its batch has them besides."""
+        if (tenancy := self._of.get(row)) is None:
+            return
+        with self._reported(NOT_KEPT):
+            extend = self._cache.extend
+            self._note(row, self._memory.with_second_try(lambda: extend(tenancy, caches, tokens, rest)))
+
+    def keep_prefilled(self, prefill: Prefill) -> None:
+        """The same of a row that has left its prefill."""
+        self.keep_rest(prefill.row, prefill.caches, prefill.tokens[: prefill.num_done], ())
+
+    def give_up(self, row: Row, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = ()) -> None:
+        """A row is gone that leaves no answer behind: what it took over from the tree is kept again, and what its
+        prefill could not keep at its stops."""
+        if rest is not None and (tenancy := self._of.get(row)) is not None:
+            sequence = TokenSequence(tuple(tokens), row.request.prompt.images)
+            with self._reported(NOT_KEPT):
+                self._note(row, self._cache.moving.give_up(tenancy, sequence, caches, rest))
+
+    def retract_answer(self, row: Row) -> None:
+        """Drop what was kept of a row's answer meanwhile."""
+        with self._reported("KV of an ended answer could not be dropped"):
+            if (tenancy := self._of.get(row)) is not None:
+                self._cache.retract_answer(tenancy)
+
+    def release(self, row: Row, left: Left | None) -> None:
+        """A row is gone; with `left` its KV is taken in up to the last whole token."""
+        tenancy = self._of.pop(row, None)
+        if tenancy is not None:
+            self._end(tenancy, left)
+        with self._reported("Room could not be made in the prefix cache"):  # the next row makes room again
+            self._cache.make_room()
+        if row.num_tokens >= LONG_ROW_TOKENS:
+            mx.clear_cache()
+
+    def clear(self, *, is_cache_kept: bool) -> None:
+        """All rows are gone, and their tenancies, unless the cache goes with them."""
+        if is_cache_kept:
+            for tenancy in self._of.values():
+                self._cache.leave(tenancy)
+        self._of.clear()
+
+    def _end(self, tenancy: Tenancy, left: Left | None) -> None:
+        with self._reported(NOT_KEPT):
+            if left is not None:
+                row, finish = tenancy.row, self._cache.finish
+                is_moved = self._memory.with_second_try(lambda: finish(tenancy, left.caches, left.tokens, left.rest))
+                self._note(row, is_moved)
+        self._cache.leave(tenancy)
+
+    def _note(self, row: Row, is_moved: bool) -> None:
+        if is_moved:
+            self._aside.pop(row, None)
+            self._account()
+
+    @contextmanager
+    def _reported(self, trouble: str) -> Iterator[None]:
+        """Say what the cache raises and go on: it must never cost a healthy request."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, answers and neighbours have nothing to do with it
+            self._report(f"{trouble}: {type(error).__name__}: {error}")

@@ -1,0 +1,100 @@
+"""Engines whose memory for KV one row takes most of, and the conversation that fills it: what the tests of KV that
+moves share."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from kvserve.engine import admission
+from kvserve.engine.moving import Moving
+from kvserve.engine.worker import Engine
+from tests.engine.engines import CACHE, NUM_ANSWER_TOKENS, cold, prompt_of, running_engine
+
+NUM_PROMPT_TOKENS = 796
+NEXT_TOKENS = 52
+NUM_ALL_TOKENS = NUM_PROMPT_TOKENS + 2 * NUM_ANSWER_TOKENS + NEXT_TOKENS + 8
+"""Two turns, and a few tokens of a third one."""
+
+
+def budget_bytes(engine: Engine, num_tokens: int, share: float) -> int:
+    """A memory for KV of which a row of so many tokens takes this share at its peak."""
+    sizes = engine.wait_until_ready().sizes
+    peak_bytes = sizes.peak(num_tokens)
+    return int((peak_bytes + sizes.copied(peak_bytes)) / share)
+
+
+@contextmanager
+def full_engine(family: str, num_tokens: int, share: float, **settings: Any) -> Iterator[Engine]:
+    """An engine in which a row of so many tokens takes this share of the memory for KV. Rows are counted with the
+    answers that they get here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "ANSWER_ALLOWANCE_TOKENS", NUM_ANSWER_TOKENS)
+        with running_engine(family) as engine:
+            num_bytes = budget_bytes(engine, num_tokens, share)
+        cache = replace(CACHE, max_bytes=num_bytes)
+        with running_engine(family, cache=cache, max_batch_bytes=num_bytes, **settings) as engine:
+            yield engine
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Two turns, and what a cold server answers to each."""
+
+    first: list[int]
+    answer: tuple[int, ...]
+    second: list[int]
+    expected: tuple[int, ...]
+
+    @property
+    def num_kept(self) -> int:
+        """What the second turn finds."""
+        return len(self.first) + len(self.answer)
+
+    def third(self, answer: Sequence[int] | None = None) -> list[int]:
+        """A prompt that goes on from the second answer."""
+        return [*self.second, *(self.expected if answer is None else answer), *prompt_of(4, 2)]
+
+
+def conversation_of(engine: Engine) -> Conversation:
+    """The same for every engine of a family; nothing is kept of it."""
+    first = prompt_of(NUM_PROMPT_TOKENS)
+    answer = cold(engine, first)
+    second = [*first, *answer, *prompt_of(NEXT_TOKENS, 1)]
+    return Conversation(first, answer, second, cold(engine, second))
+
+
+@contextmanager
+def moves_counted() -> Iterator[Counter[str]]:
+    """How often KV left the tree for a row, and moved into it."""
+    counted: Counter[str] = Counter()
+
+    def counting(name: str, way: str) -> Any:
+        real = getattr(Moving, name)
+
+        def counted_too(self: Moving, *args: Any, **options: Any) -> Any:
+            counted[way] += 1
+            return real(self, *args, **options)
+
+        return counted_too
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Moving, "take_over", counting("take_over", "out"))
+        patch.setattr(Moving, "_moved", counting("_moved", "in"))
+        yield counted
+
+
+def check(engine: Engine) -> None:
+    """The tree adds up, and nothing is held besides: neither states, nor a row that is counted and gone."""
+
+    def look(scheduler: Any) -> None:
+        scheduler.cache.check_integrity()
+        assert scheduler.cache.moving.held_bytes == 0 == scheduler._tenancies.aside_bytes
+        assert scheduler.cache.kv_room.leased_bytes() == 0
+        scheduler._account()
+        assert scheduler.cache.kv_room.memory.held("live") == scheduler.warmer.live_bytes()
+
+    engine._ask(look)

@@ -1,0 +1,275 @@
+"""Rows whose KV moved, and all the ways in which they end or others come between: what they took over is found again,
+nobody loses anything, and what is counted adds up."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvserve.core import GenerationDone, GenerationFailed, GenerationRequest, PrefillProgress, TokenDelta
+from kvserve.engine import disk_cache
+from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.entrance import Entrance
+from kvserve.engine.rows import Generation, Row
+from kvserve.engine.scheduler import Scheduler
+from kvserve.engine.worker import Engine
+from tests.engine.engines import (
+    NUM_ANSWER_TOKENS,
+    Result,
+    assert_exact,
+    cached,
+    cold,
+    collect,
+    generate,
+    prompt_of,
+    request,
+    turn,
+)
+from tests.engine.full_engines import (
+    NUM_ALL_TOKENS,
+    NUM_PROMPT_TOKENS,
+    check,
+    conversation_of,
+    full_engine,
+    moves_counted,
+)
+
+KINDS = ["qwen3", "qwen3_5"]
+"""Plain caches, and states that stand at one place only."""
+
+
+def while_it_answers(engine: Engine, wanted: GenerationRequest, act: Callable[[Generation], None]) -> Result:
+    """Act once the first token of a row is there; then wait for the row."""
+    running = engine.submit(wanted)
+    tokens: list[int] = []
+    has_acted = False
+    for batch in running.batches(60):
+        tokens += [event.token for event in batch if isinstance(event, TokenDelta)]
+        if tokens and not has_acted:
+            has_acted = True
+            act(running)
+        end = batch[-1]
+    assert isinstance(end, GenerationDone | GenerationFailed)
+    return Result(tuple(tokens), end, ())
+
+
+def begun(running: Generation) -> None:
+    """Wait for a row's first token."""
+    next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
+
+
+@contextmanager
+def put_backs_counted() -> Iterator[list[Row]]:
+    """The rows that left without having ended."""
+    rows: list[Row] = []
+    real = Scheduler._release
+
+    def release(self: Scheduler, row: Row, left: Any) -> None:
+        rows.extend([] if row.is_over else [row])
+        real(self, row, left)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "_release", release)
+        yield rows
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "watchdog"])
+@pytest.mark.parametrize("family", KINDS)
+def test_a_long_row_that_leaves_a_shorter_one_behind_is_found_again(
+    family: str, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no memory for a batch of both: they decode side by side, and neither is put back for it."""
+    short = prompt_of(20, 7)
+    with (
+        full_engine(family, NUM_ALL_TOKENS + 400, 0.99) as engine,
+        moves_counted() as moves,
+        put_backs_counted() as rows,
+    ):
+        said = conversation_of(engine)
+        expected = cold(engine, short)
+        generate(engine, turn(said.first))
+        beside: list[Generation] = []
+
+        def act(running: Generation) -> None:
+            beside.append(engine.submit(request(short, NUM_ANSWER_TOKENS)))
+            next(beside[0].batches(60))
+            if ends == "cancelled":
+                running.cancel()
+            else:
+                monkeypatch.setattr(Row, "is_overdue", lambda self, *_: self.generation is running)
+
+        found = while_it_answers(engine, turn(said.second), act)
+        rest = collect(beside[0])
+        monkeypatch.undo()
+        again = generate(engine, turn(said.second))[0]
+        check(engine)
+    assert moves["out"] == 2 and rows == []
+    assert rest.tokens == expected[len(expected) - len(rest.tokens) :]
+    assert_exact(again, said.expected)
+    assert cached(found) == said.num_kept <= cached(again)
+
+
+@pytest.mark.parametrize(("family", "num_tokens"), [("qwen3", 2658), ("qwen3_5", 2800)])
+def test_a_row_that_leaves_a_batch_that_goes_on_moves_too(family: str, num_tokens: int) -> None:
+    """Two equal rows decode together, and there is no memory to copy the first that ends: its layers leave the batch
+    as what is left of it is computed. The other one writes what a cold one writes."""
+    with full_engine(family, num_tokens, 1.0) as engine, moves_counted() as moves:
+        said = conversation_of(engine)
+        other = prompt_of(NUM_PROMPT_TOKENS + NUM_ANSWER_TOKENS + 52, 3)
+        expected = cold(engine, other, 12)
+        last = cold(engine, [*other, *expected, *prompt_of(4, 2)], 4)
+        generate(engine, turn(other[:-52], 1))
+        generate(engine, turn(said.first))
+        found, beside = generate(engine, turn(said.second), turn(other, 12))
+        num_moved = moves["in"]
+        again = generate(engine, turn([*other, *expected, *prompt_of(4, 2)], 4))[0]
+        check(engine)
+    assert (moves["out"] >= 1, num_moved) == (True, 1)
+    assert_exact(found, said.expected)
+    assert_exact(beside, expected)
+    assert_exact(again, last)
+    assert cached(beside) >= len(other) - 60 and cached(again) == len(other) + len(expected)
+
+
+def test_a_row_that_has_outgrown_the_memory_waits_until_there_is_some() -> None:
+    """It is not let in again for what it was put back for."""
+    prompts = [prompt_of(20, 7), prompt_of(20, 8)]
+    with full_engine("qwen3", 492, 1.0) as engine, put_backs_counted() as rows:
+        expected = [cold(engine, each, 300) for each in prompts]
+        found = generate(engine, *(turn(each, 300) for each in prompts))
+        check(engine)
+    assert [each.tokens for each in found] == expected
+    assert 1 <= len(rows) <= 2
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize("family", KINDS)
+def test_a_row_that_is_put_back_goes_on_with_what_it_took_over(
+    family: str, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits, takes its own KV over again, and its client notices nothing; in a batch of its own or not."""
+    with (
+        full_engine(family, NUM_ALL_TOKENS + 400, 0.99) as engine,
+        moves_counted() as moves,
+        put_backs_counted() as rows,
+    ):
+        said = conversation_of(engine)
+        generate(engine, turn(said.first))
+        if is_alone:
+            monkeypatch.setattr("kvserve.engine.decode.extra_padding_tokens", lambda *_: 10**12)
+        other = engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS))
+        begun(other)
+
+        def act(_: Generation) -> None:
+            has_outgrown = iter([True])
+            monkeypatch.setattr(Entrance, "is_outgrown", lambda _: next(has_outgrown, False))
+
+        found = while_it_answers(engine, turn(said.second), act)
+        again = generate(engine, turn(said.third(), 4))[0]
+        check(engine)
+    assert [row.generation.request.prompt.ids for row in rows] == [tuple(said.second)] and moves["out"] >= 2
+    assert_exact(found, said.expected)
+    assert cached(again) == len(said.second) + len(said.expected)
+
+
+@pytest.mark.parametrize("where", ["prefill", "answer", "beside"])
+@pytest.mark.parametrize("family", KINDS)
+def test_at_the_end_of_the_server_moved_kv_is_on_disk(family: str, where: str, tmp_path: Path) -> None:
+    """After the restart all is there that a row had when the server ended."""
+    disk = DiskSettings(tmp_path, 2**34, 0, 24)
+    with (
+        full_engine(family, NUM_ALL_TOKENS + 400, 0.99, disk=disk, prefill_step_size=16) as engine,
+        moves_counted() as moves,
+    ):
+        said = conversation_of(engine)
+        engine._ask(lambda scheduler: scheduler.cache._disk.tier.clear())
+        generate(engine, turn(said.first))
+        running = engine.submit(turn(said.second))
+        for batch in running.batches(60):
+            has_begun = any(isinstance(event, TokenDelta) for event in batch)
+            num_done = max([event.num_done_tokens for event in batch if isinstance(event, PrefillProgress)], default=0)
+            if has_begun or (where == "prefill" and num_done > said.num_kept):
+                break
+        if where == "beside":
+            begun(engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS)))
+    assert moves["out"] == 1
+    with full_engine(family, NUM_ALL_TOKENS + 400, 0.99, disk=disk) as engine:
+        again = generate(engine, turn(said.second))[0]
+        check(engine)
+    assert_exact(again, said.expected)
+    assert cached(again) >= said.num_kept
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_two_rows_of_one_beginning_of_which_one_moves(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one comes while the first has its KV: it writes what a cold one writes, and both are found again."""
+    with full_engine(family, NUM_ALL_TOKENS + 400, 0.99) as engine, moves_counted() as moves:
+        said = conversation_of(engine)
+        other = [*said.first[:192], *prompt_of(40, 5)]
+        expected, later = cold(engine, other, 8), [*prompt_of(9, 6)]
+        expected_later = cold(engine, [*other, *expected, *later], 8)
+        generate(engine, turn(said.first))
+        beside: list[Result] = []
+        found = while_it_answers(
+            engine, turn(said.second), lambda _: beside.append(collect(engine.submit(turn(other, 8))))
+        )
+        num_kept = engine._ask(lambda s: s.cache.kept_tokens(turn(said.third()).prompt, [""])[0])
+        last = generate(engine, turn([*other, *expected, *later], 8))[0]
+        check(engine)
+    assert moves["out"] >= 1
+    assert_exact(found, said.expected)
+    assert_exact(beside[0], expected)
+    assert_exact(last, expected_later)
+    assert num_kept == len(said.second) + len(said.expected)
+    assert cached(last) == len(other) + len(expected)
+
+
+def test_a_disk_that_writes_nothing_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it still reads from RAM is not moved: the row starts from a part, and its answer is the same."""
+    disk = DiskSettings(tmp_path, 2**34, 0, 24, is_ephemeral=True)
+    monkeypatch.setattr(disk_cache, "STALLED_SECONDS", 0.2)
+    goes_on = threading.Event()
+    with full_engine("qwen3", NUM_ALL_TOKENS, 0.95, disk=disk) as engine, moves_counted() as moves:
+        said = conversation_of(engine)
+        engine._ask(lambda scheduler: scheduler.cache._disk.tier.clear())
+        tier = engine._ask(lambda scheduler: scheduler.cache._disk.tier)
+        real = type(tier)._write
+        monkeypatch.setattr(type(tier), "_write", lambda self, write: real(self, write) if goes_on.wait(60) else None)
+        generate(engine, turn(said.first))
+        found = generate(engine, turn(said.second))[0]
+        goes_on.set()
+        check(engine)
+    assert_exact(found, said.expected)
+    assert moves["out"] == 0 and cached(found) < said.num_kept
+
+
+@pytest.mark.parametrize("act", ["forget", "clear", "discard"])
+@pytest.mark.parametrize("family", KINDS)
+def test_what_is_forgotten_while_a_row_has_it(family: str, act: str) -> None:
+    """Its row goes on, exactly."""
+    with full_engine(family, NUM_ALL_TOKENS, 0.95) as engine, moves_counted() as moves:
+        said = conversation_of(engine)
+        generate(engine, replace(turn(said.first), owner="one"))
+
+        def do(_: Generation) -> None:
+            if act == "forget":
+                engine.forget(lambda name: name == "one")
+            elif act == "clear":
+                engine.clear_cache()
+            else:
+                engine.discard(turn(said.second).prompt, lambda name: name == "one")
+
+        found = while_it_answers(engine, replace(turn(said.second), owner="one"), do)
+        check(engine)
+        stats = engine.cache_report().stats
+        again = generate(engine, replace(turn(said.third(), 4), owner="one"))[0]
+    assert moves["out"] >= 1
+    assert_exact(found, said.expected)
+    if act == "discard":
+        assert cached(again) == len(said.second) + len(said.expected)
+    else:
+        assert (stats.num_stored_tokens, stats.ram_bytes, cached(again)) == (0, 0, 0)

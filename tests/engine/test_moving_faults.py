@@ -1,0 +1,204 @@
+"""KV that moves where something goes wrong, and where rows are no plain text in full precision: nothing is lost that
+could be kept, and what is counted adds up."""
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from kvserve.core import GenerationDone, GenerationFailed, TokenSequence
+from kvserve.engine import snapshot
+from kvserve.engine.decode import Decoder
+from kvserve.engine.prefill import Prefill
+from kvserve.engine.rows import Row
+from kvserve.engine.scheduler import Scheduler
+from kvserve.engine.snapshot import CacheLayout
+from tests.engine.engines import CACHE, assert_exact, cached, cold, collect, generate, prompt_of, running_engine, turn
+from tests.engine.full_engines import (
+    NUM_ALL_TOKENS,
+    budget_bytes,
+    check,
+    conversation_of,
+    full_engine,
+    moves_counted,
+)
+from tests.engine.test_kv_quantisation import QWEN3, engine_of
+from tests.engine.test_out_of_memory import Faults
+from tests.engine.test_vision import Sighted
+from tests.engine.visions import Prompted, picture
+
+KINDS = ["qwen3", "qwen3_5"]
+"""Plain caches, and states that stand at one place only."""
+
+IN, OUT = (snapshot, "_parts_of"), (snapshot, "_fill_at_once")
+STATE_IN, STATE_OUT = (CacheLayout, "read_state"), (snapshot, "_twin")
+STEPS = [("qwen3", IN), ("qwen3", OUT), ("qwen3_5", IN), ("qwen3_5", OUT), ("qwen3_5", STATE_OUT)]
+"""Where KV moves in and out: a layer of it, or a state."""
+
+NUM_DONE = {"qwen3": 1, "qwen3_5": 0}
+"""Layers that have moved when one fails; the tiny hybrid has a single one beside its states."""
+
+
+@pytest.mark.parametrize(("family", "step"), [*STEPS, ("qwen3_5", STATE_IN)])
+def test_an_allocation_that_fails_on_the_way_is_tried_again(
+    family: str, step: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of it, when layers have left already: both turns are exact, and all is found."""
+    lines: list[str] = []
+    with full_engine(family, NUM_ALL_TOKENS, 0.99, report=lines.append) as engine, moves_counted() as moves:
+        said = conversation_of(engine)
+        num_states = 0
+        if step == STATE_IN:  # the last one is read when all layers have moved
+            with monkeypatch.context() as patch:
+                counted = Faults(patch, *step, 0)
+                generate(engine, turn(said.first))
+                num_states = counted.num_calls
+            engine.clear_cache()
+        faults = Faults(monkeypatch, *step, 1, first=max(NUM_DONE[family], num_states - 1))
+        generate(engine, turn(said.first))
+        found = generate(engine, turn(said.second))[0]
+        check(engine)
+    assert faults.num_raised == 1 and lines == [] and moves["out"] == 1
+    assert_exact(found, said.expected)
+    assert cached(found) == said.num_kept
+
+
+@pytest.mark.parametrize(("family", "step"), STEPS)
+def test_an_allocation_that_fails_for_good_costs_what_moved(
+    family: str, step: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is computed again: nothing of it is found in part or counted twice, and no client hears of it."""
+    lines: list[str] = []
+    with full_engine(family, NUM_ALL_TOKENS, 0.99, report=lines.append) as engine:
+        said = conversation_of(engine)
+        last = cold(engine, said.third(), 4)
+        num_faults = 4 if (family, step) == ("qwen3_5", IN) else 2  # before anything has moved all of it is tried again
+        faults = Faults(monkeypatch, *step, num_faults, first=NUM_DONE[family])
+        first = generate(engine, turn(said.first))[0]
+        check(engine)
+        found = generate(engine, turn(said.second))[0]
+        check(engine)
+        monkeypatch.undo()
+        again = generate(engine, turn(said.third(), 4))[0]
+        check(engine)
+    assert faults.num_raised == num_faults
+    assert (len(lines) == 1 and "could not be kept" in lines[0]) if step == IN else lines == []
+    assert_exact(first, said.answer)
+    assert_exact(found, said.expected)
+    assert_exact(again, last)
+    assert cached(found) < said.num_kept
+    assert cached(again) == len(said.second) + len(said.expected)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_row_that_fails_by_itself_leaves_what_it_took_over(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own sampler broke, not its KV."""
+    real = Scheduler._decoder
+
+    def broken(self: Scheduler, row: Row) -> Decoder:
+        def fail(tokens: mx.array, logits: mx.array) -> mx.array:
+            if len(row.generated) >= 3:
+                raise ValueError("no token may follow")
+            return logits
+
+        return replace(real(self, row), processors=[fail])
+
+    with full_engine(family, NUM_ALL_TOKENS, 0.99) as engine, moves_counted() as moves:
+        said = conversation_of(engine)
+        generate(engine, turn(said.first))
+        monkeypatch.setattr(Scheduler, "_decoder", broken)
+        failed = generate(engine, turn(said.second))[0]
+        monkeypatch.undo()
+        check(engine)
+        again = generate(engine, turn(said.second))[0]
+    assert isinstance(failed.end, GenerationFailed) and moves["out"] == 2
+    assert_exact(again, said.expected)
+    assert cached(again) >= said.num_kept
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_first_turn_that_the_watchdog_ended_leaves_its_prompt(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its prefill could not keep beside it moves in, up to its last stop; nothing of the answer does."""
+    with full_engine(family, NUM_ALL_TOKENS, 0.99) as engine:
+        said = conversation_of(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr(Row, "is_overdue", lambda self, *_: bool(self.generated))
+            assert collect(engine.submit(turn(said.first))).end.reason == "watchdog"  # type: ignore[union-attr]
+        check(engine)
+        num_kept = engine.cache_report().stats.num_stored_tokens
+        again = generate(engine, turn(said.first))[0]
+    assert_exact(again, said.answer)
+    assert (250 if family == "qwen3_5" else len(said.first) - 60) <= cached(again) <= num_kept < len(said.first)
+
+
+def test_nothing_leaves_for_a_row_that_is_not_kept() -> None:
+    """It is to be forgotten at once (a lifetime of 0)."""
+    with full_engine("qwen3", 819, 1.0) as engine:
+        generate(engine, turn(prompt_of(240), 4))
+        before = engine.cache_report().stats.num_stored_tokens
+        generate(engine, replace(turn(prompt_of(600, 1)), ttl_seconds=0))
+        assert engine.cache_report().stats.num_stored_tokens == before > 240
+        assert engine._memory is not None and engine._memory.pressures() == ()
+
+
+def test_quantised_kv_is_not_moved() -> None:
+    """Its two forms share a row: it is kept as far as it fits, and found again exactly."""
+    with engine_of(QWEN3) as engine:
+        num_bytes = budget_bytes(engine, NUM_ALL_TOKENS, 0.9)
+    settings = {"cache": replace(CACHE, max_bytes=num_bytes), "max_batch_bytes": num_bytes}
+    with engine_of(QWEN3, **settings) as engine, moves_counted() as moves:
+        said = conversation_of(engine)
+        generate(engine, turn(said.first))
+        found = generate(engine, turn(said.second))[0]
+        check(engine)
+    assert moves == {}
+    assert_exact(found, said.expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_vl", "qwen3_vl"])
+def test_rows_with_images_move(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next turn, with one more image, is exact; where its prefill ends inside that image all is there that was."""
+    with running_engine(family) as engine:
+        sighted = Sighted(family, engine)
+        first = _asked(sighted, 1)
+        answer = sighted.cold(first)
+        second = _joined(first.followed_by(answer, ()), _asked(sighted, 2))
+    with full_engine(family, len(second.tokens) + 12, 0.9, prefill_step_size=16) as engine, moves_counted() as moves:
+        sighted = Sighted(family, engine)
+        expected = sighted.cold(second)
+        generate(engine, first.request())
+        real, span = Prefill.step, second.tokens.images[-1]
+
+        def step(self: Prefill, *args: Any) -> int:
+            num_tokens = real(self, *args)
+            if span.start < self.num_done < span.end:
+                self.row.generation.cancel()
+            return num_tokens
+
+        monkeypatch.setattr(Prefill, "step", step)
+        [cancelled] = generate(engine, second.request())
+        monkeypatch.undo()
+        [warm] = generate(engine, second.request())
+        check(engine)
+    num_kept = len(first.tokens) + len(answer)
+    assert isinstance(cancelled.end, GenerationDone) and cancelled.end.reason == "cancelled"
+    assert moves["out"] >= 1 and cached(cancelled) == num_kept <= cached(warm)
+    assert_exact(warm, expected)
+
+
+def _asked(sighted: Sighted, seed: int) -> Prompted:
+    return sighted.writer.prompt("What is this? ", picture(seed, 128, 96), " Say it.")
+
+
+def _joined(first: Prompted, second: Prompted) -> Prompted:
+    """A prompt that begins with another one."""
+    start = len(first.tokens)
+    spans = tuple(replace(span, start=start + span.start, end=start + span.end) for span in second.tokens.images)
+    starts = tuple(replace(each, offset=start + each.offset) for each in second.starts)
+    return replace(
+        first,
+        tokens=TokenSequence((*first.tokens.ids, *second.tokens.ids), (*first.tokens.images, *spans)),
+        starts=(*first.starts, *starts),
+        images=(*first.images, *second.images),
+    )
