@@ -82,6 +82,45 @@ def test_a_strict_tool_is_held_where_the_model_may_call(app: AppUnderTest, famil
     assert name == "get_weather" and fits(json.loads(arguments)) and held.finish_reason == "tool_calls"
 
 
+@one_family
+@pytest.mark.parametrize("path", [MESSAGES_PATH, RESPONSES_PATH])
+def test_a_strict_tool_is_held_in_every_protocol(app: AppUnderTest, path: str) -> None:
+    """As in chat, where the protocol has a field of its own for it."""
+    [function] = [tool["function"] for tool in TOOLS if tool["function"]["name"] == "get_weather"]
+    name, schema, asked = function["name"], function["parameters"], chat_body(max_tokens=300)["messages"]
+    cities = []
+    for strict in (False, True):
+        body: dict[str, Any] = {"max_tokens": 300, "messages": asked}
+        body["tools"] = [{"name": name, "input_schema": schema, "strict": strict}]
+        if path == RESPONSES_PATH:
+            body = {"max_output_tokens": 300, "input": asked, "reasoning": {"effort": "none"}}
+            body["tools"] = [{"type": "function", "name": name, "parameters": schema, "strict": strict}]
+        with wishing(app, CALLS["qwen3"].replace("Oslo", "Paris")) as wish:
+            answer: Any = app.post(path, {**body, **wish}).json
+        if path == RESPONSES_PATH:
+            [called] = [json.loads(item["arguments"]) for item in answer["output"] if item["type"] == "function_call"]
+        else:
+            [called] = [block["input"] for block in answer["content"] if block["type"] == "tool_use"]
+        cities.append(called["city"])
+        assert fits(called) == strict, "the control: without it the model says what it wants"
+    assert cities[0] == "Paris" != cities[1]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss"], indirect=True)
+def test_a_messages_effort_is_read_by_the_model(app: AppUnderTest) -> None:
+    """This template says at its very beginning how much to think: with another effort the prompt parts there."""
+
+    def num_cached(effort: str) -> int:
+        message = {"role": "user", "content": "Hello there. " * 20, "output_config": {"effort": effort}}
+        body = {"max_tokens": 2, "messages": [message], "thinking": {"type": "adaptive"}}
+        answer: Any = app.post(MESSAGES_PATH, body).json
+        return int(answer["usage"]["cache_read_input_tokens"])
+
+    num_cached("low")
+    same, other = num_cached("low"), num_cached("high")
+    assert same > other + 50
+
+
 def test_text_beside_strict_tools_is_what_the_model_wants(app: AppUnderTest, family: str) -> None:
     """Without a call nothing is changed by them, thinking and markup that is none included."""
     said = "Use <b> or {}: 5 < 6.\n"

@@ -99,3 +99,17 @@ def test_configurations_of_the_others() -> None:
 def test_lines_for_sdks_are_python(sdk: str) -> None:
     """They compile; that they run is tried end to end."""
     compile(pasted.block(sdk, "python", 1234), sdk, "exec")
+
+
+def test_the_length_stands_where_each_client_reads_it() -> None:
+    """Under the name and at the place that it knows: the number anywhere else in its lines is read by nobody."""
+    codex = tomllib.loads(pasted.block("Codex", "toml", 1234))
+    assert codex["model_context_window"] == 131072, "in front of the first table, or it is the provider's"
+    assert pasted.variables("Claude Code", 1234)["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "131072"
+    for name in ("opencode", "Kilo"):
+        for provider in pasted.configuration(name, 1234, 7)["provider"].values():
+            assert {model["limit"]["context"] for model in provider["models"].values()} == {131072}
+    configured: list[dict[str, Any]] = [pasted.configuration("PI", 1234, 7, number) for number in (0, 1)]
+    for each in (*configured, pasted.configuration("OpenClaw", 1234, 7)["models"]):
+        for provider in each["providers"].values():
+            assert {model["contextWindow"] for model in provider["models"]} == {131072}
