@@ -86,6 +86,8 @@ class ServedModel:
     keeps_kv: bool = True
     images: Images | None = None
     isolates_tenants: bool = False
+    unheld_calls: str | None = None
+    """Why calls in the form of the model's own template are not held, where they are not."""
 
     def clear_memos(self) -> None:
         """Forget the words of earlier prompts that are kept only to be faster."""
@@ -138,7 +140,7 @@ def _submitted(turn: Turn, served: ServedModel, *, may_keep: bool) -> RunningTur
     max_tokens, cut_by = _max_tokens(turn, served, len(prompt.tokens))
     offered = offered_tools(turn.tools, turn.messages)
     promise = _promise(turn, offered, served, prompt)
-    prompt = replace(prompt, notes=(*prompt.notes, *promise.notes))
+    prompt = replace(prompt, notes=(*prompt.notes, *promise.notes, *_unheld(turn, offered, served, promise)))
     request = GenerationRequest(
         request_id=turn.request_id,
         prompt=prompt.tokens,
@@ -415,6 +417,14 @@ def _promise(turn: Turn, tools: Sequence[ToolSpec], served: ServedModel, prompt:
             begun=served.output_format.content_of(prompt.begun),
         ),
     )
+
+
+def _unheld(turn: Turn, tools: Sequence[ToolSpec], served: ServedModel, promise: Promise) -> tuple[str, ...]:
+    """The note on calls that are promised, but not in the form of the model's own template."""
+    mode, is_promised = turn.tool_choice.mode, promise.grammar is not None or any(tool.strict for tool in tools)
+    if served.unheld_calls is None or turn.raw_prompt is not None or not tools or mode == "none" or not is_promised:
+        return ()
+    return (f"calls are not held in the model's own form: {served.unheld_calls}",)
 
 
 def _thinking_limit(

@@ -20,6 +20,7 @@ JOINERS = (
     "kvserve/process.py",
     "kvserve/first_checks.py",
     "kvserve/forgetting.py",
+    "kvserve/call_forms.py",
     "kvserve/loading.py",
     "kvserve/stage.py",
     "kvserve/roster.py",

@@ -1,5 +1,6 @@
 """A model whose template writes calls in a form that nobody knows, over HTTP: read, held, forced, and replayed."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -18,13 +19,25 @@ END = "<|eot_id|>"
 BAD = '<|calls|><|call|>functions.get_weather:0<|args|>{"city": "Paris", "days": 3}<|call_end|><|calls_end|>'
 
 
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
-    root = tmp_path_factory.mktemp("rows")
+@contextlib.contextmanager
+def serving(root: Path, template: str) -> Iterator[AppUnderTest]:
     folder = Path(shutil.copytree(tiny_model("llama"), root / "model"))
-    (folder / "chat_template.jinja").write_text(SMALL["tags"].replace("<|end|>", END))
+    (folder / "chat_template.jinja").write_text(template)
     with serving_app(root, model_path=str(folder), max_kv_size=1024) as app:
         yield app
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
+    with serving(tmp_path_factory.mktemp("rows"), SMALL["tags"].replace("<|end|>", END)) as app:
+        yield app
+
+
+def notes_of(app: AppUnderTest, **fields: object) -> str:
+    """What the request line says beside its numbers of a request with these fields."""
+    response = app.post(CHAT_PATH, chat_body("Hi.", max_tokens=2, **fields))
+    assert response.status == 200, response.body
+    return app.line_of(str(response.json["id"]))
 
 
 def test_a_strict_tool_is_held_in_a_form_that_nobody_knows(app: AppUnderTest) -> None:
@@ -58,3 +71,24 @@ def test_a_forced_call_is_the_beginning_of_the_next_prompt(app: AppUnderTest) ->
     num_cached_tokens = whole(response.json).num_cached_tokens
     assert num_cached_tokens is not None
     assert num_cached_tokens >= first.usage["prompt_tokens"] + first.num_completion_tokens - 2
+
+
+def test_what_is_not_held_in_the_models_own_form_is_said(app: AppUnderTest, tmp_path: Path) -> None:
+    """The reason once when the model is described, and in the line of every request whose calls are promised."""
+    pairs = "{{ c.name }}({% for key, value in c.arguments.items() %}{{ key }}={{ value }};{% endfor %})"
+    template = SMALL["fences"].replace("<|end|>", END)
+    start, end = template.index("{{ c.name }}"), template.index("</call>")
+    promised: list[dict[str, object]] = [
+        {"tools": STRICT_TOOLS},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+        {"tools": TOOLS, "response_format": {"type": "json_object"}},
+    ]
+    free: list[dict[str, object]] = [{}, {"tools": TOOLS}, {"tools": STRICT_TOOLS, "tool_choice": "none"}]
+    reason = "its arguments are not one JSON object"
+    with serving(tmp_path, template[:start] + pairs + template[end:]) as other:
+        assert sum(reason in line for line in other.lines()) == 1, other.lines()
+        assert all(reason in notes_of(other, **fields) for fields in promised)
+        assert not any(reason in notes_of(other, **fields) for fields in free)
+    assert not any("model's own" in notes_of(app, **fields) for fields in promised), "a form that is known"
+    assert not any("chat template" in line for line in app.lines())

@@ -7,7 +7,7 @@ into the nearest form by `conform.py`, and if that is refused too, into plainer 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from kvserve.core import Message, TextBlock, TokenSequence, ToolSpec
+from kvserve.core import Message, TextBlock, TokenSequence, ToolCallBlock, ToolResultBlock, ToolSpec
 from kvserve.errors import BadRequest
 from kvserve.prompt.compiled import CompiledTemplate, MessageDict
 from kvserve.prompt.conform import Dialect, Memory, conform
@@ -124,6 +124,20 @@ class ChatTemplate:
     def accepts_tools(self) -> bool:
         """Whether the template writes tools itself; else they are described in the system message."""
         return self._voice is not None and self._voice.tool_dialect is not None
+
+    @property
+    def writes_calls(self) -> bool:
+        """Whether the template writes calls itself; else they are text in its conversations."""
+        dialect = (self._voice.tool_dialect or self._voice.dialect) if self._voice is not None else None
+        return dialect is not None and dialect.calls
+
+    def written_call(self, call: ToolCallBlock, tool: ToolSpec) -> str:
+        """What the model reads of an answer that is this call, from where an answer begins up to the call's result."""
+        asked = Message("user", (TextBlock("kwquestion"),))
+        done = Message("tool", (ToolResultBlock(call.call_id, (TextBlock("kwresult"),)),))
+        lead = self.write((asked,), (tool,), thinking=False).shown.rpartition("kwquestion")[2]
+        text = self.write((asked, Message("assistant", (call,)), done), (tool,), thinking=False).shown
+        return text.partition("kwquestion")[2].partition("kwresult")[0].removeprefix(lead)
 
     @property
     def image_words(self) -> str | None:

@@ -59,7 +59,8 @@ def real_family(name: str) -> Family:
 def _row(tokenizer: Tokenizer) -> CallRow | None:
     """The form of calls that is derived where no other one is read anyway."""
     is_known = any(tag in (tokenizer.chat_template or "") for tag in OWN_TOOL_TAGS)
-    return None if is_known else call_row(tokenizer)
+    row = None if is_known else call_row(tokenizer)
+    return row if isinstance(row, CallRow) else None
 
 
 SHARED = shared_folder()
