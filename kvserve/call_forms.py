@@ -3,16 +3,14 @@
 It joins `prompt/`, which writes, and `output/`, which reads; it knows no form.
 """
 
-import json
-
-from kvserve.core import CallRow, ToolCallBlock
+from kvserve.core import CallRow, ToolSpec
 from kvserve.output.formats import OutputFormat
 from kvserve.output.said import Says
 from kvserve.prompt.call_row import NoRow
-from kvserve.prompt.probe import PROBE_TOOL
+from kvserve.prompt.call_words import ARGUMENT, EXAMPLES, FUNCTION
 from kvserve.prompt.template import ChatTemplate
 
-_ARGUMENTS = json.dumps({"kwparameter": "kwvalue"})
+CALLED = ToolSpec(FUNCTION, "", {"type": "object", "properties": {ARGUMENT: {"type": "string"}}})
 
 
 def unheld_calls(template: ChatTemplate, output_format: OutputFormat, row: CallRow | NoRow | None) -> str | None:
@@ -24,14 +22,11 @@ def unheld_calls(template: ChatTemplate, output_format: OutputFormat, row: CallR
     why = row.reason if isinstance(row, NoRow) else "it does not read back"
     if output_format.tool_forms[0].name == "foreign":
         return f"only mlx-lm reads the form of its chat template ({why})"
-    if isinstance(row, NoRow) and template.accepts_tools and not template.writes_calls:
-        return f"its chat template lists tools and shows no call ({why})"
-    if _reads_back(template, output_format):
-        return None
-    return f"what its chat template writes of a call is content here ({why})"
-
-
-def _reads_back(template: ChatTemplate, output_format: OutputFormat) -> bool:
-    call = ToolCallBlock("kwcall", PROBE_TOOL.name, _ARGUMENTS)
-    said = Says.under(output_format, (PROBE_TOOL,))(template.written_call(call, PROBE_TOOL))
-    return said.calls == ((call.name, call.arguments),)
+    text = template.shown_call
+    if text is None:
+        is_unknown = isinstance(row, NoRow) and template.accepts_tools
+        return f"its chat template lists tools and shows no call ({why})" if is_unknown else None
+    said = Says.under(output_format, (CALLED,))(text)
+    if said.calls != ((FUNCTION, EXAMPLES[0].arguments),):
+        return f"what its chat template writes of a call is content here ({why})"
+    return f"what its chat template writes around a call is content here: {said.content!r}" if said.content else None

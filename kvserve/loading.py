@@ -83,7 +83,7 @@ class ModelMaker:
         row = None if is_known else call_row(tokenizer)
         output_format = _output_format(self.settings, folder, tokenizer, added_tokens, row)
         limits = self._identity_of(folder).limits
-        template = ChatTemplate(tokenizer, limits.placed_bytes, output_format.tags)
+        template = ChatTemplate(tokenizer, limits.placed_bytes, output_format.tags, output_format.tool_forms[0].row)
         if (unheld := unheld_calls(template, output_format, row)) is not None:
             self.note(f"{source.name}: calls are not held in the model's own form: {unheld}")
         markers = learn_markers(tokenizer, template)

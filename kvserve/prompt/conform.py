@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from kvserve.core import Message, ToolSpec
+from kvserve.prompt.call_words import HERMES, CallWords
 from kvserve.prompt.compiled import MessageDict
 from kvserve.prompt.control import ControlTokens
 from kvserve.prompt.guarding import guarded_steps
@@ -22,9 +23,7 @@ from kvserve.prompt.steps import (
     Speaker,
     Step,
     WireForm,
-    hermes_call,
     hermes_result,
-    hermes_tools,
     message_dict,
     named,
     speaker_after,
@@ -41,7 +40,8 @@ type Place = tuple[Speaker, Kind]
 
 @dataclass(frozen=True)
 class Dialect:
-    """What one template takes. `order` holds which kind of step may follow at which place, the end included."""
+    """What one template takes. `order` holds which kind of step may follow at which place, the end included; `words`
+    say what it has no place for."""
 
     form: WireForm = WireForm()
     tools: bool = False
@@ -51,6 +51,7 @@ class Dialect:
     text_with_calls: bool = False
     reasoning_with_text_and_calls: bool = False
     order: frozenset[tuple[Place, Kind]] = field(default_factory=frozenset)
+    words: CallWords = HERMES
 
     @cached_property
     def bridges(self) -> Mapping[tuple[Place, Kind], tuple[Kind, ...]]:
@@ -112,7 +113,7 @@ def conform(
     if control is not None:
         steps = list(guarded_steps(steps, dialect.form, control))
     if tools and not dialect.tools:
-        steps = list(_with_tools_described(steps, tools))
+        steps = list(_with_tools_described(steps, dialect.words.tools(tools)))
         placing.note("tools described in the system message", 0)
     num_given = len(steps)
     while steps and _says_nothing(steps[-1], dialect):
@@ -134,9 +135,8 @@ def _says_nothing(step: Step, dialect: Dialect) -> bool:
     return step.kind == "assistant" and not step.text and not (step.reasoning and dialect.form.reasoning)
 
 
-def _with_tools_described(steps: Sequence[Step], tools: Sequence[ToolSpec]) -> Iterator[Step]:
+def _with_tools_described(steps: Sequence[Step], description: str) -> Iterator[Step]:
     """The steps with the tools at the end of the first system message, or in one of their own before everything."""
-    description = hermes_tools(tools)
     if steps and steps[0].kind == "system":
         text = f"{steps[0].text}\n\n{description}" if steps[0].text else description
         yield replace(steps[0], text=text)
@@ -242,7 +242,8 @@ class _Placing:
         if not self._dialect.calls:
             self.note("tool calls written as text", step.index)
             said = [step.text] if step.text else []
-            yield replace(step, kind="assistant", text="\n".join(said + [hermes_call(c) for c in step.calls]), calls=())
+            text = "\n".join([*said, self._dialect.words.calls(step.calls)])
+            yield replace(step, kind="assistant", text=text, calls=())
             return
         mixed = bool(step.reasoning and step.text) and not self._dialect.reasoning_with_text_and_calls
         if step.text and (mixed or not self._dialect.text_with_calls):

@@ -361,19 +361,7 @@ def hermes_result(text: str) -> str:
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
-def hermes_tools(tools: Sequence[ToolSpec]) -> str:
-    """The tools described in words, for templates that do not take any."""
-    lines = "\n".join(json.dumps(function_dict(tool), ensure_ascii=False) for tool in tools)
-    return (
-        "# Tools\n\nThe functions below can be called. Each line between <tools> and </tools> describes one as JSON.\n"
-        f"<tools>\n{lines}\n</tools>\n\n"
-        "To call one, write a JSON object with its name and arguments between <tool_call> and </tool_call>:\n"
-        '<tool_call>\n{"name": <function-name>, "arguments": <arguments-object>}\n</tool_call>\n'
-        "Its result follows between <tool_response> and </tool_response>."
-    )
-
-
-def transcript(steps: Iterable[Step]) -> str:
+def transcript(steps: Iterable[Step], say_calls: Callable[[Sequence[ToolCallBlock]], str]) -> str:
     """The steps as plain text, each part under a label: the form that needs nothing from a template."""
     parts: list[str] = []
     for step in steps:
@@ -383,6 +371,6 @@ def transcript(steps: Iterable[Step]) -> str:
             said.append(hermes_result(step.text))
         elif step.text:
             said.append(step.text)
-        said += [hermes_call(call) for call in step.calls]
+        said += [say_calls(step.calls)] if step.calls else []
         parts.append("\n".join([f"[{ROLES[step.kind]}]", *said]))
     return "\n\n".join(parts)

@@ -62,7 +62,7 @@ def family_of(name: str) -> Family:
     backend.add_special_tokens(tokens_in(source))
     tokenizer = tokenizer_of(backend, source)
     output_format = select_format("auto", source, tokens_in(source), None, row)
-    template = ChatTemplate(tokenizer, tags=output_format.tags)
+    template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.tool_forms[0].row)
     markers = learn_markers(tokenizer, template)
     return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
 
