@@ -15,6 +15,7 @@ from pathlib import Path
 import llguidance
 
 from kvserve.call_forms import unheld_calls
+from kvserve.call_ids import CallIds
 from kvserve.catalogue import ModelSource
 from kvserve.config import DiskMode, Settings
 from kvserve.core import CallRow, RequestDefaults
@@ -107,6 +108,7 @@ class ModelMaker:
             observe=self.observe,
             isolates_tenants=self.settings.tenant_isolation,
             conversations=conversations,
+            call_ids=CallIds(output_format, tokenizer.decode),
             unheld_calls=unheld,
         )
 

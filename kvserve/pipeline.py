@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
+from kvserve.call_ids import CallIds
 from kvserve.core import (
     Answer,
     AnswerEvent,
@@ -86,6 +87,7 @@ class ServedModel:
     keeps_kv: bool = True
     images: Images | None = None
     isolates_tenants: bool = False
+    call_ids: CallIds | None = None
     unheld_calls: str | None = None
     """Why calls in the form of the model's own template are not held, where they are not."""
 
@@ -93,6 +95,8 @@ class ServedModel:
         """Forget the words of earlier prompts that are kept only to be faster."""
         self.stitcher.clear()
         self.template.clear()
+        if self.call_ids is not None:
+            self.call_ids.clear()
         self.conversations.clear_memos()
         if self.images is not None:
             self.images.clear()
@@ -332,11 +336,20 @@ def _stitch(turn: Turn, reading: Reading, served: ServedModel) -> tuple[PromptTe
         preserve_thinking=served.defaults.preserve_thinking if preserve is None else preserve,
         effort=turn.thinking.effort,
         template_arguments=turn.template_arguments,
+        call_ids=_call_ids(reading, served),
     )
     if images is not None:
         text = images.worded(text, turn.images)
     called = known_tools(tools, reading.rendered) if turn.tool_choice.mode != "none" else ()
     return text, served.stitcher.tokens(text, reading.writings, Says.under(served.output_format, called))
+
+
+def _call_ids(reading: Reading, served: ServedModel) -> Mapping[str, str]:
+    """By which ids the model knows the calls of a conversation."""
+    if served.call_ids is None:
+        return {}
+    is_one_client = reading.identity.owner.is_one_client
+    return served.call_ids.of(reading.rendered, reading.writings, is_one_client=is_one_client)
 
 
 def _raw_prompt(turn: Turn, served: ServedModel) -> Prompt:

@@ -108,7 +108,8 @@ def find_call_row(template: CompiledTemplate) -> CallRow | NoRow:
     reasons = []
     for ending in _ENDINGS:
         try:
-            return _derived(_Asker(prober, dialect.form, ending, dialect.parallel_calls))
+            row = _derived(_Asker(prober, dialect.form, ending, dialect.parallel_calls))
+            return replace(row, has_short_ids=dialect.form.call_ids == "nine_characters")
         except _Unlike as unlike:
             reasons.append(str(unlike))
     return NoRow(reasons[0])

@@ -12,7 +12,7 @@ from kvserve.core import CallParts, CallRow, CallSlot, ToolCallBlock, ToolSpec
 from kvserve.prompt.steps import function_dict, hermes_call, parsed_arguments
 
 FUNCTION, ARGUMENT, VALUE = "FUNCTION", "ARGUMENT", "VALUE"
-IDS = ("id1example", "id2example")
+IDS = ("firstid01", "secondid2")
 """Stand for a function, an argument, its value and the ids of two calls in what shows how to write a call."""
 
 EXAMPLES = tuple(ToolCallBlock(call_id, FUNCTION, json.dumps({ARGUMENT: VALUE})) for call_id in IDS)

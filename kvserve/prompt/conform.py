@@ -95,16 +95,20 @@ def conform(
     memory: "Memory | None" = None,
     control: ControlTokens | None = None,
     describe: DescribeTools = AS_JSON,
+    call_ids: Mapping[str, str] | None = None,
 ) -> Conformed:
     """The messages as steps in the template's dialect; tools that it does not take are described in the system message.
 
-    `memory` is that of this dialect, `describe` says where tools come and go. With `control` the messages are guarded,
-    the tools have been. Raises BadRequest for an image.
+    `memory` is that of this dialect, `describe` says where tools come and go. `call_ids` are those that calls are
+    written with, by the ones that they have. With `control` the messages are guarded, the tools have been. Raises
+    BadRequest for an image.
     """
+    call_ids = call_ids or {}
     if tools and not dialect.tools:
         memory = None  # its conversations begin without that description
-    known = memory.find(messages) if memory is not None else None
+    known = memory.find(messages, call_ids) if memory is not None else None
     placing, num_known = (known.placing.copy(), len(known.messages)) if known is not None else (_Placing(dialect), 0)
+    placing.call_ids = call_ids
     new = enumerate(messages[num_known:], num_known)
     steps = [step for index, message in new for step in steps_of(message, index, describe)]
     for step in steps:
@@ -167,11 +171,13 @@ class Memory:
         """Forget all of them."""
         self._known.clear()
 
-    def find(self, messages: Sequence[Message]) -> _Known | None:
-        """The longest beginning that is known."""
+    def find(self, messages: Sequence[Message], call_ids: Mapping[str, str]) -> _Known | None:
+        """The longest beginning that is known, its calls being written with these ids."""
         for index in range(len(messages) - 1, -1, -1):
             known = self._known.get((index, id(messages[index])))
-            if known is not None and known.messages == tuple(messages[: index + 1]):
+            if known is None or known.messages != tuple(messages[: index + 1]):
+                continue
+            if known.placing.wrote_with(call_ids):
                 return known
         return None
 
@@ -200,7 +206,8 @@ class _Placing:
         self.steps: list[Step] = []
         self.dicts: list[MessageDict] = []
         self._names: dict[str, str] = {}
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[str, tuple[int, int]] = {}
+        self.call_ids: Mapping[str, str] = {}
         self._num_calls = 0
         self._pending: list[str] = []
         self._changes: dict[str, list[int]] = {}
@@ -212,8 +219,13 @@ class _Placing:
         twin.steps, twin.dicts, twin._pending = list(self.steps), list(self.dicts), list(self._pending)
         twin._names, twin._numbers = dict(self._names), dict(self._numbers)
         twin._changes = {change: list(indices) for change, indices in self._changes.items()}
-        twin._num_calls, twin._speaker = self._num_calls, self._speaker
+        twin._num_calls, twin._speaker, twin.call_ids = self._num_calls, self._speaker, self.call_ids
         return twin
+
+    def wrote_with(self, call_ids: Mapping[str, str]) -> bool:
+        """Whether the calls so far are written as with these ids."""
+        same = (call_ids.get(call_id) == self.call_ids.get(call_id) for call_id in self._names)
+        return (not call_ids and not self.call_ids) or all(same)
 
     @property
     def last_kind(self) -> Kind:
@@ -303,8 +315,10 @@ class _Placing:
             return replace(step, kind="later_system")
         if step.kind in ("result", "orphan"):
             answers = step.call_id in self._pending and self.last_kind in ("calls", "result")
-            name, number = self._names.get(step.call_id, step.call_name), self._numbers.get(step.call_id, 0)
-            return replace(step, kind="result" if answers else "orphan", call_name=name, call_number=number)
+            name = self._names.get(step.call_id, step.call_name)
+            number, place = self._numbers.get(step.call_id, (0, 0))
+            kind: Kind = "result" if answers else "orphan"
+            return replace(step, kind=kind, call_name=name, call_number=number, call_place=place)
         return step
 
     def _can_merge(self, step: Step) -> bool:
@@ -322,12 +336,19 @@ class _Placing:
                 self._pending.clear()
             self._pending += [call.call_id for call in step.calls]
             self._names.update((call.call_id, call.name) for call in step.calls)
-            self._numbers.update((call.call_id, self._num_calls + i) for i, call in enumerate(step.calls))
+            self._numbers.update((call.call_id, (self._num_calls + i, i)) for i, call in enumerate(step.calls))
             step = replace(step, call_number=self._num_calls)
             self._num_calls += len(step.calls)
         self._speaker = speaker_after(self._speaker, step.kind)
         self.steps.append(step)
-        self.dicts.append(message_dict(step, self._dialect.form))
+        self.dicts.append(message_dict(self._as_written(step), self._dialect.form))
+
+    def _as_written(self, step: Step) -> Step:
+        """The step with the ids that its calls, or the call that it answers, are written with."""
+        if not self.call_ids or not (step.calls or step.call_id):
+            return step
+        calls = tuple(replace(call, call_id=self.call_ids.get(call.call_id, call.call_id)) for call in step.calls)
+        return replace(step, calls=calls, call_id=self.call_ids.get(step.call_id, step.call_id))
 
     def _merge(self, step: Step) -> None:
         """Join the step to the last one; only what follows the last one's text changes."""

@@ -183,11 +183,13 @@ class ChatTemplate:
         preserve_thinking: bool | None = None,
         effort: str | None = None,
         template_arguments: Mapping[str, object] | None = None,
+        call_ids: Mapping[str, str] | None = None,
     ) -> PromptText:
         """The text for the next assistant message, or up to the end of the last one if that is the assistant's.
 
         `preserve_thinking` and `effort` None leave the template its default. Of `template_arguments` those are ignored
         that the rendering itself needs (`messages`, `bos_token`, ...) or that `thinking` and `effort` decide.
+        `call_ids` are those that calls are written with, by the ones that they have here.
         Raises BadRequest for an image, and for template arguments that the template fails with.
         """
         voice = self._voice
@@ -200,7 +202,7 @@ class ChatTemplate:
         refusals: list[str] = []
         for dialect, said in _attempts(voice, messages, tools):
             words = self._tool_words(dialect, tools)
-            conformed = conform(said, tools, dialect, self._memory_of(dialect), self.control, words.said)
+            conformed = conform(said, tools, dialect, self._memory_of(dialect), self.control, words.said, call_ids)
             writer = Writer(voice.template, dialect.form, tool_dicts(tools) if dialect.tools else None, arguments)
             written = writer.write(conformed)
             if isinstance(written, Written):
