@@ -7,7 +7,8 @@ is none for a client to show; and some stand behind the arguments, when the call
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvserve.core import Message, ToolCallBlock, Written
+from kvserve.canonical.layout import same_arguments
+from kvserve.core import CallSlot, Message, ToolCallBlock, Written
 from kvserve.output.formats import OutputFormat
 from kvserve.output.written_ids import has_ids, written_ids
 from kvserve.prompt.memo import Memo
@@ -26,11 +27,17 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class CallIds:
-    """The ids of one model's calls. Safe for several threads."""
+    """The ids of one model's calls. With `counts` its template numbers calls itself, and results name these numbers: of
+    calls that the model wrote those are its own. Safe for several threads."""
 
     output_format: OutputFormat
     decode: Callable[[Sequence[int]], str]
+    counts: bool = False
     _known: Memo[_Read] = field(default_factory=lambda: Memo(_MEMO_BYTES))
+
+    @property
+    def _slot(self) -> CallSlot:
+        return CallSlot.NUMBER if self.counts else CallSlot.ID
 
     def clear(self) -> None:
         """Forget earlier answers."""
@@ -45,7 +52,7 @@ class CallIds:
         call is known by the id that its client was given, and by no other.
         """
         found: dict[str, str] = {}
-        if not has_ids(self.output_format.tool_forms[0].row):
+        if not has_ids(self.output_format.tool_forms[0].row, self._slot):
             return found
         answers = (message for message in messages if message.role == "assistant")
         for answer, written in zip(answers, writings, strict=False):
@@ -56,10 +63,14 @@ class CallIds:
             for mine, theirs, call_id in zip(sent, wrote, self._read(written, wrote), strict=False):
                 is_theirs = is_one_client or mine.call_id == theirs.call_id
                 # of two calls with one id in a message nobody could tell the results apart
-                if call_id and call_id not in seen and is_theirs and mine.name == theirs.name:
+                if call_id and call_id not in seen and is_theirs and self._is_same(mine, theirs):
                     found[mine.call_id] = call_id
                 seen.add(call_id)
         return found
+
+    def _is_same(self, mine: ToolCallBlock, theirs: ToolCallBlock) -> bool:
+        """Whether the call is the model's own. Its number stands only where its own tokens are said again."""
+        return mine.name == theirs.name and (not self.counts or same_arguments(mine.arguments, theirs.arguments))
 
     def _read(self, written: Written, calls: Sequence[ToolCallBlock]) -> tuple[str, ...]:
         known = self._known.get(id(written))
@@ -67,7 +78,8 @@ class CallIds:
             return known.ids
         names = [call.name for call in calls]
         text = self.decode(written.ids) if calls else ""
-        ids = written_ids(self.output_format, text, names, in_reasoning=written.opens_reasoning)
+        in_reasoning = written.opens_reasoning
+        ids = written_ids(self.output_format, text, names, in_reasoning=in_reasoning, slot=self._slot)
         self._known.put(id(written), _Read(written, ids), _BYTES_PER_CALL * (1 + len(calls)))
         return ids
 

@@ -88,6 +88,7 @@ class ModelMaker:
         if (unheld := unheld_calls(template, output_format, row)) is not None:
             self.note(f"{source.name}: calls are not held in the model's own form: {unheld}")
         markers = learn_markers(tokenizer, template)
+        stitcher = Stitcher.of(tokenizer, template, markers, limits.memo_bytes)
         sizes = expected_sizes(folder, self.settings.max_kv_size)
         engine = self._new_engine(folder, tokenizer)
         conversations = self._conversations(
@@ -98,7 +99,7 @@ class ModelMaker:
             tokenizer=tokenizer,
             template=template,
             markers=markers,
-            stitcher=Stitcher.of(tokenizer, template, markers, limits.memo_bytes),
+            stitcher=stitcher,
             output_format=output_format,
             added_tokens=added_tokens,
             engine=engine,
@@ -108,7 +109,7 @@ class ModelMaker:
             observe=self.observe,
             isolates_tenants=self.settings.tenant_isolation,
             conversations=conversations,
-            call_ids=CallIds(output_format, tokenizer.decode),
+            call_ids=CallIds(output_format, tokenizer.decode, stitcher.replays and template.counts_calls),
             unheld_calls=unheld,
         )
 

@@ -142,7 +142,7 @@ def test_results_name_the_ids_that_the_model_wrote(nemo: AppUnderTest, headers: 
         message = response.json["choices"][0]["message"]
         calls = message["tool_calls"]
         assert [call["function"]["name"] for call in calls] == ["get_weather", "get_time"]
-        assert len({call["id"] for call in calls}) == 2
+        assert len({call["id"] for call in calls} - set(ids)) == 2, "an id that can be guessed shows nothing"
         said = {calls[0]["id"]: "Rain.", calls[1]["id"]: "Noon."}
         results = [{"role": "tool", "tool_call_id": each, "content": text} for each, text in said.items()]
         history = [asked, {"role": "assistant", "content": None, "tool_calls": calls}, *reversed(results)]

@@ -344,9 +344,13 @@ class _Placing:
         self.dicts.append(message_dict(self._as_written(step), self._dialect.form))
 
     def _as_written(self, step: Step) -> Step:
-        """The step with the ids that its calls, or the call that it answers, are written with."""
+        """The step with the ids that its calls, or the call that it answers, are written with; where the template
+        numbers calls, a result with the number that the model wrote."""
         if not self.call_ids or not (step.calls or step.call_id):
             return step
+        if self._dialect.form.call_ids in ("numbered", "numbered_in_message"):
+            number = self.call_ids.get(step.call_id, "")
+            return replace(step, call_number=int(number), call_place=int(number)) if number.isdecimal() else step
         calls = tuple(replace(call, call_id=self.call_ids.get(call.call_id, call.call_id)) for call in step.calls)
         return replace(step, calls=calls, call_id=self.call_ids.get(step.call_id, step.call_id))
 

@@ -141,6 +141,12 @@ class ChatTemplate:
         return self._voice is not None and self._voice.tool_dialect is not None
 
     @property
+    def counts_calls(self) -> bool:
+        """Whether the template numbers calls itself, and results name these numbers."""
+        dialect = (self._voice.tool_dialect or self._voice.dialect) if self._voice is not None else None
+        return dialect is not None and dialect.form.call_ids in ("numbered", "numbered_in_message")
+
+    @property
     def shown_call(self) -> str | None:
         """How the template writes the first of `EXAMPLES`; None where calls are text in its conversations."""
         return self._voice.shown_call if self._voice is not None else None
