@@ -211,8 +211,9 @@ def _probe_calls(prober: Prober, form: WireForm) -> Dialect:
     endings: tuple[Kind, ...] = ("result", "user")
     ids: tuple[CallIds, ...] = ("given", "nine_characters", "numbered")
     flags = (False, True)
-    for ending, as_text, omits, call_ids in product(endings, flags, flags, ids):
-        tried = replace(form, omits_empty_content=omits, call_ids=call_ids, arguments_as_text=as_text)
+    fills = flags if form.empty_text.get("assistant") else (False,)
+    for ending, as_text, fill, omits, call_ids in product(endings, flags, fills, flags, ids):
+        tried = replace(form, omits_empty_content=omits, call_ids=call_ids, arguments_as_text=as_text, fills_calls=fill)
         kinds: tuple[Kind, ...] = ("user", "calls", ending)
         if prober.shows(talk(kinds), tried) and _names_calls(prober, tried, kinds):
             tried = _probe_numbers(prober, _probe_raw_arguments(prober, tried, kinds))

@@ -97,8 +97,8 @@ class WireForm:
 
     `reasoning` is the name of the field that it reads, `INLINE` or `THINKING_PART`; None: it takes no reasoning.
     `keeps_think_tags`: an empty reasoning saves a literal </think> in the content. `wraps_raw_arguments`: arguments
-    that are no JSON object are put into one. `empty_text` says per role what stands for an empty text. The messages of
-    `named_roles` are written with their names.
+    that are no JSON object are put into one. `empty_text` says per role what stands for an empty text, `fills_calls`
+    whether it does so beside calls. The messages of `named_roles` are written with their names.
     """
 
     content_as_list: bool = False
@@ -109,6 +109,7 @@ class WireForm:
     arguments_as_text: bool = False
     wraps_raw_arguments: bool = False
     empty_text: Mapping[str, str] = field(default_factory=dict)
+    fills_calls: bool = False
     named_roles: frozenset[str] = frozenset()
 
 
@@ -235,7 +236,7 @@ def _no_images() -> BadRequest:
 def message_dict(step: Step, form: WireForm) -> MessageDict:
     """The dict for the template. No key has the value None: many templates write it out as "None"."""
     role = ROLES[step.kind]
-    text = step.text or form.empty_text.get(role, "")
+    text = step.text or ("" if step.calls and not form.fills_calls else form.empty_text.get(role, ""))
     message: MessageDict = {"role": role}
     has_field = form.reasoning is not None and form.reasoning not in (INLINE, THINKING_PART)
     if step.reasoning and form.reasoning == INLINE:
