@@ -14,7 +14,8 @@ from kvserve.output.written_ids import has_ids, written_ids
 from kvserve.prompt.memo import Memo
 
 _MEMO_BYTES = 8 * 2**20
-_BYTES_PER_CALL = 128
+_BYTES_PER_TOKEN = 64
+"""Of an answer: its ids and what they say. A record that is gone is kept by the memo only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class CallIds:
                 is_theirs = is_one_client or mine.call_id == theirs.call_id
                 # of two calls with one id in a message nobody could tell the results apart
                 if call_id and call_id not in seen and is_theirs and self._is_same(mine, theirs):
-                    found[mine.call_id] = call_id
+                    found.setdefault(mine.call_id, call_id)
                 seen.add(call_id)
         return found
 
@@ -80,7 +81,7 @@ class CallIds:
         text = self.decode(written.ids) if calls else ""
         in_reasoning = written.opens_reasoning
         ids = written_ids(self.output_format, text, names, in_reasoning=in_reasoning, slot=self._slot)
-        self._known.put(id(written), _Read(written, ids), _BYTES_PER_CALL * (1 + len(calls)))
+        self._known.put(id(written), _Read(written, ids), 512 + _BYTES_PER_TOKEN * len(written.ids))
         return ids
 
 

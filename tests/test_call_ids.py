@@ -122,6 +122,21 @@ def test_a_call_that_was_edited_has_the_number_that_stands_in_it() -> None:
     assert "Of functions.read_file:0: Rain." in text and "Of functions.any:1: Noon." in text
 
 
+def test_an_id_that_a_client_uses_again_keeps_what_it_stood_for() -> None:
+    """Some count their calls anew in each message: the first call stays as it was written."""
+    talk = Talk(family_of(WITH_IDS["names"]), thinking=False, tools=(READ, ANY))
+    kept = ()
+    for text in ('[CALLS]any[ID]one[ARGS]{"a": 1}', '[CALLS]any[ID]two[ARGS]{"a": 2}'):
+        talk.say("hi")
+        answer = talk.answer(talk.family.tokenizer.encode(text))
+        kept = kept or answer
+        [call] = talk.messages[-1].blocks
+        assert isinstance(call, ToolCallBlock)
+        talk.messages[-1] = Message("assistant", (replace(call, call_id="call_0"),))
+        talk.messages.append(Message("tool", (ToolResultBlock("call_0", (TextBlock("x"),)),)))
+    assert num_common(kept, talk.stitched().ids) == len(kept)
+
+
 def test_a_conversation_is_written_anew_once_ids_are_known() -> None:
     """What is remembered of its beginning was written without them."""
     talk = Talk(family_of(WITH_IDS["names"]), thinking=False, tools=(READ, ANY))
