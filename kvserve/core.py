@@ -677,10 +677,11 @@ class CallRow:
 
         opening NAME middle ARGUMENTS (between NAME middle ARGUMENTS)* closing
 
-    `between` None: it writes one call in a message.
+    `between` None: it writes one call in a message. `has_short_ids`: it takes ids of nine letters and digits only.
     """
 
     opening: CallParts
     middle: CallParts
     between: CallParts | None
     closing: CallParts
+    has_short_ids: bool = False

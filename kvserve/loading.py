@@ -14,9 +14,11 @@ from pathlib import Path
 
 import llguidance
 
+from kvserve.call_forms import unheld_calls
+from kvserve.call_ids import CallIds
 from kvserve.catalogue import ModelSource
 from kvserve.config import DiskMode, Settings
-from kvserve.core import RequestDefaults
+from kvserve.core import CallRow, RequestDefaults
 from kvserve.engine.census import Census, census, differing
 from kvserve.engine.memory_plan import memory_bytes, plan_memory
 from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
@@ -32,7 +34,7 @@ from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from kvserve.pipeline import ServedModel
 from kvserve.prewarming import warm_learned
 from kvserve.prompt.boundaries import learn_markers
-from kvserve.prompt.call_row import call_row
+from kvserve.prompt.call_row import NoRow, call_row
 from kvserve.prompt.images import Images
 from kvserve.prompt.images_remote import RemotePictures
 from kvserve.prompt.stitch import Stitcher
@@ -78,10 +80,15 @@ class ModelMaker:
         check_weights(folder)
         tokenizer = load_tokenizer(folder)
         added_tokens = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
-        output_format = _output_format(self.settings, folder, tokenizer, added_tokens)
+        is_known = any(tag in (tokenizer.chat_template or "") for tag in OWN_TOOL_TAGS)
+        row = None if is_known else call_row(tokenizer)
+        output_format = _output_format(self.settings, folder, tokenizer, added_tokens, row)
         limits = self._identity_of(folder).limits
-        template = ChatTemplate(tokenizer, limits.placed_bytes, output_format.tags)
+        template = ChatTemplate(tokenizer, limits.placed_bytes, output_format.tags, output_format.tool_forms[0].row)
+        if (unheld := unheld_calls(template, output_format, row)) is not None:
+            self.note(f"{source.name}: calls are not held in the model's own form: {unheld}")
         markers = learn_markers(tokenizer, template)
+        stitcher = Stitcher.of(tokenizer, template, markers, limits.memo_bytes)
         sizes = expected_sizes(folder, self.settings.max_kv_size)
         engine = self._new_engine(folder, tokenizer)
         conversations = self._conversations(
@@ -92,7 +99,7 @@ class ModelMaker:
             tokenizer=tokenizer,
             template=template,
             markers=markers,
-            stitcher=Stitcher.of(tokenizer, template, markers, limits.memo_bytes),
+            stitcher=stitcher,
             output_format=output_format,
             added_tokens=added_tokens,
             engine=engine,
@@ -102,6 +109,8 @@ class ModelMaker:
             observe=self.observe,
             isolates_tenants=self.settings.tenant_isolation,
             conversations=conversations,
+            call_ids=CallIds(output_format, tokenizer.decode, stitcher.replays and template.counts_calls),
+            unheld_calls=unheld,
         )
 
     def renewed(self, served: ServedModel, source: ModelSource) -> ServedModel:
@@ -259,15 +268,13 @@ def _grammar_tokenizer(tokenizer: Tokenizer) -> Callable[[int], llguidance.LLTok
 
 
 def _output_format(
-    settings: Settings, folder: Path, tokenizer: Tokenizer, added_tokens: Collection[str]
+    settings: Settings, folder: Path, tokenizer: Tokenizer, added_tokens: Collection[str], row: CallRow | NoRow | None
 ) -> OutputFormat:
-    """How the model marks its output. Where the forms read here do not occur in the template, its own is derived from
-    what it writes; mlx-lm is asked only where that cannot be told."""
+    """How the model marks its output. `row` is how its template writes calls, None where forms that are read here occur
+    in it; mlx-lm is asked only where that could not be told."""
     template = tokenizer.chat_template or ""
-    foreign, row = None, None
-    if not any(tag in template for tag in OWN_TOOL_TAGS):
-        row = call_row(tokenizer)
-    if row is None and not any(tag in template for tag in OWN_TOOL_TAGS):
-        parser = library_tool_parser(folder)
-        foreign = ForeignToolForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
-    return select_format(settings.model_family, template, added_tokens, foreign, row)
+    if not isinstance(row, NoRow):
+        return select_format(settings.model_family, template, added_tokens, None, row)
+    parser = library_tool_parser(folder)
+    foreign = ForeignToolForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
+    return select_format(settings.model_family, template, added_tokens, foreign)

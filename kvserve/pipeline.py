@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
+from kvserve.call_ids import CallIds
 from kvserve.core import (
     Answer,
     AnswerEvent,
@@ -86,11 +87,16 @@ class ServedModel:
     keeps_kv: bool = True
     images: Images | None = None
     isolates_tenants: bool = False
+    call_ids: CallIds | None = None
+    unheld_calls: str | None = None
+    """Why calls in the form of the model's own template are not held, where they are not."""
 
     def clear_memos(self) -> None:
         """Forget the words of earlier prompts that are kept only to be faster."""
         self.stitcher.clear()
         self.template.clear()
+        if self.call_ids is not None:
+            self.call_ids.clear()
         self.conversations.clear_memos()
         if self.images is not None:
             self.images.clear()
@@ -138,7 +144,7 @@ def _submitted(turn: Turn, served: ServedModel, *, may_keep: bool) -> RunningTur
     max_tokens, cut_by = _max_tokens(turn, served, len(prompt.tokens))
     offered = offered_tools(turn.tools, turn.messages)
     promise = _promise(turn, offered, served, prompt)
-    prompt = replace(prompt, notes=(*prompt.notes, *promise.notes))
+    prompt = replace(prompt, notes=(*prompt.notes, *promise.notes, *_unheld(turn, offered, served, promise)))
     request = GenerationRequest(
         request_id=turn.request_id,
         prompt=prompt.tokens,
@@ -330,11 +336,20 @@ def _stitch(turn: Turn, reading: Reading, served: ServedModel) -> tuple[PromptTe
         preserve_thinking=served.defaults.preserve_thinking if preserve is None else preserve,
         effort=turn.thinking.effort,
         template_arguments=turn.template_arguments,
+        call_ids=_call_ids(reading, served),
     )
     if images is not None:
         text = images.worded(text, turn.images)
     called = known_tools(tools, reading.rendered) if turn.tool_choice.mode != "none" else ()
     return text, served.stitcher.tokens(text, reading.writings, Says.under(served.output_format, called))
+
+
+def _call_ids(reading: Reading, served: ServedModel) -> Mapping[str, str]:
+    """By which ids the model knows the calls of a conversation."""
+    if served.call_ids is None:
+        return {}
+    is_one_client = reading.identity.owner.is_one_client
+    return served.call_ids.of(reading.rendered, reading.writings, is_one_client=is_one_client)
 
 
 def _raw_prompt(turn: Turn, served: ServedModel) -> Prompt:
@@ -415,6 +430,14 @@ def _promise(turn: Turn, tools: Sequence[ToolSpec], served: ServedModel, prompt:
             begun=served.output_format.content_of(prompt.begun),
         ),
     )
+
+
+def _unheld(turn: Turn, tools: Sequence[ToolSpec], served: ServedModel, promise: Promise) -> tuple[str, ...]:
+    """The note on calls that are promised, but not in the form of the model's own template."""
+    mode, is_promised = turn.tool_choice.mode, promise.grammar is not None or any(tool.strict for tool in tools)
+    if served.unheld_calls is None or turn.raw_prompt is not None or not tools or mode == "none" or not is_promised:
+        return ()
+    return (f"calls are not held in the model's own form: {served.unheld_calls}",)
 
 
 def _thinking_limit(

@@ -45,11 +45,11 @@ def _check_caches_once(model: LoadedModel) -> CacheSupport:
     return _verdicts[key]
 
 
-def _probed_once(compiled: Any) -> Any:
+def _probed_once(compiled: Any, row: Any = None) -> Any:
     """What was found out is shared: it is frozen, and the compiled template in it is safe for threads."""
-    key = (compiled.source, tuple(sorted(compiled._variables.items())))
+    key = (compiled.source, tuple(sorted(compiled._variables.items())), row)
     if key not in _voices:
-        _voices[key] = _probed(compiled)
+        _voices[key] = _probed(compiled, row)
     return _voices[key]
 
 

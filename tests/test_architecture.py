@@ -20,6 +20,8 @@ JOINERS = (
     "kvserve/process.py",
     "kvserve/first_checks.py",
     "kvserve/forgetting.py",
+    "kvserve/call_forms.py",
+    "kvserve/call_ids.py",
     "kvserve/loading.py",
     "kvserve/stage.py",
     "kvserve/roster.py",

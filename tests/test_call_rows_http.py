@@ -1,5 +1,6 @@
 """A model whose template writes calls in a form that nobody knows, over HTTP: read, held, forced, and replayed."""
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -7,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kvserve.core import GenerationRequest
+from kvserve.engine.rows import Generation
 from tests.models import tiny_model
-from tests.prompt.call_forms import SMALL
+from tests.prompt.call_forms import SMALL, source_of
+from tests.prompt.vocabularies import SHARED
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, serving_app, whole
 from tests.test_pipeline import TOOLS, fits
 from tests.test_promises_http import STRICT_TOOLS, wishing
@@ -18,13 +22,40 @@ END = "<|eot_id|>"
 BAD = '<|calls|><|call|>functions.get_weather:0<|args|>{"city": "Paris", "days": 3}<|call_end|><|calls_end|>'
 
 
-@pytest.fixture(scope="module")
-def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
-    root = tmp_path_factory.mktemp("rows")
+@contextlib.contextmanager
+def serving(root: Path, template: str) -> Iterator[AppUnderTest]:
     folder = Path(shutil.copytree(tiny_model("llama"), root / "model"))
-    (folder / "chat_template.jinja").write_text(SMALL["tags"].replace("<|end|>", END))
+    (folder / "chat_template.jinja").write_text(template)
     with serving_app(root, model_path=str(folder), max_kv_size=1024) as app:
         yield app
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
+    with serving(tmp_path_factory.mktemp("rows"), SMALL["tags"].replace("<|end|>", END)) as app:
+        yield app
+
+
+@contextlib.contextmanager
+def prompts_of(app: AppUnderTest) -> Iterator[list[tuple[int, ...]]]:
+    """The ids of every prompt that the engine is given meanwhile."""
+    engine, prompts = app.served.engine, list[tuple[int, ...]]()
+    submit = engine.submit
+
+    def seen(request: GenerationRequest) -> Generation:
+        prompts.append(request.prompt.ids)
+        return submit(request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "submit", seen)
+        yield prompts
+
+
+def notes_of(app: AppUnderTest, **fields: object) -> str:
+    """What the request line says beside its numbers of a request with these fields."""
+    response = app.post(CHAT_PATH, chat_body("Hi.", max_tokens=2, **fields))
+    assert response.status == 200, response.body
+    return app.line_of(str(response.json["id"]))
 
 
 def test_a_strict_tool_is_held_in_a_form_that_nobody_knows(app: AppUnderTest) -> None:
@@ -58,3 +89,89 @@ def test_a_forced_call_is_the_beginning_of_the_next_prompt(app: AppUnderTest) ->
     num_cached_tokens = whole(response.json).num_cached_tokens
     assert num_cached_tokens is not None
     assert num_cached_tokens >= first.usage["prompt_tokens"] + first.num_completion_tokens - 2
+
+
+def test_what_is_not_held_in_the_models_own_form_is_said(app: AppUnderTest, tmp_path: Path) -> None:
+    """The reason once when the model is described, and in the line of every request whose calls are promised."""
+    pairs = "{{ c.name }}({% for key, value in c.arguments.items() %}{{ key }}={{ value }};{% endfor %})"
+    template = SMALL["fences"].replace("<|end|>", END)
+    start, end = template.index("{{ c.name }}"), template.index("</call>")
+    promised: list[dict[str, object]] = [
+        {"tools": STRICT_TOOLS},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+        {"tools": TOOLS, "response_format": {"type": "json_object"}},
+    ]
+    free: list[dict[str, object]] = [{}, {"tools": TOOLS}, {"tools": STRICT_TOOLS, "tool_choice": "none"}]
+    reason = "its arguments are not one JSON object"
+    with serving(tmp_path, template[:start] + pairs + template[end:]) as other:
+        assert sum(reason in line for line in other.lines()) == 1, other.lines()
+        assert all(reason in notes_of(other, **fields) for fields in promised)
+        assert not any(reason in notes_of(other, **fields) for fields in free)
+    assert not any("model's own" in notes_of(app, **fields) for fields in promised), "a form that is known"
+    assert not any("chat template" in line for line in app.lines())
+
+
+# --- ids --------------------------------------------------------------------------------------------------------------
+
+
+WRITTEN_ID, OTHER_ID = "abcdefghi", "AbCdEf123"
+NEMO_CALLS = (
+    '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}, "id": "%s"}, '
+    '{"name": "get_time", "arguments": {}, "id": "%s"}]'
+)
+
+
+@pytest.fixture(scope="module")
+def nemo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
+    if SHARED is None:
+        pytest.skip("the templates in shared/ are not here")
+    with serving(tmp_path_factory.mktemp("nemo"), source_of("mistral_nemo").replace("eos_token", f"'{END}'")) as app:
+        yield app
+
+
+@pytest.mark.parametrize("headers", [NAMED, {}])
+def test_results_name_the_ids_that_the_model_wrote(nemo: AppUnderTest, headers: dict[str, str]) -> None:
+    """To the client each call has an id of the server's; the next prompt begins with all that the model wrote, and each
+    result names the id of its call, in whichever order they come."""
+    ids = (WRITTEN_ID, OTHER_ID)
+    asked = {"role": "user", "content": f"How is it in Oslo? {headers}"}
+    fields = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 300}
+    with wishing(nemo, NEMO_CALLS % ids) as wish, prompts_of(nemo) as prompts:
+        response = nemo.post(CHAT_PATH, chat_body([asked], **fields, **wish), headers)
+        message = response.json["choices"][0]["message"]
+        calls = message["tool_calls"]
+        assert [call["function"]["name"] for call in calls] == ["get_weather", "get_time"]
+        assert len({call["id"] for call in calls} - set(ids)) == 2, "an id that can be guessed shows nothing"
+        said = {calls[0]["id"]: "Rain.", calls[1]["id"]: "Noon."}
+        results = [{"role": "tool", "tool_call_id": each, "content": text} for each, text in said.items()]
+        history = [asked, {"role": "assistant", "content": None, "tool_calls": calls}, *reversed(results)]
+        after = nemo.post(CHAT_PATH, chat_body(history, tools=TOOLS, max_tokens=1), headers)
+    assert after.status == 200, after.body
+    encode, decode = nemo.served.tokenizer.encode, nemo.served.tokenizer.decode
+    written = prompts[0] + encode(NEMO_CALLS % ids)
+    assert prompts[1][: len(written)] == written, decode(prompts[1])
+    behind = decode(prompts[1][len(written) :])
+    for text, written_id in zip(("Rain.", "Noon."), ids, strict=True):
+        assert f'{{"content": {text}, "call_id": "{written_id}"}}' in behind
+    cached = whole(after.json).num_cached_tokens
+    assert cached is not None and cached >= len(written) - 1
+
+
+def test_an_id_that_others_chose_names_no_call_of_the_models(nemo: AppUnderTest) -> None:
+    """A client that sends the same call with an id of its own has that one rendered, or what stands for it: what the
+    model wrote to somebody else stays with that one."""
+    asked = {"role": "user", "content": "How is it in Rome?"}
+    with wishing(nemo, NEMO_CALLS % (WRITTEN_ID, OTHER_ID)) as wish, prompts_of(nemo) as prompts:
+        first = nemo.chat([asked], tools=TOOLS, tool_choice="required", max_tokens=300, **wish)
+        named = zip(first.calls, (f"call{'0' * 24}", WRITTEN_ID.upper()), strict=True)
+        calls = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for (name, arguments), call_id in named
+        ]
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in calls]
+        history = [asked, {"role": "assistant", "content": None, "tool_calls": calls}, *results]
+        assert nemo.post(CHAT_PATH, chat_body(history, tools=TOOLS, max_tokens=1)).status == 200
+    text = nemo.served.tokenizer.decode(prompts[1])
+    assert WRITTEN_ID not in text and OTHER_ID not in text
+    assert text.count(WRITTEN_ID.upper()) == 2, "nine letters and digits are written as they were sent"

@@ -21,6 +21,7 @@ from kvserve.output.tool_parsers.arguments import types_of, write_argument
 _BARE = "qwen_coder_bare"
 _SPACES = r"[ \t\r\n]*"
 _SLOTS = {CallSlot.ID: "/[A-Za-z0-9_-]{1,64}/", CallSlot.NUMBER: "/[0-9]{1,6}/"}
+_SHORT_SLOTS = {**_SLOTS, CallSlot.ID: "/[A-Za-z0-9]{9}/"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,8 @@ class CallGrammar:
         return self.lark.rule(" | ".join(calls))
 
     def _parts(self, parts: CallParts) -> str:
-        return " ".join(self.lark.tag(part) if isinstance(part, str) else _SLOTS[part] for part in parts if part)
+        slots = _SHORT_SLOTS if self._row is not None and self._row.has_short_ids else _SLOTS
+        return " ".join(self.lark.tag(part) if isinstance(part, str) else slots[part] for part in parts if part)
 
     def _any_of(self, parts: CallParts) -> str:
         return f"({' | '.join(self._parts(variant) for variant in derived.variants(parts))})" if parts else ""

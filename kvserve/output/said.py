@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kvserve.core import ContentDelta, ReasoningDelta, ToolCallBlock, ToolCallEnd, ToolSpec
 from kvserve.output.formats import OutputFormat
 from kvserve.output.splitter import Splitter
+from kvserve.output.written_ids import written_ids
 
 
 class Said(NamedTuple):
@@ -55,6 +56,11 @@ class Says:
             "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta)).strip(),
             tuple(_call(delta.call) for delta in deltas if isinstance(delta, ToolCallEnd)),
         )
+
+    def ids(self, text: str, said: tuple[str, str, tuple[tuple[str, str], ...]]) -> tuple[str, ...]:
+        """The ids that the calls of a text, which says this, are written with: "" for one without, () in a form without
+        ids."""
+        return written_ids(self.output_format, text, [name for name, _ in said[2]])
 
 
 def _call(call: ToolCallBlock) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvserve.core import CallParts, CallRow, CallSlot, ToolCallBlock
-from kvserve.prompt.compiled import CompiledTemplate
+from kvserve.prompt.compiled import CompiledTemplate, Refusal
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, talk
 from kvserve.prompt.steps import Kind, Step, WireForm, message_dict, tool_dicts, wire_id
 from kvserve.prompt.switches import keep_arguments
@@ -90,12 +90,11 @@ class _Asker:
         return text
 
 
-def call_row(tokenizer: Tokenizer) -> CallRow | None:
-    """The row of a model's calls; None where its template has none that can be told. Raises ModelLoadError."""
+def call_row(tokenizer: Tokenizer) -> CallRow | NoRow:
+    """The row of a model's calls, or why it has none. Raises ModelLoadError."""
     if tokenizer.chat_template is None:
-        return None
-    found = find_call_row(CompiledTemplate(tokenizer.chat_template, tokenizer.template_variables))
-    return found if isinstance(found, CallRow) else None
+        return NoRow("there is no chat template")
+    return find_call_row(CompiledTemplate(tokenizer.chat_template, tokenizer.template_variables))
 
 
 def find_call_row(template: CompiledTemplate) -> CallRow | NoRow:
@@ -105,14 +104,20 @@ def find_call_row(template: CompiledTemplate) -> CallRow | NoRow:
     if dialect is None:
         return NoRow("it cannot be rendered")
     if not dialect.calls:
-        return NoRow("it writes no calls")
+        return NoRow(_why_no_calls(prober, dialect.form))
     reasons = []
     for ending in _ENDINGS:
         try:
-            return _derived(_Asker(prober, dialect.form, ending, dialect.parallel_calls))
+            row = _derived(_Asker(prober, dialect.form, ending, dialect.parallel_calls))
+            return replace(row, has_short_ids=dialect.form.call_ids == "nine_characters")
         except _Unlike as unlike:
             reasons.append(str(unlike))
     return NoRow(reasons[0])
+
+
+def _why_no_calls(prober: Prober, form: WireForm) -> str:
+    text = prober.render(talk(["user", "calls"]), form, tail=False)
+    return f"it refuses calls: {text.reason}" if isinstance(text, Refusal) else "it writes no calls"
 
 
 def _derived(asker: _Asker) -> CallRow:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from kvserve.core import Message, ToolSpec
+from kvserve.prompt.call_words import HERMES, CallWords
 from kvserve.prompt.compiled import MessageDict
 from kvserve.prompt.control import ControlTokens
 from kvserve.prompt.guarding import guarded_steps
@@ -22,9 +23,7 @@ from kvserve.prompt.steps import (
     Speaker,
     Step,
     WireForm,
-    hermes_call,
     hermes_result,
-    hermes_tools,
     message_dict,
     named,
     speaker_after,
@@ -41,7 +40,8 @@ type Place = tuple[Speaker, Kind]
 
 @dataclass(frozen=True)
 class Dialect:
-    """What one template takes. `order` holds which kind of step may follow at which place, the end included."""
+    """What one template takes. `order` holds which kind of step may follow at which place, the end included; `words`
+    say what it has no place for."""
 
     form: WireForm = WireForm()
     tools: bool = False
@@ -51,6 +51,7 @@ class Dialect:
     text_with_calls: bool = False
     reasoning_with_text_and_calls: bool = False
     order: frozenset[tuple[Place, Kind]] = field(default_factory=frozenset)
+    words: CallWords = HERMES
 
     @cached_property
     def bridges(self) -> Mapping[tuple[Place, Kind], tuple[Kind, ...]]:
@@ -94,16 +95,20 @@ def conform(
     memory: "Memory | None" = None,
     control: ControlTokens | None = None,
     describe: DescribeTools = AS_JSON,
+    call_ids: Mapping[str, str] | None = None,
 ) -> Conformed:
     """The messages as steps in the template's dialect; tools that it does not take are described in the system message.
 
-    `memory` is that of this dialect, `describe` says where tools come and go. With `control` the messages are guarded,
-    the tools have been. Raises BadRequest for an image.
+    `memory` is that of this dialect, `describe` says where tools come and go. `call_ids` are those that calls are
+    written with, by the ones that they have. With `control` the messages are guarded, the tools have been. Raises
+    BadRequest for an image.
     """
+    call_ids = call_ids or {}
     if tools and not dialect.tools:
         memory = None  # its conversations begin without that description
-    known = memory.find(messages) if memory is not None else None
+    known = memory.find(messages, call_ids) if memory is not None else None
     placing, num_known = (known.placing.copy(), len(known.messages)) if known is not None else (_Placing(dialect), 0)
+    placing.call_ids = call_ids
     new = enumerate(messages[num_known:], num_known)
     steps = [step for index, message in new for step in steps_of(message, index, describe)]
     for step in steps:
@@ -112,7 +117,7 @@ def conform(
     if control is not None:
         steps = list(guarded_steps(steps, dialect.form, control))
     if tools and not dialect.tools:
-        steps = list(_with_tools_described(steps, tools))
+        steps = list(_with_tools_described(steps, dialect.words.tools(tools)))
         placing.note("tools described in the system message", 0)
     num_given = len(steps)
     while steps and _says_nothing(steps[-1], dialect):
@@ -134,9 +139,8 @@ def _says_nothing(step: Step, dialect: Dialect) -> bool:
     return step.kind == "assistant" and not step.text and not (step.reasoning and dialect.form.reasoning)
 
 
-def _with_tools_described(steps: Sequence[Step], tools: Sequence[ToolSpec]) -> Iterator[Step]:
+def _with_tools_described(steps: Sequence[Step], description: str) -> Iterator[Step]:
     """The steps with the tools at the end of the first system message, or in one of their own before everything."""
-    description = hermes_tools(tools)
     if steps and steps[0].kind == "system":
         text = f"{steps[0].text}\n\n{description}" if steps[0].text else description
         yield replace(steps[0], text=text)
@@ -167,11 +171,13 @@ class Memory:
         """Forget all of them."""
         self._known.clear()
 
-    def find(self, messages: Sequence[Message]) -> _Known | None:
-        """The longest beginning that is known."""
+    def find(self, messages: Sequence[Message], call_ids: Mapping[str, str]) -> _Known | None:
+        """The longest beginning that is known, its calls being written with these ids."""
         for index in range(len(messages) - 1, -1, -1):
             known = self._known.get((index, id(messages[index])))
-            if known is not None and known.messages == tuple(messages[: index + 1]):
+            if known is None or known.messages != tuple(messages[: index + 1]):
+                continue
+            if known.placing.wrote_with(call_ids):
                 return known
         return None
 
@@ -200,7 +206,8 @@ class _Placing:
         self.steps: list[Step] = []
         self.dicts: list[MessageDict] = []
         self._names: dict[str, str] = {}
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[str, tuple[int, int]] = {}
+        self.call_ids: Mapping[str, str] = {}
         self._num_calls = 0
         self._pending: list[str] = []
         self._changes: dict[str, list[int]] = {}
@@ -212,8 +219,13 @@ class _Placing:
         twin.steps, twin.dicts, twin._pending = list(self.steps), list(self.dicts), list(self._pending)
         twin._names, twin._numbers = dict(self._names), dict(self._numbers)
         twin._changes = {change: list(indices) for change, indices in self._changes.items()}
-        twin._num_calls, twin._speaker = self._num_calls, self._speaker
+        twin._num_calls, twin._speaker, twin.call_ids = self._num_calls, self._speaker, self.call_ids
         return twin
+
+    def wrote_with(self, call_ids: Mapping[str, str]) -> bool:
+        """Whether the calls so far are written as with these ids."""
+        same = (call_ids.get(call_id) == self.call_ids.get(call_id) for call_id in self._names)
+        return (not call_ids and not self.call_ids) or all(same)
 
     @property
     def last_kind(self) -> Kind:
@@ -242,7 +254,8 @@ class _Placing:
         if not self._dialect.calls:
             self.note("tool calls written as text", step.index)
             said = [step.text] if step.text else []
-            yield replace(step, kind="assistant", text="\n".join(said + [hermes_call(c) for c in step.calls]), calls=())
+            text = "\n".join([*said, self._dialect.words.calls(step.calls)])
+            yield replace(step, kind="assistant", text=text, calls=())
             return
         mixed = bool(step.reasoning and step.text) and not self._dialect.reasoning_with_text_and_calls
         if step.text and (mixed or not self._dialect.text_with_calls):
@@ -302,8 +315,10 @@ class _Placing:
             return replace(step, kind="later_system")
         if step.kind in ("result", "orphan"):
             answers = step.call_id in self._pending and self.last_kind in ("calls", "result")
-            name, number = self._names.get(step.call_id, step.call_name), self._numbers.get(step.call_id, 0)
-            return replace(step, kind="result" if answers else "orphan", call_name=name, call_number=number)
+            name = self._names.get(step.call_id, step.call_name)
+            number, place = self._numbers.get(step.call_id, (0, 0))
+            kind: Kind = "result" if answers else "orphan"
+            return replace(step, kind=kind, call_name=name, call_number=number, call_place=place)
         return step
 
     def _can_merge(self, step: Step) -> bool:
@@ -321,12 +336,23 @@ class _Placing:
                 self._pending.clear()
             self._pending += [call.call_id for call in step.calls]
             self._names.update((call.call_id, call.name) for call in step.calls)
-            self._numbers.update((call.call_id, self._num_calls + i) for i, call in enumerate(step.calls))
+            self._numbers.update((call.call_id, (self._num_calls + i, i)) for i, call in enumerate(step.calls))
             step = replace(step, call_number=self._num_calls)
             self._num_calls += len(step.calls)
         self._speaker = speaker_after(self._speaker, step.kind)
         self.steps.append(step)
-        self.dicts.append(message_dict(step, self._dialect.form))
+        self.dicts.append(message_dict(self._as_written(step), self._dialect.form))
+
+    def _as_written(self, step: Step) -> Step:
+        """The step with the ids that its calls, or the call that it answers, are written with; where the template
+        numbers calls, a result with the number that the model wrote."""
+        if not self.call_ids or not (step.calls or step.call_id):
+            return step
+        if self._dialect.form.call_ids in ("numbered", "numbered_in_message"):
+            number = self.call_ids.get(step.call_id, "")
+            return replace(step, call_number=int(number), call_place=int(number)) if number.isdecimal() else step
+        calls = tuple(replace(call, call_id=self.call_ids.get(call.call_id, call.call_id)) for call in step.calls)
+        return replace(step, calls=calls, call_id=self.call_ids.get(step.call_id, step.call_id))
 
     def _merge(self, step: Step) -> None:
         """Join the step to the last one; only what follows the last one's text changes."""

@@ -211,13 +211,38 @@ def _probe_calls(prober: Prober, form: WireForm) -> Dialect:
     endings: tuple[Kind, ...] = ("result", "user")
     ids: tuple[CallIds, ...] = ("given", "nine_characters", "numbered")
     flags = (False, True)
-    for ending, as_text, omits, call_ids in product(endings, flags, flags, ids):
-        tried = replace(form, omits_empty_content=omits, call_ids=call_ids, arguments_as_text=as_text)
+    fills = flags if form.empty_text.get("assistant") else (False,)
+    for ending, as_text, fill, omits, call_ids in product(endings, flags, fills, flags, ids):
+        tried = replace(form, omits_empty_content=omits, call_ids=call_ids, arguments_as_text=as_text, fills_calls=fill)
         kinds: tuple[Kind, ...] = ("user", "calls", ending)
         if prober.shows(talk(kinds), tried) and _names_calls(prober, tried, kinds):
-            tried = _probe_raw_arguments(prober, tried, kinds)
+            tried = _probe_numbers(prober, _probe_raw_arguments(prober, tried, kinds))
             return Dialect(form=tried, calls=True, results=ending == "result")
     return Dialect(form=form)
+
+
+def _probe_numbers(prober: Prober, form: WireForm) -> WireForm:
+    """Some templates write a number of their own into a call, and the id that they are given with its result."""
+    counted: tuple[CallIds, ...] = ("numbered", "numbered_in_message")
+    if form.call_ids != "given" or _names_results(prober, form):
+        return form
+    others = (replace(form, call_ids=call_ids) for call_ids in counted)
+    return next((other for other in others if _names_results(prober, other)), form)
+
+
+def _names_results(prober: Prober, form: WireForm) -> bool:
+    """Whether no id stands with a result alone, of two calls that follow one another."""
+    steps: list[Step] = [*talk(["user"])]
+    for number in range(2):
+        call = ToolCallBlock(f"kwid{number}", PROBE_TOOL.name, '{"kwparameter":"kwvalue"}')
+        steps.append(Step("calls", calls=(call,), call_number=number))
+        steps.append(Step("result", "kwtext", call_id=call.call_id, call_name=call.name, call_number=number))
+    text = prober.render(steps, form)
+    if not isinstance(text, str):
+        return False
+    dicts = [message_dict(step, form) for step in steps]
+    ids = [str(message["tool_call_id"]) for message in dicts if message["role"] == "tool"]
+    return all(text.count(call_id) in (0, 2 * ids.count(call_id)) for call_id in ids)
 
 
 def _names_calls(prober: Prober, form: WireForm, kinds: tuple[Kind, ...]) -> bool:

@@ -28,6 +28,10 @@ class Says(Protocol):
         """What `text`, a whole assistant's message behind its header, says."""
         ...
 
+    def ids(self, text: str, said: Said) -> tuple[str, ...]:
+        """The ids that the calls of such a text, which says this, are written with; "" for one without."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Unit:

@@ -6,6 +6,7 @@ It knows the blocks of core.py and the dicts that Hugging Face templates read; n
 import hashlib
 import json
 import math
+import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,7 @@ ROLES: Mapping[Kind, str] = {
     "orphan": "tool",
 }
 
+_NINE_CHARACTERS = re.compile(r"[A-Za-z0-9]{9}")
 THINK_CLOSE = "</think>"
 THINK_OPEN = "<think>"
 
@@ -53,7 +55,8 @@ class Step:
     """One message as a template knows it; `index` is that of the message it came from.
 
     A template writes `reasoning`, `text` and `calls` in this order. `call_id` and `call_name` belong to tool results;
-    `call_number` counts the calls of the conversation: that of the first of `calls`, or of the call that is answered.
+    `call_number` counts the calls of the conversation: that of the first of `calls`, or of the call that is answered,
+    whose place among those of its message is `call_place`.
     `own` are half-open runs of the text that are the template's words, not a client's.
     """
 
@@ -64,6 +67,7 @@ class Step:
     call_id: str = ""
     call_name: str = ""
     call_number: int = 0
+    call_place: int = 0
     name: str | None = None
     index: int = 0
     own: tuple[tuple[int, int], ...] = ()
@@ -80,7 +84,7 @@ def speaker_after(speaker: Speaker, kind: Kind) -> Speaker:
     return "assistant" if kind == "assistant" else speaker
 
 
-CallIds = Literal["given", "nine_characters", "numbered"]
+CallIds = Literal["given", "nine_characters", "numbered", "numbered_in_message"]
 
 # Ways to hand reasoning over that are no field of its own: inside the content's text, or as a part of a content list.
 INLINE = "inline"
@@ -93,8 +97,8 @@ class WireForm:
 
     `reasoning` is the name of the field that it reads, `INLINE` or `THINKING_PART`; None: it takes no reasoning.
     `keeps_think_tags`: an empty reasoning saves a literal </think> in the content. `wraps_raw_arguments`: arguments
-    that are no JSON object are put into one. `empty_text` says per role what stands for an empty text. The messages of
-    `named_roles` are written with their names.
+    that are no JSON object are put into one. `empty_text` says per role what stands for an empty text, `fills_calls`
+    whether it does so beside calls. The messages of `named_roles` are written with their names.
     """
 
     content_as_list: bool = False
@@ -105,6 +109,7 @@ class WireForm:
     arguments_as_text: bool = False
     wraps_raw_arguments: bool = False
     empty_text: Mapping[str, str] = field(default_factory=dict)
+    fills_calls: bool = False
     named_roles: frozenset[str] = frozenset()
 
 
@@ -231,7 +236,7 @@ def _no_images() -> BadRequest:
 def message_dict(step: Step, form: WireForm) -> MessageDict:
     """The dict for the template. No key has the value None: many templates write it out as "None"."""
     role = ROLES[step.kind]
-    text = step.text or form.empty_text.get(role, "")
+    text = step.text or ("" if step.calls and not form.fills_calls else form.empty_text.get(role, ""))
     message: MessageDict = {"role": role}
     has_field = form.reasoning is not None and form.reasoning not in (INLINE, THINKING_PART)
     if step.reasoning and form.reasoning == INLINE:
@@ -245,9 +250,10 @@ def message_dict(step: Step, form: WireForm) -> MessageDict:
     if step.name is not None:
         message["name"] = step.name
     if step.calls:
-        message["tool_calls"] = [_call_dict(call, step.call_number + i, form) for i, call in enumerate(step.calls)]
+        message["tool_calls"] = [_call_dict(call, step.call_number + i, i, form) for i, call in enumerate(step.calls)]
     if role == "tool":
-        message["tool_call_id"] = wire_id(form.call_ids, step.call_id, step.call_name, step.call_number)
+        number = step.call_place if form.call_ids == "numbered_in_message" else step.call_number
+        message["tool_call_id"] = wire_id(form.call_ids, step.call_id, step.call_name, number)
         message["name"] = step.call_name
     return message
 
@@ -260,7 +266,7 @@ def _guards_tags(text: str, form: WireForm) -> bool:
     return form.keeps_think_tags and THINK_CLOSE in text and not text.lstrip().startswith(THINK_OPEN)
 
 
-def _call_dict(call: ToolCallBlock, number: int, form: WireForm) -> dict[str, object]:
+def _call_dict(call: ToolCallBlock, number: int, place: int, form: WireForm) -> dict[str, object]:
     arguments: object = call.arguments
     if not form.arguments_as_text:
         parsed = parsed_arguments(call.arguments)
@@ -268,6 +274,7 @@ def _call_dict(call: ToolCallBlock, number: int, form: WireForm) -> dict[str, ob
             arguments = parsed
         elif form.wraps_raw_arguments:
             arguments = {"arguments": call.arguments}
+    number = place if form.call_ids == "numbered_in_message" else number
     call_id = wire_id(form.call_ids, call.call_id, call.name, number)
     return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
@@ -310,12 +317,13 @@ def _refuse_constant(name: str) -> NoReturn:
 def wire_id(form: CallIds, call_id: str, name: str, number: int) -> str:
     """A call's id as the template wants it.
 
-    Kimi's templates write the id and not the name, so the name must be in it. Mistral's insist on nine alphanumeric
-    characters; these are equal for equal ids.
+    Kimi's templates write the id and not the name, so the name must be in it; `number` is that of the call in its
+    conversation or in its message. Mistral's insist on nine alphanumeric characters, which an id may have already;
+    others are made, equal ones for equal ids.
     """
-    if form == "given":
+    if form == "given" or (form == "nine_characters" and _NINE_CHARACTERS.fullmatch(call_id)):
         return call_id
-    if form == "numbered":
+    if form in ("numbered", "numbered_in_message"):
         return f"functions.{name}:{number}"
     alphabet = string.ascii_letters + string.digits
     digest = hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).digest()
@@ -361,19 +369,7 @@ def hermes_result(text: str) -> str:
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
-def hermes_tools(tools: Sequence[ToolSpec]) -> str:
-    """The tools described in words, for templates that do not take any."""
-    lines = "\n".join(json.dumps(function_dict(tool), ensure_ascii=False) for tool in tools)
-    return (
-        "# Tools\n\nThe functions below can be called. Each line between <tools> and </tools> describes one as JSON.\n"
-        f"<tools>\n{lines}\n</tools>\n\n"
-        "To call one, write a JSON object with its name and arguments between <tool_call> and </tool_call>:\n"
-        '<tool_call>\n{"name": <function-name>, "arguments": <arguments-object>}\n</tool_call>\n'
-        "Its result follows between <tool_response> and </tool_response>."
-    )
-
-
-def transcript(steps: Iterable[Step]) -> str:
+def transcript(steps: Iterable[Step], say_calls: Callable[[Sequence[ToolCallBlock]], str]) -> str:
     """The steps as plain text, each part under a label: the form that needs nothing from a template."""
     parts: list[str] = []
     for step in steps:
@@ -383,6 +379,6 @@ def transcript(steps: Iterable[Step]) -> str:
             said.append(hermes_result(step.text))
         elif step.text:
             said.append(step.text)
-        said += [hermes_call(call) for call in step.calls]
+        said += [say_calls(step.calls)] if step.calls else []
         parts.append("\n".join([f"[{ROLES[step.kind]}]", *said]))
     return "\n\n".join(parts)

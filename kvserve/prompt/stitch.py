@@ -206,6 +206,8 @@ class Stitcher:
             # The model goes on right behind an unfinished turn: there white space says something too.
             if continues and span.stop == len(units) and shown(_text(pieces[start:stop])) != emitted.text:
                 continue
+            if not _names_alike(emitted, "".join(shown(unit.text) for unit in units[span.start : span.stop]), says):
+                continue
             closing = _closing(emitted, shown(units[span.stop - 1].text), says)
             if closing is None:
                 continue
@@ -242,7 +244,7 @@ class Stitcher:
 
 @dataclass(frozen=True, slots=True)
 class _Remembering:
-    """A reader that reads each text once."""
+    """A reader that reads each text once; ids are of those texts only that are said again."""
 
     says: Says
     memo: Memo[Said]
@@ -258,6 +260,18 @@ class _Remembering:
             said = self.says(shown(text))
             self.memo.put(key, said, 3 * len(text) + 256)
         return said
+
+    def ids(self, text: str, said: Said) -> tuple[str, ...]:
+        return self.says.ids(text, said)
+
+
+def _names_alike(emitted: _Emitted, rendered: str, says: Says) -> bool:
+    """Whether calls have in the prompt the ids that the model wrote, which their results name; what it wrote without an
+    id has any."""
+    if emitted.said is None or not emitted.said[2] or emitted.text.endswith(rendered):
+        return True
+    pairs = zip(says.ids(emitted.text, emitted.said), says.ids(rendered, emitted.said), strict=False)
+    return all(mine in ("", theirs) for mine, theirs in pairs)
 
 
 def _closing(emitted: _Emitted, rendered: str, says: Says) -> str | None:

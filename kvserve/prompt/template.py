@@ -7,18 +7,19 @@ into the nearest form by `conform.py`, and if that is refused too, into plainer 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from kvserve.core import Message, TextBlock, TokenSequence, ToolSpec
+from kvserve.core import CallRow, Message, TextBlock, TokenSequence, ToolSpec
 from kvserve.errors import BadRequest
+from kvserve.prompt.call_words import EXAMPLES, CallWords
 from kvserve.prompt.compiled import CompiledTemplate, MessageDict
 from kvserve.prompt.conform import Dialect, Memory, conform
 from kvserve.prompt.control import ControlTokens, Sample, control_tokens, shown, spared_tags
 from kvserve.prompt.guarding import guarded_data, guarded_steps, guarded_tools
 from kvserve.prompt.images_text import Runs, without_barriers
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, sample
-from kvserve.prompt.steps import Step, WireForm, hermes_tools, steps_of, tool_dicts, transcript
+from kvserve.prompt.steps import Step, WireForm, steps_of, tool_dicts, transcript
 from kvserve.prompt.switches import Switches, find_switches, keep_arguments
 from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
-from kvserve.prompt.tool_form import find_tool_form
+from kvserve.prompt.tool_form import find_tool_form, shown_call
 from kvserve.prompt.tool_words import ToolForm, ToolWords
 from kvserve.prompt.writing import REASONING_TAGS, Writer, Written
 
@@ -78,15 +79,17 @@ class _Voice:
     switches: Switches
     sample: Sample
     tool_form: ToolForm | None
+    shown_call: str | None
 
     @property
     def in_words(self) -> Dialect:
         """The dialect with everything about tools written as text."""
-        return replace(self.dialect, tools=False, calls=False, results=False)
+        words = CallWords(self.dialect.words.row)
+        return replace(self.dialect, tools=False, calls=False, results=False, words=words)
 
 
-def _probed(template: CompiledTemplate) -> _Voice | None:
-    """What the template accepts, None where it cannot even render one user message."""
+def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _Voice | None:
+    """What the template accepts, None where it cannot even render one user message; `row` is how it writes calls."""
     prober = Prober(template, arguments=keep_arguments(template))
     dialect = probe(prober)
     if dialect is None:
@@ -95,21 +98,33 @@ def _probed(template: CompiledTemplate) -> _Voice | None:
     tool_dialect = probe(with_tools)
     if tool_dialect is not None and not tool_dialect.tools:
         tool_dialect = None
-    written = sample(prober, dialect) if tool_dialect is None else sample(with_tools, tool_dialect)
+    asked, spoken = (prober, dialect) if tool_dialect is None else (with_tools, tool_dialect)
     form = find_tool_form(with_tools, tool_dialect.form) if tool_dialect is not None else None
-    return _Voice(template, dialect, tool_dialect, find_switches(prober, dialect.form), written, form)
+    called = shown_call(asked, spoken) if row is None else CallWords(row).calls(EXAMPLES[:1])
+    dialect = replace(dialect, words=CallWords(row, called if row is None and dialect.calls else None))
+    switches = find_switches(prober, dialect.form)
+    return _Voice(template, dialect, tool_dialect, switches, sample(asked, spoken), form, called)
 
 
 class ChatTemplate:
     """The chat template of one model, compiled and probed once. Thread-safe: what it remembers changes no text."""
 
-    def __init__(self, tokenizer: Tokenizer, max_bytes: int = MEMORY_BYTES, tags: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_bytes: int = MEMORY_BYTES,
+        tags: Collection[str] = (),
+        row: CallRow | None = None,
+    ) -> None:
         """`max_bytes` bounds what is remembered of earlier conversations, `tags` are those that the model's answers are
-        searched for. Raises ModelLoadError where the template is broken. A model without one gets labelled plain text.
+        searched for, `row` is how it writes calls. Raises ModelLoadError where the template is broken. A model without
+        one gets labelled plain text.
         """
         self._tokenizer = tokenizer
+        self._words = CallWords(row)
         source = tokenizer.chat_template
-        self._voice = _probed(CompiledTemplate(source, tokenizer.template_variables)) if source is not None else None
+        compiled = CompiledTemplate(source, tokenizer.template_variables) if source is not None else None
+        self._voice = _probed(compiled, row) if compiled is not None else None
         dialects = (self._voice.dialect, self._voice.tool_dialect) if self._voice is not None else ()
         spoken = [dialect for dialect in dialects if dialect is not None]
         self._memories = [(dialect, Memory(max_bytes // len(spoken))) for dialect in spoken]
@@ -124,6 +139,17 @@ class ChatTemplate:
     def accepts_tools(self) -> bool:
         """Whether the template writes tools itself; else they are described in the system message."""
         return self._voice is not None and self._voice.tool_dialect is not None
+
+    @property
+    def counts_calls(self) -> bool:
+        """Whether the template numbers calls itself, and results name these numbers."""
+        dialect = (self._voice.tool_dialect or self._voice.dialect) if self._voice is not None else None
+        return dialect is not None and dialect.form.call_ids in ("numbered", "numbered_in_message")
+
+    @property
+    def shown_call(self) -> str | None:
+        """How the template writes the first of `EXAMPLES`; None where calls are text in its conversations."""
+        return self._voice.shown_call if self._voice is not None else None
 
     @property
     def image_words(self) -> str | None:
@@ -163,11 +189,13 @@ class ChatTemplate:
         preserve_thinking: bool | None = None,
         effort: str | None = None,
         template_arguments: Mapping[str, object] | None = None,
+        call_ids: Mapping[str, str] | None = None,
     ) -> PromptText:
         """The text for the next assistant message, or up to the end of the last one if that is the assistant's.
 
         `preserve_thinking` and `effort` None leave the template its default. Of `template_arguments` those are ignored
         that the rendering itself needs (`messages`, `bos_token`, ...) or that `thinking` and `effort` decide.
+        `call_ids` are those that calls are written with, by the ones that they have here.
         Raises BadRequest for an image, and for template arguments that the template fails with.
         """
         voice = self._voice
@@ -180,7 +208,7 @@ class ChatTemplate:
         refusals: list[str] = []
         for dialect, said in _attempts(voice, messages, tools):
             words = self._tool_words(dialect, tools)
-            conformed = conform(said, tools, dialect, self._memory_of(dialect), self.control, words.said)
+            conformed = conform(said, tools, dialect, self._memory_of(dialect), self.control, words.said, call_ids)
             writer = Writer(voice.template, dialect.form, tool_dicts(tools) if dialect.tools else None, arguments)
             written = writer.write(conformed)
             if isinstance(written, Written):
@@ -219,12 +247,12 @@ class ChatTemplate:
 
     def _plain(self, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...], notes: tuple[str, ...]) -> PromptText:
         """The conversation as labelled text, without the model's template."""
-        describe = ToolWords(explains=not tools, control=self.control).said
+        describe = ToolWords(explains=not tools, control=self.control, calls=self._words).said
         said = [step for index, message in enumerate(messages) for step in steps_of(message, index, describe)]
-        steps = [Step("system", hermes_tools(tools))] if tools else []
+        steps = [Step("system", self._words.tools(tools))] if tools else []
         steps += guarded_steps(said, WireForm(), self.control)
         continues = bool(steps) and steps[-1].kind == "assistant" and bool(steps[-1].text)
-        text = without_surrogates(transcript(steps) + ("" if continues else "\n\n[assistant]\n"))
+        text = without_surrogates(transcript(steps, self._words.calls) + ("" if continues else "\n\n[assistant]\n"))
         notes = (*notes, "no chat template: rendered as labelled plain text")
         text = self.control.settled(text)
         begun = without_barriers(shown(steps[-1].text)) if continues else ""
@@ -233,7 +261,7 @@ class ChatTemplate:
     def _tool_words(self, dialect: Dialect, tools: tuple[ToolSpec, ...]) -> ToolWords:
         """What is said where tools change: in the form of those in front; without any, how to call one too."""
         form = self._voice.tool_form if self._voice is not None and dialect.tools else None
-        return ToolWords(form, explains=not tools, control=self.control)
+        return ToolWords(form, explains=not tools, control=self.control, calls=dialect.words)
 
     def _free_arguments(self, voice: _Voice, given: Mapping[str, object]) -> dict[str, object]:
         """The request's arguments less the names that the rendering itself needs."""
@@ -259,6 +287,7 @@ def _attempts(
     yield voice.in_words, messages
     is_answer = bool(messages) and messages[-1].role == "assistant"
     told, answer = (messages[:-1], messages[-1:]) if is_answer else (messages, ())
-    describe = ToolWords(explains=not tools).said
+    words = voice.in_words.words
+    describe = ToolWords(explains=not tools, calls=words).said
     steps = (step for index, message in enumerate(told) for step in steps_of(message, index, describe))
-    yield voice.in_words, (Message("user", (TextBlock(transcript(steps)),)), *answer)
+    yield voice.in_words, (Message("user", (TextBlock(transcript(steps, words.calls)),)), *answer)

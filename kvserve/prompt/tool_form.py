@@ -1,14 +1,16 @@
-"""How one chat template describes a tool, found out at load by rendering some: in any other place it is then described
-in the same way. It knows how to ask a template; what is said around a description, `tool_words.py` knows.
+"""How one chat template describes a tool and writes a call, found out at load by rendering some: in any other place
+they are then said in the same way. It knows how to ask a template; what is said around them, `tool_words.py` knows.
 """
 
 import re
 from dataclasses import dataclass, replace
 
 from kvserve.core import ToolSpec
+from kvserve.prompt.call_words import ARGUMENT, EXAMPLES, FUNCTION, VALUE
 from kvserve.prompt.compiled import MessageDict, ToolDict
-from kvserve.prompt.probe import Prober, talk
-from kvserve.prompt.steps import WireForm, function_dict, message_dict, tool_dicts
+from kvserve.prompt.conform import Dialect
+from kvserve.prompt.probe import Prober, in_order, talk
+from kvserve.prompt.steps import Step, WireForm, function_dict, message_dict, tool_dicts
 from kvserve.prompt.tool_words import OPENING
 
 
@@ -19,6 +21,8 @@ def _example(letter: str) -> ToolSpec:
 
 
 _FIRST, _LAST, _BETWEEN = _example("f"), _example("z"), _example("m")
+_PLAIN = "kwanswer"
+_OPEN_TAG = re.compile(r"<[^<>\s]*\Z")
 _INDENTED = re.compile(r"\A(?P<stray>[^\n]*\S[^\n]*)\n", re.DOTALL)
 
 
@@ -100,6 +104,22 @@ def _own_place(found: ProbedForm) -> tuple[str, str] | None:
         return None
     opening, found_it, closing = said[len(before) : len(said) - len(behind)].partition(description)
     return (opening, closing) if found_it and description not in before else None
+
+
+def shown_call(prober: Prober, dialect: Dialect) -> str | None:
+    """How the prober's template writes the first of `EXAMPLES`; None where it writes no calls."""
+    user, [call, *_] = talk(["user"]), EXAMPLES
+    said = prober.render([*user, Step("calls", calls=(call,))], dialect.form, tail=False)
+    plain = prober.render([*user, Step("assistant", _PLAIN)], dialect.form, tail=False)
+    if not dialect.calls or not isinstance(said, str) or not isinstance(plain, str):
+        return None
+    before, _, behind = plain.partition(_PLAIN)
+    own = said.removeprefix(_common_prefix(said, before))
+    end = len(own) - len(_common_suffix(own, behind))
+    if _OPEN_TAG.search(own, 0, end):  # the ends of two tags are the same by chance
+        end = own.find(">", end) + 1
+    own = own[:end].strip("\n")
+    return own if in_order(own, (FUNCTION, ARGUMENT, VALUE)) else None
 
 
 def _rendered(prober: Prober, form: WireForm, *tools: ToolSpec) -> str:

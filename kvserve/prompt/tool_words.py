@@ -10,9 +10,10 @@ from itertools import groupby
 from typing import Protocol
 
 from kvserve.core import ToolBlock, ToolSpec
+from kvserve.prompt.call_words import HERMES, CallWords
 from kvserve.prompt.control import ControlTokens
 from kvserve.prompt.guarding import guarded_tools
-from kvserve.prompt.steps import function_dict, hermes_tools
+from kvserve.prompt.steps import function_dict
 
 OPENING = "These tools can be called from here on:\n"
 NOT_DEFINED = "The tool {name} is named here, but nobody defines it: it cannot be called."
@@ -35,11 +36,12 @@ class ToolForm(Protocol):
 @dataclass(frozen=True, slots=True)
 class ToolWords:
     """What a model reads where its tools change. `form` None describes them as JSON; `explains`: the model was told of
-    no tools yet, nor how to call one. With `control` the client's own words are guarded."""
+    no tools yet, nor how to call one, which `calls` knows. With `control` the client's own words are guarded."""
 
     form: ToolForm | None = None
     explains: bool = False
     control: ControlTokens | None = None
+    calls: CallWords = HERMES
 
     def said(self, blocks: Sequence[ToolBlock]) -> str:
         """What stands for the blocks, which follow one another."""
@@ -56,7 +58,7 @@ class ToolWords:
     def _described(self, tools: Sequence[ToolSpec]) -> str:
         said = tools if self.control is None else guarded_tools(tools, self.control)
         if self.explains:
-            return hermes_tools(said)
+            return self.calls.tools(said)
         opening, closing = (self.form.opening, self.form.closing) if self.form is not None else (OPENING, "")
         return opening + "\n".join(map(self._description, said)) + closing
 

@@ -98,7 +98,7 @@ def test_a_removed_tool_and_one_that_nobody_defines_are_told(name: str) -> None:
 def test_without_tools_in_front_the_model_is_told_how_to_call_one(name: str) -> None:
     """Nothing else has told it."""
     prompt = written(name, (HI, Message("system", (ToolBlock.of(LATER),))), ())
-    assert "<tool_call>" in prompt and json.dumps(function_dict(LATER), ensure_ascii=False) in prompt
+    assert "like this call of FUNCTION" in prompt and json.dumps(function_dict(LATER), ensure_ascii=False) in prompt
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from kvserve.call_ids import CallIds
 from kvserve.core import (
     ContentDelta,
     Message,
@@ -137,6 +138,7 @@ class Talk:
     thinking: bool = True
     echoes_thinking: bool = True
     tools: tuple[ToolSpec, ...] = (LOOK,)
+    is_one_client: bool = True
     messages: list[Message] = field(default_factory=list)
     writings: list[Written | None] = field(default_factory=list)
 
@@ -146,7 +148,10 @@ class Talk:
     def prompt(self) -> PromptText:
         keeps = True if self.family.template.accepts_preserve_thinking else None
         messages = tuple(self.messages)
-        return self.family.template.write(messages, self.tools, thinking=self.thinking, preserve_thinking=keeps)
+        template, decode = self.family.template, self.family.tokenizer.decode
+        known = CallIds(self.family.output_format, decode, template.counts_calls)
+        call_ids = known.of(messages, self.writings, is_one_client=self.is_one_client)
+        return template.write(messages, self.tools, thinking=self.thinking, preserve_thinking=keeps, call_ids=call_ids)
 
     def stitched(self, prompt: PromptText | None = None) -> Stitched:
         prompt = prompt or self.prompt()

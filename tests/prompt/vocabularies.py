@@ -51,7 +51,7 @@ def real_family(name: str) -> Family:
         tokenizer = load_tokenizer(folder)
     added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
     output_format = select_format("auto", tokenizer.chat_template or "", added, None, _row(tokenizer))
-    template = ChatTemplate(tokenizer, tags=output_format.tags)
+    template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.tool_forms[0].row)
     markers = learn_markers(tokenizer, template)
     return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
 
@@ -59,7 +59,8 @@ def real_family(name: str) -> Family:
 def _row(tokenizer: Tokenizer) -> CallRow | None:
     """The form of calls that is derived where no other one is read anyway."""
     is_known = any(tag in (tokenizer.chat_template or "") for tag in OWN_TOOL_TAGS)
-    return None if is_known else call_row(tokenizer)
+    row = None if is_known else call_row(tokenizer)
+    return row if isinstance(row, CallRow) else None
 
 
 SHARED = shared_folder()
@@ -81,6 +82,6 @@ def template_family(name: str) -> Family:
     backend.add_special_tokens(tokens_in(source))
     tokenizer = tokenizer_of(backend, source)
     output_format = select_format("auto", source, (), None, _row(tokenizer))
-    template = ChatTemplate(tokenizer, tags=output_format.tags)
+    template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.tool_forms[0].row)
     markers = learn_markers(tokenizer, template)
     return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)

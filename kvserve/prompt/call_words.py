@@ -1,0 +1,81 @@
+"""Calls as text, and how to write one in words, where a template has no place for them: in the form of its own calls.
+
+It knows what calls look like, not where that is said. Without a form of the template's it is that of Hermes models,
+which is always read.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvserve.core import CallParts, CallRow, CallSlot, ToolCallBlock, ToolSpec
+from kvserve.prompt.steps import function_dict, hermes_call, parsed_arguments
+
+FUNCTION, ARGUMENT, VALUE = "FUNCTION", "ARGUMENT", "VALUE"
+IDS = ("firstid01", "secondid2")
+"""Stand for a function, an argument, its value and the ids of two calls in what shows how to write a call."""
+
+EXAMPLES = tuple(ToolCallBlock(call_id, FUNCTION, json.dumps({ARGUMENT: VALUE})) for call_id in IDS)
+
+
+@dataclass(frozen=True, slots=True)
+class CallWords:
+    """How one template's calls are said in words. `row`: the form of its calls, where that is known; else `example` is
+    how it writes the first of `EXAMPLES`, where it writes calls at all."""
+
+    row: CallRow | None = None
+    example: str | None = None
+
+    def calls(self, calls: Sequence[ToolCallBlock]) -> str:
+        """The calls of a message as text."""
+        if self.row is None:
+            return "\n".join(map(hermes_call, calls))
+        if self.row.between is None:
+            return "\n".join(_row_calls(self.row, [call]) for call in calls)
+        return _row_calls(self.row, calls)
+
+    def tools(self, tools: Sequence[ToolSpec]) -> str:
+        """The tools described in words, and how to call one."""
+        lines = "\n".join(json.dumps(function_dict(tool), ensure_ascii=False) for tool in tools)
+        return (
+            "# Tools\n\nThe functions below can be called. "
+            f"Each line between <tools> and </tools> describes one as JSON.\n<tools>\n{lines}\n</tools>\n\n"
+            f"To call one, write it like this call of {FUNCTION}, which gives {ARGUMENT} the value {VALUE}"
+            f"{self._on_ids()}:\n{self._examples()}\nIts result follows."
+        )
+
+    def _examples(self) -> str:
+        if self.example is not None:
+            return self.example
+        one = self.calls(EXAMPLES[:1])
+        if self.row is None or self.row.between is None:
+            return one
+        return f"{one}\nTwo calls at once are written like this:\n{self.calls(EXAMPLES)}"
+
+    def _on_ids(self) -> str:
+        has_ids = self.row is not None and any(CallSlot.ID in parts for parts in (self.row.middle, self.row.closing))
+        return f" ({IDS[0]} stands for an id, which is another one in each call)" if has_ids else ""
+
+
+HERMES = CallWords()
+
+
+def _row_calls(row: CallRow, calls: Sequence[ToolCallBlock]) -> str:
+    """The calls of one message, from what opens them to what closes them."""
+    said: list[str] = []
+    for number, call in enumerate(calls):
+        lead = row.opening if number == 0 else row.between or ()
+        # an id behind the arguments belongs to the call before, one behind the name to this one
+        before = calls[number - 1] if number else call
+        said += [_said(lead, before, number), call.name, _said(row.middle, call, number), _arguments(call)]
+    return "".join([*said, _said(row.closing, calls[-1], len(calls) - 1)])
+
+
+def _said(parts: CallParts, call: ToolCallBlock, number: int) -> str:
+    slots = {CallSlot.ID: call.call_id, CallSlot.NUMBER: str(number)}
+    return "".join(part if isinstance(part, str) else slots[part] for part in parts)
+
+
+def _arguments(call: ToolCallBlock) -> str:
+    arguments = parsed_arguments(call.arguments)
+    return call.arguments if arguments is None else json.dumps(arguments, ensure_ascii=False)
