@@ -64,11 +64,11 @@ class PrefixTree:
         self._needs_checkpoints = needs_checkpoints
         self._clock = clock
         self._names = RecentNames(hasher)
-        self._trie = Trie(use_index=use_index)
+        self._trie = Trie(use_index=use_index, is_ranked=True)
         self._ram = RamTier()
         self._store = Store(self._trie, self._ram, cut_payload)
-        self._sweep = Sweep(self._store, limits, score, self._kept, needs_checkpoints=needs_checkpoints)
         self._leases: set[Lease] = set()
+        self._sweep = Sweep(self._store, limits, score, self._kept, self._leases, needs_checkpoints=needs_checkpoints)
         self._owners_seen_at: dict[str, float] = {}
         self._live_bytes = 0
 
@@ -163,7 +163,7 @@ class PrefixTree:
             self._trie.split(match.node, match.num_usable_tokens, self._hasher.block_size)
         chain = match.chain.truncated(match.num_usable_tokens)
         lease = Lease(match.node, match.num_usable_tokens, chain, match.prompt, owner, ttl_seconds, user, is_guess)
-        lease.touch(now)
+        self._use(lease, now)
         if not is_guess:
             match.node.restored_at = now
             match.node.num_restores += 1
@@ -205,8 +205,12 @@ class PrefixTree:
             self._grow(lease, run, rows)
         has_new_checkpoint = self._finish_at(lease, take_state, kind)
         lease.prompt.follow(Position(lease.node, lease.num_tokens), run, start)
-        lease.touch(self._clock(), num_uses=0)
+        self._use(lease, self._clock(), num_uses=0)
         return Extension(start, first_new, end, has_new_checkpoint)
+
+    def _use(self, lease: Lease, now: float, num_uses: int = 1) -> None:
+        if (above := lease.touch(now, num_uses)) is not None:
+            self._trie.changes.note_parted(above)
 
     def _grow(self, lease: Lease, run: TokenRun, payload: Payload | None) -> None:
         """Add the tokens behind the lease as a new leaf, which the lease then stands on."""
@@ -228,6 +232,8 @@ class PrefixTree:
             self._trie.split(node, lease.num_tokens, self._hasher.block_size)
         if node.kind != "system":
             node.kind = kind
+            if kind == "system":
+                self._trie.changes.note_anchor(node)
         if take_state is None or not wants_state or node.checkpoint is not None:
             return False
         self._store.add_checkpoint(node, take_state(), kind, self._clock())
@@ -240,7 +246,7 @@ class PrefixTree:
             self._owners_seen_at[lease.owner] = now
         if lease.is_detached or node.parent is None or node.children or lease.num_tokens < node.end:
             return
-        node.sequence_end = SequenceEnd(lease.owner, lease.ttl_seconds, now)
+        self._trie.entries.set(node, SequenceEnd(lease.owner, lease.ttl_seconds, now))
         self._trie.changed[node] = None
 
     def note_users(self, lease: Lease, users: Mapping[str, int]) -> None:
@@ -253,7 +259,7 @@ class PrefixTree:
     def release(self, lease: Lease) -> None:
         """The row left. Idempotent."""
         self._leases.discard(lease)
-        lease.node.leases.discard(lease)
+        self._trie.leave(lease)
         lease.is_detached = True
         self._trie.changed[lease.node] = None
 
