@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from kvserve.cache.eviction import Ageing
 from kvserve.cache.node import Node
 
-STEPS_PER_OCTAVE = 16
-"""Slopes are rounded to so many steps: those of one step count as alike, whose worth differs by less than a fifth."""
+STEPS_PER_OCTAVE = 64
+"""Slopes are rounded to so many steps: what is worth up to a twentieth more than something else counts as that much."""
 
 MIN_STALE_ITEMS = 64
 """With fewer it is not worth the while to tidy up."""
@@ -71,19 +71,17 @@ class EvictionQueue:
     def first(self, now: float) -> Node | None:
         """Who would leave now."""
         for level in sorted(self._levels):
-            best: tuple[float, int, int] | None = None
-            leaver: Node | None = None
-            buckets = self._levels[level]
-            for step, heap in list(buckets.items()):
+            buckets, found, highest = self._levels[level], None, -math.inf
+            for slope, heap in list(buckets.items()):
                 if not self._pass_over_stale(heap):
-                    del buckets[step]
+                    del buckets[slope]
                     continue
-                since, number, start, ticket = heap[0]
-                place = (-Ageing(_slope(step), since).urgency(now), number, start)
-                if best is None or place < best:
-                    best, leaver = place, self._nodes[ticket]
-            if leaver is not None:
-                return leaver
+                item = heap[0]
+                urgency = slope * (now - item[0])
+                if found is None or urgency > highest or (urgency == highest and item[1:] < found[1:]):
+                    found, highest = item, urgency
+            if found is not None:
+                return self._nodes[found[-1]]
             del self._levels[level]
         return None
 
@@ -99,7 +97,7 @@ class EvictionQueue:
     def _push(self, node: Node) -> None:
         rank, ticket = self._ranks[node], self._tickets[node]
         item = (rank.ageing.since, node.number, node.start, ticket)
-        heapq.heappush(self._levels.setdefault(rank.level, {}).setdefault(_step(rank.ageing.slope), []), item)
+        heapq.heappush(self._levels.setdefault(rank.level, {}).setdefault(_rounded(rank.ageing.slope), []), item)
         if rank.until < math.inf:
             heapq.heappush(self._ends, (rank.until, ticket))
         self._num_items += 1
@@ -117,9 +115,5 @@ class EvictionQueue:
             self._push(node)
 
 
-def _step(slope: float) -> float:
-    return slope if math.isinf(slope) else round(STEPS_PER_OCTAVE * math.log2(slope))
-
-
-def _slope(step: float) -> float:
-    return 2 ** (step / STEPS_PER_OCTAVE)
+def _rounded(slope: float) -> float:
+    return slope if math.isinf(slope) else 2 ** (round(STEPS_PER_OCTAVE * math.log2(slope)) / STEPS_PER_OCTAVE)

@@ -170,7 +170,7 @@ def test_an_entry_over_its_number_leaves_no_more_than_bytes_ask(needs_checkpoint
     tree = make_tree(limits, needs_checkpoints=needs_checkpoints, clock=clock)
     old, long = tokens(*range(5000, 5010)), tokens(*range(600))
     store(tree, old, owner="other")
-    clock.now += 3000
+    clock.now += 1000
     store(tree, long, range(2, 601, 2), kinds={2: "system"}, owner="mine")
     clock.now += 1
     store(tree, tokens(*range(7000, 7002)), owner="mine")
