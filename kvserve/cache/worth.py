@@ -133,13 +133,16 @@ def fallen_by_parting(node: Node) -> Iterator[Node]:
     yield node
     if _used_children(node):
         yield from _newest_above(node, of_user=True)
-    above, near = node, []
-    while above.parent is not None and above.kind != "system":
+    above: Node | None = node
+    behind_anchor: list[Node] = []  # of system and tools, or of the root
+    while above is not None:
+        if above.parent is None or above.kind == "system":
+            yield from behind_anchor
+            behind_anchor = []
         if node.end - above.start >= BRIEF_TOKENS:
             return
-        near.append(above)
+        behind_anchor.append(above)
         above = above.parent
-    yield from near
 
 
 def fallen_by_anchor(node: Node) -> Iterator[Node]:

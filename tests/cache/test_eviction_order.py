@@ -1,0 +1,247 @@
+"""The kept order of what may leave is the one that a look at all nodes would give, whatever happened to the tree."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import example, find, given, settings
+from hypothesis import strategies as st
+
+from kvserve.cache import worth
+from kvserve.cache.changes import Changes
+from kvserve.cache.eviction import SCORES
+from kvserve.cache.eviction_order import EvictionOrder
+from kvserve.cache.leaving import Leaving
+from kvserve.cache.node import Lease, Node
+from kvserve.cache.records import BoundaryKind, Limits
+from kvserve.cache.tree import PrefixTree
+from kvserve.core import TokenSequence
+from tests.cache.payloads import Clock, WholeState, joined, keys_of, make_tree, rows_of
+from tests.laws import num_examples
+
+BRIEF_TOKENS = 6
+"""So few tokens make a request brief here that prompts of some ten tokens are either."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row behind the first part of an earlier prompt, with these tokens more and stops on the way. It lives on for
+    as long as `num_live` others may, is a guess, or has an entry."""
+
+    base: int
+    kept: float
+    more: tuple[int, ...]
+    stops: tuple[tuple[float, BoundaryKind], ...] = ((1.0, "message"),)
+    owner: str | None = None
+    ttl_seconds: float | None = None
+    user: str = ""
+    num_live: int = 0
+    is_guess: bool = False
+    has_end: bool = True
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The oldest live row stops again, without a state or with one."""
+
+    kind: BoundaryKind
+    has_state: bool
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Room for so many bytes more than there are, if any."""
+
+    num_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Other:
+    """What else is asked of a tree."""
+
+    what: str
+
+
+type Step = Row | Stop | Evict | Other | float
+
+kinds: st.SearchStrategy[BoundaryKind] = st.sampled_from(["user", "message", "message", "system", "answer"])
+tokens = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
+stops = st.lists(st.tuples(st.sampled_from([0.25, 0.5, 0.75, 1.0]), kinds), max_size=4).map(tuple)
+rows = st.builds(
+    Row,
+    base=st.integers(0, 30),
+    kept=st.sampled_from([0.0, 0.3, 0.6, 0.9, 1.0, 1.0]),
+    more=tokens,
+    stops=stops,
+    owner=st.sampled_from([None, "a", "b"]),
+    ttl_seconds=st.sampled_from([None, None, 20.0, 300.0]),
+    user=st.sampled_from(["c", "d"]),
+    num_live=st.sampled_from([0, 0, 1, 2]),
+    is_guess=st.sampled_from([False, False, True]),
+    has_end=st.booleans(),
+)
+evictions = st.builds(Evict, st.sampled_from([None, 1, 60, 200]))
+others = st.builds(Other, st.sampled_from(["coalesce", "forget", "discard", "retract", "clear", "check", "check"]))
+seconds = st.sampled_from([1.0, 10.0, 100.0, 1000.0])
+steps = st.one_of(rows, rows, rows, rows, st.builds(Stop, kinds, st.booleans()), evictions, evictions, seconds, others)
+traffic = st.lists(steps, min_size=3, max_size=30)
+limits = st.builds(
+    Limits,
+    max_bytes=st.sampled_from([200, 500, 10**6]),
+    max_checkpoint_bytes=st.sampled_from([130, 300, 10**6]),
+    max_entries=st.sampled_from([2, 4, 100]),
+    max_entries_per_owner=st.sampled_from([1, 2, 100]),
+    ttl_seconds=st.sampled_from([0.0, 500.0]),
+    keep_alive_seconds=st.sampled_from([0.0, 200.0]),
+)
+
+
+class OrderAnew(EvictionOrder):
+    """It remembers nothing: before each that leaves all nodes are ranked."""
+
+    def _update(self) -> None:
+        self._trie.changes.clear()
+        self.forget_gone()
+        for queue in (self._all, self._states):
+            for node in list(queue._ranks):
+                queue.discard(node)
+        for node in self._trie.nodes():
+            self._rank(node)
+
+
+class World:
+    """One tree, the rows that live in it and what left it so far, in order."""
+
+    def __init__(self, limits: Limits, score: str, *, needs_checkpoints: bool, is_anew: bool = False) -> None:
+        self.clock, self.limits = Clock(), limits
+        self.tree = make_tree(limits, needs_checkpoints=needs_checkpoints, clock=self.clock, score=SCORES[score])
+        if is_anew:
+            self.tree._sweep._order.__class__ = OrderAnew
+        self.tree.before_leaving(self._hear)
+        self.left: list[tuple[tuple[Any, ...], bool]] = []
+        self.prompts: list[TokenSequence] = [TokenSequence((0,))]
+        self.live: list[tuple[Row, TokenSequence, Lease]] = []
+
+    def _hear(self, leaving: Leaving) -> None:
+        path = leaving.nodes[0].path()
+        keys = tuple(node.tokens.key_at(place) for node in path for place in range(node.start, node.end))
+        self.left.append((keys, leaving.is_state_only))
+
+    def play(self, steps: Sequence[Step]) -> "World":
+        for step in steps:
+            self._step(step)
+        self.clock.now += 1
+        self.tree.evict(10**9)
+        self.tree.check_integrity()
+        return self
+
+    def _step(self, step: Step) -> None:
+        match step:
+            case Row():
+                self._row(step)
+            case Stop() if self.live:
+                row, prompt, lease = self.live[0]
+                longer = TokenSequence((*prompt.ids[: lease.num_tokens], *prompt.ids[lease.num_tokens :], 2, 3))
+                self.live[0] = row, longer, lease
+                self._extend(lease, longer, len(longer), step.kind, has_state=step.has_state)
+            case Evict():
+                over = self.limits.max_bytes - self.tree.num_ram_bytes
+                self.tree.evict(0 if step.num_bytes is None else max(0, over + step.num_bytes))
+            case float():
+                self.clock.now += step
+            case Other():
+                self._other(step.what)
+
+    def _row(self, row: Row) -> None:
+        base = self.prompts[row.base % len(self.prompts)]
+        prompt = TokenSequence((*base.ids[: max(1, int(row.kept * len(base)))], *row.more))
+        self.prompts.append(prompt)
+        match = self.tree.lookup(prompt)
+        lease = self.tree.acquire(
+            match, owner=row.owner, ttl_seconds=row.ttl_seconds, user=row.user, is_guess=row.is_guess
+        )
+        for part, kind in sorted(row.stops, key=lambda stop: stop[0]):
+            self._extend(lease, prompt, int(part * len(prompt)), kind, has_state=True)
+        self._extend(lease, prompt, len(prompt), "answer", has_state=False)
+        self.live.append((row, prompt, lease))
+        while len(self.live) > row.num_live:
+            self._end(*self.live.pop(0))
+
+    def _extend(self, lease: Lease, prompt: TokenSequence, end: int, kind: BoundaryKind, *, has_state: bool) -> None:
+        if end < lease.num_tokens:
+            return
+        keys = keys_of(prompt)[:end]
+        self.tree.extend(lease, prompt, end, rows_of(prompt), (lambda: WholeState(keys)) if has_state else None, kind)
+
+    def _end(self, row: Row, _prompt: TokenSequence, lease: Lease) -> None:
+        if row.has_end and not row.is_guess:
+            self.tree.mark_end(lease)
+        self.tree.release(lease)
+
+    def _other(self, what: str) -> None:
+        tree = self.tree
+        match what:
+            case "coalesce":
+                while (run := tree.plan_coalesce(max_tokens=16)) is not None:
+                    tree.replace(run, joined(run.pieces))
+            case "forget":
+                tree.forget(lambda user: user == "c")
+            case "discard":
+                tree.discard(self.prompts[-1], lambda owner: owner == "a")
+            case "retract" if self.live:
+                _row, prompt, lease = self.live.pop()
+                tree.retract(lease, len(prompt) // 2)
+            case "clear" if len(self.prompts) % 4 == 0:
+                tree.clear()
+            case "check":
+                check_order(tree)
+
+
+def check_order(tree: PrefixTree) -> None:
+    """Nothing that may leave is missing, or in a place from which it would leave later than it should, now or ever."""
+    kept = tree._sweep._order
+    kept.worth.now = tree._clock()
+    kept._update()
+    anew = OrderAnew(tree._trie, kept.worth._score, needs_checkpoints=tree._needs_checkpoints)
+    anew.worth.now, anew.over_number = kept.worth.now, kept.over_number
+    anew._update()
+    for node in tree._trie.nodes():
+        for one, other in ((kept._all, anew._all), (kept._states, anew._states)):
+            was, now = one.rank(node), other.rank(node)
+            if now is None:
+                continue
+            assert was is not None and was.level <= now.level, (node.start, node.end, was, now)
+            is_before = was.ageing.slope >= now.ageing.slope and was.ageing.since <= now.ageing.since
+            assert was.level < now.level or is_before, (node.start, node.end, was, now)
+
+
+def differ(steps: Sequence[Step], limits: Limits, score: str, *, needs_checkpoints: bool) -> bool:
+    """Whether the kept order is not that of a look at all nodes."""
+    with patch.object(worth, "BRIEF_TOKENS", BRIEF_TOKENS):
+        try:
+            kept, anew = (
+                World(limits, score, needs_checkpoints=needs_checkpoints, is_anew=is_anew).play(steps).left
+                for is_anew in (False, True)
+            )
+        except AssertionError:
+            return True
+    return kept != anew
+
+
+@pytest.mark.parametrize("needs_checkpoints", [False, True])
+@given(steps=traffic, limits=limits, score=st.sampled_from(["value", "value", "age_length_frequency", "lru"]))
+@settings(max_examples=num_examples(150), deadline=None)
+def test_what_leaves_is_what_a_look_at_all_nodes_would_choose(
+    needs_checkpoints: bool, steps: list[Step], limits: Limits, score: str
+) -> None:
+    """Any traffic with guesses, pins, live rows, branches, states in the middle of a path, evictions, joined records,
+    forgetting and time that passes: leaf by leaf and state by state, to the last of them."""
+    with patch.object(worth, "BRIEF_TOKENS", BRIEF_TOKENS):
+        kept, anew = (
+            World(limits, score, needs_checkpoints=needs_checkpoints, is_anew=is_anew).play(steps)
+            for is_anew in (False, True)
+        )
+    assert kept.left == anew.left
+    assert kept.tree.stats() == anew.tree.stats()
