@@ -1,18 +1,19 @@
 """The kept order of what may leave is the one that a look at all nodes would give, whatever happened to the tree."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import example, find, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.cache import worth
+from kvserve.cache import eviction_order, worth
 from kvserve.cache.changes import Changes
 from kvserve.cache.eviction import SCORES
 from kvserve.cache.eviction_order import EvictionOrder
+from kvserve.cache.eviction_queue import EvictionQueue
 from kvserve.cache.leaving import Leaving
 from kvserve.cache.node import Lease, Node
 from kvserve.cache.records import BoundaryKind, Limits
@@ -27,13 +28,13 @@ BRIEF_TOKENS = 6
 
 @dataclass(frozen=True)
 class Row:
-    """A row behind the first part of an earlier prompt, with these tokens more and stops on the way. It lives on for
-    as long as `num_live` others may, is a guess, or has an entry."""
+    """A row behind the first part of an earlier prompt, with these tokens more, and where it stops, why, and whether
+    with a state. It lives on while no more than `num_live` do, is a guess, or has an entry."""
 
     base: int
     kept: float
     more: tuple[int, ...]
-    stops: tuple[tuple[float, BoundaryKind], ...] = ((1.0, "message"),)
+    stops: tuple[tuple[float, BoundaryKind, bool], ...] = ()
     owner: str | None = None
     ttl_seconds: float | None = None
     user: str = ""
@@ -68,7 +69,9 @@ type Step = Row | Stop | Evict | Other | float
 
 kinds: st.SearchStrategy[BoundaryKind] = st.sampled_from(["user", "message", "message", "system", "answer"])
 tokens = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
-stops = st.lists(st.tuples(st.sampled_from([0.25, 0.5, 0.75, 1.0]), kinds), max_size=4).map(tuple)
+stops = st.lists(
+    st.tuples(st.sampled_from([0.25, 0.5, 0.75, 1.0]), kinds, st.sampled_from([True, True, False])), max_size=4
+).map(tuple)
 rows = st.builds(
     Row,
     base=st.integers(0, 30),
@@ -162,8 +165,8 @@ class World:
         lease = self.tree.acquire(
             match, owner=row.owner, ttl_seconds=row.ttl_seconds, user=row.user, is_guess=row.is_guess
         )
-        for part, kind in sorted(row.stops, key=lambda stop: stop[0]):
-            self._extend(lease, prompt, int(part * len(prompt)), kind, has_state=True)
+        for part, kind, has_state in sorted(row.stops, key=lambda stop: stop[0]):
+            self._extend(lease, prompt, int(part * len(prompt)), kind, has_state=has_state)
         self._extend(lease, prompt, len(prompt), "answer", has_state=False)
         self.live.append((row, prompt, lease))
         while len(self.live) > row.num_live:
@@ -245,3 +248,77 @@ def test_what_leaves_is_what_a_look_at_all_nodes_would_choose(
         )
     assert kept.left == anew.left
     assert kept.tree.stats() == anew.tree.stats()
+
+
+def itself(node: Node) -> Iterator[Node]:
+    yield node
+
+
+def above_alone(node: Node) -> Iterator[Node]:
+    if node.checkpoint is not None:
+        yield from worth._newest_above(node, of_user=node.checkpoint.kind == "user")
+
+
+def used(tree: PrefixTree, lease: Lease, now: float, num_uses: int = 1) -> None:
+    lease.touch(now, num_uses)
+
+
+CHECK, ROOM = Other("check"), Limits(10**6, 10**6, max_entries=100, max_entries_per_owner=100)
+TWO = ((0.5, "message", True), (1.0, "message", True))
+UNTOLD: dict[str, tuple[list[Step], tuple[Any, str, Any]]] = {
+    "a new leaf": (
+        [CHECK, Row(0, 0, (1,)), CHECK],
+        (Changes, "note", lambda *_: None),
+    ),
+    "a node that was cut": (
+        [Row(0, 0, (1, 1)), CHECK, Row(0, 0, (2,)), CHECK],
+        (Changes, "note_cut", lambda *_: None),
+    ),
+    "those above a new state": (
+        [Row(0, 0, (1, 1, 1), TWO), CHECK, Row(1, 1, (1, 1, 1, 1), TWO), CHECK],
+        (eviction_order, "fallen_by_state", itself),
+    ),
+    "those below a new state": (
+        [Row(0, 0, (1, 1)), Row(1, 1, (1, 1), TWO[1:]), CHECK, Row(1, 1, (2,), ((0.75, "message", True),)), CHECK],
+        (eviction_order, "fallen_by_state", above_alone),
+    ),
+    "a branch that left": (
+        [
+            Row(0, 0, (0, 0, 0), ((0.25, "user", True),)),
+            Row(0, 0, (0, 0, 0, 0, 0, 0, 0), ((0.25, "user", True), (0.5, "user", True))),
+        ],
+        (eviction_order, "fallen_by_parting", itself),
+    ),
+    "a guess that is used": (
+        [
+            Row(0, 0, (1, 1), TWO[1:]),
+            Row(1, 1, (1, 1, 1), ((0.75, "message", True), (1.0, "message", True)), is_guess=True),
+            CHECK,
+            Row(2, 1, (2,)),
+            CHECK,
+        ],
+        (PrefixTree, "_use", used),
+    ),
+    "a place where system and tools end": (
+        [
+            Row(0, 0, (1, 1, 1, 1, 1), ((0.25, "message", False),)),
+            CHECK,
+            Row(0, 0, (2,), ((0.5, "system", False),)),
+            CHECK,
+        ],
+        (Changes, "note_anchor", lambda *_: None),
+    ),
+    "a pin that ran out": (
+        [Row(0, 0, (1,), ttl_seconds=20.0), CHECK, 100.0, CHECK],
+        (EvictionQueue, "lapsed", lambda *_: []),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNTOLD)
+def test_an_order_that_is_not_told_of_a_change_is_another_one(what: str) -> None:
+    """Negative control: the law notices if the order does not hear of one kind of change, and each has to be told."""
+    steps, (owner, name, replacement) = UNTOLD[what]
+    assert not any(differ(steps, ROOM, "value", needs_checkpoints=each) for each in (False, True))
+    with patch.object(owner, name, replacement):
+        assert any(differ(steps, ROOM, "value", needs_checkpoints=each) for each in (False, True))
