@@ -26,6 +26,21 @@ class EvictionOrder:
             self._states.discard(node)
         self._trie.changes.gone.clear()
 
+    def update(self) -> None:
+        """Rank what has changed since this was asked, or since anything left."""
+        changes = self._trie.changes
+        again = dict.fromkeys((*changes.nodes, *self._all.lapsed(self.worth.now)))
+        for node in changes.states:
+            again |= dict.fromkeys(fallen_by_state(node))
+        for node in changes.parted:
+            again |= dict.fromkeys(fallen_by_parting(node))
+        for node in changes.anchors:
+            again |= dict.fromkeys(fallen_by_anchor(node))
+        changes.clear()
+        self.forget_gone()
+        for node in again:
+            self._rank(node)
+
     def next_of_all(self) -> Node | None:
         """The leaf, or the node inside a branch whose state, leaves next for bytes."""
         return self._next_of(self._all)
@@ -40,28 +55,13 @@ class EvictionOrder:
         return rank.level if rank is not None else None
 
     def _next_of(self, queue: EvictionQueue) -> Node | None:
-        self._update()
+        self.update()
         while (node := queue.first(self.worth.now)) is not None:
             before = queue.rank(node)
             self._rank(node)
             if queue.rank(node) == before:
                 break
         return node
-
-    def _update(self) -> None:
-        """Rank what has changed."""
-        changes = self._trie.changes
-        again = dict.fromkeys((*changes.nodes, *self._all.lapsed(self.worth.now)))
-        for node in changes.states:
-            again |= dict.fromkeys(fallen_by_state(node))
-        for node in changes.parted:
-            again |= dict.fromkeys(fallen_by_parting(node))
-        for node in changes.anchors:
-            again |= dict.fromkeys(fallen_by_anchor(node))
-        changes.clear()
-        self.forget_gone()
-        for node in again:
-            self._rank(node)
 
     def _rank(self, node: Node) -> None:
         """Let a node have the places that it has now, if any."""

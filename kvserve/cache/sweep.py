@@ -75,6 +75,7 @@ class Sweep:
             self._expire(self._free_leaves(), owners_seen_at)
             self._forget_owners(owners_seen_at)
             self._store.trie.prune()
+            self._order.update()  # so that no more than this interval's changes are left for when bytes are short
             self._is_number_known = False
         elif self._store.trie.changed:
             self._look_at_changed(owners_seen_at)

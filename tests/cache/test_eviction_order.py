@@ -104,7 +104,7 @@ limits = st.builds(
 class OrderAnew(EvictionOrder):
     """It remembers nothing: before each that leaves all nodes are ranked."""
 
-    def _update(self) -> None:
+    def update(self) -> None:
         self._trie.changes.clear()
         self.forget_gone()
         for queue in (self._all, self._states):
@@ -206,10 +206,10 @@ def check_order(tree: PrefixTree) -> None:
     """Nothing that may leave is missing, or in a place from which it would leave later than it should, now or ever."""
     kept = tree._sweep._order
     kept.worth.now = tree._clock()
-    kept._update()
+    kept.update()
     anew = OrderAnew(tree._trie, kept.worth._score, needs_checkpoints=tree._needs_checkpoints)
     anew.worth.now, anew.over_number = kept.worth.now, kept.over_number
-    anew._update()
+    anew.update()
     for node in tree._trie.nodes():
         for one, other in ((kept._all, anew._all), (kept._states, anew._states)):
             was, now = one.rank(node), other.rank(node)
