@@ -163,7 +163,7 @@ class PrefixTree:
             self._trie.split(match.node, match.num_usable_tokens, self._hasher.block_size)
         chain = match.chain.truncated(match.num_usable_tokens)
         lease = Lease(match.node, match.num_usable_tokens, chain, match.prompt, owner, ttl_seconds, user, is_guess)
-        self._use(lease, now)
+        self._trie.use(lease, now)
         if not is_guess:
             match.node.restored_at = now
             match.node.num_restores += 1
@@ -205,12 +205,8 @@ class PrefixTree:
             self._grow(lease, run, rows)
         has_new_checkpoint = self._finish_at(lease, take_state, kind)
         lease.prompt.follow(Position(lease.node, lease.num_tokens), run, start)
-        self._use(lease, self._clock(), num_uses=0)
+        self._trie.use(lease, self._clock(), num_uses=0)
         return Extension(start, first_new, end, has_new_checkpoint)
-
-    def _use(self, lease: Lease, now: float, num_uses: int = 1) -> None:
-        if (above := lease.touch(now, num_uses)) is not None:
-            self._trie.changes.note_parted(above)
 
     def _grow(self, lease: Lease, run: TokenRun, payload: Payload | None) -> None:
         """Add the tokens behind the lease as a new leaf, which the lease then stands on."""
@@ -230,10 +226,7 @@ class PrefixTree:
             return False
         if lease.num_tokens < node.end:
             self._trie.split(node, lease.num_tokens, self._hasher.block_size)
-        if node.kind != "system":
-            node.kind = kind
-            if kind == "system":
-                self._trie.changes.note_anchor(node)
+        self._trie.mark(node, kind)
         if take_state is None or not wants_state or node.checkpoint is not None:
             return False
         self._store.add_checkpoint(node, take_state(), kind, self._clock())

@@ -10,7 +10,7 @@ from kvserve.cache.block_hash import HashChain
 from kvserve.cache.changes import Changes
 from kvserve.cache.entries import Entries
 from kvserve.cache.node import Copies, Lease, Node, Position
-from kvserve.cache.records import RecordId, Segment
+from kvserve.cache.records import BoundaryKind, RecordId, Segment
 from kvserve.cache.token_run import TokenRun, common_end
 
 
@@ -267,6 +267,18 @@ class Trie:
         self.leave(lease)
         lease.node, lease.num_tokens = position.node, position.depth
         position.node.leases.add(lease)
+
+    def use(self, lease: Lease, now: float, num_uses: int = 1) -> None:
+        """A row uses where it stands."""
+        if (above := lease.touch(now, num_uses)) is not None:
+            self.changes.note_parted(above)
+
+    def mark(self, node: Node, kind: BoundaryKind) -> None:
+        """Say why rows stop at a node's end. Where system and tools end it stays said."""
+        if node.kind != "system":
+            node.kind = kind
+            if kind == "system":
+                self.changes.note_anchor(node)
 
     def leave(self, lease: Lease) -> None:
         """Let a lease stand nowhere."""

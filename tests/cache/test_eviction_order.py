@@ -18,6 +18,7 @@ from kvserve.cache.leaving import Leaving
 from kvserve.cache.node import Lease, Node
 from kvserve.cache.records import BoundaryKind, Limits
 from kvserve.cache.tree import PrefixTree
+from kvserve.cache.trie import Trie
 from kvserve.core import TokenSequence
 from tests.cache.payloads import Clock, WholeState, joined, keys_of, make_tree, rows_of
 from tests.laws import num_examples
@@ -259,7 +260,7 @@ def above_alone(node: Node) -> Iterator[Node]:
         yield from worth._newest_above(node, of_user=node.checkpoint.kind == "user")
 
 
-def used(tree: PrefixTree, lease: Lease, now: float, num_uses: int = 1) -> None:
+def used(_trie: Trie, lease: Lease, now: float, num_uses: int = 1) -> None:
     lease.touch(now, num_uses)
 
 
@@ -297,7 +298,7 @@ UNTOLD: dict[str, tuple[list[Step], tuple[Any, str, Any]]] = {
             Row(2, 1, (2,)),
             CHECK,
         ],
-        (PrefixTree, "_use", used),
+        (Trie, "use", used),
     ),
     "a place where system and tools end": (
         [
