@@ -4,6 +4,7 @@ risen is seen when its turn comes. It lets nothing leave.
 
 from kvserve.cache.eviction import Score
 from kvserve.cache.eviction_queue import EvictionQueue
+from kvserve.cache.last_users import LastUsers
 from kvserve.cache.node import Node, SequenceEnd
 from kvserve.cache.trie import Trie
 from kvserve.cache.worth import PLAIN, Worth, fallen_by_anchor, fallen_by_parting, fallen_by_state
@@ -14,30 +15,41 @@ class EvictionOrder:
     `over_number` are the entries that are more than there may be, which its owner counts."""
 
     def __init__(self, trie: Trie, score: Score, *, needs_checkpoints: bool) -> None:
-        self.worth = Worth(score, needs_checkpoints=needs_checkpoints)
+        self._last_users = LastUsers(trie.is_held)
+        self.worth = Worth(score, self._last_users.is_last, needs_checkpoints=needs_checkpoints)
         self.over_number: set[SequenceEnd] = set()
         self._trie = trie
         self._all, self._states = EvictionQueue(), EvictionQueue()
+        self._again: dict[Node, None] = {}
 
     def forget_gone(self) -> None:
         """Keep nothing of what has left the tree."""
-        for node in self._trie.changes.gone:
+        gone = self._trie.changes.gone
+        self._again |= dict.fromkeys(self._last_users.known_by(gone))
+        for node in gone:
+            self._again.pop(node, None)
+            self._last_users.forget(node)
             self._all.discard(node)
             self._states.discard(node)
-        self._trie.changes.gone.clear()
+        gone.clear()
 
     def update(self) -> None:
         """Rank what has changed since this was asked, or since anything left."""
-        changes = self._trie.changes
-        again = dict.fromkeys((*changes.nodes, *self._all.lapsed(self.worth.now)))
+        self.forget_gone()
+        changes, again = self._trie.changes, self._again
+        again |= dict.fromkeys((*changes.nodes, *self._all.lapsed(self.worth.now)))
+        again |= dict.fromkeys(self._last_users.known_by((*changes.nodes, *changes.parted)))
         for node in changes.states:
-            again |= dict.fromkeys(fallen_by_state(node))
+            fallen = dict.fromkeys(fallen_by_state(node))
+            for each in fallen:
+                self._last_users.forget(each)
+            again |= fallen
         for node in changes.parted:
             again |= dict.fromkeys(fallen_by_parting(node))
         for node in changes.anchors:
             again |= dict.fromkeys(fallen_by_anchor(node))
         changes.clear()
-        self.forget_gone()
+        self._again = {}
         for node in again:
             self._rank(node)
 
@@ -68,6 +80,7 @@ class EvictionOrder:
         may_leave = node.parent is not None and not node.leases and self._trie.is_held(node)
         state = self.worth.of_state(node) if may_leave and node.checkpoint is not None else None
         if state is None:
+            self._last_users.forget(node)
             self._states.discard(node)
         else:
             self._states.put(node, state)

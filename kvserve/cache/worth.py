@@ -7,10 +7,11 @@ It reads nodes; it changes nothing and lets nothing leave.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvserve.cache.eviction import BRIEF_TOKENS, Ageing, Candidate, Score
 from kvserve.cache.eviction_queue import Rank
+from kvserve.cache.last_users import end_without_user, used_children
 from kvserve.cache.node import Node
 
 GUESS = -2
@@ -29,11 +30,13 @@ NUM_NEWEST_KEPT = 2
 
 
 class Worth:
-    """Ranks at one moment, `now`, which its owner sets."""
+    """Ranks at one moment, `now`, which its owner sets. `is_last_user` tells of a state behind a user message whether a
+    branch ends behind it with no other one."""
 
-    def __init__(self, score: Score, *, needs_checkpoints: bool) -> None:
+    def __init__(self, score: Score, is_last_user: Callable[[Node], bool], *, needs_checkpoints: bool) -> None:
         self.now = 0.0
         self._score = score
+        self._is_last_user = is_last_user
         self._needs_checkpoints = needs_checkpoints
 
     def of_leaf(self, node: Node, *, is_surplus: bool = False) -> Rank:
@@ -47,7 +50,7 @@ class Worth:
 
     def of_state(self, node: Node) -> Rank:
         """A node's checkpoint alone."""
-        return Rank(level_of(node), self._score(self._state_candidate(node)))
+        return Rank(level_of(node, self._is_last_user), self._score(self._state_candidate(node)))
 
     def of_entry(self, leaf: Node, tail: list[Node]) -> Ageing:
         """An entry with all that serves only it."""
@@ -99,13 +102,18 @@ def is_brief(node: Node) -> bool:
     return above is not node
 
 
-def level_of(node: Node) -> int:
+def _ends_without_user(node: Node) -> bool:
+    return end_without_user(node) is not None
+
+
+def level_of(node: Node, is_last_user: Callable[[Node], bool] = _ends_without_user) -> int:
     """How well a checkpoint is protected."""
     if node.is_guess:
         return GUESS
-    if (node.checkpoint is not None and node.checkpoint.kind == "system") or node.kind == "system" or _is_newest(node):
+    kind = node.checkpoint.kind if node.checkpoint is not None else None
+    if kind == "system" or node.kind == "system" or _is_newest(node) or (kind == "user" and is_last_user(node)):
         return NEWEST
-    return BRANCH_POINT if len(_used_children(node)) > 1 else PLAIN
+    return BRANCH_POINT if len(used_children(node)) > 1 else PLAIN
 
 
 # --- whose rank may fall ----------------------------------------------------------------------------------------------
@@ -131,8 +139,8 @@ def fallen_by_parting(node: Node) -> Iterator[Node]:
     """Some of what stands behind a node left, or was a guess until now: those above that were the newest of a branch
     that ended there, and those that were not brief because of it."""
     yield node
-    if _used_children(node):
-        yield from _newest_above(node, of_user=True)
+    if used_children(node):
+        yield from _newest_above(node, of_user=False)
     above: Node | None = node
     behind_anchor: list[Node] = []  # of system and tools, or of the root
     while above is not None:
@@ -169,27 +177,17 @@ def _newest_above(node: Node | None, *, of_user: bool) -> Iterator[Node]:
 
 
 def _is_newest(node: Node) -> bool:
-    """Whether a leaf is below of whose path this is one of the deepest checkpoints, or the deepest one behind a user
-    message. No path is followed further than it takes to know."""
-    is_user = node.checkpoint is not None and node.checkpoint.kind == "user"
-    todo = [(child, 0, False) for child in _used_children(node)]
-    if not todo:
-        return True
+    """Whether a leaf is below of whose path this is one of the deepest checkpoints. No path is followed further than it
+    takes to know."""
+    todo = [(node, 0)]
     while todo:
-        each, num_deeper, has_user = todo.pop()
-        if each.checkpoint is not None:
-            num_deeper += 1
-            has_user = has_user or each.checkpoint.kind == "user"
-        if num_deeper >= NUM_NEWEST_KEPT and (has_user or not is_user):
-            continue
-        if not (children := _used_children(each)):
+        each, num_deeper = todo.pop()
+        if not (children := used_children(each)):
             return True
-        todo += [(child, num_deeper, has_user) for child in children]
+        for child in children:
+            if (num := num_deeper + (child.checkpoint is not None)) < NUM_NEWEST_KEPT:
+                todo.append((child, num))
     return False
-
-
-def _used_children(node: Node) -> list[Node]:
-    return [child for child in node.children.values() if not child.is_guess]
 
 
 def _previous_checkpoint(node: Node) -> int:

@@ -14,6 +14,7 @@ from kvserve.cache.changes import Changes
 from kvserve.cache.eviction import SCORES
 from kvserve.cache.eviction_order import EvictionOrder
 from kvserve.cache.eviction_queue import EvictionQueue
+from kvserve.cache.last_users import LastUsers
 from kvserve.cache.leaving import Leaving
 from kvserve.cache.node import Lease, Node
 from kvserve.cache.records import BoundaryKind, Limits
@@ -108,6 +109,7 @@ class OrderAnew(EvictionOrder):
     def update(self) -> None:
         self._trie.changes.clear()
         self.forget_gone()
+        self._last_users.__init__(self._trie.is_held)  # type: ignore[misc]
         for queue in (self._all, self._states):
             for node in list(queue._ranks):
                 queue.discard(node)
@@ -289,6 +291,17 @@ UNTOLD: dict[str, tuple[list[Step], tuple[Any, str, Any]]] = {
             Row(0, 0, (0, 0, 0, 0, 0, 0, 0), ((0.25, "user", True), (0.5, "user", True))),
         ],
         (eviction_order, "fallen_by_parting", itself),
+    ),
+    "a branch that had no other user message": (
+        [
+            Row(0, 0, (1,) * 19, ((0.25, "user", True), (0.8, "message", True), (1.0, "message", True)), user="d"),
+            Row(1, 1, (1, 1), ((1.0, "user", True),), user="d"),
+            Row(1, 1, (2,), user="c"),
+            CHECK,
+            Other("forget"),
+            CHECK,
+        ],
+        (LastUsers, "known_by", lambda *_: []),
     ),
     "a guess that is used": (
         [
