@@ -141,6 +141,8 @@ class World:
         self.clock.now += 1
         self.tree.evict(10**9)
         self.tree.check_integrity()
+        self.tree.evict()
+        assert all(map(self.tree._trie.is_held, remembered(self.tree)))
         return self
 
     def _step(self, step: Step) -> None:
@@ -203,6 +205,14 @@ class World:
                 tree.clear()
             case "check":
                 check_order(tree)
+
+
+def remembered(tree: PrefixTree) -> set[Node]:
+    """The nodes that are kept in memory to rank them."""
+    order, changes = tree._sweep._order, tree._trie.changes
+    last = order._last_users
+    noted = (changes.nodes, changes.states, changes.parted, changes.anchors, changes.gone, order._again)
+    return {*order._all._ranks, *order._states._ranks, *last._end_of, *last._states_of}.union(*noted)
 
 
 def check_order(tree: PrefixTree) -> None:
