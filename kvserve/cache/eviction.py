@@ -11,9 +11,9 @@ Reuse of prompt tokens on 56 recorded agent conversations, six at a time (benchm
 
     RAM per user in tokens of KV     value   given   LRU     LFU (negative control)
     dense, 25,000                    0.923   0.922   0.923   0.145
-    dense, 100,000                   0.929   0.929   0.929   0.530
-    27B hybrid, 25,000               0.910   0.886   0.878   0.041
-    27B hybrid, 100,000              0.926   0.927   0.926   0.274
+    dense, 100,000                   0.929   0.929   0.929   0.534
+    27B hybrid, 25,000               0.910   0.881   0.878   0.187
+    27B hybrid, 100,000              0.926   0.927   0.926   0.924
 """
 
 import math
