@@ -32,7 +32,7 @@ from benchmarks.eviction_simulator import (
     render,
 )
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline
-from kvserve.cache.eviction import SCORES, Candidate, Score
+from kvserve.cache.eviction import AGEING_POWER, SCORES, Ageing, Candidate, Score
 from kvserve.cache.leaving import Leaving
 from kvserve.core import TokenSequence
 
@@ -170,10 +170,10 @@ class GreedyDual:
         self.now = 0.0
         self._times, self._clocks = [-math.inf], [0.0]
 
-    def __call__(self, candidate: Candidate) -> float:
-        used_at = self.now - candidate.age_seconds
+    def __call__(self, candidate: Candidate) -> Ageing:
         cost = (candidate.end - candidate.start) * (1 + math.log2(1 + candidate.num_uses))
-        return self._clocks[bisect.bisect_right(self._times, used_at) - 1] + cost / max(candidate.num_bytes, 1)
+        clock = self._clocks[bisect.bisect_right(self._times, candidate.used_at) - 1]
+        return Ageing(1.0, clock + cost / max(candidate.num_bytes, 1))
 
     def note(self, score: float) -> None:
         """This left."""
@@ -186,14 +186,15 @@ ATTENTION_TOKENS = 32768
 """Depth at which attention costs as much as the rest of a model."""
 
 
-def by_work(candidate: Candidate) -> float:
+def by_work(candidate: Candidate) -> Ageing:
     """The default score until decision 0041: what is brief is like anything else, and deep tokens are dearer."""
     start, end = candidate.start, candidate.end
     dearer = 1 + (start + end) / (2 * ATTENTION_TOKENS)
-    return dearer * alike(candidate)
+    ageing = alike(candidate)
+    return replace(ageing, slope=ageing.slope * dearer ** (-1 / AGEING_POWER))
 
 
-def alike(candidate: Candidate) -> float:
+def alike(candidate: Candidate) -> Ageing:
     """The default score without its handicap for what is brief."""
     return SCORES["value"](replace(candidate, is_brief=False))
 
@@ -223,7 +224,7 @@ def num_reused_by_greedy_dual(events: Sequence[Event], sizes: ModelSizes, max_by
 
     def tell(leaving: Leaving) -> None:
         node = leaving.nodes[0]
-        score.note((worth.of_state(node) if leaving.is_state_only else worth.of_leaf(node)).rank[1])
+        score.note((worth.of_state(node) if leaving.is_state_only else worth.of_leaf(node)).ageing.since)
 
     simulation.tree.before_leaving(tell)
     for now, owner, request in events:

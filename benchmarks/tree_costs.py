@@ -71,6 +71,7 @@ OF_WHAT_IS_NEW = (
     "stop kept",
     "end of an answer",
     "nothing to evict",
+    "leaf or state evicted",
 )
 """These cost what is new, however much there is. A first lookup compares the whole prompt, node by node."""
 

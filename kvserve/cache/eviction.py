@@ -1,12 +1,19 @@
 """How much each thing that could leave is worth: score functions as a table. It knows figures, not the tree.
 
+The order in which candidates leave is that of their urgency, a line over time, slope x (now - since):
+
+    worth = tokens x chance x (1 + age / 60 s)^-4 / bytes          the lowest leaves first: as the highest of
+    urgency = (tokens x chance / bytes)^-1/4 x (age + 60 s)
+
+So nothing has to be ranked again because time goes by: two lines of one slope never cross (`eviction_queue.py`).
+
 Reuse of prompt tokens on 56 recorded agent conversations, six at a time (benchmarks/results/eviction.md has it all):
 
     RAM per user in tokens of KV     value   given   LRU     LFU (negative control)
     dense, 25,000                    0.923   0.922   0.923   0.145
-    dense, 100,000                   0.929   0.929   0.929   0.530
-    27B hybrid, 25,000               0.910   0.886   0.878   0.041
-    27B hybrid, 100,000              0.926   0.927   0.926   0.274
+    dense, 100,000                   0.929   0.929   0.929   0.534
+    27B hybrid, 25,000               0.910   0.881   0.878   0.187
+    27B hybrid, 100,000              0.926   0.927   0.926   0.924
 """
 
 import math
@@ -43,43 +50,58 @@ class Candidate:
     end: int
     num_bytes: int
     num_uses: int
-    age_seconds: float
+    used_at: float
     is_end: bool = True
     is_brief: bool = False
 
 
-type Score = Callable[[Candidate], float]
-"""How much a candidate is worth keeping; the lowest leaves first."""
+@dataclass(frozen=True, slots=True)
+class Ageing:
+    """How urgent it is that a candidate leaves, as a line over time. `slope` is positive, or infinite for what serves
+    nobody; `since` is then of no account."""
+
+    slope: float
+    since: float
+
+    def urgency(self, now: float) -> float:
+        """The highest leaves first."""
+        return self.slope * (now - self.since)
 
 
-def value_score(candidate: Candidate) -> float:
-    """Tokens to compute again x chance of reuse / bytes.
+type Score = Callable[[Candidate], Ageing]
+"""How urgent it is that a candidate leaves, at any time."""
+
+
+def value_score(candidate: Candidate) -> Ageing:
+    """Tokens to compute again x chance of reuse / bytes: what has least of that leaves first.
 
     That deep tokens take longer does not count: they would push out whole conversations that are not as long. The
     chance falls with the time since the last use. How often something was used before does not help: the busiest
     places of a conversation that is over would stay.
     """
-    age_seconds = candidate.age_seconds + (BRIEF_HANDICAP_SECONDS if candidate.is_brief else 0.0)
-    chance = (1 + age_seconds / RECENT_SECONDS) ** -AGEING_POWER
-    if not candidate.is_end:
-        chance *= REWIND_CHANCE
-    return (candidate.end - candidate.start) * chance / max(candidate.num_bytes, 1)
+    num_tokens = candidate.end - candidate.start
+    if num_tokens <= 0:
+        return Ageing(math.inf, -math.inf)
+    chance = 1.0 if candidate.is_end else REWIND_CHANCE
+    used_at = candidate.used_at - (BRIEF_HANDICAP_SECONDS if candidate.is_brief else 0.0)
+    slope = (num_tokens * chance / max(candidate.num_bytes, 1)) ** (-1 / AGEING_POWER)
+    return Ageing(slope, used_at - RECENT_SECONDS)
 
 
-def age_length_frequency_score(candidate: Candidate) -> float:
-    """The given score, age / (sqrt(length) * log(frequency)), negated because there the highest leaves."""
+def age_length_frequency_score(candidate: Candidate) -> Ageing:
+    """The given score, age / (sqrt(length) * log(frequency)): the highest leaves."""
     length = max(candidate.end - candidate.start, 1)
-    return -candidate.age_seconds / (math.sqrt(length) * math.log(2 + candidate.num_uses))
+    return Ageing(1 / (math.sqrt(length) * math.log(2 + candidate.num_uses)), candidate.used_at)
 
 
-def recency_score(candidate: Candidate) -> float:
+def recency_score(candidate: Candidate) -> Ageing:
     """Least recently used first."""
-    return -candidate.age_seconds
+    return Ageing(1.0, candidate.used_at)
 
 
-def frequency_score(candidate: Candidate) -> float:
+def frequency_score(candidate: Candidate) -> Ageing:
     """Least frequently used first, without ageing: keeps what was popular once. A negative control, not for use."""
-    return float(candidate.num_uses)
+    return Ageing(1.0, candidate.num_uses)
 
 
 SCORES: Mapping[str, Score] = {

@@ -26,6 +26,8 @@ def check_shape(trie: Trie, leases: set[Lease], block_size: int) -> None:
     expect(standing == leases, "the leases that stand on nodes are not those that were handed out")
     for name, node in trie.index.items():
         expect(node in reachable and name in node.hashes, "the index names a node that is gone or a foreign block")
+    entries = {node for node in reachable if node.sequence_end is not None}
+    expect(set(trie.entries) == entries, "the entries are not the nodes that a row ended at")
     for lease in leases:
         node = lease.node
         is_there = node.start < lease.num_tokens <= node.end or (node.parent is None and lease.num_tokens == 0)

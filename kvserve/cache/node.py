@@ -23,9 +23,10 @@ def note_use(users: dict[str, int], user: str, depth: int) -> str | None:
     return oldest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SequenceEnd:
-    """A row ended here: one entry of its owner's, last at `ended_at`. `ttl_seconds` None means the general limit."""
+    """A row ended here: one entry of its owner's, last at `ended_at`. `ttl_seconds` None means the general limit. It is
+    the same entry wherever the tree moves it."""
 
     owner: str | None
     ttl_seconds: float | None
@@ -158,17 +159,20 @@ class Lease:
     is_detached: bool = False
     num_told_tokens: int = 0
 
-    def touch(self, now: float, num_uses: int = 1) -> None:
-        """Note a use where the row stands. A guess is none, but for whom its tokens are stays known."""
+    def touch(self, now: float, num_uses: int = 1) -> Node | None:
+        """Note a use where the row stands. A guess is none, but for whom its tokens are stays known. Returns the node
+        above what was a guess until now, if anything was."""
         node = self.node
         if node.parent is None:
-            return
+            return None
         if self.user:
             note_use(node.users, self.user, self.num_tokens)
         if self.is_guess:
-            return
+            return None
         node.last_used_at = now
         node.num_uses += num_uses
-        node.is_guess = False
-        while (node := node.parent) is not None and node.is_guess:  # no guess is above what was used
-            node.is_guess = False
+        above = node
+        while above.is_guess and above.parent is not None:  # no guess is above what was used
+            above.is_guess = False
+            above = above.parent
+        return above if above is not node else None

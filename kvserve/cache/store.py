@@ -56,15 +56,13 @@ class Departures:
 
 
 class Store:
-    """Nodes with their records. One owner per payload: the tier; one count per byte: the tier's. `new_states` are the
-    nodes that got one, for whoever ranks them."""
+    """Nodes with their records. One owner per payload: the tier; one count per byte: the tier's."""
 
     def __init__(self, trie: Trie, ram: RamTier, cut_payload: CutPayload) -> None:
         self.trie = trie
         self.ram = ram
         self.counters = Counters()
         self.departures = Departures()
-        self.new_states: list[Node] = []
         self._cut_payload = cut_payload
         self._loose: dict[RecordId, Segment] = {}
         self._loose_bytes: Counter[RecordId] = Counter()
@@ -75,7 +73,7 @@ class Store:
     def add_segment(self, parent: Node, tokens: TokenRun, hashes: tuple[bytes, ...], payload: Payload | None) -> Node:
         """A new leaf below `parent`. What ended at `parent` is a mere prefix from now on."""
         if parent.sequence_end is not None:
-            parent.sequence_end = None
+            self.trie.entries.set(parent, None)
             self.counters.num_culled_prefixes += 1
         return self.trie.attach(parent, self._new_segment(tokens, payload), hashes)
 
@@ -89,7 +87,7 @@ class Store:
         node.restored_at = now
         self.checkpoint_bytes += payload.num_bytes
         self.num_checkpoints += 1
-        self.new_states.append(node)
+        self.trie.changes.note_state(node)
 
     def drop_checkpoint(self, node: Node) -> None:
         """Let a node's checkpoint leave, if it has one."""
@@ -97,6 +95,7 @@ class Store:
         if state is None:
             return
         node.checkpoint = node.copies.state = None
+        self.trie.changes.note(node)
         self.ram.drop(state.checkpoint.record_id)
         self.checkpoint_bytes -= state.checkpoint.num_bytes
         self.num_checkpoints -= 1
@@ -163,7 +162,6 @@ class Store:
         self._loose.clear()
         self._loose_bytes.clear()
         self.departures = Departures()
-        self.new_states.clear()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

@@ -4,22 +4,23 @@
 
 Leaves go first, so what others share stays; nodes that a live row stands on never go. How many entries there are counts
 only where bytes are short: then those over their number go before all others, and entries with a lifetime of their own
-that is not over go last. What may leave is ranked once after a row has ended, not once per stop of the rows that run.
-All nodes are looked at when the first of them is due, at least once an interval; in between those that a row has left.
+that is not over go last. What leaves next is known without a look at what stays (`eviction_order.py`). For what is too
+old all nodes are looked at when the first is due, at least once an interval; in between those that rows have left.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvserve.cache.eviction import Score
+from kvserve.cache.eviction_order import EvictionOrder
 from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.leaving import Leaving
-from kvserve.cache.node import Node
+from kvserve.cache.node import Lease, Node
 from kvserve.cache.records import Limits, Room
 from kvserve.cache.store import Store
 from kvserve.cache.tails import exclusive_tail
-from kvserve.cache.worth import PLAIN, SURPLUS, Ranked, Worth, newest_above
+from kvserve.cache.worth import SURPLUS
 
 SHORT_CLASS_SECONDS = 300.0
 """The shortest lifetime that clients ask for by a cache mark: an agent's user thinks longer than that now and then."""
@@ -37,17 +38,18 @@ class Sweep:
         limits: Limits,
         score: Score,
         kept: Callable[[Node], KeptPath],
+        leases: Iterable[Lease],
         *,
         needs_checkpoints: bool,
     ) -> None:
         self._store = store
         self._limits = limits
         self._kept = kept
+        self._leases = leases
         self._needs_checkpoints = needs_checkpoints
-        self._worth = Worth(score, needs_checkpoints=needs_checkpoints)
-        self._leaving: list[Ranked] | None = None
-        self._over_number: set[Node] = set()
-        self._thinning: list[Ranked] | None = None
+        self._order = EvictionOrder(store.trie, score, needs_checkpoints=needs_checkpoints)
+        self._worth = self._order.worth
+        self._is_number_known = False
         self._now = 0.0
         self._check_at = -math.inf
         self._due_at = math.inf
@@ -66,25 +68,21 @@ class Sweep:
     def run(self, now: float, reserved_bytes: int, owners_seen_at: dict[str, float]) -> None:
         """Let leave what must. `reserved_bytes` are held by others; owners without entries are forgotten."""
         self._now = self._worth.now = now
+        self._order.forget_gone()
         self._keep_alive(owners_seen_at)
         if now >= self._check_at or now > self._due_at:
             self._check_at, self._due_at = now + self._limits.check_seconds, math.inf
             self._expire(self._free_leaves(), owners_seen_at)
             self._forget_owners(owners_seen_at)
             self._store.trie.prune()
-            self._rank_anew()
+            self._order.update()  # so that no more than this interval's changes are left for when bytes are short
+            self._is_number_known = False
         elif self._store.trie.changed:
             self._look_at_changed(owners_seen_at)
-            self._rank_anew()
-        self._rank_new_states()
+            self._is_number_known = False
+        self._store.trie.changed.clear()
         self._thin_checkpoints()
         self._make_room(reserved_bytes)
-
-    def _rank_anew(self) -> None:
-        """The queues are made again where they are needed."""
-        self._leaving = self._thinning = None
-        self._store.new_states.clear()
-        self._store.trie.changed.clear()
 
     def _look_at_changed(self, owners_seen_at: dict[str, float]) -> None:
         """What rows have left since may be too old, or nothing at all."""
@@ -158,7 +156,7 @@ class Sweep:
         if not seconds or self._now < self._keep_alive_at:
             return
         self._keep_alive_at = self._now + seconds * KEEP_ALIVE_LOOK
-        for leaf in self._entries():
+        for leaf in self._store.trie.entries:
             own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else None
             is_due = own is not None and seconds < own <= SHORT_CLASS_SECONDS and self._worth.is_pinned(leaf)
             is_due = is_due and self._now - leaf.last_used_at >= seconds
@@ -173,9 +171,7 @@ class Sweep:
 
     def _forget_owners(self, owners_seen_at: dict[str, float]) -> None:
         """Only owners with entries or live rows are remembered."""
-        known = {node.sequence_end.owner for node in self._entries() if node.sequence_end is not None}
-        known |= {lease.owner for root in self._store.trie.roots() for lease in root.leases}
-        known |= {lease.owner for node in self._store.trie.nodes() for lease in node.leases}
+        known = self._store.trie.entries.owners() | {lease.owner for lease in self._leases}
         for owner in owners_seen_at.keys() - known:
             del owners_seen_at[owner]
 
@@ -183,55 +179,15 @@ class Sweep:
 
     def _thin_checkpoints(self) -> None:
         """Until checkpoints fit their budget: entries over their number go with theirs, then others by their rank."""
-
-        def is_over() -> bool:
-            return self._store.checkpoint_bytes > self._limits.max_checkpoint_bytes
-
-        if is_over() and self._leaving is None:
-            self._leaving = self._rank_all()
-        while is_over() and self._leaving and self._leaving[0].level <= SURPLUS:
-            self._leave(heapq.heappop(self._leaving), self._leaving)
-        for node in self._worst_states(is_over):
+        is_first = True
+        while self._store.checkpoint_bytes > self._limits.max_checkpoint_bytes:
+            is_first = is_first and self._leave(max_level=SURPLUS)
+            if is_first:
+                continue
+            if (node := self._order.next_state()) is None:
+                return
             self._drop_state(node)
             self._cull_dead_tail(node)
-
-    def _worst_states(self, is_over: Callable[[], bool]) -> Iterator[Node]:
-        """Nodes whose checkpoint may go, as long as there is too much. Dropping one makes the next one on its branch
-        worth more."""
-        is_fresh = False
-        while is_over():
-            if not self._thinning:
-                if is_fresh:
-                    return
-                self._thinning, is_fresh = self._rank_states(), True
-                continue
-            ranked = heapq.heappop(self._thinning)
-            node = ranked.node
-            if node.checkpoint is None or node.leases or not self._store.trie.is_held(node):
-                continue
-            fresh = self._worth.of_state(node, ranked.level)
-            if fresh.rank[:2] > ranked.rank[:2] and self._thinning and fresh > self._thinning[0]:
-                heapq.heappush(self._thinning, fresh)
-            else:
-                yield node
-
-    def _rank_states(self) -> list[Ranked]:
-        nodes = self._store.trie.nodes()
-        queue = [self._worth.of_state(node) for node in nodes if node.checkpoint is not None and not node.leases]
-        heapq.heapify(queue)
-        return queue
-
-    def _rank_new_states(self) -> None:
-        """The queues hear of states that were added since, and of those above them that are not the newest any more."""
-        added, self._store.new_states = self._store.new_states, []
-        for node in {above: None for each in added for above in newest_above(each)}:
-            if node.checkpoint is None or node.leases:
-                continue
-            ranked = self._worth.of_state(node)
-            if self._thinning is not None:
-                heapq.heappush(self._thinning, ranked)
-            if self._leaving is not None and ranked.level <= PLAIN and node.children:
-                heapq.heappush(self._leaving, ranked)
 
     def _cull_dead_tail(self, node: Node) -> None:
         """Where layers cannot be cut, rows behind the last checkpoint of a branch serve nobody."""
@@ -255,21 +211,6 @@ class Sweep:
         is_one = node.segment is lower.segment and node.is_guess == lower.is_guess
         if is_one and not (node.checkpoint or node.kind or node.sequence_end):
             self._store.trie.merge(node)
-            self._rank_joined(node, is_surplus=lower in self._over_number)
-
-    def _rank_joined(self, node: Node, *, is_surplus: bool) -> None:
-        """The queues hear of a node that took another one's place in them."""
-        if is_surplus:
-            self._over_number.add(node)
-        if self._leaving is not None and not node.children:
-            heapq.heappush(self._leaving, self._worth.of_leaf(node, is_surplus=is_surplus))
-        if node.checkpoint is None:
-            return
-        ranked = self._worth.of_state(node)
-        if self._leaving is not None and node.children and ranked.level <= PLAIN:
-            heapq.heappush(self._leaving, ranked)
-        if self._thinning is not None:
-            heapq.heappush(self._thinning, ranked)
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
@@ -277,72 +218,31 @@ class Sweep:
         """Leaves and plain checkpoints leave by score; then, where only live rows' paths are left, all checkpoints."""
         budget = self._limits.max_bytes - reserved_bytes
         self._store.fit()
-        is_fresh = False
-        while self._store.ram.num_bytes > budget:
-            if not self._leaving:
-                if is_fresh:
-                    break
-                self._leaving, is_fresh = self._rank_all(), True
-                continue
-            while self._leaving and self._store.num_bytes_once_fit > budget:
-                self._leave(heapq.heappop(self._leaving), self._leaving)
+        is_more = True
+        while is_more and self._store.ram.num_bytes > budget:
+            while is_more and self._store.num_bytes_once_fit > budget:
+                is_more = self._leave()
             self._store.fit()
-        for node in self._worst_states(lambda: self._store.ram.num_bytes > budget):
+        while self._store.ram.num_bytes > budget and (node := self._order.next_state()) is not None:
             self._drop_state(node)
 
-    def _rank_all(self) -> list[Ranked]:
-        """What may leave now, as a queue."""
-        nodes = [node for node in self._store.trie.nodes() if not node.leases]
-        self._over_number = surplus = self._surplus()
-        queue = [self._worth.of_leaf(node, is_surplus=node in surplus) for node in nodes if not node.children]
-        inner = (node for node in nodes if node.children and node.checkpoint is not None)
-        queue += [ranked for ranked in map(self._worth.of_state, inner) if ranked.level <= PLAIN]
-        heapq.heapify(queue)
-        return queue
-
-    def _surplus(self) -> set[Node]:
-        """Entries over their number that may leave: of each owner those that were used longest ago, over all owners the
-        least valuable ones. What was asked to be kept counts and is not among them."""
-        entries = list(self._entries())
-        by_owner: dict[str, list[Node]] = {}
-        for node in entries:
-            if node.sequence_end is not None and node.sequence_end.owner is not None:
-                by_owner.setdefault(node.sequence_end.owner, []).append(node)
-        surplus: set[Node] = set()
-        for owned in by_owner.values():
-            if (num_over := len(owned) - self._limits.max_entries_per_owner) > 0:
-                free = sorted(filter(self._may_be_surplus, owned), key=lambda node: node.last_used_at)
-                surplus.update(free[:num_over])
-        if (num_over := len(entries) - len(surplus) - self._limits.max_entries) > 0:
-            rest = (node for node in entries if node not in surplus and self._may_be_surplus(node))
-            worst = heapq.nsmallest(num_over, rest, key=lambda node: self._worth.of_entry(node, exclusive_tail(node)))
-            surplus.update(worst)
-        return surplus
-
-    def _may_be_surplus(self, leaf: Node) -> bool:
-        return not (leaf.leases or self._worth.is_pinned(leaf))
-
-    def _leave(self, ranked: Ranked, queue: list[Ranked]) -> None:
-        """Let a leaf or an inner checkpoint go, or put it back where its worth has grown meanwhile."""
-        node = ranked.node
-        if node.parent is None or node.leases or not self._store.trie.is_held(node):
-            return
-        if node.children and node.checkpoint is None:
-            return
-        # A state keeps its level: what becomes the newest of a branch because its end has left goes with that.
-        is_surplus, worth = ranked.level == SURPLUS, self._worth
-        fresh = worth.of_state(node, PLAIN) if node.children else worth.of_leaf(node, is_surplus=is_surplus)
-        if fresh.rank[:2] > ranked.rank[:2] and queue and fresh > queue[0]:
-            heapq.heappush(queue, fresh)
-        elif node.children:
+    def _leave(self, max_level: float = math.inf) -> bool:
+        """Let the next leaf or inner checkpoint go; False where there is none up to this level."""
+        self._count_entries()
+        node = self._order.next_of_all()
+        level = self._order.level(node) if node is not None else None
+        if node is None or node.parent is None or level is None or level > max_level:
+            return False
+        if node.children:
             self._drop_state(node)
         else:
-            self._let_go(node, node.parent, queue, is_surplus=is_surplus)
+            self._let_go(node, node.parent, is_surplus=level == SURPLUS)
+        return True
 
-    def _let_go(self, leaf: Node, parent: Node, queue: list[Ranked], *, is_surplus: bool) -> None:
+    def _let_go(self, leaf: Node, parent: Node, *, is_surplus: bool) -> None:
         """A leaf leaves; `parent`, its own, may be a leaf then. What is left of an entry over its number, up to what
         others need too, is still that entry: the next bytes are taken from it."""
-        was_guess = leaf.is_guess
+        was_guess, end = leaf.is_guess, leaf.sequence_end
         self._remove([leaf])
         self._rejoin(parent, was_guess=was_guess)
         self._cull_dead_tail(parent)
@@ -350,16 +250,48 @@ class Sweep:
         while parent.parent is not None and not self._store.trie.is_held(parent):
             parent = parent.parent
             is_rest = is_rest and parent.kind != "system"
-        if parent.parent is None or parent.children or parent.leases:
+        if is_rest and parent.parent is not None and not (parent.children or parent.leases):
+            self._store.trie.entries.set(parent, end)
+
+    # --- entries ------------------------------------------------------------------------------------------------------
+
+    def _count_entries(self) -> None:
+        """After rows have ended some may be over their number."""
+        if self._is_number_known:
             return
-        if is_rest:
-            parent.sequence_end = leaf.sequence_end
-        heapq.heappush(queue, self._worth.of_leaf(parent, is_surplus=is_rest))
+        self._is_number_known = True
+        surplus = self._surplus()
+        for node in surplus:
+            if node.sequence_end not in self._order.over_number:
+                self._store.trie.changes.note(node)
+        self._order.over_number = {node.sequence_end for node in surplus if node.sequence_end is not None}
+
+    def _surplus(self) -> set[Node]:
+        """Entries over their number that may leave: of each owner those that were used longest ago, over all owners the
+        least valuable ones. What was asked to be kept counts and is not among them."""
+        entries, surplus = self._store.trie.entries, set[Node]()
+        if len(entries) > self._limits.max_entries_per_owner:
+            for owned in entries.by_owner():
+                if (num_over := len(owned) - self._limits.max_entries_per_owner) > 0:
+                    free = sorted(filter(self._may_be_surplus, owned), key=_last_use)
+                    surplus.update(free[:num_over])
+        if (num_over := len(entries) - len(surplus) - self._limits.max_entries) > 0:
+            rest = (node for node in entries if node not in surplus and self._may_be_surplus(node))
+            surplus.update(heapq.nlargest(num_over, rest, key=self._urgency))
+        return surplus
+
+    def _urgency(self, leaf: Node) -> tuple[float, int, int]:
+        urgency = self._worth.of_entry(leaf, exclusive_tail(leaf)).urgency(self._now)
+        return urgency, -leaf.number, -leaf.start
+
+    def _may_be_surplus(self, leaf: Node) -> bool:
+        return not (leaf.leases or self._worth.is_pinned(leaf))
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
     def _free_leaves(self) -> list[Node]:
         return [node for node in self._store.trie.nodes() if not (node.children or node.leases)]
 
-    def _entries(self) -> Iterable[Node]:
-        return (node for node in self._store.trie.nodes() if node.sequence_end is not None)
+
+def _last_use(node: Node) -> tuple[float, int, int]:
+    return node.last_used_at, node.number, node.start

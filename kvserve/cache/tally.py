@@ -12,7 +12,7 @@ def stats_of(store: Store, *, live_bytes: int, num_leases: int) -> CacheStats:
         num_nodes=trie.num_nodes,
         num_segments=len(trie.holders),
         num_checkpoints=store.num_checkpoints,
-        num_entries=sum(node.sequence_end is not None for node in nodes),
+        num_entries=len(trie.entries),
         num_stored_tokens=sum(node.end - node.start for node in nodes),
         ram_bytes=store.ram.num_bytes,
         checkpoint_bytes=store.checkpoint_bytes,

@@ -57,12 +57,12 @@ class PrefixTree:
         self._needs_checkpoints = needs_checkpoints
         self._clock = clock
         self._names = RecentNames(hasher)
-        self._trie = Trie(use_index=use_index)
+        self._trie = Trie(use_index=use_index, is_ranked=True)
         self._ram = RamTier()
         self._store = Store(self._trie, self._ram, cut_payload)
-        self._sweep = Sweep(self._store, limits, score, self._kept, needs_checkpoints=needs_checkpoints)
-        self.mover = Mover(self._store, self._sweep, self._kept)
         self._leases: set[Lease] = set()
+        self._sweep = Sweep(self._store, limits, score, self._kept, self._leases, needs_checkpoints=needs_checkpoints)
+        self.mover = Mover(self._store, self._sweep, self._kept)
         self._owners_seen_at: dict[str, float] = {}
         self._live_bytes = 0
 
@@ -162,7 +162,7 @@ class PrefixTree:
             self._trie.split(match.node, match.num_usable_tokens, self._hasher.block_size)
         chain = match.chain.truncated(match.num_usable_tokens)
         lease = Lease(match.node, match.num_usable_tokens, chain, match.prompt, owner, ttl_seconds, user, is_guess)
-        lease.touch(now)
+        self._trie.use(lease, now)
         if not is_guess:
             match.node.restored_at = now
             match.node.num_restores += 1
@@ -204,7 +204,7 @@ class PrefixTree:
             self._grow(lease, run, rows)
         has_new_checkpoint = self._finish_at(lease, take_state, kind)
         lease.prompt.follow(Position(lease.node, lease.num_tokens), run, start)
-        lease.touch(self._clock(), num_uses=0)
+        self._trie.use(lease, self._clock(), num_uses=0)
         return Extension(start, first_new, end, has_new_checkpoint)
 
     def _grow(self, lease: Lease, run: TokenRun, payload: Payload | None) -> None:
@@ -225,8 +225,7 @@ class PrefixTree:
             return False
         if lease.num_tokens < node.end:
             self._trie.split(node, lease.num_tokens, self._hasher.block_size)
-        if node.kind != "system":
-            node.kind = kind
+        self._trie.mark(node, kind)
         if take_state is None or not wants_state or node.checkpoint is not None:
             return False
         self._store.add_checkpoint(node, take_state(), kind, self._clock())
@@ -239,7 +238,7 @@ class PrefixTree:
             self._owners_seen_at[lease.owner] = now
         if lease.is_detached or node.parent is None or node.children or lease.num_tokens < node.end:
             return
-        node.sequence_end = SequenceEnd(lease.owner, lease.ttl_seconds, now)
+        self._trie.entries.set(node, SequenceEnd(lease.owner, lease.ttl_seconds, now))
         self._trie.changed[node] = None
 
     def note_users(self, lease: Lease, users: Mapping[str, int]) -> None:
@@ -252,7 +251,7 @@ class PrefixTree:
     def release(self, lease: Lease) -> None:
         """The row left. Idempotent."""
         self._leases.discard(lease)
-        lease.node.leases.discard(lease)
+        self._trie.leave(lease)
         lease.is_detached = True
         self._trie.changed[lease.node] = None
 

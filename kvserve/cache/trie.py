@@ -7,20 +7,24 @@ root -- [0, 40) -- [40, 64) -- [64, 90)        a node is the tokens [start, end)
 from collections.abc import Callable, Iterator
 
 from kvserve.cache.block_hash import HashChain
+from kvserve.cache.changes import Changes
+from kvserve.cache.entries import Entries
 from kvserve.cache.node import Copies, Lease, Node, Position
-from kvserve.cache.records import RecordId, Segment
+from kvserve.cache.records import BoundaryKind, RecordId, Segment
 from kvserve.cache.token_run import TokenRun, common_end
 
 
 class Trie:
-    """All nodes, the holders of each record and the block index. `version` counts the changes of shape, `changed` are
-    nodes that a row has left or that became its entry, for whoever lets leave."""
+    """All nodes, the holders of each record, the entries and the block index. `version` counts the changes of shape,
+    `changed` are nodes that a row has left or that became its entry, for whoever lets leave; `changes` are for whoever
+    ranks, if anybody does."""
 
     def __init__(
         self,
         *,
         use_index: bool,
         verify: Callable[[TokenRun, TokenRun, int, int], int] = common_end,
+        is_ranked: bool = False,
     ) -> None:
         self._use_index = use_index
         self._verify = verify
@@ -28,6 +32,8 @@ class Trie:
         self._roots: dict[str, Node] = {}
         self.holders: dict[RecordId, dict[Node, None]] = {}
         self.changed: dict[Node, None] = {}
+        self.changes = Changes(is_noted=is_ranked)
+        self.entries = Entries()
         self.version = 0
         self.num_nodes = 0
         self.num_collisions = 0
@@ -79,6 +85,9 @@ class Trie:
 
     def clear(self) -> None:
         """Forget everything."""
+        for node in self.nodes():
+            self.changes.note_gone(node)
+        self.entries.clear()
         self._index.clear()
         self._roots.clear()
         self.holders.clear()
@@ -163,6 +172,8 @@ class Trie:
         self.holders.setdefault(segment.record_id, {})[node] = None
         self._point(hashes, node)
         self.num_collisions += len(hashes) - len(set(hashes))
+        self.changes.note(parent)
+        self.changes.note(node)
         self._changed(+1)
         return node
 
@@ -170,7 +181,8 @@ class Trie:
         """Cut a node in two: it keeps `[start, at)`, a new child gets the rest and all that belongs to the end."""
         num_hashes = at // block_size - node.start // block_size
         lower = Node(node, at, node.end, node.segment, node.hashes[num_hashes:], node.children, number=node.number)
-        lower.checkpoint, lower.kind, lower.sequence_end = node.checkpoint, node.kind, node.sequence_end
+        lower.checkpoint, lower.kind = node.checkpoint, node.kind
+        self.entries.move(node, lower)
         lower.last_used_at, lower.num_uses = node.last_used_at, node.num_uses
         lower.restored_at, lower.num_restores = node.restored_at, node.num_restores
         lower.is_guess = node.is_guess
@@ -182,13 +194,14 @@ class Trie:
         for lease in [lease for lease in node.leases if lease.num_tokens > at]:
             self.move(lease, Position(lower, lease.num_tokens))
         node.end, node.hashes, node.children = at, node.hashes[:num_hashes], {node.tokens.key_at(at): lower}
-        node.checkpoint = node.kind = node.sequence_end = None
+        node.checkpoint = node.kind = None
         node.num_uses = node.num_restores = 0
         if node.segment is not None:
             self.holders[node.segment.record_id][lower] = None
         self._point(lower.hashes, lower, instead_of=node)
         if node in self.changed:
             self.changed[lower] = None
+        self.changes.note_cut(node, lower)
         self._changed(+1)
 
     def merge(self, node: Node) -> None:
@@ -197,7 +210,8 @@ class Trie:
         node.end, node.children = lower.end, lower.children
         for child in node.children.values():
             child.parent = node
-        node.checkpoint, node.kind, node.sequence_end = lower.checkpoint, lower.kind, lower.sequence_end
+        node.checkpoint, node.kind = lower.checkpoint, lower.kind
+        self.entries.move(lower, node)
         node.restored_at, node.num_restores = lower.restored_at, lower.num_restores
         is_known = node.copies.rows and lower.copies.rows
         rows = dict.fromkeys((*node.copies.rows, *lower.copies.rows)) if is_known else ()
@@ -212,6 +226,8 @@ class Trie:
             del self.holders[node.segment.record_id][lower]
         if lower in self.changed:
             self.changed[node] = None
+        self.changes.note_gone(lower, node)
+        self.changes.note(node)
         self._changed(-1)
 
     def detach(self, leaf: Node) -> None:
@@ -220,6 +236,9 @@ class Trie:
             raise ValueError("Only a leaf that nobody stands on can leave.")
         del leaf.parent.children[leaf.tokens.key_at(leaf.start)]
         leaf.parent.inherit(leaf)
+        self.entries.set(leaf, None)
+        self.changes.note_gone(leaf)
+        self.changes.note_parted(leaf.parent)
         for name in leaf.hashes:
             if self._index.get(name) is leaf:
                 del self._index[name]
@@ -239,13 +258,32 @@ class Trie:
             self._let_go(node, node.segment)
         node.segment = segment
         self.holders.setdefault(segment.record_id, {})[node] = None
+        if not node.children:
+            self.changes.note(node)
         self.version += 1
 
     def move(self, lease: Lease, position: Position) -> None:
         """Let a lease stand elsewhere."""
-        lease.node.leases.discard(lease)
+        self.leave(lease)
         lease.node, lease.num_tokens = position.node, position.depth
         position.node.leases.add(lease)
+
+    def use(self, lease: Lease, now: float, num_uses: int = 1) -> None:
+        """A row uses where it stands."""
+        if (above := lease.touch(now, num_uses)) is not None:
+            self.changes.note_parted(above)
+
+    def mark(self, node: Node, kind: BoundaryKind) -> None:
+        """Say why rows stop at a node's end. Where system and tools end it stays said."""
+        if node.kind != "system":
+            node.kind = kind
+            if kind == "system":
+                self.changes.note_anchor(node)
+
+    def leave(self, lease: Lease) -> None:
+        """Let a lease stand nowhere."""
+        lease.node.leases.discard(lease)
+        self.changes.note(lease.node)
 
     def _let_go(self, node: Node, segment: Segment) -> None:
         holders = self.holders[segment.record_id]

@@ -1,14 +1,17 @@
-"""How well what could leave is protected, and what it is worth: candidates of leaves, states and entries, as ranks.
+"""How well what could leave is protected, and how urgent it is: candidates of leaves, states and entries, as ranks; and
+which others' ranks may fall with a change of one node.
 
     GUESS < SURPLUS < PLAIN < BRANCH_POINT, PINNED < NEWEST        a lower level leaves first, whatever it is worth
 
 It reads nodes; it changes nothing and lets nothing leave.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator
 
-from kvserve.cache.eviction import BRIEF_TOKENS, Candidate, Score
+from kvserve.cache.eviction import BRIEF_TOKENS, Ageing, Candidate, Score
+from kvserve.cache.eviction_queue import Rank
+from kvserve.cache.last_users import end_without_user, used_children
 from kvserve.cache.node import Node
 
 GUESS = -2
@@ -26,56 +29,45 @@ PINNED = 1
 NUM_NEWEST_KEPT = 2
 
 
-@dataclass(order=True, slots=True)
-class Ranked:
-    """A place in the queue of what may leave: by level, then score, then age. No guess changes that of others."""
-
-    rank: tuple[int, float, int]
-    node: Node = field(compare=False)
-
-    @property
-    def level(self) -> int:
-        return self.rank[0]
-
-
 class Worth:
-    """Ranks at one moment, `now`, which its owner sets."""
+    """Ranks at one moment, `now`, which its owner sets. `is_last_user` tells of a state behind a user message whether a
+    branch ends behind it with no other one."""
 
-    def __init__(self, score: Score, *, needs_checkpoints: bool) -> None:
+    def __init__(self, score: Score, is_last_user: Callable[[Node], bool], *, needs_checkpoints: bool) -> None:
         self.now = 0.0
         self._score = score
+        self._is_last_user = is_last_user
         self._needs_checkpoints = needs_checkpoints
 
-    def of_leaf(self, node: Node, *, is_surplus: bool = False) -> Ranked:
+    def of_leaf(self, node: Node, *, is_surplus: bool = False) -> Rank:
         """A leaf with all that leaves with it. `is_surplus` counts only where nobody asked for it to be kept."""
-        level = GUESS if node.is_guess else PINNED if self.is_pinned(node) else SURPLUS if is_surplus else PLAIN
-        return self._ranked(level, self._leaf_candidate(node), node)
+        ageing = self._score(self._leaf_candidate(node))
+        if node.is_guess:
+            return Rank(GUESS, ageing)
+        if self.is_pinned(node):
+            return Rank(PINNED, ageing, _pinned_until(node))
+        return Rank(SURPLUS if is_surplus else PLAIN, ageing)
 
-    def of_state(self, node: Node, level: int | None = None) -> Ranked:
-        """A node's checkpoint alone; `level` where that is known."""
-        return self._ranked(level_of(node) if level is None else level, self._state_candidate(node), node)
+    def of_state(self, node: Node) -> Rank:
+        """A node's checkpoint alone."""
+        return Rank(level_of(node, self._is_last_user), self._score(self._state_candidate(node)))
 
-    def of_entry(self, leaf: Node, tail: list[Node]) -> float:
+    def of_entry(self, leaf: Node, tail: list[Node]) -> Ageing:
         """An entry with all that serves only it."""
-        num_bytes = sum(_num_bytes(node) for node in tail)
-        age_seconds = self.now - leaf.last_used_at
-        brief = is_brief(leaf)
-        return self._score(Candidate(tail[-1].start, leaf.end, num_bytes, leaf.num_uses, age_seconds, is_brief=brief))
+        num_bytes, brief = sum(_num_bytes(node) for node in tail), is_brief(leaf)
+        start, end = tail[-1].start, leaf.end
+        return self._score(Candidate(start, end, num_bytes, leaf.num_uses, leaf.last_used_at, is_brief=brief))
 
     def is_pinned(self, leaf: Node) -> bool:
         """Whether an entry was asked to be kept for a time that is not over."""
-        own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else None
-        return own is not None and self.now - leaf.last_used_at <= own
-
-    def _ranked(self, level: int, candidate: Candidate, node: Node) -> Ranked:
-        return Ranked((level, self._score(candidate), node.number), node)
+        return self.now <= _pinned_until(leaf)
 
     def _leaf_candidate(self, node: Node) -> Candidate:
         start, end = node.start, node.end
         if self._needs_checkpoints:
             start = _previous_checkpoint(node) if node.checkpoint is not None else end
-        age_seconds, brief = self.now - node.last_used_at, is_brief(node)
-        return Candidate(start, end, _num_bytes(node), node.num_uses, age_seconds, is_brief=brief)
+        brief = is_brief(node)
+        return Candidate(start, end, _num_bytes(node), node.num_uses, node.last_used_at, is_brief=brief)
 
     def _state_candidate(self, node: Node) -> Candidate:
         return Candidate(
@@ -83,10 +75,15 @@ class Worth:
             end=node.end,
             num_bytes=node.checkpoint.num_bytes if node.checkpoint is not None else 0,
             num_uses=node.num_restores,
-            age_seconds=self.now - node.restored_at,
+            used_at=node.restored_at,
             is_end=not node.children,
             is_brief=is_brief(node),
         )
+
+
+def _pinned_until(leaf: Node) -> float:
+    own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else None
+    return leaf.last_used_at + own if own is not None else -math.inf
 
 
 def is_brief(node: Node) -> bool:
@@ -105,51 +102,92 @@ def is_brief(node: Node) -> bool:
     return above is not node
 
 
-def level_of(node: Node) -> int:
+def _ends_without_user(node: Node) -> bool:
+    return end_without_user(node) is not None
+
+
+def level_of(node: Node, is_last_user: Callable[[Node], bool] = _ends_without_user) -> int:
     """How well a checkpoint is protected."""
     if node.is_guess:
         return GUESS
-    if (node.checkpoint is not None and node.checkpoint.kind == "system") or node.kind == "system" or _is_newest(node):
+    kind = node.checkpoint.kind if node.checkpoint is not None else None
+    if kind == "system" or node.kind == "system" or _is_newest(node) or (kind == "user" and is_last_user(node)):
         return NEWEST
-    return BRANCH_POINT if len(_used_children(node)) > 1 else PLAIN
+    return BRANCH_POINT if len(used_children(node)) > 1 else PLAIN
 
 
-def newest_above(node: Node) -> Iterator[Node]:
-    """A node that got a state, and those above it whose level that may have changed."""
-    num_states, num_users = 0, 0
-    each = node
-    while each.parent is not None and (num_states <= NUM_NEWEST_KEPT or num_users < 2):
+# --- whose rank may fall ----------------------------------------------------------------------------------------------
+
+
+def fallen_by_state(node: Node) -> Iterator[Node]:
+    """A node got a state: those above that were among the newest until now, and the next ones below, which save fewer
+    tokens."""
+    if node.checkpoint is None:
+        return
+    yield node
+    yield from _newest_above(node.parent, of_user=node.checkpoint.kind == "user")
+    todo = list(node.children.values())
+    while todo:
+        each = todo.pop()
         if each.checkpoint is not None:
-            is_user = each.checkpoint.kind == "user"
-            if num_states <= NUM_NEWEST_KEPT or is_user:
-                yield each
+            yield each
+        else:
+            todo += each.children.values()
+
+
+def fallen_by_parting(node: Node) -> Iterator[Node]:
+    """Some of what stands behind a node left, or was a guess until now: those above that were the newest of a branch
+    that ended there, and those that were not brief because of it."""
+    yield node
+    if used_children(node):
+        yield from _newest_above(node, of_user=False)
+    above: Node | None = node
+    behind_anchor: list[Node] = []  # of system and tools, or of the root
+    while above is not None:
+        if above.parent is None or above.kind == "system":
+            yield from behind_anchor
+            behind_anchor = []
+        if node.end - above.start >= BRIEF_TOKENS:
+            return
+        behind_anchor.append(above)
+        above = above.parent
+
+
+def fallen_by_anchor(node: Node) -> Iterator[Node]:
+    """System and tools end at a node: what stands shortly behind may be brief."""
+    todo = list(node.children.values())
+    while todo:
+        each = todo.pop()
+        if each.end - node.end < BRIEF_TOKENS:
+            yield each
+            todo += each.children.values()
+
+
+def _newest_above(node: Node | None, *, of_user: bool) -> Iterator[Node]:
+    """The deepest states of a path and, `of_user`, the deepest one behind a user message."""
+    num_states = 0
+    while node is not None and node.parent is not None and (num_states < NUM_NEWEST_KEPT or of_user):
+        if node.checkpoint is not None:
+            is_user = node.checkpoint.kind == "user"
+            if num_states < NUM_NEWEST_KEPT or is_user:
+                yield node
             num_states += 1
-            num_users += is_user
-        each = each.parent
+            of_user = of_user and not is_user
+        node = node.parent
 
 
 def _is_newest(node: Node) -> bool:
-    """Whether a leaf is below of whose path this is one of the deepest checkpoints, or the deepest one behind a user
-    message. No path is followed further than it takes to know."""
-    is_user = node.checkpoint is not None and node.checkpoint.kind == "user"
-    todo = [(child, 0, False) for child in _used_children(node)]
-    if not todo:
-        return True
+    """Whether a leaf is below of whose path this is one of the deepest checkpoints. No path is followed further than it
+    takes to know."""
+    todo = [(node, 0)]
     while todo:
-        each, num_deeper, has_user = todo.pop()
-        if each.checkpoint is not None:
-            num_deeper += 1
-            has_user = has_user or each.checkpoint.kind == "user"
-        if num_deeper >= NUM_NEWEST_KEPT and (has_user or not is_user):
-            continue
-        if not (children := _used_children(each)):
+        each, num_deeper = todo.pop()
+        if not (children := used_children(each)):
             return True
-        todo += [(child, num_deeper, has_user) for child in children]
+        for child in children:
+            if (num := num_deeper + (child.checkpoint is not None)) < NUM_NEWEST_KEPT:
+                todo.append((child, num))
     return False
-
-
-def _used_children(node: Node) -> list[Node]:
-    return [child for child in node.children.values() if not child.is_guess]
 
 
 def _previous_checkpoint(node: Node) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.checkpoint_budget import QWEN_27B
 from benchmarks.eviction_simulator import DENSE, Conversation, interleave, read_conversations, simulate
-from kvserve.cache.eviction import SCORES
+from kvserve.cache.eviction import SCORES, Ageing
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_the_negative_control_is_worse(conversations: list[Conversation], sizes:
     """Under pressure what was used last must not leave first; a simulator that showed no difference would be of no
     use."""
     max_bytes = 3 * 2500 * QWEN_27B.kv_bytes_per_token + (QWEN_27B.checkpoint_bytes * 12 if sizes is QWEN_27B else 0)
-    scores = {"value": SCORES["value"], "lru": SCORES["lru"], "mru": lambda candidate: candidate.age_seconds}
+    scores = {"value": SCORES["value"], "lru": SCORES["lru"], "mru": lambda candidate: Ageing(1.0, -candidate.used_at)}
     reuse = {
         name: simulate(conversations, score, sizes, num_users=3, max_bytes=max_bytes)  # type: ignore[arg-type]
         for name, score in scores.items()

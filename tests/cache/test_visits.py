@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
+from kvserve.cache import worth
 from kvserve.cache.node import Lease
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
-from tests.cache.payloads import WholeState, keys_of, make_tree, rows_of, store
+from tests.cache.payloads import ROOMY, WholeState, keys_of, make_tree, rows_of, store
 from tests.cache.visits import Visits, counting
 
 STOP_TOKENS = 6
@@ -16,6 +17,9 @@ FEW, MANY = 40, 400
 
 MAX_NODES = 40
 """So many looks are enough for whatever is asked here, of a path of any length."""
+
+MAX_EVICTING_NODES = 100
+"""And for what leaves: the few places that are ranked again look a little around themselves."""
 
 SIZES = [(needs_checkpoints, num_nodes) for needs_checkpoints in (False, True) for num_nodes in (FEW, MANY)]
 
@@ -109,6 +113,26 @@ def test_after_a_row_has_ended_what_it_left_is_looked_at(
     tree.mark_end(lease)
     tree.release(lease)
     assert_small(counting(monkeypatch).of(tree.evict), 0)
+
+
+@pytest.mark.parametrize(("needs_checkpoints", "num_nodes"), SIZES)
+def test_what_leaves_is_found_without_a_look_at_what_stays(
+    monkeypatch: pytest.MonkeyPatch, needs_checkpoints: bool, num_nodes: int
+) -> None:
+    """In a full cache each stop of a row lets a leaf or a state leave, and so does what comes after its end."""
+    monkeypatch.setattr(worth, "BRIEF_TOKENS", 2 * STOP_TOKENS)  # as many stops as are usual within 512 tokens
+    tree, ids = grown(num_nodes, needs_checkpoints=needs_checkpoints)
+    tree.evict(ROOMY.max_bytes - tree.num_ram_bytes + 1)
+    visits = counting(monkeypatch)
+    for turn in range(3):
+        lease, tokens = row(tree, (*ids[: 5 * STOP_TOKENS], turn), 3 * STOP_TOKENS)
+        for _ in range(3):
+            stop(tree, lease, tokens)
+            before = tree.num_ram_bytes
+            found = visits.of(lambda: tree.evict(ROOMY.max_bytes - tree.num_ram_bytes + 1))
+            assert tree.num_ram_bytes < before and found.num_nodes <= MAX_EVICTING_NODES, found
+        tree.mark_end(lease)
+        tree.release(lease)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""What may leave, in its order, kept up to date with the tree: whose rank may have fallen its changes tell, whose has
+risen is seen when its turn comes. It lets nothing leave.
+"""
+
+from kvserve.cache.eviction import Score
+from kvserve.cache.eviction_queue import EvictionQueue
+from kvserve.cache.last_users import LastUsers
+from kvserve.cache.node import Node, SequenceEnd
+from kvserve.cache.trie import Trie
+from kvserve.cache.worth import PLAIN, Worth, fallen_by_anchor, fallen_by_parting, fallen_by_state
+
+
+class EvictionOrder:
+    """Two queues: of all that may leave for bytes, leaves and plain states inside a branch, and of all states.
+    `over_number` are the entries that are more than there may be, which its owner counts."""
+
+    def __init__(self, trie: Trie, score: Score, *, needs_checkpoints: bool) -> None:
+        self._last_users = LastUsers(trie.is_held)
+        self.worth = Worth(score, self._last_users.is_last, needs_checkpoints=needs_checkpoints)
+        self.over_number: set[SequenceEnd] = set()
+        self._trie = trie
+        self._all, self._states = EvictionQueue(), EvictionQueue()
+        self._again: dict[Node, None] = {}
+
+    def forget_gone(self) -> None:
+        """Keep nothing of what has left the tree."""
+        gone = self._trie.changes.gone
+        self._again |= dict.fromkeys(self._last_users.known_by(gone))
+        for node in gone:
+            self._again.pop(node, None)
+            self._last_users.forget(node)
+            self._all.discard(node)
+            self._states.discard(node)
+        gone.clear()
+
+    def update(self) -> None:
+        """Rank what has changed since this was asked, or since anything left."""
+        self.forget_gone()
+        changes, again = self._trie.changes, self._again
+        again |= dict.fromkeys((*changes.nodes, *self._all.lapsed(self.worth.now)))
+        again |= dict.fromkeys(self._last_users.known_by((*changes.nodes, *changes.parted)))
+        for node in changes.states:
+            fallen = dict.fromkeys(fallen_by_state(node))
+            for each in fallen:
+                self._last_users.forget(each)
+            again |= fallen
+        for node in changes.parted:
+            again |= dict.fromkeys(fallen_by_parting(node))
+        for node in changes.anchors:
+            again |= dict.fromkeys(fallen_by_anchor(node))
+        changes.clear()
+        self._again = {}
+        for node in again:
+            self._rank(node)
+
+    def next_of_all(self) -> Node | None:
+        """The leaf, or the node inside a branch whose state, leaves next for bytes."""
+        return self._next_of(self._all)
+
+    def next_state(self) -> Node | None:
+        """The node whose state leaves next."""
+        return self._next_of(self._states)
+
+    def level(self, node: Node) -> int | None:
+        """That of a node in the order of all."""
+        rank = self._all.rank(node)
+        return rank.level if rank is not None else None
+
+    def _next_of(self, queue: EvictionQueue) -> Node | None:
+        self.update()
+        while (node := queue.first(self.worth.now)) is not None:
+            before = queue.rank(node)
+            self._rank(node)
+            if queue.rank(node) == before:
+                break
+        return node
+
+    def _rank(self, node: Node) -> None:
+        """Let a node have the places that it has now, if any."""
+        may_leave = node.parent is not None and not node.leases and self._trie.is_held(node)
+        state = self.worth.of_state(node) if may_leave and node.checkpoint is not None else None
+        if state is None:
+            self._last_users.forget(node)
+            self._states.discard(node)
+        else:
+            self._states.put(node, state)
+        if may_leave and not node.children:
+            is_surplus = node.sequence_end in self.over_number
+            self._all.put(node, self.worth.of_leaf(node, is_surplus=is_surplus))
+        elif state is not None and state.level <= PLAIN:
+            self._all.put(node, state)
+        else:
+            self._all.discard(node)
