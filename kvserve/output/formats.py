@@ -99,9 +99,9 @@ def select_format(
     """
     forms = _own_forms(model_family, template_text)
     own_tags = {form.open_tag for form in forms}
-    if row is not None and (written := derived.form_of(row)).open_tag not in own_tags:
-        beside = (derived.python_form_of(row),) if written.at_start and derived.PYTHON_TAG in special_tokens else ()
-        forms = (written, *beside, *forms)
+    if row is not None and derived.form_of(row).open_tag not in own_tags:
+        written = derived.forms_of(row, has_python_tag=derived.PYTHON_TAG in special_tokens)
+        forms = (*written, *forms) if model_family == "auto" else (*forms, *written)
     elif foreign is not None and foreign.open_tag not in own_tags:
         forms = (foreign.form(), *forms)
     if {harmony.CHANNEL, harmony.MESSAGE} <= set(special_tokens):

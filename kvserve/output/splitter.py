@@ -28,12 +28,14 @@ from collections.abc import Callable, Sequence
 from kvserve.core import OutputDelta, ToolSpec
 from kvserve.output import harmony
 from kvserve.output.attempt import Attempt, Found, Reading
+from kvserve.output.following import NOTHING, Following, reading_of
 from kvserve.output.formats import OutputFormat
 from kvserve.output.harmony import Channel, ChannelOpened
 from kvserve.output.record import Piece, PieceKind, Record
 from kvserve.output.tag_table import OnTag, TagTable
+from kvserve.output.tool_parsers.derived import closing_text
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import END, SPACE, NotACall, ParsedCall, ToolForm
+from kvserve.output.tool_parsers.form import END, SPACE, NotACall, ParsedCall
 from kvserve.output.tool_parsers.json_text import write_json
 
 
@@ -71,14 +73,21 @@ class Splitter:
         self._tag_seen = starts_in_reasoning
         self._stray_close: str | None = None
         self._attempt: Attempt | None = None
-        self._followed: ToolForm | None = None
+        self._behind = NOTHING
+        self._closing: str | None = None
         self._suspended: list[tuple[str, list[ParsedCall]]] = []
-        self._tables = self._make_tables()
+        self._tags = self._make_tags()
+        self._tables: dict[tuple[bool, tuple[str, ...]], TagTable] = {}
 
     @property
     def in_reasoning(self) -> bool:
         """Whether text that comes now is reasoning, for counting reasoning tokens."""
         return self._reasoning
+
+    @property
+    def closing(self) -> str:
+        """What the template writes behind the first call's arguments to close it; none is missing in most forms."""
+        return self._closing or ""
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -107,10 +116,12 @@ class Splitter:
 
     def finish(self, *, cut: bool) -> list[OutputDelta]:
         """The remaining deltas. `cut`: the length limit ended the text, so what is open is not meant to end here."""
-        if self._attempt is not None:
+        while self._attempt is not None:
             self._finish_attempt(self._attempt, cut)
-        for char in self._held:
-            self._write(char)
+        if self._behind.tags and self._held:
+            self._close_calls(self._held)
+        else:
+            self._write_all(self._held)
         self._held = ""
         if self._suspended and not cut:
             self._accept_suspended()
@@ -120,15 +131,6 @@ class Splitter:
         return self._record.take_deltas()
 
     # --- tags -----------------------------------------------------------------------------------------------------
-
-    def _make_tables(self) -> dict[tuple[bool, bool], TagTable]:
-        """By whether text is reasoning, and whether it stands behind a call that may be followed."""
-        following = {tag: self._on_following for form in self._format.tool_forms for tag in form.follow_tags}
-        return {
-            (reasoning, is_behind): TagTable.of(tags | following if is_behind else tags)
-            for reasoning, tags in self._make_tags().items()
-            for is_behind in (False, True)
-        }
 
     def _make_tags(self) -> dict[bool, dict[str, OnTag]]:
         calls: dict[str, OnTag] = {}
@@ -151,7 +153,12 @@ class Splitter:
         return {True: reasoning, False: content}
 
     def _table(self) -> TagTable:
-        return self._tables[self._reasoning, self._followed is not None]
+        key = self._reasoning, self._behind.tags
+        table = self._tables.get(key)
+        if table is None:
+            tags = self._tags[self._reasoning] | dict.fromkeys(self._behind.tags, self._on_following)
+            table = self._tables[key] = TagTable.of(tags)
+        return table
 
     def _on_think_open(self, tag: str) -> None:
         thinking = self._format.thinking
@@ -200,37 +207,41 @@ class Splitter:
             return
         drafts = [self._draft() for _ in forms]
         readings = [
-            Reading(form.scan(self._tools, draft), draft, form.close_tags)
+            reading_of(form, form.scan(self._tools, draft), self._tools, draft)
             for form, draft in zip(forms, drafts, strict=True)
         ]
         self._attempt = Attempt(tag, readings, forms[0].stray_close, forms[0])
 
     def _on_following(self, tag: str) -> None:
-        form, self._followed = self._followed, None
-        assert form is not None and form.follow is not None, "only then this tag is looked for"
-        draft = self._draft()
-        if (scan := form.follow(tag, self._tools, draft)) is not None:
-            reading = Reading(scan, draft, form.close_tags)
-            self._attempt = Attempt(tag, [reading], form.stray_close, form, is_following=True)
-        elif self._suspended:
-            self._suspended.append((tag, []))
+        attempt = self._behind.attempt(tag, self._tools, self._draft())
+        if attempt is not None:
+            self._attempt = attempt
         else:
-            self._boundary(tag)
+            self._close_calls(tag)
+
+    def _close_calls(self, source: str) -> None:
+        """`source` closes the calls before it; such as no tag opens may go on behind it."""
+        behind = self._behind.closed()
+        if self._suspended:
+            self._suspended.append((source, []))
+        else:
+            self._boundary(source, "call")
+        self._behind = behind
 
     def _draft(self) -> Draft:
         """A call that may begin before it is whole; one inside tagged reasoning may not, as it is perhaps not meant."""
         is_thought = self._reasoning and self._format.channels == "tags"
         return Draft() if is_thought else Draft(self._names)
 
-    def _boundary(self, tag: str) -> None:
+    def _boundary(self, tag: str, kind: PieceKind = "tag") -> None:
         """A tag stands here: white space that reaches from the last one to it is formatting."""
         self._record.write("space", self._take_space())
-        self._record.write("tag", tag)
+        self._record.write(kind, tag)
         self._start_segment()
 
     def _start_segment(self) -> None:
         self._segment_empty = self._line_blank = self._tag_seen = True
-        self._followed = None
+        self._behind = NOTHING
         self._after_thinking = False
 
     # --- calls ----------------------------------------------------------------------------------------------------
@@ -239,8 +250,13 @@ class Splitter:
         closing = self._format.thinking.closing if self._reasoning and self._format.thinking else None
         try:
             found = attempt.feed(char)
-        except NotACall:
+        except NotACall as error:
             self._attempt = None
+            if attempt.is_following and error.num_closing:
+                self._close_calls(attempt.text()[: error.num_closing])
+                self._step_all(attempt.text()[error.num_closing :])
+                return
+            self._behind = NOTHING
             self._give_back(attempt.text())
             return
         if found is not None:
@@ -256,7 +272,11 @@ class Splitter:
     def _begin_call(self, attempt: Attempt, draft: Draft) -> None:
         self._record.write("space", self._take_space())
         self._reasoning = False
-        attempt.call_id = self._record.begin_call(self._new_call_id(), str(draft.name))
+        for name, arguments in draft.before:
+            self._record.begin_call(self._new_call_id(), name)
+            self._record.write_arguments(arguments)
+            self._record.end_call("", is_cut=False)
+        attempt.begin(self._record.begin_call(self._new_call_id(), str(draft.name)))
 
     def _send_arguments(self, attempt: Attempt) -> None:
         """What was written of a call that has begun."""
@@ -277,6 +297,8 @@ class Splitter:
         elif isinstance(found, ChannelOpened):
             self._boundary(attempt.text())
             self._reasoning = found.channel == "reasoning"
+        elif attempt.is_following and not found:
+            self._close_calls(attempt.text())
         elif self._reasoning and self._format.channels == "tags":
             self._suspended.append((attempt.text(), found))
         elif not found:
@@ -285,7 +307,11 @@ class Splitter:
             self._accept_call(attempt.text(), found)
             self._reasoning = False
             self._stray_close = attempt.stray_close
-        self._followed = attempt.form if is_call and attempt.form is not None and attempt.form.follow else None
+        if is_call:
+            self._behind = Following.of(attempt.form)
+            if self._closing is None:
+                self._closing = closing_text(attempt.closing, attempt.call_id or "")
+        self._step_all(attempt.rest)
 
     def _accept_call(self, source: str, calls: list[ParsedCall]) -> None:
         self._record.write("space", self._take_space())
@@ -312,12 +338,13 @@ class Splitter:
     def _finish_attempt(self, attempt: Attempt, cut: bool) -> None:
         self._attempt = None
         if attempt.call_id is not None:
-            self._end_call(attempt, is_cut=not attempt.finish())
+            self._end_call(attempt, is_cut=not attempt.finish(cut=cut))
+            self._step_all(attempt.rest)
             return
         try:
             found = None if cut and not attempt.is_following else attempt.feed(END)
         except NotACall:
-            found = None
+            found = [] if attempt.is_following else None
         if found is None:
             self._write_all(attempt.text())
         else:
@@ -329,10 +356,13 @@ class Splitter:
         sizes = range(min(table.max_tag_chars, len(source) - 1), 0, -1)
         size = next((size for size in sizes if source[-size:] in table.beginnings or source[-size:] in table.tags), 0)
         self._write_all(source[: len(source) - size])
-        for char in source[len(source) - size :]:
-            self._step(char)
+        self._step_all(source[len(source) - size :])
 
     # --- text -----------------------------------------------------------------------------------------------------
+
+    def _step_all(self, text: str) -> None:
+        for char in text:
+            self._step(char)
 
     def _step(self, char: str) -> None:
         if self._attempt is not None:
@@ -384,7 +414,7 @@ class Splitter:
             space = kept
         self._record.write(self._channel(), space)
         self._record.write(self._channel(), text)
-        self._segment_empty, self._followed = False, None
+        self._segment_empty, self._behind = False, NOTHING
         if text == "\n":
             self._line_blank = True
         elif not SPACE.issuperset(text):

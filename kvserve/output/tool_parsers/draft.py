@@ -1,6 +1,8 @@
 """A call on its way: its name and its arguments' text as far as they are certain. It knows no form and no stream."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+
+from kvserve.core import CallParts
 
 
 class Draft:
@@ -17,6 +19,12 @@ class Draft:
         self._num_taken = 0
         self._held: list[str] = []
         self.name: str | None = None
+        self.before: Sequence[tuple[str, str]] = ()
+        """Calls, name and arguments, that stand before this one and are certain with it."""
+        self.num_behind = 0
+        """How many of the last characters that were read belong to what follows the call."""
+        self.closing: CallParts = ()
+        """What the model's template writes behind the arguments."""
 
     @property
     def is_open(self) -> bool:

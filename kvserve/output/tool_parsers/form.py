@@ -18,7 +18,12 @@ SPACE = frozenset(" \t\r\n")
 
 class NotACall(ValueError):
     """The text is not a call of this form. It never leaves this room: the text becomes content, or, behind the
-    beginning of a call that was sent already, arguments as the model wrote them."""
+    beginning of a call that was sent already, arguments as the model wrote them. Of text that follows a call the first
+    `num_closing` characters close it all the same."""
+
+    def __init__(self, reason: str = "", num_closing: int = 0) -> None:
+        super().__init__(reason)
+        self.num_closing = num_closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +48,12 @@ class ToolForm:
     `inner_tags` are the others that it is written with, `close_tags` those of them that end a call.
 
     Where a call ends with its arguments, `follow` reads what may stand behind them, from one of `follow_tags` on: the
-    next call, or what closes the calls, which is none; no scan where the tag alone closes them. `at_start`: the tag may
-    be anything, so it opens a call only at the beginning of an answer. `row` is what such a form was made of.
+    next call, or what closes the calls, which is none; no scan where the tag alone closes them. `closed` is how another
+    call may follow even then. `at_start`: the tag may be anything, so it opens a call only at the beginning of an
+    answer. `row` is what such a form was made of.
+
+    `broken(text, tools)` finds the end of a call whose arguments, `text` so far, are no JSON: it is sent what follows and
+    says how many of the last characters are not the call's. Without it a broken call ends with a closing tag only.
     """
 
     name: str
@@ -56,6 +65,8 @@ class ToolForm:
     at_start: bool = False
     follow_tags: tuple[str, ...] = ()
     follow: Callable[[str, Sequence[ToolSpec], Draft], Scan | None] | None = None
+    closed: "ToolForm | None" = None
+    broken: Callable[[str, Sequence[ToolSpec]], Generator[None, str, int]] | None = None
     row: CallRow | None = None
 
 
