@@ -7,7 +7,7 @@ It joins rooms per model. Which model is loaded, and when, is for `roster.py` to
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import llguidance
 
 from kvserve.catalogue import ModelSource
 from kvserve.config import DiskMode, Settings
-from kvserve.core import RequestDefaults
+from kvserve.core import CallRow, RequestDefaults, ToolSpec
 from kvserve.engine.census import Census, census, differing
 from kvserve.engine.memory_plan import memory_bytes, plan_memory
 from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
@@ -28,6 +28,7 @@ from kvserve.identity.conversations import Conversations, ForgottenRecords
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.keeping import Scope
 from kvserve.output.formats import OutputFormat, select_format
+from kvserve.output.said import Said, Says
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from kvserve.pipeline import ServedModel
 from kvserve.prewarming import warm_learned
@@ -258,6 +259,11 @@ def _grammar_tokenizer(tokenizer: Tokenizer) -> Callable[[int], llguidance.LLTok
     return make
 
 
+def read_calls(row: CallRow, tools: Sequence[ToolSpec], text: str) -> Said:
+    """What `text` says to a model that writes calls in this row's form."""
+    return Says.under(select_format("auto", "", (), None, row), tools)(text)
+
+
 def _output_format(
     settings: Settings, folder: Path, tokenizer: Tokenizer, added_tokens: Collection[str]
 ) -> OutputFormat:
@@ -266,7 +272,7 @@ def _output_format(
     template = tokenizer.chat_template or ""
     foreign, row = None, None
     if not any(tag in template for tag in OWN_TOOL_TAGS):
-        row = call_row(tokenizer)
+        row = call_row(tokenizer, read_calls)
     if row is None and not any(tag in template for tag in OWN_TOOL_TAGS):
         parser = library_tool_parser(folder)
         foreign = ForeignToolForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None

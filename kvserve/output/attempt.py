@@ -99,6 +99,11 @@ class Attempt:
             return None
         return self._readings[0].draft
 
+    @property
+    def in_other_call(self) -> bool:
+        """Whether the arguments of a tool that is not offered have begun."""
+        return any(reading.draft.is_other for reading in self._readings)
+
     def begin(self, call_id: str) -> None:
         """The call has begun for the client; the last character opened its arguments."""
         self.call_id = call_id

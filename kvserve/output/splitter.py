@@ -22,7 +22,6 @@ What looks odd is decided like this:
   forget to close their thinking); otherwise the model only thought about it, and it is reasoning.
 """
 
-import secrets
 from collections.abc import Callable, Sequence
 
 from kvserve.core import OutputDelta, ToolSpec
@@ -31,17 +30,12 @@ from kvserve.output.attempt import Attempt, Found, Reading
 from kvserve.output.following import NOTHING, Following, reading_of
 from kvserve.output.formats import OutputFormat
 from kvserve.output.harmony import Channel, ChannelOpened
-from kvserve.output.record import Piece, PieceKind, Record
-from kvserve.output.tag_table import OnTag, TagTable
+from kvserve.output.record import Piece, PieceKind, Record, random_call_id
+from kvserve.output.tag_table import Handlers, TagTable, TagTables
 from kvserve.output.tool_parsers.derived import closing_text
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import END, SPACE, NotACall, ParsedCall
 from kvserve.output.tool_parsers.json_text import write_json
-
-
-def random_call_id() -> str:
-    """A call id of letters and digits only: clients drop or replace anything else."""
-    return f"call{secrets.token_hex(12)}"
 
 
 class Splitter:
@@ -66,28 +60,22 @@ class Splitter:
         self._reasoning = starts_in_reasoning
         self._held = ""
         self._space: list[str] = []
-        self._segment_empty = True
-        self._line_blank = True
+        self._segment_empty = self._line_blank = True
         self._after_thinking = starts_in_reasoning and output_format.channels == "tags"
         self._something_said = False
         self._tag_seen = starts_in_reasoning
         self._stray_close: str | None = None
         self._attempt: Attempt | None = None
         self._behind = NOTHING
-        self._closing: str | None = None
+        self.closing: str | None = None
+        """What the template writes behind the first call's arguments to close it; nothing in most forms."""
         self._suspended: list[tuple[str, list[ParsedCall]]] = []
-        self._tags = self._make_tags()
-        self._tables: dict[tuple[bool, tuple[str, ...]], TagTable] = {}
+        self._tables = TagTables.of(output_format, self._handlers(), allow_calls=allow_calls)
 
     @property
     def in_reasoning(self) -> bool:
         """Whether text that comes now is reasoning, for counting reasoning tokens."""
         return self._reasoning
-
-    @property
-    def closing(self) -> str:
-        """What the template writes behind the first call's arguments to close it; none is missing in most forms."""
-        return self._closing or ""
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -132,33 +120,20 @@ class Splitter:
 
     # --- tags -----------------------------------------------------------------------------------------------------
 
-    def _make_tags(self) -> dict[bool, dict[str, OnTag]]:
-        calls: dict[str, OnTag] = {}
-        strays: dict[str, OnTag] = {}
-        if self._allow_calls:
-            calls = {form.open_tag: self._on_call for form in self._format.tool_forms}
-            strays = {form.stray_close: self._on_stray_close for form in self._format.tool_forms if form.stray_close}
-        if self._format.channels == "harmony":
-            headers: dict[str, OnTag] = dict.fromkeys((harmony.START, harmony.CHANNEL), self._on_header)
-            ends: dict[str, OnTag] = dict.fromkeys(harmony.ENDS, self._on_message_end)
-            content = {harmony.RECIPIENT: self._on_header, **headers, **ends, **strays, **calls}
-            return {True: headers | ends, False: content}
-        bare = {form.open_tag for form in self._format.tool_forms if form.at_start}
-        reasoning = {tag: handle for tag, handle in calls.items() if tag not in bare}
-        content = strays | calls | dict.fromkeys(self._format.silent_tags, self._on_silent)
-        if self._format.thinking is not None:
-            content[self._format.thinking.opening] = self._on_think_open
-            content[self._format.thinking.closing] = self._on_think_close
-            reasoning[self._format.thinking.closing] = self._on_think_close
-        return {True: reasoning, False: content}
+    def _handlers(self) -> Handlers:
+        return Handlers(
+            call=self._on_call,
+            following=self._on_following,
+            stray_close=self._on_stray_close,
+            header=self._on_header,
+            message_end=self._on_message_end,
+            silent=self._boundary,
+            think_open=self._on_think_open,
+            think_close=self._on_think_close,
+        )
 
     def _table(self) -> TagTable:
-        key = self._reasoning, self._behind.tags
-        table = self._tables.get(key)
-        if table is None:
-            tags = self._tags[self._reasoning] | dict.fromkeys(self._behind.tags, self._on_following)
-            table = self._tables[key] = TagTable.of(tags)
-        return table
+        return self._tables.get(self._reasoning, self._behind.tags)
 
     def _on_think_open(self, tag: str) -> None:
         thinking = self._format.thinking
@@ -177,9 +152,6 @@ class Splitter:
             return
         self._boundary(tag)
         self._reasoning, self._after_thinking = False, True
-
-    def _on_silent(self, tag: str) -> None:
-        self._boundary(tag)
 
     def _on_message_end(self, tag: str) -> None:
         self._boundary(tag)
@@ -213,10 +185,8 @@ class Splitter:
         self._attempt = Attempt(tag, readings, forms[0].stray_close, forms[0])
 
     def _on_following(self, tag: str) -> None:
-        attempt = self._behind.attempt(tag, self._tools, self._draft())
-        if attempt is not None:
-            self._attempt = attempt
-        else:
+        self._attempt = self._behind.attempt(tag, self._tools, self._draft())
+        if self._attempt is None:
             self._close_calls(tag)
 
     def _close_calls(self, source: str) -> None:
@@ -252,12 +222,11 @@ class Splitter:
             found = attempt.feed(char)
         except NotACall as error:
             self._attempt = None
-            if attempt.is_following and error.num_closing:
-                self._close_calls(attempt.text()[: error.num_closing])
-                self._step_all(attempt.text()[error.num_closing :])
-                return
-            self._behind = NOTHING
-            self._give_back(attempt.text())
+            if num_closing := error.num_closing if attempt.is_following else 0:
+                self._close_calls(attempt.text()[:num_closing])
+                self._step_all(attempt.text()[num_closing:])
+            else:
+                self._give_back(attempt.text())
             return
         if found is not None:
             self._attempt = None
@@ -273,9 +242,7 @@ class Splitter:
         self._record.write("space", self._take_space())
         self._reasoning = False
         for name, arguments in draft.before:
-            self._record.begin_call(self._new_call_id(), name)
-            self._record.write_arguments(arguments)
-            self._record.end_call("", is_cut=False)
+            self._record.add_call(self._new_call_id(), name, arguments)
         attempt.begin(self._record.begin_call(self._new_call_id(), str(draft.name)))
 
     def _send_arguments(self, attempt: Attempt) -> None:
@@ -291,7 +258,7 @@ class Splitter:
         self._stray_close = attempt.stray_close
 
     def _accept(self, attempt: Attempt, found: Found) -> None:
-        is_call = attempt.call_id is not None or (isinstance(found, list) and bool(found))
+        is_call = attempt.call_id is not None or (found and isinstance(found, list))
         if attempt.call_id is not None:
             self._end_call(attempt, is_cut=False)
         elif isinstance(found, ChannelOpened):
@@ -309,26 +276,25 @@ class Splitter:
             self._stray_close = attempt.stray_close
         if is_call:
             self._behind = Following.of(attempt.form)
-            if self._closing is None:
-                self._closing = closing_text(attempt.closing, attempt.call_id or "")
+            if self.closing is None:
+                self.closing = closing_text(attempt.closing, attempt.call_id or "")
         self._step_all(attempt.rest)
 
     def _accept_call(self, source: str, calls: list[ParsedCall]) -> None:
         self._record.write("space", self._take_space())
         for call in calls:
-            self._record.begin_call(self._new_call_id(), call.name)
-            self._record.write_arguments(write_json(dict(call.arguments)))
-            self._record.end_call(source if call is calls[-1] else "", is_cut=False)
+            own = source if call is calls[-1] else ""
+            self._record.add_call(self._new_call_id(), call.name, write_json(dict(call.arguments)), own)
         self._start_segment()
         self._something_said = True
 
     def _accept_suspended(self) -> None:
-        for source, calls in self._suspended:
+        suspended, self._suspended = self._suspended, []
+        for source, calls in suspended:
             if calls:
                 self._accept_call(source, calls)
             else:
                 self._record.write("space", source)
-        self._suspended = []
 
     def _release_suspended(self) -> None:
         suspended, self._suspended = self._suspended, []
@@ -344,7 +310,7 @@ class Splitter:
         try:
             found = None if cut and not attempt.is_following else attempt.feed(END)
         except NotACall:
-            found = [] if attempt.is_following else None
+            found = [] if attempt.is_following and not attempt.in_other_call else None
         if found is None:
             self._write_all(attempt.text())
         else:
@@ -352,6 +318,7 @@ class Splitter:
 
     def _give_back(self, source: str) -> None:
         """Writes a broken attempt as text, except for its end if a tag may begin there."""
+        self._behind = NOTHING
         table = self._table()
         sizes = range(min(table.max_tag_chars, len(source) - 1), 0, -1)
         size = next((size for size in sizes if source[-size:] in table.beginnings or source[-size:] in table.tags), 0)

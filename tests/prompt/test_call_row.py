@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from kvserve.core import CallRow, CallSlot, ContentDelta, JsonObject, ReasoningDelta, ResponseFormat, ToolChoice
+from kvserve.loading import read_calls
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.grammar import AnswerStart, build_grammar
 from kvserve.output.splitter import Splitter
@@ -127,7 +128,7 @@ def test_what_does_not_read_back_is_not_derived(arguments: str) -> None:
     """Arguments that are no JSON object, or lose something on the way into the prompt."""
     source = SMALL["tags"].replace("{{ c.arguments | tojson }}", arguments)
     assert source != SMALL["tags"]
-    assert isinstance(find_call_row(CompiledTemplate(source, VARIABLES)), NoRow)
+    assert isinstance(find_call_row(CompiledTemplate(source, VARIABLES), read_calls), NoRow)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_what_does_not_read_back_is_not_derived(arguments: str) -> None:
 def test_what_cannot_be_told_from_text_is_not_derived(name: str, old: str, new: str) -> None:
     """Nor is what the model does not write itself."""
     assert old in SMALL[name]
-    found = find_call_row(CompiledTemplate(SMALL[name].replace(old, new), VARIABLES))
+    found = find_call_row(CompiledTemplate(SMALL[name].replace(old, new), VARIABLES), read_calls)
     assert isinstance(found, NoRow), found
 
 

@@ -13,7 +13,7 @@ import tokenizers
 
 from benchmarks.recordings import shared_folder
 from kvserve.core import CallRow
-from kvserve.loading import OWN_TOOL_TAGS
+from kvserve.loading import OWN_TOOL_TAGS, read_calls
 from kvserve.output.formats import select_format
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.call_row import call_row
@@ -59,7 +59,7 @@ def real_family(name: str) -> Family:
 def _row(tokenizer: Tokenizer) -> CallRow | None:
     """The form of calls that is derived where no other one is read anyway."""
     is_known = any(tag in (tokenizer.chat_template or "") for tag in OWN_TOOL_TAGS)
-    return None if is_known else call_row(tokenizer)
+    return None if is_known else call_row(tokenizer, read_calls)
 
 
 SHARED = shared_folder()

@@ -86,6 +86,6 @@ def _ends_in_bracket(seen: Sequence[str], end: int) -> bool:
 
 
 def _num_behind_line(text: str, start: int) -> int:
-    """How much stands behind the line that the arguments end with: the first one, from `start` on, with their bracket."""
+    """How much stands behind the line that the arguments end with: the first from `start` on with their bracket."""
     line = _LINE_END_BEHIND_BRACKET.search(text, start) or _LINE_END.search(text, start)
     return len(text) - line.start() if line is not None else 0

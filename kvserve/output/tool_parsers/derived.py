@@ -286,6 +286,7 @@ def _follow_scan(paths: Sequence[Path], draft: Draft, num_read: int, num_closing
 
 def _arguments(name: str, draft: Draft) -> Reader[ParsedCall]:
     draft.open(name)
+    draft.is_other = not draft.is_open
     text = yield from json_container("{", draft if draft.is_open else None)
     arguments = read_arguments(text)
     draft.write("}")

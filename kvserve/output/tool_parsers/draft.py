@@ -19,6 +19,8 @@ class Draft:
         self._num_taken = 0
         self._held: list[str] = []
         self.name: str | None = None
+        self.is_other = False
+        """Whether the arguments of a tool that is not offered have begun."""
         self.before: Sequence[tuple[str, str]] = ()
         """Calls, name and arguments, that stand before this one and are certain with it."""
         self.num_behind = 0

@@ -52,8 +52,8 @@ class ToolForm:
     call may follow even then. `at_start`: the tag may be anything, so it opens a call only at the beginning of an
     answer. `row` is what such a form was made of.
 
-    `broken(text, tools)` finds the end of a call whose arguments, `text` so far, are no JSON: it is sent what follows and
-    says how many of the last characters are not the call's. Without it a broken call ends with a closing tag only.
+    `broken(text, tools)` finds the end of a call whose arguments, `text` so far, are no JSON: it is sent what follows
+    and says how many of the last characters are not the call's. Without it a broken call ends with a closing tag only.
     """
 
     name: str

@@ -136,8 +136,8 @@ def behind(paths: Sequence[Path], tag: str) -> tuple[Path, ...]:
 def lead(paths: Sequence[Path], num_read: int = 0, num_closing: int = 0) -> Reader[Lead | None]:
     """The tool whose arguments open, None where the calls are closed.
 
-    Raises NotACall where no path goes on. Of the `num_read` characters that were read before, and of those that are read
-    here, the first `num_closing` close calls whatever follows: the error says how many these are by then.
+    Raises NotACall where no path goes on. Of the `num_read` characters that were read before, and of those that are
+    read here, the first `num_closing` close calls whatever follows: the error says how many these are by then.
     """
     places = [Place(path) for path in paths]
     while places:
