@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from kvserve.core import CallParts
 from kvserve.output.harmony import ChannelOpened
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import END, NotACall, ParsedCall, Scan, ToolForm, text_before
+from kvserve.output.tool_parsers.form import END, FindsEnd, NotACall, ParsedCall, Scan, ToolForm, text_before
 
 type Found = ChannelOpened | list[ParsedCall]
-type Broken = Callable[[str], Generator[None, str, int]]
-"""Finds the end of arguments that begin like this and are no JSON (see `ToolForm.broken`)."""
+type Broken = Callable[[str], FindsEnd]
+"""Finds the end of arguments that begin like this and are no JSON."""
 
 
 @dataclass(slots=True)
@@ -21,7 +21,8 @@ class Reading:
     draft: Draft
     close_tags: tuple[str, ...]
     broken: Broken | None = None
-    is_broken: bool = False
+    end: FindsEnd | None = None
+    """Finds the end of a call that was found to be broken."""
 
     def send(self, char: str) -> None:
         """Raises StopIteration with what was found, NotACall."""
@@ -32,8 +33,8 @@ class Reading:
         """What follows `arguments`, the text so far, cannot be read: it goes into them as it stands, up to their end or
         the next closing tag. Raises StopIteration where that was their end."""
         if self.broken is not None:
-            self.is_broken = True
-            self.scan = _to_end_of_broken(self.draft, self.broken(arguments))
+            self.end = self.broken(arguments)
+            self.scan = _to_end_of_broken(self.draft, self.end)
             next(self.scan)
             return
         held = self.draft.held
@@ -53,11 +54,11 @@ def _as_written(draft: Draft, close_tags: Sequence[str]) -> Scan:
     return []
 
 
-def _to_end_of_broken(draft: Draft, end: Generator[None, str, int]) -> Generator[None, str, Found]:
-    num_behind = yield from end
-    held = draft.held
-    draft.write(held[: max(0, len(held) - num_behind)])
-    draft.num_behind = num_behind
+def _to_end_of_broken(draft: Draft, end: FindsEnd) -> Generator[None, str, Found]:
+    num_behind = None
+    while num_behind is None:
+        num_behind = end.add((yield))
+    draft.end_as_written(num_behind)
     return []
 
 
@@ -152,15 +153,18 @@ class Attempt:
         `cut`: it is over because of a limit, so what cannot be read is not meant to end anywhere.
         """
         [reading] = self._readings
-        if not (cut and reading.is_broken):
-            try:
-                reading.send(END)
-            except StopIteration:
-                self._take_from(reading)
-                return not reading.is_broken or bool(self.rest)
-            except NotACall:
-                pass
-        reading.draft.write(reading.draft.held)
+        if reading.end is not None:
+            num_behind = reading.end.finish(cut=cut)
+            reading.draft.end_as_written(num_behind or 0)
+            self._take_from(reading)
+            return num_behind is not None
+        try:
+            reading.send(END)
+        except StopIteration:
+            self._take_from(reading)
+            return True
+        except NotACall:
+            reading.draft.write(reading.draft.held)
         return False
 
     def text(self) -> str:

@@ -1,13 +1,15 @@
 """Where a call ends whose arguments are no JSON: it knows brackets, quotes, tags and how calls begin, and no stream."""
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from kvserve.output.tool_parsers.form import END, SPACE
+from kvserve.output.tool_parsers.form import SPACE
 from kvserve.output.tool_parsers.row_paths import Path, Place, Word, after
 
 _LINE_END_BEHIND_BRACKET = re.compile(r"(?<=\})[ \t]*\r?\n(?!\s*[}\]\",])")
 _LINE_END = re.compile(r"\r?\n")
+_JSON_GOES_ON = frozenset("]},:\"'")
 _PAIRS = {"}": "{", "]": "["}
 
 
@@ -38,35 +40,69 @@ class _Brackets:
         return not self._open
 
 
-def end_of_broken(
-    text: str, close_tags: Sequence[str], open_tags: Sequence[str], calls: Sequence[Path]
-) -> Generator[None, str, int]:
-    """How many of the last characters do not belong to the arguments, which begin with `text`.
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What tells where a call ends: tags that close it or open others, what the way to another call's arguments is, and
+    the characters that something behind a call begins with."""
 
-    These end where their brackets do, quotes counted; else before a tag that closes calls, or before the next call if
-    it stands outside of quotes or behind a bracket, for arguments may quote one; else, at the end, with their line.
+    close_tags: Sequence[str]
+    open_tags: Sequence[str]
+    calls: Sequence[Path]
+    firsts: Collection[str]
+
+
+class EndOfBroken:
+    """Finds the end of a call whose arguments begin with `text`, which is no JSON.
+
+    These end where their brackets do, quotes counted, unless JSON goes on there; else before a tag that closes calls,
+    or before the next call if it stands outside of quotes or behind a bracket, for arguments may quote one; else, at
+    the end, with their line.
     """
-    brackets, seen = _Brackets(), list(text)
-    starts: list[tuple[int, Place]] = []
-    for char in text:
-        brackets.add(char)
-    while not brackets.are_closed:
-        char = yield
-        if char == END:
-            return _num_behind_line("".join(seen), len(text[:-1].rstrip()))
-        if char == "{" and (found := next((start for start, place in starts if place.is_end), None)) is not None:
-            return len(seen) + 1 - found
-        if not brackets.in_quotes or char == "}" or _ends_in_bracket(seen, len(seen)):
-            starts += [(len(seen), Place(path)) for path in calls if _begins(path, char)]
-        starts = [(start, moved) for start, place in starts for moved in after(place, char)]
+
+    def __init__(self, text: str, around: Surroundings) -> None:
+        self._around = around
+        self._brackets = _Brackets()
+        self._seen = list(text)
+        self._broke_at = len(text[:-1].rstrip())
+        for char in text:
+            self._brackets.add(char)
+        self._end = len(text) if self._brackets.are_closed else None
+        self._starts: list[tuple[int, Place]] = []
+
+    def add(self, char: str) -> int | None:
+        """How many of the last characters do not belong to the arguments; None while these go on."""
+        seen, around = self._seen, self._around
+        num_read = len(seen) + 1
+        if self._end is not None and char not in SPACE:
+            if char in around.firsts or char not in _JSON_GOES_ON:
+                return num_read - self._end
+            self._end = None
+        called = next((start for start, place in self._starts if place.is_end), None)
+        if char == "{" and called is not None:
+            return num_read - called
+        self._follow_calls(char)
         seen.append(char)
-        brackets.add(char)
-        if (tag := _tag_at_end(seen, close_tags)) is not None:
+        if not self._brackets.are_closed:
+            self._brackets.add(char)
+            self._end = num_read if self._brackets.are_closed else None
+        if (tag := _tag_at_end(seen, around.close_tags)) is not None:
             return len(tag)
-        tag = _tag_at_end(seen, open_tags)
-        if tag is not None and (not brackets.in_quotes or _ends_in_bracket(seen, len(seen) - len(tag))):
-            return len(tag)
-    return 0
+        tag = _tag_at_end(seen, around.open_tags)
+        is_quoted = tag is not None and self._brackets.in_quotes and not _ends_in_bracket(seen, num_read - len(tag))
+        return len(tag) if tag is not None and not is_quoted else None
+
+    def finish(self, *, cut: bool) -> int | None:
+        """The same at the end of the text; None where they have no end. `cut`: a limit ended it."""
+        if self._end is not None:
+            return len(self._seen) - self._end
+        return None if cut else _num_behind_line("".join(self._seen), self._broke_at)
+
+    def _follow_calls(self, char: str) -> None:
+        """The next call may begin with any character that stands outside of quotes or behind a bracket."""
+        seen, starts = self._seen, self._starts
+        if not self._brackets.in_quotes or char == "}" or _ends_in_bracket(seen, len(seen)):
+            starts += [(len(seen), Place(path)) for path in self._around.calls if _begins(path, char)]
+        self._starts = [(start, moved) for start, place in starts for moved in after(place, char)]
 
 
 def _begins(path: Path, char: str) -> bool:
@@ -85,7 +121,7 @@ def _ends_in_bracket(seen: Sequence[str], end: int) -> bool:
     return end > 0 and seen[end - 1] == "}"
 
 
-def _num_behind_line(text: str, start: int) -> int:
+def _num_behind_line(text: str, start: int) -> int | None:
     """How much stands behind the line that the arguments end with: the first from `start` on with their bracket."""
     line = _LINE_END_BEHIND_BRACKET.search(text, start) or _LINE_END.search(text, start)
-    return len(text) - line.start() if line is not None else 0
+    return len(text) - line.start() if line is not None else None

@@ -7,12 +7,12 @@ call needs, are read and say nothing. A tool that is not offered is called besid
 """
 
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from kvserve.core import CallParts, CallRow, CallSlot, ToolSpec
-from kvserve.output.tool_parsers.broken import end_of_broken
+from kvserve.output.tool_parsers.broken import EndOfBroken, Surroundings
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import NotACall, ParsedCall, Reader, Scan, ToolForm, skip_space
 from kvserve.output.tool_parsers.hermes import ARGUMENT_KEYS, read_arguments
@@ -74,9 +74,8 @@ def bare_openings(row: CallRow) -> tuple[str, ...]:
 
 
 def closing_text(parts: CallParts, call_id: str) -> str:
-    """What closes the only call of a message as the template writes it, without an id that models leave out."""
-    *_, shortest = variants(parts)
-    return "".join(part if isinstance(part, str) else call_id for part in shortest)
+    """What closes the only call of a message as the template writes it."""
+    return "".join(part if isinstance(part, str) else call_id for part in parts)
 
 
 # --- forms ------------------------------------------------------------------------------------------------------------
@@ -111,12 +110,14 @@ def _form(row: CallRow, tag: str, *, opened: str) -> ToolForm:
 
     def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
         names = _names(tools)
-        return _scan(_openings(row, opened, names), _behind(row, names), draft)
+        again = (*_behind(row, names, is_closed=True).paths, *_openings(row, "", names))
+        return _scan(_openings(row, opened, names), _behind(row, names).paths, again, draft)
 
-    def broken(text: str, tools: Sequence[ToolSpec]) -> Generator[None, str, int]:
+    def broken(text: str, tools: Sequence[ToolSpec]) -> EndOfBroken:
         again = (*_behind(row, _names(tools)).paths, *_openings(row, "", _names(tools)))
         calls = [path for path in again if path.name is not None]
-        return end_of_broken(text, ends, [tag] if re.fullmatch(TAG, tag) else [], calls)
+        opens = [tag] if re.fullmatch(TAG, tag) else []
+        return EndOfBroken(text, Surroundings(ends, opens, calls, {word[0] for word in follows.tags}))
 
     def follow(word: str, tools: Sequence[ToolSpec], draft: Draft) -> Scan | None:
         return _follow(_behind(row, _names(tools)), word, draft)
@@ -261,15 +262,15 @@ def _without_members(parts: CallParts) -> CallParts:
 # --- scans ------------------------------------------------------------------------------------------------------------
 
 
-def _scan(paths: Sequence[Path], follows: _Behind, draft: Draft) -> Scan:
-    """A call behind what opens it. Calls of tools that are not offered wait for one of a tool that is."""
+def _scan(paths: Sequence[Path], follows: Sequence[Path], again: Sequence[Path], draft: Draft) -> Scan:
+    """A call behind what opens it. Calls of tools that are not offered wait for one of a tool that is: the ways behind
+    them, and behind those that are closed."""
     before: list[ParsedCall] = []
     found = yield from lead(paths)
-    while found is not None and not found.is_offered:
-        before.append(ParsedCall(found.name, read_arguments((yield from json_container("{")))))
-        found = yield from lead(follows.paths)
-    if found is None:
-        raise NotACall("no call of an offered tool")
+    while found is None or not found.is_offered:
+        if found is not None:
+            before.append(ParsedCall(found.name, read_arguments((yield from json_container("{")))))
+        found = yield from lead(again if found is None else follows)
     draft.closing = found.closing
     draft.before = tuple((call.name, write_json(dict(call.arguments))) for call in before)
     return [*before, (yield from _arguments(found.name, draft))]

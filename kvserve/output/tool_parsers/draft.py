@@ -59,6 +59,11 @@ class Draft:
             self._written.append(text)
             self._held = self._held[-num_ahead:] if num_ahead else []
 
+    def end_as_written(self, num_behind: int) -> None:
+        """What was held is the end of the call as it stands, but for the last `num_behind` characters."""
+        self.write(self.held[: max(0, len(self._held) - num_behind)])
+        self.num_behind = num_behind
+
     def take(self) -> str:
         """What was written since the last call."""
         new = "".join(self._written[self._num_taken :])

@@ -6,6 +6,7 @@ text, and how the text was cut cannot matter. It raises `NotACall` at the first 
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvserve.core import CallRow, ToolSpec
 from kvserve.output.tool_parsers.draft import Draft
@@ -40,6 +41,18 @@ type Chain = tuple[str, ...]
 """Tags with nothing but white space between them."""
 
 
+class FindsEnd(Protocol):
+    """Finds the end of a broken call: each answer says how many of the last characters are not the call's."""
+
+    def add(self, char: str) -> int | None:
+        """None while the call goes on."""
+        ...
+
+    def finish(self, *, cut: bool) -> int | None:
+        """The text is over; None where the call has no end. `cut`: a limit ended it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ToolForm:
     """A form: `scan(tools, draft)` reads what follows `open_tag` and writes to the draft what is certain already;
@@ -52,8 +65,8 @@ class ToolForm:
     call may follow even then. `at_start`: the tag may be anything, so it opens a call only at the beginning of an
     answer. `row` is what such a form was made of.
 
-    `broken(text, tools)` finds the end of a call whose arguments, `text` so far, are no JSON: it is sent what follows
-    and says how many of the last characters are not the call's. Without it a broken call ends with a closing tag only.
+    `broken(text, tools)` finds the end of a call whose arguments, `text` so far, are no JSON. Without it a broken call
+    ends with a closing tag only.
     """
 
     name: str
@@ -66,7 +79,7 @@ class ToolForm:
     follow_tags: tuple[str, ...] = ()
     follow: Callable[[str, Sequence[ToolSpec], Draft], Scan | None] | None = None
     closed: "ToolForm | None" = None
-    broken: Callable[[str, Sequence[ToolSpec]], Generator[None, str, int]] | None = None
+    broken: Callable[[str, Sequence[ToolSpec]], FindsEnd] | None = None
     row: CallRow | None = None
 
 
