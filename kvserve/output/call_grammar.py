@@ -67,7 +67,7 @@ class CallGrammar:
             tag = derived.form_of(row).open_tag
             bodies[tag] = self._row_body(row, tools, opened=tag)
         elif row is not None:
-            first = f"({self._bare_call(row, tools)} ({self._bare_call(row, tools, separator=';')})*)?"
+            first = self._bare_calls(row, tools)
             if any(form.open_tag == derived.PYTHON_TAG for form in self.output_format.tool_forms):
                 bodies[derived.PYTHON_TAG] = first
         if any(form.name == _BARE for form in self.output_format.tool_forms):
@@ -123,16 +123,20 @@ class CallGrammar:
         head = self._parts((str(row.opening[0]).removeprefix(opened), *row.opening[1:]))
         return self.lark.rule(f"{head} {call} {more} {self._any_of(row.closing)}")
 
-    def _bare_call(self, row: CallRow, tools: Sequence[OfferedTool], *, separator: str = "") -> str:
-        """A call that no tag opens: only what names an offered tool is one, however its JSON is spaced."""
-        calls: list[str] = []
+    def _bare_calls(self, row: CallRow, tools: Sequence[OfferedTool]) -> str:
+        """Calls that no tag opens, or none: only what names an offered tool is one, however its JSON is spaced. The
+        next one may stand behind a semicolon."""
+        first: list[str] = []
+        more: list[str] = []
         middle = "".join(part for part in row.middle if isinstance(part, str))
         for tool in tools:
-            body = self.lark.json(self._parameters(tool, by_schema=False))
-            for head in derived.bare_openings(row):
-                opening = self.lark.spaced_opening(f"{head}{tool.spec.name}{middle}", separator=separator)
-                calls.append(f"{opening} /{_SPACES}/ {body} /{_SPACES}/ {self._any_of(row.closing)}")
-        return self.lark.rule(" | ".join(calls))
+            arguments = self.lark.json(self._parameters(tool, by_schema=False))
+            body = self.lark.rule(f"/{_SPACES}/ {arguments} /{_SPACES}/ {self._any_of(row.closing)}")
+            for opening in derived.bare_openings(row):
+                head = f"{opening}{tool.spec.name}{middle}"
+                first.append(f"{self.lark.spaced_opening(head)} {body}")
+                more.append(f"{self.lark.spaced_opening(head, separator=';')} {body}")
+        return f"({self.lark.rule(' | '.join(first))} {self.lark.rule(' | '.join(more))}*)?"
 
     def _parts(self, parts: CallParts) -> str:
         return " ".join(self.lark.tag(part) if isinstance(part, str) else _SLOTS[part] for part in parts if part)

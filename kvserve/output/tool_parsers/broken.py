@@ -42,12 +42,13 @@ class _Brackets:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What tells where a call ends: tags that close it or open others, what the way to another call's arguments is, and
-    the characters that something behind a call begins with."""
+    """What tells where a call ends: tags that close it or open others, the ways to another call's arguments and the
+    names of tools, and the characters that something behind a call begins with."""
 
     close_tags: Sequence[str]
     open_tags: Sequence[str]
     calls: Sequence[Path]
+    names: Collection[str]
     firsts: Collection[str]
 
 
@@ -77,9 +78,10 @@ class EndOfBroken:
             if char in around.firsts or char not in _JSON_GOES_ON:
                 return num_read - self._end
             self._end = None
-        called = next((start for start, place in self._starts if place.is_end), None)
-        if char == "{" and called is not None:
-            return num_read - called
+        if char == "{":
+            ends = (start for start, place in self._starts if place.is_end and place.called in around.names)
+            if (called := next(ends, None)) is not None:
+                return num_read - called
         self._follow_calls(char)
         seen.append(char)
         if not self._brackets.are_closed:

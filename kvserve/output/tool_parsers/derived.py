@@ -17,7 +17,7 @@ from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import NotACall, ParsedCall, Reader, Scan, ToolForm, skip_space
 from kvserve.output.tool_parsers.hermes import ARGUMENT_KEYS, read_arguments
 from kvserve.output.tool_parsers.json_text import json_container, read_json, write_json
-from kvserve.output.tool_parsers.row_paths import TAG, Path, Word, behind, lead, steps_of
+from kvserve.output.tool_parsers.row_paths import TAG, Offered, Path, Word, behind, lead, steps_of
 
 NAME = "derived"
 PYTHON_TAG = "<|python_tag|>"
@@ -104,26 +104,26 @@ def _form(row: CallRow, tag: str, *, opened: str) -> ToolForm:
     """The form of the row's calls behind `tag`, of which `opened` belongs to the row's opening."""
     words = [part for parts in (row.opening, row.middle, row.between or (), row.closing) for part in parts]
     inner = dict.fromkeys(found for text in words if isinstance(text, str) for found in re.findall(TAG, text))
-    any_name = ("",)  # their first words are the same for every tool
-    follows, closed = _behind(row, any_name), _behind(row, any_name, is_closed=True)
+    follows, closed = _behind(row, ()), _behind(row, (), is_closed=True)
     ends = tuple(each for each in follows.tags if re.fullmatch(TAG, each) and each != tag)
 
+    def offered(tools: Sequence[ToolSpec]) -> Offered:
+        return Offered(frozenset(tool.name for tool in tools), alone=is_bare(row))
+
     def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
-        names = _names(tools)
-        again = (*_behind(row, names, is_closed=True).paths, *_openings(row, "", names))
-        return _scan(_openings(row, opened, names), _behind(row, names).paths, again, draft)
+        return _scan(row, opened, offered(tools), draft)
 
     def broken(text: str, tools: Sequence[ToolSpec]) -> EndOfBroken:
-        again = (*_behind(row, _names(tools)).paths, *_openings(row, "", _names(tools)))
-        calls = [path for path in again if path.name is not None]
+        names, odd = offered(tools).names, offered(tools).odd
+        calls = [path for path in (*_behind(row, odd).paths, *_openings(row, "", odd)) if not path.closes]
         opens = [tag] if re.fullmatch(TAG, tag) else []
-        return EndOfBroken(text, Surroundings(ends, opens, calls, {word[0] for word in follows.tags}))
+        return EndOfBroken(text, Surroundings(ends, opens, calls, names, {word[0] for word in follows.tags}))
 
     def follow(word: str, tools: Sequence[ToolSpec], draft: Draft) -> Scan | None:
-        return _follow(_behind(row, _names(tools)), word, draft)
+        return _follow(_behind(row, offered(tools).odd), word, offered(tools), draft)
 
     def follow_closed(word: str, tools: Sequence[ToolSpec], draft: Draft) -> Scan | None:
-        return _follow(_behind(row, _names(tools), is_closed=True), word, draft)
+        return _follow(_behind(row, offered(tools).odd, is_closed=True), word, offered(tools), draft)
 
     return ToolForm(
         NAME,
@@ -140,19 +140,15 @@ def _form(row: CallRow, tag: str, *, opened: str) -> ToolForm:
     )
 
 
-def _names(tools: Sequence[ToolSpec]) -> tuple[str, ...]:
-    return tuple(tool.name for tool in tools)
-
-
-def _follow(follows: _Behind, word: str, draft: Draft) -> Scan | None:
+def _follow(follows: _Behind, word: str, offered: Offered, draft: Draft) -> Scan | None:
     """Reads on behind `word`; None where that is the end of the calls."""
     if word == "," and follows.takes_members:
-        return _behind_members(follows, draft)
+        return _behind_members(follows, offered, draft)
     paths = follows.without(word)
     if any(not path.steps for path in paths):
         return None
     is_closing = Word(word, spaced=False).is_closing and any(path.closes for path in paths)
-    return _follow_scan(paths, draft, len(word), len(word) if is_closing else 0)
+    return _follow_scan(paths, offered, draft, len(word), len(word) if is_closing else 0)
 
 
 def _first_word(parts: CallParts) -> str:
@@ -170,14 +166,14 @@ def _rows(row: CallRow) -> tuple[CallRow, ...]:
 
 
 @lru_cache(maxsize=64)
-def _openings(row: CallRow, word: str, names: tuple[str, ...]) -> tuple[Path, ...]:
+def _openings(row: CallRow, word: str, odd: tuple[str, ...]) -> tuple[Path, ...]:
     """The ways to go on behind `word`, which opened calls."""
-    found = [path for each in _rows(row) for head in _heads(each) for path in _calls(each, head, names)]
+    found = [path for each in _rows(row) for head in _heads(each) for path in _calls(each, head, odd)]
     return behind(found, word) if word else tuple(found)
 
 
 @lru_cache(maxsize=64)
-def _behind(row: CallRow, names: tuple[str, ...], *, is_closed: bool = False) -> _Behind:
+def _behind(row: CallRow, odd: tuple[str, ...], *, is_closed: bool = False) -> _Behind:
     """What may follow a call; `is_closed`: one that is closed already."""
     found: list[Path] = []
     takes_members = bool(_keys(row))
@@ -189,15 +185,15 @@ def _behind(row: CallRow, names: tuple[str, ...], *, is_closed: bool = False) ->
         elif is_closed:
             heads = [rest for head in heads if (rest := _behind_closing(head, closing))]
         variety = (later for head in heads for one in _spellings(head) for later in _later(one))
-        found += [path for head in dict.fromkeys(variety) if head for path in _calls(each, head, names)]
+        found += [path for head in dict.fromkeys(variety) if head for path in _calls(each, head, odd)]
         if not is_closed:
             found += [Path(steps_of(end), closes=True) for end in _endings(closing) if end]
     return _Behind(tuple(found), takes_members and not is_closed)
 
 
-def _calls(row: CallRow, head: CallParts, names: tuple[str, ...]) -> Iterator[Path]:
-    """The ways behind `head` to the arguments of an offered tool and, where a tag opened calls, of any other."""
-    for name in (*names, *(() if is_bare(row) else (None,))):
+def _calls(row: CallRow, head: CallParts, odd: tuple[str, ...]) -> Iterator[Path]:
+    """The ways behind `head` to the arguments of any tool; those with odd names stand there by name."""
+    for name in (*odd, None):
         for middle in variants(row.middle):
             yield Path(steps_of(head, name, middle), name, closing=row.closing)
 
@@ -262,23 +258,26 @@ def _without_members(parts: CallParts) -> CallParts:
 # --- scans ------------------------------------------------------------------------------------------------------------
 
 
-def _scan(paths: Sequence[Path], follows: Sequence[Path], again: Sequence[Path], draft: Draft) -> Scan:
-    """A call behind what opens it. Calls of tools that are not offered wait for one of a tool that is: the ways behind
-    them, and behind those that are closed."""
+def _scan(row: CallRow, opened: str, offered: Offered, draft: Draft) -> Scan:
+    """A call behind what opens it. Calls of tools that are not offered wait for one of a tool that is."""
     before: list[ParsedCall] = []
-    found = yield from lead(paths)
+    odd = offered.odd
+    found = yield from lead(_openings(row, opened, odd), offered)
     while found is None or not found.is_offered:
         if found is not None:
             before.append(ParsedCall(found.name, read_arguments((yield from json_container("{")))))
-        found = yield from lead(again if found is None else follows)
+            found = yield from lead(_behind(row, odd).paths, offered)
+        else:
+            closed = _behind(row, odd, is_closed=True).paths
+            found = yield from lead((*closed, *_openings(row, "", odd)), offered)
     draft.closing = found.closing
     draft.before = tuple((call.name, write_json(dict(call.arguments))) for call in before)
     return [*before, (yield from _arguments(found.name, draft))]
 
 
-def _follow_scan(paths: Sequence[Path], draft: Draft, num_read: int, num_closing: int) -> Scan:
+def _follow_scan(paths: Sequence[Path], offered: Offered, draft: Draft, num_read: int, num_closing: int) -> Scan:
     """What follows a call: the next one, of whichever tool, or the end of all."""
-    found = yield from lead(paths, num_read, num_closing)
+    found = yield from lead(paths, offered, num_read, num_closing)
     if found is None:
         return []
     draft.closing = found.closing
@@ -294,13 +293,13 @@ def _arguments(name: str, draft: Draft) -> Reader[ParsedCall]:
     return ParsedCall(name, arguments)
 
 
-def _behind_members(follows: _Behind, draft: Draft) -> Scan:
+def _behind_members(follows: _Behind, offered: Offered, draft: Draft) -> Scan:
     """Members of the call's object that no call needs, and what follows."""
     text = yield from json_container("{")
     paths = follows.without("}")
     if any(not path.steps for path in paths):
         return []
-    return (yield from _follow_scan(paths, draft, len(text), len(text)))
+    return (yield from _follow_scan(paths, offered, draft, len(text), len(text)))
 
 
 def _list_scan(row: CallRow) -> Callable[[Sequence[ToolSpec], Draft], Scan]:

@@ -39,7 +39,7 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Blank:
-    """What is another in each call: an id, a number or, without `slot`, the name of a tool that is not offered."""
+    """What is another in each call: an id, a number or, without `slot`, the name of a tool."""
 
     slot: CallSlot | None
     spaced: bool
@@ -56,14 +56,27 @@ type Step = Word | Blank
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One way to go on: to the arguments of the tool of this name, of any tool that is not offered where it has none,
-    or to the end of the calls."""
+    """One way to go on: to the arguments of the tool of this name, of any tool where it has none, or to the end of the
+    calls."""
 
     steps: tuple[Step, ...]
     name: str | None = None
     closes: bool = False
     closing: CallParts = ()
     """What the template writes behind such a call's arguments if it is the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """The names of the tools that are offered; `alone`: no other is called."""
+
+    names: frozenset[str]
+    alone: bool
+
+    @property
+    def odd(self) -> tuple[str, ...]:
+        """Those that are told from what stands behind a name only if they are known."""
+        return tuple(sorted(name for name in self.names if not all(map(Blank(None, spaced=False).takes, name))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +90,7 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How far text has come on a path, and what was read of its blanks: of a name only where it is not offered."""
+    """How far text has come on a path, and what was read of its blanks."""
 
     path: Path
     index: int = 0
@@ -90,6 +103,11 @@ class Place:
     def is_end(self) -> bool:
         """Whether all of the path was read."""
         return self.index == len(self.path.steps)
+
+    @property
+    def called(self) -> str:
+        """The name of the tool that is called."""
+        return self.path.name or self.name
 
     @property
     def closing(self) -> CallParts:
@@ -133,7 +151,7 @@ def behind(paths: Sequence[Path], tag: str) -> tuple[Path, ...]:
     )
 
 
-def lead(paths: Sequence[Path], num_read: int = 0, num_closing: int = 0) -> Reader[Lead | None]:
+def lead(paths: Sequence[Path], offered: Offered, num_read: int = 0, num_closing: int = 0) -> Reader[Lead | None]:
     """The tool whose arguments open, None where the calls are closed.
 
     Raises NotACall where no path goes on. Of the `num_read` characters that were read before, and of those that are
@@ -146,8 +164,8 @@ def lead(paths: Sequence[Path], num_read: int = 0, num_closing: int = 0) -> Read
             if any(place.path.closes for place in places):
                 return None
             break
-        if char == "{" and (called := next((each for each in places if each.is_end), None)) is not None:
-            return Lead(called.path.name or called.name, called.path.name is not None, called.closing)
+        if char == "{" and (found := _lead(places, offered)) is not None:
+            return found
         num_read += 1
         places = [place for before in places for place in after(before, char)]
         if char not in SPACE and any(map(_closes, places)):
@@ -155,6 +173,14 @@ def lead(paths: Sequence[Path], num_read: int = 0, num_closing: int = 0) -> Read
         if any(place.path.closes and place.is_end for place in places):
             return None
     raise NotACall("no call of an offered tool", num_closing)
+
+
+def _lead(places: Sequence[Place], offered: Offered) -> Lead | None:
+    ends = [place for place in places if place.is_end]
+    found = next((place for place in ends if place.called in offered.names), None)
+    if found is None and not offered.alone:
+        found = next(iter(ends), None)
+    return Lead(found.called, found.called in offered.names, found.closing) if found is not None else None
 
 
 def _closes(place: Place) -> bool:
