@@ -14,7 +14,8 @@ What looks odd is decided like this:
   what went out before it cannot be called back.
 - A call begins for the client once its arguments begin behind the name of an offered tool; from there on its text is
   the call's, up to the closing tag or the end (decision 0032). What cannot be read of it goes into the arguments as it
-  was written, which are no JSON then, and so are those that the end cut.
+  was written, which are no JSON then, and so are those that the end cut. Forms that end with their arguments say where
+  such a call ends (`broken.py`), so that it takes neither the next one nor what is said behind it.
 - Before that point, and where a form only comes whole, a call that is unfinished at the end, cannot be parsed, or stops
   being a call halfway is text, verbatim. Tags inside it are not looked at again, so that a call quoted inside a broken
   call's argument is never run; reading goes on with the tag that perhaps begins where it broke.

@@ -193,6 +193,17 @@ def test_a_broken_call_takes_no_neighbour_and_no_prose(name: str, broken: str) -
 
 
 @every_form
+def test_a_broken_call_ends_with_its_brackets(name: str) -> None:
+    """What stands on the same line behind it, and behind what closes it, is text."""
+    for broken in ('{"path": "a",}', '{"path": "a" oops}', '{"a": {"b": [1,]}}', "{'path': 'a'}"):
+        text = with_broken(name, [("read_file", MARK)], broken)
+        end = text.index(broken) + len(broken)
+        for answer in (text, text[:end]):
+            found, content = read(family_of(name).output_format, list(f"{answer} and more."))
+            assert [tool for tool, _ in found] == ["read_file"] and content == " and more.", (answer, found, content)
+
+
+@every_form
 def test_a_broken_call_that_nothing_closes_ends_with_its_line(name: str) -> None:
     """A quote or a bracket that is missing leaves it open: what is said on the next line is text all the same."""
     for broken in ('{"path": "a" oops', '{"path": "5" tall"}', '{"path": ["a" {'):
