@@ -196,7 +196,7 @@ class Splitter:
         if self._suspended:
             self._suspended.append((source, []))
         else:
-            self._boundary(source, "call")
+            self._boundary(source)
         self._behind = behind
 
     def _draft(self) -> Draft:
@@ -204,10 +204,10 @@ class Splitter:
         is_thought = self._reasoning and self._format.channels == "tags"
         return Draft() if is_thought else Draft(self._names)
 
-    def _boundary(self, tag: str, kind: PieceKind = "tag") -> None:
+    def _boundary(self, tag: str) -> None:
         """A tag stands here: white space that reaches from the last one to it is formatting."""
         self._record.write("space", self._take_space())
-        self._record.write(kind, tag)
+        self._record.write("tag", tag)
         self._start_segment()
 
     def _start_segment(self) -> None:

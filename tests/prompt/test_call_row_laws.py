@@ -226,14 +226,16 @@ def test_a_call_that_a_broken_one_quotes_is_not_run(name: str) -> None:
 
 
 @every_form
-def test_a_cut_between_calls_leaves_no_markup(name: str) -> None:
-    """Wherever a limit ends the answer behind the first call's arguments: its call is whole, and no text is said."""
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_cut_between_calls_leaves_no_markup(name: str, cut: bool) -> None:
+    """Wherever a limit, or the model, ends the answer behind the first call's arguments: its call is whole, and no text
+    is said."""
     calls: list[tuple[str, JsonObject]] = [("any", {"k": 1}), ("read_file", {"path": "a"})]
     text = written(name, *calls[: 1 if DERIVED[name].between is None else 2])
     start = text.index('{"k": 1}') + len('{"k": 1}')
     for size in range(start, len(text)):
         splitter = Splitter(family_of(name).output_format, starts_in_reasoning=False, tools=TOOLS)
-        deltas = [*splitter.feed(text[:size]), *splitter.finish(cut=True)]
+        deltas = [*splitter.feed(text[:size]), *splitter.finish(cut=cut)]
         assert not [delta for delta in deltas if type(delta).__name__ == "ContentDelta"], text[:size]
         assert calls_of(deltas)[0].call.arguments == '{"k": 1}'
 
