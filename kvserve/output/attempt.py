@@ -55,7 +55,7 @@ def _as_written(draft: Draft, close_tags: Sequence[str]) -> Scan:
 
 
 def _to_end_of_broken(draft: Draft, end: FindsEnd) -> Generator[None, str, Found]:
-    num_behind = None
+    num_behind = end.at_once()
     while num_behind is None:
         num_behind = end.add((yield))
     draft.end_as_written(num_behind)
@@ -153,19 +153,21 @@ class Attempt:
         `cut`: it is over because of a limit, so what cannot be read is not meant to end anywhere.
         """
         [reading] = self._readings
+        num_behind = None
         if reading.end is not None:
             num_behind = reading.end.finish(cut=cut)
-            reading.draft.end_as_written(num_behind or 0)
-            self._take_from(reading)
-            return num_behind is not None
-        try:
-            reading.send(END)
-        except StopIteration:
-            self._take_from(reading)
-            return True
-        except NotACall:
-            reading.draft.write(reading.draft.held)
-        return False
+        else:
+            try:
+                reading.send(END)
+            except StopIteration:
+                self._take_from(reading)
+                return True
+            except NotACall:
+                if reading.broken is not None and not cut:
+                    num_behind = reading.broken("".join(self.source[self._arguments_start :])).unfinished()
+        reading.draft.end_as_written(num_behind or 0)
+        self._take_from(reading)
+        return num_behind is not None
 
     def text(self) -> str:
         """The source so far."""

@@ -57,18 +57,43 @@ class EndOfBroken:
 
     These end where their brackets do, quotes counted, unless JSON goes on there; else before a tag that closes calls,
     or before the next call if it stands outside of quotes or behind a bracket, for arguments may quote one; else, at
-    the end, with their line.
+    the end, with their line. A string that nobody closed may have taken the end before the text was found to be none.
     """
 
     def __init__(self, text: str, around: Surroundings) -> None:
         self._around = around
         self._brackets = _Brackets()
-        self._seen = list(text)
+        self._seen: list[str] = []
+        self._starts: list[tuple[int, Place]] = []
         self._broke_at = len(text[:-1].rstrip())
-        for char in text:
+        self._string = _last_string(text)
+        for index, char in enumerate(text):
+            if index > self._string:
+                self._follow_calls(char)
+            self._seen.append(char)
             self._brackets.add(char)
         self._end = len(text) if self._brackets.are_closed else None
-        self._starts: list[tuple[int, Place]] = []
+
+    def at_once(self) -> int | None:
+        """The same before anything else is read: a string that nobody closed has taken what closes the call."""
+        text = "".join(self._seen)
+        is_at_fault = text[: self._broke_at].endswith('"')
+        return self._num_taken(text) if is_at_fault else None
+
+    def unfinished(self) -> int | None:
+        """The same at the end of a text that only lacks the rest of a string."""
+        text = "".join(self._seen)
+        if not self._brackets.in_quotes:
+            return None
+        taken = self._num_taken(text)
+        line = _LINE_END_BEHIND_BRACKET.search(text, self._string) if taken is None else None
+        return len(text) - line.start() if line is not None else taken
+
+    def _num_taken(self, text: str) -> int | None:
+        """How much of the text stands, in its last string, from a tag behind a bracket on."""
+        tags = "|".join(map(re.escape, (*self._around.close_tags, *self._around.open_tags)))
+        found = re.compile(rf"(?<=\}})\s*(?:{tags})").search(text, self._string) if tags else None
+        return len(text) - found.start() if found is not None else None
 
     def add(self, char: str) -> int | None:
         """How many of the last characters do not belong to the arguments; None while these go on."""
@@ -105,6 +130,17 @@ class EndOfBroken:
         if not self._brackets.in_quotes or char == "}" or _ends_in_bracket(seen, len(seen)):
             starts += [(len(seen), Place(path)) for path in self._around.calls if _begins(path, char)]
         self._starts = [(start, moved) for start, place in starts for moved in after(place, char)]
+
+
+def _last_string(text: str) -> int:
+    """Where the last string of the text begins; its end if it has none."""
+    start, in_quotes, is_escaped = len(text), False, False
+    for index, char in enumerate(text):
+        if char == '"' and not is_escaped:
+            in_quotes = not in_quotes
+            start = index if in_quotes else start
+        is_escaped = in_quotes and char == "\\" and not is_escaped
+    return start
 
 
 def _begins(path: Path, char: str) -> bool:

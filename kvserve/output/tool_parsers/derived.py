@@ -107,6 +107,9 @@ def _form(row: CallRow, tag: str, *, opened: str) -> ToolForm:
     follows, closed = _behind(row, ()), _behind(row, (), is_closed=True)
     ends = tuple(each for each in follows.tags if re.fullmatch(TAG, each) and each != tag)
 
+    raw = [str(parts[0]).lstrip()[:1] for parts in (row.between, row.closing) if parts]
+    firsts = {word[0] for word in follows.tags if word != "]" or "]" in raw}
+
     def offered(tools: Sequence[ToolSpec]) -> Offered:
         return Offered(frozenset(tool.name for tool in tools), alone=is_bare(row))
 
@@ -117,7 +120,7 @@ def _form(row: CallRow, tag: str, *, opened: str) -> ToolForm:
         names, odd = offered(tools).names, offered(tools).odd
         calls = [path for path in (*_behind(row, odd).paths, *_openings(row, "", odd)) if not path.closes]
         opens = [tag] if re.fullmatch(TAG, tag) else []
-        return EndOfBroken(text, Surroundings(ends, opens, calls, names, {word[0] for word in follows.tags}))
+        return EndOfBroken(text, Surroundings(ends, opens, calls, names, firsts))
 
     def follow(word: str, tools: Sequence[ToolSpec], draft: Draft) -> Scan | None:
         return _follow(_behind(row, offered(tools).odd), word, offered(tools), draft)
@@ -185,9 +188,11 @@ def _behind(row: CallRow, odd: tuple[str, ...], *, is_closed: bool = False) -> _
         elif is_closed:
             heads = [rest for head in heads if (rest := _behind_closing(head, closing))]
         variety = (later for head in heads for one in _spellings(head) for later in _later(one))
+        variety = (short for head in variety for short in _unbracketed(head))
         found += [path for head in dict.fromkeys(variety) if head for path in _calls(each, head, odd)]
         if not is_closed:
-            found += [Path(steps_of(end), closes=True) for end in _endings(closing) if end]
+            endings = (short for end in _endings(closing) for short in _unbracketed(end))
+            found += [Path(steps_of(end), closes=True) for end in dict.fromkeys(endings) if end]
     return _Behind(tuple(found), takes_members and not is_closed)
 
 
@@ -225,6 +230,14 @@ def _later(parts: CallParts) -> Iterator[CallParts]:
         case (str(first), *rest):
             later = (found.start() for found in re.finditer(TAG, first))
             yield from ((first[start:], *rest) for start in later if first[:start].strip())
+
+
+def _unbracketed(parts: CallParts) -> Iterator[CallParts]:
+    """The same where the arguments took a bracket of what stands behind them, as their own is missing."""
+    yield parts
+    match parts:
+        case (str(first), *rest) if first.lstrip().startswith("}") and first.strip() != "}":
+            yield from _unbracketed((first.lstrip()[1:].lstrip(), *rest))
 
 
 def _behind_closing(between: CallParts, closing: CallParts) -> CallParts:
@@ -294,12 +307,29 @@ def _arguments(name: str, draft: Draft) -> Reader[ParsedCall]:
 
 
 def _behind_members(follows: _Behind, offered: Offered, draft: Draft) -> Scan:
-    """Members of the call's object that no call needs, and what follows."""
-    text = yield from json_container("{")
+    """Members of the call's object that no call needs, and what follows; or the next call, where a bracket of this one
+    is missing."""
+    char = yield from skip_space((yield))
+    if char == "{":
+        paths = behind(follows.without(","), "{")
+        return (yield from _follow_scan(paths, offered, draft, 0, 0))
+    text = yield from _sent(json_container("{"), char)
     paths = follows.without("}")
     if any(not path.steps for path in paths):
         return []
     return (yield from _follow_scan(paths, offered, draft, len(text), len(text)))
+
+
+def _sent[T](reader: Reader[T], char: str) -> Reader[T]:
+    """What the reader reads from `char` on."""
+    next(reader)
+    while True:
+        try:
+            reader.send(char)
+        except StopIteration as done:
+            value: T = done.value
+            return value
+        char = yield
 
 
 def _list_scan(row: CallRow) -> Callable[[Sequence[ToolSpec], Draft], Scan]:

@@ -44,12 +44,20 @@ type Chain = tuple[str, ...]
 class FindsEnd(Protocol):
     """Finds the end of a broken call: each answer says how many of the last characters are not the call's."""
 
+    def at_once(self) -> int | None:
+        """None where the call goes on."""
+        ...
+
     def add(self, char: str) -> int | None:
         """None while the call goes on."""
         ...
 
     def finish(self, *, cut: bool) -> int | None:
         """The text is over; None where the call has no end. `cut`: a limit ended it."""
+        ...
+
+    def unfinished(self) -> int | None:
+        """The same where the text might go on as JSON."""
         ...
 
 
