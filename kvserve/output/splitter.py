@@ -306,6 +306,7 @@ class Splitter:
         self._attempt = None
         if attempt.call_id is not None:
             self._end_call(attempt, is_cut=not attempt.finish(cut=cut))
+            self._behind = Following.of(attempt.form)
             self._step_all(attempt.rest)
             return
         try:

@@ -159,6 +159,7 @@ def test_a_form_that_the_reader_does_not_read_is_not_believed() -> None:
 BROKEN = (
     '{"path": "a",}', '{"path": "a" oops}', "{'path': 'a'}", '{path: "a"}', '{"lines": [3}', '{"path": "5" tall}',
     '{"path": tru}', '{"path": "a", "path": "b"}', '{"path": 1e999}', '{"path": "a\\q"}', '{"a": {"b": [1,]}}',
+    '{"path": "a}', '{"path": "a"', '{"path": {"x": 1}', '{"lines": [1, 2}',
     '{"path": "he said "hi" to me"}', '{"path": {"a" 1}, "b": [}]}',
 )  # fmt: skip
 MARK: JsonObject = {"path": "zqbroken"}

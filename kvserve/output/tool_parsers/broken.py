@@ -42,14 +42,20 @@ class _Brackets:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What tells where a call ends: tags that close it or open others, the ways to another call's arguments and the
-    names of tools, and the characters that something behind a call begins with."""
+    """What tells where a call ends: tags that close it or open others, other marks behind it that no JSON has, the ways
+    to another call's arguments and the names of tools, and the characters that something behind a call begins with."""
 
     close_tags: Sequence[str]
     open_tags: Sequence[str]
+    fences: Sequence[str]
     calls: Sequence[Path]
     names: Collection[str]
     firsts: Collection[str]
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What no JSON has behind a bracket."""
+        return (*self.close_tags, *self.open_tags, *self.fences)
 
 
 class EndOfBroken:
@@ -91,8 +97,8 @@ class EndOfBroken:
 
     def _num_taken(self, text: str) -> int | None:
         """How much of the text stands, in its last string, from a tag behind a bracket on."""
-        tags = "|".join(map(re.escape, (*self._around.close_tags, *self._around.open_tags)))
-        found = re.compile(rf"(?<=\}})\s*(?:{tags})").search(text, self._string) if tags else None
+        marks = "|".join(map(re.escape, self._around.marks))
+        found = re.compile(rf"(?<=[\]}}])\s*(?:{marks})").search(text, self._string) if marks else None
         return len(text) - found.start() if found is not None else None
 
     def add(self, char: str) -> int | None:

@@ -108,6 +108,7 @@ def _form(row: CallRow, tag: str, *, opened: str) -> ToolForm:
     ends = tuple(each for each in follows.tags if re.fullmatch(TAG, each) and each != tag)
 
     raw = [str(parts[0]).lstrip()[:1] for parts in (row.between, row.closing) if parts]
+    fences = [word for word in follows.tags if len(word) > 2 and not any(map(str.isalnum, word))]
     firsts = {word[0] for word in follows.tags if word != "]" or "]" in raw}
 
     def offered(tools: Sequence[ToolSpec]) -> Offered:
@@ -120,7 +121,7 @@ def _form(row: CallRow, tag: str, *, opened: str) -> ToolForm:
         names, odd = offered(tools).names, offered(tools).odd
         calls = [path for path in (*_behind(row, odd).paths, *_openings(row, "", odd)) if not path.closes]
         opens = [tag] if re.fullmatch(TAG, tag) else []
-        return EndOfBroken(text, Surroundings(ends, opens, calls, names, firsts))
+        return EndOfBroken(text, Surroundings(ends, opens, fences, calls, names, firsts))
 
     def follow(word: str, tools: Sequence[ToolSpec], draft: Draft) -> Scan | None:
         return _follow(_behind(row, offered(tools).odd), word, offered(tools), draft)
