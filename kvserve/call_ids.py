@@ -53,7 +53,7 @@ class CallIds:
         call is known by the id that its client was given, and by no other.
         """
         found: dict[str, str] = {}
-        if not has_ids(self.output_format.tool_forms[0].row, self._slot):
+        if not has_ids(self.output_format.row, self._slot):
             return found
         answers = (message for message in messages if message.role == "assistant")
         for answer, written in zip(answers, writings, strict=False):

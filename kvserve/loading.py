@@ -7,7 +7,7 @@ It joins rooms per model. Which model is loaded, and when, is for `roster.py` to
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from kvserve.call_forms import unheld_calls
 from kvserve.call_ids import CallIds
 from kvserve.catalogue import ModelSource
 from kvserve.config import DiskMode, Settings
-from kvserve.core import CallRow, RequestDefaults
+from kvserve.core import CallRow, RequestDefaults, ToolSpec
 from kvserve.engine.census import Census, census, differing
 from kvserve.engine.memory_plan import memory_bytes, plan_memory
 from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
@@ -30,6 +30,7 @@ from kvserve.identity.conversations import Conversations, ForgottenRecords
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.keeping import Scope
 from kvserve.output.formats import OutputFormat, select_format
+from kvserve.output.said import Said, Says
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from kvserve.pipeline import ServedModel
 from kvserve.prewarming import warm_learned
@@ -81,10 +82,10 @@ class ModelMaker:
         tokenizer = load_tokenizer(folder)
         added_tokens = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
         is_known = any(tag in (tokenizer.chat_template or "") for tag in OWN_TOOL_TAGS)
-        row = None if is_known else call_row(tokenizer)
+        row = None if is_known else call_row(tokenizer, read_calls)
         output_format = _output_format(self.settings, folder, tokenizer, added_tokens, row)
         limits = self._identity_of(folder).limits
-        template = ChatTemplate(tokenizer, limits.placed_bytes, output_format.tags, output_format.tool_forms[0].row)
+        template = ChatTemplate(tokenizer, limits.placed_bytes, output_format.tags, output_format.row)
         if (unheld := unheld_calls(template, output_format, row)) is not None:
             self.note(f"{source.name}: calls are not held in the model's own form: {unheld}")
         markers = learn_markers(tokenizer, template)
@@ -265,6 +266,11 @@ def _grammar_tokenizer(tokenizer: Tokenizer) -> Callable[[int], llguidance.LLTok
         return made[vocab_size]
 
     return make
+
+
+def read_calls(row: CallRow, tools: Sequence[ToolSpec], text: str) -> Said:
+    """What `text` says to a model that writes calls in this row's form."""
+    return Says.under(select_format("auto", "", (), None, row), tools)(text)
 
 
 def _output_format(

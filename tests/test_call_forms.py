@@ -6,7 +6,7 @@ import pytest
 
 from kvserve.call_forms import unheld_calls
 from kvserve.core import CallRow
-from kvserve.loading import OWN_TOOL_TAGS
+from kvserve.loading import OWN_TOOL_TAGS, read_calls
 from kvserve.output.formats import select_format
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from kvserve.prompt.call_row import NoRow, call_row
@@ -32,7 +32,7 @@ UNHELD = {
 
 def row_of(of: Family) -> CallRow | NoRow | None:
     is_known = any(tag in (of.tokenizer.chat_template or "") for tag in OWN_TOOL_TAGS)
-    return None if is_known else call_row(of.tokenizer)
+    return None if is_known else call_row(of.tokenizer, read_calls)
 
 
 def unheld(of: Family) -> str | None:
@@ -66,7 +66,7 @@ def test_a_form_that_only_a_library_reads_is_not_held() -> None:
 def test_a_reader_of_another_form_is_found() -> None:
     """The control: a small template's calls are held in its own form, and not in another one."""
     tokenizer = tokenizer_of(byte_level_backend(), SMALL["tags"])
-    row = call_row(tokenizer)
+    row = call_row(tokenizer, read_calls)
     assert isinstance(row, CallRow)
     template = ChatTemplate(tokenizer, row=row)
     assert unheld_calls(template, select_format("auto", SMALL["tags"], (), None, row), row) is None

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvserve.core import CallRow, Message, TextBlock, ToolCallBlock, ToolResultBlock
+from kvserve.loading import read_calls
 from kvserve.output.formats import select_format
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.call_row import find_call_row
@@ -36,7 +37,7 @@ NUMBERED = (
 def family_of(source: str) -> Family:
     backend = byte_level_backend().from_str(byte_level_backend().to_str())
     backend.add_special_tokens(tokens_in(source))
-    row = find_call_row(CompiledTemplate(source, VARIABLES))
+    row = find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
     assert isinstance(row, CallRow)
     tokenizer = tokenizer_of(backend, source)
     output_format = select_format("auto", source, tokens_in(source), None, row)

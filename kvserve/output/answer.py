@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 from kvserve.core import (
@@ -68,8 +69,10 @@ class AnswerReader:
     """Whether a call came to its end; one that the end of the text cut is none to run."""
     stop_string: str | None = None
     _num_content_characters: int = 0
-    _ends: list[int] = field(default_factory=list)
-    """Characters of the text up to and with each token; kept only where a stop string may end it inside one."""
+    _texts: list[str] = field(default_factory=list)
+    """The text of each token; kept only where the answer may end inside one."""
+    _ends_with_call: bool = False
+    """Whether what follows the one call that was allowed is not read any more."""
 
     @property
     def is_over(self) -> bool:
@@ -82,14 +85,24 @@ class AnswerReader:
         return self.num_tokens + self.num_hidden_tokens
 
     def said_tokens(self) -> SaidTokens:
-        """The answer in tokens: all that were read or, where a stop string ended it, those before that string."""
-        if self.stop_string is None or self.splitter is None:
+        """The answer in tokens: all that were read; where a stop string ended it, those before that string; where the
+        one call that was allowed did, those of the call and, as text, what closes it."""
+        if self.splitter is None:
             return SaidTokens(self.num_tokens)
-        text = _up_to_content(self.splitter.pieces, self._num_content_characters)
-        num_whole = bisect_right(self._ends, len(text))
-        start = self._ends[num_whole - 1] if num_whole else 0
+        if self.stop_string is not None:
+            return self._tokens_of(_up_to_content(self.splitter.pieces, self._num_content_characters))
+        call = _up_to_call(self.splitter.pieces) if self._ends_with_call else None
+        if call is None or not self.splitter.closing:
+            return SaidTokens(self.num_tokens)
+        return self._tokens_of(call + self.splitter.closing)
+
+    def _tokens_of(self, text: str) -> SaidTokens:
+        """`text` in tokens of the answer, as far as they say the same."""
+        ends = list(accumulate(map(len, self._texts)))
+        num_whole = bisect_right(ends, _num_alike(text, "".join(self._texts)))
+        start = ends[num_whole - 1] if num_whole else 0
         # The last of them may only begin a character that the next one completes: the first that ends here is the last.
-        return SaidTokens(bisect_left(self._ends, start) + 1 if start else 0, text[start:])
+        return SaidTokens(bisect_left(ends, start) + 1 if start else 0, text[start:])
 
     def feed(self, tokens: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[OutputDelta]:
         """The deltas of these tokens; nothing after the answer's end. `logprobs`, one for each token, are needed where
@@ -103,11 +116,12 @@ class AnswerReader:
             text = self.detokenizer.add(token)
             if self.content_tokens is not None:
                 self.content_tokens.add(token, logprobs[index], text)
-            if self.scanner.looks_for_any:
-                self._ends.append(len(text) + (self._ends[-1] if self._ends else 0))
+            if self.scanner.looks_for_any or not self.allows_many_calls:
+                self._texts.append(text)
             deltas += self._split(text)
             if self.splitter is not None and self.splitter.in_reasoning:
                 self.num_reasoning_tokens += 1
+        self._ends_with_call = self.has_calls and not self.allows_many_calls
         return joined(deltas)
 
     def finish(self, done: GenerationDone) -> list[AnswerEvent]:
@@ -166,6 +180,22 @@ class AnswerReader:
     def _content(self, text: str) -> ContentDelta:
         """The next content that goes out."""
         return ContentDelta(text, self.content_tokens.take(len(text)) if self.content_tokens is not None else ())
+
+
+def _num_alike(first: str, second: str) -> int:
+    """How many characters two texts begin with alike."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _up_to_call(pieces: Iterable[Piece]) -> str | None:
+    """The text up to and with the first call; None without one."""
+    text: list[str] = []
+    for piece in pieces:
+        text.append(piece.text)
+        if piece.kind == "call":
+            return "".join(text)
+    return None
 
 
 def _up_to_content(pieces: Iterable[Piece], num_characters: int) -> str:

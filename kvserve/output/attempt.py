@@ -1,13 +1,16 @@
 """Text that may turn out to be a call: holds it and asks the forms; knows nothing of what follows from the answer."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
+from kvserve.core import CallParts
 from kvserve.output.harmony import ChannelOpened
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import END, NotACall, ParsedCall, Scan, ToolForm, text_before
+from kvserve.output.tool_parsers.form import END, FindsEnd, NotACall, ParsedCall, Scan, ToolForm, text_before
 
 type Found = ChannelOpened | list[ParsedCall]
+type Broken = Callable[[str], FindsEnd]
+"""Finds the end of arguments that begin like this and are no JSON."""
 
 
 @dataclass(slots=True)
@@ -17,14 +20,23 @@ class Reading:
     scan: Generator[None, str, Found]
     draft: Draft
     close_tags: tuple[str, ...]
+    broken: Broken | None = None
+    end: FindsEnd | None = None
+    """Finds the end of a call that was found to be broken."""
 
     def send(self, char: str) -> None:
         """Raises StopIteration with what was found, NotACall."""
         self.draft.hold(char)
         self.scan.send(char)
 
-    def go_on_as_written(self) -> None:
-        """What follows cannot be read: it goes into the arguments as it stands, up to the next closing tag."""
+    def go_on_as_written(self, arguments: str) -> None:
+        """What follows `arguments`, the text so far, cannot be read: it goes into them as it stands, up to their end or
+        the next closing tag. Raises StopIteration where that was their end."""
+        if self.broken is not None:
+            self.end = self.broken(arguments)
+            self.scan = _to_end_of_broken(self.draft, self.end)
+            next(self.scan)
+            return
         held = self.draft.held
         size = max((size for size in range(1, len(held) + 1) if self._may_close(held[-size:])), default=0)
         self.draft.write(held[: len(held) - size])
@@ -39,6 +51,14 @@ class Reading:
 
 def _as_written(draft: Draft, close_tags: Sequence[str]) -> Scan:
     yield from text_before([(tag,) for tag in close_tags], draft.write)
+    return []
+
+
+def _to_end_of_broken(draft: Draft, end: FindsEnd) -> Generator[None, str, Found]:
+    num_behind = end.at_once()
+    while num_behind is None:
+        num_behind = end.add((yield))
+    draft.end_as_written(num_behind)
     return []
 
 
@@ -64,6 +84,11 @@ class Attempt:
         self.source = [tag]
         self.stray_close = stray_close
         self.call_id: str | None = None
+        self.rest = ""
+        """What was read of what stands behind the call once it is over."""
+        self.closing: CallParts = ()
+        """What the model's template writes behind the call that was found."""
+        self._arguments_start = 0
         self._readings = list(readings)
         for reading in readings:
             next(reading.scan)
@@ -75,36 +100,74 @@ class Attempt:
             return None
         return self._readings[0].draft
 
+    @property
+    def in_other_call(self) -> bool:
+        """Whether the arguments of a tool that is not offered have begun."""
+        return any(reading.draft.is_other for reading in self._readings)
+
+    def begin(self, call_id: str) -> None:
+        """The call has begun for the client; the last character opened its arguments."""
+        self.call_id = call_id
+        self._arguments_start = len(self.source) - 1
+
     def feed(self, char: str) -> Found | None:
         """What was found, or None while it is open. Raises NotACall when no reading is left."""
         self.source.append(char)
         alive: list[Reading] = []
+        error = NotACall()
         for reading in self._readings:
             try:
-                reading.send(char)
+                self._send(reading, char)
             except StopIteration as done:
                 found: Found = done.value
+                self._take_from(reading)
                 return found
-            except NotACall:
-                if self.call_id is None:
-                    continue
-                reading.go_on_as_written()
-            alive.append(reading)
-        self._readings = alive
+            except NotACall as raised:
+                error = raised
+            else:
+                alive.append(reading)
+        certain = next((reading for reading in alive if reading.broken is not None and reading.draft.is_open), None)
+        self._readings = alive if certain is None else [certain]
         if not alive:
-            raise NotACall
+            raise error
         return None
 
-    def finish(self) -> bool:
-        """The text is over, and the call had begun: whether its arguments are whole. What was held is one of them."""
-        [reading] = self._readings
+    def _send(self, reading: Reading, char: str) -> None:
         try:
-            reading.send(END)
-        except StopIteration:
-            return True
+            reading.send(char)
         except NotACall:
-            reading.draft.write(reading.draft.held)
-        return False
+            if self.call_id is None:
+                raise
+            reading.go_on_as_written("".join(self.source[self._arguments_start :]))
+
+    def _take_from(self, reading: Reading) -> None:
+        """What the reading that came to its end says of what follows."""
+        self.closing = reading.draft.closing
+        if num_behind := reading.draft.num_behind:
+            self.rest = "".join(self.source[-num_behind:])
+            del self.source[-num_behind:]
+
+    def finish(self, *, cut: bool) -> bool:
+        """The text is over, and the call had begun: whether it has an end. What was held is one of its arguments.
+
+        `cut`: it is over because of a limit, so what cannot be read is not meant to end anywhere.
+        """
+        [reading] = self._readings
+        num_behind = None
+        if reading.end is not None:
+            num_behind = reading.end.finish(cut=cut)
+        else:
+            try:
+                reading.send(END)
+            except StopIteration:
+                self._take_from(reading)
+                return True
+            except NotACall:
+                if reading.broken is not None and not cut:
+                    num_behind = reading.broken("".join(self.source[self._arguments_start :])).unfinished()
+        reading.draft.end_as_written(num_behind or 0)
+        self._take_from(reading)
+        return num_behind is not None
 
     def text(self) -> str:
         """The source so far."""

@@ -45,7 +45,7 @@ class CallGrammar:
 
     def forced(self, tools: Sequence[OfferedTool], many: bool) -> str:
         """A rule for a call of one of the tools, or for several in a row."""
-        if (row := self._row) is not None:
+        if (row := self._row) is not None and self._own_form == derived.NAME:
             return self._row_calls(row, tools, many)
         bodies = self._alternatives(tools, self._own_form, by_schema=True)
         if self._is_harmony:
@@ -61,14 +61,14 @@ class CallGrammar:
         if self._is_foreign:
             return None
         row = self._row
-        form = self._own_form if row is None else "hermes"
+        form = self._own_form if self._own_form != derived.NAME else "hermes"
         bodies = {hermes.OPEN: self._alternatives(tools, form, by_schema=False)}
         first = ""
         if row is not None and not derived.is_bare(row):
-            tag = self.output_format.tool_forms[0].open_tag
+            tag = derived.form_of(row).open_tag
             bodies[tag] = self._row_body(row, tools, opened=tag)
         elif row is not None:
-            first = f"({self._bare_call(row, tools)})?"
+            first = self._bare_calls(row, tools)
             if any(form.open_tag == derived.PYTHON_TAG for form in self.output_format.tool_forms):
                 bodies[derived.PYTHON_TAG] = first
         if any(form.name == _BARE for form in self.output_format.tool_forms):
@@ -108,7 +108,7 @@ class CallGrammar:
 
     @property
     def _row(self) -> CallRow | None:
-        return None if self._is_harmony else self.output_format.tool_forms[0].row
+        return None if self._is_harmony else self.output_format.row
 
     def _row_calls(self, row: CallRow, tools: Sequence[OfferedTool], many: bool) -> str:
         """A rule for a message's calls, from what opens them to what closes them."""
@@ -123,15 +123,20 @@ class CallGrammar:
         head = self._parts((str(row.opening[0]).removeprefix(opened), *row.opening[1:]))
         return self.lark.rule(f"{head} {call} {more} {self._any_of(row.closing)}")
 
-    def _bare_call(self, row: CallRow, tools: Sequence[OfferedTool]) -> str:
-        """A call that no tag opens: only what names an offered tool is one, however its JSON is spaced."""
-        calls: list[str] = []
+    def _bare_calls(self, row: CallRow, tools: Sequence[OfferedTool]) -> str:
+        """Calls that no tag opens, or none: only what names an offered tool is one, however its JSON is spaced. The
+        next one may stand behind a semicolon."""
+        first: list[str] = []
+        more: list[str] = []
+        middle = "".join(part for part in row.middle if isinstance(part, str))
         for tool in tools:
-            head = "".join(part for part in (*row.opening, tool.spec.name, *row.middle) if isinstance(part, str))
-            opening = self.lark.spaced_opening(head)
-            body = self.lark.json(self._parameters(tool, by_schema=False))
-            calls.append(f"{opening} /{_SPACES}/ {body} /{_SPACES}/ {self._any_of(row.closing)}")
-        return self.lark.rule(" | ".join(calls))
+            arguments = self.lark.json(self._parameters(tool, by_schema=False))
+            body = self.lark.rule(f"/{_SPACES}/ {arguments} /{_SPACES}/ {self._any_of(row.closing)}")
+            for opening in derived.bare_openings(row):
+                head = f"{opening}{tool.spec.name}{middle}"
+                first.append(f"{self.lark.spaced_opening(head)} {body}")
+                more.append(f"{self.lark.spaced_opening(head, separator=';')} {body}")
+        return f"({self.lark.rule(' | '.join(first))} {self.lark.rule(' | '.join(more))}*)?"
 
     def _parts(self, parts: CallParts) -> str:
         slots = _SHORT_SLOTS if self._row is not None and self._row.has_short_ids else _SLOTS
@@ -179,7 +184,7 @@ class CallGrammar:
             case derived.NAME:
                 row = self._row
                 assert row is not None, "this form has a row"
-                return f"{quote(name)} {self._parts(row.middle)} {lark.json(parameters)}"
+                return f"{quote(name)} {self._any_of(row.middle)} {lark.json(parameters)}"
             case "harmony":
                 return (
                     f"{quote(f'commentary to=functions.{name} ')} {lark.tag(harmony.CONSTRAIN)} "

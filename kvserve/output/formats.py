@@ -43,6 +43,11 @@ class OutputFormat:
         """What thinking stands between, in harmony's channels too."""
         return ANALYSIS if self.channels == "harmony" else self.thinking
 
+    @property
+    def row(self) -> CallRow | None:
+        """How the template writes calls, where that was derived from what it renders."""
+        return next((form.row for form in self.tool_forms if form.row is not None), None)
+
     def content_of(self, begun: str) -> str:
         """The content of an answer's beginning: what stands behind the thinking, if it has any."""
         said = begun.lstrip()
@@ -99,9 +104,9 @@ def select_format(
     """
     forms = _own_forms(model_family, template_text)
     own_tags = {form.open_tag for form in forms}
-    if row is not None and (written := derived.form_of(row)).open_tag not in own_tags:
-        beside = (derived.python_form_of(row),) if written.at_start and derived.PYTHON_TAG in special_tokens else ()
-        forms = (written, *beside, *forms)
+    if row is not None and derived.form_of(row).open_tag not in own_tags:
+        written = derived.forms_of(row, has_python_tag=derived.PYTHON_TAG in special_tokens)
+        forms = (*written, *forms) if model_family == "auto" else (*forms, *written)
     elif foreign is not None and foreign.open_tag not in own_tags:
         forms = (foreign.form(), *forms)
     if {harmony.CHANNEL, harmony.MESSAGE} <= set(special_tokens):

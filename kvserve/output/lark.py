@@ -77,10 +77,12 @@ class Lark:
         spelt = self.rule(f"/{'' if at_start else '(?s:.*)'}{escaped(tag)}/", "[lazy]")
         return f"({self._token(tag)} | {spelt})" if self.is_token(tag) else spelt
 
-    def spaced_opening(self, text: str) -> str:
-        """The same for the beginning of a JSON object at the start of a text, with white space where JSON takes it."""
+    def spaced_opening(self, text: str, *, separator: str = "") -> str:
+        """The same for the beginning of a JSON object at the start of a text, with white space where JSON takes it; a
+        `separator` may stand before it."""
         atoms = re.findall(r"[{}\[\],:]|[^\s{}\[\],:]+", text)
-        return self.rule(f"/{r'\s*'.join(['', *map(escaped, atoms)])}/", "[lazy]")
+        before = rf"\s*({escaped(separator)})?" if separator else ""
+        return self.rule(f"/{before}{r'\s*'.join(['', *map(escaped, atoms)])}/", "[lazy]")
 
 
 def quote(text: str) -> str:

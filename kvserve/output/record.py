@@ -1,5 +1,6 @@
 """What became of each character of an answer: its pieces in order, and the deltas that go out; decides nothing."""
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -27,6 +28,11 @@ class Piece:
 
     kind: PieceKind
     text: str
+
+
+def random_call_id() -> str:
+    """A call id of letters and digits only: clients drop or replace anything else."""
+    return f"call{secrets.token_hex(12)}"
 
 
 class Record:
@@ -68,6 +74,12 @@ class Record:
         self._call, self._arguments = None, []
         if source:
             self._written.append(("call", source))
+
+    def add_call(self, call_id: str, name: str, arguments: str, source: str = "") -> None:
+        """A whole call goes out."""
+        self.begin_call(call_id, name)
+        self.write_arguments(arguments)
+        self.end_call(source, is_cut=False)
 
     def take_deltas(self) -> list[OutputDelta]:
         """The deltas since the last call, neighbours of one channel joined."""

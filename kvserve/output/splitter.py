@@ -14,7 +14,8 @@ What looks odd is decided like this:
   what went out before it cannot be called back.
 - A call begins for the client once its arguments begin behind the name of an offered tool; from there on its text is
   the call's, up to the closing tag or the end (decision 0032). What cannot be read of it goes into the arguments as it
-  was written, which are no JSON then, and so are those that the end cut.
+  was written, which are no JSON then, and so are those that the end cut. Forms that end with their arguments say where
+  such a call ends (`broken.py`), so that it takes neither the next one nor what is said behind it.
 - Before that point, and where a form only comes whole, a call that is unfinished at the end, cannot be parsed, or stops
   being a call halfway is text, verbatim. Tags inside it are not looked at again, so that a call quoted inside a broken
   call's argument is never run; reading goes on with the tag that perhaps begins where it broke.
@@ -22,24 +23,20 @@ What looks odd is decided like this:
   forget to close their thinking); otherwise the model only thought about it, and it is reasoning.
 """
 
-import secrets
 from collections.abc import Callable, Sequence
 
 from kvserve.core import OutputDelta, ToolSpec
 from kvserve.output import harmony
 from kvserve.output.attempt import Attempt, Found, Reading
+from kvserve.output.following import NOTHING, Following, reading_of
 from kvserve.output.formats import OutputFormat
 from kvserve.output.harmony import Channel, ChannelOpened
-from kvserve.output.record import Piece, PieceKind, Record
-from kvserve.output.tag_table import OnTag, TagTable
+from kvserve.output.record import Piece, PieceKind, Record, random_call_id
+from kvserve.output.tag_table import Handlers, TagTable, TagTables
+from kvserve.output.tool_parsers.derived import closing_text
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import END, SPACE, NotACall, ParsedCall, ToolForm
+from kvserve.output.tool_parsers.form import END, SPACE, NotACall, ParsedCall
 from kvserve.output.tool_parsers.json_text import write_json
-
-
-def random_call_id() -> str:
-    """A call id of letters and digits only: clients drop or replace anything else."""
-    return f"call{secrets.token_hex(12)}"
 
 
 class Splitter:
@@ -64,16 +61,17 @@ class Splitter:
         self._reasoning = starts_in_reasoning
         self._held = ""
         self._space: list[str] = []
-        self._segment_empty = True
-        self._line_blank = True
+        self._segment_empty = self._line_blank = True
         self._after_thinking = starts_in_reasoning and output_format.channels == "tags"
         self._something_said = False
         self._tag_seen = starts_in_reasoning
         self._stray_close: str | None = None
         self._attempt: Attempt | None = None
-        self._followed: ToolForm | None = None
+        self._behind = NOTHING
+        self.closing: str | None = None
+        """What the template writes behind the first call's arguments to close it; nothing in most forms."""
         self._suspended: list[tuple[str, list[ParsedCall]]] = []
-        self._tables = self._make_tables()
+        self._tables = TagTables.of(output_format, self._handlers(), allow_calls=allow_calls)
 
     @property
     def in_reasoning(self) -> bool:
@@ -107,10 +105,12 @@ class Splitter:
 
     def finish(self, *, cut: bool) -> list[OutputDelta]:
         """The remaining deltas. `cut`: the length limit ended the text, so what is open is not meant to end here."""
-        if self._attempt is not None:
+        while self._attempt is not None:
             self._finish_attempt(self._attempt, cut)
-        for char in self._held:
-            self._write(char)
+        if self._behind.tags and self._held:
+            self._close_calls(self._held)
+        else:
+            self._write_all(self._held)
         self._held = ""
         if self._suspended and not cut:
             self._accept_suspended()
@@ -121,37 +121,20 @@ class Splitter:
 
     # --- tags -----------------------------------------------------------------------------------------------------
 
-    def _make_tables(self) -> dict[tuple[bool, bool], TagTable]:
-        """By whether text is reasoning, and whether it stands behind a call that may be followed."""
-        following = {tag: self._on_following for form in self._format.tool_forms for tag in form.follow_tags}
-        return {
-            (reasoning, is_behind): TagTable.of(tags | following if is_behind else tags)
-            for reasoning, tags in self._make_tags().items()
-            for is_behind in (False, True)
-        }
-
-    def _make_tags(self) -> dict[bool, dict[str, OnTag]]:
-        calls: dict[str, OnTag] = {}
-        strays: dict[str, OnTag] = {}
-        if self._allow_calls:
-            calls = {form.open_tag: self._on_call for form in self._format.tool_forms}
-            strays = {form.stray_close: self._on_stray_close for form in self._format.tool_forms if form.stray_close}
-        if self._format.channels == "harmony":
-            headers: dict[str, OnTag] = dict.fromkeys((harmony.START, harmony.CHANNEL), self._on_header)
-            ends: dict[str, OnTag] = dict.fromkeys(harmony.ENDS, self._on_message_end)
-            content = {harmony.RECIPIENT: self._on_header, **headers, **ends, **strays, **calls}
-            return {True: headers | ends, False: content}
-        bare = {form.open_tag for form in self._format.tool_forms if form.at_start}
-        reasoning = {tag: handle for tag, handle in calls.items() if tag not in bare}
-        content = strays | calls | dict.fromkeys(self._format.silent_tags, self._on_silent)
-        if self._format.thinking is not None:
-            content[self._format.thinking.opening] = self._on_think_open
-            content[self._format.thinking.closing] = self._on_think_close
-            reasoning[self._format.thinking.closing] = self._on_think_close
-        return {True: reasoning, False: content}
+    def _handlers(self) -> Handlers:
+        return Handlers(
+            call=self._on_call,
+            following=self._on_following,
+            stray_close=self._on_stray_close,
+            header=self._on_header,
+            message_end=self._on_message_end,
+            silent=self._boundary,
+            think_open=self._on_think_open,
+            think_close=self._on_think_close,
+        )
 
     def _table(self) -> TagTable:
-        return self._tables[self._reasoning, self._followed is not None]
+        return self._tables.get(self._reasoning, self._behind.tags)
 
     def _on_think_open(self, tag: str) -> None:
         thinking = self._format.thinking
@@ -170,9 +153,6 @@ class Splitter:
             return
         self._boundary(tag)
         self._reasoning, self._after_thinking = False, True
-
-    def _on_silent(self, tag: str) -> None:
-        self._boundary(tag)
 
     def _on_message_end(self, tag: str) -> None:
         self._boundary(tag)
@@ -200,22 +180,24 @@ class Splitter:
             return
         drafts = [self._draft() for _ in forms]
         readings = [
-            Reading(form.scan(self._tools, draft), draft, form.close_tags)
+            reading_of(form, form.scan(self._tools, draft), self._tools, draft)
             for form, draft in zip(forms, drafts, strict=True)
         ]
         self._attempt = Attempt(tag, readings, forms[0].stray_close, forms[0])
 
     def _on_following(self, tag: str) -> None:
-        form, self._followed = self._followed, None
-        assert form is not None and form.follow is not None, "only then this tag is looked for"
-        draft = self._draft()
-        if (scan := form.follow(tag, self._tools, draft)) is not None:
-            reading = Reading(scan, draft, form.close_tags)
-            self._attempt = Attempt(tag, [reading], form.stray_close, form, is_following=True)
-        elif self._suspended:
-            self._suspended.append((tag, []))
+        self._attempt = self._behind.attempt(tag, self._tools, self._draft())
+        if self._attempt is None:
+            self._close_calls(tag)
+
+    def _close_calls(self, source: str) -> None:
+        """`source` closes the calls before it; such as no tag opens may go on behind it."""
+        behind = self._behind.closed()
+        if self._suspended:
+            self._suspended.append((source, []))
         else:
-            self._boundary(tag)
+            self._boundary(source)
+        self._behind = behind
 
     def _draft(self) -> Draft:
         """A call that may begin before it is whole; one inside tagged reasoning may not, as it is perhaps not meant."""
@@ -230,7 +212,7 @@ class Splitter:
 
     def _start_segment(self) -> None:
         self._segment_empty = self._line_blank = self._tag_seen = True
-        self._followed = None
+        self._behind = NOTHING
         self._after_thinking = False
 
     # --- calls ----------------------------------------------------------------------------------------------------
@@ -239,9 +221,13 @@ class Splitter:
         closing = self._format.thinking.closing if self._reasoning and self._format.thinking else None
         try:
             found = attempt.feed(char)
-        except NotACall:
+        except NotACall as error:
             self._attempt = None
-            self._give_back(attempt.text())
+            if num_closing := error.num_closing if attempt.is_following else 0:
+                self._close_calls(attempt.text()[:num_closing])
+                self._step_all(attempt.text()[num_closing:])
+            else:
+                self._give_back(attempt.text())
             return
         if found is not None:
             self._attempt = None
@@ -256,7 +242,9 @@ class Splitter:
     def _begin_call(self, attempt: Attempt, draft: Draft) -> None:
         self._record.write("space", self._take_space())
         self._reasoning = False
-        attempt.call_id = self._record.begin_call(self._new_call_id(), str(draft.name))
+        for name, arguments in draft.before:
+            self._record.add_call(self._new_call_id(), name, arguments)
+        attempt.begin(self._record.begin_call(self._new_call_id(), str(draft.name)))
 
     def _send_arguments(self, attempt: Attempt) -> None:
         """What was written of a call that has begun."""
@@ -271,12 +259,14 @@ class Splitter:
         self._stray_close = attempt.stray_close
 
     def _accept(self, attempt: Attempt, found: Found) -> None:
-        is_call = attempt.call_id is not None or (isinstance(found, list) and bool(found))
+        is_call = attempt.call_id is not None or (found and isinstance(found, list))
         if attempt.call_id is not None:
             self._end_call(attempt, is_cut=False)
         elif isinstance(found, ChannelOpened):
             self._boundary(attempt.text())
             self._reasoning = found.channel == "reasoning"
+        elif attempt.is_following and not found:
+            self._close_calls(attempt.text())
         elif self._reasoning and self._format.channels == "tags":
             self._suspended.append((attempt.text(), found))
         elif not found:
@@ -285,24 +275,27 @@ class Splitter:
             self._accept_call(attempt.text(), found)
             self._reasoning = False
             self._stray_close = attempt.stray_close
-        self._followed = attempt.form if is_call and attempt.form is not None and attempt.form.follow else None
+        if is_call:
+            self._behind = Following.of(attempt.form)
+            if self.closing is None:
+                self.closing = closing_text(attempt.closing, attempt.call_id or "")
+        self._step_all(attempt.rest)
 
     def _accept_call(self, source: str, calls: list[ParsedCall]) -> None:
         self._record.write("space", self._take_space())
         for call in calls:
-            self._record.begin_call(self._new_call_id(), call.name)
-            self._record.write_arguments(write_json(dict(call.arguments)))
-            self._record.end_call(source if call is calls[-1] else "", is_cut=False)
+            own = source if call is calls[-1] else ""
+            self._record.add_call(self._new_call_id(), call.name, write_json(dict(call.arguments)), own)
         self._start_segment()
         self._something_said = True
 
     def _accept_suspended(self) -> None:
-        for source, calls in self._suspended:
+        suspended, self._suspended = self._suspended, []
+        for source, calls in suspended:
             if calls:
                 self._accept_call(source, calls)
             else:
                 self._record.write("space", source)
-        self._suspended = []
 
     def _release_suspended(self) -> None:
         suspended, self._suspended = self._suspended, []
@@ -312,12 +305,14 @@ class Splitter:
     def _finish_attempt(self, attempt: Attempt, cut: bool) -> None:
         self._attempt = None
         if attempt.call_id is not None:
-            self._end_call(attempt, is_cut=not attempt.finish())
+            self._end_call(attempt, is_cut=not attempt.finish(cut=cut))
+            self._behind = Following.of(attempt.form)
+            self._step_all(attempt.rest)
             return
         try:
             found = None if cut and not attempt.is_following else attempt.feed(END)
         except NotACall:
-            found = None
+            found = [] if attempt.is_following and not attempt.in_other_call else None
         if found is None:
             self._write_all(attempt.text())
         else:
@@ -325,14 +320,18 @@ class Splitter:
 
     def _give_back(self, source: str) -> None:
         """Writes a broken attempt as text, except for its end if a tag may begin there."""
+        self._behind = NOTHING
         table = self._table()
         sizes = range(min(table.max_tag_chars, len(source) - 1), 0, -1)
         size = next((size for size in sizes if source[-size:] in table.beginnings or source[-size:] in table.tags), 0)
         self._write_all(source[: len(source) - size])
-        for char in source[len(source) - size :]:
-            self._step(char)
+        self._step_all(source[len(source) - size :])
 
     # --- text -----------------------------------------------------------------------------------------------------
+
+    def _step_all(self, text: str) -> None:
+        for char in text:
+            self._step(char)
 
     def _step(self, char: str) -> None:
         if self._attempt is not None:
@@ -384,7 +383,7 @@ class Splitter:
             space = kept
         self._record.write(self._channel(), space)
         self._record.write(self._channel(), text)
-        self._segment_empty, self._followed = False, None
+        self._segment_empty, self._behind = False, NOTHING
         if text == "\n":
             self._line_blank = True
         elif not SPACE.issuperset(text):

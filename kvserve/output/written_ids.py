@@ -31,7 +31,7 @@ def written_ids(
     """For each call of an answer the id that the model wrote, "" where it wrote none that the template takes; of
     `slot` NUMBER its number. `names` are those of the calls that were read in it; () where they are not found again, or
     where the form has no such slot."""
-    row = output_format.tool_forms[0].row
+    row = output_format.row
     if row is None or not has_ids(row, slot) or not names:
         return ()
     tools = tuple(ToolSpec(name, None, {}) for name in dict.fromkeys(names))

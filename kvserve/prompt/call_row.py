@@ -1,17 +1,18 @@
 """How one chat template writes calls whose arguments are one JSON object, found out at load by rendering some.
 
 It knows how to ask a template and takes apart what it wrote: what is the same in every call is its form. It is believed
-only where calls that were not looked at before are written just so. How such calls are read, `output/` knows.
+only where calls that were not looked at before are written just so, and where the reader that is handed in reads them.
 """
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvserve.core import CallParts, CallRow, CallSlot, ToolCallBlock
+from kvserve.core import CallParts, CallRow, CallSlot, ToolCallBlock, ToolSpec
 from kvserve.prompt.compiled import CompiledTemplate, Refusal
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, talk
+from kvserve.prompt.replay import Said
 from kvserve.prompt.steps import Kind, Step, WireForm, message_dict, tool_dicts, wire_id
 from kvserve.prompt.switches import keep_arguments
 from kvserve.prompt.tokenizer import Tokenizer
@@ -27,6 +28,8 @@ HARD = json.dumps(
     ensure_ascii=False,
 )
 """Arguments that no form may touch."""
+
+_TOOLS = tuple(replace(PROBE_TOOL, name=name) for name in NAMES)
 
 _ENDINGS: tuple[tuple[Kind, ...], ...] = (("user",), ())
 _DIGITS = re.compile(r"(\d+)")
@@ -90,15 +93,19 @@ class _Asker:
         return text
 
 
-def call_row(tokenizer: Tokenizer) -> CallRow | NoRow:
+type ReadsCalls = Callable[[CallRow, Sequence[ToolSpec], str], Said]
+"""What a text says to a model whose calls are in this row, under these tools."""
+
+
+def call_row(tokenizer: Tokenizer, reads: ReadsCalls) -> CallRow | NoRow:
     """The row of a model's calls, or why it has none. Raises ModelLoadError."""
     if tokenizer.chat_template is None:
         return NoRow("there is no chat template")
-    return find_call_row(CompiledTemplate(tokenizer.chat_template, tokenizer.template_variables))
+    return find_call_row(CompiledTemplate(tokenizer.chat_template, tokenizer.template_variables), reads)
 
 
-def find_call_row(template: CompiledTemplate) -> CallRow | NoRow:
-    """The row of the template's calls, or why there is none."""
+def find_call_row(template: CompiledTemplate, reads: ReadsCalls) -> CallRow | NoRow:
+    """The row of the template's calls, which `reads` reads back, or why there is none."""
     prober = Prober(template, tools=(PROBE_TOOL,), arguments=keep_arguments(template))
     dialect = probe(prober)
     if dialect is None:
@@ -108,7 +115,7 @@ def find_call_row(template: CompiledTemplate) -> CallRow | NoRow:
     reasons = []
     for ending in _ENDINGS:
         try:
-            row = _derived(_Asker(prober, dialect.form, ending, dialect.parallel_calls))
+            row = _derived(_Asker(prober, dialect.form, ending, dialect.parallel_calls), reads)
             return replace(row, has_short_ids=dialect.form.call_ids == "nine_characters")
         except _Unlike as unlike:
             reasons.append(str(unlike))
@@ -120,13 +127,13 @@ def _why_no_calls(prober: Prober, form: WireForm) -> str:
     return f"it refuses calls: {text.reason}" if isinstance(text, Refusal) else "it writes no calls"
 
 
-def _derived(asker: _Asker) -> CallRow:
+def _derived(asker: _Asker, reads: ReadsCalls) -> CallRow:
     """Raises _Unlike."""
     answer = asker.answer()
     single = _gaps(*asker.calls(_easy(0)))
     several = [_gaps(*asker.calls(*map(_easy, range(number)))) for number in ((2, 3) if asker.parallel else ())]
     row = _row(asker, *answer, [single, *several])
-    _check(asker, row)
+    _check(asker, row, reads)
     return row
 
 
@@ -293,18 +300,26 @@ def _without_end(ending: CallParts, behind_answer: str) -> CallParts:
 # --- the proof --------------------------------------------------------------------------------------------------------
 
 
-def _check(asker: _Asker, row: CallRow) -> None:
-    """Calls that were not looked at are written as the row says. Raises _Unlike."""
-    every = ["{}", HARD, _easy(2)]
-    for arguments in ([HARD], ["{}"]) if row.between is None else ([HARD], ["{}"], every):
+def _check(asker: _Asker, row: CallRow, reads: ReadsCalls) -> None:
+    """Calls that were not looked at are written as the row says, and read as they were written. Raises _Unlike."""
+    several = () if row.between is None else ([HARD, HARD], ["{}", HARD, _easy(2)])
+    for arguments in ([HARD], ["{}"], *several):
         text, calls = asker.calls(*arguments)
-        position = text.rfind(str(row.opening[0]), 0, text.find(NAMES[0]))
-        if _header(asker, _behind_user(text[:position])) != _header(asker, asker.lead()):
+        start = position = text.rfind(str(row.opening[0]), 0, text.find(NAMES[0]))
+        if _header(asker, _behind_user(text[:start])) != _header(asker, asker.lead()):
             raise _Unlike("calls do not stand where an answer begins")
         for call, lead in zip(calls, (row.opening, *[row.between or ()] * len(calls)), strict=False):
             position = _behind_call(text, position, lead, row.middle, call)
-        if re.compile(_source(row.closing)).match(text, position) is None:
+        closing = re.compile(_source(row.closing)).match(text, position)
+        if closing is None:
             raise _Unlike("it does not end calls as the row says")
+        reasoning, content, found = reads(row, _TOOLS, text[start : closing.end()])
+        if reasoning or content or [(name, json.loads(read)) for name, read in found] != _meant(calls):
+            raise _Unlike("calls are not read as it writes them")
+
+
+def _meant(calls: Sequence[ToolCallBlock]) -> list[tuple[str, object]]:
+    return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 def _behind_user(text: str) -> str:

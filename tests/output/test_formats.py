@@ -4,8 +4,10 @@ from collections.abc import Collection
 
 import pytest
 
+from kvserve.core import CallRow, ToolChoice
 from kvserve.output.formats import select_format
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
+from tests.output.test_grammar import STRICT, Setup, byte_tokenizer
 
 ALL_FORMS = {"hermes", "qwen_coder", "qwen_coder_bare", "glm"}
 GLM_TEMPLATE, CODER_TEMPLATE = "... <arg_key> ...", "... <tool_call>\n<function= ..."
@@ -56,3 +58,20 @@ def test_a_foreign_form_comes_first_unless_its_tag_is_read_here() -> None:
     known = ForeignToolForm("<tool_call>", "</tool_call>", lambda text, tools: {})
     assert select_format("auto", "", [], foreign).tool_forms[0].open_tag == "<|tool_call>"
     assert {form.name for form in select_format("auto", "", [], known).tool_forms} == ALL_FORMS
+
+
+@pytest.mark.parametrize(
+    ("family", "first"), [("auto", "derived"), ("qwen3", "hermes"), ("glm4", "glm"), ("generic", "hermes")]
+)
+def test_the_family_moves_the_form_of_the_template_too(family: str, first: str) -> None:
+    """It is read and held wherever it stands; calls are forced in the form that comes first."""
+    row = CallRow(("[CALLS]",), ("[ARGS]",), ("[CALLS]",), ())
+    chosen = select_format(family, "", [], None, row)
+    assert chosen.tool_forms[0].name == first
+    assert {form.name for form in chosen.tool_forms} == ALL_FORMS | {"derived"}
+    case = Setup(byte_tokenizer(()), chosen)
+    good, bad = (f'[CALLS]read[ARGS]{{"path": {value}}}' for value in ('"a"', "5"))
+    assert case.calls(f"So {good}", STRICT) == ([("read", {"path": "a"})], "So ")
+    held = case.grammar(ToolChoice(), tools=STRICT)
+    assert case.accepts(held, good) and not case.accepts(held, bad)
+    assert case.accepts(case.grammar(ToolChoice("required"), tools=STRICT), good) is (first == "derived")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvserve.core import ContentDelta, OutputDelta, ReasoningDelta, ToolSpec
 from kvserve.output.formats import OutputFormat, select_format
-from kvserve.output.record import Piece
-from kvserve.output.splitter import Splitter, random_call_id
+from kvserve.output.record import Piece, random_call_id
+from kvserve.output.splitter import Splitter
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from tests.calls import calls_of
 from tests.laws import num_examples

@@ -16,7 +16,7 @@ from kvserve.core import (
     ToolResultBlock,
     ToolSpec,
 )
-from kvserve.loading import OWN_TOOL_TAGS
+from kvserve.loading import OWN_TOOL_TAGS, read_calls
 from kvserve.prompt.call_row import NoRow, find_call_row
 from kvserve.prompt.compiled import CompiledTemplate
 from tests.prompt.vocabularies import SHARED, TEMPLATES
@@ -61,7 +61,9 @@ def found_row(name: str) -> CallRow | NoRow:
     """What is derived from a template that is not read by the forms that are known anyway."""
     source = source_of(name)
     known = [tag for tag in OWN_TOOL_TAGS if tag in source]
-    return NoRow(f"{known[0]} is read anyway") if known else find_call_row(CompiledTemplate(source, VARIABLES))
+    return (
+        NoRow(f"{known[0]} is read anyway") if known else find_call_row(CompiledTemplate(source, VARIABLES), read_calls)
+    )
 
 
 def rows() -> dict[str, CallRow]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from kvserve.core import CallRow, CallSlot, ContentDelta, JsonObject, ReasoningDelta, ResponseFormat, ToolChoice
+from kvserve.loading import read_calls
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.grammar import AnswerStart, build_grammar
 from kvserve.output.splitter import Splitter
@@ -63,7 +64,7 @@ def family_of(name: str) -> Family:
     backend.add_special_tokens(tokens_in(source))
     tokenizer = tokenizer_of(backend, source)
     output_format = select_format("auto", source, tokens_in(source), None, row)
-    template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.tool_forms[0].row)
+    template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.row)
     markers = learn_markers(tokenizer, template)
     return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
 
@@ -128,7 +129,7 @@ def test_what_does_not_read_back_is_not_derived(arguments: str) -> None:
     """Arguments that are no JSON object, or lose something on the way into the prompt."""
     source = SMALL["tags"].replace("{{ c.arguments | tojson }}", arguments)
     assert source != SMALL["tags"]
-    assert isinstance(find_call_row(CompiledTemplate(source, VARIABLES)), NoRow)
+    assert isinstance(find_call_row(CompiledTemplate(source, VARIABLES), read_calls), NoRow)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_what_does_not_read_back_is_not_derived(arguments: str) -> None:
 def test_what_cannot_be_told_from_text_is_not_derived(name: str, old: str, new: str) -> None:
     """Nor is what the model does not write itself."""
     assert old in SMALL[name]
-    found = find_call_row(CompiledTemplate(SMALL[name].replace(old, new), VARIABLES))
+    found = find_call_row(CompiledTemplate(SMALL[name].replace(old, new), VARIABLES), read_calls)
     assert isinstance(found, NoRow), found
 
 
@@ -400,7 +401,7 @@ def test_real_vocabularies_hold_and_replay_them(name: str) -> None:
     talk = Talk(of, thinking=False, tools=TOOLS)
     talk.say("hi")
     calls = [("read_file", {"path": "a b  c", "lines": 3})]
-    row = of.output_format.tool_forms[0].row
+    row = of.output_format.row
     assert row is not None
     text = as_written(of.template.write(conversation(calls), TOOLS, thinking=False).shown, row, calls)
     guide = LLTokenizer(of.tokenizer.backend.to_str(), eos_token=sorted(of.tokenizer.stop_token_ids))

@@ -13,7 +13,7 @@ import tokenizers
 
 from benchmarks.recordings import shared_folder
 from kvserve.core import CallRow
-from kvserve.loading import OWN_TOOL_TAGS
+from kvserve.loading import OWN_TOOL_TAGS, read_calls
 from kvserve.output.formats import select_format
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.call_row import call_row
@@ -51,7 +51,7 @@ def real_family(name: str) -> Family:
         tokenizer = load_tokenizer(folder)
     added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
     output_format = select_format("auto", tokenizer.chat_template or "", added, None, _row(tokenizer))
-    template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.tool_forms[0].row)
+    template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.row)
     markers = learn_markers(tokenizer, template)
     return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)
 
@@ -59,7 +59,7 @@ def real_family(name: str) -> Family:
 def _row(tokenizer: Tokenizer) -> CallRow | None:
     """The form of calls that is derived where no other one is read anyway."""
     is_known = any(tag in (tokenizer.chat_template or "") for tag in OWN_TOOL_TAGS)
-    row = None if is_known else call_row(tokenizer)
+    row = None if is_known else call_row(tokenizer, read_calls)
     return row if isinstance(row, CallRow) else None
 
 
@@ -82,6 +82,6 @@ def template_family(name: str) -> Family:
     backend.add_special_tokens(tokens_in(source))
     tokenizer = tokenizer_of(backend, source)
     output_format = select_format("auto", source, (), None, _row(tokenizer))
-    template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.tool_forms[0].row)
+    template = ChatTemplate(tokenizer, tags=output_format.tags, row=output_format.row)
     markers = learn_markers(tokenizer, template)
     return Family(name, tokenizer, template, markers, Stitcher.of(tokenizer, template, markers), output_format)

@@ -1,6 +1,8 @@
 """A call on its way: its name and its arguments' text as far as they are certain. It knows no form and no stream."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+
+from kvserve.core import CallParts
 
 
 class Draft:
@@ -17,6 +19,14 @@ class Draft:
         self._num_taken = 0
         self._held: list[str] = []
         self.name: str | None = None
+        self.is_other = False
+        """Whether the arguments of a tool that is not offered have begun."""
+        self.before: Sequence[tuple[str, str]] = ()
+        """Calls, name and arguments, that stand before this one and are certain with it."""
+        self.num_behind = 0
+        """How many of the last characters that were read belong to what follows the call."""
+        self.closing: CallParts = ()
+        """What the model's template writes behind the arguments."""
 
     @property
     def is_open(self) -> bool:
@@ -48,6 +58,11 @@ class Draft:
         if self.name is not None:
             self._written.append(text)
             self._held = self._held[-num_ahead:] if num_ahead else []
+
+    def end_as_written(self, num_behind: int) -> None:
+        """What was held is the end of the call as it stands, but for the last `num_behind` characters."""
+        self.write(self.held[: max(0, len(self._held) - num_behind)])
+        self.num_behind = num_behind
 
     def take(self) -> str:
         """What was written since the last call."""

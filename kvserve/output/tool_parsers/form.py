@@ -6,6 +6,7 @@ text, and how the text was cut cannot matter. It raises `NotACall` at the first 
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvserve.core import CallRow, ToolSpec
 from kvserve.output.tool_parsers.draft import Draft
@@ -18,7 +19,12 @@ SPACE = frozenset(" \t\r\n")
 
 class NotACall(ValueError):
     """The text is not a call of this form. It never leaves this room: the text becomes content, or, behind the
-    beginning of a call that was sent already, arguments as the model wrote them."""
+    beginning of a call that was sent already, arguments as the model wrote them. Of text that follows a call the first
+    `num_closing` characters close it all the same."""
+
+    def __init__(self, reason: str = "", num_closing: int = 0) -> None:
+        super().__init__(reason)
+        self.num_closing = num_closing
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,26 @@ type Chain = tuple[str, ...]
 """Tags with nothing but white space between them."""
 
 
+class FindsEnd(Protocol):
+    """Finds the end of a broken call: each answer says how many of the last characters are not the call's."""
+
+    def at_once(self) -> int | None:
+        """None where the call goes on."""
+        ...
+
+    def add(self, char: str) -> int | None:
+        """None while the call goes on."""
+        ...
+
+    def finish(self, *, cut: bool) -> int | None:
+        """The text is over; None where the call has no end. `cut`: a limit ended it."""
+        ...
+
+    def unfinished(self) -> int | None:
+        """The same where the text might go on as JSON."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ToolForm:
     """A form: `scan(tools, draft)` reads what follows `open_tag` and writes to the draft what is certain already;
@@ -43,8 +69,12 @@ class ToolForm:
     `inner_tags` are the others that it is written with, `close_tags` those of them that end a call.
 
     Where a call ends with its arguments, `follow` reads what may stand behind them, from one of `follow_tags` on: the
-    next call, or what closes the calls, which is none; no scan where the tag alone closes them. `at_start`: the tag may
-    be anything, so it opens a call only at the beginning of an answer. `row` is what such a form was made of.
+    next call, or what closes the calls, which is none; no scan where the tag alone closes them. `closed` is how another
+    call may follow even then. `at_start`: the tag may be anything, so it opens a call only at the beginning of an
+    answer. `row` is what such a form was made of.
+
+    `broken(text, tools)` finds the end of a call whose arguments, `text` so far, are no JSON. Without it a broken call
+    ends with a closing tag only.
     """
 
     name: str
@@ -56,6 +86,8 @@ class ToolForm:
     at_start: bool = False
     follow_tags: tuple[str, ...] = ()
     follow: Callable[[str, Sequence[ToolSpec], Draft], Scan | None] | None = None
+    closed: "ToolForm | None" = None
+    broken: Callable[[str, Sequence[ToolSpec]], FindsEnd] | None = None
     row: CallRow | None = None
 
 
