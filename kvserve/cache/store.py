@@ -132,11 +132,10 @@ class Store:
         return self.ram.num_bytes - self._loose_bytes.total()
 
     def fit(self) -> None:
-        """Cut to size what was loosened."""
-        loose, self._loose = self._loose, {}
-        self._loose_bytes.clear()
-        for segment in loose.values():
+        """Cut to size what was loosened. What a failed allocation leaves uncut is cut by the next call."""
+        for record_id, segment in list(self._loose.items()):
             self._fit(segment)
+            del self._loose[record_id], self._loose_bytes[record_id]
 
     def replace_rows(self, nodes: Sequence[Node], payload: Payload) -> None:
         """Let consecutive nodes of one chain share a new record; their old ones shrink or leave."""

@@ -120,7 +120,8 @@ class Moving:
         twice. Not for ever."""
         if not row.moved_bytes or hold.is_stalled:
             return False
-        return self._tree.mover.unwritten(hold.lease.node.path()[::-1])
+        match = self._tree.peek(tokens_of(row), partition=row.request.partition)
+        return self._tree.mover.unwritten(self._nodes(row, match, row.restorable_bytes, hold.lease))
 
     def take_over(self, row: Row, match: Match, lease: Lease, nodes: Sequence[Node], num_next_tokens: int) -> list[Any]:
         """Live caches from what is kept, of which `nodes` leave the tree; each layer's kept arrays go before the next
@@ -206,10 +207,11 @@ class Moving:
 
         start, first_new = lease.num_tokens, end
         if (aside := self._aside.get(lease)) is not None:  # what did not fit at earlier stops
-            stands, aside.stands = aside.stands, []
-            for stand in stands:
-                if start < stand.offset < end and stand.state is not None:
+            while aside.stands:
+                stand = aside.stands[0]
+                if lease.num_tokens < stand.offset < end and stand.state is not None:
                     first_new = min(first_new, self._stand(lease, tokens, stand, take_rows).first_new)
+                del aside.stands[0]  # not before: where an allocation fails all of this is tried once more
         take_state: Any = (lambda: self._layout.read_state(caches)) if self._needs_checkpoints else None
         extension = self._tree.extend(lease, tokens, end, take_rows, take_state, kind)
         return replace(extension, start=start, first_new=min(first_new, extension.first_new))
@@ -245,7 +247,7 @@ class Moving:
         """Give the caches up and keep what they held, in records of some length, with the states of its stops."""
         lease = tenancy.lease
         start = lease.num_tokens
-        stands = self._stands(lease, start, end)
+        stands = self._stands(tenancy, start, end)
         borders = [start, *(stand.offset for stand in stands), end]
         slices = self._layout.move_kv(caches, borders, rest, self.with_second_try)
         if has_state:
@@ -272,12 +274,15 @@ class Moving:
         take_state = None if state is None else (lambda: state)
         return self._tree.extend(lease, tokens, stand.offset, take_rows, take_state, stand.kind)
 
-    def _stands(self, lease: Lease, start: int, end: int) -> list[Stand]:
-        """Where what moves in is divided: at stops, with states where these are needed, and after so many tokens."""
-        aside = self._aside.get(lease, _Aside())
+    def _stands(self, tenancy: Tenancy, start: int, end: int) -> list[Stand]:
+        """Where what moves in is divided: at stops, with states where these are needed, else where the answer begins,
+        which may be retracted, and after so many tokens."""
+        aside, prompt_end = self._aside.get(tenancy.lease, _Aside()), tenancy.row.answer_start
         known = {stand.offset: stand for stand in aside.stands if start < stand.offset < end}
         if self._needs_checkpoints:
             known = {offset: stand for offset, stand in known.items() if stand.state is not None}
+        elif start < prompt_end < end:
+            known.setdefault(prompt_end, Stand(prompt_end, "stride", None))
         borders = [start, *sorted(known), end]
         for first, last in pairwise(borders):
             for offset in range(first + RECORD_TOKENS, last, RECORD_TOKENS):

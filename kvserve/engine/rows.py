@@ -177,10 +177,15 @@ class Row:
             and (now - self.prefill_started_at > watchdog_seconds)
         )
 
+    @property
+    def answer_start(self) -> int:
+        """Where the KV begins that is computed for its answer: the prompt's last token gives the first one."""
+        return len(self.request.prompt) - 1
+
     def note_kept(self, start: int, end: int) -> None:
-        """The KV of its tokens `[start, end)` is kept from now on."""
+        """The KV of its tokens `[start, end)` is kept from now on; what of it is the prompt's is none of its answer."""
         if self.answer_kept_from is None and start < end and end > len(self.request.prompt):
-            self.answer_kept_from = start
+            self.answer_kept_from = max(start, self.answer_start)
 
     def report_progress(self, num_done_tokens: int) -> None:
         num_prompt_tokens = len(self.request.prompt)

@@ -653,3 +653,27 @@ def test_joined_records_are_in_the_other_tier_if_all_of_them_were(num_copied: in
     tree.replace(run, joined(run.pieces))
     [[node]] = tree.sequences()
     assert node.copies.rows == (tuple(copies) if num_copied == 8 else ())
+
+
+def test_a_cut_that_fails_is_made_by_the_next_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three records a row stands on the beginning; memory is short while the first one is cut."""
+    num_faults = 1
+
+    def cut(payload: Payload, start: int, end: int) -> Payload:
+        nonlocal num_faults
+        if num_faults:
+            num_faults -= 1
+            raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+        return cut_rows(payload, start, end)
+
+    monkeypatch.setattr("tests.cache.payloads.cut_rows", cut)
+    tree = make_tree()
+    for number in range(3):
+        row = tokens(*range(1000 * number + 1, 1000 * number + 41))
+        store(tree, row)
+        tree.acquire(tree.lookup(tokens(*row.ids[:10], 7, 7)))
+    with pytest.raises(RuntimeError, match="allocate"):
+        tree.evict(10**12)
+    tree.evict(10**12)
+    tree.check_integrity()
+    assert tree.num_ram_bytes == 3 * 10 * ROW_BYTES

@@ -2,6 +2,7 @@
 nobody loses anything, and what is counted adds up."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -245,6 +246,53 @@ def test_a_disk_that_writes_nothing_is_not_waited_for_for_ever(tmp_path: Path, m
         check(engine)
     assert_exact(found, said.expected)
     assert moves["out"] == 0 and cached(found) < said.num_kept
+
+
+def test_an_answer_that_the_disk_still_writes_is_waited_for_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next turn leaves the beginning of the answer out, as clients do with thinking, and comes at once: what it
+    goes on from moves all the same."""
+    with full_engine("qwen3_5", NUM_ALL_TOKENS, 0.99, disk=DiskSettings(tmp_path, 2**34, 0, 24)) as engine:
+        said = conversation_of(engine)
+        third = [*said.second, *said.expected[30:], *prompt_of(4, 2)]
+        expected = cold(engine, third, 4)
+        tier = engine._ask(lambda scheduler: scheduler.cache._disk.tier)
+        tier.clear()
+        generate(engine, turn(said.first))
+        assert tier.flush(60)
+        real = type(tier)._write
+        monkeypatch.setattr(type(tier), "_write", lambda self, write: (time.sleep(0.1), real(self, write))[1])
+        generate(engine, turn(said.second))
+        found = generate(engine, turn(third, 4))[0]
+    assert_exact(found, expected)
+    assert cached(found) >= len(said.second) - 64
+
+
+def test_a_row_that_was_put_back_and_then_ended_by_the_watchdog_keeps_its_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of what it gave back only the answer is retracted."""
+    with full_engine("qwen3", NUM_ALL_TOKENS + 400, 0.99) as engine, put_backs_counted() as put_back:
+        said = conversation_of(engine)
+        generate(engine, turn(said.first))
+        begun(engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS)))
+
+        def is_overdue(row: Row, *_: Any) -> bool:
+            return bool(put_back) and row.request.prompt.ids == tuple(said.second) and len(row.generated) > 4
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Row, "is_overdue", is_overdue)
+
+            def outgrow(_: Generation) -> None:
+                once = iter([True])
+                patch.setattr(Entrance, "is_outgrown", lambda _: next(once, False))
+
+            ended = while_it_answers(engine, turn(said.second), outgrow)
+        assert isinstance(ended.end, GenerationDone) and len(put_back) == 1
+        again = generate(engine, turn(said.second))[0]
+    assert_exact(again, said.expected)
+    assert cached(again) >= said.num_kept - 64
 
 
 @pytest.mark.parametrize("act", ["forget", "clear", "discard"])

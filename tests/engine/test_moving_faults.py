@@ -202,3 +202,29 @@ def _joined(first: Prompted, second: Prompted) -> Prompted:
         starts=(*first.starts, *starts),
         images=(*first.images, *second.images),
     )
+
+
+@pytest.mark.parametrize("num_faults", [0, 1])
+def test_states_of_missed_stops_outlive_an_allocation_that_fails(
+    num_faults: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill's stops did not fit beside it, and at its end all of it does: an edit of any message starts there."""
+    with running_engine("qwen3_5") as engine:
+        cache = engine._ask(lambda scheduler: scheduler.cache)
+        room, fixed_bytes, finish = cache.kv_room, engine.wait_until_ready().sizes.fixed, cache.finish
+        takes, is_tight = room.takes, True
+
+        def finish_with_room(*args: Any) -> bool:
+            nonlocal is_tight
+            if is_tight and num_faults:
+                Faults(monkeypatch, CacheLayout, "read_kv", num_faults)
+            is_tight = False
+            return bool(finish(*args))
+
+        def takes_if_there_is_room(num_bytes: int, **options: Any) -> bool:
+            return (num_bytes <= fixed_bytes or not is_tight) and takes(num_bytes, **options)
+
+        monkeypatch.setattr(room, "takes", takes_if_there_is_room)
+        monkeypatch.setattr(cache, "finish", finish_with_room)
+        generate(engine, turn(prompt_of(796)))
+        assert engine.cache_report().stats.num_checkpoints > 10
