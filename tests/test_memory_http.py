@@ -26,16 +26,28 @@ def test_the_ledger_is_told_by_account_everywhere(tmp_path: Path) -> None:
     assert "kvserve_memory_bytes " in metrics and "kvserve_memory_budget_bytes " in metrics
 
 
-def test_a_full_disk_and_full_memory_are_named_with_what_they_cost(tmp_path: Path) -> None:
-    """KV that cannot be kept is told once in the terminal; a full volume stands there for as long as it is full."""
-    with serving_app(tmp_path, prompt_cache_max_bytes=2**17, max_batch_bytes=3 * 2**19) as app:
+SMALL = {"prompt_cache_max_bytes": 2**17, "max_batch_bytes": 3 * 2**19}
+"""Less than a row of 700 words leaves behind."""
+
+
+def test_full_memory_is_named_with_what_it_costs(tmp_path: Path) -> None:
+    """KV that cannot be kept is told once in the terminal."""
+    with serving_app(tmp_path, disk_cache="off", **SMALL) as app:
         for number in range(2):
             app.chat(f"{number} " + "word " * 700, max_tokens=4)
         assert [each["bound"] for each in app.health()["memory"]["pressures"]] == ["kv_pool"]
         assert sum("Memory for KV is full" in line for line in app.lines()) == 1
+
+
+def test_a_full_disk_is_named_with_what_it_costs(tmp_path: Path) -> None:
+    """As long as it is full; with room on it all KV goes there, and there is nothing to name."""
+    with serving_app(tmp_path, **SMALL) as app:
+        for number in range(2):
+            app.chat(f"{number} " + "word " * 700, max_tokens=4)
+        assert app.health()["memory"]["pressures"] == []
         tier: DiskTier = app.served.engine._ask(lambda scheduler: scheduler.cache._disk).tier
         tier._is_full = True
         full = {each["bound"]: each["cost"] for each in app.health()["memory"]["pressures"]}
-        assert full.keys() == {"kv_pool", "disk"} and "RAM only" in full["disk"]
+        assert full.keys() == {"disk"} and "RAM only" in full["disk"]
         tier._is_full = False
-        assert [each["bound"] for each in app.health()["memory"]["pressures"]] == ["kv_pool"]
+        assert app.health()["memory"]["pressures"] == []

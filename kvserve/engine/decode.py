@@ -76,13 +76,13 @@ class Decoder:
 @dataclass(frozen=True, slots=True)
 class Left:
     """A row that left its batch whole: plain caches that hold the KV of `tokens`, prompt included, and states behind
-    exactly these. `rest`: the leaves of the batch that goes on, which have its buffers too until they are computed;
-    empty where it was alone, None where the buffers cannot be given up, as others who left have them."""
+    exactly these. `rest`: for each leaf those of the batch that goes on, and of the rows that left with this one, which
+    have its buffers too until they are computed; empty where it was alone, None where they cannot be given up."""
 
     row: Row
     caches: list[Any]
     tokens: list[int]
-    rest: tuple[Any, ...] | None = None
+    rest: tuple[tuple[Any, ...], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +199,16 @@ class DecodePool:
                     return Left(row, caches, tokens, self._rest(group))
         return None
 
-    def _rest(self, group: _Group) -> tuple[Any, ...]:
-        """The leaves of the rows that a group still has."""
-        return tuple(leaves(group.generator._generation_batch.prompt_cache)) if group.rows else ()
+    def _rest(self, group: _Group, others: Sequence[Left] = ()) -> tuple[tuple[Any, ...], ...]:
+        """For each leaf those of the rows that a group still has, and of others that have left it."""
+        held = [leaves(group.generator._generation_batch.prompt_cache)] if group.rows else []
+        return tuple(zip(*held, *(leaves(left.caches) for left in others), strict=True))
+
+    def _with_rest(self, group: _Group, lefts: Sequence[Left], all_left: Sequence[Left]) -> list[Left]:
+        """Rows that leave a group in one step, each with the others who have its buffers."""
+        return [
+            replace(left, rest=self._rest(group, [other for other in all_left if other is not left])) for left in lefts
+        ]
 
     def settle(self) -> None:
         """Compute batches that rows have left, large layers one after the other: as long as that is only described,
@@ -266,9 +273,9 @@ class DecodePool:
             if response.finish_reason == "length":
                 row.finish("length")
         failed = [row for row in group.rows.values() if row.failure is not None]
-        if len(finished) == 1 and not (failed or at_start):
-            finished = [replace(finished[0], rest=self._rest(group))]
         broken = [left for row in failed if (left := self.remove(row)) is not None]
+        if not at_start:
+            finished, broken = (self._with_rest(group, lefts, (*finished, *broken)) for lefts in (finished, broken))
         crossed = [self._cross(group, uid, left) for uid, left in at_start.items() if uid in group.rows]
         group.used_seconds += (time.perf_counter() - started) / num_rows
         return Step(tuple(finished), tuple(failed), crossed=tuple(crossed), broken=tuple(broken))

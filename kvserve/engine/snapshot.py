@@ -93,12 +93,13 @@ class CacheLayout:
         self,
         caches: Sequence[Any],
         borders: Sequence[int],
-        rest: Sequence[Any] = (),
+        rest: Sequence[Sequence[Any]] = (),
         attempt: Attempt = lambda work: work(),
     ) -> list[KvSlice]:
         """The KV between neighbours of `borders`, in full precision. It leaves the caches layer by layer, so that no
-        moment has more than one of them twice. `rest` are the leaves of a batch that the row has left: they have the
-        row's buffers too until they are computed, as they are on the way. `attempt` does the work of a layer.
+        moment has more than one of them twice. `rest` are, for each leaf, those of the batch that the row has left, and
+        of others who left with it: they have the row's buffers too until they are computed, as they are on the way.
+        `attempt` does the work of a layer.
 
         Raises ValueError where the caches have lost it already.
         """
@@ -109,7 +110,7 @@ class CacheLayout:
         layers = []
         for position in cut:
             leaf = own[position]
-            layers.append(attempt(partial(_parts_of, leaf, borders, rest[position] if rest else None)))
+            layers.append(attempt(partial(_parts_of, leaf, borders, rest[position] if rest else ())))
             leaf.keys = leaf.values = None
         spans = list(pairwise(borders))
         return [
@@ -279,13 +280,14 @@ def _twin(leaf: Any) -> Any:
     return twin
 
 
-def _parts_of(leaf: Any, borders: Sequence[int], rest: Any) -> list[Packed]:
-    """Keys and values of a cut leaf between neighbours of `borders`, computed, and with them those of `rest`."""
+def _parts_of(leaf: Any, borders: Sequence[int], rest: Sequence[Any]) -> list[Packed]:
+    """Keys and values of a cut leaf between neighbours of `borders`, computed, and with them those of `rest`, but for
+    leaves that have given theirs away."""
     parts = [
         tuple(mx.contiguous(array[..., start:end, :]) for array in (leaf.keys, leaf.values))
         for start, end in pairwise(borders)
     ]
-    mx.eval(parts, *((rest.keys, rest.values) if rest is not None else ()))
+    mx.eval(parts, *((each.keys, each.values) for each in rest if each.keys is not None))
     return parts
 
 

@@ -136,6 +136,29 @@ def test_a_row_that_leaves_a_batch_that_goes_on_moves_too(family: str, num_token
     assert cached(beside) >= len(other) - 60 and cached(again) == len(other) + len(expected)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(("family", "num_tokens"), [("qwen3", 2658), ("qwen3_5", 2800)])
+def test_two_rows_that_end_in_one_step_are_both_found_again(family: str, num_tokens: int, is_first: bool) -> None:
+    """There is no memory to copy either: the layers of each are computed as those of the other move."""
+    with full_engine(family, num_tokens, 1.0) as engine, moves_counted() as moves:
+        said = conversation_of(engine)
+        other = prompt_of(NUM_PROMPT_TOKENS + NUM_ANSWER_TOKENS + 52, 3)
+        expected = cold(engine, other)
+        generate(engine, turn(other[:-52], 1))
+        generate(engine, turn(said.first))
+        wanted = [turn(said.second), turn(other)]
+        found = generate(engine, *(wanted if is_first else wanted[::-1]))
+        second, beside = found if is_first else found[::-1]
+        num_kept = [
+            engine._ask(lambda s, p=p: s.cache.kept_tokens(turn(p).prompt, [""])[0]) for p in (said.second, other)
+        ]
+        check(engine)
+    assert moves["out"] >= 1
+    assert_exact(second, said.expected)
+    assert_exact(beside, expected)
+    assert num_kept[0] >= said.num_kept - 64 and num_kept[1] >= len(other) - 64
+
+
 def test_a_row_that_has_outgrown_the_memory_waits_until_there_is_some() -> None:
     """It is not let in again for what it was put back for."""
     prompts = [prompt_of(20, 7), prompt_of(20, 8)]
