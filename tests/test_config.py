@@ -80,6 +80,16 @@ def test_a_misspelt_setting_in_the_file_stops_the_start(tmp_path: Path) -> None:
     assert load_launch([]).settings.kv_bits == 8
 
 
+def test_only_what_the_file_sets_can_be_misspelt(tmp_path: Path) -> None:
+    """A line within a text of several lines is none of the file's names, a name alone sets nothing, and a pipe is left
+    to the settings, which read it once."""
+    (tmp_path / ".env").write_text("NOTES='first\nMLX_PROT=1\n'\nKV_BITZ\n")
+    assert load_launch([]).settings.mlx_port == load_launch([], env_file=None).settings.mlx_port
+    (tmp_path / ".env").write_text("NOTES='first\nsecond'\nMLX_PROT=1\n")
+    with pytest.raises(StartupError, match=r"MLX_PROT \(did you mean MLX_PORT\?\)"):
+        load_launch([])
+
+
 def test_a_misspelt_setting_in_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment is everybody's: the start goes on."""
     assert load_launch([]).warnings == ()
