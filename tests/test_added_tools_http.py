@@ -238,6 +238,7 @@ def test_a_restart_knows_where_tools_came_in(family: str, tmp_path: Path) -> Non
         go_on(client, range(5, 7), BEHIND, fourth)
 
 
+@pytest.mark.long
 @ON_HYBRID
 def test_a_request_with_other_tools_in_between_changes_nothing(client: Client) -> None:
     """A title is asked for with no tools, and with another set, on the same messages."""

@@ -113,6 +113,7 @@ def test_a_rewound_conversation(apps: tuple[AppUnderTest, AppUnderTest]) -> None
     assert check_fresh(apps, talk).num_cached_tokens >= second.num_tokens - SLACK_TOKENS
 
 
+@pytest.mark.long
 @on_recurrent_states
 def test_an_edited_old_message(apps: tuple[AppUnderTest, AppUnderTest]) -> None:
     """The edit is read, what stood there is not, and the unedited conversation is known as before."""

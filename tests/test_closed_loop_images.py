@@ -13,7 +13,7 @@ from tests.test_closed_loop import SETTINGS, go_on, reusable, start
 from tests.test_closed_loop_protocols import WIRES, lost
 from tests.test_closed_loop_protocols import go_on as go_on_talking
 from tests.test_closed_loop_protocols import start as start_talking
-from tests.wire_agents import ANTHROPIC_WIRES, Talk, Wire
+from tests.wire_agents import Talk, Wire
 
 TOLERANCE = 8
 NUM_TURNS = 5
@@ -28,8 +28,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
 
 
 EVERY_RUN = (("carried", "screenshots", True),)
-EVERY_RUN_WIRES = ANTHROPIC_WIRES[:1]
-"""One client of each kind; the other combinations are in `make full`."""
+"""The other combinations are in `make full`."""
 
 
 def marks(is_of_every_run: bool) -> Any:
@@ -128,9 +127,8 @@ def talk_shows(talk: Talk, wire: Wire, number: int) -> None:
         newest["content"].append(part)
 
 
-@pytest.mark.parametrize(
-    "wire", [pytest.param(wire, marks=marks(wire in EVERY_RUN_WIRES), id=wire.name) for wire in WIRES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 def test_every_turn_starts_where_the_last_one_ended_in_other_protocols(app: AppUnderTest, wire: Wire) -> None:
     """A picture in the first message, and one in every result."""
     app.clear_cache()

@@ -332,6 +332,7 @@ class Forgetting:
         assert_done(self._told[0])
 
 
+@sampled_cells(lambda kept_by: kept_by[0] is Conversations)
 @pytest.mark.parametrize(
     "kept_by", [(Conversations, "remember"), (TraceLog, "write")], ids=lambda pair: str(pair[0].__name__)
 )

@@ -207,6 +207,7 @@ def test_what_is_forgotten_is_held_nowhere(tmp_path: Path, by: str) -> None:
         assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 16
 
 
+@sampled_cells(lambda num_kept: num_kept > 1)
 @pytest.mark.parametrize("num_kept", [1, 100])
 def test_nobody_who_watches_is_shown_what_was_forgotten(tmp_path: Path, num_kept: int) -> None:
     """The words around a difference: neither in what the dashboard has just shown, nor beside the branch, also where
@@ -274,6 +275,7 @@ def test_whoever_was_forgotten_is_told_so(tmp_path: Path, by: str) -> None:
         assert [gone.cause(), kept.cause()] == ["nothing lost"] * 2
 
 
+@sampled_cells(lambda key: not key)
 @pytest.mark.parametrize("key", [{}, ALICE])
 def test_who_names_no_session_is_told_to(tmp_path: Path, key: dict[str, str]) -> None:
     """Also after somebody was forgotten: it is what helps from then on."""

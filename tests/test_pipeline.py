@@ -157,7 +157,7 @@ def test_a_call_that_nobody_allowed_is_content(app: AppUnderTest, family: str, t
     assert "get_weather" in answer.content and "Oslo" in answer.content
 
 
-@sampled_cells(lambda family: family in ("qwen3", "gpt_oss"))
+@sampled_cells(lambda family: family == "qwen3")
 def test_a_call_cut_by_the_limit_says_what_there_is(app: AppUnderTest, family: str) -> None:
     """Half a call has half its arguments and ends with `length`, what was cut before them is text, and the request line
     says whose limit it was."""

@@ -74,6 +74,7 @@ def test_the_request_after_it_computes_its_user_turn_only(tmp_path: Path, family
         assert (again["cached"], again["computed"]) == (answer["tokens"], 0)
 
 
+@pytest.mark.long
 def test_anthropics_form_is_the_same_prefix(app: AppUnderTest) -> None:
     """System beside the messages, tools with their own field names: what one form warmed serves the other."""
     warmed = app.post(PATH, {"system": SYSTEM, "tools": ANTHROPIC_TOOLS}).json

@@ -16,7 +16,7 @@ from benchmarks.real_loop import Pair, Paired, num_differing, pair_up, row_of, t
 from benchmarks.recordings import RECORDED_CLIENTS, Conversation, Reply, Request, read_recordings, shared_folder
 from benchmarks.reuse_oracle import CONVENTIONS, RECORDED_FAMILIES
 from tests.agents import CARRIER, TOOL
-from tests.laws import IS_FULL, sampled, sampled_cells
+from tests.laws import IS_FULL, sampled
 from tests.models import tiny_model
 from tests.starts import remembered_starts
 
@@ -63,7 +63,7 @@ def check(played: Paired) -> None:
     assert row.num_cached_tokens > 0.5 * row.num_prompt_tokens, "nothing was compared"
 
 
-@sampled_cells(lambda family, **_: family == "qwen3_5")
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family",
     sampled(RECORDED_FAMILIES, ("qwen3_5", "gemma3")),

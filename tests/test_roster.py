@@ -259,10 +259,10 @@ def test_a_model_that_cannot_be_loaded_lets_the_old_one_come_back(app: AppUnderT
 
 
 def test_a_model_that_was_mended_is_loaded(tmp_path: Path, models: Path) -> None:
-    """A failure counts as long as the files are the same."""
+    """A failure counts as long as the files are the same. (Model `a` has open the records of what is mended here.)"""
     folder = tmp_path / "models"
     shutil.copytree(models / "misfit", folder / "mended")
-    with serving_app(tmp_path, model_path=str(models / "a"), model_folders=(str(folder),)) as app:
+    with serving_app(tmp_path, model_path=str(models / "b"), model_folders=(str(folder),)) as app:
         assert app.post(CHAT_PATH, chat_body(model="mended")).status == 500
         shutil.copy(tiny_model("qwen3") / "config.json", folder / "mended" / "config.json")
         assert ask(app, "mended")[0] == "mended"

@@ -62,6 +62,7 @@ def test_without_a_memory_it_costs_the_conversation(app: AppUnderTest, name: str
     assert second.num_cached_tokens < first.num_tokens - 4 * SLACK_TOKENS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("app", sampled(TWO_KINDS, ("qwen3_5",)), indirect=True)
 def test_a_clock_in_history_is_read_anew_and_named(app: AppUnderTest) -> None:
     """The time means something: the model gets the new one, and the explanation names the rule and the place."""
