@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.config import Settings, load_launch, setting_key
 from kvserve.errors import SettingError, StartupError
 from kvserve.flags import misspelt
+from tests.laws import num_examples
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +101,7 @@ def test_a_misspelt_setting_in_the_environment_is_told(monkeypatch: pytest.Monke
 
 
 @given(st.sampled_from(sorted(map(setting_key, Settings.model_fields))), st.data())
+@settings(max_examples=num_examples(40))
 def test_a_slip_of_the_hand_is_recognised(key: str, data: st.DataObject) -> None:
     """A letter left out, doubled, or swapped with its neighbour: the setting is the nearest of all."""
     at = data.draw(st.integers(0, len(key) - 2))

@@ -473,8 +473,9 @@ def record_of(checkout: Checkout, name: str) -> Path:
     return checkout.venv / SITE_PACKAGES / f"{name}-1.0.dist-info/RECORD"
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("untouched", marks=pytest.mark.long), "finished"])
+@pytest.mark.parametrize("name", ["untouched", "finished"])
 def test_an_interrupted_set_up_is_mended(request: pytest.FixtureRequest, name: str) -> None:
     """Killed in the middle of pip's copying, the next run completes it."""
     checkout: Checkout = request.getfixturevalue(name)

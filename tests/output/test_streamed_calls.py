@@ -59,7 +59,7 @@ def said(deltas: Sequence[OutputDelta]) -> str:
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__.rpartition(".")[2])
 @given(typed_calls(), st.data())
-@settings(max_examples=num_examples(40))
+@settings(max_examples=num_examples(20))
 @example((ParsedCall("f", {"a": "x</arg_value></parameter>\n<", "b": ""}), ToolSpec("f", None, {})), None)
 def test_the_pieces_are_the_arguments_of_the_whole_call(
     form: ModuleType, case: tuple[ParsedCall, ToolSpec], data: st.DataObject | None
