@@ -117,6 +117,7 @@ def test_cold_is_what_mlx_vlm_writes(sighted: Sighted, shape: str) -> None:
     assert sighted.known(prompted) == vlm_answer(sighted.family, prompted)
 
 
+@sampled_cells(lambda sighted: sighted == QUICK[0])
 def test_warm_is_cold(sighted: Sighted) -> None:
     """The next turn restores the image's KV, looks at nothing, and writes what a cold engine writes."""
     first = sighted.writer.prompt("What is this? ", picture(1), " Say it.")
@@ -143,6 +144,7 @@ def test_another_image_of_the_same_size_shares_nothing_past_it(sighted: Sighted)
     assert cached(answer) <= one.tokens.images[0].start
 
 
+@sampled_cells(lambda sighted, where: sighted == QUICK[0])
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_branch_beside_the_image_is_cold(sighted: Sighted, where: str) -> None:
     """A conversation that leaves another one before or after the image writes what a cold one writes."""
@@ -157,6 +159,7 @@ def test_a_branch_beside_the_image_is_cold(sighted: Sighted, where: str) -> None
         assert cached(answer) >= one.tokens.images[0].start
 
 
+@sampled_cells(lambda sighted: sighted == QUICK[0])
 def test_a_new_image_after_a_warm_prefix_is_cold(sighted: Sighted) -> None:
     """A second image in the next turn: its positions go on from the first one's."""
     first = sighted.writer.prompt("What is this? ", picture(1), " Say it.")
