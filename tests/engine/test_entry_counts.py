@@ -22,7 +22,7 @@ def tier_of(result: Result) -> str:
     return result.progress[-1].reuse.tier
 
 
-@sampled_cells(lambda family, on_disk: on_disk == (family == "qwen3"))
+@sampled_cells(lambda family, on_disk: (family, on_disk) == ("qwen3_5", False))
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("family", sampled(FAMILIES, TWO_KINDS))
 def test_six_branches_and_thirty_side_requests_are_served_from_ram(family: str, on_disk: bool, tmp_path: Path) -> None:

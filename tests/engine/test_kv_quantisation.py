@@ -265,7 +265,6 @@ IN_EVERY_RUN = {
     THOROUGH: (
         divergence,
         warm_rows_join_cold_ones,
-        late_join_and_leave,
         answer_that_crosses_the_start,
         cancelled_where_the_start_is,
     ),

@@ -42,7 +42,7 @@ from tests.engine.engines import (
     turn,
     without_idle_work,
 )
-from tests.laws import THREE_KINDS, TWO_KINDS, sampled, sampled_cells
+from tests.laws import IS_FULL, THREE_KINDS, TWO_KINDS, sampled, sampled_cells
 from tests.models import DEEP_ONES
 
 ALL = (*FAMILIES, "qwen3_5_vl")
@@ -72,6 +72,8 @@ def engine(shared_engine: Engine) -> Iterator[Engine]:
 
 
 BASE = prompt_of(288)
+NUM_LOGITS = NUM_ANSWER_TOKENS if IS_FULL else 16
+"""Logits show at once what a text shows after up to 46 tokens."""
 
 
 def known_of_base(family: str) -> int:
@@ -179,9 +181,9 @@ def test_logits_are_those_of_a_cold_row(engine: Engine, family: str) -> None:
         "divergence": [*BASE[:215], *prompt_of(80, 4)],
     }
     for shape, tokens in shapes.items():
-        expected, cold_logits = cold_with_logits(engine, tokens)
+        expected, cold_logits = cold_with_logits(engine, tokens, NUM_LOGITS)
         generate(engine, turn(BASE, NUM_ANSWER_TOKENS if shape == "next turn" else 1))
-        warm, warm_logits = generate_with_logits(engine, turn(tokens))
+        warm, warm_logits = generate_with_logits(engine, turn(tokens, NUM_LOGITS))
         assert cached(warm) > 0
         assert_exact(warm, expected.tokens)
         same_chunks = family not in CUTTABLE and shape in ("rewind", "divergence")
@@ -194,10 +196,10 @@ def test_with_equal_chunks_the_logits_are_the_same_to_the_bit(family: str) -> No
     shapes = {"branch": (288, [*BASE, *prompt_of(50, 2)]), "rewind": (192, [*BASE[:192], *prompt_of(70, 3)])}
     with running_engine(family, prefill_step_size=16) as engine:
         for num_known, tokens in shapes.values():
-            expected, cold_logits = generate_with_logits(engine, turn(tokens))
+            expected, cold_logits = generate_with_logits(engine, turn(tokens, NUM_LOGITS))
             engine.clear_cache()
             generate(engine, turn([*BASE, *prompt_of(50, 1)], 1))
-            warm, warm_logits = generate_with_logits(engine, turn(tokens))
+            warm, warm_logits = generate_with_logits(engine, turn(tokens, NUM_LOGITS))
             assert (cached(expected), cached(warm)) == (0, num_known)
             assert_exact(warm, expected.tokens)
             assert_close(warm_logits, cold_logits, tolerance=0)
@@ -208,9 +210,9 @@ def test_with_equal_chunks_the_logits_are_the_same_to_the_bit(family: str) -> No
 def test_warm_and_cold_rows_share_a_batch(engine: Engine, family: str) -> None:
     """Two warm rows, from different depths, beside two cold ones: each has the text and logits it has alone."""
     prompts = [[*BASE, *prompt_of(50, 1)], [*BASE[:96], *prompt_of(30, 2)], prompt_of(200, 7), prompt_of(33, 8)]
-    alone = [cold_with_logits(engine, prompt) for prompt in prompts]
+    alone = [cold_with_logits(engine, prompt, NUM_LOGITS) for prompt in prompts]
     generate(engine, turn(BASE, 1))
-    together = generate_each_with_logits(engine, *(turn(prompt) for prompt in prompts))
+    together = generate_each_with_logits(engine, *(turn(prompt, NUM_LOGITS) for prompt in prompts))
     assert [cached(result) for result, _ in together] == [known_of_base(family), 96, 0, 0]
     for (warm, warm_logits), (expected, cold_logits) in zip(together, alone, strict=True):
         assert_exact(warm, expected.tokens)

@@ -32,6 +32,7 @@ from tests.engine.engines import (
     request,
     running_engine,
 )
+from tests.laws import sampled
 from tests.models import tiny_model
 
 
@@ -347,7 +348,7 @@ def test_running_streams_get_a_step_between_prefill_chunks(monkeypatch: pytest.M
     assert num_tokens >= num_chunks
 
 
-@pytest.mark.parametrize("departs", [True, False])
+@pytest.mark.parametrize("departs", sampled([True, False], [True]))
 def test_no_token_waits_for_anything_but_a_step(monkeypatch: pytest.MonkeyPatch, departs: bool) -> None:
     """What a stream wrote is on its way before other rows enter, compute a chunk or leave what they have; the control
     does not see to it."""
