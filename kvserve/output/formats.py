@@ -82,7 +82,12 @@ _BY_VOCABULARY: tuple[tuple[tuple[str, ...], str, ThinkingTags, tuple[str, ...]]
         ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),
     (("[THINK]", "[/THINK]"), "mistral", ThinkingTags("[THINK]", "[/THINK]", anywhere=True), ()),
-    (("<seed:think>", "</seed:think>"), "seed", ThinkingTags("<seed:think>", "</seed:think>", anywhere=True), ()),
+    (
+        ("<seed:think>", "</seed:think>"),
+        "seed",
+        ThinkingTags("<seed:think>", "</seed:think>", anywhere=True),
+        ("<seed:tool_call>", "</seed:tool_call>"),
+    ),
     (
         ("<|START_THINKING|>", "<|END_THINKING|>"),
         "command",

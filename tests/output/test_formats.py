@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import pytest
 
-from kvserve.core import CallRow, ToolChoice
+from kvserve.core import CallRow, ToolChoice, ToolSpec
 from kvserve.output.formats import select_format
 from kvserve.output.said import Says
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
@@ -93,3 +93,12 @@ def test_tokens_around_thinking_and_answer_reach_no_client(opening: str, closing
     tokens = [opening, closing, "<|START_RESPONSE|>", "<|END_RESPONSE|>"]
     assert Says.under(select_format("auto", "", tokens, None), ())(text) == ("Hm.", "Hello.", ())
     assert Says.under(select_format("auto", "", [], None), ())(text).content == text, "the control: words of the model"
+
+
+def test_tokens_around_a_call_of_seeds_reach_no_client() -> None:
+    """Its calls are Qwen-coder's between tokens of its own, which say nothing."""
+    call = "<function=look>\n<parameter=q>a b</parameter>\n</function>"
+    tokens, tools = ["<seed:think>", "</seed:think>"], (ToolSpec("look", None, {"type": "object"}),)
+    said = Says.under(select_format("auto", CODER_TEMPLATE, tokens, None), tools)
+    for text in (f"<seed:tool_call>\n{call}\n</seed:tool_call>", f"So:\n<seed:tool_call>{call}</seed:tool_call>\n"):
+        assert said(text) == ("", text.partition("<seed")[0].strip(), (("look", '{"q": "a b"}'),))
