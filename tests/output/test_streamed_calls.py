@@ -235,7 +235,7 @@ def test_a_call_inside_thinking_waits() -> None:
         (HEADS[glm] + "a</arg_value><arg_key>n</arg_key><arg_value>12}", '{"text": "a", "n": "12}'),
         (HEADS[glm] + "a</arg_value><arg_key>}", '{"text": "a", }'),
         (HEADS[qwen_coder] + "\na\n", '{"text": "a\\n'),
-        (HEADS[qwen_coder] + "\na\n</parameter>\n</function>\n", '{"text": "a\\n</parameter>\\n</function>\\n'),
+        (HEADS[qwen_coder] + "\na\n</parameter>\n</function", '{"text": "a\\n</parameter>\\n</function'),
     ],
 )
 @pytest.mark.parametrize("cut", [True, False])

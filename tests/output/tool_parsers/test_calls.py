@@ -191,7 +191,7 @@ def test_usual_variants_are_read(form: ModuleType, text: str, calls: list[Parsed
         ),
         (qwen_coder, "<tool_call><function=f><parameter=a>x</function></tool_call>"),
         (qwen_coder, "<tool_call><function=></function></tool_call>"),
-        (qwen_coder, "<tool_call><function=f></function>"),
+        (qwen_coder, "<tool_call><function=f>"),
         (qwen_coder, "<function name='f'></function>"),
     ],
 )
