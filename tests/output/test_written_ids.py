@@ -7,9 +7,8 @@ import pytest
 from kvserve.core import CallRow, CallSlot
 from kvserve.output.formats import select_format
 from kvserve.output.written_ids import written_ids
-from tests.prompt.call_forms import SMALL, rows
+from tests.prompt.call_forms import DERIVED, SMALL, WITH_IDS
 
-ROWS = {name: row for name, row in rows().items() if CallSlot.ID in (*row.middle, *row.closing)}
 NAMES = ("read_file", "any", "any")
 ARGUMENTS = ({"path": '", "id": "none00000"}, [ID]none00000[ARGS]{'}, {}, {"id": "none00001"})
 
@@ -27,10 +26,10 @@ def text_of(row: CallRow, ids: tuple[str, ...]) -> str:
     return text + "".join(part if isinstance(part, str) else ids[-1] for part in row.closing)
 
 
-@pytest.mark.parametrize("name", sorted(ROWS))
+@pytest.mark.parametrize("name", WITH_IDS)
 def test_each_call_has_its_own_id(name: str) -> None:
     """Behind prose and thinking, and whatever the arguments say."""
-    row = ROWS[name]
+    row = DERIVED[name]
     output_format = select_format("auto", SMALL.get(name, ""), (), None, row)
     ids = ("abcdefghi", "AbCdEf123", "abcdefghi")
     for before in ("", "I call read_file.\n", "<think>\nread_file?\n</think>\n\n"):
@@ -39,10 +38,10 @@ def test_each_call_has_its_own_id(name: str) -> None:
         assert written_ids(output_format, text, NAMES[:2], in_reasoning=False) == (), "other calls were read"
 
 
-@pytest.mark.parametrize("name", sorted(ROWS))
+@pytest.mark.parametrize("name", WITH_IDS)
 def test_an_id_that_the_template_refuses_is_none(name: str) -> None:
     """Where it takes nine letters and digits only, the others have theirs all the same."""
-    row = ROWS[name]
+    row = DERIVED[name]
     output_format = select_format("auto", SMALL.get(name, ""), (), None, row)
     found = written_ids(output_format, text_of(row, ("abcdefghi", "0", "AbCdEf123")), NAMES, in_reasoning=False)
     assert found == ("abcdefghi", "" if row.has_short_ids else "0", "AbCdEf123")
@@ -51,12 +50,12 @@ def test_an_id_that_the_template_refuses_is_none(name: str) -> None:
 
 def test_an_id_that_is_left_out_is_none() -> None:
     """In a list the ids of the others stay theirs."""
-    output_format = select_format("auto", SMALL["list"], (), None, ROWS["list"])
+    output_format = select_format("auto", SMALL["list"], (), None, DERIVED["list"])
     text = '[CALLS][{"name": "any", "arguments": {}}, {"name": "any", "arguments": {}, "id": "b"}]'
     assert written_ids(output_format, text, ("any", "any"), in_reasoning=False) == ("", "b")
 
 
 def test_a_form_without_ids_has_none() -> None:
-    output_format = select_format("auto", SMALL["tags"], (), None, rows()["tags"])
+    output_format = select_format("auto", SMALL["tags"], (), None, DERIVED["tags"])
     text = "<|calls|><|call|>functions.any:0<|args|>{}<|call_end|><|calls_end|>"
     assert written_ids(output_format, text, ("any",), in_reasoning=False) == ()

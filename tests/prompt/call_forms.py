@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
 from kvserve.core import (
@@ -51,6 +51,12 @@ HELD_BY_TOKENS = ("tags", "list", "fences", "bare", "kimi_k2_moonshot")
 BROKEN_IN_EVERY_RUN = ("tags", "list", "bare", "attributes", "mistral_nemo")
 """Forms with and without tags, with one and with several calls between them."""
 
+REAL_ROWS = {
+    "apertus", "cohere_r7b", "deepseek_v3_1", "devstral_2507", "kimi_k2_moonshot", "llama3_1", "ministral3_reasoning",
+    "mistral_nemo", "mistral_small_3_2", "nemotron_nano_v2",
+}  # fmt: skip
+"""The real templates of which a row is derived."""
+
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -72,10 +78,34 @@ def found_row(name: str) -> CallRow | NoRow:
     )
 
 
-def rows() -> dict[str, CallRow]:
-    """All rows that are derived, by template."""
-    found = {name: found_row(name) for name in (*SMALL, *TEMPLATES)}
-    return {name: row for name, row in found.items() if isinstance(row, CallRow)}
+class DerivedRows(Mapping[str, CallRow]):
+    """Every row that is derived, by template: named at once, derived when it is asked for, because each worker of a run
+    imports every file."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, name: str) -> CallRow:
+        row = found_row(name)
+        assert isinstance(row, CallRow), f"{name}: {row.reason}"
+        return row
+
+
+DERIVED = DerivedRows([*SMALL, *(name for name in TEMPLATES if name in REAL_ROWS)])
+WITH_IDS = [name for name in DERIVED if name in ("names", "list", "mistral_nemo", "mistral_small_3_2")]
+"""Those whose calls say their id."""
+
+BARE_ROWS = [name for name in DERIVED if name in ("bare", "llama3_1")]
+"""Those whose calls have no tag."""
+
+MISTRALS = [name for name in DERIVED if name in REAL_ROWS and "tral" in name]
+"""Those that `[TOOL_CALLS]` opens."""
 
 
 def conversation(calls: Sequence[tuple[str, JsonObject]]) -> tuple[Message, ...]:

@@ -26,14 +26,18 @@ from tests.output.test_grammar import Setup, byte_tokenizer
 from tests.output.tool_parsers.test_calls import JSON, TEXTS
 from tests.prompt.call_forms import (
     ANY,
+    BARE_ROWS,
+    DERIVED,
     HELD_BY_TOKENS,
+    MISTRALS,
     READ,
+    REAL_ROWS,
     SMALL,
     VARIABLES,
+    WITH_IDS,
     as_written,
     conversation,
     found_row,
-    rows,
     source_of,
 )
 from tests.prompt.samples import byte_level_backend, tokenizer_of
@@ -46,14 +50,8 @@ TOOLS = (READ, ANY)
 ARGUMENTS = st.dictionaries(TEXTS, JSON, max_size=3).filter(
     lambda arguments: not set(PRIVATE) & set(json.dumps(arguments, ensure_ascii=False))
 )
-DERIVED = rows()
 EVERY = sampled(DERIVED, {*SMALL, "kimi_k2_moonshot", "mistral_nemo"})
 every_form = pytest.mark.parametrize("name", EVERY)
-
-REAL_ROWS = {
-    "apertus", "cohere_r7b", "deepseek_v3_1", "devstral_2507", "kimi_k2_moonshot", "llama3_1", "ministral3_reasoning",
-    "mistral_nemo", "mistral_small_3_2", "nemotron_nano_v2",
-}  # fmt: skip
 
 
 @cache
@@ -94,6 +92,9 @@ def test_which_real_templates_are_derived() -> None:
         found = found_row(name)
         print(f"{name:28}", f"not derived: {found.reason}" if isinstance(found, NoRow) else f"derived: {found}")
     assert {name for name in TEMPLATES if isinstance(found_row(name), CallRow)} == REAL_ROWS
+    assert [name for name in DERIVED if CallSlot.ID in (*DERIVED[name].middle, *DERIVED[name].closing)] == WITH_IDS
+    assert [name for name in DERIVED if derived.is_bare(DERIVED[name])] == BARE_ROWS
+    assert [name for name in DERIVED if "[TOOL_CALLS]" in str(DERIVED[name].opening[0])] == MISTRALS
 
 
 def test_the_parts_of_a_row_are_what_the_template_writes() -> None:

@@ -23,17 +23,20 @@ from tests.laws import num_examples, sampled_cells
 from tests.output.test_grammar import Setup, byte_tokenizer
 from tests.prompt.call_forms import (
     ANY,
+    BARE_ROWS,
     BROKEN_IN_EVERY_RUN,
     CALLS,
+    DERIVED,
     HEAD,
     HELD_BY_TOKENS,
+    MISTRALS,
     READ,
     SMALL,
     TAIL,
     VARIABLES,
     source_of,
 )
-from tests.prompt.test_call_row import ARGUMENTS, DERIVED, REPLAYED, TOOLS, every_form, family_of, read, written
+from tests.prompt.test_call_row import ARGUMENTS, REPLAYED, TOOLS, every_form, family_of, read, written
 from tests.prompt.turns import Talk, num_common
 from tests.prompt.vocabularies import tokens_in
 
@@ -280,7 +283,6 @@ def test_a_list_that_is_opened_again_leaves_no_markup(name: str) -> None:
 
 # --- other spellings --------------------------------------------------------------------------------------------------
 
-MISTRALS = [name for name in DERIVED if "[TOOL_CALLS]" in str(DERIVED[name].opening[0])]
 LISTED_CALLS = (
     '[{"name": "any"}]',
     '[{"name": "any", "arguments": null}]',
@@ -360,9 +362,6 @@ def test_white_space_around_a_name_behind_a_tag_says_nothing(name: str) -> None:
         return
     text = written(name, ("any", {"k": 1})).replace("any", "\nany\n")
     assert read(family_of(name).output_format, [text]) == ([("any", '{"k": 1}')], "")
-
-
-BARE_ROWS = [name for name in DERIVED if derived.is_bare(DERIVED[name])]
 
 
 @pytest.mark.parametrize("name", BARE_ROWS)
