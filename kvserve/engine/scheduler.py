@@ -247,11 +247,13 @@ class Scheduler:
             self.cache.make_room(self._entrance.answer_bytes(row))
 
     def _put_back_outgrown(self) -> None:
-        """Answers longer than their allowance have outgrown the memory for all: the newest row waits."""
+        """Answers longer than their allowance have outgrown the memory for all: the newest row waits, and goes on from
+        what it has computed."""
         rows = self._pool.rows()
         if len(rows) < 2 or not self._entrance.is_outgrown():
             return
         row = max(rows, key=lambda each: each.submitted_at)
+        self._settle(self._pool.hand_out_drawn(row))
         if (left := self._pool.remove(row)) is None:
             return
         with self._tenancies.aside(row):

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed, GenerationRequest, PrefillProgress, TokenDelta
-from kvserve.engine import disk_cache
+from kvserve.engine import decode, disk_cache
 from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.drawn_token import drawn_token
 from kvserve.engine.entrance import Entrance
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.scheduler import Scheduler
@@ -345,3 +346,102 @@ def test_what_is_forgotten_while_a_row_has_it(family: str, act: str) -> None:
         assert cached(again) == len(said.second) + len(said.expected)
     else:
         assert (stats.num_stored_tokens, stats.ram_bytes, cached(again)) == (0, 0, 0)
+
+
+def put_back_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[Generation], None]:
+    """What a row is acted on with: the memory is outgrown at one look."""
+
+    def act(_: Generation) -> None:
+        has_outgrown = iter([True])
+        monkeypatch.setattr(Entrance, "is_outgrown", lambda _: next(has_outgrown, False))
+
+    return act
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gemma3"])
+def test_a_row_that_is_put_back_computes_nothing_again(
+    family: str, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on behind what it has handed out, also where states stand at one place only, and writes the same."""
+    with full_engine(family, NUM_ALL_TOKENS + 400, 0.99) as engine, put_backs_counted() as rows:
+        said = conversation_of(engine)
+        generate(engine, turn(said.first))
+        if is_alone:
+            monkeypatch.setattr("kvserve.engine.decode.extra_padding_tokens", lambda *_: 10**12)
+        other = engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS))
+        begun(other)
+        before = engine.cache_report().totals.num_prefill_tokens
+        found = while_it_answers(engine, turn(said.second), put_back_once(monkeypatch))
+        num_computed = engine.cache_report().totals.num_prefill_tokens - before
+        collect(other)
+        check(engine)
+    assert len(rows) == 1
+    assert_exact(found, said.expected)
+    assert num_computed <= len(said.second) - said.num_kept + 2
+
+
+def put_back_after(num_tokens: int, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is outgrown when the row of a prompt has handed out so many tokens, once."""
+    has_outgrown: list[bool] = []
+
+    def is_outgrown(self: Entrance) -> bool:
+        rows = [row for row in self._pool.rows() if row.request.prompt.ids == tuple(prompt)]
+        if has_outgrown or not rows or len(rows[0].generated) != num_tokens:
+            return False
+        has_outgrown.append(True)
+        return True
+
+    monkeypatch.setattr(Entrance, "is_outgrown", is_outgrown)
+
+
+@pytest.mark.parametrize("ends", ["stop", "length"])
+def test_a_row_whose_next_token_is_its_last_ends_instead_of_waiting(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That token is drawn already: its client hears the end, and the next turn goes on from all but this token."""
+    with full_engine("qwen3_5", NUM_ALL_TOKENS + 400, 0.99) as engine, put_backs_counted() as rows:
+        said = conversation_of(engine)
+        num_tokens = next(k for k in range(3, NUM_ANSWER_TOKENS) if said.expected[k] not in said.expected[:k])
+        wanted = turn(said.second, num_tokens + 1)
+        if ends == "stop":
+            wanted = replace(turn(said.second), stop_tokens=frozenset([said.expected[num_tokens]]))
+        expected = said.expected[: num_tokens + (ends == "length")]
+        third = [*said.second, *said.expected[: num_tokens + 1], *prompt_of(9, 4)]
+        last = cold(engine, third, 8)
+        generate(engine, turn(said.first))
+        other = engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS))
+        begun(other)
+        put_back_after(num_tokens, said.second, monkeypatch)
+        found = generate(engine, wanted)[0]
+        collect(other)
+        again = generate(engine, turn(third, 8))[0]
+        check(engine)
+    assert rows == []
+    assert_exact(found, expected)
+    assert isinstance(found.end, GenerationDone)
+    assert (found.end.reason, found.end.num_generated_tokens) == (ends, num_tokens + 1)
+    assert_exact(again, last)
+    assert cached(again) == len(said.second) + num_tokens
+
+
+def test_a_row_that_is_put_back_while_its_step_breaks_is_computed_from_its_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its next token cannot be read: its batch begins again, as where a step raises."""
+
+    def broken(*_: Any) -> int | None:
+        monkeypatch.setattr(decode, "drawn_token", drawn_token)
+        raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+
+    lines: list[str] = []
+    with full_engine("qwen3_5", NUM_ALL_TOKENS + 400, 0.99, report=lines.append) as engine:
+        said = conversation_of(engine)
+        expected = cold(engine, prompt_of(20, 7))
+        other = engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS))
+        monkeypatch.setattr(decode, "drawn_token", broken)
+        put_back_after(4, said.second, monkeypatch)
+        found = generate(engine, turn(said.second))[0]
+        beside = collect(other)
+        check(engine)
+    assert any("A decode batch failed" in line for line in lines)
+    assert_exact(found, said.expected)
+    assert_exact(beside, expected)
