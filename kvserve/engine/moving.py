@@ -164,15 +164,17 @@ class Moving:
             return False
         start, has_disk, aside = lease.num_tokens, self._disk() is not None, self._aside.get(lease)
         num_bytes = self._sizes.kept(start, end) + (aside.num_bytes if aside is not None else 0)
-        if not tenancy.may_evict and not room.left().fits(num_bytes, self._sizes.fixed):
+        is_free = room.left().fits(num_bytes, self._sizes.fixed)
+        if not tenancy.may_evict and not is_free:
             return False
-        if tenancy.may_evict and room.could_take(num_bytes, has_disk=has_disk):
+        # A copy that would cost what is kept is made only where the row cannot move for less.
+        is_moved = rest is not None and not is_free and self._makes_way(lease, end, has_disk=has_disk, has_all=True)
+        if not is_moved and tenancy.may_evict and room.could_take(num_bytes, has_disk=has_disk):
             room.make(num_bytes)
-        is_moved = False
-        if room.takes(num_bytes, has_disk=has_disk):
+        if not is_moved and room.takes(num_bytes, has_disk=has_disk):
             extension = self._copied(tenancy, tokens, caches, end, kind)
-        elif rest is not None and self._can_move and self._makes_way(lease, end, has_disk=has_disk):
-            extension, is_moved = self._moved(tenancy, tokens, caches, rest, end, kind), True
+        elif rest is not None and (is_moved := is_moved or self._makes_way(lease, end, has_disk=has_disk)):
+            extension = self._moved(tenancy, tokens, caches, rest, end, kind)
         else:
             self._miss(tenancy, caches, end, kind, is_over=rest is not None)
             return False
@@ -216,17 +218,21 @@ class Moving:
         extension = self._tree.extend(lease, tokens, end, take_rows, take_state, kind)
         return replace(extension, start=start, first_new=min(first_new, extension.first_new))
 
-    def _makes_way(self, lease: Lease, end: int, *, has_disk: bool, num_vital: int = 0) -> bool:
+    def _makes_way(
+        self, lease: Lease, end: int, *, has_disk: bool, num_vital: int = 0, has_all: bool = False
+    ) -> bool:
         """Whether what is kept may have a row's KV up to `end` in the place of the row: beside both there is one state,
         and a layer, which is counted with the row. Its oldest states go where they are too much, but for `num_vital` of
-        them."""
+        them (`has_all`: all)."""
+        if not self._can_move:
+            return False
         room, aside, fixed_bytes = self._room, self._aside.get(lease, _Aside()), self._sizes.fixed
         num_bytes = self._sizes.kept(lease.num_tokens, end)
 
         def fits(asks: Callable[..., bool]) -> bool:
             return asks(fixed_bytes, has_disk=has_disk, num_moved_bytes=num_bytes + aside.num_bytes)
 
-        while len(aside.stands) > num_vital and not fits(room.could_take):
+        while not has_all and len(aside.stands) > num_vital and not fits(room.could_take):
             del aside.stands[0]
         if not fits(room.could_take):
             return False

@@ -3,22 +3,21 @@ nobody loses anything, and what is counted adds up."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvserve.core import GenerationDone, GenerationFailed, GenerationRequest, PrefillProgress, TokenDelta
-from kvserve.engine import decode, disk_cache
+from kvserve.core import (
+    GenerationDone,
+    PrefillProgress,
+    TokenDelta,
+    TokenSequence,
+)
+from kvserve.engine import disk_cache
 from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.drawn_token import drawn_token
-from kvserve.engine.entrance import Entrance
 from kvserve.engine.rows import Generation, Row
-from kvserve.engine.scheduler import Scheduler
-from kvserve.engine.worker import Engine
 from tests.engine.engines import (
     NUM_ANSWER_TOKENS,
     Result,
@@ -32,6 +31,7 @@ from tests.engine.engines import (
     turn,
 )
 from tests.engine.full_engines import (
+    NEXT_TOKENS,
     NUM_ALL_TOKENS,
     NUM_PROMPT_TOKENS,
     check,
@@ -39,44 +39,7 @@ from tests.engine.full_engines import (
     full_engine,
     moves_counted,
 )
-
-KINDS = ["qwen3", "qwen3_5"]
-"""Plain caches, and states that stand at one place only."""
-
-
-def while_it_answers(engine: Engine, wanted: GenerationRequest, act: Callable[[Generation], None]) -> Result:
-    """Act once the first token of a row is there; then wait for the row."""
-    running = engine.submit(wanted)
-    tokens: list[int] = []
-    has_acted = False
-    for batch in running.batches(60):
-        tokens += [event.token for event in batch if isinstance(event, TokenDelta)]
-        if tokens and not has_acted:
-            has_acted = True
-            act(running)
-        end = batch[-1]
-    assert isinstance(end, GenerationDone | GenerationFailed)
-    return Result(tuple(tokens), end, ())
-
-
-def begun(running: Generation) -> None:
-    """Wait for a row's first token."""
-    next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
-
-
-@contextmanager
-def put_backs_counted() -> Iterator[list[Row]]:
-    """The rows that left without having ended."""
-    rows: list[Row] = []
-    real = Scheduler._release
-
-    def release(self: Scheduler, row: Row, left: Any) -> None:
-        rows.extend([] if row.is_over else [row])
-        real(self, row, left)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "_release", release)
-        yield rows
+from tests.engine.moving_rows import KINDS, begun, put_back_once, put_backs_counted, while_it_answers
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "watchdog"])
@@ -188,12 +151,7 @@ def test_a_row_that_is_put_back_goes_on_with_what_it_took_over(
             monkeypatch.setattr("kvserve.engine.decode.extra_padding_tokens", lambda *_: 10**12)
         other = engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS))
         begun(other)
-
-        def act(_: Generation) -> None:
-            has_outgrown = iter([True])
-            monkeypatch.setattr(Entrance, "is_outgrown", lambda _: next(has_outgrown, False))
-
-        found = while_it_answers(engine, turn(said.second), act)
+        found = while_it_answers(engine, turn(said.second), put_back_once(monkeypatch))
         again = generate(engine, turn(said.third(), 4))[0]
         collect(other)  # it stands on what it began with as long as it runs
         check(engine)
@@ -308,12 +266,7 @@ def test_a_row_that_was_put_back_and_then_ended_by_the_watchdog_keeps_its_prompt
 
         with monkeypatch.context() as patch:
             patch.setattr(Row, "is_overdue", is_overdue)
-
-            def outgrow(_: Generation) -> None:
-                once = iter([True])
-                patch.setattr(Entrance, "is_outgrown", lambda _: next(once, False))
-
-            ended = while_it_answers(engine, turn(said.second), outgrow)
+            ended = while_it_answers(engine, turn(said.second), put_back_once(patch))
         assert isinstance(ended.end, GenerationDone) and len(put_back) == 1
         again = generate(engine, turn(said.second))[0]
     assert_exact(again, said.expected)
@@ -348,100 +301,50 @@ def test_what_is_forgotten_while_a_row_has_it(family: str, act: str) -> None:
         assert (stats.num_stored_tokens, stats.ram_bytes, cached(again)) == (0, 0, 0)
 
 
-def put_back_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[Generation], None]:
-    """What a row is acted on with: the memory is outgrown at one look."""
-
-    def act(_: Generation) -> None:
-        has_outgrown = iter([True])
-        monkeypatch.setattr(Entrance, "is_outgrown", lambda _: next(has_outgrown, False))
-
-    return act
-
-
-@pytest.mark.parametrize("is_alone", [True, False])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gemma3"])
-def test_a_row_that_is_put_back_computes_nothing_again(
-    family: str, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(("family", "num_tokens"), [("qwen3_5", 2900), ("qwen3_5", 3000)])
+def test_of_two_rows_that_end_in_one_step_neither_costs_the_other_its_history(
+    family: str, num_tokens: int, is_first: bool
 ) -> None:
-    """It goes on behind what it has handed out, also where states stand at one place only, and writes the same."""
-    with full_engine(family, NUM_ALL_TOKENS + 400, 0.99) as engine, put_backs_counted() as rows:
+    """A little more than both fits, and one of them took over what was kept of it: that one moves, as to copy it would
+    cost what the other one has just left."""
+    with full_engine(family, num_tokens, 1.0) as engine, moves_counted() as moves:
         said = conversation_of(engine)
+        other = prompt_of(NUM_PROMPT_TOKENS + NUM_ANSWER_TOKENS + 52, 3)
+        expected = cold(engine, other)
+        thirds = [said.third(), [*other, *expected, *prompt_of(4, 2)]]
+        lasts = [cold(engine, each, 4) for each in thirds]
+        generate(engine, turn(other[:-52], 1))
         generate(engine, turn(said.first))
-        if is_alone:
-            monkeypatch.setattr("kvserve.engine.decode.extra_padding_tokens", lambda *_: 10**12)
-        other = engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS))
-        begun(other)
-        before = engine.cache_report().totals.num_prefill_tokens
-        found = while_it_answers(engine, turn(said.second), put_back_once(monkeypatch))
-        num_computed = engine.cache_report().totals.num_prefill_tokens - before
-        collect(other)
+        wanted = [turn(said.second), turn(other)]
+        found = generate(engine, *(wanted if is_first else wanted[::-1]))
+        second, beside = found if is_first else found[::-1]
+        again = [generate(engine, turn(each, 4))[0] for each in thirds]
         check(engine)
-    assert len(rows) == 1
-    assert_exact(found, said.expected)
-    assert num_computed <= len(said.second) - said.num_kept + 2
-
-
-def put_back_after(num_tokens: int, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory is outgrown when the row of a prompt has handed out so many tokens, once."""
-    has_outgrown: list[bool] = []
-
-    def is_outgrown(self: Entrance) -> bool:
-        rows = [row for row in self._pool.rows() if row.request.prompt.ids == tuple(prompt)]
-        if has_outgrown or not rows or len(rows[0].generated) != num_tokens:
-            return False
-        has_outgrown.append(True)
-        return True
-
-    monkeypatch.setattr(Entrance, "is_outgrown", is_outgrown)
-
-
-@pytest.mark.parametrize("ends", ["stop", "length"])
-def test_a_row_whose_next_token_is_its_last_ends_instead_of_waiting(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That token is drawn already: its client hears the end, and the next turn goes on from all but this token."""
-    with full_engine("qwen3_5", NUM_ALL_TOKENS + 400, 0.99) as engine, put_backs_counted() as rows:
-        said = conversation_of(engine)
-        num_tokens = next(k for k in range(3, NUM_ANSWER_TOKENS) if said.expected[k] not in said.expected[:k])
-        wanted = turn(said.second, num_tokens + 1)
-        if ends == "stop":
-            wanted = replace(turn(said.second), stop_tokens=frozenset([said.expected[num_tokens]]))
-        expected = said.expected[: num_tokens + (ends == "length")]
-        third = [*said.second, *said.expected[: num_tokens + 1], *prompt_of(9, 4)]
-        last = cold(engine, third, 8)
-        generate(engine, turn(said.first))
-        other = engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS))
-        begun(other)
-        put_back_after(num_tokens, said.second, monkeypatch)
-        found = generate(engine, wanted)[0]
-        collect(other)
-        again = generate(engine, turn(third, 8))[0]
-        check(engine)
-    assert rows == []
-    assert_exact(found, expected)
-    assert isinstance(found.end, GenerationDone)
-    assert (found.end.reason, found.end.num_generated_tokens) == (ends, num_tokens + 1)
-    assert_exact(again, last)
-    assert cached(again) == len(said.second) + num_tokens
-
-
-def test_a_row_that_is_put_back_while_its_step_breaks_is_computed_from_its_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its next token cannot be read: its batch begins again, as where a step raises."""
-
-    def broken(*_: Any) -> int | None:
-        monkeypatch.setattr(decode, "drawn_token", drawn_token)
-        raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
-
-    lines: list[str] = []
-    with full_engine("qwen3_5", NUM_ALL_TOKENS + 400, 0.99, report=lines.append) as engine:
-        said = conversation_of(engine)
-        expected = cold(engine, prompt_of(20, 7))
-        other = engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS))
-        monkeypatch.setattr(decode, "drawn_token", broken)
-        put_back_after(4, said.second, monkeypatch)
-        found = generate(engine, turn(said.second))[0]
-        beside = collect(other)
-        check(engine)
-    assert any("A decode batch failed" in line for line in lines)
-    assert_exact(found, said.expected)
+    assert moves["out"] >= 1
+    assert_exact(second, said.expected)
     assert_exact(beside, expected)
+    for each, last, third in zip(again, lasts, thirds, strict=True):
+        assert_exact(each, last)
+        assert cached(each) == len(third) - 4
+
+
+@pytest.mark.parametrize("num_tokens", [NUM_ALL_TOKENS, 2658])
+def test_a_marked_answer_behind_a_row_leaves_last(num_tokens: int) -> None:
+    """A client asked for its conversation to be kept and goes on without the end of an answer: that end is gone only
+    where all else that could leave does not make room for it beside the row."""
+    with full_engine("qwen3", num_tokens, 0.99) as engine, moves_counted() as moves:
+        said = conversation_of(engine)
+        second = [*said.first, *said.answer[:20], *prompt_of(NEXT_TOKENS, 1)]
+        expected = cold(engine, second)
+        for seed in (20, 21, 22):
+            generate(engine, turn(prompt_of(NUM_PROMPT_TOKENS, seed), 4))
+        generate(engine, replace(turn(said.first), ttl_seconds=3600))
+        found = generate(engine, replace(turn(second), ttl_seconds=3600))[0]
+        check(engine)
+        answer = TokenSequence((*said.first, *said.answer, 5))
+        num_kept = engine._ask(lambda scheduler: scheduler.cache.kept_tokens(answer, [""])[0])
+    assert_exact(found, expected)
+    assert cached(found) == len(said.first) + 20
+    is_alone = num_tokens == NUM_ALL_TOKENS
+    assert (moves["out"], num_kept) == ((1, cached(found)) if is_alone else (0, said.num_kept))
