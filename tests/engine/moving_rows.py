@@ -2,19 +2,25 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed, GenerationRequest, TokenDelta
+from kvserve.engine import decode
 from kvserve.engine.entrance import Entrance
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.worker import Engine
-from tests.engine.engines import Result
+from tests.engine.engines import NUM_ANSWER_TOKENS, Result, generate, prompt_of, request
 
 KINDS = ["qwen3", "qwen3_5"]
 """Plain caches, and states that stand at one place only."""
+
+BESIDE = prompt_of(20, 7)
+"""The prompt of a row beside others."""
 
 
 def while_it_answers(engine: Engine, wanted: GenerationRequest, act: Callable[[Generation], None]) -> Result:
@@ -52,6 +58,11 @@ def put_backs_counted() -> Iterator[list[Row]]:
         yield rows
 
 
+def with_row_beside(engine: Engine, wanted: GenerationRequest) -> Result:
+    """What comes of a row that decodes beside one that came before it."""
+    return generate(engine, request(BESIDE, NUM_ANSWER_TOKENS), wanted)[1]
+
+
 def put_back_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[Generation], None]:
     """What a row is acted on with: the memory is outgrown at one look."""
 
@@ -63,7 +74,9 @@ def put_back_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[Generation], Non
 
 
 def put_back_after(num_tokens: int, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory is outgrown when the row of a prompt has handed out so many tokens, once."""
+    """The memory is outgrown when the row of a prompt has handed out so many tokens, once. Each step counts alike, so
+    that rows of other batches are there still."""
+    monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=count().__next__))
     has_outgrown: list[bool] = []
 
     def is_outgrown(self: Entrance) -> bool:
