@@ -497,7 +497,9 @@ def refuse_misspelt(request: Request) -> None:
     except flags.FlagError as error:
         raise SetupError(str(error)) from None
     known = [name.upper() for name in of_server("values").KINDS]
-    found = flags.misspelt(flags.names_in(env_text()), known)
+    # Where a quotation goes on over lines only python-dotenv knows what is a name; the start looks again.
+    values = of_server("env_file").values_in(env_text()) or {}
+    found = flags.misspelt([name for name, value in values.items() if value is not None], known)
     if found:
         raise SetupError(flags.misspelt_words(found, ".env"))
 

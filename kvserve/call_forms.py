@@ -29,4 +29,7 @@ def unheld_calls(template: ChatTemplate, output_format: OutputFormat, row: CallR
     said = Says.under(output_format, (CALLED,))(text)
     if said.calls != ((FUNCTION, EXAMPLES[0].arguments),):
         return f"what its chat template writes of a call is content here ({why})"
-    return f"what its chat template writes around a call is content here: {said.content!r}" if said.content else None
+    if said.content:
+        return f"what its chat template writes around a call is content here: {said.content!r}"
+    around = next((tag for tag in output_format.silent_tags if tag in text), None)
+    return f"its chat template writes {around} around a call, and forced calls come without" if around else None

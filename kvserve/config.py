@@ -5,19 +5,21 @@ Flags override the environment, which overrides `.env`. A value that cannot be u
 value and what was expected. The rooms never see this file: `app.py` hands each the values it needs.
 """
 
+import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from dotenv import dotenv_values
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from kvserve.env_file import read_whole
+from kvserve.env_file import read_text
 from kvserve.errors import SettingError, StartupError
 from kvserve.first_checks import refuse_equal_ports, refuse_model_of_demo
-from kvserve.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, names_in, parse_flags
+from kvserve.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, parse_flags
 from kvserve.values import DEFAULTS, KINDS, GroupSize, KvBits, ModelFamily, QuantScheme
 
 NameList = Annotated[tuple[str, ...], NoDecode]
@@ -268,9 +270,11 @@ def load_launch(argv: Sequence[str], *, env_file: Path | None = Path(".env")) ->
 
 
 def _check_names_in(env_file: Path | None) -> None:
-    """Other programs' variables may stand in `.env` too, but nothing that is nearly a setting. Raises StartupError."""
-    text = read_whole(env_file) if env_file is not None else ""
-    if found := misspelt(names_in(text), _KEYS):
+    """Other programs' variables may stand in `.env` too, but nothing that is nearly a setting. Raises StartupError. A
+    pipe is not looked at: what is read here would be gone for the settings."""
+    text = read_text(env_file) if env_file is not None else None
+    values = dotenv_values(stream=io.StringIO(text), interpolate=False) if text else {}
+    if found := misspelt([name for name, value in values.items() if value is not None], _KEYS):
         raise StartupError(misspelt_words(found, str(env_file)))
 
 

@@ -40,14 +40,9 @@ def read_text(env_file: Path) -> str | None:
     for one that cannot be read."""
     if not env_file.is_file():
         return None if env_file.exists() and not env_file.is_dir() else ""
-    return read_whole(env_file)
-
-
-def read_whole(env_file: Path) -> str:
-    """The text of a file or a pipe, "" where there is none. Raises StartupError for one that cannot be read."""
     try:
         return env_file.read_text("utf-8")
-    except (FileNotFoundError, IsADirectoryError):
+    except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"{env_file} cannot be read: {error}.") from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -74,11 +73,6 @@ def _unknown(word: str, known: Sequence[str]) -> str:
         return f"{word!r} is no flag and belongs to none; --help names every flag."
     near = difflib.get_close_matches(name.lower(), known, 1, SIMILAR)
     return f"There is no flag {name}" + (f" (did you mean {near[0]}?)." if near else "; --help names every flag.")
-
-
-def names_in(env_text: str) -> list[str]:
-    """The variables that the text of an `.env` file sets."""
-    return re.findall(r"^[ \t]*(?:export[ \t]+)?([A-Za-z_][A-Za-z0-9_]*)[ \t]*=", env_text, re.MULTILINE)
 
 
 def misspelt(names: Iterable[str], known: Iterable[str]) -> list[tuple[str, str]]:

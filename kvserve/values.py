@@ -82,7 +82,10 @@ def _size(value: object) -> int:
     if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)):
         number, unit = match.groups()
         if unit.lower() in _SIZE_UNITS:
-            return int(float(number) * _SIZE_UNITS[unit.lower()])
+            size = float(number) * _SIZE_UNITS[unit.lower()]
+            if size > MAX_NUMBER:
+                raise ValueError(value)
+            return int(size)
     return _int(value)
 
 

@@ -20,6 +20,7 @@ import pytest
 from rich.console import Console
 
 import kvserve.app
+import kvserve.web.server
 from kvserve.app import App
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.config import DiskMode, Launch, Settings
@@ -189,6 +190,7 @@ def unstarted_app(
         app = App(launch, Terminal(Console(file=screen, width=200)))
     under_test = AppUnderTest(app, screen, folder / "logs")
     with remembered_starts(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvserve.web.server, "_ACCEPT_POLL_SECONDS", 0.01)  # its end comes with a look
         for name in ("STREAMS_END_SECONDS", "ENGINE_STOP_SECONDS"):  # nobody waits for this one's end
             patch.setattr(kvserve.app, name, PATIENCE_SECONDS)
         try:

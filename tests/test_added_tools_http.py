@@ -177,7 +177,7 @@ def reuses_all(now: Told, last: Told) -> None:
 # --- reuse -----------------------------------------------------------------------------------------------------------
 
 
-@sampled_cells(lambda family, client: family == "qwen3_5" or client == RESPONSES_PATH)
+@sampled_cells(lambda family, client: (family == "qwen3_5") is (client == CHAT_PATH))
 def test_a_tool_that_is_added_costs_the_conversation_nothing(client: Client) -> None:
     """Turn 3 adds one: it is read there, whole, once, and from then on; that is told with its name."""
     two = after_two(client)
@@ -194,6 +194,7 @@ def test_a_tool_that_is_added_costs_the_conversation_nothing(client: Client) -> 
     assert "tools added where the conversation is: deploy" in client.app.screen.getvalue()
 
 
+@pytest.mark.long
 @ON_HYBRID
 def test_tools_are_added_again_and_in_any_place_of_the_list(client: Client) -> None:
     """A second one stands where it came, whatever the order in which the client lists them."""
@@ -205,6 +206,7 @@ def test_tools_are_added_again_and_in_any_place_of_the_list(client: Client) -> N
     assert fourth.prompt.index("room 3") < fourth.prompt.index("what sign does is known")
 
 
+@sampled_cells(lambda family, **_: family == "qwen3")
 @ONE_API_PER_FAMILY
 def test_a_tool_that_comes_with_a_result_stands_in_it(client: Client, family: str) -> None:
     """The call and its result stay together."""
@@ -236,6 +238,7 @@ def test_a_restart_knows_where_tools_came_in(family: str, tmp_path: Path) -> Non
         go_on(client, range(5, 7), BEHIND, fourth)
 
 
+@pytest.mark.long
 @ON_HYBRID
 def test_a_request_with_other_tools_in_between_changes_nothing(client: Client) -> None:
     """A title is asked for with no tools, and with another set, on the same messages."""
@@ -250,6 +253,7 @@ def test_a_request_with_other_tools_in_between_changes_nothing(client: Client) -
     assert fourth.num_cached >= third.num_known
 
 
+@pytest.mark.long
 @ON_HYBRID
 def test_tools_that_come_and_go_cost_no_more_than_their_turns(client: Client) -> None:
     """A client with two modes: back in the smaller one what came behind the tool is computed again, and in the larger
@@ -275,6 +279,7 @@ def test_a_rewind_without_the_tool_knows_nothing_of_it(client: Client) -> None:
     assert told.explanation["cause"] in ("nothing lost", "message changed")
 
 
+@pytest.mark.long
 @ON_HYBRID
 def test_a_rewind_with_the_tool_has_it_there(client: Client) -> None:
     """Back to turn 2 with all tools: it comes in there, and stays there; the turns of the other branch keep theirs."""
@@ -290,6 +295,7 @@ def test_a_rewind_with_the_tool_has_it_there(client: Client) -> None:
     assert third.num_known < fourth.num_known
 
 
+@pytest.mark.long
 @ON_HYBRID
 def test_the_same_turn_again_has_the_tool_at_the_same_place(client: Client) -> None:
     """A retry reuses the whole prompt, and one with a tool more all but the newest message."""
@@ -305,6 +311,7 @@ def test_the_same_turn_again_has_the_tool_at_the_same_place(client: Client) -> N
 # --- honest prefill --------------------------------------------------------------------------------------------------
 
 
+@sampled_cells(lambda is_added, **_: is_added)
 @ON_HYBRID
 @pytest.mark.parametrize(("changed", "is_added"), [(0, False), (2, True)])
 def test_a_changed_tool_is_computed_again_with_its_cause(client: Client, changed: int, is_added: bool) -> None:
@@ -323,6 +330,7 @@ def test_a_changed_tool_is_computed_again_with_its_cause(client: Client, changed
     go_on(client, range(5, 6), tools, told)
 
 
+@sampled_cells(lambda name, **_: name == "deploy")
 @ON_HYBRID
 @pytest.mark.parametrize(("tools", "name"), [([READ, DEPLOY], "write"), (BEFORE, "deploy")])
 def test_a_removed_tool_is_gone(client: Client, tools: list[dict[str, Any]], name: str) -> None:
@@ -338,6 +346,7 @@ def test_a_removed_tool_is_gone(client: Client, tools: list[dict[str, Any]], nam
     go_on(client, range(5, 6), tools, told)
 
 
+@sampled_cells(lambda fields, **_: "cache_mode" not in fields)
 @ON_HYBRID
 @pytest.mark.parametrize("fields", [{"cache_mode": "prefix"}, {"ttl": 0}])
 def test_a_request_that_leaves_no_record_uses_none(client: Client, fields: dict[str, Any]) -> None:
@@ -351,6 +360,7 @@ def test_a_request_that_leaves_no_record_uses_none(client: Client, fields: dict[
     go_on(client, range(3, 5), BEHIND, two[1])
 
 
+@sampled_cells(lambda family, **_: family == "qwen3_5")
 @ONE_API_PER_FAMILY
 def test_tools_of_the_first_turn_stand_in_front(client: Client) -> None:
     """So do those of another conversation of the session, and those of a client that had none before."""
@@ -372,6 +382,7 @@ def test_tools_of_the_first_turn_stand_in_front(client: Client) -> None:
 # --- calls -----------------------------------------------------------------------------------------------------------
 
 
+@sampled_cells(lambda family, **_: family == "qwen3_5")
 @ONE_API_PER_FAMILY
 def test_the_added_tool_can_be_called_and_demanded(client: Client, family: str) -> None:
     """A call comes back as one, and one that is demanded is written by a model that writes at random."""
@@ -396,6 +407,7 @@ def test_the_added_tool_can_be_called_and_demanded(client: Client, family: str) 
         assert told.num_cached >= two[1].num_known
 
 
+@sampled_cells(lambda family, **_: family == "qwen3_5")
 @ONE_API_PER_FAMILY
 def test_where_no_call_is_wanted_no_tool_is_told_of(client: Client) -> None:
     """`tool_choice: none` in between: afterwards they stand where they stood."""
@@ -421,7 +433,7 @@ ACTS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from([TELLING, "ok"])), 
 
 @ON_HYBRID
 @given(WHO, WHO, ACTS, st.integers(1, 3))
-@settings(max_examples=num_examples(6), deadline=None)
+@settings(max_examples=num_examples(3), deadline=None)
 def test_nobody_reads_of_anothers_tools(served_app: AppUnderTest, one: Any, other: Any, acts: Any, add_at: int) -> None:
     """Two clients with the same words, one of which adds a tool: whoever they are, each prompt has the tools of its own
     request, each of them once."""

@@ -17,6 +17,7 @@ from tests.anthropic_serving import (
     num_prompt_tokens,
     text_of,
 )
+from tests.laws import sampled_cells
 from tests.serving import AppUnderTest, eventually, serving_app, writing
 
 WORDS = "The quick brown fox jumps over the lazy dog and reads the file again. "
@@ -267,6 +268,7 @@ def test_the_engine_is_told_how_long_to_keep(app: AppUnderTest, monkeypatch: pyt
 # --- one conversation ------------------------------------------------------------------------------------------------
 
 
+@sampled_cells(lambda family, **_: family == "qwen3_5")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 def test_thinking_that_was_omitted_comes_back(tmp_path: Any, family: str) -> None:
     """Echoed with its signature alone the model reads what it thought, even when everything was forgotten."""
@@ -294,6 +296,7 @@ def test_thinking_that_was_omitted_comes_back(tmp_path: Any, family: str) -> Non
         assert whole >= count(app, echoed, **ask_for) + 15
 
 
+@sampled_cells(lambda family, **_: family == "qwen3_5")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gemma3"])
 def test_the_protocols_share_their_kv(tmp_path: Any, family: str) -> None:
     """Chat, messages and chat again in one conversation: next to nothing is computed at the changes."""

@@ -19,6 +19,7 @@ from kvserve.errors import ModelLoadError, PortTaken
 from kvserve.telemetry.log import parse_line
 from kvserve.wiring import access_warnings
 from tests.engine.odd_caches import Unmergeable, use_cache
+from tests.laws import sampled_cells
 from tests.serving import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -271,6 +272,7 @@ def test_a_client_that_leaves_has_a_line(app: AppUnderTest) -> None:
     assert "cancelled" in app.line_of(headers["x-request-id"])
 
 
+@sampled_cells(lambda stream: stream)
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_watchdog_ends_an_answer_with_length(tmp_path: Path, stream: bool) -> None:
     """The client gets what there is, the line says who cut it, and the engine is free."""

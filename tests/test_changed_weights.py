@@ -187,6 +187,7 @@ def ask(app: AppUnderTest, model: str) -> Any:
     return response.json
 
 
+@pytest.mark.long
 def test_a_swap_does_not_wait_for_the_digest(folder: Path, tmp_path: Path) -> None:
     """Its reading ends with the model; when it comes back it is read, and what it remembered meanwhile is written."""
     with digest_held_back() as let_go, serving_app(tmp_path, **two_models(folder)) as app:

@@ -13,7 +13,7 @@ from tests.test_closed_loop import SETTINGS, go_on, reusable, start
 from tests.test_closed_loop_protocols import WIRES, lost
 from tests.test_closed_loop_protocols import go_on as go_on_talking
 from tests.test_closed_loop_protocols import start as start_talking
-from tests.wire_agents import ANTHROPIC_WIRES, RESPONSES_WIRES, Talk, Wire
+from tests.wire_agents import Talk, Wire
 
 TOLERANCE = 8
 NUM_TURNS = 5
@@ -27,9 +27,8 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
         yield app
 
 
-EVERY_RUN = (("kept", "a picture first", True), ("stripped", "screenshots", True), ("carried", "screenshots", True))
-EVERY_RUN_WIRES = (ANTHROPIC_WIRES[0], RESPONSES_WIRES[0])
-"""One client of each kind; the other combinations are in `make full`."""
+EVERY_RUN = (("carried", "screenshots", True),)
+"""The other combinations are in `make full`."""
 
 
 def marks(is_of_every_run: bool) -> Any:
@@ -98,6 +97,7 @@ def test_every_turn_starts_where_the_last_one_ended(
     assert report(app) == (num_calls + num_shown, num_retreats)
 
 
+@pytest.mark.long
 def test_another_screenshot_in_the_history_is_seen(app: AppUnderTest) -> None:
     """The control: of a client that changes a picture of the history, all that follows it is prefilled again, and the
     tower looks at the new one."""
@@ -127,9 +127,8 @@ def talk_shows(talk: Talk, wire: Wire, number: int) -> None:
         newest["content"].append(part)
 
 
-@pytest.mark.parametrize(
-    "wire", [pytest.param(wire, marks=marks(wire in EVERY_RUN_WIRES), id=wire.name) for wire in WIRES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 def test_every_turn_starts_where_the_last_one_ended_in_other_protocols(app: AppUnderTest, wire: Wire) -> None:
     """A picture in the first message, and one in every result."""
     app.clear_cache()

@@ -62,6 +62,7 @@ def test_what_the_server_said_is_known_when_it_comes_back(
     assert [mark for mark in RECORDED_NAMES if mark in recorded]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3", marks=pytest.mark.long)])
 def test_tools_that_were_searched_for_cost_only_their_definitions(family: str, tmp_path: Path) -> None:
     """Claude Code's session up to behind its search, in which its list of tools grows: all that was known is reused."""
@@ -79,6 +80,7 @@ def test_tools_that_were_searched_for_cost_only_their_definitions(family: str, t
     )
 
 
+@pytest.mark.long
 def test_a_client_that_changes_its_first_words_is_below_the_oracle(tmp_path: Path) -> None:
     """The control: the same session, of which every request begins otherwise in a way that nothing normalises."""
 

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.config import Settings, load_launch, setting_key
 from kvserve.errors import SettingError, StartupError
 from kvserve.flags import misspelt
+from tests.laws import num_examples
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +81,16 @@ def test_a_misspelt_setting_in_the_file_stops_the_start(tmp_path: Path) -> None:
     assert load_launch([]).settings.kv_bits == 8
 
 
+def test_only_what_the_file_sets_can_be_misspelt(tmp_path: Path) -> None:
+    """A line within a text of several lines is none of the file's names, a name alone sets nothing, and a pipe is left
+    to the settings, which read it once."""
+    (tmp_path / ".env").write_text("NOTES='first\nMLX_PROT=1\n'\nKV_BITZ\n")
+    assert load_launch([]).settings.mlx_port == load_launch([], env_file=None).settings.mlx_port
+    (tmp_path / ".env").write_text("NOTES='first\nsecond'\nMLX_PROT=1\n")
+    with pytest.raises(StartupError, match=r"MLX_PROT \(did you mean MLX_PORT\?\)"):
+        load_launch([])
+
+
 def test_a_misspelt_setting_in_the_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment is everybody's: the start goes on."""
     assert load_launch([]).warnings == ()
@@ -90,6 +101,7 @@ def test_a_misspelt_setting_in_the_environment_is_told(monkeypatch: pytest.Monke
 
 
 @given(st.sampled_from(sorted(map(setting_key, Settings.model_fields))), st.data())
+@settings(max_examples=num_examples(40))
 def test_a_slip_of_the_hand_is_recognised(key: str, data: st.DataObject) -> None:
     """A letter left out, doubled, or swapped with its neighbour: the setting is the nearest of all."""
     at = data.draw(st.integers(0, len(key) - 2))

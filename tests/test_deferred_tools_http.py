@@ -20,6 +20,7 @@ from tests.anthropic_serving import (
     num_prompt_tokens,
     text_of,
 )
+from tests.laws import sampled_cells
 from tests.serving import AppUnderTest, serving_app, writing
 
 OFF = {"type": "disabled"}
@@ -85,6 +86,7 @@ def last(app: AppUnderTest) -> dict[str, Any]:
 # --- deferred tools --------------------------------------------------------------------------------------------------
 
 
+@sampled_cells(lambda family, **_: family == "qwen3_5")
 def test_tools_that_were_found_cost_the_conversation_nothing(app: AppUnderTest) -> None:
     """All that was read and written before is reused, in this turn and in the next one; the count is the prompt's."""
     messages, first = searched(app)
@@ -108,6 +110,7 @@ def test_a_tool_that_was_found_is_read_once_and_the_others_are_not(app: AppUnder
     assert count(app, messages, tools=BEHIND) == count(app, messages, tools=[SEARCH])
 
 
+@sampled_cells(lambda family, **_: family == "qwen3")
 def test_the_model_can_call_what_was_found(app: AppUnderTest, family: str) -> None:
     """What it writes comes back as a call, streamed and not, and its history keeps its KV."""
     messages, _ = searched(app)
@@ -122,6 +125,7 @@ def test_the_model_can_call_what_was_found(app: AppUnderTest, family: str) -> No
     assert last(app)["cause"] == "nothing lost"
 
 
+@sampled_cells(lambda family, choice: (family == "qwen3") is (choice["type"] == "tool"))
 @pytest.mark.parametrize("choice", [{"type": "tool", "name": "TaskCreate"}, {"type": "any"}])
 def test_what_was_found_can_be_demanded(app: AppUnderTest, choice: dict[str, Any]) -> None:
     """A model that writes at random calls it because it must; before it was found, or once it is gone, it cannot."""
@@ -140,6 +144,7 @@ def test_what_was_found_can_be_demanded(app: AppUnderTest, choice: dict[str, Any
     assert response.status == 400 and "tool_choice" in response.error["message"]
 
 
+@sampled_cells(lambda family, **_: family == "qwen3_5")
 def test_an_edited_definition_costs_what_stands_behind_its_reference(app: AppUnderTest) -> None:
     """And the explanation names the tool and the message."""
     messages, first = searched(app)
@@ -157,6 +162,7 @@ def test_an_edited_definition_costs_what_stands_behind_its_reference(app: AppUnd
     assert (difference["tool"], difference["message_index"], difference["role"]) == ("TaskCreate", 2, "tool")
 
 
+@sampled_cells(lambda family, **_: family == "qwen3_5")
 def test_tools_that_a_message_adds_and_removes(app: AppUnderTest, family: str) -> None:
     """Neither costs what was read before; an added tool can be called, a definition within the message is one too."""
     app.clear_cache()

@@ -84,3 +84,9 @@ def test_flags_and_settings_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tm
     ephemeral = engine_settings(Settings(), load_launch(["--ephemeral-cache"]).disk_cache).disk
     assert ephemeral is not None and ephemeral.is_ephemeral
     assert engine_settings(Settings(), load_launch(["--no-disk-cache"]).disk_cache).disk is None
+
+
+def test_it_is_on_where_nobody_says_otherwise() -> None:
+    """No flag, no setting: KV is kept on disk and stays there."""
+    disk = engine_settings(Settings(_env_file=None), load_launch([]).disk_cache).disk  # type: ignore[call-arg]
+    assert disk is not None and not disk.is_ephemeral

@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from kvserve.cache.disk_blob import BlobHead, BlobName, unpack_blob
 from kvserve.demo.build import TINY
 from tests.e2e.servers import ServerProcess, serving, wait_until
 from tests.models import tiny_model
+from tests.serving import AppUnderTest, serving_app
 
 FAMILIES = ("qwen3", "qwen3_5", "gemma3", "gpt_oss", "glm4_moe_lite")
 KEPT_SECONDS = 3.0
@@ -26,6 +28,9 @@ KEPT_SECONDS = 3.0
 
 DEEPER = replace(TINY, num_layers=8)
 """8k tokens in small steps take it many times three seconds, and in large ones less than a client waits."""
+
+type Server = ServerProcess | AppUnderTest
+"""A process of its own, or a server in this one."""
 
 NUM_KILLS = int(os.environ.get("NUM_KILLS", "8"))
 WORDS = "The quick brown fox reads file {0} again and counts line {1} of {2} before it runs. "
@@ -44,7 +49,7 @@ PROMPTS = [
 ]
 
 
-def request(server: ServerProcess, method: str, path: str, body: Any = None) -> Any:
+def request(server: Server, method: str, path: str, body: Any = None) -> Any:
     """The body of a successful answer, at least."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=200)
     try:
@@ -58,24 +63,24 @@ def request(server: ServerProcess, method: str, path: str, body: Any = None) -> 
     return found
 
 
-def post(server: ServerProcess, path: str, body: Any) -> Any:
+def post(server: Server, path: str, body: Any) -> Any:
     return request(server, "POST", path, body)
 
 
-def cache_report(server: ServerProcess) -> Any:
+def cache_report(server: Server) -> Any:
     return request(server, "GET", "/v1/cache")
 
 
-def clear(server: ServerProcess) -> None:
+def clear(server: Server) -> None:
     request(server, "DELETE", "/v1/cache")
 
 
-def num_prompt_tokens(server: ServerProcess) -> int:
+def num_prompt_tokens(server: Server) -> int:
     """Of all requests so far."""
     return int(cache_report(server)["num_prompt_tokens"])
 
 
-def answer(server: ServerProcess, prompt: tuple[str, str], max_tokens: int = 16, **fields: object) -> tuple[str, float]:
+def answer(server: Server, prompt: tuple[str, str], max_tokens: int = 16, **fields: object) -> tuple[str, float]:
     """A greedy answer, and the share of the prompt (system and user text) that was found."""
     messages = [{"role": role, "content": text} for role, text in zip(("system", "user"), prompt, strict=True)]
     sampling = {"max_tokens": max_tokens, "temperature": 0, "repetition_penalty": 1}
@@ -85,7 +90,7 @@ def answer(server: ServerProcess, prompt: tuple[str, str], max_tokens: int = 16,
     return text, usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"]
 
 
-def wait_until_written(server: ServerProcess) -> None:
+def wait_until_written(server: Server) -> None:
     """Until the disk has bytes, none is queued, and that has been so for a second."""
     looks: list[int] = []
 
@@ -99,7 +104,20 @@ def wait_until_written(server: ServerProcess) -> None:
     wait_until(is_settled, 60, lambda: f"not settled: {looks}")
 
 
+def test_the_files_of_a_server_that_runs_are_warm_for_another(tmp_path: Path) -> None:
+    """What a kill would leave: once the disk has taken what there was, the prompt is known, the text is the same."""
+    with serving_app(tmp_path / "running", "qwen3_5") as app:
+        expected, share = answer(app, PROMPTS[0])
+        assert share == 0
+        wait_until_written(app)
+        shutil.copytree(tmp_path / "running", tmp_path / "left")
+    with serving_app(tmp_path / "left", "qwen3_5") as app:
+        text, share = answer(app, PROMPTS[0])
+    assert text == expected and share >= 0.95
+
+
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_killed_server_is_warm_again(tmp_path: Path) -> None:
     """Once the disk has taken what there was: the prompt is known, the text is the same."""

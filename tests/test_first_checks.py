@@ -90,7 +90,7 @@ def late(argv: Sequence[str], environ: Mapping[str, str], text: str = "") -> str
 KEYS = st.sampled_from(sorted(map(setting_key, KINDS)))
 
 
-@settings(max_examples=num_examples(40))
+@settings(max_examples=num_examples(20))
 @given(st.dictionaries(KEYS, st.sampled_from(ODD), max_size=3), st.data())
 def test_both_say_the_same_of_values(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, str], data: st.DataObject
@@ -111,7 +111,7 @@ WRITTEN = st.sampled_from(
 LINES = st.builds("{}{}{}\n".format, st.sampled_from(("", "export ", "\ufeff", "x ")), NAMES, WRITTEN)
 
 
-@settings(max_examples=num_examples(25))
+@settings(max_examples=num_examples(12))
 @given(st.lists(LINES, max_size=4).map("".join), st.sampled_from(({}, {"MLX_PORT": "3"}, {"kv_bits": ""})))
 @example("MLX_PORT=1\nmlx_port=2\nMLX_PORT=3\n", {})
 @example("OTHER=8\nKV_BITS=${OTHER}\n", {})

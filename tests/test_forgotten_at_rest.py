@@ -18,6 +18,7 @@ from kvserve.sessions import archive_file
 from kvserve.sessions.archive import Archive
 from kvserve.sessions.archive_file import FILE_NAME
 from kvserve.wiring import RECORDS_PREFIX
+from tests.laws import sampled_cells
 from tests.models import tiny_model
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, eventually, serving_app
 from tests.weights import fingerprint_of
@@ -131,6 +132,7 @@ def test_records_that_another_server_has_open_are_not_done(tmp_path: Path, monke
         assert files_with(tmp_path, GONE.encode()) == []
 
 
+@sampled_cells(lambda refused: refused == "read")
 @pytest.mark.parametrize("refused", ["read", "dated"])
 def test_records_that_may_not_be_had_are_not_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str

@@ -281,6 +281,7 @@ def test_a_request_whose_model_is_being_looked_for_leaves_nothing(
         assert held(app, tmp_path, GONE) == ([], [])
 
 
+@sampled_cells(lambda is_queued: is_queued)
 @pytest.mark.parametrize("is_queued", [False, True])
 def test_an_agents_turn_leaves_its_history_only(tmp_path: Path, is_queued: bool) -> None:
     """An agent's session is its own; what it said is in its history, which goes with the agent. `is_queued`: the turn
@@ -331,6 +332,7 @@ class Forgetting:
         assert_done(self._told[0])
 
 
+@sampled_cells(lambda kept_by: kept_by[0] is Conversations)
 @pytest.mark.parametrize(
     "kept_by", [(Conversations, "remember"), (TraceLog, "write")], ids=lambda pair: str(pair[0].__name__)
 )

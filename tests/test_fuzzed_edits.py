@@ -174,7 +174,7 @@ def read(app: AppUnderTest, messages: Messages, **fields: Any) -> tuple[int, str
 
 
 @given(EDITS)
-@settings(max_examples=num_examples(12), deadline=None)
+@settings(max_examples=num_examples(6), deadline=None)
 def test_an_edit_reaches_the_model(app: AppUnderTest, edits: list[Edit]) -> None:
     """Character by character; what is refused is refused in both modes."""
     messages = history(app)

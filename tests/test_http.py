@@ -13,6 +13,7 @@ import pytest
 from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.prefill import Prefill
+from tests.laws import sampled_cells
 from tests.serving import (
     CHAT_PATH,
     COMPLETION_PATH,
@@ -54,6 +55,7 @@ def _leave_when(app: AppUnderTest, body: dict[str, Any], path: str, has_begun: A
     return app.num_forward_calls - before
 
 
+@sampled_cells(lambda stream, path: stream is (path == CHAT_PATH))
 @pytest.mark.parametrize("path", [CHAT_PATH, COMPLETION_PATH])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_in_prefill_frees_its_row(roomy: AppUnderTest, path: str, stream: bool) -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 import kvserve.app
 from kvserve.core import ImageInput
 from tests.engine.visions import QUICK, VISION, data_url, picture
-from tests.laws import sampled
+from tests.laws import sampled, sampled_cells
 from tests.prompt.test_images_remote import certificate, running_host, sends
 from tests.prompt.test_images_source import BAD, encoded
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, encode_request, eventually, serving_app
@@ -78,6 +78,7 @@ def app(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield under_test
 
 
+@sampled_cells(lambda app, **_: app == "qwen3_5_vl")
 def test_the_second_turn_finds_its_image(app: AppUnderTest) -> None:
     """Its KV is there, the tower is not asked again, and no counter moves."""
     app.clear_cache()
@@ -93,6 +94,7 @@ def test_the_second_turn_finds_its_image(app: AppUnderTest) -> None:
     assert report["counters"]["exact_key_rejected_by_model_lcp"] == 0
 
 
+@sampled_cells(lambda app, **_: app == "qwen3_5_vl")
 def test_another_file_of_the_same_pixels_is_the_same_image(app: AppUnderTest) -> None:
     """PNG or BMP: what counts is what is seen."""
     app.clear_cache()
@@ -102,6 +104,7 @@ def test_another_file_of_the_same_pixels_is_the_same_image(app: AppUnderTest) ->
     assert all_but_the_tail(second)
 
 
+@sampled_cells(lambda app, **_: app == "qwen3_5_vl")
 def test_another_image_of_the_same_size_shares_nothing_past_it(app: AppUnderTest) -> None:
     """Nor does it count as a retreat: nothing was cut."""
     app.clear_cache()
@@ -314,6 +317,7 @@ def test_no_picture_outlives_its_request(tmp_path: Path) -> None:
         assert eventually(lambda: data_urls_held() <= urls_before), len(data_urls_held() - urls_before)
 
 
+@pytest.mark.long
 def test_after_a_restart_a_conversation_with_images_goes_on(tmp_path: Path) -> None:
     """Records, KV and what the model wrote are there again: the next turn reuses it, and the tower stays asleep."""
     question = user("What is this? ", image_part(picture(1, 256, 256)), " Describe it, please." + LONG)

@@ -278,6 +278,12 @@ def test_a_misspelt_setting_is_refused_before_anything_is_installed(tmp_path: Pa
     assert "OTHER" not in result.stderr and not checkout.venv.exists()
 
 
+def test_a_line_of_a_quoted_text_is_no_setting(finished: Checkout) -> None:
+    """What stands in a value of several lines is that value's own."""
+    (finished.root / ".env").write_text("NOTES='first\nMODLE_PATH=x\n'\n")
+    assert finished.run("--no-proxy").returncode == SERVER_EXIT_CODE
+
+
 def test_the_exec_keeps_the_process(finished: Checkout) -> None:
     """The server replaces the bootstrap, so that a signal to the command reaches the server itself."""
     (finished.root / "start_llm.py").write_text("import os\nprint(os.getpid())\n")
@@ -467,8 +473,9 @@ def record_of(checkout: Checkout, name: str) -> Path:
     return checkout.venv / SITE_PACKAGES / f"{name}-1.0.dist-info/RECORD"
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("untouched", marks=pytest.mark.long), "finished"])
+@pytest.mark.parametrize("name", ["untouched", "finished"])
 def test_an_interrupted_set_up_is_mended(request: pytest.FixtureRequest, name: str) -> None:
     """Killed in the middle of pip's copying, the next run completes it."""
     checkout: Checkout = request.getfixturevalue(name)

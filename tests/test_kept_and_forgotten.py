@@ -12,6 +12,7 @@ from kvserve.config import DiskMode
 from kvserve.core import NOBODY
 from kvserve.protocols.responses_store import ResponseStore, StoredResponse
 from kvserve.wiring import seeing_settings
+from tests.laws import sampled_cells
 from tests.serving import CHAT_PATH, COMPLETION_PATH, AppUnderTest, Response, eventually, serving_app, unstarted_app
 from tests.words_held import files_with, values_with
 
@@ -171,6 +172,7 @@ def test_what_was_said_can_be_forgotten(app: AppUnderTest, by: str) -> None:
     assert [again[each] for each in ("num_responses", "num_explanations", "num_trace_files")] == [0, 0, 0]
 
 
+@sampled_cells(lambda by: by == "principal")
 @pytest.mark.parametrize("by", ["session", "principal"])
 def test_what_is_forgotten_is_held_nowhere(tmp_path: Path, by: str) -> None:
     """Searched for by its bytes: as text in all that the server holds and in every file, as tokens in every file and in
@@ -205,6 +207,7 @@ def test_what_is_forgotten_is_held_nowhere(tmp_path: Path, by: str) -> None:
         assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 16
 
 
+@sampled_cells(lambda num_kept: num_kept > 1)
 @pytest.mark.parametrize("num_kept", [1, 100])
 def test_nobody_who_watches_is_shown_what_was_forgotten(tmp_path: Path, num_kept: int) -> None:
     """The words around a difference: neither in what the dashboard has just shown, nor beside the branch, also where
@@ -255,6 +258,7 @@ class Talk:
         return str(told["cause"])
 
 
+@sampled_cells(lambda by: by == "session")
 @pytest.mark.parametrize("by", ["session", "principal"])
 def test_whoever_was_forgotten_is_told_so(tmp_path: Path, by: str) -> None:
     """The next turn of a session says why nothing of it is known, and that of one that is still known does not."""
@@ -271,6 +275,7 @@ def test_whoever_was_forgotten_is_told_so(tmp_path: Path, by: str) -> None:
         assert [gone.cause(), kept.cause()] == ["nothing lost"] * 2
 
 
+@sampled_cells(lambda key: not key)
 @pytest.mark.parametrize("key", [{}, ALICE])
 def test_who_names_no_session_is_told_to(tmp_path: Path, key: dict[str, str]) -> None:
     """Also after somebody was forgotten: it is what helps from then on."""

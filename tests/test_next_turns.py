@@ -98,7 +98,7 @@ def lead(talk: Conversation, *, pauses: bool) -> list[int]:
 
 @pytest.mark.parametrize("app", FAMILIES, indirect=True)
 @pytest.mark.parametrize("style", [KEPT, CARRIED], ids=lambda style: style.name)
-@sampled_cells(lambda app, style: app == "qwen3_5" or style.name == "kept")
+@sampled_cells(lambda app, style: (app == "qwen3_5") is (style.name == "carried"))
 def test_after_a_pause_only_what_is_new_is_prefilled(app: AppUnderTest, style: EchoStyle) -> None:
     """Where the template drops old thinking, and where every request ends with a message that the next one lacks."""
     before = warming(app)
@@ -112,6 +112,7 @@ def test_after_a_pause_only_what_is_new_is_prefilled(app: AppUnderTest, style: E
     assert after["num_jobs_failed"] == 0 and after["num_wasted_tokens"] == before["num_wasted_tokens"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", sampled(FAMILIES, ("qwen3_5",)))
 def test_without_warming_the_same_turns_prefill_more(family: str, tmp_path: Path) -> None:
     """The control: thinking that was dropped and answers behind a carrier are read again on the request's own time."""

@@ -12,6 +12,7 @@ import pytest
 
 from tests.agents import CARRIER, TELLING, TOOL, Asked, Conversation, EchoStyle, send
 from tests.engine.engines import held
+from tests.laws import sampled_cells
 from tests.models import tiny_model
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, encode_request, eventually, serving_app, slow_prefill
 
@@ -70,6 +71,7 @@ def place(asked: Asked) -> tuple[Any, Any, Any]:
     return difference["message_index"], difference["role"], difference["char"]
 
 
+@sampled_cells(lambda session: session is None)
 @pytest.mark.parametrize("session", ["one", None])
 def test_an_edited_message(app: AppUnderTest, session: str | None) -> None:
     """The client changed one word of an old message; without a session its answers show whose history it is."""
@@ -266,6 +268,7 @@ def test_another_model(tmp_path: Path) -> None:
         assert asked.explanation["first_difference"] is None, "the client changed nothing"
 
 
+@pytest.mark.long
 def test_another_model_without_a_session(tmp_path: Path) -> None:
     """Clients without a session share their records: who sends back what a model answered was there, who only begins as
     another did is not told what that one asked."""

@@ -88,6 +88,7 @@ def test_another_session_is_not_compared_with(app: AppUnderTest) -> None:
     assert (told["cause"], told["first_difference"], told["before"]) == ("new prompt", None, None)
 
 
+@pytest.mark.long
 def test_an_abort(app: AppUnderTest) -> None:
     """The client left in the middle of the prefill: what it had computed is reused."""
     app.clear_cache()
@@ -121,6 +122,7 @@ def test_an_evicted_prompt(tmp_path: Path) -> None:
         assert "PROMPT_CACHE_MAX_BYTES" in told["remedy"]
 
 
+@pytest.mark.long
 def test_another_model(tmp_path: Path) -> None:
     """It has been read, by a model whose KV means nothing to this one; that one is named."""
     folders = tmp_path / "models"

@@ -14,7 +14,7 @@ from kvserve.engine.warming import WarmSettings
 from kvserve.prewarming import warm_learned
 from kvserve.wiring import engine_settings
 from tests.engine.visions import QUICK, data_url, picture
-from tests.laws import THREE_KINDS, TWO_KINDS, sampled
+from tests.laws import THREE_KINDS, TWO_KINDS, sampled, sampled_cells
 from tests.serving import AppUnderTest, chat_body, eventually, serving_app
 from tests.web.fakes import encode_request
 
@@ -52,6 +52,7 @@ def warming(app: AppUnderTest) -> dict[str, Any]:
     return dict(app.get("/v1/cache").json["warming"])
 
 
+@sampled_cells(lambda family, **_: family == "qwen3_5")
 @pytest.mark.parametrize("family", sampled(THREE_KINDS, TWO_KINDS))
 def test_the_request_after_it_computes_its_user_turn_only(tmp_path: Path, family: str) -> None:
     """System and tools are there; the text is that of a server that knows nothing."""
@@ -73,6 +74,7 @@ def test_the_request_after_it_computes_its_user_turn_only(tmp_path: Path, family
         assert (again["cached"], again["computed"]) == (answer["tokens"], 0)
 
 
+@pytest.mark.long
 def test_anthropics_form_is_the_same_prefix(app: AppUnderTest) -> None:
     """System beside the messages, tools with their own field names: what one form warmed serves the other."""
     warmed = app.post(PATH, {"system": SYSTEM, "tools": ANTHROPIC_TOOLS}).json
@@ -207,6 +209,7 @@ def test_the_settings_reach_the_engine() -> None:
 # --- learned ----------------------------------------------------------------------------------------------------------
 
 
+@sampled_cells(lambda family, **_: family == "qwen3_5")
 @pytest.mark.parametrize(
     ("family", "has_lost_its_kv"),
     [

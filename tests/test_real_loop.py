@@ -63,6 +63,7 @@ def check(played: Paired) -> None:
     assert row.num_cached_tokens > 0.5 * row.num_prompt_tokens, "nothing was compared"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family",
     sampled(RECORDED_FAMILIES, ("qwen3_5", "gemma3")),
@@ -72,6 +73,7 @@ def test_a_session_reuses_over_http_what_it_does_without_a_model(family: str, tm
     check(led(family, tmp_path, agent_session()))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",

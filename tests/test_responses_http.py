@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.laws import sampled_cells
 from tests.protocols.responses_wire import as_responses, put_together
 from tests.protocols.test_responses_items import MISTAKES
 from tests.protocols.test_responses_request import REFUSED
@@ -194,6 +195,7 @@ def _messages(talk: Talk) -> tuple[float, str]:
 _SPEAK: dict[str, Callable[[Talk], tuple[float, str]]] = {CHAT_PATH: _chat, PATH: _responses, MESSAGES_PATH: _messages}
 
 
+@sampled_cells(lambda family, session, **_: family == "qwen3_5" and session is None)
 @pytest.mark.parametrize(
     ("family", "session", "least"), [("qwen3", "one", 0.98), ("qwen3_5", "one", 0.98), ("qwen3_5", None, 0.97)]
 )

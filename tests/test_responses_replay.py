@@ -5,7 +5,7 @@ import pytest
 from benchmarks.frozen import FrozenOracle
 from benchmarks.open_loop import play, pooled, row_of
 from benchmarks.recordings import Conversation, read_recordings, shared_folder
-from tests.laws import TWO_KINDS, sampled
+from tests.laws import TWO_KINDS, sampled, sampled_cells
 from tests.models import tiny_model
 from tests.recorded_company import is_no_worse, lead, model_of
 
@@ -18,6 +18,7 @@ def conversation() -> Conversation:
     return talks[0]
 
 
+@sampled_cells(lambda family, **_: family == "qwen3_5")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TWO_KINDS)
 def test_codex_reuses_what_is_possible(family: str) -> None:
@@ -29,6 +30,7 @@ def test_codex_reuses_what_is_possible(family: str) -> None:
     assert share.is_at_oracle
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sampled(TWO_KINDS, ("qwen3_5",)))
 def test_side_requests_cost_nothing(family: str) -> None:

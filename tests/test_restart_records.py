@@ -84,6 +84,7 @@ def test_the_next_prompt_is_the_one_without_a_restart(tmp_path: Path, family: st
     assert talk.turns[NUM_TURNS].explanation["exact_key_rejected_by_model_lcp"] == 0
 
 
+@pytest.mark.long
 def test_without_records_the_next_prompt_is_another_one(tmp_path: Path) -> None:
     """The control: the same restart with nothing kept loses the thinking that the client strips."""
     with server(tmp_path / "with", "qwen3_5") as app:

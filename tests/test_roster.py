@@ -16,6 +16,7 @@ import pytest
 import kvserve.engine.worker
 import kvserve.stage
 from tests.engine.engines import held
+from tests.laws import sampled_cells
 from tests.models import tiny_model
 from tests.serving import (
     CHAT_PATH,
@@ -219,6 +220,7 @@ def test_who_waits_for_another_model_is_listed(app: AppUnderTest) -> None:
     assert app.line_of(str(one["request_id"])), "it is the request that was answered then"
 
 
+@sampled_cells(lambda stream: stream)
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_can_be_refused_without_loading_is_refused_at_once(app: AppUnderTest, stream: bool) -> None:
     """Cut weights, absent weights and a prompt over the context are plain errors; the loaded model never leaves."""
@@ -257,10 +259,10 @@ def test_a_model_that_cannot_be_loaded_lets_the_old_one_come_back(app: AppUnderT
 
 
 def test_a_model_that_was_mended_is_loaded(tmp_path: Path, models: Path) -> None:
-    """A failure counts as long as the files are the same."""
+    """A failure counts as long as the files are the same. (Model `a` has open the records of what is mended here.)"""
     folder = tmp_path / "models"
     shutil.copytree(models / "misfit", folder / "mended")
-    with serving_app(tmp_path, model_path=str(models / "a"), model_folders=(str(folder),)) as app:
+    with serving_app(tmp_path, model_path=str(models / "b"), model_folders=(str(folder),)) as app:
         assert app.post(CHAT_PATH, chat_body(model="mended")).status == 500
         shutil.copy(tiny_model("qwen3") / "config.json", folder / "mended" / "config.json")
         assert ask(app, "mended")[0] == "mended"
@@ -397,6 +399,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 @pytest.mark.parametrize("num_swaps", [4, pytest.param(10, marks=pytest.mark.long)])
 def test_memory_after_many_swaps_is_flat(tmp_path: Path, models: Path, num_swaps: int) -> None:

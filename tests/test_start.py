@@ -22,10 +22,13 @@ from typing import Any
 
 import pytest
 
+import kvserve.app
+from kvserve.cache.disk_hand import DiskHand
 from kvserve.process import main
 from tests.e2e.servers import ROOT, ChatStream, ServerProcess, environment, serving, spawn, wait_until
 from tests.models import tiny_model
 from tests.proxy.stubs import free_port
+from tests.serving import serving_app
 from tests.web.fakes import eventually
 
 START_SECONDS = 100.0
@@ -82,8 +85,6 @@ CASES = [
     damaged("a cut tokenizer", lambda folder: truncate(folder / "tokenizer.json"), "tokenizer.json"),
     damaged("an unknown architecture", lambda folder: edit_config(folder, model_type="imaginary9"), "'imaginary9'"),
 ]
-AS_A_PROCESS = ("cut weights",)
-"""In every run: what a thread of the server finds out."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +171,8 @@ def endings(
         process.wait()
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case.name in AS_A_PROCESS else pytest.mark.long, id=case.name) for case in CASES],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_cannot_start_says_why(endings: Callable[[str], Ending], case: Refused) -> None:
     """One paragraph that names what is wrong, and an exit code that is not 0."""
     check_refused(endings(case.name), case)
@@ -348,6 +347,7 @@ def test_a_signal_during_a_stream_ends_it_well(tmp_path: Path, number: signal.Si
         assert any(choice["delta"].get("content") for event in end.events for choice in event.get("choices", ()))
 
 
+@pytest.mark.long
 def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
     """The port answers before the model does: 503 with the reason, also for a chat. Nothing has to be ready for an
     orderly end."""
@@ -395,8 +395,28 @@ def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> N
         assert "Traceback" not in server.screen
 
 
-def test_a_stop_that_takes_its_time_writes_all_and_says_so(tmp_path: Path) -> None:
-    """A disk that takes a second for each file is waited for; nothing is lost, and the last line says so."""
+def test_a_stop_that_takes_its_time_writes_all_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that has not begun when the engine was to have ended is waited for; nothing is lost, and the last line
+    says so."""
+    write = DiskHand.write
+    with serving_app(tmp_path) as app:
+
+        def slow(hand: DiskHand, blob: Any) -> Any:
+            assert eventually(lambda: "writing KV to disk: " in app.screen.getvalue())
+            return write(hand, blob)
+
+        monkeypatch.setattr(DiskHand, "write", slow)
+        monkeypatch.setattr(kvserve.app, "ENGINE_STOP_SECONDS", 1.0)
+        app.chat(max_tokens=2)
+        app.app.stop(is_told=True)
+        lines = app.lines()
+    assert any("writing KV to disk: " in line for line in lines)
+    assert lines[-1].endswith(" Stopped."), lines
+
+
+@pytest.mark.long
+def test_a_process_whose_stop_takes_its_time_writes_all_and_says_so(tmp_path: Path) -> None:
+    """The same by a signal."""
     with with_slow_disk(tmp_path / "server", 1.5) as server:
         check_end(server, signal.SIGTERM)
         assert "writing KV to disk: " in server.screen

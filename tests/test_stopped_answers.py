@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.laws import sampled
+from tests.laws import sampled, sampled_cells
 from tests.serving import AppUnderTest, chat_body, eventually, serving_app, slow_prefill
 
 NUM_STOPS = 20
@@ -142,6 +142,7 @@ def _heard(asked: dict[str, Future[str]]) -> dict[str, str]:
     return {name: future.result(60) for name, future in asked.items()}
 
 
+@sampled_cells(lambda stage, **_: stage != "prefilling")
 @pytest.mark.parametrize("_attempt", sampled(range(NUM_STOPS), {0}))
 @pytest.mark.parametrize("stage", ["waiting", "prefilling", "decoding"])
 def test_every_client_hears_that_its_answer_was_not_finished(tmp_path: Path, stage: str, _attempt: int) -> None:
@@ -158,6 +159,7 @@ def test_every_client_hears_that_its_answer_was_not_finished(tmp_path: Path, sta
     assert {name: ended for name, ended in heard.items() if ended not in ("raised", "told")} == {}
 
 
+@sampled_cells(lambda stage: stage == "prefilling")
 @pytest.mark.parametrize("stage", ["prefilling", "decoding"])
 def test_an_engine_that_ends_under_its_requests_ends_them_the_same(tmp_path: Path, stage: str) -> None:
     """Nobody told the connections to stop: the rows' own end is an error too."""

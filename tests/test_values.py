@@ -1,5 +1,6 @@
 """What a setting may be, in one table: it says what pydantic says of the same type and bounds."""
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -110,3 +111,11 @@ def test_a_path_that_can_be_none_is_refused(name: str, path: str) -> None:
     """As a value that cannot be used, and not by whatever stumbles over it."""
     with pytest.raises(ValueError):  # the same
         KINDS[name].read(path)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_text_does_more_than_be_refused(name: str) -> None:
+    """However large or odd: a reader takes it or raises ValueError."""
+    for text in ("9" * 400, f"{'9' * 400}GB", "9" * 5000, f"0.{'1' * 400} kib", "1e999", "٣ GB", "\0", "~", "=", ","):
+        with contextlib.suppress(ValueError):
+            KINDS[name].read(text)

@@ -81,6 +81,25 @@ _BY_VOCABULARY: tuple[tuple[tuple[str, ...], str, ThinkingTags, tuple[str, ...]]
         ThinkingTags("<|open|>think<|sep|>", "<|close|>think<|sep|>", anywhere=True),
         ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),
+    (("[THINK]", "[/THINK]"), "mistral", ThinkingTags("[THINK]", "[/THINK]", anywhere=True), ()),
+    (
+        ("<seed:think>", "</seed:think>"),
+        "seed",
+        ThinkingTags("<seed:think>", "</seed:think>", anywhere=True),
+        ("<seed:tool_call>", "</seed:tool_call>"),
+    ),
+    (
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        "command",
+        ThinkingTags("<|START_THINKING|>", "<|END_THINKING|>", anywhere=True),
+        ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
+    (
+        ("<|inner_prefix|>", "<|inner_suffix|>"),
+        "apertus",
+        ThinkingTags("<|inner_prefix|>", "<|inner_suffix|>", anywhere=True),
+        (),
+    ),
 )
 """(tokens that must all be there, name, thinking tags, silent tags); the first row that fits counts."""
 

@@ -19,6 +19,8 @@ _SERVER_KINDS = re.compile(
 
 _SEARCH = "tool_search_tool_"
 
+_CALLABLE = "can be called here: one that is deferred waits for its tool_reference, and one that was removed is gone."
+
 
 @dataclass(frozen=True, slots=True)
 class SentTools:
@@ -105,12 +107,12 @@ def read_tool_choice(fields: Fields, tools: tuple[ToolSpec, ...]) -> tuple[ToolC
     match choice.required("type", word("auto", "any", "tool", "none")):
         case "any":
             if not tools:
-                raise BadRequest(f'{choice.path} is "any", but the request has no tools.', param=choice.path)
+                raise BadRequest(f'{choice.path} is "any", but no tool {_CALLABLE}', param=choice.path)
             return ToolChoice("required"), is_parallel
         case "tool":
             name = choice.required("name", filled_text)
             if name not in [tool.name for tool in tools]:
-                raise BadRequest(f"{choice.path}.name is not among the request's tools.", param=f"{choice.path}.name")
+                raise BadRequest(f"{choice.path}.name is no tool that {_CALLABLE}", param=f"{choice.path}.name")
             return ToolChoice("function", name), is_parallel
         case "none":
             return ToolChoice("none"), is_parallel

@@ -48,6 +48,7 @@ def stored(app: AppUnderTest) -> tuple[int, int]:
     return int(report["ram_bytes"]), int(report["disk_bytes"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", sampled(TWO_KINDS, ("qwen3_5",)))
 def test_the_kv_of_a_deleted_agent_leaves_at_once(family: str, tmp_path: Path) -> None:
     """Its own part only: the system prompt that both agents have stays, and so does all of the other one."""

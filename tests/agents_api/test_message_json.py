@@ -3,11 +3,12 @@
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.agents.message_json import decode_messages, encode_messages
 from kvserve.core import Block, ImageBlock, Message, TextBlock, ToolResultBlock
+from tests.laws import num_examples
 
 BLOCKS = st.one_of(
     *(st.from_type(kind) for kind in get_args(Block.__value__) if kind is not ToolResultBlock),
@@ -30,6 +31,7 @@ MESSAGES = st.lists(
 
 
 @given(MESSAGES)
+@settings(max_examples=num_examples(40))
 def test_what_is_decoded_is_what_was_encoded(messages: tuple[Message, ...]) -> None:
     """In one line, whatever the text."""
     text = encode_messages(messages)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
 from tests.cache.payloads import ROOMY, ROW_BYTES, STATE_BYTES, Clock, WholeState, keys_of, make_tree, rows_of, store
-from tests.laws import num_examples
+from tests.laws import IS_FULL, num_examples
 
 GUESSER = 0
 """The session whose next turns are guessed."""
@@ -81,7 +81,7 @@ def play(
 
 @pytest.mark.parametrize("needs_checkpoints", [False, True])
 @given(traffic=turns, num_bytes=st.integers(100, 1200))
-@settings(max_examples=num_examples(150), deadline=None)
+@settings(max_examples=num_examples(150) if IS_FULL else 75, deadline=None)
 def test_guesses_never_lower_what_other_sessions_reuse(
     needs_checkpoints: bool, traffic: list[Turn], num_bytes: int
 ) -> None:

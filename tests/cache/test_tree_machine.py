@@ -26,7 +26,7 @@ from tests.cache.payloads import (
     make_tree,
     short_digest,
 )
-from tests.laws import num_examples
+from tests.laws import IS_FULL, num_examples
 
 atom = st.one_of(st.integers(0, 1), st.integers(0, 2), st.sampled_from(["cat", "dog"]))
 atoms = st.lists(atom, min_size=1, max_size=12)
@@ -383,7 +383,7 @@ def test_the_tree_knows_what_a_set_of_prefixes_knows(machine: type[TreeMachine])
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=num_examples(50),
+            max_examples=num_examples(50) if IS_FULL else 20,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -11,7 +11,7 @@ from kvserve.cache.tree import PrefixTree
 from kvserve.cache.worth import BRANCH_POINT, NEWEST, PLAIN, is_brief, level_of
 from kvserve.core import TokenSequence
 from tests.cache.payloads import make_tree, store
-from tests.laws import num_examples
+from tests.laws import IS_FULL, num_examples
 
 kinds = st.sampled_from(["user", "message", "message", "answer"])
 rows = st.lists(
@@ -29,7 +29,7 @@ def newest_of(path: list[Node]) -> list[Node]:
 
 
 @given(rows=rows)
-@settings(max_examples=num_examples(200), deadline=None)
+@settings(max_examples=num_examples(200) if IS_FULL else 80, deadline=None)
 def test_levels_are_those_that_all_paths_show(rows: list[tuple[list[int], list[tuple[int, BoundaryKind]]]]) -> None:
     """Any tree: what is among the newest of some path, where branches part, and the rest."""
     tree = make_tree(needs_checkpoints=True)

@@ -8,6 +8,7 @@ from kvserve.canonical.familiar import Familiar
 from kvserve.canonical.replay import replay
 from kvserve.canonical.rules import DEFAULT_RULES
 from kvserve.core import Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
+from tests.laws import num_examples
 
 CALL_TEXTS = ('{"a": 1}', '{"a":1}', '{"a": 2}', "broken")
 TEXTS = ("Look.", " Look. ", "Current time is 10:00", "Current time is 11:00", "")
@@ -29,7 +30,7 @@ MESSAGES = st.one_of(
     st.lists(st.tuples(MESSAGES, MESSAGES, st.booleans(), st.booleans(), st.booleans()), max_size=12),
     st.integers(0, 4_000),
 )
-@settings(deadline=None)
+@settings(max_examples=num_examples(50), deadline=None)
 def test_its_answers_are_those_of_the_functions(
     asked: list[tuple[Message, Message, bool, bool, bool]], max_bytes: int
 ) -> None:

@@ -29,6 +29,7 @@ def test_the_same_arguments_give_the_same_bytes(family: str, tmp_path: Path) -> 
     assert fingerprints(first) == fingerprints(second)
 
 
+@pytest.mark.long
 def test_another_process_gives_the_same_bytes(tmp_path: Path) -> None:
     """The command line builds the same folder as the function does here, so nothing depends on the process."""
     here = build_model("qwen3", tmp_path / "here")

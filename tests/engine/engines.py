@@ -276,10 +276,12 @@ def generate_with_logits(engine: Engine, wanted: GenerationRequest) -> tuple[Res
     return found
 
 
-def cold_with_logits(engine: Engine, tokens: Sequence[int]) -> tuple[Result, np.ndarray]:
+def cold_with_logits(
+    engine: Engine, tokens: Sequence[int], max_tokens: int = NUM_ANSWER_TOKENS
+) -> tuple[Result, np.ndarray]:
     """A greedy answer of a server that has never seen anything, and its logits."""
     engine.clear_cache()
-    result, logits = generate_with_logits(engine, turn(tokens))
+    result, logits = generate_with_logits(engine, turn(tokens, max_tokens))
     assert cached(result) == 0
     engine.clear_cache()
     return result, logits

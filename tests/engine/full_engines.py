@@ -2,15 +2,17 @@
 moves share."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
 
 from kvserve.engine import admission
 from kvserve.engine.moving import Moving
+from kvserve.engine.row_bytes import RowBytes
 from kvserve.engine.worker import Engine
 from tests.engine.engines import CACHE, NUM_ANSWER_TOKENS, cold, prompt_of, running_engine
 
@@ -20,9 +22,8 @@ NUM_ALL_TOKENS = NUM_PROMPT_TOKENS + 2 * NUM_ANSWER_TOKENS + NEXT_TOKENS + 8
 """Two turns, and a few tokens of a third one."""
 
 
-def budget_bytes(engine: Engine, num_tokens: int, share: float) -> int:
+def budget_bytes(sizes: RowBytes, num_tokens: int, share: float) -> int:
     """A memory for KV of which a row of so many tokens takes this share at its peak."""
-    sizes = engine.wait_until_ready().sizes
     peak_bytes = sizes.peak(num_tokens)
     return int((peak_bytes + sizes.copied(peak_bytes)) / share)
 
@@ -33,38 +34,53 @@ def full_engine(family: str, num_tokens: int, share: float, **settings: Any) -> 
     answers that they get here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "ANSWER_ALLOWANCE_TOKENS", NUM_ANSWER_TOKENS)
-        with running_engine(family) as engine:
-            num_bytes = budget_bytes(engine, num_tokens, share)
-        cache = replace(CACHE, max_bytes=num_bytes)
-        with running_engine(family, cache=cache, max_batch_bytes=num_bytes, **settings) as engine:
+        num_bytes = budget_bytes(_sizes_of(family), num_tokens, share)
+        kept = replace(CACHE, max_bytes=num_bytes)
+        with running_engine(family, cache=kept, max_batch_bytes=num_bytes, **settings) as engine:
             yield engine
+
+
+@cache
+def _sizes_of(family: str) -> RowBytes:
+    with running_engine(family) as engine:
+        return engine.wait_until_ready().sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Two turns, and what a cold server answers to each."""
+    """Two turns, and what a cold server answers to each; then a few tokens of a third one, and of its answer."""
 
     first: list[int]
     answer: tuple[int, ...]
     second: list[int]
     expected: tuple[int, ...]
+    last: tuple[int, ...]
 
     @property
     def num_kept(self) -> int:
         """What the second turn finds."""
         return len(self.first) + len(self.answer)
 
-    def third(self, answer: Sequence[int] | None = None) -> list[int]:
+    def third(self) -> list[int]:
         """A prompt that goes on from the second answer."""
-        return [*self.second, *(self.expected if answer is None else answer), *prompt_of(4, 2)]
+        return [*self.second, *self.expected, *prompt_of(4, 2)]
 
 
-def conversation_of(engine: Engine) -> Conversation:
-    """The same for every engine of a family; nothing is kept of it."""
+def conversation_with(engine: Engine) -> Conversation:
+    """What this engine says; nothing is kept of it."""
     first = prompt_of(NUM_PROMPT_TOKENS)
     answer = cold(engine, first)
     second = [*first, *answer, *prompt_of(NEXT_TOKENS, 1)]
-    return Conversation(first, answer, second, cold(engine, second))
+    expected = cold(engine, second)
+    return Conversation(first, answer, second, expected, cold(engine, [*second, *expected, *prompt_of(4, 2)], 4))
+
+
+@cache
+def conversation_of(family: str) -> Conversation:
+    """What every engine of a family in full precision says, whatever its memory: computed once per process, by one that
+    has enough of it."""
+    with running_engine(family) as engine:
+        return conversation_with(engine)
 
 
 @contextmanager

@@ -112,7 +112,7 @@ def usable(family: str) -> int:
 
 
 @pytest.mark.usefixtures("slow_disk")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(FAMILIES, ("qwen3_5",)))
 def test_what_leaves_ram_is_on_disk_already(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """RAM for two conversations and a queue that takes one blob at a time: six prompts without a pause between them are
     all to be found, and the budget holds."""
@@ -133,7 +133,7 @@ def test_what_leaves_ram_is_on_disk_already(family: str, tmp_path: Path, monkeyp
 
 
 @pytest.mark.usefixtures("slow_disk")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(FAMILIES, ("qwen3",)))
 def test_all_that_ram_held_is_warm_after_a_shutdown(family: str, tmp_path: Path) -> None:
     """Stopped while the writer is far behind and its queue is full: every path that RAM had is on disk, to its end."""
     with running_engine(family, disk=on(tmp_path, max_queued_bytes=1), max_concurrent_requests=1) as engine:
@@ -145,7 +145,7 @@ def test_all_that_ram_held_is_warm_after_a_shutdown(family: str, tmp_path: Path)
         assert [kept(engine, path) for path in paths] == [(0, num_tokens) for num_tokens in in_ram]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(FAMILIES, ("qwen3_5",)))
 def test_what_is_on_disk_leaves_ram_without_a_look_at_its_path(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +207,7 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_long(tmp_path: Path, monkey
         is_open.append(True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(FAMILIES, ("qwen3_5",)))
 @pytest.mark.parametrize("num_shared", sampled([768, 4096], (768,)))
 def test_siblings_share_their_beginning_on_disk(num_shared: int, family: str, tmp_path: Path) -> None:
     """Two conversations that part after many tokens: after a restart both are whole and go on as before, and the files

@@ -7,7 +7,7 @@ import pytest
 
 from kvserve.engine.disk_open import DiskSettings
 from tests.engine.engines import CACHE, FAMILIES, Result, cached, generate, prompt_of, running_engine, turn
-from tests.laws import TWO_KINDS, sampled
+from tests.laws import TWO_KINDS, sampled, sampled_cells
 
 FEW_ENTRIES = replace(CACHE, max_entries=24, max_entries_per_owner=2)
 """The numbers that a server has by default."""
@@ -22,6 +22,7 @@ def tier_of(result: Result) -> str:
     return result.progress[-1].reuse.tier
 
 
+@sampled_cells(lambda family, on_disk: (family, on_disk) == ("qwen3_5", False))
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("family", sampled(FAMILIES, TWO_KINDS))
 def test_six_branches_and_thirty_side_requests_are_served_from_ram(family: str, on_disk: bool, tmp_path: Path) -> None:

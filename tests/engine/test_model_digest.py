@@ -15,7 +15,7 @@ from kvserve.engine.census import MEMORY_FILE
 from kvserve.engine.digest_memory import DigestMemory
 from kvserve.engine.file_digest import Piece, hash_piece
 from kvserve.engine.model_digest import ModelDigest
-from tests.laws import num_examples
+from tests.laws import IS_FULL, num_examples
 from tests.models import tiny_model
 from tests.web.fakes import eventually
 from tests.weights import change_byte, fingerprint_of
@@ -91,7 +91,7 @@ def named(digest: ModelDigest) -> list[str | None]:
 
 
 @settings(
-    max_examples=num_examples(25),
+    max_examples=num_examples(25) if IS_FULL else 10,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     deadline=None,
 )

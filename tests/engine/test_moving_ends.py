@@ -40,9 +40,10 @@ from tests.engine.full_engines import (
     moves_counted,
 )
 from tests.engine.moving_rows import KINDS, begun, put_back_once, put_backs_counted, while_it_answers
-from tests.laws import sampled
+from tests.laws import sampled, sampled_cells
 
 
+@sampled_cells(lambda family, ends: (ends == "cancelled") == (family == "qwen3_5"))
 @pytest.mark.parametrize("ends", ["cancelled", "watchdog"])
 @pytest.mark.parametrize("family", KINDS)
 def test_a_long_row_that_leaves_a_shorter_one_behind_is_found_again(
@@ -55,7 +56,7 @@ def test_a_long_row_that_leaves_a_shorter_one_behind_is_found_again(
         moves_counted() as moves,
         put_backs_counted() as rows,
     ):
-        said = conversation_of(engine)
+        said = conversation_of(family)
         expected = cold(engine, short)
         generate(engine, turn(said.first))
         beside: list[Generation] = []
@@ -79,12 +80,13 @@ def test_a_long_row_that_leaves_a_shorter_one_behind_is_found_again(
     assert cached(found) == said.num_kept <= cached(again)
 
 
+@sampled_cells(lambda family, num_tokens: family == "qwen3_5")
 @pytest.mark.parametrize(("family", "num_tokens"), [("qwen3", 2658), ("qwen3_5", 2800)])
 def test_a_row_that_leaves_a_batch_that_goes_on_moves_too(family: str, num_tokens: int) -> None:
     """Two equal rows decode together, and there is no memory to copy the first that ends: its layers leave the batch
     as what is left of it is computed. The other one writes what a cold one writes."""
     with full_engine(family, num_tokens, 1.0) as engine, moves_counted() as moves:
-        said = conversation_of(engine)
+        said = conversation_of(family)
         other = prompt_of(NUM_PROMPT_TOKENS + NUM_ANSWER_TOKENS + 52, 3)
         expected = cold(engine, other, 12)
         last = cold(engine, [*other, *expected, *prompt_of(4, 2)], 4)
@@ -101,12 +103,13 @@ def test_a_row_that_leaves_a_batch_that_goes_on_moves_too(family: str, num_token
     assert cached(beside) >= len(other) - 60 and cached(again) == len(other) + len(expected)
 
 
+@sampled_cells(lambda family, num_tokens, is_first: is_first == (family == "qwen3"))
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize(("family", "num_tokens"), [("qwen3", 2658), ("qwen3_5", 2800)])
 def test_two_rows_that_end_in_one_step_are_both_found_again(family: str, num_tokens: int, is_first: bool) -> None:
     """There is no memory to copy either: the layers of each are computed as those of the other move."""
     with full_engine(family, num_tokens, 1.0) as engine, moves_counted() as moves:
-        said = conversation_of(engine)
+        said = conversation_of(family)
         other = prompt_of(NUM_PROMPT_TOKENS + NUM_ANSWER_TOKENS + 52, 3)
         expected = cold(engine, other)
         generate(engine, turn(other[:-52], 1))
@@ -135,6 +138,7 @@ def test_a_row_that_has_outgrown_the_memory_waits_until_there_is_some() -> None:
     assert 1 <= len(rows) <= 2
 
 
+@sampled_cells(lambda family, is_alone: is_alone == (family == "qwen3_5"))
 @pytest.mark.parametrize("is_alone", [True, False])
 @pytest.mark.parametrize("family", KINDS)
 def test_a_row_that_is_put_back_goes_on_with_what_it_took_over(
@@ -146,7 +150,7 @@ def test_a_row_that_is_put_back_goes_on_with_what_it_took_over(
         moves_counted() as moves,
         put_backs_counted() as rows,
     ):
-        said = conversation_of(engine)
+        said = conversation_of(family)
         generate(engine, turn(said.first))
         if is_alone:
             monkeypatch.setattr("kvserve.engine.decode.extra_padding_tokens", lambda *_: 10**12)
@@ -161,6 +165,7 @@ def test_a_row_that_is_put_back_goes_on_with_what_it_took_over(
     assert cached(again) == len(said.second) + len(said.expected)
 
 
+@sampled_cells(lambda family, where: (family, where) in {("qwen3_5", "prefill"), ("qwen3", "beside")})
 @pytest.mark.parametrize("where", ["prefill", "answer", "beside"])
 @pytest.mark.parametrize("family", KINDS)
 def test_at_the_end_of_the_server_moved_kv_is_on_disk(family: str, where: str, tmp_path: Path) -> None:
@@ -170,7 +175,7 @@ def test_at_the_end_of_the_server_moved_kv_is_on_disk(family: str, where: str, t
         full_engine(family, NUM_ALL_TOKENS + 400, 0.99, disk=disk, prefill_step_size=16) as engine,
         moves_counted() as moves,
     ):
-        said = conversation_of(engine)
+        said = conversation_of(family)
         engine._ask(lambda scheduler: scheduler.cache._disk.tier.clear())
         generate(engine, turn(said.first))
         running = engine.submit(turn(said.second))
@@ -189,11 +194,11 @@ def test_at_the_end_of_the_server_moved_kv_is_on_disk(family: str, where: str, t
     assert cached(again) >= said.num_kept
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", sampled(KINDS, {"qwen3_5"}))
 def test_two_rows_of_one_beginning_of_which_one_moves(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one comes while the first has its KV: it writes what a cold one writes, and both are found again."""
     with full_engine(family, NUM_ALL_TOKENS + 400, 0.99) as engine, moves_counted() as moves:
-        said = conversation_of(engine)
+        said = conversation_of(family)
         other = [*said.first[:192], *prompt_of(40, 5)]
         expected, later = cold(engine, other, 8), [*prompt_of(9, 6)]
         expected_later = cold(engine, [*other, *expected, *later], 8)
@@ -219,7 +224,7 @@ def test_a_disk_that_writes_nothing_is_not_waited_for_for_ever(tmp_path: Path, m
     monkeypatch.setattr(disk_cache, "STALLED_SECONDS", 0.2)
     goes_on = threading.Event()
     with full_engine("qwen3", NUM_ALL_TOKENS, 0.95, disk=disk) as engine, moves_counted() as moves:
-        said = conversation_of(engine)
+        said = conversation_of("qwen3")
         engine._ask(lambda scheduler: scheduler.cache._disk.tier.clear())
         tier = engine._ask(lambda scheduler: scheduler.cache._disk.tier)
         real = type(tier)._write
@@ -238,7 +243,7 @@ def test_an_answer_that_the_disk_still_writes_is_waited_for_too(
     """The next turn leaves the beginning of the answer out, as clients do with thinking, and comes at once: what it
     goes on from moves all the same."""
     with full_engine("qwen3_5", NUM_ALL_TOKENS, 0.99, disk=DiskSettings(tmp_path, 2**34, 0, 24)) as engine:
-        said = conversation_of(engine)
+        said = conversation_of("qwen3_5")
         third = [*said.second, *said.expected[30:], *prompt_of(4, 2)]
         expected = cold(engine, third, 4)
         tier = engine._ask(lambda scheduler: scheduler.cache._disk.tier)
@@ -246,7 +251,7 @@ def test_an_answer_that_the_disk_still_writes_is_waited_for_too(
         generate(engine, turn(said.first))
         assert tier.flush(60)
         real = type(tier)._write
-        monkeypatch.setattr(type(tier), "_write", lambda self, write: (time.sleep(0.1), real(self, write))[1])
+        monkeypatch.setattr(type(tier), "_write", lambda self, write: (time.sleep(0.03), real(self, write))[1])
         generate(engine, turn(said.second))
         found = generate(engine, turn(third, 4))[0]
     assert_exact(found, expected)
@@ -258,7 +263,7 @@ def test_a_row_that_was_put_back_and_then_ended_by_the_watchdog_keeps_its_prompt
 ) -> None:
     """Of what it gave back only the answer is retracted."""
     with full_engine("qwen3", NUM_ALL_TOKENS + 400, 0.99) as engine, put_backs_counted() as put_back:
-        said = conversation_of(engine)
+        said = conversation_of("qwen3")
         generate(engine, turn(said.first))
         begun(engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS)))
 
@@ -274,12 +279,13 @@ def test_a_row_that_was_put_back_and_then_ended_by_the_watchdog_keeps_its_prompt
     assert cached(again) >= said.num_kept - 64
 
 
+@sampled_cells(lambda family, act: (act == "clear") == (family == "qwen3"))
 @pytest.mark.parametrize("act", ["forget", "clear", "discard"])
 @pytest.mark.parametrize("family", KINDS)
 def test_what_is_forgotten_while_a_row_has_it(family: str, act: str) -> None:
     """Its row goes on, exactly."""
     with full_engine(family, NUM_ALL_TOKENS, 0.95) as engine, moves_counted() as moves:
-        said = conversation_of(engine)
+        said = conversation_of(family)
         generate(engine, replace(turn(said.first), owner="one"))
 
         def do(_: Generation) -> None:
@@ -308,7 +314,7 @@ def test_of_two_rows_that_end_in_one_step_neither_costs_the_other_its_history(nu
     """A little more than both fits, and one of them took over what was kept of it: that one moves, as to copy it would
     cost what the other one has just left."""
     with full_engine("qwen3_5", num_tokens, 1.0) as engine, moves_counted() as moves:
-        said = conversation_of(engine)
+        said = conversation_of("qwen3_5")
         other = prompt_of(NUM_PROMPT_TOKENS + NUM_ANSWER_TOKENS + 52, 3)
         expected = cold(engine, other)
         thirds = [said.third(), [*other, *expected, *prompt_of(4, 2)]]
@@ -333,7 +339,7 @@ def test_a_marked_answer_behind_a_row_leaves_last(num_tokens: int) -> None:
     """A client asked for its conversation to be kept and goes on without the end of an answer: that end is gone only
     where all else that could leave does not make room for it beside the row."""
     with full_engine("qwen3", num_tokens, 0.99) as engine, moves_counted() as moves:
-        said = conversation_of(engine)
+        said = conversation_of("qwen3")
         second = [*said.first, *said.answer[:20], *prompt_of(NEXT_TOKENS, 1)]
         expected = cold(engine, second)
         for seed in (20, 21, 22):

@@ -34,7 +34,7 @@ from tests.engine.engines import (
     running_engine,
     turn,
 )
-from tests.laws import THREE_KINDS, sampled
+from tests.laws import THREE_KINDS, sampled, sampled_cells
 
 STALE_TOKENS = 16
 
@@ -290,6 +290,7 @@ def _only(prepared: Prepared, families: frozenset[str]) -> None:
 # --- the controls -----------------------------------------------------------------------------------------------------
 
 
+@sampled_cells(lambda prepared: prepared == "qwen3_5")
 def test_without_a_fault_the_same_path_is_exact(prepared: Prepared) -> None:
     """What the controls below compare is equal as long as nothing is planted."""
     with planted(Fault(frozenset(FAMILIES)), prepared.evidence):

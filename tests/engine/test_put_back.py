@@ -37,7 +37,7 @@ def test_a_row_that_is_put_back_computes_nothing_again(
 ) -> None:
     """It goes on behind what it has handed out, also where states stand at one place only, and writes the same."""
     with full_engine(family, NUM_ALL_TOKENS + 400, 0.99) as engine, put_backs_counted() as rows:
-        said = conversation_of(engine)
+        said = conversation_of(family)
         generate(engine, turn(said.first))
         if is_alone:
             monkeypatch.setattr("kvserve.engine.decode.extra_padding_tokens", lambda *_: 10**12)
@@ -55,7 +55,7 @@ def test_a_row_that_is_put_back_computes_nothing_again(
 def test_a_row_whose_next_token_is_its_last_ends_instead_of_waiting(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """That token is drawn already: its client hears the end, and the next turn goes on from all but this token."""
     with full_engine("qwen3_5", NUM_ALL_TOKENS + 400, 0.99) as engine, put_backs_counted() as rows:
-        said = conversation_of(engine)
+        said = conversation_of("qwen3_5")
         num_tokens = next(k for k in range(3, NUM_ANSWER_TOKENS) if said.expected[k] not in said.expected[:k])
         wanted = turn(said.second, num_tokens + 1)
         if ends == "stop":
@@ -87,7 +87,7 @@ def test_a_row_that_is_put_back_while_its_step_breaks_is_computed_from_its_token
 
     lines: list[str] = []
     with full_engine("qwen3_5", NUM_ALL_TOKENS + 400, 0.99, report=lines.append) as engine:
-        said = conversation_of(engine)
+        said = conversation_of("qwen3_5")
         monkeypatch.setattr(decode, "drawn_token", broken)
         put_back_after(4, said.second, monkeypatch)
         found = with_row_beside(engine, turn(said.second))

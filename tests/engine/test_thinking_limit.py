@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvserve.core import ThinkingLimit
 from kvserve.engine.thinking_limit import ThinkingLimiter
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
-from tests.laws import num_examples
+from tests.laws import IS_FULL, num_examples
 from tests.models import tiny_model
 
 PROMPT = [300, 301, 302]
@@ -65,7 +65,7 @@ def words(kind: str, count: int) -> list[int]:
 @limits
 @pytest.mark.parametrize("is_open", [True, False], ids=["opened", "opens itself"])
 @given(st.integers(0, 80), st.integers(0, 200))
-@settings(max_examples=num_examples(25), deadline=None)
+@settings(max_examples=num_examples(25) if IS_FULL else 12, deadline=None)
 def test_thinking_is_ended_at_its_limit(kind: str, is_open: bool, limit: int, thought: int) -> None:
     """It has as many tokens as the model wants, at most the limit, the one that opens it included; then its end
     follows, and everything is free."""

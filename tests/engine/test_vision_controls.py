@@ -14,12 +14,12 @@ from tests.engine.engines import assert_close, generate, running_engine
 from tests.engine.test_vision import Sighted
 from tests.engine.test_vision_logits import cold
 from tests.engine.visions import QUICK, VISION, Prompted, picture
-from tests.laws import sampled
+from tests.laws import IS_FULL, sampled
 
 MROPE = ("qwen3_5_vl", "qwen3_vl", "glm4v")
 
 
-@pytest.fixture(scope="module", params=sampled(VISION, QUICK))
+@pytest.fixture(scope="module", params=sampled(VISION, QUICK[:1]))
 def sighted(request: pytest.FixtureRequest) -> Iterator[Sighted]:
     with running_engine(request.param, prefill_step_size=64) as engine:
         yield Sighted(request.param, engine)
@@ -88,7 +88,7 @@ def test_a_cut_inside_an_image_is_noticed_where_it_is_forbidden() -> None:
     tokens may stay the same."""
     with running_engine("gemma4_vl", prefill_step_size=32) as engine:
         sighted = Sighted("gemma4_vl", engine)
-        for wanted in (question(sighted, seed).request() for seed in (1, 2)):
+        for wanted in (question(sighted, seed).request() for seed in ((1, 2) if IS_FULL else (1,))):
             expected = cold(sighted, wanted)
             assert_close(cold(sighted, wanted), expected)
             with pytest.MonkeyPatch.context() as patch:

@@ -171,6 +171,7 @@ def watched_chunks(on_chunk: Callable[[str, int], None]) -> Iterator[None]:
         yield
 
 
+@sampled_cells(lambda family: family == "qwen3")
 @pytest.mark.parametrize("family", sampled(FAMILIES, TWO_KINDS))
 def test_a_request_waits_for_one_chunk_at_most(family: str) -> None:
     """It comes while a chunk is computed: the next one is its own, and the job goes on when it has its answer."""
@@ -408,6 +409,7 @@ def nearly_full(family: str, folder: Path | None, num_sessions: float) -> Iterat
         yield engine, num_tokens
 
 
+@sampled_cells(lambda family, on_disk: on_disk == (family == "qwen3"))
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("family", sampled(FAMILIES, TWO_KINDS))
 def test_a_guess_takes_free_ram_only(family: str, on_disk: bool, tmp_path: Path) -> None:
@@ -427,7 +429,7 @@ def test_a_guess_takes_free_ram_only(family: str, on_disk: bool, tmp_path: Path)
 
 @pytest.mark.parametrize("num_sessions", [3, 3.5, 4, 4.5])
 @pytest.mark.parametrize("family", FAMILIES)
-@sampled_cells(lambda family, num_sessions: family == "qwen3_5" or (family == "qwen3" and num_sessions == 3))
+@sampled_cells(lambda family, num_sessions: (family, num_sessions) in {("qwen3", 3), ("qwen3_5", 3.5)})
 def test_a_guess_that_fits_is_computed_and_takes_nothing(family: str, num_sessions: float) -> None:
     """With room for a few, the first ones are computed, whole, and those for which there is none are not begun."""
     with nearly_full(family, None, num_sessions) as (engine, num_tokens):
@@ -440,7 +442,7 @@ def test_a_guess_that_fits_is_computed_and_takes_nothing(family: str, num_sessio
         assert in_ram(engine, BASE) == num_tokens and num_left(engine) == before
 
 
-@pytest.mark.parametrize("family", sampled(FAMILIES, TWO_KINDS))
+@pytest.mark.parametrize("family", sampled(FAMILIES, ("qwen3",)))
 def test_what_a_client_asks_for_makes_room_as_a_request_does(family: str) -> None:
     """Negative control of the two above: the same as a client's own wishes takes the place of the session."""
     with nearly_full(family, None, 1.5) as (engine, num_tokens):

@@ -9,6 +9,7 @@ from mlx_lm.generate import BatchGenerator
 from kvserve.engine.memory_plan import plan_memory
 from kvserve.engine.wired import WiredLimit, batch_generator, wired_bytes
 from tests.engine.engines import generate, prompt_of, request, running_engine
+from tests.laws import sampled_cells
 
 GIB = 2**30
 RECOMMENDED = 48 * GIB
@@ -53,6 +54,7 @@ def test_generators_that_are_born_and_end_leave_the_limit_alone(limits: list[int
     assert limits == [7, expected, 7]
 
 
+@sampled_cells(lambda wanted, expected: wanted)
 @pytest.mark.parametrize(("wanted", "expected"), [(0, 0), (5 * GIB, 5 * GIB)])
 def test_an_engine_has_the_operators_limit_from_its_load_to_its_end(
     limits: list[int], wanted: int, expected: int

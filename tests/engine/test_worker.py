@@ -32,6 +32,7 @@ from tests.engine.engines import (
     request,
     running_engine,
 )
+from tests.laws import sampled
 from tests.models import tiny_model
 
 
@@ -339,15 +340,15 @@ def test_running_streams_get_a_step_between_prefill_chunks(monkeypatch: pytest.M
     with running_engine(prefill_step_size=256) as engine:
         running = engine.submit(request(prompt_of(40), 100_000))
         first_token(running)
-        long = engine.submit(request(prompt_of(3000), 4))
+        long = engine.submit(request(prompt_of(1500), 4))
         num_chunks = len(collect(long).progress)
         running.cancel()
         num_tokens = len(collect(running).tokens)
-    assert num_chunks >= 3000 // 256
+    assert num_chunks >= 1500 // 256
     assert num_tokens >= num_chunks
 
 
-@pytest.mark.parametrize("departs", [True, False])
+@pytest.mark.parametrize("departs", sampled([True, False], [True]))
 def test_no_token_waits_for_anything_but_a_step(monkeypatch: pytest.MonkeyPatch, departs: bool) -> None:
     """What a stream wrote is on its way before other rows enter, compute a chunk or leave what they have; the control
     does not see to it."""

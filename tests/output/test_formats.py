@@ -4,8 +4,9 @@ from collections.abc import Collection
 
 import pytest
 
-from kvserve.core import CallRow, ToolChoice
+from kvserve.core import CallRow, ToolChoice, ToolSpec
 from kvserve.output.formats import select_format
+from kvserve.output.said import Says
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from tests.output.test_grammar import STRICT, Setup, byte_tokenizer
 
@@ -75,3 +76,29 @@ def test_the_family_moves_the_form_of_the_template_too(family: str, first: str) 
     held = case.grammar(ToolChoice(), tools=STRICT)
     assert case.accepts(held, good) and not case.accepts(held, bad)
     assert case.accepts(case.grammar(ToolChoice("required"), tools=STRICT), good) is (first == "derived")
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing", "answer"),
+    [
+        ("[THINK]", "[/THINK]", "{}"),
+        ("<seed:think>", "</seed:think>", "{}"),
+        ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>{}<|END_RESPONSE|>"),
+        ("<|inner_prefix|>", "<|inner_suffix|>", "{}"),
+    ],
+)
+def test_tokens_around_thinking_and_answer_reach_no_client(opening: str, closing: str, answer: str) -> None:
+    """Those that Ministral, Seed, Command and Apertus think in are told from the vocabulary, wherever they stand."""
+    text = f"{opening}Hm.{closing}{answer.format('Hello.')}"
+    tokens = [opening, closing, "<|START_RESPONSE|>", "<|END_RESPONSE|>"]
+    assert Says.under(select_format("auto", "", tokens, None), ())(text) == ("Hm.", "Hello.", ())
+    assert Says.under(select_format("auto", "", [], None), ())(text).content == text, "the control: words of the model"
+
+
+def test_tokens_around_a_call_of_seeds_reach_no_client() -> None:
+    """Its calls are Qwen-coder's between tokens of its own, which say nothing."""
+    call = "<function=look>\n<parameter=q>a b</parameter>\n</function>"
+    tokens, tools = ["<seed:think>", "</seed:think>"], (ToolSpec("look", None, {"type": "object"}),)
+    said = Says.under(select_format("auto", CODER_TEMPLATE, tokens, None), tools)
+    for text in (f"<seed:tool_call>\n{call}\n</seed:tool_call>", f"So:\n<seed:tool_call>{call}</seed:tool_call>\n"):
+        assert said(text) == ("", text.partition("<seed")[0].strip(), (("look", '{"q": "a b"}'),))

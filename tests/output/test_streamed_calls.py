@@ -59,7 +59,7 @@ def said(deltas: Sequence[OutputDelta]) -> str:
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__.rpartition(".")[2])
 @given(typed_calls(), st.data())
-@settings(max_examples=num_examples(40))
+@settings(max_examples=num_examples(20))
 @example((ParsedCall("f", {"a": "x</arg_value></parameter>\n<", "b": ""}), ToolSpec("f", None, {})), None)
 def test_the_pieces_are_the_arguments_of_the_whole_call(
     form: ModuleType, case: tuple[ParsedCall, ToolSpec], data: st.DataObject | None
@@ -235,7 +235,7 @@ def test_a_call_inside_thinking_waits() -> None:
         (HEADS[glm] + "a</arg_value><arg_key>n</arg_key><arg_value>12}", '{"text": "a", "n": "12}'),
         (HEADS[glm] + "a</arg_value><arg_key>}", '{"text": "a", }'),
         (HEADS[qwen_coder] + "\na\n", '{"text": "a\\n'),
-        (HEADS[qwen_coder] + "\na\n</parameter>\n</function>\n", '{"text": "a\\n</parameter>\\n</function>\\n'),
+        (HEADS[qwen_coder] + "\na\n</parameter>\n</function", '{"text": "a\\n</parameter>\\n</function'),
     ],
 )
 @pytest.mark.parametrize("cut", [True, False])

@@ -45,6 +45,12 @@ SMALL = {
 }
 """Sources by what they show."""
 
+HELD_BY_TOKENS = ("tags", "list", "fences", "bare", "kimi_k2_moonshot")
+"""Where a law is asked of every form once, with two of something: these have the first, the others the second."""
+
+BROKEN_IN_EVERY_RUN = ("tags", "list", "bare", "attributes", "mistral_nemo")
+"""Forms with and without tags, with one and with several calls between them."""
+
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 
 

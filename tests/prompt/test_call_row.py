@@ -21,11 +21,12 @@ from kvserve.prompt.compiled import CompiledTemplate
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
 from tests.calls import calls_of
-from tests.laws import num_examples, sampled
+from tests.laws import num_examples, sampled, sampled_cells
 from tests.output.test_grammar import Setup, byte_tokenizer
 from tests.output.tool_parsers.test_calls import JSON, TEXTS
 from tests.prompt.call_forms import (
     ANY,
+    HELD_BY_TOKENS,
     READ,
     SMALL,
     VARIABLES,
@@ -158,6 +159,7 @@ def test_what_cannot_be_told_from_text_is_not_derived(name: str, old: str, new: 
     assert isinstance(found, NoRow), found
 
 
+@sampled_cells(lambda name: name not in ("tags", "fences", "counted"))
 @every_form
 def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
     """Any arguments, one call or several, cut anywhere: the same names and bytes, and no other text."""
@@ -279,6 +281,7 @@ def setup(name: str, *, tags_are_tokens: bool) -> Setup:
 both = pytest.mark.parametrize("tokens", [True, False])
 
 
+@sampled_cells(lambda tokens, name: tokens is (name in HELD_BY_TOKENS))
 @every_form
 @both
 def test_forced_calls_are_in_the_templates_form(name: str, tokens: bool) -> None:
@@ -297,6 +300,7 @@ def test_forced_calls_are_in_the_templates_form(name: str, tokens: bool) -> None
         assert not case.accepts(one, several) and case.accepts(one, good)
 
 
+@sampled_cells(lambda tokens, name: tokens is (name in HELD_BY_TOKENS))
 @every_form
 @both
 def test_strict_tools_are_held_where_the_model_may_call(name: str, tokens: bool) -> None:
@@ -318,6 +322,7 @@ def test_strict_tools_are_held_where_the_model_may_call(name: str, tokens: bool)
         assert not case.accepts(promise.grammar, two.replace("3", '"3"'))
 
 
+@sampled_cells(lambda tokens, name: tokens is (name in HELD_BY_TOKENS))
 @every_form
 @both
 def test_text_beside_calls_is_free(name: str, tokens: bool) -> None:

@@ -19,9 +19,20 @@ from kvserve.output.tool_parsers import derived
 from kvserve.prompt.call_row import NoRow, find_call_row
 from kvserve.prompt.compiled import CompiledTemplate
 from tests.calls import calls_of
-from tests.laws import num_examples
+from tests.laws import num_examples, sampled_cells
 from tests.output.test_grammar import Setup, byte_tokenizer
-from tests.prompt.call_forms import ANY, CALLS, HEAD, READ, SMALL, TAIL, VARIABLES, source_of
+from tests.prompt.call_forms import (
+    ANY,
+    BROKEN_IN_EVERY_RUN,
+    CALLS,
+    HEAD,
+    HELD_BY_TOKENS,
+    READ,
+    SMALL,
+    TAIL,
+    VARIABLES,
+    source_of,
+)
 from tests.prompt.test_call_row import ARGUMENTS, DERIVED, REPLAYED, TOOLS, every_form, family_of, read, written
 from tests.prompt.turns import Talk, num_common
 from tests.prompt.vocabularies import tokens_in
@@ -170,6 +181,7 @@ def with_broken(name: str, calls: list[tuple[str, JsonObject]], broken: str) -> 
     return written(name, *calls).replace(json.dumps(MARK), broken)
 
 
+@sampled_cells(lambda name, **_: name in BROKEN_IN_EVERY_RUN)
 @every_form
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_call_takes_no_neighbour_and_no_prose(name: str, broken: str) -> None:
@@ -226,6 +238,7 @@ def test_a_call_that_a_broken_one_quotes_is_not_run(name: str) -> None:
 # --- cut, and beside other tools --------------------------------------------------------------------------------------
 
 
+@sampled_cells(lambda cut, name: cut is (name in HELD_BY_TOKENS))
 @every_form
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_cut_between_calls_leaves_no_markup(name: str, cut: bool) -> None:
@@ -427,6 +440,7 @@ def _damaged(draw: st.DrawFn, name: str) -> str:
     return text
 
 
+@sampled_cells(lambda tokens, name: tokens is (name in HELD_BY_TOKENS))
 @every_form
 @pytest.mark.parametrize("tokens", [True, False])
 def test_no_wrong_call_of_a_strict_tool_gets_through(name: str, tokens: bool) -> None:

@@ -18,7 +18,7 @@ from kvserve.output.tool_parsers.form import ParsedCall
 from kvserve.prompt.control import shown
 from kvserve.prompt.replay import MAX_MESSAGES_PER_TURN, Places, Span, Unit
 from kvserve.prompt.stitch import Stitched
-from tests.laws import num_examples
+from tests.laws import THREE_KINDS, num_examples, sampled_cells
 from tests.prompt.test_cuts import added_names
 from tests.prompt.turns import (
     CALL,
@@ -36,6 +36,9 @@ from tests.prompt.turns import (
 )
 
 NEXT, RESULT = "NEXTUSER", "TOOLRESULT"
+EVERY_RUN = (*THREE_KINDS, "gpt_oss")
+"""One family of each kind of caches, and the one whose answers have channels."""
+
 CALL_ENDS = {"gpt_oss": "<|call|>", "gemma4": "<|tool_response>"}
 KEEPS_PAST_THINKING = ("qwen3_5", "qwen3_5_moe", "glm4_moe_lite")
 KEEPS_LOOP_THINKING = (*KEEPS_PAST_THINKING, "qwen3", "gpt_oss", "gemma4")
@@ -95,6 +98,7 @@ def check_turn(talk: Talk, ids: tuple[int, ...], *, cut: bool = False) -> tuple[
     return says(wrote), said_in(text, of, says), after
 
 
+@sampled_cells(lambda name: name in EVERY_RUN)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_any_ids_at_all_are_kept_where_the_template_says_the_same(name: str) -> None:
     """Random tokens, special ones among them, cut anywhere: kept just where the rendered turn says what they say."""
@@ -128,6 +132,7 @@ def test_a_thought_that_is_written_in_its_closing_tag_too_is_closed_whole(name: 
 arguments = st.fixed_dictionaries({"q": st.text(max_size=15)}, optional={"n": st.integers(), "s": st.text(max_size=9)})
 
 
+@sampled_cells(lambda name: name in EVERY_RUN)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_answers_in_the_familys_own_form_are_kept(name: str) -> None:
     """Thinking, content and calls, tokenised unlike the tokenizer would, whole or cut anywhere."""
@@ -155,6 +160,7 @@ def test_answers_in_the_familys_own_form_are_kept(name: str) -> None:
     check()
 
 
+@sampled_cells(lambda name: name in EVERY_RUN)
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama"])
 def test_a_long_tool_loop_keeps_every_turn(name: str) -> None:
     """Up to forty calls, many alike, in the model's own spacing: each prompt begins with all that came before."""
@@ -213,6 +219,7 @@ def test_past_thinking_is_the_templates_business(name: str) -> None:
 # --- never ------------------------------------------------------------------------------------------------------------
 
 
+@sampled_cells(lambda name: name in EVERY_RUN)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_edited_answer_loses_its_ids(name: str) -> None:
     """One character more, less or other inside the content, blanks included: the edit is what is read."""

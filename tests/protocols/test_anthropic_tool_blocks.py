@@ -218,3 +218,12 @@ def test_deferred_tools_that_only_a_server_would_find_stand_in_front() -> None:
     """Nobody searches here: a tool that waits for that would never be seen."""
     turn = parse(tools=[KINDS[3], LATER, LOOK]).turn
     assert [tool.name for tool in turn.tools] == ["later", "look"]
+
+
+def test_a_choice_of_a_tool_that_waits_or_is_gone_is_refused_as_that() -> None:
+    """It is among the tools that were sent, which an answer that denies it would contradict."""
+    cannot = "can be called here: one that is deferred waits for its tool_reference"
+    for sent, fields in (([], {"tools": [LATER]}), ([system(removed("look"))], {"tools": [LOOK]})):
+        for choice in ({"type": "any"}, {"type": "tool", "name": fields["tools"][0]["name"]}):
+            with pytest.raises(BadRequest, match=cannot):
+                parse(messages=[USER, *sent], tool_choice=choice, **fields)

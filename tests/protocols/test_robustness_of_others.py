@@ -153,7 +153,7 @@ def test_the_body_that_is_mutated_is_valid(name: str, defaults: RequestDefaults)
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 @given(data=st.data())
-@settings(max_examples=num_examples(50))
+@settings(max_examples=num_examples(25))
 def test_any_mutation_of_a_valid_body_is_answered(name: str, data: st.DataObject, defaults: RequestDefaults) -> None:
     """One field of any depth replaced by any JSON value, or any object at all."""
     valid, parse = PROTOCOLS[name]

@@ -17,6 +17,7 @@ from kvserve.proxy import litellm
 from kvserve.proxy.litellm import LitellmProxy
 from kvserve.proxy.ownership import identify, is_port_free
 from kvserve.proxy.settings import ProxySettings
+from tests.laws import sampled_cells
 from tests.proxy.stubs import free_port
 
 HERE = Path(__file__).parent
@@ -228,6 +229,7 @@ def test_a_foreign_process_is_left_alone(tmp_path: Path) -> None:
             process.kill()
 
 
+@sampled_cells(lambda flags: "--stubborn" not in flags)
 @pytest.mark.parametrize("flags", [("--deaf",), ("--deaf", "--stubborn")], ids=["stale", "stale and stubborn"])
 def test_a_stale_proxy_of_ours_is_replaced(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """The proxy of a server that was killed is ended, and the new one takes the port."""

@@ -20,6 +20,7 @@ def test_the_message_that_vanishes_costs_only_itself(server: AppUnderTest) -> No
     assert "ok    the new date is computed" in done.stdout
 
 
+@pytest.mark.long
 def test_a_server_that_keeps_the_old_date_is_found_out(server: AppUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the model must see anew and does not is a failed expectation."""
     real = server.app.serve

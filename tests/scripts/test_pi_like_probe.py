@@ -31,6 +31,7 @@ def test_a_tool_loop_with_the_scripts_own_calls_is_reused(server: AppUnderTest) 
     assert "FAIL" not in done.stdout
 
 
+@pytest.mark.long
 def test_calls_of_the_model_are_answered(server: AppUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that the model writes is echoed and gets its result: the conversation grows by a call each turn."""
     with writing(server, CALL) as fields:

@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.telemetry.log import Event, format_line, parse_line
+from tests.laws import num_examples
 
 names = st.from_regex(r"[a-z][a-z0-9_]{0,12}", fullmatch=True)
 texts = st.text(st.characters(), max_size=40)
@@ -27,6 +28,7 @@ def parse_as_a_script_does(line: str) -> tuple[str, dict[str, object]]:
 
 
 @given(events)
+@settings(max_examples=num_examples(40))
 def test_a_line_parses_back_to_its_event(event: Event) -> None:
     """parse(format(event)) == event, for any values that JSON can say."""
     assert parse_line(format_line(event)) == event
@@ -34,6 +36,7 @@ def test_a_line_parses_back_to_its_event(event: Event) -> None:
 
 
 @given(events)
+@settings(max_examples=num_examples(40))
 def test_a_line_is_one_printable_line(event: Event) -> None:
     """Whatever the values hold, the line has no character that splits lines or moves a cursor."""
     line = format_line(event)
@@ -42,6 +45,7 @@ def test_a_line_is_one_printable_line(event: Event) -> None:
 
 
 @given(events)
+@settings(max_examples=num_examples(40))
 def test_the_reader_promised_to_scripts_works(event: Event) -> None:
     """The six lines of the file's charter read what format_line writes."""
     assert parse_as_a_script_does(format_line(event) + "\n") == (event.name, event.fields)

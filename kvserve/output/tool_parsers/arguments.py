@@ -39,7 +39,7 @@ class TypedArguments:
         self._values: list[tuple[str, str]] = []
         self._keys: set[str] = set()
 
-    def read(self, key: str, *, more: Chain, last: Chain) -> Reader[Chain]:
+    def read(self, key: str, *, more: Chain, last: Chain, last_may_lack_end: bool = False) -> Reader[Chain]:
         """Reads the value of `key` up to one of these chains; behind `more` another argument follows."""
         self._draft.open(self._name)
         if self._draft.is_open and key in self._keys:
@@ -49,7 +49,8 @@ class TypedArguments:
         types = types_of(property_schema(self._schema, key), self._schema)
         value = _Value(self._draft, types, in_own_lines=self._in_own_lines)
         try:
-            chain = yield from text_before((more, last), value.put)
+            may_lack_end = (last,) if last_may_lack_end else ()
+            chain = yield from text_before((more, last), value.put, may_lack_end=may_lack_end)
         except NotACall:
             value.break_off()
             raise

@@ -170,6 +170,10 @@ class _Place:
     def is_end(self) -> bool:
         return self.index == len(self.chain)
 
+    @property
+    def lacks_end(self) -> bool:
+        return self.index == len(self.chain) - 1
+
     def after(self, char: str) -> "_Place | None":
         """The place behind `char`; None where the chain does not go on like that."""
         tag = self.chain[self.index]
@@ -179,11 +183,13 @@ class _Place:
         return _Place(self.start, self.chain, self.index + is_whole, 0 if is_whole else self.offset + 1)
 
 
-def text_before(chains: Sequence[Chain], put: Callable[[str], None]) -> Reader[Chain]:
+def text_before(
+    chains: Sequence[Chain], put: Callable[[str], None], *, may_lack_end: Sequence[Chain] = ()
+) -> Reader[Chain]:
     """Free text up to the first of `chains`, and that chain; `put` gets each piece as soon as it is certain.
 
     A tag that is not followed by the rest of its chain is text. Where the turn ends first, `put` gets all that was
-    left and NotACall is raised.
+    left and NotACall is raised; chains that `may_lack_end` are whole there without their last tag.
     """
     firsts = frozenset(chain[0][0] for chain in chains)
     held, num_put = "", 0
@@ -191,8 +197,12 @@ def text_before(chains: Sequence[Chain], put: Callable[[str], None]) -> Reader[C
     while True:
         char = yield
         if char == END:
-            put(held)
-            raise NotACall("the text is not finished")
+            ends = (place for place in places if place.chain in may_lack_end and place.lacks_end)
+            if (end := next(ends, None)) is None:
+                put(held)
+                raise NotACall("the text is not finished")
+            put(held[: end.start - num_put])
+            return end.chain
         if not places and char not in firsts:
             num_put += 1
             put(char)
@@ -209,14 +219,15 @@ def text_before(chains: Sequence[Chain], put: Callable[[str], None]) -> Reader[C
             return end.chain
 
 
-def end_of_call(endings: Sequence[Chain]) -> Reader[None]:
-    """One of `endings`, behind arguments that are whole; the end of the turn may come before the last tag does."""
+def end_of_call(endings: Sequence[Chain]) -> Reader[Chain | None]:
+    """The one of `endings` that stands behind arguments that are whole; None where the end of the turn comes first."""
     char = yield from skip_space((yield))
     places = [_Place(0, chain) for chain in endings]
     while char != END:
         places = [moved for place in places if (moved := place.after(char)) is not None]
         if not places:
             raise NotACall(f"unexpected {char!r} behind the arguments")
-        if any(place.is_end for place in places):
-            return
+        if (end := next((place for place in places if place.is_end), None)) is not None:
+            return end.chain
         char = yield
+    return None

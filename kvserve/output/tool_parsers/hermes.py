@@ -2,7 +2,8 @@
 
 The end is where the JSON value ends, so a closing tag inside a string is text and nothing is ambiguous. A list of such
 objects is several calls. An object with other keys is not a call: taking it for one would drop what they say. A call is
-certain once its arguments open behind its name; then its own last bracket and the closing tag may be missing.
+certain once its arguments open behind its name; then its own last bracket and the closing tag may be missing, at the
+end of the turn or before the next call.
 """
 
 from collections.abc import Sequence
@@ -31,8 +32,9 @@ def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
     text = yield from json_container((yield from skip_space((yield))), stops_at=lambda head: _opens(head, draft))
     if draft.name is not None:
         arguments = yield from json_container("{", draft)
-        yield from end_of_call((("}", CLOSE), (CLOSE,)))
+        end = yield from end_of_call([(*bracket, tag) for bracket in (("}",), ()) for tag in (CLOSE, OPEN)])
         draft.write("}")
+        draft.num_behind = len(OPEN) if end is not None and end[-1] == OPEN else 0
         return [ParsedCall(draft.name, read_arguments(arguments))]
     yield from one_of((yield from skip_space((yield))), (CLOSE,))
     return read_calls(text)

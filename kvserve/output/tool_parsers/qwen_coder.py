@@ -2,7 +2,8 @@
 
 Each tag stands on its own line; one line end on either side of a value belongs to the form, the rest is exact. Models
 also leave the outer tags out. A value ends at the first `</parameter>` that the next `<parameter=` or the closing tags
-follow (white space aside), so what cannot be told apart is a string value that contains that very sequence.
+follow (white space aside), so what cannot be told apart is a string value that contains that very sequence. At the end
+of the turn a function that is closed is whole without `</tool_call>`.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from kvserve.output.tool_parsers.form import (
     ParsedCall,
     Scan,
     ToolForm,
+    end_of_call,
     one_of,
     parse_text,
     skip_space,
@@ -45,12 +47,13 @@ def _function(tools: Sequence[ToolSpec], closing: Chain, draft: Draft) -> Scan:
     tag = yield from one_of((yield from skip_space((yield))), (PARAMETER_OPEN, FUNCTION_CLOSE))
     if tag == FUNCTION_CLOSE:
         for outer in closing[1:]:
-            yield from one_of((yield from skip_space((yield))), (outer,))
+            yield from end_of_call([(outer,)])
     arguments = TypedArguments(name, tools, draft, in_own_lines=True)
     more, last = (PARAMETER_CLOSE, PARAMETER_OPEN), (PARAMETER_CLOSE, *closing)
     while tag == PARAMETER_OPEN:
         key = yield from text_until((yield), ">")
-        _, tag, *_ = yield from arguments.read(key, more=more, last=last)
+        has_outer = len(closing) > 1
+        _, tag, *_ = yield from arguments.read(key, more=more, last=last, last_may_lack_end=has_outer)
     return [arguments.call()]
 
 

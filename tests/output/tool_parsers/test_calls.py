@@ -65,7 +65,7 @@ def strings_of(call: ParsedCall) -> list[str]:
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__.rpartition(".")[2])
 @given(typed_calls())
-@settings(max_examples=num_examples(60))
+@settings(max_examples=num_examples(30))
 @example((ParsedCall("f", {"a": "x</tool_call>y</parameter></function>"}), ToolSpec("f", None, {})))
 @example((ParsedCall("f", {"a": "</arg_value>", "b": " </parameter>\n"}), ToolSpec("f", None, {})))
 @example((ParsedCall("f", {"a": "\n\nx\n", "b": ""}), ToolSpec("f", None, {})))
@@ -79,7 +79,7 @@ def test_a_rendered_call_is_read_back_exactly(form: ModuleType, case: tuple[Pars
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__.rpartition(".")[2])
 @given(st.dictionaries(KEYS, JSON, max_size=3))
-@settings(max_examples=num_examples(50))
+@settings(max_examples=num_examples(25))
 def test_without_a_schema_only_strings_that_read_as_json_change(form: ModuleType, arguments: dict[str, object]) -> None:
     """For an unknown tool the law holds too, unless a string looks like another JSON value."""
     call = ParsedCall("f", {"first": 1, **arguments})
@@ -191,7 +191,7 @@ def test_usual_variants_are_read(form: ModuleType, text: str, calls: list[Parsed
         ),
         (qwen_coder, "<tool_call><function=f><parameter=a>x</function></tool_call>"),
         (qwen_coder, "<tool_call><function=></function></tool_call>"),
-        (qwen_coder, "<tool_call><function=f></function>"),
+        (qwen_coder, "<tool_call><function=f>"),
         (qwen_coder, "<function name='f'></function>"),
     ],
 )
