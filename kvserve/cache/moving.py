@@ -18,7 +18,7 @@ from kvserve.cache.sweep import Sweep
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class Boundary:
     """A place where a row stopped, at `offset`, with the state that was there."""
 
     offset: int
@@ -27,25 +27,25 @@ class Stand:
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
-    """Who would take rows: whose entry it becomes, and who asks."""
+class Requester:
+    """For whom KV would leave: whose entry it becomes, and who asks."""
 
     owner: str | None
     user: str
 
 
 @dataclass(slots=True)
-class Taken:
+class Extracted:
     """What has left the tree, in order: rows from `start` on, of which whoever consumes `pieces` holds the last
-    references, and the places where states stood."""
+    references, and the places that had states."""
 
     start: int
     pieces: list[Piece]
-    stands: list[Stand]
+    boundaries: list[Boundary]
 
 
 class Mover:
-    """Takes rows out of a store. Every change is the store's own; what leaves is told as if it were evicted."""
+    """Extracts rows from a store. Every change is the store's own; what leaves is told as if it were evicted."""
 
     def __init__(self, store: Store, sweep: Sweep, kept: Callable[[Node], KeptPath]) -> None:
         self._store = store
@@ -53,19 +53,19 @@ class Mover:
         self._kept = kept
 
     def nodes(
-        self, match: Match, asker: Asker, may_stay: Callable[[int], bool], own: Lease | None = None
+        self, match: Match, requester: Requester, may_stay: Callable[[int], bool], own: Lease | None = None
     ) -> list[Node]:
         """The nodes that could leave for a row that begins with this match, deepest first. What others need stays, and
         the end of system and tools where so many tokens may; none where more would stay than may. What is behind the
         match, an answer that its own client left, goes too where it is less than what moves."""
         found, end = match.node, match.num_usable_tokens
         behind = _behind(found)
-        is_ours = all(_is_only(node, asker, own) and _is_entry_of(node, asker) for node in behind)
+        is_ours = all(_is_only(node, requester, own) and _is_entry_of(node, requester) for node in behind)
         if match.num_matched_tokens < found.end:  # what ends here is not what the row goes on from
-            is_ours &= _is_entry_of(found, asker)
+            is_ours &= _is_entry_of(found, requester)
         num_leaving, node = 0, found
         leaving: list[Node] = []
-        while is_ours and node.parent is not None and _is_only(node, asker, own):
+        while is_ours and node.parent is not None and _is_only(node, requester, own):
             is_shared = len(node.children) > 1 or (node.kind == "system" and num_leaving > 0)
             if leaving and is_shared:
                 break
@@ -83,14 +83,14 @@ class Mover:
         """Whether another tier still reads some of these from RAM."""
         return bool(nodes) and bool(self._leaving(nodes).unwritten())
 
-    def take(self, match: Match, lease: Lease, nodes: Sequence[Node]) -> Taken:
+    def extract(self, match: Match, lease: Lease, nodes: Sequence[Node]) -> Extracted:
         """Let `nodes` leave for the row with this lease, which stands on what stays from then on."""
-        pieces, stands = list(match.pieces), []
+        pieces, boundaries = list(match.pieces), []
         first = nodes[-1]
         for node in match.node.path():
             if (state := self._store.state_of(node)) is not None and first.start < node.end <= match.num_usable_tokens:
-                stands.append(Stand(node.end, state.checkpoint.kind, state.payload))
-        self._stand_at(lease, first)
+                boundaries.append(Boundary(node.end, state.checkpoint.kind, state.payload))
+        self._move_lease(lease, first)
         if self._sweep.before_leaving is not None:
             self._sweep.before_leaving(self._leaving(nodes))
         counters = replace(self._store.counters)
@@ -98,9 +98,9 @@ class Mover:
         self._store.take_departures()
         self._store.counters.num_evicted_tokens = counters.num_evicted_tokens
         self._store.counters.num_evicted_checkpoints = counters.num_evicted_checkpoints
-        return Taken(first.start, pieces, stands)
+        return Extracted(first.start, pieces, boundaries)
 
-    def _stand_at(self, lease: Lease, first: Node) -> None:
+    def _move_lease(self, lease: Lease, first: Node) -> None:
         if first.parent is None:
             raise ValueError("The root stays.")
         self._store.trie.move(lease, Position(first.parent, first.start))
@@ -120,11 +120,11 @@ def _behind(node: Node) -> list[Node]:
     return found[::-1]
 
 
-def _is_only(node: Node, asker: Asker, own: Lease | None) -> bool:
+def _is_only(node: Node, requester: Requester, own: Lease | None) -> bool:
     """Whether nobody but who asks stands here or is known to have used it."""
-    return all(lease is own for lease in node.leases) and node.users.keys() <= {asker.user}
+    return all(lease is own for lease in node.leases) and node.users.keys() <= {requester.user}
 
 
-def _is_entry_of(node: Node, asker: Asker) -> bool:
+def _is_entry_of(node: Node, requester: Requester) -> bool:
     """Whether what ends here is nobody else's entry."""
-    return node.sequence_end is None or node.sequence_end.owner in (None, asker.owner)
+    return node.sequence_end is None or node.sequence_end.owner in (None, requester.owner)

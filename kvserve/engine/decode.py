@@ -20,6 +20,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 from kvserve.engine.batch_kv import BatchKv, entering
 from kvserve.engine.before_stop import StatesBefore, is_recurrent
 from kvserve.engine.courier import Departing
+from kvserve.engine.drawn_token import drawn_token, hand_out
 from kvserve.engine.kv_buffers import num_slots, settle
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
@@ -198,6 +199,20 @@ class DecodePool:
                     group.drop(uid)
                     return Left(row, caches, tokens, self._rest(group))
         return None
+
+    def hand_out_drawn(self, row: Row) -> Step:
+        """Hand out the token that the last step has drawn for a row that is about to leave and enter again: what its
+        caches hold is all its tokens but this one. Where that is its last one the row is finished, and has left."""
+        for group in self._groups:
+            for uid in [uid for uid, each in group.rows.items() if each is row]:
+                try:
+                    token = drawn_token(group.generator, uid)
+                except Exception as error:  # noqa: BLE001 - the step that draws it broke
+                    return self._break_up(group, error)
+                if token is not None:
+                    hand_out(row, token)
+        left = self.remove(row) if row.is_over else None
+        return Step(finished=(left,) if left is not None else ())
 
     def _rest(self, group: _Group, others: Sequence[Left] = ()) -> tuple[tuple[Any, ...], ...]:
         """For each leaf those of the rows that a group still has, and of others that have left it."""

@@ -34,7 +34,7 @@ class KvRoom:
         self.memory = memory
         self._tree = tree
         self._sizes = sizes
-        self.aside_bytes: Callable[[], int] = lambda: 0
+        self.deferred_bytes: Callable[[], int] = lambda: 0
         memory.open("kept", lambda: tree.num_ram_bytes)
 
     def account(self, live_bytes: float, copy_bytes: float) -> None:
@@ -81,7 +81,7 @@ class KvRoom:
 
     def restorable_bytes(self, num_live_bytes: float) -> float:
         """How much of what is kept a row may stand on, where all rows take so many bytes at their peak."""
-        return self.memory.plan.pool_bytes - num_live_bytes - self.leased_bytes() - self.aside_bytes()
+        return self.memory.plan.pool_bytes - num_live_bytes - self.leased_bytes() - self.deferred_bytes()
 
     def within(self, tokens: TokenSequence, num_bytes: float) -> TokenSequence:
         """As many of a prompt's first tokens as may be restored: their KV takes at most so many bytes."""

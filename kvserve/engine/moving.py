@@ -1,11 +1,13 @@
 """How the KV of a row gets into the prefix tree and out again: copied where both fit beside each other, else moved
 where nobody else needs it.
 
-    take_in    at a stop a copy; at the end of a row that holds its buffers alone they are given up, layer by layer
-    take_over  what is kept of a prompt leaves the tree for the row, which gives it back at its end
+    restore        what is kept of a prompt leaves the tree for the row, which gives it back at its end
+    insert         a row goes on: a copy, or its boundary is deferred to the row's end
+    insert_last    a row is over that holds its buffers alone: a copy, or they are given up, layer by layer
+    insert_prompt  a row is over that leaves no answer: the same of what was restored, and of its prompt
 
-While a row moves it is there once, and one layer twice. What a prefill could not keep at its stops is noted, with its
-states, and kept at the end. Quantised KV is not moved. Belongs to the engine thread.
+While a row moves it is there once, and one layer twice. What a prefill could not keep at its stops is deferred, with
+its states, and kept at the end. Quantised KV is not moved. Belongs to the engine thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvserve.cache.match import Match
-from kvserve.cache.moving import Asker, Stand
+from kvserve.cache.moving import Boundary, Requester
 from kvserve.cache.node import Lease, Node
 from kvserve.cache.records import BoundaryKind, Extension
 from kvserve.cache.tree import PrefixTree
@@ -33,17 +35,17 @@ RECORD_TOKENS = 2048
 
 
 @dataclass(slots=True)
-class _Aside:
-    """What a row has beside its caches: its first `num_taken` tokens were kept before, `stands` are the places where
-    it stopped, or others did, that are to be kept again with their states."""
+class _Deferred:
+    """What of a row is kept at its end: its first `num_restored_tokens` tokens were kept before, `boundaries` are the
+    places where it stopped, or others did, with their states."""
 
-    num_taken: int = 0
-    stands: list[Stand] = field(default_factory=list)
+    num_restored_tokens: int = 0
+    boundaries: list[Boundary] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the states."""
-        return sum(stand.state.num_bytes for stand in self.stands if stand.state is not None)
+        return sum(each.state.num_bytes for each in self.boundaries if each.state is not None)
 
 
 class Moving:
@@ -65,22 +67,22 @@ class Moving:
         self._disk = disk
         self._needs_checkpoints = not layout.is_cuttable
         self._can_move = model.quantiser is None
-        self._aside: dict[Lease, _Aside] = {}
+        self._deferred: dict[Lease, _Deferred] = {}
         self.with_second_try: Callable[[Callable[[], Any]], Any] = lambda work: work()
-        room.aside_bytes = lambda: self.held_bytes
+        room.deferred_bytes = lambda: self.held_bytes
 
     @property
     def held_bytes(self) -> int:
         """Bytes of states that rows have beside their caches: they count as live."""
-        return sum(aside.num_bytes for aside in self._aside.values())
+        return sum(deferred.num_bytes for deferred in self._deferred.values())
 
     def let_go(self, lease: Lease) -> None:
         """The row is gone. Idempotent."""
-        self._aside.pop(lease, None)
+        self._deferred.pop(lease, None)
 
     def clear(self) -> None:
-        """Forget all that rows have besides."""
-        self._aside.clear()
+        """Forget all that is deferred."""
+        self._deferred.clear()
 
     # --- out of the tree ----------------------------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ class Moving:
         def may_stay(num_tokens: int) -> bool:
             return self._sizes.kept(0, num_tokens) <= restorable_bytes
 
-        return self._tree.mover.nodes(match, Asker(owner_of(row), user_of(row)), may_stay, lease)
+        return self._tree.mover.nodes(match, Requester(owner_of(row), user_of(row)), may_stay, lease)
 
     def awaits_disk(self, row: Row, hold: Hold) -> bool:
         """Whether a row that is to take KV over must wait, as the disk still reads it from RAM: then it would be there
@@ -123,190 +125,214 @@ class Moving:
         match = self._tree.peek(tokens_of(row), partition=row.request.partition)
         return self._tree.mover.unwritten(self._nodes(row, match, row.restorable_bytes, hold.lease))
 
-    def take_over(self, row: Row, match: Match, lease: Lease, nodes: Sequence[Node], num_next_tokens: int) -> list[Any]:
+    def restore(self, row: Row, match: Match, lease: Lease, nodes: Sequence[Node], num_next_tokens: int) -> list[Any]:
         """Live caches from what is kept, of which `nodes` leave the tree; each layer's kept arrays go before the next
         one is filled. The lease stands on what stays."""
-        taken = self._tree.mover.take(match, lease, nodes)
+        extracted = self._tree.mover.extract(match, lease, nodes)
         pieces: list[tuple[KvSlice, int, int]] = [
             (piece.payload, piece.first_row, piece.end_row)  # type: ignore[misc]
-            for piece in taken.pieces
+            for piece in extracted.pieces
             if piece.payload is not None
         ]
-        taken.pieces.clear()
+        extracted.pieces.clear()
         state: Any = match.state.payload if match.state is not None else None
-        aside = self._aside[lease] = _Aside(match.num_usable_tokens)
-        left_bytes = row.restorable_bytes - self._sizes.kept(0, taken.start)
-        for stand in reversed(taken.stands):
-            left_bytes -= stand.state.num_bytes if stand.state is not None else 0
+        deferred = self._deferred[lease] = _Deferred(match.num_usable_tokens)
+        left_bytes = row.restorable_bytes - self._sizes.kept(0, extracted.start)
+        for boundary in reversed(extracted.boundaries):
+            left_bytes -= boundary.state.num_bytes if boundary.state is not None else 0
             if left_bytes >= 0:
-                aside.stands.insert(0, stand)
+                deferred.boundaries.insert(0, boundary)
         return self._layout.restore_moved(pieces, state, num_next_tokens, self.with_second_try)
 
     # --- into the tree ------------------------------------------------------------------------------------------------
 
-    def take_in(
+    def insert(
+        self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any], end: int, kind: BoundaryKind
+    ) -> None:
+        """Keep the KV of a row that goes on, up to `end`.
+
+        Room is made first: the tier is never above its budget, but for what goes through RAM to the disk.
+        """
+        if self._may_insert(tenancy, end) and not self._insert_copy(tenancy, tokens, caches, end, kind):
+            self._defer(tenancy.lease, caches, end, kind)
+
+    def insert_last(
         self,
         tenancy: Tenancy,
         tokens: TokenSequence,
         caches: Sequence[Any],
         end: int,
         kind: BoundaryKind,
-        *,
-        rest: Sequence[Any] | None = None,
+        rest: Sequence[Any],
     ) -> bool:
-        """Keep the KV of a row up to `end`. `rest`: the row is at its end, and nobody else holds its buffers but these
-        leaves of the batch that it was in. Whether they were given up for it.
-
-        Room is made first: the tier is never above its budget, but for what goes through RAM to the disk.
+        """The same of a row that is over: but for the `rest` of its batch nobody else holds its buffers. Whether they
+        were given up for it: where a copy would cost what is kept, and where there is no room for one.
         """
-        lease, room = tenancy.lease, self._room
-        if lease.is_detached:  # it leaves nothing, and nothing leaves for it
+        if not self._may_insert(tenancy, end):
             return False
-        start, has_disk, aside = lease.num_tokens, self._disk() is not None, self._aside.get(lease)
-        num_bytes = self._sizes.kept(start, end) + (aside.num_bytes if aside is not None else 0)
-        if not tenancy.may_evict and not room.left().fits(num_bytes, self._sizes.fixed):
-            return False
-        if tenancy.may_evict and room.could_take(num_bytes, has_disk=has_disk):
-            room.make(num_bytes)
-        is_moved = False
-        if room.takes(num_bytes, has_disk=has_disk):
-            extension = self._copied(tenancy, tokens, caches, end, kind)
-        elif rest is not None and self._can_move and self._makes_way(lease, end, has_disk=has_disk):
-            extension, is_moved = self._moved(tenancy, tokens, caches, rest, end, kind), True
-        else:
-            self._miss(tenancy, caches, end, kind, is_over=rest is not None)
-            return False
-        self._tell_disk(tenancy, start, extension)
-        return is_moved
+        lease = tenancy.lease
+        num_deferred, is_free = len(self._deferred_of(lease).boundaries), self._is_free(lease, end)
+        if is_free or not self._makes_way(lease, end, num_vital=num_deferred):
+            if self._insert_copy(tenancy, tokens, caches, end, kind):
+                return False
+            if not self._makes_way(lease, end):
+                self._room.note_not_kept()
+                return False
 
-    def give_up(self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any], rest: Sequence[Any] = ()) -> bool:
-        """The row is gone and leaves no answer, but what it took over is kept again, and its prompt up to the last stop
-        that it came to. Whether its caches were given up for it."""
-        lease, aside = tenancy.lease, self._aside.get(tenancy.lease, _Aside())
+        def last() -> Boundary:
+            state = self.with_second_try(lambda: self._layout.read_state(caches)) if self._needs_checkpoints else None
+            return Boundary(end, kind, state)
+
+        self._insert_moved(tenancy, tokens, caches, rest, end, last)
+        return True
+
+    def insert_prompt(
+        self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any], rest: Sequence[Any] = ()
+    ) -> bool:
+        """The row is over and leaves no answer, but what left the tree for it is kept again, and its prompt up to the
+        last stop that it came to. Whether its caches were given up for it."""
+        lease, deferred = tenancy.lease, self._deferred_of(tenancy.lease)
         num_prompt_tokens = len(tenancy.row.request.prompt)
-        ends = [0 if self._needs_checkpoints else aside.num_taken]
-        ends += [stand.offset for stand in aside.stands if stand.offset <= num_prompt_tokens]
+        ends = [0 if self._needs_checkpoints else deferred.num_restored_tokens]
+        ends += [each.offset for each in deferred.boundaries if each.offset <= num_prompt_tokens]
         end = max(ends)
         if end <= lease.num_tokens or lease.is_detached:
             return False
-        start = lease.num_tokens
-        aside.stands = [stand for stand in aside.stands if stand.offset <= end]
-        has_disk, num_vital = self._disk() is not None, int(self._needs_checkpoints)
-        if not self._makes_way(lease, end, has_disk=has_disk, num_vital=num_vital):
+        deferred.boundaries = [each for each in deferred.boundaries if each.offset <= end]
+        if not self._makes_way(lease, end, num_vital=int(self._needs_checkpoints)):
             return False
-        self._tell_disk(tenancy, start, self._moved(tenancy, tokens, caches, rest, end, "stride", has_state=False))
+        known = (each for each in self._deferred_of(lease).boundaries if each.offset == end)
+        last = next(known, Boundary(end, "stride", None))
+        self._insert_moved(tenancy, tokens, caches, rest, end, lambda: last)
         return True
 
-    def _copied(
+    def _deferred_of(self, lease: Lease) -> _Deferred:
+        return self._deferred.get(lease, _Deferred())
+
+    def _copied_bytes(self, lease: Lease, end: int) -> float:
+        return self._sizes.kept(lease.num_tokens, end) + self._deferred_of(lease).num_bytes
+
+    def _is_free(self, lease: Lease, end: int) -> bool:
+        """Whether a copy fits beside the row and all that is kept."""
+        return self._room.left().fits(self._copied_bytes(lease, end), self._sizes.fixed)
+
+    def _may_insert(self, tenancy: Tenancy, end: int) -> bool:
+        if tenancy.lease.is_detached:  # it leaves nothing, and nothing leaves for it
+            return False
+        return tenancy.may_evict or self._is_free(tenancy.lease, end)
+
+    def _insert_copy(
         self, tenancy: Tenancy, tokens: TokenSequence, caches: Sequence[Any], end: int, kind: BoundaryKind
-    ) -> Extension:
-        packed_from, lease = self._model.packed_from(tokens.images), tenancy.lease
+    ) -> bool:
+        """Make room for a copy of a row's KV up to `end`, and keep it; whether there was any. What was deferred is kept
+        with it."""
+        lease, room, has_disk = tenancy.lease, self._room, self._disk() is not None
+        num_bytes = self._copied_bytes(lease, end)
+        if tenancy.may_evict and room.could_take(num_bytes, has_disk=has_disk):
+            room.make(num_bytes)
+        if not room.takes(num_bytes, has_disk=has_disk):
+            return False
+        packed_from = self._model.packed_from(tokens.images)
 
         def take_rows(first: int, last: int) -> KvSlice:
             return self._layout.read_kv(caches, first, last, packed_from)
 
-        start, first_new = lease.num_tokens, end
-        if (aside := self._aside.get(lease)) is not None:  # what did not fit at earlier stops
-            while aside.stands:
-                stand = aside.stands[0]
-                if lease.num_tokens < stand.offset < end and stand.state is not None:
-                    first_new = min(first_new, self._stand(lease, tokens, stand, take_rows).first_new)
-                del aside.stands[0]  # not before: where an allocation fails all of this is tried once more
+        start, first_new, deferred = lease.num_tokens, end, self._deferred_of(lease)
+        while deferred.boundaries:
+            boundary = deferred.boundaries[0]
+            if lease.num_tokens < boundary.offset < end and boundary.state is not None:
+                first_new = min(first_new, self._extend(lease, tokens, boundary, take_rows).first_new)
+            del deferred.boundaries[0]  # not before: where an allocation fails all of this is tried once more
         take_state: Any = (lambda: self._layout.read_state(caches)) if self._needs_checkpoints else None
         extension = self._tree.extend(lease, tokens, end, take_rows, take_state, kind)
-        return replace(extension, start=start, first_new=min(first_new, extension.first_new))
+        first_new = min(first_new, extension.first_new)
+        self._tell_disk(tenancy, start, replace(extension, start=start, first_new=first_new))
+        return True
 
-    def _makes_way(self, lease: Lease, end: int, *, has_disk: bool, num_vital: int = 0) -> bool:
+    def _makes_way(self, lease: Lease, end: int, *, num_vital: int = 0) -> bool:
         """Whether what is kept may have a row's KV up to `end` in the place of the row: beside both there is one state,
         and a layer, which is counted with the row. Its oldest states go where they are too much, but for `num_vital` of
         them."""
-        room, aside, fixed_bytes = self._room, self._aside.get(lease, _Aside()), self._sizes.fixed
-        num_bytes = self._sizes.kept(lease.num_tokens, end)
+        if not self._can_move:
+            return False
+        room, deferred, fixed_bytes = self._room, self._deferred_of(lease), self._sizes.fixed
+        num_bytes, has_disk = self._sizes.kept(lease.num_tokens, end), self._disk() is not None
 
         def fits(asks: Callable[..., bool]) -> bool:
-            return asks(fixed_bytes, has_disk=has_disk, num_moved_bytes=num_bytes + aside.num_bytes)
+            return asks(fixed_bytes, has_disk=has_disk, num_moved_bytes=num_bytes + deferred.num_bytes)
 
-        while len(aside.stands) > num_vital and not fits(room.could_take):
-            del aside.stands[0]
+        while len(deferred.boundaries) > num_vital and not fits(room.could_take):
+            del deferred.boundaries[0]
         if not fits(room.could_take):
             return False
         room.make(fixed_bytes)
         return fits(room.takes)
 
-    def _moved(
+    def _insert_moved(
         self,
         tenancy: Tenancy,
         tokens: TokenSequence,
         caches: Sequence[Any],
         rest: Sequence[Any],
         end: int,
-        kind: BoundaryKind,
-        *,
-        has_state: bool = True,
-    ) -> Extension:
-        """Give the caches up and keep what they held, in records of some length, with the states of its stops."""
+        last: Callable[[], Boundary],
+    ) -> None:
+        """Give the caches up and keep what they held, in records of some length, with the states of its stops. `last`
+        gives the boundary at `end` once the KV has moved: there is room for its state then."""
         lease = tenancy.lease
         start = lease.num_tokens
-        stands = self._stands(tenancy, start, end)
-        borders = [start, *(stand.offset for stand in stands), end]
-        slices = self._layout.move_kv(caches, borders, rest, self.with_second_try)
-        if has_state:
-            state = None
-            if self._needs_checkpoints:
-                state = self.with_second_try(lambda: self._layout.read_state(caches))
-            stands.append(Stand(end, kind, state))
-        else:
-            known = (each for each in self._aside.get(lease, _Aside()).stands if each.offset == end)
-            stands.append(next(known, Stand(end, kind, None)))
+        boundaries = self._boundaries(tenancy, start, end)
+        offsets = [start, *(each.offset for each in boundaries), end]
+        slices = self._layout.move_kv(caches, offsets, rest, self.with_second_try)
+        boundaries.append(last())
         self.let_go(lease)
         first_new, is_new = end, False
         slices.reverse()
-        for stand in stands:
+        for boundary in boundaries:
             take_rows = partial(_rows_of, slices.pop(), lease.num_tokens)
-            extension = self.with_second_try(partial(self._stand, lease, tokens, stand, take_rows))
+            extension = self.with_second_try(partial(self._extend, lease, tokens, boundary, take_rows))
             first_new, is_new = min(first_new, extension.first_new), is_new or extension.has_new_checkpoint
-        return Extension(start, first_new, end, is_new)
+        self._tell_disk(tenancy, start, Extension(start, first_new, end, is_new))
 
-    def _stand(
-        self, lease: Lease, tokens: TokenSequence, stand: Stand, take_rows: Callable[[int, int], KvSlice]
+    def _extend(
+        self, lease: Lease, tokens: TokenSequence, boundary: Boundary, take_rows: Callable[[int, int], KvSlice]
     ) -> Extension:
-        state = stand.state
+        state = boundary.state
         take_state = None if state is None else (lambda: state)
-        return self._tree.extend(lease, tokens, stand.offset, take_rows, take_state, stand.kind)
+        return self._tree.extend(lease, tokens, boundary.offset, take_rows, take_state, boundary.kind)
 
-    def _stands(self, tenancy: Tenancy, start: int, end: int) -> list[Stand]:
+    def _boundaries(self, tenancy: Tenancy, start: int, end: int) -> list[Boundary]:
         """Where what moves in is divided: at stops, with states where these are needed, else where the answer begins,
         which may be retracted, and after so many tokens."""
-        aside, prompt_end = self._aside.get(tenancy.lease, _Aside()), tenancy.row.answer_start
-        known = {stand.offset: stand for stand in aside.stands if start < stand.offset < end}
+        deferred, prompt_end = self._deferred_of(tenancy.lease), tenancy.row.answer_start
+        known = {each.offset: each for each in deferred.boundaries if start < each.offset < end}
         if self._needs_checkpoints:
-            known = {offset: stand for offset, stand in known.items() if stand.state is not None}
+            known = {offset: each for offset, each in known.items() if each.state is not None}
         elif start < prompt_end < end:
-            known.setdefault(prompt_end, Stand(prompt_end, "stride", None))
-        borders = [start, *sorted(known), end]
-        for first, last in pairwise(borders):
+            known.setdefault(prompt_end, Boundary(prompt_end, "stride", None))
+        for first, last in pairwise([start, *sorted(known), end]):
             for offset in range(first + RECORD_TOKENS, last, RECORD_TOKENS):
-                known[offset] = Stand(offset, "stride", None)
+                known[offset] = Boundary(offset, "stride", None)
         return [known[offset] for offset in sorted(known)]
 
-    def _miss(self, tenancy: Tenancy, caches: Sequence[Any], end: int, kind: BoundaryKind, *, is_over: bool) -> None:
+    def _defer(self, lease: Lease, caches: Sequence[Any], end: int, kind: BoundaryKind) -> None:
         """What does not fit beside the row is kept at its end. The state is there only now."""
-        lease, sizes = tenancy.lease, self._sizes
-        if is_over or not self._can_move:
+        fixed_bytes = self._sizes.fixed
+        if not self._can_move:
             self._room.note_not_kept()
             return
-        aside = self._aside.setdefault(lease, _Aside())
-        if any(stand.offset == end for stand in aside.stands):
+        deferred = self._deferred.setdefault(lease, _Deferred())
+        if any(each.offset == end for each in deferred.boundaries):
             return
         state: StateSnapshot | None = None
         if self._needs_checkpoints:
-            if not self._room.could_take(sizes.fixed, has_disk=True):
+            if not self._room.could_take(fixed_bytes, has_disk=True):
                 return
-            self._room.make(sizes.fixed)
-            if not self._room.takes(sizes.fixed, has_disk=True):
+            self._room.make(fixed_bytes)
+            if not self._room.takes(fixed_bytes, has_disk=True):
                 return
             state = self._layout.read_state(caches)
-        aside.stands.append(Stand(end, kind, state))
+        deferred.boundaries.append(Boundary(end, kind, state))
 
     def _tell_disk(self, tenancy: Tenancy, start: int, extension: Extension) -> None:
         if (disk := self._disk()) is not None:

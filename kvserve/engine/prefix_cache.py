@@ -146,7 +146,7 @@ class PrefixCache:
     def _restored(self, row: Row, tokens: TokenSequence, match: Match, lease: Lease) -> tuple[Tenancy, list[Any], int]:
         num_next = expected_tokens(row) - match.num_usable_tokens
         if moving := self.moving.nodes(row, match, lease):
-            caches = self.moving.take_over(row, match, lease, moving, num_next)
+            caches = self.moving.restore(row, match, lease, moving, num_next)
         else:
             pieces = [(each.payload, each.first_row, each.end_row) for each in match.pieces if each.payload is not None]
             state = match.state.payload if match.state is not None else None
@@ -199,7 +199,7 @@ class PrefixCache:
     def keep(self, tenancy: Tenancy, caches: Sequence[Any], num_done: int) -> None:
         """Take in what a prefill has computed up to the planned stop `num_done`; nothing where it does not stop."""
         if (stop := tenancy.stop_at(num_done)) is not None:
-            self.moving.take_in(tenancy, tokens_of(tenancy.row), caches, num_done, stop.kind)
+            self.moving.insert(tenancy, tokens_of(tenancy.row), caches, num_done, stop.kind)
 
     def extend(
         self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
@@ -208,12 +208,15 @@ class PrefixCache:
         Whether the caches were given up for it, as may be where the row is over and but for the `rest` of its batch
         nobody else has them; None: it goes on."""
         sequence = TokenSequence(tuple(tokens), tenancy.row.request.prompt.images)
-        image, take_in = image_around(sequence.images, len(sequence)), partial(self.moving.take_in, rest=rest)
-        if image is None:
-            return take_in(tenancy, sequence, caches, len(sequence), "answer")
-        if not self._needs_checkpoints and image.start > tenancy.lease.num_tokens:
-            return take_in(tenancy, sequence, caches, image.start, "answer")
-        return rest is not None and self.moving.give_up(tenancy, sequence, caches, rest)
+        end = len(sequence)
+        if (image := image_around(sequence.images, end)) is not None:
+            if self._needs_checkpoints or image.start <= tenancy.lease.num_tokens:
+                return rest is not None and self.moving.insert_prompt(tenancy, sequence, caches, rest)
+            end = image.start
+        if rest is not None:
+            return self.moving.insert_last(tenancy, sequence, caches, end, "answer", rest)
+        self.moving.insert(tenancy, sequence, caches, end, "answer")
+        return False
 
     def finish(
         self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None

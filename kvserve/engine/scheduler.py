@@ -176,11 +176,11 @@ class Scheduler:
         self.warmer.drop_all("shutdown")
         for prefill in list(self._prefills):
             self._prefills.remove(prefill.row)
-            with self._tenancies.aside(prefill.row):
+            with self._tenancies.in_transit(prefill.row):
                 self._tenancies.keep_prefilled(prefill)
         for row in self._pool.rows():
             if (left := self._pool.remove(row)) is not None:
-                with self._tenancies.aside(row):
+                with self._tenancies.in_transit(row):
                     self._tenancies.keep_rest(row, left.caches, left.tokens, left.rest)
 
     def drain(self, *, is_last: bool = False) -> list[Row]:
@@ -213,19 +213,19 @@ class Scheduler:
             self._arrivals.remove(row)
             prefill, left = self._prefills.remove(row), self._pool.remove(row)
             row.finish(reason)
-            with self._tenancies.aside(*([row] if prefill is not None or left is not None else [])):
+            with self._tenancies.in_transit(*([row] if prefill is not None or left is not None else [])):
                 if prefill is not None and reason == "cancelled":
                     self._tenancies.keep_prefilled(prefill)
                 # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
                 if reason == "watchdog":
-                    self._give_up(row, prefill, left)
+                    self._keep_prompt(row, prefill, left)
                 self._release(row, left if reason == "cancelled" else None)
 
-    def _give_up(self, row: Row, prefill: Prefill | None, left: Left | None) -> None:
+    def _keep_prompt(self, row: Row, prefill: Prefill | None, left: Left | None) -> None:
         if prefill is not None:
-            self._tenancies.give_up(row, prefill.caches, prefill.tokens)
+            self._tenancies.keep_prompt(row, prefill.caches, prefill.tokens)
         elif left is not None:
-            self._tenancies.give_up(row, left.caches, left.tokens, left.rest)
+            self._tenancies.keep_prompt(row, left.caches, left.tokens, left.rest)
         self._tenancies.retract_answer(row)
 
     def _leavers(self) -> Iterator[tuple[Row, StopReason]]:
@@ -247,14 +247,16 @@ class Scheduler:
             self.cache.make_room(self._entrance.answer_bytes(row))
 
     def _put_back_outgrown(self) -> None:
-        """Answers longer than their allowance have outgrown the memory for all: the newest row waits."""
+        """Answers longer than their allowance have outgrown the memory for all: the newest row waits, and goes on from
+        what it has computed."""
         rows = self._pool.rows()
         if len(rows) < 2 or not self._entrance.is_outgrown():
             return
         row = max(rows, key=lambda each: each.submitted_at)
+        self._settle(self._pool.hand_out_drawn(row))
         if (left := self._pool.remove(row)) is None:
             return
-        with self._tenancies.aside(row):
+        with self._tenancies.in_transit(row):
             self._tenancies.keep_rest(row, left.caches, left.tokens, left.rest)
             self._release(row, None)
         self._waiting.appendleft(row)
@@ -266,7 +268,7 @@ class Scheduler:
 
     def _account(self) -> None:
         """Say what live rows hold: what has left its batch is there until it is kept."""
-        live_bytes = self._live_bytes() + self._tenancies.aside_bytes
+        live_bytes = self._live_bytes() + self._tenancies.transit_bytes
         self.cache.kv_room.account(live_bytes, self._model.sizes.copied(live_bytes))
 
     def _live_bytes(self) -> float:
@@ -352,9 +354,9 @@ class Scheduler:
         for row in step.failed:
             row.fail(row.failure or EngineFailure("The row failed for an unknown reason."))
             left = next((each for each in step.broken if each.row is row), None)
-            with self._tenancies.aside(*([row] if left is not None else [])):
+            with self._tenancies.in_transit(*([row] if left is not None else [])):
                 if left is not None:
-                    self._tenancies.give_up(row, left.caches, left.tokens, left.rest)
+                    self._tenancies.keep_prompt(row, left.caches, left.tokens, left.rest)
                 self._release(row, None)
         for row in step.evicted:
             cause = f"{type(row.trouble).__name__}: {row.trouble}"
@@ -362,7 +364,7 @@ class Scheduler:
             self._report(f"A decode batch failed ({cause}); {again}.")
             self._release(row, None)
             self._arrive(row)
-        with self._tenancies.aside(*(left.row for left in step.finished)):
+        with self._tenancies.in_transit(*(left.row for left in step.finished)):
             for left in step.finished:
                 self._release(left.row, left)
         for crossing in step.crossed:

@@ -41,13 +41,14 @@ class Tenancies:
         self._report = report
         self._account = account
         self._of: dict[Row, Tenancy] = {}
-        self._aside: dict[Row, float] = {}
+        self._in_transit: dict[Row, float] = {}
         cache.moving.with_second_try = memory.with_second_try
 
     @property
-    def aside_bytes(self) -> float:
-        """What rows hold that have left their batches, and the states that running ones have besides."""
-        return sum(self._aside.values()) + self._cache.moving.held_bytes
+    def transit_bytes(self) -> float:
+        """What rows hold that have left their batches and are not kept yet, and the states that running ones have
+        besides."""
+        return sum(self._in_transit.values()) + self._cache.moving.held_bytes
 
     def begin(self, row: Row, tenancy: Tenancy) -> None:
         """A row has entered."""
@@ -57,15 +58,15 @@ class Tenancies:
         return self._of.get(row)
 
     @contextmanager
-    def aside(self, *rows: Row) -> Iterator[None]:
-        """While the KV of rows is read out of a batch, it is there besides, unless it moves into the tree."""
-        self._aside.update({row: self._sizes.held(row.num_tokens) for row in rows})
+    def in_transit(self, *rows: Row) -> Iterator[None]:
+        """The KV of rows on its way from a batch into the tree: it is there besides, unless it moves."""
+        self._in_transit.update({row: self._sizes.held(row.num_tokens) for row in rows})
         self._account()
         try:
             yield
         finally:
             for row in rows:
-                self._aside.pop(row, None)
+                self._in_transit.pop(row, None)
 
     def keep(self, prefill: Prefill) -> None:
         """Store what a stop gives. What cannot be stored is computed again another time; the request goes on."""
@@ -87,13 +88,15 @@ class Tenancies:
         """The same of a row that has left its prefill."""
         self.keep_rest(prefill.row, prefill.caches, prefill.tokens[: prefill.num_done], ())
 
-    def give_up(self, row: Row, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = ()) -> None:
-        """A row is gone that leaves no answer behind: what it took over from the tree is kept again, and what its
-        prefill could not keep at its stops."""
+    def keep_prompt(
+        self, row: Row, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = ()
+    ) -> None:
+        """A row is gone that leaves no answer behind: what left the tree for it is kept again, and what its prefill
+        could not keep at its stops."""
         if rest is not None and (tenancy := self._of.get(row)) is not None:
             sequence = TokenSequence(tuple(tokens), row.request.prompt.images)
             with self._reported(NOT_KEPT):
-                self._note(row, self._cache.moving.give_up(tenancy, sequence, caches, rest))
+                self._note(row, self._cache.moving.insert_prompt(tenancy, sequence, caches, rest))
 
     def retract_answer(self, row: Row) -> None:
         """Drop what was kept of a row's answer meanwhile."""
@@ -128,7 +131,7 @@ class Tenancies:
 
     def _note(self, row: Row, is_moved: bool) -> None:
         if is_moved:
-            self._aside.pop(row, None)
+            self._in_transit.pop(row, None)
             self._account()
 
     @contextmanager

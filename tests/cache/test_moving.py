@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.cache.moving import Asker
+from kvserve.cache.moving import Requester
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
 from tests.cache.payloads import assert_exact, joined, keys_of, make_tree, rows_of, store
@@ -37,22 +37,22 @@ def test_nobody_else_loses_anything(
     for owner, each in kept:
         tokens = sequence_of(each)
         store(tree, tokens, sorted({max(1, len(each) // 2), len(each)}), owner=str(owner), user=str(owner))
-    tokens, asker = sequence_of(ids), Asker("0", "0")
+    tokens, requester = sequence_of(ids), Requester("0", "0")
     others = [sequence_of(each) for owner, each in kept if owner != 0]
     before = [depth(tree, each) for each in others]
     match = tree.lookup(tokens)
-    if not tree.mover.nodes(match, asker, lambda num_tokens: num_tokens <= most):
+    if not tree.mover.nodes(match, requester, lambda num_tokens: num_tokens <= most):
         return
     lease = tree.acquire(match, owner="0", user="0")
-    taken = tree.mover.take(match, lease, tree.mover.nodes(match, asker, lambda num: num <= most, lease))
-    assert joined(taken.pieces).keys == keys_of(tokens)[: match.num_usable_tokens]
-    assert lease.num_tokens == taken.start <= most
+    extracted = tree.mover.extract(match, lease, tree.mover.nodes(match, requester, lambda num: num <= most, lease))
+    assert joined(extracted.pieces).keys == keys_of(tokens)[: match.num_usable_tokens]
+    assert lease.num_tokens == extracted.start <= most
     assert [depth(tree, each) for each in others] == before
     tree.check_integrity()
-    for stand in taken.stands:
-        state = stand.state
+    for boundary in extracted.boundaries:
+        state = boundary.state
         assert state is not None
-        tree.extend(lease, tokens, stand.offset, rows_of(tokens), lambda state=state: state, stand.kind)  # type: ignore[misc]
+        tree.extend(lease, tokens, boundary.offset, rows_of(tokens), lambda state=state: state, boundary.kind)  # type: ignore[misc]
     tree.extend(lease, tokens, match.num_usable_tokens, rows_of(tokens))
     tree.release(lease)
     tree.check_integrity()
@@ -68,9 +68,9 @@ def test_what_somebody_stands_on_or_used_stays() -> None:
     for owner, user, keep in (("a", "a", True), ("a", "b", False), ("b", "a", False)):
         tree = make_tree()
         store(tree, tokens, [10], owner="a", user="a")
-        assert tree.mover.nodes(tree.lookup(longer), Asker("a", "a"), lambda _: True)
+        assert tree.mover.nodes(tree.lookup(longer), Requester("a", "a"), lambda _: True)
         store(tree, sequence_of([*range(20), 60]), [10, 21], owner=owner, user=user, keep=keep)
-        assert not tree.mover.nodes(tree.lookup(longer), Asker("a", "a"), lambda num: num < 10)
+        assert not tree.mover.nodes(tree.lookup(longer), Requester("a", "a"), lambda num: num < 10)
 
 
 def test_the_end_of_system_and_tools_stays_where_it_may() -> None:
@@ -78,9 +78,9 @@ def test_the_end_of_system_and_tools_stays_where_it_may() -> None:
     tree = make_tree()
     store(tree, sequence_of([*range(20)]), [8, 20], owner="a", user="a", kinds={8: "system"})
     longer = tree.lookup(sequence_of([*range(20), 50]))
-    asker = Asker("a", "a")
-    assert tree.mover.nodes(longer, asker, lambda num: num <= 8)[-1].start == 8
-    assert tree.mover.nodes(longer, asker, lambda num: num < 8)[-1].start == 0
+    requester = Requester("a", "a")
+    assert tree.mover.nodes(longer, requester, lambda num: num <= 8)[-1].start == 8
+    assert tree.mover.nodes(longer, requester, lambda num: num < 8)[-1].start == 0
 
 
 def test_moved_rows_are_no_evicted_ones() -> None:
@@ -89,6 +89,6 @@ def test_moved_rows_are_no_evicted_ones() -> None:
     store(tree, sequence_of([*range(20)]), owner="a", user="a")
     match = tree.lookup(sequence_of([*range(20), 50]))
     lease = tree.acquire(match, owner="a", user="a")
-    tree.mover.take(match, lease, tree.mover.nodes(match, Asker("a", "a"), lambda _: True, lease))
+    tree.mover.extract(match, lease, tree.mover.nodes(match, Requester("a", "a"), lambda _: True, lease))
     stats = tree.stats()
     assert (stats.num_evicted_tokens, stats.num_stored_tokens, stats.ram_bytes) == (0, 0, 0)

@@ -98,8 +98,8 @@ def moves_counted() -> Iterator[Counter[str]]:
         return counted_too
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Moving, "take_over", counting("take_over", "out"))
-        patch.setattr(Moving, "_moved", counting("_moved", "in"))
+        patch.setattr(Moving, "restore", counting("restore", "out"))
+        patch.setattr(Moving, "_insert_moved", counting("_insert_moved", "in"))
         yield counted
 
 
@@ -108,7 +108,7 @@ def check(engine: Engine) -> None:
 
     def look(scheduler: Any) -> None:
         scheduler.cache.check_integrity()
-        assert scheduler.cache.moving.held_bytes == 0 == scheduler._tenancies.aside_bytes
+        assert scheduler.cache.moving.held_bytes == 0 == scheduler._tenancies.transit_bytes
         assert scheduler.cache.kv_room.leased_bytes() == 0
         scheduler._account()
         assert scheduler.cache.kv_room.memory.held("live") == scheduler.warmer.live_bytes()

@@ -3,21 +3,21 @@ nobody loses anything, and what is counted adds up."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvserve.core import GenerationDone, GenerationFailed, GenerationRequest, PrefillProgress, TokenDelta
+from kvserve.core import (
+    GenerationDone,
+    PrefillProgress,
+    TokenDelta,
+    TokenSequence,
+)
 from kvserve.engine import disk_cache
 from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.entrance import Entrance
 from kvserve.engine.rows import Generation, Row
-from kvserve.engine.scheduler import Scheduler
-from kvserve.engine.worker import Engine
 from tests.engine.engines import (
     NUM_ANSWER_TOKENS,
     Result,
@@ -31,6 +31,7 @@ from tests.engine.engines import (
     turn,
 )
 from tests.engine.full_engines import (
+    NEXT_TOKENS,
     NUM_ALL_TOKENS,
     NUM_PROMPT_TOKENS,
     check,
@@ -38,45 +39,8 @@ from tests.engine.full_engines import (
     full_engine,
     moves_counted,
 )
+from tests.engine.moving_rows import KINDS, begun, put_back_once, put_backs_counted, while_it_answers
 from tests.laws import sampled, sampled_cells
-
-KINDS = ["qwen3", "qwen3_5"]
-"""Plain caches, and states that stand at one place only."""
-
-
-def while_it_answers(engine: Engine, wanted: GenerationRequest, act: Callable[[Generation], None]) -> Result:
-    """Act once the first token of a row is there; then wait for the row."""
-    running = engine.submit(wanted)
-    tokens: list[int] = []
-    has_acted = False
-    for batch in running.batches(60):
-        tokens += [event.token for event in batch if isinstance(event, TokenDelta)]
-        if tokens and not has_acted:
-            has_acted = True
-            act(running)
-        end = batch[-1]
-    assert isinstance(end, GenerationDone | GenerationFailed)
-    return Result(tuple(tokens), end, ())
-
-
-def begun(running: Generation) -> None:
-    """Wait for a row's first token."""
-    next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
-
-
-@contextmanager
-def put_backs_counted() -> Iterator[list[Row]]:
-    """The rows that left without having ended."""
-    rows: list[Row] = []
-    real = Scheduler._release
-
-    def release(self: Scheduler, row: Row, left: Any) -> None:
-        rows.extend([] if row.is_over else [row])
-        real(self, row, left)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "_release", release)
-        yield rows
 
 
 @sampled_cells(lambda family, ends: (ends == "cancelled") == (family == "qwen3_5"))
@@ -192,12 +156,7 @@ def test_a_row_that_is_put_back_goes_on_with_what_it_took_over(
             monkeypatch.setattr("kvserve.engine.decode.extra_padding_tokens", lambda *_: 10**12)
         other = engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS))
         begun(other)
-
-        def act(_: Generation) -> None:
-            has_outgrown = iter([True])
-            monkeypatch.setattr(Entrance, "is_outgrown", lambda _: next(has_outgrown, False))
-
-        found = while_it_answers(engine, turn(said.second), act)
+        found = while_it_answers(engine, turn(said.second), put_back_once(monkeypatch))
         again = generate(engine, turn(said.third(), 4))[0]
         collect(other)  # it stands on what it began with as long as it runs
         check(engine)
@@ -313,12 +272,7 @@ def test_a_row_that_was_put_back_and_then_ended_by_the_watchdog_keeps_its_prompt
 
         with monkeypatch.context() as patch:
             patch.setattr(Row, "is_overdue", is_overdue)
-
-            def outgrow(_: Generation) -> None:
-                once = iter([True])
-                patch.setattr(Entrance, "is_outgrown", lambda _: next(once, False))
-
-            ended = while_it_answers(engine, turn(said.second), outgrow)
+            ended = while_it_answers(engine, turn(said.second), put_back_once(patch))
         assert isinstance(ended.end, GenerationDone) and len(put_back) == 1
         again = generate(engine, turn(said.second))[0]
     assert_exact(again, said.expected)
@@ -352,3 +306,50 @@ def test_what_is_forgotten_while_a_row_has_it(family: str, act: str) -> None:
         assert cached(again) == len(said.second) + len(said.expected)
     else:
         assert (stats.num_stored_tokens, stats.ram_bytes, cached(again)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("num_tokens", sampled((2900, 3000), {3000}))
+def test_of_two_rows_that_end_in_one_step_neither_costs_the_other_its_history(num_tokens: int, is_first: bool) -> None:
+    """A little more than both fits, and one of them took over what was kept of it: that one moves, as to copy it would
+    cost what the other one has just left."""
+    with full_engine("qwen3_5", num_tokens, 1.0) as engine, moves_counted() as moves:
+        said = conversation_of("qwen3_5")
+        other = prompt_of(NUM_PROMPT_TOKENS + NUM_ANSWER_TOKENS + 52, 3)
+        expected = cold(engine, other)
+        thirds = [said.third(), [*other, *expected, *prompt_of(4, 2)]]
+        lasts = [cold(engine, each, 4) for each in thirds]
+        generate(engine, turn(other[:-52], 1))
+        generate(engine, turn(said.first))
+        wanted = [turn(said.second), turn(other)]
+        found = generate(engine, *(wanted if is_first else wanted[::-1]))
+        second, beside = found if is_first else found[::-1]
+        again = [generate(engine, turn(each, 4))[0] for each in thirds]
+        check(engine)
+    assert moves["out"] >= 1
+    assert_exact(second, said.expected)
+    assert_exact(beside, expected)
+    for each, last, third in zip(again, lasts, thirds, strict=True):
+        assert_exact(each, last)
+        assert cached(each) == len(third) - 4
+
+
+@pytest.mark.parametrize("num_tokens", [NUM_ALL_TOKENS, 2658])
+def test_a_marked_answer_behind_a_row_leaves_last(num_tokens: int) -> None:
+    """A client asked for its conversation to be kept and goes on without the end of an answer: that end is gone only
+    where all else that could leave does not make room for it beside the row."""
+    with full_engine("qwen3", num_tokens, 0.99) as engine, moves_counted() as moves:
+        said = conversation_of("qwen3")
+        second = [*said.first, *said.answer[:20], *prompt_of(NEXT_TOKENS, 1)]
+        expected = cold(engine, second)
+        for seed in (20, 21, 22):
+            generate(engine, turn(prompt_of(NUM_PROMPT_TOKENS, seed), 4))
+        generate(engine, replace(turn(said.first), ttl_seconds=3600))
+        found = generate(engine, replace(turn(second), ttl_seconds=3600))[0]
+        check(engine)
+        answer = TokenSequence((*said.first, *said.answer, 5))
+        num_kept = engine._ask(lambda scheduler: scheduler.cache.kept_tokens(answer, [""])[0])
+    assert_exact(found, expected)
+    assert cached(found) == len(said.first) + 20
+    is_alone = num_tokens == NUM_ALL_TOKENS
+    assert (moves["out"], num_kept) == ((1, cached(found)) if is_alone else (0, said.num_kept))

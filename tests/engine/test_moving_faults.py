@@ -24,14 +24,12 @@ from tests.engine.full_engines import (
     full_engine,
     moves_counted,
 )
+from tests.engine.moving_rows import KINDS
 from tests.engine.test_kv_quantisation import QWEN3, engine_of
 from tests.engine.test_out_of_memory import Faults
 from tests.engine.test_vision import Sighted
 from tests.engine.visions import Prompted, picture
 from tests.laws import sampled, sampled_cells
-
-KINDS = ["qwen3", "qwen3_5"]
-"""Plain caches, and states that stand at one place only."""
 
 IN, OUT = (snapshot, "_parts_of"), (snapshot, "_fill_at_once")
 STATE_IN, STATE_OUT = (CacheLayout, "read_state"), (snapshot, "_twin")

@@ -1,0 +1,127 @@
+"""A row that is put back, because all rows have outgrown the memory: it goes on behind the last token that it drew and
+computes nothing again, whatever its caches are."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvserve.core import GenerationDone, TokenDelta
+from kvserve.engine import decode
+from kvserve.engine.drawn_token import drawn_token
+from kvserve.engine.worker import Engine
+from tests.engine.engines import (
+    LOGIT_TOLERANCE,
+    NUM_ANSWER_TOKENS,
+    assert_exact,
+    cached,
+    cold,
+    collect,
+    generate,
+    held,
+    prompt_of,
+    request,
+    running_engine,
+    turn,
+)
+from tests.engine.full_engines import NUM_ALL_TOKENS, check, conversation_of, full_engine
+from tests.engine.moving_rows import BESIDE, put_back_after, put_backs_counted, with_row_beside
+from tests.engine.odd_caches import Unmergeable, use_cache
+from tests.laws import sampled
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize("family", sampled(("qwen3", "qwen3_5", "gemma3"), {"qwen3_5"}))
+def test_a_row_that_is_put_back_computes_nothing_again(
+    family: str, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on behind what it has handed out, also where states stand at one place only, and writes the same."""
+    with full_engine(family, NUM_ALL_TOKENS + 400, 0.99) as engine, put_backs_counted() as rows:
+        said = conversation_of(family)
+        generate(engine, turn(said.first))
+        if is_alone:
+            monkeypatch.setattr("kvserve.engine.decode.extra_padding_tokens", lambda *_: 10**12)
+        put_back_after(3, said.second, monkeypatch)
+        before = engine.cache_report().totals.num_prefill_tokens
+        found = with_row_beside(engine, turn(said.second))
+        num_computed = engine.cache_report().totals.num_prefill_tokens - before
+        check(engine)
+    assert len(rows) == 1
+    assert_exact(found, said.expected)
+    assert num_computed <= len(said.second) - said.num_kept + len(BESIDE) + 1
+
+
+@pytest.mark.parametrize("ends", ["stop", "length"])
+def test_a_row_whose_next_token_is_its_last_ends_instead_of_waiting(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That token is drawn already: its client hears the end, and the next turn goes on from all but this token."""
+    with full_engine("qwen3_5", NUM_ALL_TOKENS + 400, 0.99) as engine, put_backs_counted() as rows:
+        said = conversation_of("qwen3_5")
+        num_tokens = next(k for k in range(3, NUM_ANSWER_TOKENS) if said.expected[k] not in said.expected[:k])
+        wanted = turn(said.second, num_tokens + 1)
+        if ends == "stop":
+            wanted = replace(turn(said.second), stop_tokens=frozenset([said.expected[num_tokens]]))
+        expected = said.expected[: num_tokens + (ends == "length")]
+        third = [*said.second, *said.expected[: num_tokens + 1], *prompt_of(9, 4)]
+        last = cold(engine, third, 8)
+        generate(engine, turn(said.first))
+        put_back_after(num_tokens, said.second, monkeypatch)
+        found = with_row_beside(engine, wanted)
+        again = generate(engine, turn(third, 8))[0]
+        check(engine)
+    assert rows == []
+    assert_exact(found, expected)
+    assert isinstance(found.end, GenerationDone)
+    assert (found.end.reason, found.end.num_generated_tokens) == (ends, num_tokens + 1)
+    assert_exact(again, last)
+    assert cached(again) == len(said.second) + num_tokens
+
+
+def test_a_row_that_is_put_back_while_its_step_breaks_is_computed_from_its_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its next token cannot be read: its batch begins again, as where a step raises."""
+
+    def broken(*_: Any) -> int | None:
+        monkeypatch.setattr(decode, "drawn_token", drawn_token)
+        raise RuntimeError("[malloc] Unable to allocate 1 bytes.")
+
+    lines: list[str] = []
+    with full_engine("qwen3_5", NUM_ALL_TOKENS + 400, 0.99, report=lines.append) as engine:
+        said = conversation_of("qwen3_5")
+        monkeypatch.setattr(decode, "drawn_token", broken)
+        put_back_after(4, said.second, monkeypatch)
+        found = with_row_beside(engine, turn(said.second))
+        check(engine)
+    assert any("A decode batch failed" in line for line in lines)
+    assert_exact(found, said.expected)
+
+
+@pytest.mark.parametrize("is_batched", [True, False])
+def test_what_is_told_of_the_tokens_of_a_row_that_is_put_back(
+    is_batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a batch or by itself: each token comes once, with its own log-probabilities."""
+    if not is_batched:
+        use_cache(monkeypatch, Unmergeable)
+    prompt = prompt_of(170, 1)
+
+    def told(engine: Engine) -> tuple[list[TokenDelta], int]:
+        engine.clear_cache()
+        before = engine.cache_report().totals.num_prefill_tokens
+        with held(engine):
+            other = engine.submit(request(BESIDE, NUM_ANSWER_TOKENS))
+            batches = engine.submit(replace(request(prompt, 12), num_top_logprobs=2)).batches(60)
+        events = [event for batch in batches for event in batch if isinstance(event, TokenDelta)]
+        collect(other)
+        return events, engine.cache_report().totals.num_prefill_tokens - before
+
+    with running_engine() as engine, put_backs_counted() as rows:
+        alone, _ = told(engine)
+        put_back_after(3, prompt, monkeypatch)
+        again, num_computed = told(engine)
+    assert len(rows) == 1
+    assert num_computed == len(prompt) + len(BESIDE) + 1
+    assert [event.token for event in again] == [event.token for event in alone]
+    for one, other in zip(alone, again, strict=True):
+        assert one.logprobs is not None and other.logprobs is not None
+        assert abs(one.logprobs.logprob - other.logprobs.logprob) <= LOGIT_TOLERANCE
