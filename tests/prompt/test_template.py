@@ -85,7 +85,7 @@ TAGS = ("<think>", "</think>")
 
 
 def test_a_template_that_names_thinking_and_has_no_word_against_it_thinks_unasked() -> None:
-    """A switch or an effort of none is such a word, a low effort is not; a template that names no tag has no thinking."""
+    """A switch or an effort of none is such a word, a low effort is not; without tags there is no thinking."""
     base = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>"
     effort = "{{ reasoning_effort if reasoning_effort in ['low', 'high'] else 'medium' }}"
     without = effort.replace("['low'", "['none', 'low'")
