@@ -17,6 +17,7 @@ from tests.models import tiny_model
 from tests.serving import SCRIPT_SEED, AppUnderTest, serving_app, writing
 from tests.test_call_rows_http import prompts_of
 from tests.test_pipeline import SCHEMA, TOOLS, fits, without_space
+from tests.test_promises_http import STRICT_TOOLS
 
 RESPONSES_PATH = "/v1/responses"
 NO_WORD: dict[str, Any] = {}
@@ -145,12 +146,14 @@ def test_a_response_without_effort_has_no_reasoning(app: AppUnderTest, kind: str
 
 
 def test_a_promised_form_and_a_forced_call_come_without_thinking(app: AppUnderTest, kind: str) -> None:
-    """What closes the thinking is let through, and the form follows."""
+    """What closes the thinking is let through, and the form follows; beside strict tools text does."""
     fields = {"enable_thinking": False, "parallel_tool_calls": False, **without_space(app)}
     with thinking_first(app, kind) as wish:
         formed = app.both(response_format=FORM, **fields, **wish)
         called = app.both(tools=TOOLS[:1], tool_choice="required", **fields, **wish)
-    assert formed.reasoning == called.reasoning == ""
+        free = app.both(tools=STRICT_TOOLS, enable_thinking=False, **wish)
+    assert formed.reasoning == called.reasoning == free.reasoning == ""
+    assert free.content == ANSWER
     assert fits(json.loads(formed.content)) and formed.finish_reason == "stop"
     [(name, arguments)] = called.calls
     assert name == "get_weather" and fits(json.loads(arguments)) and called.finish_reason == "tool_calls"
