@@ -9,6 +9,7 @@ from kvserve.core import Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolR
 from kvserve.errors import BadRequest, ModelLoadError
 from kvserve.output.formats import select_format
 from kvserve.prompt.template import ChatTemplate, RenderedPrompt
+from tests.laws import sampled
 from tests.models import tiny_model
 from tests.prompt.samples import FAMILIES, TOOLS, byte_level_backend, family_tokenizer, tokenizer_of
 from tests.prompt.test_conform import answer, result, system, template_of, user
@@ -97,21 +98,20 @@ def test_a_template_that_names_thinking_and_has_no_word_against_it_thinks_unaske
     assert not inline(base + "{% if enable_thinking is false %}<think></think>{% endif %}").thinks_unasked(TAGS)
 
 
-@pytest.mark.skipif(not TEMPLATES, reason="the shared templates are not here")
-def test_real_templates_that_think_unasked_are_found() -> None:
+OPENED_UNASKED = {"minimax_m2", "nemotron_nano_v2", "r1_distill_llama", "step3_5"}
+UNASKED = {*OPENED_UNASKED, "gpt_oss", "lfm2_5_8b", "ministral3_reasoning"}
+
+
+@pytest.mark.parametrize("name", sampled(TEMPLATES, {"gpt_oss", "r1_distill_llama", "qwen3", "llama3_1"}))
+def test_real_templates_that_think_unasked_are_found(name: str) -> None:
     """By what they write and name, not by their names: all others have a switch, or never think."""
-    found = set()
-    for name in TEMPLATES:
-        of = template_family(name)
-        source = of.tokenizer.chat_template or ""
-        bounds = select_format("auto", source, tokens_in(source), None).thinking_bounds
-        assert bounds is not None
-        if of.template.thinks_unasked((bounds.opening, bounds.closing)):
-            found.add(name)
-        else:
-            assert not of.template.write((user("hi"),), thinking=False).opens_reasoning
-    opened = {"minimax_m2", "nemotron_nano_v2", "r1_distill_llama", "step3_5"}
-    assert found == opened | {"gpt_oss", "lfm2_5_8b", "ministral3_reasoning"}
+    of = template_family(name)
+    source = of.tokenizer.chat_template or ""
+    bounds = select_format("auto", source, tokens_in(source), None).thinking_bounds
+    assert bounds is not None
+    assert of.template.thinks_unasked((bounds.opening, bounds.closing)) == (name in UNASKED)
+    opens = of.template.write((user("hi"),), thinking=False).opens_reasoning
+    assert opens == (name in OPENED_UNASKED)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe_lite"])
