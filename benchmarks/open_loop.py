@@ -37,6 +37,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...], float], ...] = (
         ("claude_code", "claude_code_compaction", "claude_code_parallel", "claude_code_subagent"),
         0.88,
     ),
+    ("Claude Code's tool search", ("claude-code-2.1.330-toolsearch",), 0.98),
 )
 """Traffic of a kind, its clients, and the least share of prompt tokens that must be reused."""
 

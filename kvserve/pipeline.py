@@ -444,12 +444,18 @@ def _thinking_limit(
     turn: Turn, served: ServedModel, prompt: Prompt, max_tokens: int, promise: Promise
 ) -> ThinkingLimit | None:
     """The limit of the request's thinking, clamped so that an answer can follow; before a promised form it may use half
-    of the answer, whatever the request says. None where there is none to keep."""
+    of the answer, whatever the request says. Who wants none has none: where the template cannot be told so, thinking is
+    ended as it begins, unless the client's own last message began it. None where there is none to keep."""
     bounds = served.output_format.thinking_bounds
-    if turn.raw_prompt is not None or bounds is None or not (prompt.opens_reasoning or _is_thinking(turn, served)):
+    if turn.raw_prompt is not None or bounds is None:
+        return None
+    may_begin = _is_thinking(turn, served) or served.template.thinks_unasked((bounds.opening, bounds.closing))
+    if not (prompt.opens_reasoning or may_begin):
         return None
     closing_ids = served.tokenizer.encode(bounds.closing)
     limits = [max(1, max_tokens // 2)] if promise.is_whole else []
+    if not (_is_thinking(turn, served) or (prompt.opens_reasoning and prompt.continues)):
+        limits.append(0)
     if turn.thinking.max_num_tokens is not None:
         limits += [turn.thinking.max_num_tokens, max(0, max_tokens - len(closing_ids) - 1)]
     if not limits:

@@ -1,9 +1,22 @@
 """Calls as an answer's events say them: begun, in pieces, ended. For tests that make such events or read them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from kvserve.core import AnswerEvent, OutputDelta, ToolCallBlock, ToolCallEnd, ToolCallPiece, ToolCallStart
+
+INTRICATE = (
+    r'{"path": "a\n\"b\".txt", "text": "\ud83d\ude00 \u00e9 日本 😀", '
+    r'"n": -1.5e-3, "ok": true, "no": null, "list": [1, {"a": []}]}'
+)
+"""Arguments with all that a cut can fall into: escapes, halves of a character, numbers, words, what is nested."""
+
+
+def every_cut(arguments: str) -> Iterator[set[int]]:
+    """Each place where arguments can be cut, and then all of them at once."""
+    places = range(1, len(arguments))
+    yield from ({place} for place in places)
+    yield set(places)
 
 
 def spoken(call: ToolCallBlock, cuts: Iterable[int] = (), *, is_cut: bool = False) -> list[OutputDelta]:

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.frozen import FrozenOracle
-from benchmarks.open_loop import play, pooled, row_of
+from benchmarks.open_loop import FLOORS, play, pooled, row_of
 from benchmarks.paused_loop import BEST_OF_OTHERS
 from benchmarks.recordings import Conversation, read_recordings, shared_folder, unthinking
 from tests.laws import TWO_KINDS, sampled_cells
@@ -12,6 +12,7 @@ from tests.recorded_company import is_no_worse, lead, model_of
 
 CLIENTS = ("pi-0.87-anthropic", "claude-code-2.1.119", "claude-code-2.1.330")
 SMALL, OLDER, NEWER = CLIENTS
+SEARCH = "claude-code-2.1.330-toolsearch"
 
 
 def is_in_every_run(client: str, family: str) -> bool:
@@ -41,6 +42,16 @@ def test_as_much_is_reused_as_was_possible(client: str, family: str) -> None:
     assert share.is_at_oracle
     if client.startswith("claude-code") and share.oracle >= BEST_OF_OTHERS[family]:
         assert share.reuse >= BEST_OF_OTHERS[family]
+
+
+@pytest.mark.parametrize("family", TWO_KINDS)
+def test_a_tool_search_is_above_its_floor(family: str) -> None:
+    """From the second request on, in the open loop; in the closed one `test_closed_loop_recorded.py` says the same."""
+    played = play(conversation(SEARCH), family, model_of(family), FrozenOracle(family, tiny_model(family)))
+    share = pooled([row_of(played)], with_first=False)
+    print(f"{SEARCH}, {family}: reuse {share.reuse:.4f}, oracle {share.oracle:.4f}, {share.num_prompt_tokens:,} tokens")
+    [floor] = [floor for _, clients, floor in FLOORS if clients == (SEARCH,)]
+    assert share.reuse >= floor == 0.98 and share.is_at_oracle
 
 
 @pytest.mark.parametrize("family", TWO_KINDS)

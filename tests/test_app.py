@@ -228,6 +228,7 @@ def test_the_banner_says_what_is_served_and_where(app: AppUnderTest) -> None:
     text = app.screen.getvalue()
     assert f"serves {app.served.name} (context 4,096 tokens)" in text
     assert f"http://127.0.0.1:{app.port}/v1" in text and "LiteLLM" not in text
+    assert f"http://127.0.0.1:{app.port}/dashboard" in text
 
 
 def test_the_banner_warns_of_an_open_server(app: AppUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from kvserve.core import (
     FinishReason,
     GenerationDone,
     OutputDelta,
+    ReasoningDelta,
     TokenLogprobs,
     ToolCallEnd,
     Usage,
@@ -68,6 +69,8 @@ class AnswerReader:
     has_calls: bool = False
     """Whether a call came to its end; one that the end of the text cut is none to run."""
     stop_string: str | None = None
+    _has_reasoning: bool = False
+    """Whether anything was thought: tags alone, with nothing between them, are none of its tokens."""
     _num_content_characters: int = 0
     _texts: list[str] = field(default_factory=list)
     """The text of each token; kept only where the answer may end inside one."""
@@ -138,7 +141,7 @@ class AnswerReader:
             num_prompt_tokens=done.num_prompt_tokens,
             num_cached_tokens=done.num_cached_tokens,
             num_completion_tokens=self.num_completion_tokens,
-            num_reasoning_tokens=self.num_reasoning_tokens,
+            num_reasoning_tokens=self.num_reasoning_tokens if self._has_reasoning else 0,
         )
         return [*joined(deltas), Finished(self.finish_reason, usage, self.stop_string)]
 
@@ -172,6 +175,7 @@ class AnswerReader:
             else:
                 held = self.scanner.finish().text
                 kept += [self._content(held)] if held else []
+                self._has_reasoning |= isinstance(delta, ReasoningDelta)
                 self.has_calls = self.has_calls or (isinstance(delta, ToolCallEnd) and not delta.is_cut)
                 kept.append(delta)
         self._num_content_characters += sum(len(delta.text) for delta in kept if isinstance(delta, ContentDelta))

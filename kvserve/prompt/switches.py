@@ -54,6 +54,11 @@ class Switches:
     preserve: tuple[Switch, ...] = ()
     efforts: tuple[str, ...] = ()
 
+    @property
+    def turn_thinking_off(self) -> bool:
+        """Whether the template can be told not to think; its lowest effort is some thinking, unless it is none."""
+        return bool(self.thinking) or self.efforts[:1] == ("none",)
+
     def arguments(
         self, given: Mapping[str, object], *, thinking: bool, preserve: bool | None, effort: str | None
     ) -> dict[str, object]:

@@ -170,6 +170,13 @@ class ChatTemplate:
         """Whether the template can be asked to switch thinking on and off."""
         return self._voice is not None and bool(self._voice.switches.thinking)
 
+    def thinks_unasked(self, tags: Collection[str]) -> bool:
+        """Whether its model may think where the prompt was written without thinking: the template names one of these
+        tags, which stand around thinking, and cannot be told to do without."""
+        if self._voice is None or self._voice.switches.turn_thinking_off:
+            return False
+        return any(tag in self._voice.template.source for tag in tags)
+
     @property
     def accepts_preserve_thinking(self) -> bool:
         """Whether the template can be asked to keep the thinking of earlier turns."""

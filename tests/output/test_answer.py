@@ -73,6 +73,15 @@ def read(answer: AnswerReader, text: str, reason: StopReason = "stop") -> tuple[
     return reasoning, content, sum(isinstance(event, ToolCallStart) for event in events), last
 
 
+def test_tags_with_nothing_between_them_are_no_thought() -> None:
+    """They are tokens of the answer, and none of its thinking, which there is none of."""
+    for text in ("<think></think>yes", "<think>\n\n</think>\n\nyes"):
+        reasoning, content, _, end = read(reader(), text)
+        assert (reasoning, content, end.usage.num_reasoning_tokens) == ("", "yes", 0)
+        assert end.usage.num_completion_tokens == len(text) + 1
+    assert read(reader(), "<think>hm</think>yes")[3].usage.num_reasoning_tokens > 2
+
+
 def test_channels_counts_and_the_stop_token() -> None:
     """Thinking and content are apart; the stop token counts as a token of the answer."""
     reasoning, content, _, end = read(reader(), "<think>\nhm\n</think>\n\nyes")

@@ -7,10 +7,13 @@ from transformers import AutoTokenizer
 
 from kvserve.core import Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock, ToolSpec
 from kvserve.errors import BadRequest, ModelLoadError
+from kvserve.output.formats import select_format
 from kvserve.prompt.template import ChatTemplate, RenderedPrompt
+from tests.laws import sampled
 from tests.models import tiny_model
 from tests.prompt.samples import FAMILIES, TOOLS, byte_level_backend, family_tokenizer, tokenizer_of
 from tests.prompt.test_conform import answer, result, system, template_of, user
+from tests.prompt.vocabularies import TEMPLATES, template_family, tokens_in
 
 THINKS = ("qwen3", "qwen3_5", "gemma4", "glm4_moe_lite")
 CALL = ToolCallBlock("c1", "look", '{"q": "x"}')
@@ -77,6 +80,38 @@ def test_only_real_switches_count() -> None:
     assert not inline(base + "{% if enable_thinking %}{% endif %}").accepts_thinking
     assert inline(base + "{% if enable_thinking is false %}<think></think>{% endif %}").accepts_thinking
     assert not inline(base + "{{ preserve_thinking }}").accepts_preserve_thinking
+
+
+TAGS = ("<think>", "</think>")
+
+
+def test_a_template_that_names_thinking_and_has_no_word_against_it_thinks_unasked() -> None:
+    """A switch or an effort of none is such a word, a low effort is not; without tags there is no thinking."""
+    base = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>"
+    effort = "{{ reasoning_effort if reasoning_effort in ['low', 'high'] else 'medium' }}"
+    without = effort.replace("['low'", "['none', 'low'")
+    assert inline(f"{base}<think>").thinks_unasked(TAGS)
+    assert inline(f"{base}{{# </think> #}}").thinks_unasked(TAGS)
+    assert inline(f"{base}{effort}<think>").thinks_unasked(TAGS)
+    assert not inline(base).thinks_unasked(TAGS)
+    assert not inline(f"{base}{without}<think>").thinks_unasked(TAGS)
+    assert not inline(base + "{% if enable_thinking is false %}<think></think>{% endif %}").thinks_unasked(TAGS)
+
+
+OPENED_UNASKED = {"minimax_m2", "nemotron_nano_v2", "r1_distill_llama", "step3_5"}
+UNASKED = {*OPENED_UNASKED, "gpt_oss", "lfm2_5_8b", "ministral3_reasoning"}
+
+
+@pytest.mark.parametrize("name", sampled(TEMPLATES, {"gpt_oss", "r1_distill_llama", "qwen3", "llama3_1"}))
+def test_real_templates_that_think_unasked_are_found(name: str) -> None:
+    """By what they write and name, not by their names: all others have a switch, or never think."""
+    of = template_family(name)
+    source = of.tokenizer.chat_template or ""
+    bounds = select_format("auto", source, tokens_in(source), None).thinking_bounds
+    assert bounds is not None
+    assert of.template.thinks_unasked((bounds.opening, bounds.closing)) == (name in UNASKED)
+    opens = of.template.write((user("hi"),), thinking=False).opens_reasoning
+    assert opens == (name in OPENED_UNASKED)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe_lite"])

@@ -24,7 +24,7 @@ from kvserve.core import (
 from kvserve.errors import EngineFailure
 from kvserve.protocols.anthropic_answers import MessageStreamEncoder, PromptCounts, whole_message
 from kvserve.protocols.anthropic_signature import signed_text
-from tests.calls import spoken
+from tests.calls import INTRICATE, every_cut, spoken
 from tests.laws import num_examples
 from tests.protocols.anthropic_wire import as_named_sse, sdk_reading
 
@@ -230,6 +230,18 @@ def test_the_sdk_puts_pieces_of_arguments_together(said: list[OutputDelta], cuts
     with sdk_reading(as_named_sse(events)).messages.stream(model="m", max_tokens=9, messages=[]) as read:
         message = read.get_final_message()
     assert [block.to_dict() for block in message.content] == whole_message(events)["content"]
+
+
+def test_the_sdk_has_the_input_wherever_the_arguments_are_cut() -> None:
+    """At every single place, inside escapes and numbers too, and one letter at a time."""
+    call = ToolCallBlock("call0c", "edit", INTRICATE)
+    for cuts in every_cut(INTRICATE):
+        events = stream([FOUND, *spoken(call, cuts), Finished("tool_calls", USAGE)])
+        pieces = [event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta"]
+        assert len(pieces) == len(cuts) + 1
+        with sdk_reading(as_named_sse(events)).messages.stream(model="m", max_tokens=9, messages=[]) as read:
+            [block] = read.get_final_message().content
+        assert block.to_dict()["input"] == json.loads(INTRICATE), cuts
 
 
 CUT = ToolCallBlock("call0c", "read", '{"path": "a.py", "limit": 5, "text": "def f')

@@ -29,7 +29,7 @@ from kvserve.core import (
 )
 from kvserve.errors import BadRequest, EngineFailure
 from kvserve.protocols.openai_chat import ChatRequest, ChatStreamEncoder, encode_answer, parse_chat
-from tests.calls import spoken
+from tests.calls import INTRICATE, every_cut, spoken
 from tests.laws import num_examples
 
 if TYPE_CHECKING:  # the SDKs take a second each to import: only tests that read with them do
@@ -300,6 +300,22 @@ def test_the_sdk_puts_pieces_of_calls_together(calls: list[ToolCallBlock], cuts:
     told = [(call.id, call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
     assert told == [(call.call_id, call.name, call.arguments) for call in calls]
     assert choice.finish_reason == whole["choices"][0]["finish_reason"]  # type: ignore[index]
+
+
+def test_the_sdk_has_the_arguments_wherever_they_are_cut() -> None:
+    """At every single place, inside escapes and numbers too, and one letter at a time."""
+    from openai.lib.streaming.chat import ChatCompletionStreamState
+    from openai.types.chat import ChatCompletionChunk
+
+    call = ToolCallBlock("call0c", "edit", INTRICATE)
+    for cuts in every_cut(INTRICATE):
+        chunks = stream([*spoken(call, cuts), Finished("tool_calls", USAGE)], include_usage=True)
+        assert len(chunks) == len(cuts) + 5  # the role, the name, the pieces, the end, the usage
+        state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+        for chunk in chunks:
+            state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+        [told] = state.get_final_completion().choices[0].message.tool_calls or []
+        assert (told.id, told.function.name, told.function.arguments) == ("call0c", "edit", INTRICATE), cuts
 
 
 def test_a_calls_name_comes_first_and_its_arguments_in_pieces() -> None:

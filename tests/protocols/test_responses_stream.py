@@ -30,7 +30,7 @@ from kvserve.errors import EngineFailure, NotReady, QueueFull, RequestError
 from kvserve.protocols.responses_items import read_items
 from kvserve.protocols.responses_request import Described
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
-from tests.calls import spoken
+from tests.calls import INTRICATE, every_cut, spoken
 from tests.laws import num_examples
 from tests.protocols.responses_wire import CREATED, ID, MODEL, as_named_sse, described, put_together, stream
 
@@ -291,6 +291,18 @@ def test_the_sdk_puts_pieces_of_calls_together(calls: list[ToolCallBlock], cuts:
         streamed = reader.get_final_response()
     assert without_parsed([item.to_dict() for item in streamed.output]) == events[-1]["response"]["output"]
     assert put_together(events) == events[-1]["response"]["output"]
+
+
+def test_the_sdk_has_the_arguments_wherever_they_are_cut() -> None:
+    """At every single place, inside escapes and numbers too, and one letter at a time. What the SDK put together of the
+    pieces is looked at, since its final response is the one that the last event holds."""
+    call = ToolCallBlock("call0c", "bash", INTRICATE)
+    for cuts in every_cut(INTRICATE):
+        events = stream([*spoken(call, cuts), Finished("tool_calls", USAGE)], described(tools=TOOLS))
+        with sdk_reading(as_named_sse(events)).responses.stream(model="m", input="x") as reader:
+            told = [event for event in reader if event.type == "response.function_call_arguments.delta"]
+        assert len(told) == len(cuts) + 1
+        assert told[-1].snapshot == INTRICATE == events[-1]["response"]["output"][0]["arguments"], cuts
 
 
 def test_a_call_that_was_cut_is_an_incomplete_item() -> None:
