@@ -48,6 +48,7 @@ def assert_law(wanted: Pass) -> Seen:
     return seen
 
 
+@pytest.mark.long
 def test_eight_rows_and_their_next_turns_stay_within_the_budgets() -> None:
     """Rows of eight lengths that are admitted as memory allows, kept, written, and restored when they go on."""
     seen = assert_law(Pass("eight", 64 * MIB, 64 * MIB, disk="on"))

@@ -133,7 +133,7 @@ def test_a_rewind_goes_back_to_an_earlier_message(engine: Engine) -> None:
     assert_exact(warm, cold(engine, rewound))
 
 
-@of_two_kinds
+@of_one_kind
 def test_a_divergence_in_the_middle_of_a_message_is_exact(engine: Engine, family: str) -> None:
     """A prompt that leaves the known one inside a message reuses up to there, or from the last checkpoint before."""
     generate(engine, turn(BASE, 1))

@@ -313,7 +313,7 @@ def test_what_mlx_lm_reads_of_mistrals_calls_is_read(name: str, body: str) -> No
     assert not content.strip()
 
 
-@settings(max_examples=num_examples(20), deadline=None)
+@settings(max_examples=num_examples(10), deadline=None)
 @given(COMPANY, st.booleans(), st.booleans())
 def test_mistrals_forms_are_read_like_mlx_lm_does(
     calls: list[tuple[str, JsonObject]], as_list: bool, as_text: bool
@@ -447,7 +447,7 @@ def test_no_wrong_call_of_a_strict_tool_gets_through(name: str, tokens: bool) ->
     case, grammar = _held(name, tokens)
     num_wrong = 0
 
-    @settings(max_examples=num_examples(40), deadline=None)
+    @settings(max_examples=num_examples(16), deadline=None)
     @given(_damaged(name))
     def check(text: str) -> None:
         nonlocal num_wrong
