@@ -299,6 +299,7 @@ HEADED_CALLS = (
 )
 
 
+@sampled_cells(lambda name, body: name in ("mistral_nemo", "mistral_small_3_2"))
 @pytest.mark.parametrize("name", MISTRALS)
 @pytest.mark.parametrize("body", [*LISTED_CALLS, *HEADED_CALLS])
 def test_what_mlx_lm_reads_of_mistrals_calls_is_read(name: str, body: str) -> None:
