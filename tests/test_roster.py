@@ -136,7 +136,7 @@ def test_requests_for_both_are_all_answered_and_grouped(app: AppUnderTest, alone
 @pytest.fixture
 def short_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that others wait for leaves soon after it was loaded."""
-    monkeypatch.setattr(kvserve.stage, "MIN_STAY_SECONDS", 0.3)
+    monkeypatch.setattr(kvserve.stage, "MIN_STAY_SECONDS", 0.1)
     monkeypatch.setattr(kvserve.stage, "STAY_PER_LOAD", 0.0)
 
 

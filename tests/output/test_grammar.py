@@ -328,6 +328,7 @@ def strict(schema: Mapping[str, object]) -> ResponseFormat:
     return ResponseFormat("json_schema", schema, strict=True)
 
 
+@each_form_once
 @every_form
 @pytest.mark.parametrize("keyword", BROKEN)
 def test_a_strict_schema_that_cannot_be_enforced_is_named(form: str, tokens: bool, keyword: str) -> None:
@@ -344,6 +345,7 @@ def test_a_strict_schema_that_cannot_be_enforced_is_named(form: str, tokens: boo
         assert keyword in tool_error.value.message
 
 
+@each_form_once
 @every_form
 @pytest.mark.parametrize("keyword", BROKEN)
 def test_any_other_schema_is_enforced_as_far_as_it_can_be(form: str, tokens: bool, keyword: str) -> None:
