@@ -27,6 +27,9 @@ RUN = "full" if IS_FULL else "default"
 TOGETHER = ("tests/proxy/", "tests/protocols/")
 """Folders whose files share what is expensive: a LiteLLM process, the import of the clients' libraries."""
 
+ALONG = {"tests/test_stopped_answers.py": "tests/protocols/"}
+"""Files that need what such a folder shares."""
+
 MAX_STALE_FILES = 20
 """More test files than this without their rewritten bytecode are compiled once, before the workers start."""
 
@@ -42,7 +45,7 @@ type Durations = Mapping[str, float]
 def file_of(node_id: str) -> str:
     """What durations are kept for: the test's file, or the folder that shares a fixture."""
     path = node_id.partition("::")[0]
-    return next((folder for folder in TOGETHER if path.startswith(folder)), path)
+    return ALONG.get(path) or next((folder for folder in TOGETHER if path.startswith(folder)), path)
 
 
 class Units:

@@ -15,7 +15,7 @@ from kvserve import foresight
 from kvserve.foresight import guessed
 from kvserve.pipeline import SharedBeginning
 from tests.agents import TELLING, seen_prompts
-from tests.laws import num_examples, sampled_cells
+from tests.laws import IS_FULL, num_examples, sampled_cells
 from tests.protocols.responses_wire import as_responses
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, eventually, serving_app, writing
 
@@ -39,6 +39,7 @@ NUM_TAIL = 16
 """More than the tokens with which a prompt asks for an answer; a hybrid has its last state before them."""
 
 BEFORE, BEHIND = [READ, WRITE], [READ, WRITE, DEPLOY]
+NUM_TURNS = 6 if IS_FULL else 4
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def test_a_tool_that_is_added_costs_the_conversation_nothing(client: Client) -> 
     """Turn 3 adds one: it is read there, whole, once, and from then on; that is told with its name."""
     two = after_two(client)
     reuses_all(two[1], two[0])
-    third, *later = go_on(client, range(3, 7), BEHIND, two[1])
+    third, *later = go_on(client, range(3, NUM_TURNS + 1), BEHIND, two[1])
     for told in (third, *later):
         assert "tools_added" in told.explanation["rules"]
         assert told.prompt.count("what deploy does is known") == 1
@@ -330,7 +331,7 @@ def test_a_changed_tool_is_computed_again_with_its_cause(client: Client, changed
     go_on(client, range(5, 6), tools, told)
 
 
-@sampled_cells(lambda name, **_: name == "deploy")
+@pytest.mark.long
 @ON_HYBRID
 @pytest.mark.parametrize(("tools", "name"), [([READ, DEPLOY], "write"), (BEFORE, "deploy")])
 def test_a_removed_tool_is_gone(client: Client, tools: list[dict[str, Any]], name: str) -> None:
@@ -360,7 +361,7 @@ def test_a_request_that_leaves_no_record_uses_none(client: Client, fields: dict[
     go_on(client, range(3, 5), BEHIND, two[1])
 
 
-@sampled_cells(lambda family, **_: family == "qwen3_5")
+@pytest.mark.long
 @ONE_API_PER_FAMILY
 def test_tools_of_the_first_turn_stand_in_front(client: Client) -> None:
     """So do those of another conversation of the session, and those of a client that had none before."""
@@ -433,7 +434,7 @@ ACTS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from([TELLING, "ok"])), 
 
 @ON_HYBRID
 @given(WHO, WHO, ACTS, st.integers(1, 3))
-@settings(max_examples=num_examples(3), deadline=None)
+@settings(max_examples=num_examples(2), deadline=None)
 def test_nobody_reads_of_anothers_tools(served_app: AppUnderTest, one: Any, other: Any, acts: Any, add_at: int) -> None:
     """Two clients with the same words, one of which adds a tool: whoever they are, each prompt has the tools of its own
     request, each of them once."""

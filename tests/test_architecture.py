@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,12 @@ DOORS = (
 )
 
 
+@cache
+def doors_of(name: str, is_import: bool) -> list[Door]:
+    """Those that a use of this name needs, on whatever line it stands."""
+    return [door for door in DOORS if door.matches(Use(name, 0, is_import))]
+
+
 def dotted(node: ast.expr) -> str:
     """`a.b.c` of an attribute chain that starts with a name, else ""."""
     if isinstance(node, ast.Name):
@@ -122,9 +129,9 @@ def dotted(node: ast.expr) -> str:
     return ""
 
 
-def imported_names(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
+def imported_names(nodes: list[ast.AST]) -> Iterator[tuple[str, str, int]]:
     """(local name, full dotted name, line) of every import, wherever it stands, importlib with a literal included."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 local = alias.asname or alias.name.partition(".")[0]
@@ -138,13 +145,13 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
                 yield "", target.value, node.lineno
 
 
-def uses(tree: ast.AST) -> Iterator[Use]:
+def uses(nodes: list[ast.AST]) -> Iterator[Use]:
     """Every import, and every name or attribute chain with its imported alias resolved."""
     aliases: dict[str, str] = {}
-    for local, full, line in imported_names(tree):
+    for local, full, line in imported_names(nodes):
         aliases[local] = full if local != full.partition(".")[0] else local
         yield Use(full, line, is_import=True)
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute | ast.Name) and (name := dotted(node)):
             head, dot, rest = name.partition(".")
             yield Use(aliases.get(head, head) + dot + rest, node.lineno, is_import=False)
@@ -166,15 +173,13 @@ def joins_rooms(path: str, use: Use) -> bool:
 
 def violations(path: str, source: str) -> list[str]:
     """What one file of the package (path relative to the repository) does against the doors, as `path:line: rule`."""
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     found = {
-        (node.lineno, "imports are absolute")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.level > 0
+        (node.lineno, "imports are absolute") for node in nodes if isinstance(node, ast.ImportFrom) and node.level > 0
     }
-    for use in uses(tree):
-        for door in DOORS:
-            if door.matches(use) and not path.startswith(door.allowed):
+    for use in uses(nodes):
+        for door in doors_of(use.name, use.is_import):
+            if not path.startswith(door.allowed):
                 found.add((use.line, f"{door.rule} ({use.name})"))
         if joins_rooms(path, use):
             found.add((use.line, f"a room imports itself, core, errors and keeping ({use.name})"))
@@ -194,7 +199,7 @@ def test_scripts_speak_http_only() -> None:
     found = [
         f"{file.relative_to(ROOT)}:{use.line}: {use.name}"
         for file in sorted((ROOT / "scripts").rglob("*.py"))
-        for use in uses(ast.parse(file.read_text("utf-8")))
+        for use in uses(list(ast.walk(ast.parse(file.read_text("utf-8")))))
         if use.is_import and is_under(use.name, "kvserve")
     ]
     assert not found, "\n".join(found)

@@ -98,6 +98,7 @@ def test_two_clients_on_one_session_id(apps: tuple[AppUnderTest, AppUnderTest]) 
         assert own in text and other not in text
 
 
+@pytest.mark.long
 @sampled_cells(lambda apps, **_: apps == "qwen3_5")
 def test_a_rewound_conversation(apps: tuple[AppUnderTest, AppUnderTest]) -> None:
     """Back to an older turn and on in another way, then on with the first one: both are whole."""

@@ -56,11 +56,8 @@ def reusable(talk: Conversation, turn: int) -> int:
 
 
 def is_in_every_run(app: str, style: EchoStyle, thinking: bool) -> bool:
-    """Where layers hold states: thinking that comes back, that is put back, and a carrier; where they can be cut what
-    is put back; with windows and no thinking the carrier."""
-    if thinking:
-        return (app == "qwen3_5" and style.name != "renamed") or (app, style.name) == ("qwen3", "stripped")
-    return (app, style.name) == ("gemma3", "carried")
+    """Where layers hold states: thinking that is put back, and a carrier; where they can be cut what is put back."""
+    return thinking and (app, style.name) in {("qwen3_5", "stripped"), ("qwen3_5", "carried"), ("qwen3", "stripped")}
 
 
 @pytest.mark.parametrize("thinking", [True, False], ids=["thinking", "plain"])

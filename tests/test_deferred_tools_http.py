@@ -125,7 +125,7 @@ def test_the_model_can_call_what_was_found(app: AppUnderTest, family: str) -> No
     assert last(app)["cause"] == "nothing lost"
 
 
-@sampled_cells(lambda family, choice: (family == "qwen3") is (choice["type"] == "tool"))
+@sampled_cells(lambda family, choice: family == "qwen3" and choice["type"] == "tool")
 @pytest.mark.parametrize("choice", [{"type": "tool", "name": "TaskCreate"}, {"type": "any"}])
 def test_what_was_found_can_be_demanded(app: AppUnderTest, choice: dict[str, Any]) -> None:
     """A model that writes at random calls it because it must; before it was found, or once it is gone, it cannot."""

@@ -82,6 +82,7 @@ def test_models_that_were_not_asked_for_since_the_start(tmp_path: Path) -> None:
         assert known.totals().num_messages == 2 and known.totals().archive.num_faults == 0
 
 
+@pytest.mark.long
 def test_the_kv_of_a_model_that_left_the_memory(tmp_path: Path) -> None:
     """It was asked in this life of the server, and another one is loaded now."""
     settings = models(tmp_path)

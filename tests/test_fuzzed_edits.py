@@ -174,7 +174,7 @@ def read(app: AppUnderTest, messages: Messages, **fields: Any) -> tuple[int, str
 
 
 @given(EDITS)
-@settings(max_examples=num_examples(6), deadline=None)
+@settings(max_examples=num_examples(4), deadline=None)
 def test_an_edit_reaches_the_model(app: AppUnderTest, edits: list[Edit]) -> None:
     """Character by character; what is refused is refused in both modes."""
     messages = history(app)
@@ -218,7 +218,7 @@ def sighted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.lists(st.integers(1, 4), min_size=1, max_size=3))
-@settings(max_examples=num_examples(3), deadline=None)
+@settings(max_examples=num_examples(2), deadline=None)
 def test_another_picture_reaches_the_model(sighted: AppUnderTest, was: list[int], now: list[int]) -> None:
     """Another one, another order, one more or less: the prompt's images are those that are sent."""
 

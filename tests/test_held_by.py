@@ -5,6 +5,7 @@ It reads the page and the syntax trees of the tests; whether a test really holds
 
 import ast
 import re
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -34,6 +35,11 @@ def marks_of_module(tree: ast.Module) -> list[str]:
     return marks([node.value for node in assigned if ast.unparse(node.targets[0]) == "pytestmark"])
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def complaint(node_id: str, root: Path = ROOT) -> str | None:
     """What is wrong with a node id of the page, if anything is."""
     path, _, name = node_id.partition("::")
@@ -41,7 +47,7 @@ def complaint(node_id: str, root: Path = ROOT) -> str | None:
         return f"{node_id}: only `make e2e` runs it"
     if not (root / path).is_file():
         return f"{node_id}: there is no such file"
-    tree = ast.parse((root / path).read_text(encoding="utf-8"))
+    tree = tree_of(root / path)
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     if not found or not name.startswith("test_"):
         return f"{node_id}: the file has no such test"

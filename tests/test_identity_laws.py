@@ -97,7 +97,7 @@ def is_as_seen(now: Version, first: Version) -> bool:
 
 
 @given(TURNS)
-@settings(max_examples=num_examples(60), deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 def test_the_canonical_prefix_is_the_models_own(turns: list[tuple[Version, Version]]) -> None:
     """Up to where the canonical histories part every message has the identity of what was sent and, unless a policy
     renders it as sent, the very tokens that the model saw; nothing behind it is anything but what was sent."""
@@ -120,7 +120,7 @@ def test_the_canonical_prefix_is_the_models_own(turns: list[tuple[Version, Versi
 
 
 @given(TURNS)
-@settings(max_examples=num_examples(60), deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 def test_the_model_reads_what_was_sent_or_what_a_policy_puts_back(turns: list[tuple[Version, Version]]) -> None:
     """A clock, an edit or an added reminder in history is read as it is now, whatever is known of the conversation."""
     read = play(turns).reading.messages[1::2]
@@ -133,7 +133,7 @@ def test_the_model_reads_what_was_sent_or_what_a_policy_puts_back(turns: list[tu
 
 
 @given(TURNS)
-@settings(max_examples=num_examples(60), deadline=None)
+@settings(max_examples=num_examples(30), deadline=None)
 def test_what_nobody_edited_costs_no_token(turns: list[tuple[Version, Version]]) -> None:
     """As many messages from the beginning are read as they were as the policies promise, thinking included."""
     played = play(turns)

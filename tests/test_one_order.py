@@ -17,11 +17,11 @@ from kvserve.core import GenerationRequest, RequestId, Turn
 from kvserve.pipeline import serve_turn
 from kvserve.protocols.anthropic_messages import parse_messages
 from kvserve.protocols.openai_chat import parse_chat
-from tests.laws import TWO_KINDS, num_examples, sampled
+from tests.laws import IS_FULL, TWO_KINDS, num_examples, sampled
 from tests.models import tiny_model
 
 NUM_CONVERSATIONS_PER_FILE = num_examples(1)
-MAX_BODY_CHARS = 120_000
+MAX_BODY_CHARS = 120_000 if IS_FULL else 60_000
 SHARED = shared_folder()
 pytestmark = pytest.mark.skipif(SHARED is None, reason="needs the recorded conversations")
 
@@ -101,7 +101,7 @@ def _requests() -> list[tuple[str, Request]]:
     assert SHARED is not None
     chosen: list[tuple[str, Request]] = []
     seen: dict[str, int] = {}
-    for talk in [*read_recordings(SHARED), *read_corpus(SHARED)]:
+    for talk in [*read_recordings(SHARED), *(read_corpus(SHARED) if IS_FULL else [])]:
         seen[talk.client] = seen.get(talk.client, 0) + 1
         fitting = [request for request in talk.requests if len(str(request.body)) <= MAX_BODY_CHARS]
         if fitting and seen[talk.client] <= NUM_CONVERSATIONS_PER_FILE:

@@ -110,7 +110,7 @@ def fits(value: object) -> bool:
 
 
 @thinking
-@sampled_cells(lambda family, thinking: thinking == "on" and family != "qwen3_5")
+@sampled_cells(lambda family, thinking: thinking == "on" and family in ("qwen3", "gpt_oss"))
 def test_what_the_model_thinks_says_and_calls_reaches_its_channel(
     app: AppUnderTest, family: str, thinking: str
 ) -> None:

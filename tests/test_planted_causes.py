@@ -253,6 +253,7 @@ def test_a_cache_that_was_emptied(app: AppUnderTest) -> None:
     assert talk.ask("", "It is a lake.").explanation["cause"] == "cache cleared"
 
 
+@pytest.mark.long
 def test_another_model(tmp_path: Path) -> None:
     """The conversation goes on with another model, which has never read it; the one that has is named."""
     folders = tmp_path / "models"

@@ -106,6 +106,7 @@ def test_an_abort(app: AppUnderTest) -> None:
     assert 0 < told["cached_tokens"] < told["num_shared_tokens"]
 
 
+@pytest.mark.long
 def test_an_evicted_prompt(tmp_path: Path) -> None:
     """Another prompt took its place in a cache that has room for one."""
     with serving_app(tmp_path, "qwen3", disk_cache="off", **SETTINGS) as app:

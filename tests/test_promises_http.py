@@ -121,6 +121,7 @@ def test_a_messages_effort_is_read_by_the_model(app: AppUnderTest) -> None:
     assert same > other + 50
 
 
+@sampled_cells(lambda family: family != "qwen3")
 def test_text_beside_strict_tools_is_what_the_model_wants(app: AppUnderTest, family: str) -> None:
     """Without a call nothing is changed by them, thinking and markup that is none included."""
     said = "Use <b> or {}: 5 < 6.\n"
@@ -257,7 +258,7 @@ def test_a_limited_answer_is_replayed_as_it_was_written(app: AppUnderTest) -> No
 # --- what the prompt has already --------------------------------------------------------------------------------------
 
 
-@sampled_cells(lambda family, begun: family != "qwen3" or not begun.strip("{ "))
+@sampled_cells(lambda family, begun: family == "qwen3_5" or (family == "gpt_oss" and not begun.strip("{ ")))
 @pytest.mark.parametrize(
     "begun", ['{"city": "Os', '{\n  "city": "Rome",\n  "days":', '{"city": "Oslo", "days": 3}', "  {"]
 )
@@ -280,6 +281,7 @@ def test_json_behind_what_cannot_begin_it_is_refused(app: AppUnderTest) -> None:
         assert refused.status == 400 and refused.error["param"] == "messages", (begun, refused.body)
 
 
+@sampled_cells(lambda family: family != "qwen3")
 def test_a_call_follows_prefilled_text(app: AppUnderTest) -> None:
     """What stands before a forced call is text, and the call is whole."""
     said = [{"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "I will look it up."}]

@@ -136,7 +136,7 @@ def test_requests_for_both_are_all_answered_and_grouped(app: AppUnderTest, alone
 @pytest.fixture
 def short_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that others wait for leaves soon after it was loaded."""
-    monkeypatch.setattr(kvserve.stage, "MIN_STAY_SECONDS", 0.3)
+    monkeypatch.setattr(kvserve.stage, "MIN_STAY_SECONDS", 0.1)
     monkeypatch.setattr(kvserve.stage, "STAY_PER_LOAD", 0.0)
 
 
@@ -200,21 +200,24 @@ def test_who_waits_for_another_model_is_listed(app: AppUnderTest) -> None:
         return [each for each in body["running"] if each["stage"] == "waiting for model"]
 
     with app.connect() as running, app.connect() as first, app.connect() as second:
-        running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=100_000)))
-        assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
-        assert waiting() == []
-        first.send(encode_request("POST", CHAT_PATH, chat_body(model="b", max_tokens=2, session_id="build-7")))
-        assert eventually(lambda: app.app.health()[1]["num_waiting_for_model"] == 1)
-        with app.connect() as leaves:
-            leaves.send(encode_request("POST", CHAT_PATH, chat_body(model="b", max_tokens=2)))
-            assert eventually(lambda: len(waiting()) == 2)
-        second.send(encode_request("POST", "/v1/messages", {"model": "b", "max_tokens": 2, "messages": hello}))
-        assert eventually(lambda: [each["protocol"] for each in waiting()] == ["openai_chat", "anthropic_messages"])
-        one, two = waiting()
-        assert one["model"] == two["model"] == "b" and one["session"].startswith("build-7") and two["session"] is None
-        assert one["seconds"] > 0 and one["num_prompt_tokens"] > 0 and one["num_done_tokens"] == 0
-        assert one["request_id"] != two["request_id"]
-        running.close()
+        with no_tokens():
+            running.send(encode_request("POST", CHAT_PATH, chat_body(stream=True, max_tokens=100)))
+            assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
+            assert waiting() == []
+            first.send(encode_request("POST", CHAT_PATH, chat_body(model="b", max_tokens=2, session_id="build-7")))
+            assert eventually(lambda: app.app.health()[1]["num_waiting_for_model"] == 1)
+            with app.connect() as leaves:
+                leaves.send(encode_request("POST", CHAT_PATH, chat_body(model="b", max_tokens=2)))
+                assert eventually(lambda: len(waiting()) == 2)
+            second.send(encode_request("POST", "/v1/messages", {"model": "b", "max_tokens": 2, "messages": hello}))
+            assert eventually(lambda: [each["protocol"] for each in waiting()] == ["openai_chat", "anthropic_messages"])
+            one, two = waiting()
+            assert (
+                one["model"] == two["model"] == "b" and one["session"].startswith("build-7") and two["session"] is None
+            )
+            assert one["seconds"] > 0 and one["num_prompt_tokens"] > 0 and one["num_done_tokens"] == 0
+            assert one["request_id"] != two["request_id"]
+            running.close()
         assert first.read_response().status == second.read_response().status == 200
     assert eventually(lambda: app.app.dashboard()["running"] == [])
     assert app.line_of(str(one["request_id"])), "it is the request that was answered then"

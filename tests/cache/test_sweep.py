@@ -168,15 +168,15 @@ def test_an_entry_over_its_number_leaves_no_more_than_bytes_ask(needs_checkpoint
     too it leaves before what others used longer ago, down to the end of system and tools."""
     clock, limits = Clock(), replace(ROOMY, max_bytes=10**5, max_entries_per_owner=1)
     tree = make_tree(limits, needs_checkpoints=needs_checkpoints, clock=clock)
-    old, long = tokens(*range(5000, 5010)), tokens(*range(600))
+    old, long = tokens(*range(5000, 5010)), tokens(*range(200))
     store(tree, old, owner="other")
     clock.now += 1000
-    store(tree, long, range(2, 601, 2), kinds={2: "system"}, owner="mine")
+    store(tree, long, range(2, 201, 2), kinds={2: "system"}, owner="mine")
     clock.now += 1
     store(tree, tokens(*range(7000, 7002)), owner="mine")
     for left in range(1, 4):
         tree.evict(limits.max_bytes - tree.num_ram_bytes + 1)
-        assert (depth(tree, long), depth(tree, old)) == (600 - 2 * left, 10)
+        assert (depth(tree, long), depth(tree, old)) == (200 - 2 * left, 10)
         store(tree, tokens(8000 + left), owner=f"side {left}")
     while depth(tree, long) > 2:
         assert depth(tree, old) == 10

@@ -31,7 +31,7 @@ from tests.laws import sampled, sampled_cells
 FAMILIES = ("qwen3", "qwen3_5", "gemma3", "gpt_oss", "glm4_moe_lite")
 
 
-@sampled_cells(lambda family, share: (family, share) in {("qwen3", 0.85), ("qwen3_5", 0.99), ("gemma3", 0.99)})
+@sampled_cells(lambda family, share: share == 0.99 and family != "qwen3")
 @pytest.mark.parametrize("share", [0.85, 0.99])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_of_most_of_the_memory_is_found_again_whole(family: str, share: float) -> None:
@@ -111,7 +111,7 @@ def test_a_short_request_is_served_beside_a_row_that_took_its_kv_over() -> None:
     assert cached(again) == len(second) + len(tokens)
 
 
-@sampled_cells(lambda family, where: (where == "prefill") == (family == "qwen3_5"))
+@sampled_cells(lambda family, where: (family, where) == ("qwen3_5", "prefill"))
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 @pytest.mark.parametrize("where", ["prefill", "answer"])
 def test_a_cancelled_row_leaves_all_that_it_took_over_and_computed(family: str, where: str) -> None:

@@ -91,6 +91,7 @@ def test_the_next_turn_reuses_prompt_and_answer(engine: Engine) -> None:
     assert_exact(warm, cold(engine, longer))
 
 
+@of_three_kinds
 def test_a_repeated_prompt_computes_its_tail_only(engine: Engine, family: str) -> None:
     """The same prompt again: all but the last token where layers can be cut, else its generation tail."""
     [first] = generate(engine, turn(BASE))
@@ -133,7 +134,7 @@ def test_a_rewind_goes_back_to_an_earlier_message(engine: Engine) -> None:
     assert_exact(warm, cold(engine, rewound))
 
 
-@of_two_kinds
+@of_one_kind
 def test_a_divergence_in_the_middle_of_a_message_is_exact(engine: Engine, family: str) -> None:
     """A prompt that leaves the known one inside a message reuses up to there, or from the last checkpoint before."""
     generate(engine, turn(BASE, 1))
@@ -154,6 +155,7 @@ def test_a_divergence_once_found_is_reused_the_next_time(engine: Engine) -> None
     assert_exact(warm, cold(engine, third))
 
 
+@of_three_kinds
 def test_a_retreat_behind_the_last_checkpoint_is_counted(engine: Engine, family: str) -> None:
     """A prompt that matches further than any state serves it counts, in the totals and on its row, where states are
     needed at all; one that finds its state does not."""

@@ -83,6 +83,7 @@ def test_dropped_rows_and_columns_are_noticed(sighted: Sighted, monkeypatch: pyt
     assert sighted.cold(prompted) != expected
 
 
+@pytest.mark.long
 def test_a_cut_inside_an_image_is_noticed_where_it_is_forbidden() -> None:
     """A family whose images see themselves in both directions has other logits in two pieces, whatever the image; a few
     tokens may stay the same."""

@@ -151,6 +151,9 @@ def setup(form: str, *, tags_are_tokens: bool) -> Setup:
 SETUPS = {(form, tokens): setup(form, tags_are_tokens=tokens) for form in RENDER for tokens in (True, False)}
 every_form = pytest.mark.parametrize(("form", "tokens"), SETUPS, ids=str)
 
+each_form_once = sampled_cells(lambda form, tokens, **_: tokens is (form != "qwen_coder"))
+"""Where the form decides and not whether its tags are tokens."""
+
 GOOD = (
     ParsedCall("read", {"path": "a.py"}),
     ParsedCall("read", {"path": 'line\n"quoted" <b> \\ Жук 漢字', "mode": "w", "lines": -3, "options": {"deep": True}}),
@@ -198,6 +201,7 @@ def test_one_function_or_one_call(form: str, tokens: bool) -> None:
     assert not case.accepts(case.grammar(parallel=False), f"{read}\n{now}")
 
 
+@each_form_once
 @every_form
 def test_a_call_among_some_tools(form: str, tokens: bool) -> None:
     """Those that may be called can be, several times too; the others cannot."""
@@ -234,6 +238,7 @@ def content(form: str, text: str) -> str:
     return f"<|channel|>final<|message|>{text}" if form == "harmony" else text
 
 
+@each_form_once
 @every_form
 def test_json_content(form: str, tokens: bool) -> None:
     """`json_object` allows any object, `json_schema` what obeys the schema; without tools no call."""
@@ -259,6 +264,7 @@ def test_json_content(form: str, tokens: bool) -> None:
     assert not case.accepts(anything, written(form, GOOD[3]))
 
 
+@each_form_once
 @every_form
 def test_auto_with_a_response_format_allows_calls_or_json(form: str, tokens: bool) -> None:
     """With tools and free choice the model may call instead of answering in the format, and nothing else."""
@@ -322,6 +328,7 @@ def strict(schema: Mapping[str, object]) -> ResponseFormat:
     return ResponseFormat("json_schema", schema, strict=True)
 
 
+@each_form_once
 @every_form
 @pytest.mark.parametrize("keyword", BROKEN)
 def test_a_strict_schema_that_cannot_be_enforced_is_named(form: str, tokens: bool, keyword: str) -> None:
@@ -338,6 +345,7 @@ def test_a_strict_schema_that_cannot_be_enforced_is_named(form: str, tokens: boo
         assert keyword in tool_error.value.message
 
 
+@each_form_once
 @every_form
 @pytest.mark.parametrize("keyword", BROKEN)
 def test_any_other_schema_is_enforced_as_far_as_it_can_be(form: str, tokens: bool, keyword: str) -> None:
@@ -414,7 +422,7 @@ def free(form: str, text: str) -> str:
     return content(form, text) + "<|end|><|start|>assistant" if form == "harmony" and text else text
 
 
-@sampled_cells(lambda form, tokens: form == "hermes" or tokens is (form != "qwen_coder"))
+@each_form_once
 @every_form
 def test_strict_tools_hold_calls_and_nothing_else(form: str, tokens: bool) -> None:
     """Text is free before, between and behind calls; a call of the strict tool obeys its schema, that of another one
@@ -504,7 +512,7 @@ FOREIGN = Setup(
 
 
 @given(schemas, st.sampled_from([*SETUPS.values(), FOREIGN]), st.booleans())
-@settings(max_examples=num_examples(40), deadline=None)
+@settings(max_examples=num_examples(20), deadline=None)
 def test_no_schema_of_a_tool_that_is_not_strict_refuses_a_request(
     schema: dict[str, object], case: Setup, is_forced: bool
 ) -> None:

@@ -420,9 +420,7 @@ class Rescans(Splitter):
 
 LINEAR_IN_EVERY_RUN = (
     "a string",
-    "parameters",
     "a broken call",
-    "opened inside a value",
     "line ends in thinking",
 )
 LONG = {

@@ -73,7 +73,7 @@ def result(call_id: str, text: str) -> Message:
 @sampled_cells(lambda name: name not in IN_FULL_ONLY)
 @pytest.mark.parametrize("name", NAMES)
 @given(messages=conversations(), with_tools=st.booleans(), thinking=st.booleans())
-@settings(max_examples=num_examples(12))
+@settings(max_examples=num_examples(6))
 def test_every_text_call_and_result_is_in_the_prompt_in_order(name: str, messages, with_tools, thinking) -> None:
     """Whatever agents send, every word that is not thinking is rendered, in the order it was said."""
     prompt = template_of(name).render(messages, TOOLS if with_tools else (), thinking=thinking)
@@ -84,7 +84,7 @@ def test_every_text_call_and_result_is_in_the_prompt_in_order(name: str, message
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(messages=conversations(), with_tools=st.booleans())
-@settings(max_examples=num_examples(8))
+@settings(max_examples=num_examples(5))
 def test_the_probed_dialect_of_a_real_family_is_never_refused(name: str, messages, with_tools) -> None:
     """For the families we serve the first attempt succeeds: no conversation falls through to a plainer form."""
     prompt = template_of(name).render(messages, TOOLS if with_tools else (), thinking=True)
@@ -94,7 +94,7 @@ def test_the_probed_dialect_of_a_real_family_is_never_refused(name: str, message
 @sampled_cells(lambda name: name not in IN_FULL_ONLY)
 @pytest.mark.parametrize("name", NAMES)
 @given(messages=conversations(), cut=st.integers(1, 8), with_tools=st.booleans())
-@settings(max_examples=num_examples(16))
+@settings(max_examples=num_examples(8))
 def test_what_is_rendered_does_not_depend_on_what_comes_later(name: str, messages, cut, with_tools) -> None:
     """The steps of the first messages are those of the whole conversation, up to text that is appended to the last."""
     dialect = dialect_of(name, with_tools)
@@ -198,7 +198,7 @@ def test_a_conversation_that_no_form_saves_is_told_in_plain_text() -> None:
 @sampled_cells(lambda name: name not in IN_FULL_ONLY)
 @pytest.mark.parametrize("name", NAMES)
 @given(messages=conversations(), cuts=st.lists(st.integers(0, 12), max_size=4), with_tools=st.booleans())
-@settings(max_examples=num_examples(12), deadline=None)
+@settings(max_examples=num_examples(6), deadline=None)
 def test_with_a_memory_the_steps_are_the_same(name: str, messages, cuts, with_tools) -> None:
     """Whatever was placed before, shorter or longer: the steps, what the template reads, and the notes."""
     dialect, memory = dialect_of(name, with_tools), Memory(2**20)

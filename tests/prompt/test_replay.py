@@ -106,7 +106,7 @@ def test_any_ids_at_all_are_kept_where_the_template_says_the_same(name: str) -> 
     special = [of.tokenizer.token_id(token) for token in added_names(of.tokenizer)]
     token = st.one_of(st.integers(0, 1400), st.integers(0, 1400), st.integers(0, 1400), st.sampled_from(special))
 
-    @settings(max_examples=num_examples(24), deadline=None)
+    @settings(max_examples=num_examples(12), deadline=None)
     @given(st.lists(token, max_size=30), st.booleans(), st.booleans())
     def check(ids: list[int], thinking: bool, cut: bool) -> None:
         talk = Talk(of, thinking=thinking)
@@ -138,7 +138,7 @@ def test_answers_in_the_familys_own_form_are_kept(name: str) -> None:
     """Thinking, content and calls, tokenised unlike the tokenizer would, whole or cut anywhere."""
     of = family(name)
 
-    @settings(max_examples=num_examples(16), deadline=None)
+    @settings(max_examples=num_examples(8), deadline=None)
     @given(
         st.booleans(),
         st.text(max_size=20),
@@ -160,7 +160,7 @@ def test_answers_in_the_familys_own_form_are_kept(name: str) -> None:
     check()
 
 
-@sampled_cells(lambda name: name in EVERY_RUN)
+@sampled_cells(lambda name: name in ("qwen3_5", "gpt_oss"))
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "llama"])
 def test_a_long_tool_loop_keeps_every_turn(name: str) -> None:
     """Up to forty calls, many alike, in the model's own spacing: each prompt begins with all that came before."""
