@@ -125,3 +125,15 @@ def test_what_is_told_of_the_tokens_of_a_row_that_is_put_back(
     for one, other in zip(alone, again, strict=True):
         assert one.logprobs is not None and other.logprobs is not None
         assert abs(one.logprobs.logprob - other.logprobs.logprob) <= LOGIT_TOLERANCE
+
+
+def test_a_seeded_row_that_is_put_back_draws_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its random keys are those of the places of its tokens: its text is the one that it has undisturbed."""
+    prompt = prompt_of(70, 1)
+    wanted = request(prompt, 12, temperature=1.0, seed=5)
+    with running_engine() as engine, put_backs_counted() as rows:
+        alone = with_row_beside(engine, wanted)
+        put_back_after(3, prompt, monkeypatch)
+        again = with_row_beside(engine, wanted)
+    assert len(rows) == 1
+    assert_exact(again, alone.tokens)
