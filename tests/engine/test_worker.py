@@ -279,7 +279,7 @@ def test_a_row_whose_sampler_raises_fails_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_broken_generator_costs_no_row_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a whole batch raises once, its rows, a seeded one too, enter again and end with the text of an undisturbed run."""
+    """When a whole batch raises once, its rows, a seeded one too, enter again and write what they write undisturbed."""
     reports: list[str] = []
     rows = request(prompt_of(40), 24), request(prompt_of(70, 1), 24, temperature=1.0, seed=5)
     with running_engine("qwen3_5", report=reports.append) as engine:
