@@ -243,6 +243,7 @@ class Scheduler:
             if not self._entrance.admits(row, running, len(self._waiting)):
                 return
             self._waiting.popleft()
+            row.end_wait()
             self._arrive(row)
             self.cache.make_room(self._entrance.answer_bytes(row))
 
@@ -259,6 +260,7 @@ class Scheduler:
         with self._tenancies.in_transit(row):
             self._tenancies.keep_rest(row, left.caches, left.tokens, left.rest)
             self._release(row, None)
+        row.wait_again()
         self._waiting.appendleft(row)
 
     def _arrive(self, row: Row) -> None:
