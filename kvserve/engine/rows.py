@@ -164,6 +164,11 @@ class Row:
         return self.generation.request
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has computed: what it finds when it enters again may be its own."""
+        return self.prefill_started_at is not None
+
+    @property
     def num_tokens(self) -> int:
         """Tokens whose KV the row holds when it decodes: prompt and generated."""
         return len(self.request.prompt) + len(self.generated)

@@ -292,7 +292,7 @@ class Scheduler:
             row.fail(self._memory.told(row, error))
             self._forget_ended()
             return
-        if not row.generated:
+        if not row.has_begun:
             row.num_cached_tokens = num_done
             self.cache.count(num_prompt_tokens=len(row.request.prompt), num_cached_tokens=num_done)
         self._tenancies.begin(row, tenancy)

@@ -13,6 +13,7 @@ from kvserve.core import GenerationDone, TokenDelta
 from kvserve.engine import decode
 from kvserve.engine import rows as rows_module
 from kvserve.engine import scheduler as scheduler_module
+from kvserve.engine.cache_records import Totals
 from kvserve.engine.drawn_token import drawn_token
 from kvserve.engine.entrance import Entrance
 from kvserve.engine.rows import Row
@@ -169,3 +170,18 @@ def test_the_time_that_a_row_waits_again_is_not_the_watchdogs(monkeypatch: pytes
     assert isinstance(computing.end, GenerationDone) and isinstance(waiting.end, GenerationDone)
     assert (computing.end.reason, waiting.end.reason) == ("watchdog", "length")
     assert_exact(waiting, alone.tokens)
+
+
+def test_a_row_that_is_put_back_before_its_first_token_has_found_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it begins from then it has computed itself: its client is told of none of it, and it counts once."""
+    prompt = prompt_of(70, 1)
+    with running_engine() as engine, put_backs_counted() as rows:
+        put_back_after(0, prompt, monkeypatch)
+        found = with_row_beside(engine, request(prompt, 4))
+        totals = engine.cache_report().totals
+    assert len(rows) == 1
+    assert cached(found) == 0
+    assert [(each.num_cached_tokens, each.reuse.tier) for each in found.progress] == [(0, "nothing")] * len(
+        found.progress
+    )
+    assert totals == Totals(len(prompt) + len(BESIDE), 0, len(prompt) + len(BESIDE) + 1)
