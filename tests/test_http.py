@@ -123,8 +123,8 @@ def _plant(monkeypatch: pytest.MonkeyPatch, seed: int, step: int) -> None:
     """The sampler of rows with this seed raises at this step."""
     real = scheduler_module.sampler_for
 
-    def sampler_for(params: Any, vocab_size: int) -> Any:
-        sampler, steps = real(params, vocab_size), iter(range(10_000))
+    def sampler_for(params: Any, *more: int) -> Any:
+        sampler, steps = real(params, *more), iter(range(10_000))
         if params.seed != seed:
             return sampler
 

@@ -88,7 +88,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A row that left its batch where quantised KV starts, to enter another one with the same decoder.
+    """A row that left its batch where quantised KV starts, to enter another one with what draws its tokens.
 
     `left` holds the KV of all its tokens but the newest, in full precision.
     """

@@ -257,7 +257,7 @@ class PrefixCache:
         tail = len(row.request.prompt) - row.request.message_starts[-1].offset if row.request.message_starts else 0
         is_trim_miss = match.num_trim_missed_tokens > TRIM_MISS_TOLERANCE_TOKENS + tail
         self._num_hybrid_trim_misses += is_trim_miss
-        if not row.generated:  # a row that enters again has its prompt from itself
+        if not row.has_begun:  # a row that enters again has its prompt from itself
             is_warmed = self.warmed.use(match.run, match.chain, match.num_usable_tokens) > 0
             tier: ReuseTier = "live row" if row.has_waited_for_row else "disk" if row.has_come_from_disk else "ram"
             tier = "warmed" if is_warmed else tier

@@ -126,6 +126,7 @@ class Row:
     `on_end` frees its place, before its client hears of the end and may come again.
     `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
     `answer_kept_from`: where what was kept of its answer while it went on begins, None as long as there is nothing.
+    `put_back_at`: since when it waits again, None while it does not; `seconds_put_back`: how long it did before.
     `num_memory_failures`: how often an allocation failed while it computed.
     `restorable_bytes`: so much of what is kept it may stand on, beside what all rows hold. `moved_bytes`: where that is
     less than what is kept of it, so much leaves the tree for it.
@@ -148,6 +149,8 @@ class Row:
     restorable_bytes: float = math.inf
     moved_bytes: float = 0.0
     is_forgotten: bool = False
+    put_back_at: float | None = None
+    seconds_put_back: float = 0.0
     generated: list[int] = field(default_factory=list)
     num_generator_failures: int = 0
     num_memory_failures: int = 0
@@ -161,6 +164,11 @@ class Row:
         return self.generation.request
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has computed: what it finds when it enters again may be its own."""
+        return self.prefill_started_at is not None
+
+    @property
     def num_tokens(self) -> int:
         """Tokens whose KV the row holds when it decodes: prompt and generated."""
         return len(self.request.prompt) + len(self.generated)
@@ -170,12 +178,20 @@ class Row:
         return [*self.request.prompt.ids, *self.generated]
 
     def is_overdue(self, watchdog_seconds: float, now: float) -> bool:
-        """True once the row has computed for longer than the watchdog allows; queueing does not count."""
-        return (
-            bool(watchdog_seconds)
-            and self.prefill_started_at is not None
-            and (now - self.prefill_started_at > watchdog_seconds)
-        )
+        """True once the row has computed for longer than the watchdog allows; queueing does not count, whenever."""
+        if not watchdog_seconds or self.prefill_started_at is None or self.put_back_at is not None:
+            return False
+        return now - self.prefill_started_at - self.seconds_put_back > watchdog_seconds
+
+    def wait_again(self) -> None:
+        """It has left its batch, to enter again when there is room."""
+        self.put_back_at = time.monotonic()
+
+    def end_wait(self) -> None:
+        """It enters; nothing where it has not been in a batch before."""
+        if self.put_back_at is not None:
+            self.seconds_put_back += time.monotonic() - self.put_back_at
+            self.put_back_at = None
 
     @property
     def answer_start(self) -> int:

@@ -1,12 +1,14 @@
 """How a row draws its next token: mlx-lm's samplers and logits processors, chosen by a request's parameters.
 
 Rows without a seed share one sampler object per set of parameters, because mlx-lm samples a batch in one call only
-when every row holds the same object. A seeded row has a sampler of its own with its own random key.
+when every row holds the same object. A seeded row has a sampler of its own, whose random keys follow from the seed and
+the place of each token in the answer: a row that enters again, whatever for, goes on as if it had never left.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 
 import mlx.core as mx
 from mlx_lm.sample_utils import (
@@ -51,8 +53,9 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             )
 
 
-def sampler_for(params: SamplingParams, vocab_size: int) -> Sampler:
-    """The sampler of a request: log-probabilities (rows, vocabulary) -> token ids (rows,), uint32."""
+def sampler_for(params: SamplingParams, vocab_size: int, num_drawn: int = 0) -> Sampler:
+    """The sampler of a request that has so many tokens of its answer: log-probabilities (rows, vocabulary) -> token ids
+    (rows,), uint32."""
     if params.temperature < GREEDY_BELOW_TEMPERATURE or params.top_p == 0:  # to mlx-lm a top_p of 0 is off
         return greedy_sampler
     truncation = _Truncation(
@@ -61,7 +64,7 @@ def sampler_for(params: SamplingParams, vocab_size: int) -> Sampler:
         params.min_p,
         params.top_k if params.top_k < vocab_size else 0,
     )
-    return _shared_sampler(truncation) if params.seed is None else _seeded_sampler(truncation, params.seed)
+    return _shared_sampler(truncation) if params.seed is None else _seeded_sampler(truncation, params.seed, num_drawn)
 
 
 @lru_cache(maxsize=256)
@@ -71,12 +74,12 @@ def _shared_sampler(truncation: _Truncation) -> Sampler:
     )
 
 
-def _seeded_sampler(truncation: _Truncation, seed: int) -> Sampler:
-    key = mx.random.key(seed % 2**64)
+def _seeded_sampler(truncation: _Truncation, seed: int, num_drawn: int) -> Sampler:
+    base = mx.random.split(mx.random.key(seed % 2**64))[0]  # else seed 1 at place 2 were seed 2 at place 1
+    places = count(num_drawn)
 
     def sample(logprobs: mx.array) -> mx.array:
-        nonlocal key
-        key, draw = mx.random.split(key)
+        draw = base ^ mx.random.key(next(places))
         if truncation.top_p:
             logprobs = apply_top_p(logprobs, truncation.top_p)
         if truncation.min_p:

@@ -24,7 +24,7 @@ from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.row_outline import expected_tokens
 from kvserve.engine.rows import Row
-from kvserve.engine.sampling import processors_for, sampler_for
+from kvserve.engine.sampling import Sampler, processors_for, sampler_for
 from kvserve.engine.tenancies import Tenancies
 from kvserve.engine.warmer import Warmer
 from kvserve.engine.warming import WarmSettings
@@ -243,6 +243,7 @@ class Scheduler:
             if not self._entrance.admits(row, running, len(self._waiting)):
                 return
             self._waiting.popleft()
+            row.end_wait()
             self._arrive(row)
             self.cache.make_room(self._entrance.answer_bytes(row))
 
@@ -259,6 +260,7 @@ class Scheduler:
         with self._tenancies.in_transit(row):
             self._tenancies.keep_rest(row, left.caches, left.tokens, left.rest)
             self._release(row, None)
+        row.wait_again()
         self._waiting.appendleft(row)
 
     def _arrive(self, row: Row) -> None:
@@ -290,7 +292,7 @@ class Scheduler:
             row.fail(self._memory.told(row, error))
             self._forget_ended()
             return
-        if not row.generated:
+        if not row.has_begun:
             row.num_cached_tokens = num_done
             self.cache.count(num_prompt_tokens=len(row.request.prompt), num_cached_tokens=num_done)
         self._tenancies.begin(row, tenancy)
@@ -343,7 +345,10 @@ class Scheduler:
         for constraint in row.constraints:
             constraint.reset()
             processors.append(constraint)
-        return Decoder(sampler_for(sampling, self._model.vocab_size), processors, sampling.seed is not None)
+        return Decoder(self._sampler(row), processors, sampling.seed is not None)
+
+    def _sampler(self, row: Row) -> Sampler:
+        return sampler_for(row.request.sampling, self._model.vocab_size, len(row.generated))
 
     def _settle(self, step: Step) -> None:
         """What a decode step left to do; rows that must hear something hear it first."""
@@ -374,8 +379,9 @@ class Scheduler:
         """A row has come to where quantised KV starts: what it has in full precision is kept, then it is converted."""
         left = crossing.left
         self._tenancies.keep_rest(left.row, left.caches, left.tokens)
+        decoder = replace(crossing.decoder, sampler=self._sampler(left.row))  # its old one drew a token that nobody got
         try:
-            self._memory.with_second_try(lambda: self._pool.enter(left.row, left.caches, crossing.decoder))
+            self._memory.with_second_try(lambda: self._pool.enter(left.row, left.caches, decoder))
         except Exception as error:  # noqa: BLE001 - a row that cannot be converted touches no other
             left.row.fail(self._memory.told(left.row, error))
             self._release(left.row, None)

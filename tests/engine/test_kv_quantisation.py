@@ -44,6 +44,7 @@ from tests.engine.engines import (
     turn,
     without_idle_work,
 )
+from tests.engine.moving_rows import put_back_after, put_backs_counted, with_row_beside
 from tests.laws import IS_FULL, sampled
 from tests.models import TWO_LAYERS, tiny_model
 from tests.starts import remembered_starts
@@ -427,7 +428,7 @@ def test_small_segments_on_both_sides_of_the_start_are_joined(qwen3: Engine) -> 
     assert_exact(edited, cold(qwen3, [*tokens[:130], *prompt_of(60, 5)]))
 
 
-def test_a_seeded_row_crosses_the_start_with_the_sampler_it_has(qwen3: Engine) -> None:
+def test_a_seeded_row_that_crosses_the_start_draws_on(qwen3: Engine) -> None:
     """Where a row is converted its draws go on, they do not begin again; warm and cold draw the same."""
     qwen3.clear_cache()
     wanted = request(prompt_of(MIDDLE - 10, 3), 40, temperature=1.0, seed=7)
@@ -438,6 +439,21 @@ def test_a_seeded_row_crosses_the_start_with_the_sampler_it_has(qwen3: Engine) -
     )
     assert first[0].tokens == again[0].tokens != other[0].tokens
     assert len(set(first[0].tokens)) > 20
+
+
+def test_a_seeded_row_that_is_put_back_behind_the_start_draws_on(
+    qwen3: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token that was computed for nothing where it crossed took no random key along."""
+    prompt = prompt_of(MIDDLE - 4, 3)
+    wanted = request(prompt, 16, temperature=1.0, seed=7)
+    qwen3.clear_cache()
+    alone = with_row_beside(qwen3, wanted)
+    put_back_after(9, prompt, monkeypatch)
+    with put_backs_counted() as rows:
+        again = with_row_beside(qwen3, wanted)
+    assert len(rows) == 1
+    assert_exact(again, alone.tokens)
 
 
 def test_a_model_that_cannot_batch_crosses_the_start_alone(monkeypatch: pytest.MonkeyPatch, qwen3: Engine) -> None:

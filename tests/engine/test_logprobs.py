@@ -246,8 +246,8 @@ def test_a_row_that_raises_beside_one_that_asks(monkeypatch: pytest.MonkeyPatch)
     """It fails alone, also when it asks itself."""
     real = scheduler_module.sampler_for
 
-    def breaking(params: Any, vocab_size: int) -> Any:
-        sampler, calls = real(params, vocab_size), iter(range(100))
+    def breaking(params: Any, *more: int) -> Any:
+        sampler, calls = real(params, *more), iter(range(100))
         return (lambda logprobs: 1 / 0 if next(calls) == 4 else sampler(logprobs)) if params.seed == 13 else sampler
 
     prompt = prompt_of(40)

@@ -1,14 +1,22 @@
 """A row that is put back, because all rows have outgrown the memory: it goes on behind the last token that it drew and
 computes nothing again, whatever its caches are."""
 
+import time
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvserve.core import GenerationDone, TokenDelta
 from kvserve.engine import decode
+from kvserve.engine import rows as rows_module
+from kvserve.engine import scheduler as scheduler_module
+from kvserve.engine.cache_records import Totals
 from kvserve.engine.drawn_token import drawn_token
+from kvserve.engine.entrance import Entrance
+from kvserve.engine.rows import Row
 from kvserve.engine.worker import Engine
 from tests.engine.engines import (
     LOGIT_TOLERANCE,
@@ -125,3 +133,55 @@ def test_what_is_told_of_the_tokens_of_a_row_that_is_put_back(
     for one, other in zip(alone, again, strict=True):
         assert one.logprobs is not None and other.logprobs is not None
         assert abs(one.logprobs.logprob - other.logprobs.logprob) <= LOGIT_TOLERANCE
+
+
+def test_a_seeded_row_that_is_put_back_draws_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its random keys are those of the places of its tokens: its text is the one that it has undisturbed."""
+    prompt = prompt_of(70, 1)
+    wanted = request(prompt, 12, temperature=1.0, seed=5)
+    with running_engine() as engine, put_backs_counted() as rows:
+        alone = with_row_beside(engine, wanted)
+        put_back_after(3, prompt, monkeypatch)
+        again = with_row_beside(engine, wanted)
+    assert len(rows) == 1
+    assert_exact(again, alone.tokens)
+
+
+def test_the_time_that_a_row_waits_again_is_not_the_watchdogs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes nothing then: a row that waited for another one's long answer was ended for it."""
+    late_seconds, real, prompt = 0, Entrance.admits, prompt_of(70, 1)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_seconds)
+    monkeypatch.setattr(rows_module, "time", clock)
+    monkeypatch.setattr(scheduler_module, "time", clock)
+
+    def admits(self: Entrance, row: Row, running: Sequence[Row], num_waiting: int) -> bool:
+        nonlocal late_seconds
+        if row.generated and not late_seconds:
+            late_seconds = 1000
+            return False
+        return real(self, row, running, num_waiting)
+
+    with running_engine(watchdog_seconds=500) as engine, put_backs_counted() as rows:
+        alone = with_row_beside(engine, request(prompt, 12))
+        put_back_after(3, prompt, monkeypatch)
+        monkeypatch.setattr(Entrance, "admits", admits)
+        computing, waiting = generate(engine, request(BESIDE, NUM_ANSWER_TOKENS), request(prompt, 12))
+    assert len(rows) == 1
+    assert isinstance(computing.end, GenerationDone) and isinstance(waiting.end, GenerationDone)
+    assert (computing.end.reason, waiting.end.reason) == ("watchdog", "length")
+    assert_exact(waiting, alone.tokens)
+
+
+def test_a_row_that_is_put_back_before_its_first_token_has_found_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it begins from then it has computed itself: its client is told of none of it, and it counts once."""
+    prompt = prompt_of(70, 1)
+    with running_engine() as engine, put_backs_counted() as rows:
+        put_back_after(0, prompt, monkeypatch)
+        found = with_row_beside(engine, request(prompt, 4))
+        totals = engine.cache_report().totals
+    assert len(rows) == 1
+    assert cached(found) == 0
+    assert [(each.num_cached_tokens, each.reuse.tier) for each in found.progress] == [(0, "nothing")] * len(
+        found.progress
+    )
+    assert totals == Totals(len(prompt) + len(BESIDE), 0, len(prompt) + len(BESIDE) + 1)

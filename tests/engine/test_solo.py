@@ -204,8 +204,8 @@ def test_a_row_whose_sampler_raises_fails_alone(engine: Engine, monkeypatch: pyt
     quiet = generate(engine, request(PROMPTS[0], NUM_TOKENS), request(PROMPTS[2], NUM_TOKENS))
     real = scheduler_module.sampler_for
 
-    def breaking(params: Any, vocab_size: int) -> Any:
-        sampler, calls = real(params, vocab_size), iter(range(100))
+    def breaking(params: Any, *more: int) -> Any:
+        sampler, calls = real(params, *more), iter(range(100))
         return (lambda logprobs: 1 / 0 if next(calls) == 4 else sampler(logprobs)) if params.seed == 13 else sampler
 
     monkeypatch.setattr(scheduler_module, "sampler_for", breaking)

@@ -256,8 +256,8 @@ def test_a_row_whose_sampler_raises_fails_alone(monkeypatch: pytest.MonkeyPatch)
     """A seeded row's broken sampler ends that row with an error; its neighbours' text is that of a quiet run."""
     real = scheduler_module.sampler_for
 
-    def breaking(params, vocab_size):
-        sampler = real(params, vocab_size)
+    def breaking(params, *more):
+        sampler = real(params, *more)
         if params.seed != 13:
             return sampler
         calls = iter(range(100))
@@ -279,10 +279,11 @@ def test_a_row_whose_sampler_raises_fails_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_broken_generator_costs_no_row_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a whole batch raises once, its rows enter again and end with the text of an undisturbed run."""
+    """When a whole batch raises once, its rows, a seeded one too, enter again and write what they write undisturbed."""
     reports: list[str] = []
+    rows = request(prompt_of(40), 24), request(prompt_of(70, 1), 24, temperature=1.0, seed=5)
     with running_engine("qwen3_5", report=reports.append) as engine:
-        wanted = generate(engine, request(prompt_of(40), 24), request(prompt_of(70, 1), 24))
+        wanted = generate(engine, *rows)
         module = engine.wait_until_ready().module
         calls = iter(range(10_000))
         real_call = type(module).__call__
@@ -293,7 +294,7 @@ def test_a_broken_generator_costs_no_row_a_token(monkeypatch: pytest.MonkeyPatch
             return real_call(self, inputs, *args, **kwargs)
 
         monkeypatch.setattr(type(module), "__call__", break_once)
-        results = generate(engine, request(prompt_of(40), 24), request(prompt_of(70, 1), 24))
+        results = generate(engine, *rows)
     assert [result.tokens for result in results] == [result.tokens for result in wanted]
     assert len(reports) == 2 and all("A decode batch failed (RuntimeError: planted); " in line for line in reports)
 
