@@ -229,8 +229,9 @@ class Recogniser:
             rules=reading.identity.rules,
             may_put_back=may_put_back,
         )
-        is_explained = bool(result.fired or result.as_sent) or same_words(result.message, seen.message)
-        meaning = seen.meaning if result.message == seen.message else None
+        is_as_seen = result.message is seen.message or result.message == seen.message
+        is_explained = is_as_seen or bool(result.fired or result.as_sent) or same_words(result.message, seen.message)
+        meaning = seen.meaning if is_as_seen else None
         return _Recognised(result.message, seen.written, result.fired, result.as_sent, not is_explained, meaning)
 
     def _healed(self, reading: Reading, index: int) -> _Recognised:

@@ -206,9 +206,9 @@ class Stitcher:
             # The model goes on right behind an unfinished turn: there white space says something too.
             if continues and span.stop == len(units) and shown(_text(pieces[start:stop])) != emitted.text:
                 continue
-            if not _names_alike(emitted, "".join(shown(unit.text) for unit in units[span.start : span.stop]), says):
+            if not _names_alike(emitted, units[span.start : span.stop], says):
                 continue
-            closing = _closing(emitted, shown(units[span.stop - 1].text), says)
+            closing = _closing(emitted, units[span.stop - 1], says)
             if closing is None:
                 continue
             replays[start] = _Replay(stop, emitted, closing)
@@ -265,26 +265,32 @@ class _Remembering:
         return self.says.ids(text, said)
 
 
-def _names_alike(emitted: _Emitted, rendered: str, says: Says) -> bool:
+def _names_alike(emitted: _Emitted, turn: Sequence[Unit], says: Says) -> bool:
     """Whether calls have in the prompt the ids that the model wrote, which their results name; what it wrote without an
     id has any."""
-    if emitted.said is None or not emitted.said[2] or emitted.text.endswith(rendered):
+    if emitted.said is None or not emitted.said[2]:
+        return True
+    rendered = shown(turn[0].text if len(turn) == 1 else "".join(unit.text for unit in turn))
+    if emitted.text.endswith(rendered):
         return True
     pairs = zip(says.ids(emitted.text, emitted.said), says.ids(rendered, emitted.said), strict=False)
     return all(mine in ("", theirs) for mine, theirs in pairs)
 
 
-def _closing(emitted: _Emitted, rendered: str, says: Says) -> str | None:
+def _closing(emitted: _Emitted, last: Unit, says: Says) -> str | None:
     """What the template closes an answer with that was cut in its thinking, or the model would go on with it in a later
     message; "" for any other answer, None where that cannot be told.
 
-    `rendered` is the text of the turn that says the same.
+    `last` is the end of the turn that says the same.
     """
     reasoning, content, calls = emitted.said or ("", "", ())
+    if content or calls:
+        return ""
     opened = open_tag(emitted.text)
     thought = reasoning or (opened[0] if opened is not None else "")
-    if content or calls or not thought or not emitted.text.rstrip().endswith(thought):
+    if not thought or not emitted.text.rstrip().endswith(thought):
         return ""
+    rendered = shown(last.text)
     # Of all places with these letters, the one up to which the turn says the thought: "h" is in "</think>" too.
     places = (found.start() + len(thought) for found in re.finditer(f"(?={re.escape(thought)})", rendered))
     end = next((place for place in places if says(rendered[:place])[0] == reasoning), None)
