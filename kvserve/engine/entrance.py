@@ -70,10 +70,11 @@ class Entrance:
         return self._budget.held_bytes(self._all_reserved(rows), self._padding_bytes(rows))
 
     def _padding_bytes(self, rows: Sequence[Row]) -> float:
-        """What rows take beyond their KV and the room for it, those that do not decode yet as if they did: else one
-        that has outgrown the memory would enter, and be put back, without end."""
-        num_entering = len(rows) - self._pool.num_rows if len(rows) > 1 else 0
-        return self._pool.padding_bytes() + num_entering * self._pool.state_bytes
+        """What rows take beyond their KV and the room for it, those that come again as if they decoded: else one that
+        has outgrown the memory would enter, and be put back, without end."""
+        decoding = set(self._pool.rows())
+        num_again = sum(bool(row.generated) and row not in decoding for row in rows) if len(rows) > 1 else 0
+        return self._pool.padding_bytes() + num_again * self._pool.state_bytes
 
     def _all_reserved(self, rows: Sequence[Row]) -> list[int]:
         """Of one that comes again and does not decode yet the room that its buffers get by themselves."""
