@@ -73,7 +73,7 @@ class Entrance:
         """What rows take beyond their KV and the room for it, those that come again as if they decoded: else one that
         has outgrown the memory would enter, and be put back, without end."""
         decoding = set(self._pool.rows())
-        num_again = sum(bool(row.generated) and row not in decoding for row in rows) if len(rows) > 1 else 0
+        num_again = sum(row.was_put_back and row not in decoding for row in rows) if len(rows) > 1 else 0
         return self._pool.padding_bytes() + num_again * self._pool.state_bytes
 
     def _all_reserved(self, rows: Sequence[Row]) -> list[int]:
