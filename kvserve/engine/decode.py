@@ -147,18 +147,22 @@ class DecodePool:
 
     def held_bytes(self) -> float:
         """Bytes of KV that the batches hold, padding and room for the answer included."""
-        sizes = self._model.sizes
-        held = sizes.fixed if self._holds_states else 0  # a step keeps the states from before it
+        sizes, held = self._model.sizes, self.state_bytes
         return sum(len(group.rows) * (sizes.live(group.num_slots) + held) for group in self._groups if group.rows)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a row's states from before a step, which a step keeps."""
+        return self._model.sizes.fixed if self._holds_states else 0
+
     def padding_bytes(self) -> float:
-        """Bytes of what is held beyond the rows' own KV and the room for it: padding, and the states from before a
-        step."""
-        return self.held_bytes() - sum(
-            self._model.sizes.live(group.num_slots if len(group.rows) == 1 else row.num_tokens)
-            for group in self._groups
-            for row in group.rows.values()
-        )
+        """Bytes of what is held beyond the rows' own KV and the room that they were admitted with: padding, the room
+        of a row by itself that has outgrown it, and the states from before a step."""
+        live, own = self._model.sizes.live, 0.0
+        for group in self._groups:
+            for row in group.rows.values():
+                own += live(max(admitted_tokens(row), row.num_tokens) if len(group.rows) == 1 else row.num_tokens)
+        return self.held_bytes() - own
 
     def enter(self, row: Row, caches: list[Any], decoder: Decoder, padding_bytes: float = math.inf) -> None:
         """Let a prefilled row decode. `caches` hold the KV of all its tokens but the last, and are consumed. It joins

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from kvserve.engine.admission import Budget
 from kvserve.engine.decode import DecodePool
+from kvserve.engine.kv_buffers import num_slots
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.row_outline import tokens_of
+from kvserve.engine.row_outline import admitted_tokens, tokens_of
 from kvserve.engine.rows import Row
 
 
@@ -43,12 +44,12 @@ class Entrance:
 
     def padding_left(self, running: Sequence[Row]) -> float:
         """How much more padding the batches of these rows may have."""
-        return self._budget.padding_left([self._reserved(row) for row in running], self._pool.padding_bytes())
+        return self._budget.padding_left(self._all_reserved(running), self._padding_bytes(running))
 
     def _fits(self, row: Row, running: Sequence[Row]) -> bool:
         """Alone a row enters all the same, and is restored from what fits."""
-        reserved = [self._reserved(each) for each in running]
-        if not self._budget.can_hold(self._reserved(row), reserved, self._pool.padding_bytes()):
+        *reserved, own = self._all_reserved([*running, row])
+        if not self._budget.can_hold(own, reserved, self._padding_bytes([*running, row])):
             return False
         if not reserved:
             return True
@@ -66,7 +67,21 @@ class Entrance:
         )
 
     def _peak_bytes(self, rows: Sequence[Row]) -> float:
-        return self._budget.held_bytes([self._reserved(row) for row in rows], self._pool.padding_bytes())
+        return self._budget.held_bytes(self._all_reserved(rows), self._padding_bytes(rows))
+
+    def _padding_bytes(self, rows: Sequence[Row]) -> float:
+        """What rows take beyond their KV and the room for it, those that come again as if they decoded: else one that
+        has outgrown the memory would enter, and be put back, without end."""
+        decoding = set(self._pool.rows())
+        num_again = sum(row.was_put_back and row not in decoding for row in rows) if len(rows) > 1 else 0
+        return self._pool.padding_bytes() + num_again * self._pool.state_bytes
+
+    def _all_reserved(self, rows: Sequence[Row]) -> list[int]:
+        """Of one that comes again and does not decode yet the room that its buffers get by themselves."""
+        decoding = set(self._pool.rows())
+        reserved = {row: self._reserved(row) for row in rows}
+        grown = {row: num_slots(row.num_tokens) for row in rows if row.num_tokens > admitted_tokens(row)}
+        return [reserved[row] if row in decoding else grown.get(row, reserved[row]) for row in rows]
 
     def _reserved(self, row: Row) -> int:
         """Tokens that a row is counted with: those that it has, where an answer is longer than its allowance."""

@@ -183,6 +183,11 @@ class Row:
             return False
         return now - self.prefill_started_at - self.seconds_put_back > watchdog_seconds
 
+    @property
+    def was_put_back(self) -> bool:
+        """Whether it has left its batch once, to enter again; before its first token too."""
+        return self.put_back_at is not None or self.seconds_put_back > 0
+
     def wait_again(self) -> None:
         """It has left its batch, to enter again when there is room."""
         self.put_back_at = time.monotonic()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, TokenDelta
-from kvserve.engine import decode
+from kvserve.engine import decode, row_outline
 from kvserve.engine import rows as rows_module
 from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine.cache_records import Totals
@@ -35,7 +35,7 @@ from tests.engine.engines import (
 from tests.engine.full_engines import NUM_ALL_TOKENS, check, conversation_of, full_engine
 from tests.engine.moving_rows import BESIDE, put_back_after, put_backs_counted, with_row_beside
 from tests.engine.odd_caches import Unmergeable, use_cache
-from tests.laws import sampled
+from tests.laws import THREE_KINDS, TWO_KINDS, sampled
 
 
 @pytest.mark.parametrize("is_alone", sampled((True, False), {False}))
@@ -185,3 +185,15 @@ def test_a_row_that_is_put_back_before_its_first_token_has_found_nothing(monkeyp
         found.progress
     )
     assert totals == Totals(len(prompt) + len(BESIDE), 0, len(prompt) + len(BESIDE) + 1)
+
+
+@pytest.mark.parametrize("family", sampled(THREE_KINDS, TWO_KINDS))
+def test_a_row_that_is_put_back_waits_until_there_is_room(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who lets it in counts as who puts it back: it came and went thousands of times, and the other one stood still."""
+    monkeypatch.setattr(row_outline, "ANSWER_ALLOWANCE_TOKENS", NUM_ANSWER_TOKENS)
+    monkeypatch.setattr(decode, "extra_padding_tokens", lambda *_: 10**12)  # each by itself, as of other lengths
+    with full_engine(family, 680, 0.99) as engine, put_backs_counted() as rows:
+        ends = [found.end for found in generate(engine, *(request(prompt_of(60, seed), 200) for seed in (0, 1)))]
+        check(engine)
+    assert [end.reason for end in ends if isinstance(end, GenerationDone)] == ["length"] * 2
+    assert len(rows) == 1
