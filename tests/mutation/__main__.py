@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -48,8 +48,11 @@ class Hunt:
         with self._lock:
             print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
-    def all_near(self, mutants: Sequence[Mutant], before: Mapping[str, Verdict]) -> dict[str, Verdict]:
-        """What noticed each mutant the last time, or tests that run its lines."""
+    def all_near(
+        self, mutants: Sequence[Mutant], before: Mapping[str, Verdict], keep: Callable[[Mapping[str, Verdict]], object]
+    ) -> dict[str, Verdict]:
+        """What noticed each mutant the last time, or tests that run its lines. `keep` is called with what is known so
+        far, should somebody stop this."""
         self._leave_out_what_fails({verdict.test for verdict in before.values()})
         again = [before[mutant.name] for mutant in mutants if mutant.name in before]
         with ThreadPoolExecutor(self._num_jobs) as pool:
@@ -58,7 +61,10 @@ class Hunt:
             if rest:
                 self.measure()
                 self.say(f"The default run is measured; {len(rest)} mutants.")
-                verdicts |= {verdict.mutant.name: verdict for verdict in pool.map(self.near, rest)}
+                keep(verdicts)
+                for verdict in pool.map(self.near, rest):
+                    verdicts[verdict.mutant.name] = verdict
+                    keep(verdicts)
         return {mutant.name: verdicts[mutant.name] for mutant in mutants}
 
     def _leave_out_what_fails(self, tests: Iterable[str]) -> None:
@@ -172,22 +178,22 @@ def main(arguments: Sequence[str]) -> int:
     mutants = [mutant for mutant in read_mutants() if not chosen.only or mutant.name in chosen.only]
     started = time.monotonic()
 
-    def keep(verdicts: Mapping[str, Verdict], num_again: int) -> str:
+    def keep(verdicts: Mapping[str, Verdict]) -> str:
+        num_again = sum(before.get(name) == verdict for name, verdict in verdicts.items())
         text = table(verdicts, num_again, time.monotonic() - started)
         if not chosen.only:
             RESULTS.write_text(text, "utf-8")
         return text
 
+    before = {} if chosen.anew else read_results(mutants)
     with tempfile.TemporaryDirectory(prefix="kvserve-mutants-") as folder:
         hunt = Hunt(Path(folder), chosen.jobs)
-        before = {} if chosen.anew else read_results(mutants)
-        verdicts = hunt.all_near(mutants, before)
-        num_again = sum(before.get(name) == verdict for name, verdict in verdicts.items())
+        verdicts = hunt.all_near(mutants, before, keep)
         for by in ("default", "full"):
             for verdict in [verdict for verdict in verdicts.values() if verdict.by == "nobody"]:
-                keep(verdicts, num_again)  # what is known so far, should somebody stop this
+                keep(verdicts)
                 verdicts[verdict.mutant.name] = hunt.far(verdict.mutant, by)
-        print(keep(verdicts, num_again))
+        print(keep(verdicts))
     return 1 if any(verdict.by == "nobody" for verdict in verdicts.values()) else 0
 
 
