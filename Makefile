@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 SOURCES := kvserve tests scripts benchmarks install_and_run.py start_llm.py
 PRESENT := $(wildcard $(SOURCES))
 
-.PHONY: setup lint format test full full-of-commit mutants durations check e2e clients bench soak bench-clients
+.PHONY: setup lint format test full full-of-commit mutants beside-load durations check e2e clients bench soak bench-clients
 
 setup:
 	@python3 install_and_run.py --setup-only --dev
@@ -37,6 +37,10 @@ full-of-commit:
 # Each planted fault of tests/mutation/mutants against the tests; the table goes to tests/mutation/results.md.
 mutants: setup
 	$(PYTHON) -m tests.mutation
+
+# The default tests twenty times beside a busy loop on each core: none may depend on how fast it is. LANES of them at once.
+beside-load: setup
+	$(PYTHON) -m tests.beside_load --runs $(or $(RUNS),20) --lanes $(or $(LANES),1)
 
 # How long each file takes, by which the default run and the parts of `full` are ordered (tests/durations.json).
 durations: setup
