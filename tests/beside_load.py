@@ -1,7 +1,7 @@
 """`python -m tests.beside_load`: the default tests, many times, beside a busy loop on each core.
 
 A test that depends on how fast it is fails on somebody's machine sooner or later; here it fails at once. Runs may go
-side by side (`--lanes`), which is harder still. Each lane has a copy of the tree, as runs in one folder would share what
+side by side (`--lanes`), which is harder still. Each lane has a copy of the tree: runs in one folder would share what
 pytest keeps there. Whatever was started is ended, also where somebody stops this.
 """
 
