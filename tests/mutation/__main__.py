@@ -82,8 +82,9 @@ class Hunt:
         space = self._free.get()
         try:
             with space.planted(before.mutant):
-                arguments = ["-n", "0", "-m", "not e2e", *LIMIT]
                 is_full = before.by == "full"
+                limit = ONE_FULL_TEST_SECONDS if is_full else ONE_TEST_SECONDS  # a fault may show as a test without end
+                arguments = ["-n", "0", "-m", "not e2e", "--timeout", str(limit)]
                 outcome = space.run(arguments, tests=[before.test], seconds=DEFAULT_SECONDS, is_full=is_full)
         finally:
             self._free.put(space)
