@@ -10,14 +10,16 @@ from kvserve.agents.message_json import decode_messages, encode_messages
 from kvserve.core import Block, ImageBlock, Message, TextBlock, ToolResultBlock
 from tests.laws import num_examples
 
-BLOCKS = st.one_of(
-    *(st.from_type(kind) for kind in get_args(Block.__value__) if kind is not ToolResultBlock),
-    st.builds(
-        ToolResultBlock,
-        call_id=st.text(),
-        blocks=st.lists(st.one_of(st.builds(TextBlock, st.text()), st.builds(ImageBlock, st.text()))).map(tuple),
-        is_error=st.booleans(),
-    ),
+BLOCKS = st.deferred(  # else every worker computes at import what characters there are
+    lambda: st.one_of(
+        *(st.from_type(kind) for kind in get_args(Block.__value__) if kind is not ToolResultBlock),
+        st.builds(
+            ToolResultBlock,
+            call_id=st.text(),
+            blocks=st.lists(st.one_of(st.builds(TextBlock, st.text()), st.builds(ImageBlock, st.text()))).map(tuple),
+            is_error=st.booleans(),
+        ),
+    )
 )
 MESSAGES = st.lists(
     st.builds(
