@@ -2,6 +2,7 @@
 They know no index and do not change the shape.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import HashChain
@@ -58,6 +59,7 @@ class Node:
     A row that uses a path is noted where it stands, in `last_used_at`, `num_uses` and `users` (who, and up to which
     offset; rows of which that is not known are not in it). What stands behind a node used the node too: it is noted
     there when that leaves (`inherit`), so a leaf's notes are whole, and those of other nodes lack what is behind them.
+    `first_cut`: the nearest to its start that it was ever cut; behind it other tokens may stand since (`Trie.merge`).
     `is_guess`: computed, or read from disk, ahead of requests; none has used it, and so none what is behind it.
     """
 
@@ -80,6 +82,7 @@ class Node:
     is_guess: bool = False
     copies: Copies = field(default_factory=Copies)
     number: int = 0
+    first_cut: float = math.inf
 
     @property
     def tokens(self) -> TokenRun:

@@ -106,11 +106,14 @@ class Trie:
         return self.walk(start or Position(root, 0), run, run.end)
 
     def _still_there(self, known: Position) -> Position | None:
-        """What is left of a place that was found before: what leads to a node never changes while it is held."""
+        """What is left of a place that was found before: what leads to a node never changes while it is held, nor do
+        its own tokens up to where it was ever cut."""
         node: Node | None = known.node if self.is_held(known.node) else None
         while node is not None and node.start >= known.depth:
             node = node.parent
-        return Position(node, min(known.depth, node.end)) if node is not None and node.parent is not None else None
+        if node is None or node.parent is None:
+            return None
+        return Position(node, int(min(known.depth, node.end, node.first_cut)))
 
     def walk(self, position: Position, run: TokenRun, limit: int) -> Position:
         """Go down from `position` as long as the tokens of `run` agree, at most to `limit`."""
@@ -193,6 +196,7 @@ class Trie:
             child.parent = lower
         for lease in [lease for lease in node.leases if lease.num_tokens > at]:
             self.move(lease, Position(lower, lease.num_tokens))
+        node.first_cut = min(node.first_cut, at)
         node.end, node.hashes, node.children = at, node.hashes[:num_hashes], {node.tokens.key_at(at): lower}
         node.checkpoint = node.kind = None
         node.num_uses = node.num_restores = 0

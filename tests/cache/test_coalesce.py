@@ -174,3 +174,19 @@ def test_a_tidy_tree_has_nothing_to_join() -> None:
     tree = make_tree()
     store(tree, tokens(*range(100)), (50, 100))
     assert tree.plan_coalesce(64) is None
+
+
+def test_a_prompt_is_not_found_where_others_tokens_stand_since() -> None:
+    """Its place was cut off by a branch and left; the rest was joined with the branch, and is as long as it was."""
+    tree = make_tree()
+    asked, branch = tokens(*range(8), 100, 101), tokens(*range(8), 200, 201)
+    store(tree, asked)
+    prompt = tokens(*asked.ids, 999)
+    assert tree.lookup(prompt).num_usable_tokens == 10
+    store(tree, branch)
+    (leaf,) = [node for node in tree._trie.nodes() if node.start == 8 and node.tokens.key_at(8) == asked.ids[8]]
+    tree._trie.detach(leaf)
+    assert list(coalesce(tree, 20))
+    match = tree.lookup(prompt)
+    assert match.num_usable_tokens == 8
+    assert_exact(match, prompt)
