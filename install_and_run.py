@@ -522,8 +522,13 @@ def is_for_server(request: Request) -> bool:
 
 
 def env_text() -> str:
-    """The `.env` that the server will read, "" without one; of one that is no UTF-8 the first checks say so."""
-    return ENV_FILE.read_text(encoding="utf-8", errors="replace") if ENV_FILE.is_file() else ""
+    """The `.env` that the server will read, "" without one. Of one that cannot be read the first checks and the start
+    say so, each before it looks at names."""
+    env_file = of_server("env_file")
+    try:
+        return env_file.read_text(ENV_FILE) or ""
+    except env_file.StartupError:
+        return ""
 
 
 def start(request: Request) -> None:

@@ -18,7 +18,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from kvserve.env_file import read_text
 from kvserve.errors import SettingError, StartupError
-from kvserve.first_checks import refuse_equal_ports, refuse_model_of_demo
+from kvserve.first_checks import refuse_equal_ports, refuse_misspelt, refuse_model_of_demo
 from kvserve.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, parse_flags
 from kvserve.values import DEFAULTS, KINDS, GroupSize, KvBits, ModelFamily, QuantScheme
 
@@ -270,12 +270,10 @@ def load_launch(argv: Sequence[str], *, env_file: Path | None = Path(".env")) ->
 
 
 def _check_names_in(env_file: Path | None) -> None:
-    """Other programs' variables may stand in `.env` too, but nothing that is nearly a setting. Raises StartupError. A
-    pipe is not looked at: what is read here would be gone for the settings."""
-    text = read_text(env_file) if env_file is not None else None
-    values = dotenv_values(stream=io.StringIO(text), interpolate=False) if text else {}
-    if found := misspelt([name for name, value in values.items() if value is not None], _KEYS):
-        raise StartupError(misspelt_words(found, str(env_file)))
+    """Raises StartupError for one that is misspelt. A pipe is not looked at: what is read here would be gone for the
+    settings."""
+    if env_file is not None and (text := read_text(env_file)):
+        refuse_misspelt(dotenv_values(stream=io.StringIO(text), interpolate=False), env_file)
 
 
 def _misspelt_in_environment() -> tuple[str, ...]:

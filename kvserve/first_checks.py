@@ -18,9 +18,9 @@ from typing import Any
 
 from kvserve.canonical.settable import policies_in
 from kvserve.engine.config_file import read_config
-from kvserve.env_file import UNKNOWN, by_field, read_text, values_in
+from kvserve.env_file import UNKNOWN, Value, by_field, read_text, values_in
 from kvserve.errors import ModelLoadError, PortTaken, SettingError, StartupError
-from kvserve.flags import SETTING_OF_FLAG, FlagError, parse_flags
+from kvserve.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, parse_flags
 from kvserve.values import DEFAULTS, KINDS, expanded
 from kvserve.web.port_holder import describe_holder, error_of_binding, refuse_unusable_address, somebody_listens
 
@@ -43,6 +43,8 @@ def refuse_unusable(argv: Sequence[str], environ: Mapping[str, str], env_file: P
         raise StartupError(str(error)) from None
     from_flags = {name: value for name in SETTING_OF_FLAG if (value := getattr(flags, name)) is not None}
     env_text = read_text(env_file)
+    # Of a text that only python-dotenv can read the names are not known: the start looks again.
+    refuse_misspelt(values_in(env_text or "") or {}, env_file)
     refuse_model_of_demo(flags.demo, from_flags)
     settings = known_settings(from_flags, environ, env_text)
     if not flags.no_proxy and {"mlx_port", "proxy_port"} <= settings.keys():
@@ -50,6 +52,12 @@ def refuse_unusable(argv: Sequence[str], environ: Mapping[str, str], env_file: P
     refuse_unusable_start(
         settings, is_demo=flags.demo, with_proxy=not flags.no_proxy, writes_kv=not flags.no_disk_cache
     )
+
+
+def refuse_misspelt(values: Mapping[str, Value], env_file: Path) -> None:
+    """Raises StartupError where `.env` sets what is nearly a setting; other programs' variables may stand there too."""
+    if found := misspelt([name for name, value in values.items() if value is not None], map(str.upper, KINDS)):
+        raise StartupError(misspelt_words(found, str(env_file)))
 
 
 def known_settings(flags: Mapping[str, Any], environ: Mapping[str, str], env_text: str | None) -> dict[str, Any]:

@@ -79,10 +79,11 @@ def misspelt(names: Iterable[str], known: Iterable[str]) -> list[tuple[str, str]
     """Those of the names that are no setting but nearly one, each with the setting that was meant. Other names are
     other programs' own."""
     settings = list(known)
+    read = {each.lower() for each in settings}  # as pydantic-settings compares them
     found = []
     for name in names:
         upper = name.upper()
-        if upper not in settings:
+        if name.lower() not in read:
             near = [(_edits(upper, each), each) for each in settings if abs(len(upper) - len(each)) <= MAX_EDITS]
             if near and min(near)[0] <= _most_edits(upper):
                 found.append((name, min(near)[1]))
@@ -90,8 +91,10 @@ def misspelt(names: Iterable[str], known: Iterable[str]) -> list[tuple[str, str]
 
 
 def misspelt_words(found: Sequence[tuple[str, str]], where: str) -> str:
-    """What is said of misspelt settings."""
-    named = ", ".join(f"{name} (did you mean {meant}?)" for name, meant in found)
+    """What is said of misspelt settings. A character that cannot be seen, as the byte order mark of a file that was
+    put behind another one, is shown by its number."""
+    shown = [(name if name.isprintable() else ascii(name), meant) for name, meant in found]
+    named = ", ".join(f"{name} (did you mean {meant}?)" for name, meant in shown)
     return f"{where} sets what is no setting: {named}."
 
 

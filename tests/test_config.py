@@ -81,6 +81,27 @@ def test_a_misspelt_setting_in_the_file_stops_the_start(tmp_path: Path) -> None:
     assert load_launch([]).settings.kv_bits == 8
 
 
+def test_a_name_is_a_setting_where_it_is_read_as_one(tmp_path: Path) -> None:
+    """Names are compared in lower case: of these capitals alone would be KV_BITS, and the value was lost unsaid."""
+    (tmp_path / ".env").write_text("kv_b\u0131ts=8\n", "utf-8")
+    with pytest.raises(StartupError, match=r"kv_b\u0131ts \(did you mean KV_BITS\?\)"):
+        load_launch([])
+    (tmp_path / ".env").write_text("\u212av_bits=8\n", "utf-8")
+    assert load_launch([]).settings.kv_bits == 8
+
+
+def test_what_cannot_be_seen_in_a_misspelt_name_is_shown(tmp_path: Path) -> None:
+    """A byte order mark inside a file, as two files joined leave it, or a space without width: else the name that is
+    told looks like the one that was meant."""
+    (tmp_path / ".env").write_text("KV_BITS=8\n\ufeffMLX_PORT=1\nPROXY\u200b_PORT=2\nMAX_KV_SÏZE=9\n", "utf-8")
+    with pytest.raises(StartupError) as raised:
+        load_launch([])
+    assert str(raised.value) == (
+        r".env sets what is no setting: '\ufeffMLX_PORT' (did you mean MLX_PORT?), "
+        r"'PROXY\u200b_PORT' (did you mean PROXY_PORT?), MAX_KV_SÏZE (did you mean MAX_KV_SIZE?)."
+    )
+
+
 def test_only_what_the_file_sets_can_be_misspelt(tmp_path: Path) -> None:
     """A line within a text of several lines is none of the file's names, a name alone sets nothing, and a pipe is left
     to the settings, which read it once."""

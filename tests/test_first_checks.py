@@ -117,6 +117,8 @@ LINES = st.builds("{}{}{}\n".format, st.sampled_from(("", "export ", "\ufeff", "
 @example("OTHER=8\nKV_BITS=${OTHER}\n", {})
 @example("KV_BITS='8\n8'\n", {"MLX_PORT": "3"})
 @example('MLX_PORT = "\\t"\nKV_BITS=1\n', {})
+@example("KV_BITS=1\n\ufeffMLX_PORT=1\n", {})
+@example("MLX_PROT=${OTHER}\nKV_BITS=1\nkv_bitz=2\nKV_BITZ\n", {})
 def test_what_is_known_of_a_file_is_what_the_start_reads(
     tmp_path_factory: pytest.TempPathFactory, text: str, environ: dict[str, str]
 ) -> None:

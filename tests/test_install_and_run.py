@@ -271,12 +271,16 @@ def test_what_only_a_start_needs_is_not_asked_of_a_set_up(finished: Checkout) ->
 
 
 def test_a_misspelt_setting_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
-    """By the names of the settings."""
+    """By the names of the settings; of a file that cannot be read that is said, as by the start."""
     checkout = make_checkout(tmp_path / "fresh")
     (checkout.root / ".env").write_text("OTHER_PROGRAM=1\nMODLE_PATH=x\n")
     result = checkout.run("--demo")
     assert result.returncode == 1 and "MODLE_PATH (did you mean MODEL_PATH?)" in result.stderr
     assert "OTHER" not in result.stderr and not checkout.venv.exists()
+    (checkout.root / ".env").write_bytes(b"MODLE_PATH=\xe9\n")
+    result = checkout.run("--demo")
+    assert result.returncode == 1 and "error: .env cannot be read: 'utf-8' codec" in result.stderr
+    assert not checkout.venv.exists()
 
 
 def test_a_line_of_a_quoted_text_is_no_setting(finished: Checkout) -> None:

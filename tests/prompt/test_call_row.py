@@ -52,6 +52,8 @@ ARGUMENTS = st.dictionaries(TEXTS, JSON, max_size=3).filter(
 )
 EVERY = sampled(DERIVED, {*SMALL, "kimi_k2_moonshot", "mistral_nemo"})
 every_form = pytest.mark.parametrize("name", EVERY)
+OTHER_TAGS = ("apertus", "cohere_r7b", "ministral3_reasoning")
+"""Templates whose thinking stands in tags of their own, not in `<think>`."""
 
 
 @cache
@@ -238,12 +240,26 @@ def test_what_closes_calls_may_be_missing(name: str) -> None:
 
 @every_form
 def test_a_call_in_thinking_is_meant_where_nothing_follows(name: str) -> None:
-    """As in the other forms; one that text follows was only thought of. Where no tag opens a call it is text there."""
+    """As in the other forms, within the template's own tags of thinking; one that text follows was only thought of.
+    Where no tag opens a call it is text there."""
     text = written(name, ("read_file", {"path": "a"}))
     output_format = family_of(name).output_format
+    assert output_format.thinking is not None
+    opening = output_format.thinking.opening
     called = [] if derived.is_bare(DERIVED[name]) else [("read_file", '{"path": "a"}')]
-    assert read(output_format, [f"<think>\nhm\n{text}\n"])[0] == called
-    assert read(output_format, [f"<think>\nhm {text} or not"]) == ([], f"hm {text} or not")
+    assert read(output_format, [f"{opening}\nhm\n{text}\n"])[0] == called
+    assert read(output_format, [f"{opening}\nhm {text} or not"]) == ([], f"hm {text} or not")
+
+
+@pytest.mark.parametrize("name", sampled([name for name in DERIVED if name in OTHER_TAGS], {"ministral3_reasoning"}))
+def test_tags_of_thinking_that_are_not_the_models_are_words(name: str) -> None:
+    """Where its vocabulary has others, what `<think>` opens is content, to the letter, and a call there is one."""
+    text = written(name, ("read_file", {"path": "a"}))
+    output_format = family_of(name).output_format
+    assert output_format.thinking is not None and output_format.thinking.opening != "<think>"
+    calls, said = read(output_format, [f"<think>\nhm\n{text} or not</think>\n\nSo."])
+    assert calls == [("read_file", '{"path": "a"}')]
+    assert said == "<think>\nhm\n or not</think>\n\nSo."
 
 
 @every_form
@@ -279,6 +295,12 @@ def setup(name: str, *, tags_are_tokens: bool) -> Setup:
     return Setup(byte_tokenizer(tokens if tags_are_tokens else ()), output_format)
 
 
+def thought(output_format: OutputFormat) -> str:
+    """A thought between the format's own tags."""
+    assert output_format.thinking is not None
+    return f"{output_format.thinking.opening}\nhm\n{output_format.thinking.closing}"
+
+
 both = pytest.mark.parametrize("tokens", [True, False])
 
 
@@ -311,7 +333,7 @@ def test_strict_tools_are_held_where_the_model_may_call(name: str, tokens: bool)
     assert promise.grammar is not None and promise.notes == ()
     bare = derived.is_bare(DERIVED[name])
     good = written(name, ("read_file", {"path": "a", "lines": 3}))
-    for before in ("",) if bare else ("", "I look.\n", "<think>\nhm\n</think>\n"):
+    for before in ("",) if bare else ("", "I look.\n", f"{thought(case.format)}\n"):
         assert case.accepts(promise.grammar, before + good)
         assert not case.accepts(promise.grammar, before + good.replace("3", '"3"'))
         assert not case.accepts(promise.grammar, before + good.replace("lines", "line"))
@@ -332,7 +354,8 @@ def test_text_beside_calls_is_free(name: str, tokens: bool) -> None:
     grammar = case.grammar(ToolChoice(), tools=TOOLS)
     for text in (
         "", "Hello.", '{"a": 1}', '{"name": "Bob", "age": 3}', "[1, 2]", "x = {}; y[0] < 3", "functions.read_file:0",
-        "<think>\nhm\n</think>\n\nFine.", "```json\n{}\n```", '{"name": "read_file2", "parameters": 5}',
+        f"{thought(case.format)}\n\nFine.", "<think>\nhm\n</think>\n\nFine.", "```json\n{}\n```",
+        '{"name": "read_file2", "parameters": 5}',
     ):  # fmt: skip
         assert case.accepts(grammar, text), text
 
