@@ -131,11 +131,25 @@ class Store:
         """About what RAM holds after the next `fit`."""
         return self.ram.num_bytes - self._loose_bytes.total()
 
+    def is_loose(self, record_id: RecordId) -> bool:
+        """Whether a record is larger than what nodes hold of it, until the next `fit`."""
+        return record_id in self._loose
+
+    @property
+    def has_loose(self) -> bool:
+        """Whether there is anything to be cut."""
+        return bool(self._loose)
+
     def fit(self) -> None:
         """Cut to size what was loosened. What a failed allocation leaves uncut is cut by the next call."""
-        for record_id, segment in list(self._loose.items()):
-            self._fit(segment)
-            del self._loose[record_id], self._loose_bytes[record_id]
+        while self._loose:
+            self.fit_next()
+
+    def fit_next(self) -> None:
+        """The same, of one record."""
+        record_id, segment = next(reversed(self._loose.items()))
+        self._fit(segment)
+        del self._loose[record_id], self._loose_bytes[record_id]
 
     def replace_rows(self, nodes: Sequence[Node], payload: Payload) -> None:
         """Let consecutive nodes of one chain share a new record; their old ones shrink or leave."""
