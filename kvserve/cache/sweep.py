@@ -23,13 +23,16 @@ from kvserve.cache.node import Lease, Node, SequenceEnd
 from kvserve.cache.records import Limits, Room
 from kvserve.cache.store import Store
 from kvserve.cache.tails import exclusive_tail
-from kvserve.cache.worth import SURPLUS
+from kvserve.cache.worth import SURPLUS, num_bytes_of
 
 SHORT_CLASS_SECONDS = 300.0
 """The shortest lifetime that clients ask for by a cache mark: an agent's user thinks longer than that now and then."""
 
 RANKED_PER_PIECE = 8
 """To rank so many nodes takes about as long as to let one leave."""
+
+BYTES_PER_PIECE = 4 * 2**20
+"""So many bytes that are freed or copied count as one more."""
 
 KEEP_ALIVE_LOOK = 1 / 8
 """What is to be kept alive is looked for this often, in units of the interval itself."""
@@ -128,12 +131,12 @@ class Sweep:
 
     def _remove(self, nodes: Sequence[Node]) -> None:
         """A leaf leaves, then its ancestors in this order."""
-        self._pieces_left -= len(nodes)
+        self._pieces_left -= sum(map(_num_pieces, nodes))
         self._tell(nodes, is_state_only=False)
         self._store.loosen_leaves(nodes)
 
     def _drop_state(self, node: Node) -> None:
-        self._pieces_left -= 1
+        self._pieces_left -= _num_pieces(node)
         self._tell([node], is_state_only=True)
         self._store.drop_checkpoint(node)
 
@@ -159,7 +162,10 @@ class Sweep:
     def _give_up(self, leaf: Node) -> None:
         """An entry whose owner has gone leaves; what there is no time for is still that entry."""
         tail, end = exclusive_tail(leaf), leaf.sequence_end
-        num_leaving = int(min(len(tail), max(1, self._pieces_left)))
+        num_leaving, left = 0, self._pieces_left
+        while num_leaving < len(tail) and left > 0:
+            left -= _num_pieces(tail[num_leaving])
+            num_leaving += 1
         self._remove(tail[:num_leaving])
         if num_leaving < len(tail):
             self._store.trie.entries.set(tail[num_leaving], end)
@@ -290,8 +296,7 @@ class Sweep:
             if is_more and self._store.num_bytes_once_fit > budget:
                 is_more = self._leave()
             else:
-                self._store.fit_next()
-                self._pieces_left -= 1
+                self._pieces_left -= 1 + self._store.fit_next() / BYTES_PER_PIECE
         while self._pieces_left > 0 and ram.num_bytes > budget and (node := self._order.next_state()) is not None:
             self._drop_state(node)
 
@@ -353,6 +358,10 @@ class Sweep:
 
     def _free_leaves(self) -> list[Node]:
         return [node for node in self._store.trie.nodes() if not (node.children or node.leases)]
+
+
+def _num_pieces(node: Node) -> float:
+    return 1 + num_bytes_of(node) / BYTES_PER_PIECE
 
 
 def _last_use(node: Node) -> tuple[float, int, int]:

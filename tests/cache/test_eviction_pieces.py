@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvserve.cache import sweep
 from kvserve.cache.eviction_order import EvictionOrder
 from kvserve.cache.node import Node
 from kvserve.cache.records import Eviction
@@ -71,6 +72,18 @@ def test_a_piece_lets_few_leave_however_many_must(
     left = [len(each.segments) + len(each.checkpoints) for each in pieces(tree, num_bytes)]
     assert tree.num_ram_bytes == 0
     assert max(left) <= 2 * (MAX_PIECES + 1), left  # with a node goes its state, and with a state the rows behind it
+
+
+@pytest.mark.parametrize("because", [everything, too_old, of_nobody])
+def test_large_ones_leave_one_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, because: Callable[[PrefixTree, Clock], int]
+) -> None:
+    """To give back the memory of a state takes time too."""
+    monkeypatch.setattr(sweep, "BYTES_PER_PIECE", 1)
+    tree, clock = filled(needs_checkpoints=True, has_owners=because is of_nobody)
+    num_bytes = because(tree, clock)
+    left = [len(each.checkpoints) for each in pieces(tree, num_bytes)]
+    assert tree.num_ram_bytes == 0 and max(left) == 1, left
 
 
 def test_too_many_states_leave_in_pieces_too() -> None:
