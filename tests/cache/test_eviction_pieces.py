@@ -94,6 +94,20 @@ def test_too_many_states_leave_in_pieces_too() -> None:
     assert tree.stats().num_checkpoints == 0 and max(left) <= MAX_PIECES, left
 
 
+def test_rows_that_serve_nobody_leave_to_the_last_of_them() -> None:
+    """Behind the last state of a branch rows are of no use. A piece that ends among them is gone on with, though bytes
+    are not short any more."""
+    tree, ids = make_tree(LIMITS, needs_checkpoints=True), tuple(range(4 * NUM_STOPS))
+    store(tree, TokenSequence((*ids, 10**6)), range(4, len(ids) + 1, 4))
+    for node in tree.sequences()[0][:-1]:
+        tree._store.drop_checkpoint(node)
+    first = tree.evict(LIMITS.max_bytes - tree.num_ram_bytes + 1, 2 * MAX_PIECES)
+    num_left = len(first.segments)
+    assert 1 < num_left < NUM_STOPS and first.is_within_limits and not first.is_over
+    assert sum(len(each.segments) for each in pieces(tree)) == NUM_STOPS - num_left
+    assert tree.num_ram_bytes == 0
+
+
 def test_what_comes_back_into_use_between_two_pieces_stays() -> None:
     """An entry whose owner has gone leaves from its end. Where the owner comes back meanwhile the rest is kept."""
     tree, clock = filled(needs_checkpoints=True, has_owners=True)
