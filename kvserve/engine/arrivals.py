@@ -53,13 +53,19 @@ class Arrivals:
         room, is_one_more = self._cache.kv_room, False
         waiting = [arrival for arrival in self._arrivals if not arrival.has_room]
         if not waiting:
-            room.let_rest_leave()
+            self._let_rest_leave()
         for arrival in waiting:
             while not room.make_some(answer_bytes(arrival.row)):
                 if is_beside_streams:
                     return is_one_more
             arrival.has_room = is_one_more = True
         return is_one_more
+
+    def _let_rest_leave(self) -> None:
+        try:
+            self._cache.kv_room.let_rest_leave()
+        except Exception as error:  # noqa: BLE001 - what could not be cut to size stays as it is; no row needs the room
+            self._report(f"Room could not be made in the prefix cache: {type(error).__name__}: {error}")
 
     def remove(self, row: Row) -> None:
         """The row has begun, or left; nothing is held for it any more. Nothing where it is not here."""

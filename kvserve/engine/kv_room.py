@@ -86,6 +86,7 @@ class KvRoom:
 
     def _evict(self, num_needed_bytes: float) -> bool:
         """Let a piece leave. Whether so much fits now, or nothing more can leave."""
+        self.has_more = False  # where this raises the next run tries again
         eviction = self._tree.evict(int(num_needed_bytes), PIECES)
         self.has_more = not eviction.is_over
         is_made = eviction.is_over or eviction.is_within_limits

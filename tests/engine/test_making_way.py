@@ -2,11 +2,13 @@
 is room for it."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from kvserve.cache.records import Eviction
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
 from kvserve.engine import kv_room
@@ -16,6 +18,7 @@ from kvserve.engine.memory import fixed_memory
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.row_bytes import RowBytes
 from kvserve.engine.rows import Row
+from kvserve.engine.scheduler import Scheduler
 from tests.cache.payloads import ROOMY, ROW_BYTES, make_tree, store
 from tests.engine.engines import CACHE, beside_stream, cached, cold, collect, generate, prompt_of, running_engine, turn
 
@@ -90,6 +93,25 @@ def test_what_is_only_too_old_leaves_later(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kv_room, "SLICE_SECONDS", 10**6)
     room.let_rest_leave()
     assert tree.num_ram_bytes == 0 and not room.has_more
+
+
+def test_what_cannot_leave_costs_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To cut a record to size takes memory for a moment. Where there is none that is told once, and streams go on."""
+    evict, failures, lines = PrefixTree.evict, iter([True]), list[str]()
+
+    def failing(tree: PrefixTree, *asked: float) -> Eviction:
+        if next(failures, False):
+            raise RuntimeError("[malloc] Unable to allocate 64 bytes.")
+        return evict(tree, *asked)  # type: ignore[arg-type]
+
+    def begin(scheduler: Scheduler) -> None:
+        scheduler.cache.kv_room.has_more = True
+        monkeypatch.setattr(PrefixTree, "evict", failing)
+
+    with running_engine(report=lines.append) as engine:
+        _none, result = beside_stream(engine, prompt_of(40), 20, partial(engine._ask, begin))
+    assert len(result.tokens) == 20
+    assert [line for line in lines if "Room could not be made" in line] == lines and len(lines) == 1, lines
 
 
 def test_a_stream_gets_its_steps_while_what_is_kept_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
