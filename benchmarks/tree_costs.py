@@ -128,7 +128,12 @@ class Kept:
         index = DiskIndex(BlockHasher(16, "benchmark"), MODEL)
         self.tier = DiskTier(ScratchStore(folder, MODEL), index, limits, Faults(print))
         self._disk = DiskCache(
-            self.tier, self.tree, needs_checkpoints=self._hybrid, is_ram_lent=False, make_room=lambda _bytes: None
+            self.tier,
+            self.tree,
+            needs_checkpoints=self._hybrid,
+            is_ram_lent=False,
+            make_room=lambda _bytes: None,
+            make_some_room=lambda _bytes: True,
         )
         self._disk.writing.save_all(FLUSH_SECONDS)
         self.flush()

@@ -2,6 +2,8 @@
 risen is seen when its turn comes. It lets nothing leave.
 """
 
+import math
+
 from kvserve.cache.eviction import Score
 from kvserve.cache.eviction_queue import EvictionQueue
 from kvserve.cache.last_users import LastUsers
@@ -33,8 +35,9 @@ class EvictionOrder:
             self._states.discard(node)
         gone.clear()
 
-    def update(self) -> None:
-        """Rank what has changed since this was asked, or since anything left."""
+    def update(self, max_nodes: float = math.inf) -> int:
+        """Rank what has changed since this was asked, or since anything left, at most so many nodes: the rest is ranked
+        when this is asked next. How many were."""
         self.forget_gone()
         changes, again = self._trie.changes, self._again
         again |= dict.fromkeys((*changes.nodes, *self._all.lapsed(self.worth.now)))
@@ -49,9 +52,16 @@ class EvictionOrder:
         for node in changes.anchors:
             again |= dict.fromkeys(fallen_by_anchor(node))
         changes.clear()
-        self._again = {}
-        for node in again:
-            self._rank(node)
+        num_ranked = 0
+        while again and num_ranked < max_nodes:
+            self._rank(again.popitem()[0])
+            num_ranked += 1
+        return num_ranked
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether all that was noted when this was updated has been ranked."""
+        return not self._again
 
     def next_of_all(self) -> Node | None:
         """The leaf, or the node inside a branch whose state, leaves next for bytes."""

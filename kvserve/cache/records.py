@@ -105,12 +105,14 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """What left the tree: rows, and states. `is_within_limits` is False if live rows need too much."""
+    """What left the tree: rows, and states. `is_within_limits` is False if live rows need too much, or if it was only a
+    piece; `is_over`: another one finds nothing more to do."""
 
     segments: tuple[Piece, ...]
     checkpoints: tuple[State, ...]
     num_freed_bytes: int
     is_within_limits: bool
+    is_over: bool
 
 
 @dataclass(frozen=True, slots=True)

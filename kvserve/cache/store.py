@@ -131,11 +131,26 @@ class Store:
         """About what RAM holds after the next `fit`."""
         return self.ram.num_bytes - self._loose_bytes.total()
 
+    def is_loose(self, record_id: RecordId) -> bool:
+        """Whether a record is larger than what nodes hold of it, until the next `fit`."""
+        return record_id in self._loose
+
+    @property
+    def has_loose(self) -> bool:
+        """Whether there is anything to be cut."""
+        return bool(self._loose)
+
     def fit(self) -> None:
         """Cut to size what was loosened. What a failed allocation leaves uncut is cut by the next call."""
-        for record_id, segment in list(self._loose.items()):
-            self._fit(segment)
-            del self._loose[record_id], self._loose_bytes[record_id]
+        while self._loose:
+            self.fit_next()
+
+    def fit_next(self) -> int:
+        """The same, of one record. How many bytes were copied."""
+        record_id, segment = next(reversed(self._loose.items()))
+        num_bytes = self._fit(segment)
+        del self._loose[record_id], self._loose_bytes[record_id]
+        return num_bytes
 
     def replace_rows(self, nodes: Sequence[Node], payload: Payload) -> None:
         """Let consecutive nodes of one chain share a new record; their old ones shrink or leave."""
@@ -210,19 +225,23 @@ class Store:
             self.ram.put(segment.record_id, payload)
         return segment
 
-    def _fit(self, segment: Segment) -> None:
-        """Drop a record that no node holds; cut one of which nodes hold only parts, one record for each."""
+    def _fit(self, segment: Segment) -> int:
+        """Drop a record that no node holds; cut one of which nodes hold only parts, one record for each. How many bytes
+        were copied."""
+        num_bytes = 0
         holders = sorted(self.trie.holders.get(segment.record_id, ()), key=lambda node: node.start)
         tokens, payload = segment.tokens, self.ram.get(segment.record_id)
         for part in _parts(holders):
             start, end = part[0].start, part[-1].end
             if (start, end) == (tokens.start, tokens.end):
-                return
+                return 0
             rows = None if payload is None else self._cut_payload(payload, start - tokens.start, end - tokens.start)
             fitting = self._new_segment(tokens.part(start, end), rows)
+            num_bytes += fitting.num_bytes
             for node in part:
                 self.trie.rehold(node, fitting)
         self.ram.drop(segment.record_id)
+        return num_bytes
 
 
 def _parts(holders: Sequence[Node]) -> list[list[Node]]:

@@ -6,24 +6,33 @@ Leaves go first, so what others share stays; nodes that a live row stands on nev
 only where bytes are short: then those over their number go before all others, and entries with a lifetime of their own
 that is not over go last. What leaves next is known without a look at what stays (`eviction_order.py`). For what is too
 old all nodes are looked at when the first is due, at least once an interval; in between those that rows have left.
+
+A run may be bounded: it stops after so many pieces, and the next one goes on where it stopped (0049).
 """
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from kvserve.cache.eviction import Score
 from kvserve.cache.eviction_order import EvictionOrder
 from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.leaving import Leaving
-from kvserve.cache.node import Lease, Node
+from kvserve.cache.node import Lease, Node, SequenceEnd
 from kvserve.cache.records import Limits, Room
 from kvserve.cache.store import Store
 from kvserve.cache.tails import exclusive_tail
-from kvserve.cache.worth import SURPLUS
+from kvserve.cache.worth import SURPLUS, num_bytes_of
 
 SHORT_CLASS_SECONDS = 300.0
 """The shortest lifetime that clients ask for by a cache mark: an agent's user thinks longer than that now and then."""
+
+RANKED_PER_PIECE = 8
+"""To rank so many nodes takes about as long as to let one leave."""
+
+BYTES_PER_PIECE = 4 * 2**20
+"""So many bytes that are freed or copied count as one more."""
 
 KEEP_ALIVE_LOOK = 1 / 8
 """What is to be kept alive is looked for this often, in units of the interval itself."""
@@ -50,6 +59,10 @@ class Sweep:
         self._order = EvictionOrder(store.trie, score, needs_checkpoints=needs_checkpoints)
         self._worth = self._order.worth
         self._is_number_known = False
+        self._unlooked: deque[tuple[Node, float | None]] = deque()
+        self._is_interval_look = False
+        self._unfinished: tuple[Node, SequenceEnd | None] | None = None
+        self._pieces_left = math.inf
         self._now = 0.0
         self._check_at = -math.inf
         self._due_at = math.inf
@@ -65,26 +78,47 @@ class Sweep:
         num_bytes = self._limits.max_bytes - self._store.ram.num_bytes - reserved_bytes
         return Room(num_bytes, self._limits.max_checkpoint_bytes - self._store.checkpoint_bytes)
 
-    def run(self, now: float, reserved_bytes: int, owners_seen_at: dict[str, float]) -> None:
-        """Let leave what must. `reserved_bytes` are held by others; owners without entries are forgotten."""
+    def run(
+        self, now: float, reserved_bytes: int, owners_seen_at: dict[str, float], max_pieces: float = math.inf
+    ) -> bool:
+        """Let leave what must, about `max_pieces` leaves and states at a time. `reserved_bytes` are held by others;
+        owners without entries are forgotten. Whether no more is to be done."""
         self._now = self._worth.now = now
+        self._pieces_left = max_pieces
         self._order.forget_gone()
+        self._finish()
         self._keep_alive(owners_seen_at)
         if now >= self._check_at or now > self._due_at:
             self._check_at, self._due_at = now + self._limits.check_seconds, math.inf
-            self._expire(self._free_leaves(), owners_seen_at)
-            self._forget_owners(owners_seen_at)
-            self._store.trie.prune()
-            self._order.update()  # so that no more than this interval's changes are left for when bytes are short
-            self._is_number_known = False
+            self._unlooked = deque((leaf, None) for leaf in self._free_leaves())
+            self._is_interval_look, self._is_number_known = True, False
         elif self._store.trie.changed:
-            self._look_at_changed(owners_seen_at)
+            self._look_at_changed()
             self._is_number_known = False
         self._store.trie.changed.clear()
+        self._expire(owners_seen_at)
+        if self._is_interval_look and not self._unlooked:
+            self._is_interval_look = False
+            self._forget_owners(owners_seen_at)
+            self._store.trie.prune()
+            self._rank()  # so that no more than this interval's changes are left for when bytes are short
+        budget = self._limits.max_bytes - reserved_bytes
+        if self._store.ram.num_bytes > budget or self._has_too_many_states or not self._order.is_up_to_date:
+            self._rank()
         self._thin_checkpoints()
-        self._make_room(reserved_bytes)
+        self._make_room(budget)
+        return self._pieces_left > 0
 
-    def _look_at_changed(self, owners_seen_at: dict[str, float]) -> None:
+    @property
+    def _has_too_many_states(self) -> bool:
+        return self._store.checkpoint_bytes > self._limits.max_checkpoint_bytes
+
+    def _rank(self) -> None:
+        if self._pieces_left > 0:
+            num_ranked = self._order.update(self._pieces_left * RANKED_PER_PIECE)
+            self._pieces_left -= num_ranked / RANKED_PER_PIECE
+
+    def _look_at_changed(self) -> None:
         """What rows have left since may be too old, or nothing at all."""
         for changed in self._store.trie.changed:
             node = changed
@@ -92,15 +126,17 @@ class Sweep:
                 node = node.parent
             if node.parent is None:
                 self._store.trie.prune_root(node)
-            elif not (node.children or node.leases):
-                self._expire([node], owners_seen_at)
+            else:
+                self._unlooked.append((node, None))
 
     def _remove(self, nodes: Sequence[Node]) -> None:
         """A leaf leaves, then its ancestors in this order."""
+        self._pieces_left -= sum(map(_num_pieces, nodes))
         self._tell(nodes, is_state_only=False)
         self._store.loosen_leaves(nodes)
 
     def _drop_state(self, node: Node) -> None:
+        self._pieces_left -= _num_pieces(node)
         self._tell([node], is_state_only=True)
         self._store.drop_checkpoint(node)
 
@@ -111,20 +147,41 @@ class Sweep:
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
-    def _expire(self, leaves: Sequence[Node], owners_seen_at: dict[str, float]) -> None:
+    def _expire(self, owners_seen_at: dict[str, float]) -> None:
         """Leaves that nobody used for too long, and all entries of an owner who was not seen for too long."""
-        for leaf in leaves:
-            own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else None
+        while self._unlooked and self._pieces_left > 0:
+            leaf, own = self._unlooked.popleft()
+            if not self._store.trie.is_held(leaf) or leaf.children or leaf.leases:
+                continue  # somebody has come back to it
+            own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else own
             if own is None and self._is_owner_idle(leaf, owners_seen_at):
-                self._remove(exclusive_tail(leaf))
-                continue
-            node = leaf
-            self._note_due(leaf, own, owners_seen_at)
-            while node.parent is not None and not (node.children or node.leases) and self._is_expired(node, own):
-                parent = node.parent
-                self._remove([node])
-                node = parent
-                self._note_due(node, own, owners_seen_at)
+                self._give_up(leaf)
+            else:
+                self._expire_leaf(leaf, own, owners_seen_at)
+
+    def _give_up(self, leaf: Node) -> None:
+        """An entry whose owner has gone leaves; what there is no time for is still that entry."""
+        tail, end = exclusive_tail(leaf), leaf.sequence_end
+        num_leaving, left = 0, self._pieces_left
+        while num_leaving < len(tail) and left > 0:
+            left -= _num_pieces(tail[num_leaving])
+            num_leaving += 1
+        self._remove(tail[:num_leaving])
+        if num_leaving < len(tail):
+            self._store.trie.entries.set(tail[num_leaving], end)
+            self._unlooked.appendleft((tail[num_leaving], None))
+
+    def _expire_leaf(self, leaf: Node, own: float | None, owners_seen_at: dict[str, float]) -> None:
+        node = leaf
+        self._note_due(leaf, own, owners_seen_at)
+        while node.parent is not None and not (node.children or node.leases) and self._is_expired(node, own):
+            if self._pieces_left <= 0:
+                self._unlooked.appendleft((node, own))
+                return
+            parent = node.parent
+            self._remove([node])
+            node = parent
+            self._note_due(node, own, owners_seen_at)
 
     def _note_due(self, leaf: Node, own: float | None, owners_seen_at: dict[str, float]) -> None:
         """All are looked at again when the first of them is due: it may have been used by then."""
@@ -180,27 +237,44 @@ class Sweep:
     def _thin_checkpoints(self) -> None:
         """Until checkpoints fit their budget: entries over their number go with theirs, then others by their rank."""
         is_first = True
-        while self._store.checkpoint_bytes > self._limits.max_checkpoint_bytes:
+        while self._pieces_left > 0 and self._has_too_many_states:
             is_first = is_first and self._leave(max_level=SURPLUS)
             if is_first:
                 continue
             if (node := self._order.next_state()) is None:
                 return
             self._drop_state(node)
-            self._cull_dead_tail(node)
+            self._cull_dead_tail(node, None)
 
-    def _cull_dead_tail(self, node: Node) -> None:
-        """Where layers cannot be cut, rows behind the last checkpoint of a branch serve nobody."""
-        while (
-            self._needs_checkpoints
-            and node.parent is not None
-            and not (node.children or node.leases)
-            and node.checkpoint is None
-        ):
-            parent, was_guess = node.parent, node.is_guess
+    def _cull_dead_tail(self, last: Node, end: SequenceEnd | None) -> None:
+        """Where layers cannot be cut, rows behind the last checkpoint of a branch serve nobody. What is left of an
+        entry over its number, up to what others need too, is still that entry (`end`): the next bytes are taken from
+        it."""
+        parent: Node | None = last
+        while parent is not None and self._is_dead(parent):
+            if self._pieces_left <= 0:
+                self._unfinished = parent, end
+                return
+            node, parent = parent, parent.parent
+            was_guess, end = node.is_guess, end if node.kind != "system" else None
             self._remove([node])
-            self._rejoin(parent, was_guess=was_guess)
-            node = parent
+            if parent is not None:
+                self._rejoin(parent, was_guess=was_guess)
+        if end is None or parent is None or parent.parent is None or parent.kind == "system":
+            return
+        if not (parent.children or parent.leases):
+            self._store.trie.entries.set(parent, end)
+
+    def _is_dead(self, node: Node) -> bool:
+        is_free = node.parent is not None and not (node.children or node.leases)
+        return self._needs_checkpoints and is_free and node.checkpoint is None
+
+    def _finish(self) -> None:
+        """Go on where the last run stopped inside a branch."""
+        if self._unfinished is not None:
+            (node, end), self._unfinished = self._unfinished, None
+            if self._store.trie.is_held(node):
+                self._cull_dead_tail(node, end)
 
     def _rejoin(self, node: Node, *, was_guess: bool) -> None:
         """A guess that leaves takes the branch with it that it made: the rows around it leave in no smaller pieces than
@@ -214,16 +288,16 @@ class Sweep:
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, reserved_bytes: int) -> None:
-        """Leaves and plain checkpoints leave by score; then, where only live rows' paths are left, all checkpoints."""
-        budget = self._limits.max_bytes - reserved_bytes
-        self._store.fit()
-        is_more = True
-        while is_more and self._store.ram.num_bytes > budget:
-            while is_more and self._store.num_bytes_once_fit > budget:
+    def _make_room(self, budget: int) -> None:
+        """Leaves and plain checkpoints leave by score; then, where only live rows' paths are left, all checkpoints.
+        What is left of records is cut when enough has left, so that each is copied once."""
+        ram, is_more = self._store.ram, True
+        while self._pieces_left > 0 and (self._store.has_loose or (is_more and ram.num_bytes > budget)):
+            if is_more and self._store.num_bytes_once_fit > budget:
                 is_more = self._leave()
-            self._store.fit()
-        while self._store.ram.num_bytes > budget and (node := self._order.next_state()) is not None:
+            else:
+                self._pieces_left -= 1 + self._store.fit_next() / BYTES_PER_PIECE
+        while self._pieces_left > 0 and ram.num_bytes > budget and (node := self._order.next_state()) is not None:
             self._drop_state(node)
 
     def _leave(self, max_level: float = math.inf) -> bool:
@@ -240,18 +314,11 @@ class Sweep:
         return True
 
     def _let_go(self, leaf: Node, parent: Node, *, is_surplus: bool) -> None:
-        """A leaf leaves; `parent`, its own, may be a leaf then. What is left of an entry over its number, up to what
-        others need too, is still that entry: the next bytes are taken from it."""
-        was_guess, end = leaf.is_guess, leaf.sequence_end
+        """A leaf leaves; `parent`, its own, may be a leaf then."""
+        was_guess, end = leaf.is_guess, leaf.sequence_end if is_surplus else None
         self._remove([leaf])
         self._rejoin(parent, was_guess=was_guess)
-        self._cull_dead_tail(parent)
-        is_rest = is_surplus and parent.kind != "system"
-        while parent.parent is not None and not self._store.trie.is_held(parent):
-            parent = parent.parent
-            is_rest = is_rest and parent.kind != "system"
-        if is_rest and parent.parent is not None and not (parent.children or parent.leases):
-            self._store.trie.entries.set(parent, end)
+        self._cull_dead_tail(parent, end)
 
     # --- entries ------------------------------------------------------------------------------------------------------
 
@@ -291,6 +358,10 @@ class Sweep:
 
     def _free_leaves(self) -> list[Node]:
         return [node for node in self._store.trie.nodes() if not (node.children or node.leases)]
+
+
+def _num_pieces(node: Node) -> float:
+    return 1 + num_bytes_of(node) / BYTES_PER_PIECE
 
 
 def _last_use(node: Node) -> tuple[float, int, int]:

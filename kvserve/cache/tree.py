@@ -12,6 +12,7 @@ the engine thread; what `stats()` returned may be read anywhere.
     tree.account_live(num_bytes); tree.evict()     back within the limits
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -336,20 +337,20 @@ class PrefixTree:
         """What may be added beside the live rows' own caches before anything leaves for it."""
         return self._sweep.room(self._live_bytes)
 
-    def evict(self, num_needed_bytes: int = 0) -> Eviction:
-        """Bring the RAM tier within its limits, with room for `num_needed_bytes` more.
-
-        What live rows stand on stays. The caller drops the result before it empties the device's buffer cache.
-        """
+    def evict(self, num_needed_bytes: int = 0, max_pieces: float = math.inf) -> Eviction:
+        """Bring the RAM tier within its limits, with room for `num_needed_bytes` more, about `max_pieces` leaves and
+        states at a time. What live rows stand on stays. The caller drops the result before it empties the device's
+        buffer cache."""
         held = self._ram.num_bytes
         reserved = self._live_bytes + num_needed_bytes
-        self._sweep.run(self._clock(), reserved, self._owners_seen_at)
+        is_over = self._sweep.run(self._clock(), reserved, self._owners_seen_at, max_pieces)
         left = self._store.take_departures()
         return Eviction(
             segments=tuple(left.segments),
             checkpoints=tuple(left.checkpoints),
             num_freed_bytes=held - self._ram.num_bytes,
             is_within_limits=self._ram.num_bytes + reserved <= self._limits.max_bytes,
+            is_over=is_over,
         )
 
     def rename(self, hasher: BlockHasher) -> None:

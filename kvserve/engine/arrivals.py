@@ -15,10 +15,11 @@ from kvserve.engine.rows import Row
 @dataclass(slots=True, eq=False)
 class _Arrival:
     """`awaited` is the row in flight that will have stored this one's first tokens. `hold` keeps what is known of its
-    prompt from leaving while room is made for it."""
+    prompt from leaving while room is made for it; without `has_room` it does not begin."""
 
     row: Row
     hold: Hold
+    has_room: bool
     awaited: Tenancy | None = None
     awaited_tokens: int = 0
 
@@ -38,9 +39,33 @@ class Arrivals:
         """The rows that have not begun."""
         return [arrival.row for arrival in self._arrivals]
 
-    def add(self, row: Row) -> None:
+    def without_room(self) -> list[Row]:
+        """Those for which room is still to be made."""
+        return [arrival.row for arrival in self._arrivals if not arrival.has_room]
+
+    def add(self, row: Row, *, has_room: bool) -> None:
         """Take a row in, and hold what it will start from."""
-        self._arrivals.append(_Arrival(row, self._cache.hold(row)))
+        self._arrivals.append(_Arrival(row, self._cache.hold(row), has_room))
+
+    def make_way(self, answer_bytes: Callable[[Row], float], *, is_beside_streams: bool) -> bool:
+        """Have what is kept make room for rows, one after the other, with so many bytes more than are counted with
+        them, or go on with what nobody waits for. Beside streams for a slice of time. Whether one more has room."""
+        room, is_one_more = self._cache.kv_room, False
+        waiting = [arrival for arrival in self._arrivals if not arrival.has_room]
+        if not waiting:
+            self._let_rest_leave()
+        for arrival in waiting:
+            while not room.make_some(answer_bytes(arrival.row)):
+                if is_beside_streams:
+                    return is_one_more
+            arrival.has_room = is_one_more = True
+        return is_one_more
+
+    def _let_rest_leave(self) -> None:
+        try:
+            self._cache.kv_room.let_rest_leave()
+        except Exception as error:  # noqa: BLE001 - what could not be cut to size stays as it is; no row needs the room
+            self._report(f"Room could not be made in the prefix cache: {type(error).__name__}: {error}")
 
     def remove(self, row: Row) -> None:
         """The row has begun, or left; nothing is held for it any more. Nothing where it is not here."""
@@ -67,7 +92,7 @@ class Arrivals:
         very offset, where a row waits for it.
         """
         for arrival in list(self._arrivals):
-            if not self._is_restoring(arrival) and not self._awaits_row(arrival, prefills, keep):
+            if not (self._is_restoring(arrival) or self._awaits_row(arrival, prefills, keep)) and arrival.has_room:
                 yield arrival.row
                 self.remove(arrival.row)
 

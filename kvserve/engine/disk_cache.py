@@ -96,7 +96,8 @@ class RowsGone(Exception):
 
 
 class DiskCache:
-    """The disk side of one model's prefix cache. `make_room` evicts from RAM until so many bytes fit."""
+    """The disk side of one model's prefix cache. `make_room` evicts from RAM until so many bytes fit, `make_some_room`
+    for a slice of time."""
 
     def __init__(
         self,
@@ -106,12 +107,13 @@ class DiskCache:
         needs_checkpoints: bool,
         is_ram_lent: bool,
         make_room: Callable[[float], None],
+        make_some_room: Callable[[float], bool],
     ) -> None:
         self.tier = tier
         self._tree = tree
         self._needs_checkpoints = needs_checkpoints
         self._make_room = make_room
-        self.writing = DiskWriting(tier, tree, is_ram_lent=is_ram_lent, make_room=make_room)
+        self.writing = DiskWriting(tier, tree, is_ram_lent=is_ram_lent, make_some_room=make_some_room)
         self._loading: set[BlobName] = set()
         self.num_restores = 0
         self.num_restored_tokens = 0

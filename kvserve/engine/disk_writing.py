@@ -40,15 +40,15 @@ NOTHING_TO_FLUSH = Flush(0, lambda: 0)
 
 class DiskWriting:
     """The writing side of one model's disk cache. `is_ram_lent`: RAM keeps what rows need now, nothing else;
-    `make_room` evicts from RAM until so many bytes fit."""
+    `make_some_room` evicts from RAM for a slice of time, and says whether so many bytes fit or nothing can leave."""
 
     def __init__(
-        self, tier: DiskTier, tree: PrefixTree, *, is_ram_lent: bool, make_room: Callable[[float], None]
+        self, tier: DiskTier, tree: PrefixTree, *, is_ram_lent: bool, make_some_room: Callable[[float], bool]
     ) -> None:
         self._tier = tier
         self._tree = tree
         self._is_ram_lent = is_ram_lent
-        self._make_room = make_room
+        self._make_some_room = make_some_room
         self._is_storable = True
         self._num_left_bytes = 0
         self._patient_from = self._window_ends_at = self._waited_seconds = 0.0
@@ -119,14 +119,15 @@ class DiskWriting:
         if not self._is_ram_lent or not self._tree.num_ram_bytes:
             return False
         if self._tier.is_settled:
-            self._leave(num_bytes)
-            return False
+            return not self._leave(num_bytes)
         self._tier.wait(IDLE_WAIT_SECONDS)
         return self._tier.is_writing
 
-    def _leave(self, num_bytes: int) -> None:
-        self._make_room(num_bytes)
-        self._num_left_bytes = self._tree.num_ram_bytes
+    def _leave(self, num_bytes: int) -> bool:
+        """Whether all has left that could."""
+        if is_all := self._make_some_room(num_bytes):
+            self._num_left_bytes = self._tree.num_ram_bytes
+        return is_all
 
     def secure(self, leaving: Leaving) -> None:
         """This leaves RAM now: the disk is waited for a moment until it has all of it. What it refuses is counted. What

@@ -38,6 +38,10 @@ class Entrance:
         """Bytes that a row needs beyond what its prompt holds."""
         return self._budget.answer_bytes(len(row.request.prompt), self._reserved(row))
 
+    def arriving_bytes(self, rows: Sequence[Row]) -> float:
+        """What rows hold, or will hold, that have not begun: their whole prompts."""
+        return sum(max(0, self._budget.sizes.peak(row.num_tokens) - row.moved_bytes) for row in rows)
+
     def is_outgrown(self) -> bool:
         """Whether rows that decode hold more than all rows may."""
         return self._budget.at_peak(self._pool.held_bytes()) > self._budget.max_bytes

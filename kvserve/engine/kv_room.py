@@ -3,6 +3,7 @@ may be restored. It reads the ledger and has the tree evict; it touches no array
 """
 
 import math
+import time
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -15,7 +16,13 @@ from kvserve.engine.memory import Memory
 from kvserve.engine.row_bytes import RowBytes
 
 CLEAR_AFTER_BYTES = 64 * 2**20
-"""MLX keeps freed buffers for reuse; after an eviction of this size they are given back."""
+"""MLX keeps freed buffers for reuse; when so much has left they are given back."""
+
+PIECES = 16
+"""So many leaves and states leave before somebody looks whether it is enough, or at the clock."""
+
+SLICE_SECONDS = 0.008
+"""So long running streams stand still between two steps for what leaves, and for one piece more."""
 
 FULL_DISK = "KV is kept in RAM only, and is computed again once it has left it."
 BEHIND = "some KV is not on disk yet, and is written when the disk has caught up."
@@ -28,40 +35,85 @@ NOT_RESTORED = "some requests start from a part of what is kept of them, and com
 
 
 class KvRoom:
-    """The memory for KV of one model. Belongs to the engine thread."""
+    """The memory for KV of one model. Belongs to the engine thread.
 
-    def __init__(self, tree: PrefixTree, memory: Memory, sizes: RowBytes) -> None:
+    What is needed now leaves at once; what a row waits for that has not begun, and what is only too old or too much,
+    leaves in slices between steps (0049). `has_more`: a run has stopped before it was through.
+    """
+
+    def __init__(
+        self, tree: PrefixTree, memory: Memory, sizes: RowBytes, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.memory = memory
+        self.has_more = False
         self._tree = tree
         self._sizes = sizes
+        self._clock = clock
+        self._awaited_bytes = 0.0
+        self._freed_bytes = 0
         self.deferred_bytes: Callable[[], int] = lambda: 0
         memory.open("kept", lambda: tree.num_ram_bytes)
 
-    def account(self, live_bytes: float, copy_bytes: float) -> None:
-        """Say what live rows hold, and what of them is there twice at the most: what is kept has the rest."""
+    def account(self, live_bytes: float, copy_bytes: float, awaited_bytes: float = 0) -> None:
+        """Say what live rows hold, and what of them is there twice at the most: what is kept has the rest. Of both
+        `awaited_bytes` are of rows that wait for room and hold nothing yet."""
         self.memory.say(live_bytes=live_bytes, copy_bytes=copy_bytes)
         self._tree.account_live(self.memory.reserved_bytes)
+        self._awaited_bytes = awaited_bytes
 
     def left(self) -> Room:
         """What may be kept beside live rows before anything leaves for it."""
         return self._tree.room()
 
     def make(self, num_needed_bytes: float = 0) -> None:
-        """Evict until live rows, what is kept and `num_needed_bytes` fit into the budget together."""
-        if self._tree.evict(int(num_needed_bytes)).num_freed_bytes >= CLEAR_AFTER_BYTES:
+        """Evict until what live rows hold, what is kept and `num_needed_bytes` fit into the budget together."""
+        while not self._evict(num_needed_bytes - self._awaited_bytes):
+            pass
+
+    def make_some(self, num_needed_bytes: float = 0) -> bool:
+        """The same for a slice of time, also for rows that wait for room. Whether there is no more to be done for
+        it."""
+        until = self._clock() + SLICE_SECONDS
+        while not (is_made := self._evict(num_needed_bytes)) and self._clock() < until:
+            pass
+        return is_made
+
+    def let_rest_leave(self, *, is_idle: bool = False) -> None:
+        """Go on with what nobody waits for, for a slice of time or, `is_idle`, to its end."""
+        until = self._clock() + SLICE_SECONDS
+        while self.has_more and (is_idle or self._clock() < until):
+            self._evict(-self._awaited_bytes)
+
+    def _evict(self, num_needed_bytes: float) -> bool:
+        """Let a piece leave. Whether so much fits now, or nothing more can leave."""
+        self.has_more = False  # where this raises the next run tries again
+        eviction = self._tree.evict(int(num_needed_bytes), PIECES)
+        self.has_more = not eviction.is_over
+        is_made = eviction.is_over or eviction.is_within_limits
+        self._freed_bytes += eviction.num_freed_bytes
+        del eviction  # it holds the last references
+        if self._freed_bytes >= CLEAR_AFTER_BYTES:
+            self._freed_bytes = 0
             mx.clear_cache()
+        return is_made
 
     def takes(self, num_bytes: float, *, has_disk: bool, num_moved_bytes: float = 0) -> bool:
         """Whether so much may be kept now that everything has left that could, or `num_moved_bytes` in the place of a
-        row that goes. With a disk what one row needs may pass the bound of what is kept, never that of all KV."""
-        return self._fits(num_bytes, self.memory.held("kept"), num_moved_bytes, has_disk=has_disk)
+        row that goes. With a disk what one row needs may pass the bound of what is kept, never that of all KV. What
+        rows wait for may be used until they begin, where enough can leave by then."""
+        if self._awaited_bytes and not self.could_take(num_bytes, has_disk=has_disk, num_moved_bytes=num_moved_bytes):
+            return False
+        kept_bytes = self.memory.held("kept")
+        return self._fits(num_bytes, kept_bytes, num_moved_bytes, has_disk=has_disk, unused_bytes=self._awaited_bytes)
 
     def could_take(self, num_bytes: float, *, has_disk: bool, num_moved_bytes: float = 0) -> bool:
         """The same if all left that nobody stands on: else nothing needs to leave in vain."""
         return self._fits(num_bytes, self.leased_bytes(), num_moved_bytes, has_disk=has_disk)
 
-    def _fits(self, num_bytes: float, kept_bytes: int, num_moved_bytes: float, *, has_disk: bool) -> bool:
-        if not self.memory.has_room_for_kv(num_bytes, kept_bytes):
+    def _fits(
+        self, num_bytes: float, kept_bytes: int, num_moved_bytes: float, *, has_disk: bool, unused_bytes: float = 0
+    ) -> bool:
+        if not self.memory.has_room_for_kv(num_bytes - unused_bytes, kept_bytes):
             return False
         return has_disk or kept_bytes + max(num_bytes, num_moved_bytes) <= self.memory.plan.kv_bytes
 

@@ -360,8 +360,10 @@ class PrefixCache:
     def use_disk(self, tier: DiskTier, *, is_ram_lent: bool = False) -> None:
         """From now on what is kept is written to disk too, and comes back from there, also what RAM has already.
         `is_ram_lent`: RAM keeps what rows need now, nothing else."""
-        wants, room = self._needs_checkpoints, self.make_room
-        self._disk = DiskCache(tier, self._tree, needs_checkpoints=wants, is_ram_lent=is_ram_lent, make_room=room)
+        wants, room, some = self._needs_checkpoints, self.make_room, self.kv_room.make_some
+        self._disk = DiskCache(
+            tier, self._tree, needs_checkpoints=wants, is_ram_lent=is_ram_lent, make_room=room, make_some_room=some
+        )
         for path in list(self._tree.kept_paths()):
             self._disk.writing.save(path, 0)
 

@@ -102,6 +102,8 @@ class Scheduler:
         self._put_back_outgrown()
         self._pool.settle()
         self._admit()
+        if self._arrivals.make_way(self._entrance.answer_bytes, is_beside_streams=bool(self._pool.num_rows)):
+            self._account()
         for row in self._arrivals.take_ready(self._prefills, self._tenancies.keep):
             self._begin(row)
         self._account()
@@ -134,6 +136,7 @@ class Scheduler:
         """Let leave what has outlived its time, also when nobody asks for anything."""
         self._account()
         self.cache.make_room()
+        self.cache.kv_room.let_rest_leave(is_idle=True)
         self.cache.kv_room.memory.look()
         self.warmer.look()
 
@@ -237,15 +240,14 @@ class Scheduler:
                 yield row, "watchdog"
 
     def _admit(self) -> None:
-        """Let waiting rows in, first come first served, as long as they fit; what is kept makes room for them."""
+        """Let waiting rows in, first come first served, as long as they fit."""
         while self._waiting:
             row, running = self._waiting[0], self._admitted_rows()
             if not self._entrance.admits(row, running, len(self._waiting)):
                 return
             self._waiting.popleft()
             row.end_wait()
-            self._arrive(row)
-            self.cache.make_room(self._entrance.answer_bytes(row))
+            self._arrive(row, has_room=False)
 
     def _put_back_outgrown(self) -> None:
         """Answers longer than their allowance have outgrown the memory for all: the newest row waits, and goes on from
@@ -263,21 +265,21 @@ class Scheduler:
         row.wait_again()
         self._waiting.appendleft(row)
 
-    def _arrive(self, row: Row) -> None:
+    def _arrive(self, row: Row, *, has_room: bool) -> None:
         self._entrance.measure(row, self._admitted_rows())
-        self._arrivals.add(row)
+        self._arrivals.add(row, has_room=has_room)
         self._account()
 
     def _account(self) -> None:
         """Say what live rows hold: what has left its batch is there until it is kept."""
-        live_bytes = self._live_bytes() + self._tenancies.transit_bytes
-        self.cache.kv_room.account(live_bytes, self._model.sizes.copied(live_bytes))
+        live_bytes, copied = self._live_bytes() + self._tenancies.transit_bytes, self._model.sizes.copied
+        awaited_bytes = self._entrance.arriving_bytes(self._arrivals.without_room())
+        self.cache.kv_room.account(live_bytes, copied(live_bytes), awaited_bytes + copied(awaited_bytes))
 
     def _live_bytes(self) -> float:
         """What live rows hold; one that has not begun to decode counts with its whole prompt, and with the room for its
         answer once it computes."""
-        peak = self._model.sizes.peak
-        arriving = sum(max(0, peak(row.num_tokens) - row.moved_bytes) for row in self._arrivals.rows())
+        arriving, peak = self._entrance.arriving_bytes(self._arrivals.rows()), self._model.sizes.peak
         beginning = sum(peak(expected_tokens(prefill.row)) for prefill in self._prefills)
         return self._pool.held_bytes() + arriving + beginning + self.warmer.live_bytes()
 
@@ -320,7 +322,7 @@ class Scheduler:
         row, prefill.caches = prefill.row, []  # half written, and of no use
         if self._memory.may_begin_again(row, error):
             self._release(row, None)
-            self._arrive(row)
+            self._arrive(row, has_room=True)
         else:
             row.fail(self._memory.told(row, error))
             self._release(row, None)
@@ -368,7 +370,7 @@ class Scheduler:
             again = f"request {row.request.request_id} is computed again from its tokens"
             self._report(f"A decode batch failed ({cause}); {again}.")
             self._release(row, None)
-            self._arrive(row)
+            self._arrive(row, has_room=True)
         with self._tenancies.in_transit(*(left.row for left in step.finished)):
             for left in step.finished:
                 self._release(left.row, left)

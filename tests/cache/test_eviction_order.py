@@ -1,5 +1,6 @@
 """The kept order of what may leave is the one that a look at all nodes would give, whatever happened to the tree."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +107,7 @@ limits = st.builds(
 class OrderAnew(EvictionOrder):
     """It remembers nothing: before each that leaves all nodes are ranked."""
 
-    def update(self) -> None:
+    def update(self, _max_nodes: float = math.inf) -> int:
         self._trie.changes.clear()
         self.forget_gone()
         self._last_users.__init__(self._trie.is_held)  # type: ignore[misc]
@@ -115,13 +116,22 @@ class OrderAnew(EvictionOrder):
                 queue.discard(node)
         for node in self._trie.nodes():
             self._rank(node)
+        return 0
 
 
 class World:
-    """One tree, the rows that live in it and what left it so far, in order."""
+    """One tree, the rows that live in it and what left it so far, in order. It lets leave so many pieces at a time."""
 
-    def __init__(self, limits: Limits, score: str, *, needs_checkpoints: bool, is_anew: bool = False) -> None:
-        self.clock, self.limits = Clock(), limits
+    def __init__(
+        self,
+        limits: Limits,
+        score: str,
+        *,
+        needs_checkpoints: bool,
+        is_anew: bool = False,
+        max_pieces: float = math.inf,
+    ) -> None:
+        self.clock, self.limits, self._max_pieces = Clock(), limits, max_pieces
         self.tree = make_tree(limits, needs_checkpoints=needs_checkpoints, clock=self.clock, score=SCORES[score])
         if is_anew:
             self.tree._sweep._order.__class__ = OrderAnew
@@ -139,9 +149,9 @@ class World:
         for step in steps:
             self._step(step)
         self.clock.now += 1
-        self.tree.evict(10**9)
+        self._evict(10**9)
         self.tree.check_integrity()
-        self.tree.evict()
+        self._evict(0)
         assert all(map(self.tree._trie.is_held, remembered(self.tree)))
         return self
 
@@ -156,11 +166,15 @@ class World:
                 self._extend(lease, longer, len(longer), step.kind, has_state=step.has_state)
             case Evict():
                 over = self.limits.max_bytes - self.tree.num_ram_bytes
-                self.tree.evict(0 if step.num_bytes is None else max(0, over + step.num_bytes))
+                self._evict(0 if step.num_bytes is None else max(0, over + step.num_bytes))
             case float():
                 self.clock.now += step
             case Other():
                 self._other(step.what)
+
+    def _evict(self, num_bytes: int) -> None:
+        while not self.tree.evict(num_bytes, self._max_pieces).is_over:
+            self.tree.check_integrity()
 
     def _row(self, row: Row) -> None:
         base = self.prompts[row.base % len(self.prompts)]
@@ -261,6 +275,22 @@ def test_what_leaves_is_what_a_look_at_all_nodes_would_choose(
         )
     assert kept.left == anew.left
     assert kept.tree.stats() == anew.tree.stats()
+
+
+@pytest.mark.parametrize("needs_checkpoints", [False, True])
+@given(steps=traffic, limits=limits, max_pieces=st.sampled_from([0.125, 1, 3]))
+@settings(max_examples=num_examples(100), deadline=None)
+def test_in_pieces_the_same_leaves_in_the_same_order(
+    needs_checkpoints: bool, steps: list[Step], limits: Limits, max_pieces: float
+) -> None:
+    """However little a run does, with the next ones it lets leave what one would, and the tree is whole in between."""
+    with patch.object(worth, "BRIEF_TOKENS", BRIEF_TOKENS):
+        whole, pieces = (
+            World(limits, "value", needs_checkpoints=needs_checkpoints, max_pieces=each).play(steps)
+            for each in (math.inf, max_pieces)
+        )
+    assert pieces.left == whole.left
+    assert pieces.tree.stats() == whole.tree.stats()
 
 
 def itself(node: Node) -> Iterator[Node]:

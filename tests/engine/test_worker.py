@@ -16,6 +16,7 @@ from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine import stretches as stretches_module
 from kvserve.engine import worker as worker_module
 from kvserve.engine.decode import DecodePool, Step
+from kvserve.engine.kv_room import KvRoom
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Generation
@@ -435,21 +436,21 @@ def test_a_short_prompt_that_comes_during_another_ones_prefill_enters_with_it(mo
     assert num_rows_per_step == [2]
 
 
-@pytest.mark.parametrize("broken", ["hold", "make_room"])
+@pytest.mark.parametrize(("part", "broken"), [(PrefixCache, "hold"), (PrefixCache, "make_room"), (KvRoom, "make_some")])
 def test_a_row_between_two_stages_is_not_lost_when_the_engine_breaks(
-    broken: str, monkeypatch: pytest.MonkeyPatch
+    part: type, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever fails in the cache while rows move on, every client hears of its row's end and its place is free."""
-    real = getattr(PrefixCache, broken)
+    real = getattr(part, broken)
     failures = iter([True])
 
-    def failing(cache: PrefixCache, *args: object, **kwargs: object) -> object:
+    def failing(each: object, *args: object, **kwargs: object) -> object:
         if next(failures, False):
             raise RuntimeError("out of memory")
-        return real(cache, *args, **kwargs)
+        return real(each, *args, **kwargs)
 
     with running_engine() as engine:
-        monkeypatch.setattr(PrefixCache, broken, failing)
+        monkeypatch.setattr(part, broken, failing)
         rows = [engine.submit(request(prompt_of(40, seed), 4)) for seed in range(3)]
         ends = [collect(row, poll_seconds=60).end for row in rows]
         assert all(isinstance(end, GenerationDone | GenerationFailed) for end in ends)

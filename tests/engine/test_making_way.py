@@ -1,0 +1,162 @@
+"""What is kept makes way for rows a slice at a time: streams get their steps in between, and no row begins before there
+is room for it."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from kvserve.cache.records import Eviction
+from kvserve.cache.tree import PrefixTree
+from kvserve.core import TokenSequence
+from kvserve.engine import kv_room
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.kv_room import KvRoom
+from kvserve.engine.memory import fixed_memory
+from kvserve.engine.prefix_cache import PrefixCache
+from kvserve.engine.row_bytes import RowBytes
+from kvserve.engine.rows import Row
+from kvserve.engine.scheduler import Scheduler
+from tests.cache.payloads import ROOMY, ROW_BYTES, make_tree, store
+from tests.engine.engines import CACHE, beside_stream, cached, cold, collect, generate, prompt_of, running_engine, turn
+
+MAX_BYTES = 40_000
+NUM_ROWS, ROW_TOKENS = 200, 50
+
+
+@dataclass
+class Ticks:
+    """A clock that goes on by one second whenever it is looked at."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def full_room(clock: Ticks) -> tuple[PrefixTree, KvRoom]:
+    """As much as may be kept, in two hundred rows of the same size."""
+    tree = make_tree(replace(ROOMY, max_bytes=MAX_BYTES))
+    for number in range(NUM_ROWS):
+        store(tree, TokenSequence(tuple(range(1000 * number, 1000 * number + ROW_TOKENS))))
+    tree.evict()  # ranked: what is counted is what leaves
+    assert tree.num_ram_bytes == MAX_BYTES
+    sizes: Any = RowBytes  # what rows take is not asked for here
+    return tree, KvRoom(tree, fixed_memory(MAX_BYTES), sizes, clock)
+
+
+def test_a_slice_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each few that have left somebody looks at the clock; the next slice goes on, until all has left that
+    must."""
+    monkeypatch.setattr(kv_room, "SLICE_SECONDS", 2.5)
+    tree, room = full_room(Ticks())
+    left, is_made = [tree.num_ram_bytes], False
+    while not is_made:
+        is_made = room.make_some(MAX_BYTES // 2)
+        left.append(tree.num_ram_bytes)
+    pieces = [(before - after) // (ROW_BYTES * ROW_TOKENS) for before, after in pairwise(left)]
+    assert left[-1] == MAX_BYTES // 2
+    assert pieces[0] == max(pieces) == 3 * kv_room.PIECES and sum(pieces) == NUM_ROWS // 2
+
+
+def test_what_is_needed_now_takes_no_more_than_that() -> None:
+    """A row that waits for all the memory is counted, and holds nothing: a stop of another one lets leave what that
+    stop needs. It may use what the row waits for where that can leave again."""
+    tree, room = full_room(Ticks())
+    room.account(MAX_BYTES, 0, awaited_bytes=MAX_BYTES)
+    num_bytes = 10 * ROW_BYTES * ROW_TOKENS
+    room.make(num_bytes)
+    assert tree.num_ram_bytes == MAX_BYTES - num_bytes
+    assert room.left().num_bytes < 0, "it is counted"
+    assert not room.takes(num_bytes, has_disk=True), "no room would be left for the one that waits"
+    room.account(MAX_BYTES // 2, 0, awaited_bytes=MAX_BYTES // 2)
+    assert room.takes(num_bytes, has_disk=True) and not room.takes(num_bytes + 1, has_disk=True)
+    while not room.make_some():
+        pass
+    assert tree.num_ram_bytes == MAX_BYTES // 2
+
+
+def test_what_is_only_too_old_leaves_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever needs room now does not wait for all that nobody has asked for in a long time."""
+    monkeypatch.setattr(kv_room, "SLICE_SECONDS", 0)
+    clock = Ticks()
+    tree, room = full_room(clock)
+    tree._sweep._limits = replace(tree._sweep._limits, ttl_seconds=1.0)
+    tree._clock.now += 10  # type: ignore[attr-defined]
+    num_kept = (MAX_BYTES - tree.num_ram_bytes) // (ROW_BYTES * ROW_TOKENS)
+    room.make(1)
+    num_left = (MAX_BYTES - tree.num_ram_bytes) // (ROW_BYTES * ROW_TOKENS) - num_kept
+    assert 1 <= num_left <= kv_room.PIECES and room.has_more
+    monkeypatch.setattr(kv_room, "SLICE_SECONDS", 10**6)
+    room.let_rest_leave()
+    assert tree.num_ram_bytes == 0 and not room.has_more
+
+
+def test_what_cannot_leave_costs_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To cut a record to size takes memory for a moment. Where there is none that is told once, and streams go on."""
+    evict, failures, lines = PrefixTree.evict, iter([True]), list[str]()
+
+    def failing(tree: PrefixTree, *asked: float) -> Eviction:
+        if next(failures, False):
+            raise RuntimeError("[malloc] Unable to allocate 64 bytes.")
+        return evict(tree, *asked)  # type: ignore[arg-type]
+
+    def begin(scheduler: Scheduler) -> None:
+        scheduler.cache.kv_room.has_more = True
+        monkeypatch.setattr(PrefixTree, "evict", failing)
+
+    with running_engine(report=lines.append) as engine:
+        _none, result = beside_stream(engine, prompt_of(40), 20, partial(engine._ask, begin))
+    assert len(result.tokens) == 20
+    assert [line for line in lines if "Room could not be made" in line] == lines and len(lines) == 1, lines
+
+
+def test_a_stream_gets_its_steps_while_what_is_kept_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache full of states, a stream, and a row that needs most of the memory: between two steps a few states leave,
+    and the row begins when all of it fits; it writes what it would alone."""
+    long, short = prompt_of(3000, 99), prompt_of(40, 98)
+    with running_engine("qwen3_5") as engine:
+        sizes = engine.wait_until_ready().sizes
+        alone = cold(engine, long, 4)
+        most_bytes = int(sizes.peak(6000) + sizes.copied(sizes.peak(6000)))
+    monkeypatch.setattr(kv_room, "PIECES", 2)
+    monkeypatch.setattr(kv_room, "SLICE_SECONDS", 0)
+    seen: list[int] = []
+    begun: list[tuple[float, float]] = []
+    with running_engine("qwen3_5", cache=replace(CACHE, max_bytes=most_bytes), max_batch_bytes=most_bytes) as engine:
+        for seed in range(16):
+            generate(engine, turn(prompt_of(400, seed), 1))
+        enter, steps = PrefixCache.enter, {name: getattr(DecodePool, name) for name in ("step", "step_all")}
+
+        def look() -> None:
+            if not begun:
+                assert engine._scheduler is not None
+                seen.append(engine._scheduler.cache._tree._store.counters.num_evicted_checkpoints)
+
+        def entering(cache: PrefixCache, row: Row, **asked: Any) -> Any:
+            if len(row.request.prompt) == len(long):
+                look()
+                memory = cache.kv_room.memory
+                begun.append((memory.reserved_bytes + memory.held("kept"), memory.plan.pool_bytes))
+            return enter(cache, row, **asked)
+
+        def stepping(name: str) -> Any:
+            def step(pool: DecodePool) -> Any:
+                look()
+                return steps[name](pool)
+
+            return step
+
+        monkeypatch.setattr(PrefixCache, "enter", entering)
+        for name in steps:
+            monkeypatch.setattr(DecodePool, name, stepping(name))
+        result, _stream = beside_stream(engine, short, 5, lambda: collect(engine.submit(turn(long, 4))))
+        engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+    left = [later - earlier for earlier, later in pairwise(seen)]
+    assert cached(result) == 0 and result.tokens == alone
+    assert sum(left) >= 20, "little had to leave"
+    assert max(left) <= 2 * (kv_room.PIECES + 1), left
+    assert len(begun) == 1 and begun[0][0] <= begun[0][1], begun
