@@ -298,6 +298,8 @@ def _message_starts(turn: Turn, reading: Reading, served: ServedModel, stitched:
     if first.role == "system" and len(reading.rendered) > 1 and starts and starts[0].is_user:
         end_of_system = _parting(turn, reading, served, stitched, _and_somebody(first))
         starts = (replace(starts[0], is_user=False), MessageStart(end_of_system, is_user=True), *starts[1:])
+    if starts is stitched.message_starts:
+        return starts
     return tuple(sorted(set(starts), key=lambda start: start.offset))
 
 

@@ -68,6 +68,8 @@ def _newest(outline: PromptOutline) -> Iterator[int]:
 
 def _before_images(outline: PromptOutline) -> Iterator[int]:
     """Before the first image of each message: the images of one message come and go together."""
+    if not outline.images:
+        return
     ends = [0, *(end.offset for end in outline.message_ends), outline.num_tokens]
     for start, end in pairwise(ends):
         first = next((span.start for span in outline.images if start <= span.start < end), None)
@@ -85,7 +87,8 @@ RULES: tuple[tuple[BoundaryKind, Callable[[PromptOutline], Iterator[int]]], ...]
 """Where several rules name one offset, the first gives its kind."""
 
 CUTTABLE_KINDS: frozenset[BoundaryKind] = frozenset({"system"})
-"""Where every layer can be cut, any offset can be restored: only the anchor that outlives its branches is marked."""
+"""Where every layer can be cut, any offset can be restored: only the anchor that outlives its branches is marked. No
+rule of these asks where messages end."""
 
 
 def plan_stops(

@@ -100,18 +100,13 @@ class Familiar:
         may_put_back: bool,
     ) -> Replayed:
         """`canonical.replay.replay`; the same object again for a recalled message that is asked of again."""
-        asked = _Asked(seen, wrote, rules, in_history, may_put_back)
-
-        def answered() -> Replayed:
-            return replay(fresh, seen, wrote=wrote, in_history=in_history, rules=rules, may_put_back=may_put_back)
-
         known = self._by_id.get(id(fresh))
         if known is None or known.message is not fresh:
-            return answered()
-        last = known.last
-        if last is not None and last[0].is_same(asked):
+            return replay(fresh, seen, wrote=wrote, in_history=in_history, rules=rules, may_put_back=may_put_back)
+        asked, last = _Asked(seen, wrote, rules, in_history, may_put_back), known.last
+        if last is not None and asked.is_same(last[0]):
             return last[1]
-        answer = answered()
+        answer = replay(fresh, seen, wrote=wrote, in_history=in_history, rules=rules, may_put_back=may_put_back)
         known.last = asked, answer
         return answer
 

@@ -85,7 +85,10 @@ class RuleSet:
         self._spans = {role: tuple(r for r in rules if self._finds_spans(r) and role in r.roles) for role in roles}
         self._drops = {role: tuple(r for r in rules if r.drops and role in r.roles) for role in roles}
         self._names = {role: frozenset(r.name for r in rules if role in r.roles) for role in roles}
-        self._impersonal = {role: tuple(r for r in self._spans[role] if not r.is_personal) for role in roles}
+        self._impersonal_openers = {
+            role: tuple(r.form.opener for r in self._spans[role] if r.form is not None and not r.is_personal)
+            for role in roles
+        }
 
     @staticmethod
     def _finds_spans(rule: Rule) -> bool:
@@ -102,9 +105,9 @@ class RuleSet:
         """The rules that find spans in the text blocks of this role, first match first."""
         return self._spans[role]
 
-    def impersonal_rules(self, role: Role) -> tuple[Rule, ...]:
-        """Those of them whose spans hold nobody's words."""
-        return self._impersonal[role]
+    def impersonal_openers(self, role: Role) -> tuple[str, ...]:
+        """What opens the spans of those of them that hold nobody's words."""
+        return self._impersonal_openers[role]
 
     def dropping_rules(self, role: Role) -> tuple[Rule, ...]:
         """The rules that take a whole message of this role out of identity."""

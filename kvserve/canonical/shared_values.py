@@ -13,7 +13,7 @@ type FirstValue = Callable[[str, str], str]
 
 def with_shared_values(message: Message, rules: RuleSet, first: FirstValue) -> tuple[Message, frozenset[str]]:
     """The message with the values that came first, and the rules whose values are not those that were sent."""
-    openers = [rule.form.opener for rule in rules.impersonal_rules(message.role) if rule.form is not None]
+    openers = rules.impersonal_openers(message.role)
     if not openers:
         return message, frozenset()
     fired: set[str] = set()

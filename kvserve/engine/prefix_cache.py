@@ -152,7 +152,7 @@ class PrefixCache:
             state = match.state.payload if match.state is not None else None
             caches = self._layout.restore(pieces, state, num_next)  # type: ignore[arg-type]
         stops = plan_stops(
-            outline(tokens, row.request.message_starts),
+            outline(tokens, row.request.message_starts, needs_checkpoints=self._needs_checkpoints),
             num_usable_tokens=match.num_usable_tokens,
             num_matched_tokens=match.num_matched_tokens,
             needs_checkpoints=self._needs_checkpoints,

@@ -46,11 +46,12 @@ def expected_tokens(row: Row) -> int:
     return max(admitted_tokens(row), row.num_tokens + 1)
 
 
-def outline(tokens: TokenSequence, starts: Sequence[MessageStart]) -> PromptOutline:
-    """What the plan needs to know of a prompt. A message ends where the next one begins."""
+def outline(tokens: TokenSequence, starts: Sequence[MessageStart], *, needs_checkpoints: bool) -> PromptOutline:
+    """What the plan needs to know of a prompt. A message ends where the next one begins; without checkpoints no stop
+    depends on it, and a long history's ends are not put together."""
     ends = tuple(
         MessageEnd(following.offset, "user" if start.is_user else "assistant", start.is_user)
-        for start, following in pairwise(starts)
+        for start, following in pairwise(starts if needs_checkpoints else ())
     )
     first_user = next((start.offset for start in starts if start.is_user), 0)
     is_led = bool(starts) and first_user > starts[0].offset

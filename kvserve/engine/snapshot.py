@@ -223,10 +223,14 @@ def _joined(pieces: Sequence[tuple[KvSlice, int, int]], is_packed: bool, rest: K
 
 def _of_one_form(kv: KvSlice, start: int, end: int) -> Iterator[tuple[KvSlice, int, int]]:
     """The rows `[start, end)` of a slice as pieces without a rest."""
-    num_own = kv.num_tokens - (kv.rest.num_tokens if kv.rest is not None else 0)
+    if kv.rest is None:
+        if start < kv.num_tokens:
+            yield kv, start, min(end, kv.num_tokens)
+        return
+    num_own = kv.num_tokens - kv.rest.num_tokens
     if start < num_own:
         yield replace(kv, num_tokens=num_own, rest=None), start, min(end, num_own)
-    if kv.rest is not None and end > num_own:
+    if end > num_own:
         yield from _of_one_form(kv.rest, max(start - num_own, 0), end - num_own)
 
 

@@ -4,6 +4,7 @@ A client cannot take an image out of its history, so a refusal would end the con
 would blind the model to the question.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from kvserve.core import Block, ImageBlock, Message, TextBlock, ToolResultBlock, Turn
@@ -18,7 +19,7 @@ _UNSEEN_OF_ASSISTANT = TextBlock(f"\n{_WORDS}\n")
 
 def without_sight(turn: Turn) -> Turn:
     """The turn with words for all images, and a note of how many there are. The same object where there are none."""
-    num_images = sum(_num_images(block) for message in turn.messages for block in message.blocks)
+    num_images = _num_images(turn.messages)
     if not num_images:
         return turn
     note = f"the model sees no images: {num_images} of them stand in the prompt as words"
@@ -37,7 +38,13 @@ def _in_words(block: Block, words: TextBlock) -> Block:
     return words if isinstance(block, ImageBlock) else block
 
 
-def _num_images(block: Block) -> int:
-    if isinstance(block, ToolResultBlock):
-        return sum(isinstance(part, ImageBlock) for part in block.blocks)
-    return int(isinstance(block, ImageBlock))
+def _num_images(messages: Iterable[Message]) -> int:
+    """Every request asks this of its whole history, so it is one comprehension."""
+    images = [
+        None
+        for message in messages
+        for block in message.blocks
+        for part in (block.blocks if isinstance(block, ToolResultBlock) else (block,))
+        if isinstance(part, ImageBlock)
+    ]
+    return len(images)

@@ -8,8 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from kvserve.core import JsonObject
 from kvserve.errors import BadRequest
@@ -130,9 +129,11 @@ def _mend_surrogates(value: object) -> object:
 # --- objects ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Fields:
-    """A JSON object that knows where it stands. What it does not say is looked up in `fallback`, if there is one."""
+class Fields(NamedTuple):
+    """A JSON object that knows where it stands. What it does not say is looked up in `fallback`, if there is one.
+
+    A request makes one or more per message of its history, and a tuple is made in half the time of a frozen dataclass.
+    """
 
     values: JsonObject
     path: str = ""
@@ -149,7 +150,10 @@ class Fields:
 
     def optional[T](self, key: str, reader: Reader[T]) -> T | None:
         """The value under `key`, or None where it is missing or null. Raises BadRequest as the reader does."""
-        if self.fallback is None and self.values.get(key) is None:
+        value = self.values.get(key)
+        if value is not None:
+            return reader(value, child_path(self.path, key))
+        if self.fallback is None:
             return None  # most fields of most messages: no path is put together for them
         value, path = self.locate(key)
         return None if value is None else reader(value, path)
@@ -239,7 +243,7 @@ def flag(value: object, path: str) -> bool:
 
 def mapping(value: object, path: str) -> Fields:
     """A JSON object."""
-    if not isinstance(value, Mapping):
+    if not isinstance(value, (dict, Mapping)):  # a dict is told at once, any other mapping by its abstract class
         raise mistyped(path, "an object", value)
     return Fields(value, path)
 

@@ -145,8 +145,11 @@ def _read_call(value: object, path: str) -> ToolCallBlock:
     return _read_function(call.required("function", mapping), call.optional("id", text) or "")
 
 
+_read_call_list = list_of(_read_call)
+
+
 def _read_calls(fields: Fields) -> list[ToolCallBlock]:
-    calls = fields.optional("tool_calls", list_of(_read_call)) or []
+    calls = fields.optional("tool_calls", _read_call_list) or []
     legacy = fields.optional("function_call", mapping)
     if legacy is None:
         return calls

@@ -24,6 +24,29 @@ EXPRESSIONS = (
     *(f"loop.{name}" for name in ("index0", "last", "previtem", "nextitem.role", "missing", "__class__", "_iterable")),
     *("loop.cycle('a', 'b')", "loop.changed(1)", "loop(2)", "[loop] | map(attribute='first') | list"),
     *("dict(a=1).a", "namespace(a=1).a", "messages | selectattr('role', 'equalto', 'user') | list | length"),
+    *(f"namespace(a=1, b=none, items='x').{name}" for name in ("b", "items", "c", "c.d", "_a", "__class__")),
+    *("namespace(a=message.items).a()", "namespace(a='{0.__class__}'.format).a(message)", "namespace(a=message).a.pop"),
+    *("message.content.split(sep=' ', maxsplit=1)", "message.content.split(1)", "message.content.strip(no=1)"),
+    *("message.content.join(['a', 'b'])", "message.content.join(message.parts)", "message.content.encode().hex()"),
+    *("say('a')", "say(b='<')", "say('a', 'b', 'c')", "say('a', no=1)", "say(message.missing)"),
+    *(
+        "say(say('a') | upper)",
+        "say",
+        "say.name",
+        "say.arguments",
+        "say._func",
+        "say('a').strip('[]')",
+        "down(3)",
+        "outer()",
+        "failing()",
+    ),
+)
+MACROS = (
+    "{% macro say(a, b='b') %}[{{ a }}{{ b }}{{ item is defined }}{{ message.role }}]{% endmacro %}"
+    "{% macro down(n) %}{{ n }}{% if n %}{{ down(n - 1) }}{% endif %}{% endmacro %}"
+    "{% macro around() %}({{ caller('c') }}{{ varargs }}{{ kwargs }}){% endmacro %}"
+    "{% macro outer() %}{% call(c) around() %}{{ c }}{% endcall %}{% endmacro %}"
+    "{% macro failing() %}{{ raise_exception('no') }}{% endmacro %}"
 )
 
 
@@ -31,7 +54,7 @@ EXPRESSIONS = (
 @pytest.mark.parametrize("form", ["{{{{ {} }}}}", "{{% set found = {} %}}{{{{ found is defined }}}} {{{{ found }}}}"])
 def test_a_field_is_found_or_refused_as_in_the_sandbox(expression: str, form: str) -> None:
     """The short ways to fields and methods lead to the same values; what is unsafe stays so, and nothing is changed."""
-    source = "{% for item in [message, message] %}" + form.format(expression) + "{% endfor %}"
+    source = MACROS + "{% for item in [message, message] %}" + form.format(expression) + "{% endfor %}"
     message = dict(MESSAGE)
     given = {"messages": [message], "message": message, "tools": None, "add_generation_prompt": False}
     try:
