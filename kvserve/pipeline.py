@@ -55,6 +55,7 @@ from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
 from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.images import Images
+from kvserve.prompt.images_text import SEES_NOTHING, with_marks
 from kvserve.prompt.images_unseen import without_sight
 from kvserve.prompt.stitch import Stitched, Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
@@ -332,7 +333,7 @@ def _stitch(turn: Turn, reading: Reading, served: ServedModel) -> tuple[PromptTe
     tools = reading.tools if turn.tool_choice.mode != "none" else ()
     images = served.images
     text = served.template.write(
-        reading.rendered if images is None else images.marked(reading.rendered),
+        with_marks(reading.rendered, SEES_NOTHING) if images is None else images.marked(reading.rendered),
         tools,
         thinking=_is_thinking(turn, served),
         preserve_thinking=served.defaults.preserve_thinking if preserve is None else preserve,

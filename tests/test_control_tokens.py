@@ -1,10 +1,21 @@
 """Control tokens in whole requests: words in a conversation, tokens in a raw prompt, and shown as they were sent."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from kvserve.core import Message, RequestId, SamplingParams, TextBlock, Turn
+from kvserve.core import (
+    Message,
+    RequestId,
+    SamplingParams,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+    ToolResultBlock,
+    ToolSpec,
+    Turn,
+)
 from kvserve.pipeline import ServedModel, count_tokens, preview
 from tests.serving import serving_app
 
@@ -36,6 +47,27 @@ def test_the_prompt_is_shown_as_it_was_sent(served: ServedModel) -> None:
     text = preview(asked(f"{SPELT} you"), served).text
     assert f"<|im_start|>user\n{SPELT} you<|im_end|>\n" in text
     assert not any("\ufdd0" <= character <= "\ufdef" for character in text)
+
+
+def test_noncharacters_hide_nothing(served: ServedModel) -> None:
+    """What the server marks images and spellings with is seen as U+FFFD, wherever a client writes it."""
+    said = "a" + "".join(map(chr, range(0xFDD0, 0xFDD5))) + "\ufdd0\ufdd0b"
+    digest = "0" * 64
+    messages = (
+        Message("system", (TextBlock(f"s{said}"),)),
+        Message("user", (TextBlock(f"u{said} \ufdd0{digest}\ufdd0"),)),
+        Message(
+            "assistant",
+            (ThinkingBlock(f"r{said}"), TextBlock(f"t{said}"), ToolCallBlock("c", "n", f'{{"k": "c{said}"}}')),
+        ),
+        Message("tool", (ToolResultBlock("c", (TextBlock(f"o{said}"),)),)),
+    )
+    tools = (ToolSpec("n", f"d{said}", {"type": "object", "description": f"p{said}"}),)
+    prompt = preview(replace(asked(), messages=messages, tools=tools), served)
+    for where in "surtcodp":
+        assert f"{where}a" + "\ufffd" * 7 + "b" in prompt.text
+    assert f"\ufffd{digest}\ufffd" in prompt.text
+    assert served.tokenizer.encode(prompt.text) == prompt.tokens.ids
 
 
 def test_a_raw_prompt_is_taken_as_it_is(served: ServedModel) -> None:

@@ -14,6 +14,7 @@ from functools import cached_property
 
 import tokenizers
 
+from kvserve.prompt.images_text import EDGE
 from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
 
 MARK = "\ufdd1"
@@ -25,12 +26,13 @@ BEFORE, BEHIND = "\ufdd2", "\ufdd3"
 LIVE = "\ufdd4"
 """Before the template's own tokens, under the names that they have in the second tokenizer."""
 
-_PRIVATE = re.compile(f"[{MARK}-{LIVE}]")
+_MARKS = re.compile(f"[{MARK}-{LIVE}]")
+_PRIVATE = re.compile(f"[{EDGE}{MARK}-{LIVE}]")
 
 
 def shown(text: str) -> str:
     """A text without the marks: what the client and the template said."""
-    return text if text.isascii() else _PRIVATE.sub("", text)
+    return text if text.isascii() else _MARKS.sub("", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +102,16 @@ class ControlTokens:
 
     def marked(self, text: str) -> str:
         """A client's text with every spelling marked; the same text where there is none."""
-        text = _without_private(text)
-        return self._starts.sub(f"\\g<0>{MARK}", text) if self._any.search(text) else text
+        return self._marked(_without(_PRIVATE, text))
 
     def is_spelt_in_json(self, text: str) -> bool:
         """Whether something in a JSON text (not escaped to ASCII) would be marked."""
-        return self._any_in_json.search(text) is not None or _without_private(text) is not text
+        return self._any_in_json.search(text) is not None or _without(_PRIVATE, text) is not text
 
     def marked_content(self, text: str) -> str:
-        """The same for a message's whole text. A spelling at its start or end stays legible for the template."""
-        marked = self.marked(text)
+        """The same for a message's whole text, in which images may be marked. A spelling at its start or end stays
+        legible for the template."""
+        marked = self.marked_around_images(text)
         if marked is text or MARK not in marked:
             return marked
         start, end = len(marked) - len(marked.lstrip()), len(marked.rstrip())
@@ -120,12 +122,19 @@ class ControlTokens:
                 return f"{marked[:start]}{token}{BEHIND}" + self._legible_end(marked[first:end]) + marked[end:]
         return self._legible_end(marked[:end]) + marked[end:]
 
+    def marked_around_images(self, text: str) -> str:
+        """The same for a part of a message's text: marks of images stay."""
+        return self._marked(_without(_MARKS, text))
+
     def marked_answer(self, text: str) -> str:
         """The same for an assistant's text, which keeps the tags of thinking and of calls."""
-        text = _without_private(text)
+        text = _without(_PRIVATE, text)
         if not self._any.search(text):
             return text
         return self._starts_in_answer.sub(lambda found: found[1] or found[2] + MARK, text)
+
+    def _marked(self, text: str) -> str:
+        return self._starts.sub(f"\\g<0>{MARK}", text) if self._any.search(text) else text
 
     def _legible_end(self, marked: str) -> str:
         for token in self._longest_first:
@@ -225,6 +234,6 @@ def _either(words: Collection[str]) -> str:
     return f"(?:{either})" if groups else "(?!)"
 
 
-def _without_private(text: str) -> str:
-    """A client's text in which no character can be taken for a mark."""
-    return text if text.isascii() or not _PRIVATE.search(text) else _PRIVATE.sub("\ufffd", text)
+def _without(private: re.Pattern[str], text: str) -> str:
+    """A client's text in which no character can be taken for one of these marks."""
+    return text if text.isascii() or not private.search(text) else private.sub("\ufffd", text)

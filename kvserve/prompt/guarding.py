@@ -47,9 +47,9 @@ def _guarded_text(step: Step, control: ControlTokens) -> str:
         return control.marked_content(step.text)
     pieces, end = [], 0
     for start, stop in step.own:
-        pieces += [control.marked(step.text[end:start]), step.text[start:stop]]
+        pieces += [control.marked_around_images(step.text[end:start]), step.text[start:stop]]
         end = stop
-    return "".join([*pieces, control.marked(step.text[end:])])
+    return "".join([*pieces, control.marked_around_images(step.text[end:])])
 
 
 def guarded_tools(tools: Sequence[ToolSpec], control: ControlTokens) -> tuple[ToolSpec, ...]:

@@ -18,6 +18,9 @@ EDGE = "\ufdd0"
 BARRIER = EDGE + EDGE
 _MARK = re.compile(f"{EDGE}([0-9a-f]{{64}})?{EDGE}")
 
+SEES_NOTHING = ImageWords("", "", ())
+"""Of a model without images: its prompts have no mark, whatever a client writes."""
+
 type Runs = Mapping[str, tuple[int, ...]]
 """The ids that stand for each image, by its digest."""
 
