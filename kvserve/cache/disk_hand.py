@@ -56,12 +56,12 @@ class DiskHand:
                 self._faults.add("missing", entry.name)
         except OSError as error:
             self._faults.add("unreadable", error)
-            self._index.forget(entry.name)
+            self._index.forget_entry(entry)
             return None
         else:
             self._count_read(len(data), time.perf_counter() - started)
             return blob
-        self.ledger.discard(entry.name)
+        self.ledger.discard(entry)
         return None
 
     def measure(self, entry: Entry) -> None:
@@ -115,7 +115,7 @@ class DiskHand:
         self.num_written_bytes += num_bytes
         self._faults.is_over("full", "The disk has room again: KV is written.")
         if not self._index.confirm(write.entry, num_bytes):
-            self.ledger.discard(write.entry.name)
+            self.ledger.discard(write.entry)
         return "written"
 
     def has_room(self) -> bool:

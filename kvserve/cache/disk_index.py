@@ -10,30 +10,20 @@ confirmed. Every method may be called from any thread.
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
-from kvserve.cache.disk_entries import DiskUses, Entry, Found, Step
+from kvserve.cache.disk_entries import DiskUses, Entry, Found, Step, Unused
+from kvserve.cache.disk_names import hashes_at
 from kvserve.cache.disk_rescue import Endangered, endangered
 from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position, note_use
 from kvserve.cache.records import BoundaryKind, Checkpoint, Copy, RecordId, Segment
-from kvserve.cache.token_run import ID_BYTES, TokenRun, join
+from kvserve.cache.token_run import TokenRun
 from kvserve.cache.trie import Trie
-from kvserve.core import ImageSpan
 
 NUM_TOUCHED_CHECKPOINTS = 2
 """Of a path's states, the deepest ones that a row could start from count as used; the others age and leave first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unused:
-    """What nobody needs once these users are forgotten: blobs, and the bytes of those that were on disk."""
-
-    names: tuple[BlobName, ...]
-    users: tuple[str, ...]
-    num_bytes: int
 
 
 class DiskIndex:
@@ -50,6 +40,7 @@ class DiskIndex:
         self._num_written: Counter[BlobKind] = Counter()
         self._num_bytes = 0
         self._uses = DiskUses()
+        self._doomed: set[BlobName] = set()
 
     def is_known(self, name: BlobName) -> bool:
         return name in self._by_name
@@ -137,17 +128,19 @@ class DiskIndex:
             return self._stand(position, self._head("checkpoint", position, TokenRun(offset, b""), kind))
 
     def adopt(self, head: BlobHead, num_bytes: int) -> bool:
-        """Take in a blob that is on disk. False where its parent is not known, or the same tokens are known already."""
+        """Take in a blob that is on disk. False where its parent is not known, the same tokens are known already, or it
+        is to go (`doom`)."""
         with self._lock:
             position = self._place(head)
-            if position is None or head.name in self._by_name or head.model != self.model:
+            is_taken = head.name in self._by_name or head.name in self._doomed
+            if position is None or is_taken or head.model != self.model:
                 return False
             if head.kind == "checkpoint":
                 entry = self._stand(position, head)
             elif not head.tokens.ids or self._leads_on(position, head.tokens):
                 return False
             else:
-                entry = self._attach(position, head, self._hashes(position, head.tokens))
+                entry = self._attach(position, head, hashes_at(self._hasher, position, head.tokens))
             if entry is not None:
                 self._count(entry, num_bytes)
             return entry is not None
@@ -191,6 +184,7 @@ class DiskIndex:
         self._next_id += 1
         entry = Entry(RecordId(self._next_id), head)
         self._entries[entry.record_id] = self._by_name[head.name] = entry
+        self._doomed.discard(head.name)
         return entry
 
     def _place(self, head: BlobHead) -> Position | None:
@@ -208,20 +202,10 @@ class DiskIndex:
             return node.tokens.key_at(position.depth) == key
         return key in node.children
 
-    def _hashes(self, position: Position, tokens: TokenRun) -> tuple[bytes, ...]:
-        """The names of the blocks that end inside `tokens`, which stand at `position`."""
-        size = self._hasher.block_size
-        border = position.depth // size * size
-        chain, before = self._hasher.start(position.node.root().partition), [tokens]
-        node: Node | None = position.node
-        while node is not None and node.parent is not None:
-            if node.start < position.depth and node.end > border:
-                before.append(node.tokens.part(max(node.start, border), min(node.end, position.depth)))
-            if node.start < border <= node.end:
-                chain = HashChain(size, node.hashes[border // size - node.start // size - 1], (), self._hasher.digest)
-                break
-            node = node.parent
-        return chain.extended(_shifted(join(before[::-1]), border)).hashes
+    def written(self) -> list[Entry]:
+        """All that is on disk, as far as is known."""
+        with self._lock:
+            return [entry for entry in self._entries.values() if entry.is_written]
 
     def is_current(self, entry: Entry) -> bool:
         """Whether a blob is still known, as this entry."""
@@ -275,7 +259,7 @@ class DiskIndex:
         with self._lock:
             return endangered(self._trie, lambda node: self._entry_of(node).users, is_forgotten)
 
-    def forget_users(self, is_forgotten: IsForgotten) -> "Unused":
+    def forget_users(self, is_forgotten: IsForgotten) -> Unused:
         """Forget the blobs with tokens that only these users are known to have used, or nobody, and what stands on
         them; and these users of the others."""
         with self._lock:
@@ -324,6 +308,32 @@ class DiskIndex:
             gone = [gone for top in tops for gone in self._forget_subtree(top)]
             self._trie.prune()
             return gone
+
+    def forget_entry(self, entry: Entry) -> list[BlobName]:
+        """The same of this very blob: nothing where another one has its name by now."""
+        with self._lock:
+            return self.forget(entry.name) if self._by_name.get(entry.name) is entry else []
+
+    def forget_written(self, name: BlobName) -> list[BlobName]:
+        """The same where it is on disk: one that waits to be written will be there."""
+        with self._lock:
+            entry = self._by_name.get(name)
+            return self.forget(name) if entry is not None and entry.is_written else []
+
+    def doom(self, name: BlobName) -> list[BlobName]:
+        """The same, and whatever is found of these on disk is not taken in until `is_doomed` was asked, or they are
+        made known once more."""
+        with self._lock:
+            gone = self.forget(name)
+            self._doomed.update(gone)
+            return gone
+
+    def is_doomed(self, name: BlobName) -> bool:
+        """Whether the file of a blob that was doomed is still to go. To be asked once, by whoever deletes it then."""
+        with self._lock:
+            is_doomed = name in self._doomed
+            self._doomed.discard(name)
+            return is_doomed
 
     def _is_held_by(self, node: Node | None, entry: Entry) -> bool:
         return node is not None and node.segment is not None and node.segment.record_id == entry.record_id
@@ -382,11 +392,3 @@ class DiskIndex:
     def num_of(self, kind: BlobKind) -> int:
         """How many blobs of a kind are on disk."""
         return self._num_written[kind]
-
-
-def _shifted(run: TokenRun, by: int) -> TokenRun:
-    """The same tokens `by` places earlier: names of blocks depend on what comes before, not on where they stand."""
-    images = tuple(ImageSpan(span.start - by, span.end - by, span.digest) for span in run.images)
-    if run.start < by or len(run.ids) % ID_BYTES:
-        raise ValueError("Tokens before the border cannot be named.")
-    return TokenRun(run.start - by, run.ids, images)

@@ -11,6 +11,7 @@ from functools import partial
 
 from kvserve.cache.disk_blob import BlobHead, BlobName, DamagedBlob
 from kvserve.cache.disk_catalog import Books, Listed, Victim, is_passing
+from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_others import UnusedOfModel, models_but, unused_of_model
@@ -44,8 +45,6 @@ class Ledger:
         self._touched: dict[BlobName, float] = {}
         self._users: dict[tuple[BlobName, str], int | None] = {}
         self._seen: set[tuple[str, BlobName]] = set()
-        self.doomed: set[BlobName] = set()
-        """What was forgotten and not deleted yet. `settle` may list its file anew, which says nothing."""
         self.total_bytes = 0
         self.beside_bytes = 0
         self.max_bytes = 0
@@ -131,29 +130,34 @@ class Ledger:
 
     def settle(self) -> None:
         """Bring the index up to date with the files of all models, also those of another server. Then the bounds."""
+        before = self._index.written()
         try:
             self._store.sweep()
             files = {(file.model, file.name): file for file in self._store.files()}
+            missing = [each for each in before if not self._is_there(each.name, files)]
         except OSError as error:
             self._faults.add("unreadable", error)
             return
         self._measure(files.values())
+        for entry in missing:
+            if self._index.forget_entry(entry):
+                self._faults.add("missing", entry.name)
         self._seen &= files.keys()
         self.commit()
         known = self._try(lambda catalog: catalog.names())
         if known is not None:
             gone = known - files.keys()
             self._do(lambda catalog: catalog.drop(gone))
-            for model, name in gone:
-                if model == self._index.model and self._index.is_known(name):
-                    self._faults.add("missing", name)
-                    self._index.forget(name)
             if news := [file for key, file in files.items() if self._is_news(key, known)]:
                 self._adopt(news)
                 self._take_users()  # another server put them down
         self.commit()
         self.expire()
         self.make_room(0)
+
+    def _is_there(self, name: BlobName, files: Collection[tuple[str, BlobName]]) -> bool:
+        """Whether a blob of this model has a file; one that was replaced during the walk may not have been listed."""
+        return (self._index.model, name) in files or self._store.has(self._index.model, name)
 
     def _is_news(self, key: tuple[str, BlobName], known: set[tuple[str, BlobName]]) -> bool:
         """Whether a file is not in the index yet; a file that found no place once is not tried again."""
@@ -263,16 +267,21 @@ class Ledger:
         self._do(lambda catalog: catalog.drop([(each.model, each.name) for each in gone]))
         for each in gone:
             if each.model == self._index.model:
-                self._index.forget(each.name)
+                self._index.forget_written(each.name)
             if self._delete(each.model, each.name):
                 self.total_bytes -= each.num_bytes
                 self.num_evicted += 1
 
-    def discard(self, name: BlobName) -> None:
-        """A blob of this model is of no use, and so are those that stand on it."""
+    def discard(self, entry: Entry) -> None:
+        """This blob is of no use, and so are those that stand on it. One that has its name by now keeps its file, or
+        will write it."""
         self.commit()
-        gone = {name, *self._index.forget(name)}
-        self.doomed -= gone
+        gone = self._index.forget_entry(entry)
+        if gone or not self._index.is_known(entry.name):
+            self.remove({entry.name, *gone})
+
+    def remove(self, gone: Collection[BlobName]) -> None:
+        """Files of this model go that nothing is known of any more."""
         self._do(lambda catalog: catalog.drop([(self._index.model, each) for each in gone]))
         for each in gone:
             self._delete(self._index.model, each)

@@ -87,6 +87,10 @@ class ScratchStore:
         """Nothing is ever found that was not written by this process."""
         raise FileNotFoundError(file.name)
 
+    def has(self, model: str, name: BlobName) -> bool:
+        """Whether a blob is held."""
+        return name in self._places
+
     def delete(self, model: str, name: BlobName) -> bool:
         """Give a blob's room back. False if it was gone."""
         place = self._places.pop(name, None)

@@ -61,6 +61,8 @@ class BlobStore(Protocol):
 
     def read_head(self, file: StoredFile) -> BlobHead: ...
 
+    def has(self, model: str, name: BlobName) -> bool: ...
+
     def delete(self, model: str, name: BlobName) -> bool: ...
 
     def files(self) -> Iterator[StoredFile]: ...
@@ -159,6 +161,10 @@ class FolderStore:
                     raise OSError(f"{file.name} is cut off")
                 beginning += more
         return head
+
+    def has(self, model: str, name: BlobName) -> bool:
+        """Whether a file is there now. Raises OSError."""
+        return self._path(model, name).exists()
 
     def delete(self, model: str, name: BlobName) -> bool:
         """Delete a file of any model, and its folder with the last one. False if it was gone. Raises OSError."""

@@ -309,7 +309,7 @@ class DiskCache:
             return False
         except NotReadable as error:
             self.tier.faults.add("damaged", f"{entry.name}: {error}")
-            self.tier.index.forget(entry.name)
+            self.tier.index.forget_entry(entry)
             return False
         self.num_restored_tokens += (num_tokens := hold.lease.num_tokens - before)
         hold.num_restored_tokens += max(num_tokens, blob.head.kind == "checkpoint")
