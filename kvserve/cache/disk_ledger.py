@@ -5,10 +5,10 @@ It owns the catalogue; a catalogue that is locked or broken costs order and spee
 
 import contextlib
 import sqlite3
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 
+from kvserve.cache.disk_age import AgeClock
 from kvserve.cache.disk_blob import BlobHead, BlobName, DamagedBlob
 from kvserve.cache.disk_catalog import Books, Listed, Victim, is_passing
 from kvserve.cache.disk_entries import Entry
@@ -33,13 +33,12 @@ class Ledger:
         index: DiskIndex,
         limits: DiskLimits,
         faults: Faults,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._index = index
         self._limits = limits
         self._faults = faults
-        self._clock = clock
+        self._clock = AgeClock(limits.ttl_seconds / 2)
         self._catalog: Books | None = None
         self._unlisted: list[Listed] = []
         self._touched: dict[BlobName, float] = {}
@@ -72,15 +71,20 @@ class Ledger:
         except (sqlite3.Error, OSError) as error:
             self._faults.add("index", error)
             return
+        self._tick()
         if self._catalog.fault is not None and self.total_bytes:  # an empty folder needs none
             self._faults.add("index", self._catalog.fault)
+
+    def _tick(self) -> None:
+        """Follow the books' time, and let them follow ours."""
+        self._do(lambda catalog: catalog.set_clock(self._clock.tick(catalog.clock())))
 
     def _take_rows(self, files: dict[BlobName, StoredFile]) -> None:
         """Rows that agree with their own names and whose file is there."""
         if self._catalog is None:
             return
         gone: list[BlobName] = []
-        now = self._clock()
+        now = self._clock.now()
         try:
             for row in self._catalog.listed(self._index.model):
                 if not isinstance(row, Listed):
@@ -110,7 +114,7 @@ class Ledger:
         for head, file in sorted(heads, key=lambda pair: (pair[0].tokens.start, pair[0].kind != "segment")):
             if file.model == self._index.model:
                 self._index.adopt(head, file.num_bytes)
-            self._unlisted.append(Listed(head, file.num_bytes, min(file.written_at, self._clock())))
+            self._unlisted.append(Listed(head, file.num_bytes, self._clock.of_file(file.written_at)))
 
     def _head_of(self, file: StoredFile) -> BlobHead | None:
         """What a file is of; a file that is of nothing is removed. Of other models only what fits its folder counts."""
@@ -152,6 +156,7 @@ class Ledger:
                 self._adopt(news)
                 self._take_users()  # another server put them down
         self.commit()
+        self._tick()
         self.expire()
         self.make_room(0)
 
@@ -195,14 +200,14 @@ class Ledger:
 
     def wrote(self, head: BlobHead, num_bytes: int, above: Iterable[BlobName]) -> None:
         """A blob is on disk; `commit` puts it down. What it stands on, `above`, was used now: it never leaves first."""
-        now = self._clock()
+        now = self._clock.now()
         self.total_bytes += num_bytes
         self._unlisted.append(Listed(head, num_bytes, now))
         self._touched.update(dict.fromkeys(above, now))
 
     def used(self, names: Iterable[BlobName]) -> None:
         """Blobs were used now."""
-        self._touched.update(dict.fromkeys(names, self._clock()))
+        self._touched.update(dict.fromkeys(names, self._clock.now()))
 
     def commit(self) -> bool:
         """Put down what happened since the last time. What cannot be put down now is kept for the next time."""
@@ -233,7 +238,7 @@ class Ledger:
 
     def expire(self) -> None:
         """What nobody used for too long leaves."""
-        moment = self._clock() - self._limits.ttl_seconds
+        moment = self._clock.now() - self._limits.ttl_seconds
         for victim in self._try(lambda catalog: catalog.unused_since(moment)) or ():
             self._leave(victim)
 
@@ -333,6 +338,7 @@ class Ledger:
     def close(self) -> None:
         """Put down what is left and close the index."""
         self.commit()
+        self._tick()
         if self._catalog is not None:
             self._catalog.close()
             self._catalog = None

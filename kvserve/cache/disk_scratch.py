@@ -12,6 +12,7 @@ import time
 from collections.abc import Buffer, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from kvserve.cache.disk_age import Tick
 from kvserve.cache.disk_blob import BlobHead, BlobName, num_bytes_of
 from kvserve.cache.disk_catalog import Listed, Victim
 from kvserve.cache.disk_store import StoredFile, check_owner
@@ -164,6 +165,10 @@ class MemoryBooks:
             found += [_victim(blob) for blob in self._blobs.values() if blob.head.parent == above.name]
         return found
 
+    def clock(self) -> Tick | None:
+        """Nobody was here before."""
+        return None
+
     def rate(self, name: str) -> float | None:
         return self._rates.get(name)
 
@@ -195,6 +200,9 @@ class MemoryBooks:
 
     def set_rate(self, name: str, per_second: float) -> None:
         self._rates[name] = per_second
+
+    def set_clock(self, tick: Tick) -> None:
+        """Nobody comes after."""
 
     def reset(self) -> None:
         self._blobs.clear()

@@ -103,6 +103,10 @@ class Disk(AbstractContextManager["Disk"]):
                 offsets.append(step.end)
         return list(memoryview(rows).cast("I")), offsets
 
+    def found(self, ids: Sequence[int]) -> Found:
+        """What is known of a prompt."""
+        return self.tier.index.find(*named(ids))
+
     def read(self, entry: object) -> Blob | None:
         load = self.tier.load([entry])  # type: ignore[list-item]
         deadline = time.monotonic() + WAIT_SECONDS
