@@ -45,6 +45,11 @@ _CLOCK = """
 CREATE TABLE IF NOT EXISTS clock (one INTEGER PRIMARY KEY CHECK (one = 1), age REAL, wall REAL, boot REAL)
 """
 
+_PUT = """
+INSERT INTO blobs VALUES (?,?,?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE
+SET num_bytes = excluded.num_bytes, used_at = max(used_at, excluded.used_at)
+"""
+
 _PASSING = frozenset(
     {
         sqlite3.SQLITE_BUSY,
@@ -74,11 +79,12 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A blob that may leave: whose it is, its name and its bytes."""
+    """A blob that may leave: whose it is, its name, its bytes, and when it was used."""
 
     model: str
     name: BlobName
     num_bytes: int
+    used_at: float
 
 
 class Books(Protocol):
@@ -96,6 +102,8 @@ class Books(Protocol):
     def unused_since(self, moment: float) -> list[Victim]: ...
 
     def least_recent(self, limit: int) -> list[Victim]: ...
+
+    def used_at(self, victim: Victim) -> float | None: ...
 
     def with_descendants(self, victim: Victim) -> list[Victim]: ...
 
@@ -216,6 +224,11 @@ class Catalog:
         """What leaves first: the least recently used, of one moment the deepest."""
         return self._victims("ORDER BY used_at, start DESC, kind, name LIMIT ?", (limit,))
 
+    def used_at(self, victim: Victim) -> float | None:
+        """When a blob was used, as it stands here now; None where it is not here."""
+        found = self._victims("WHERE model = ? AND name = ?", (victim.model, victim.name))
+        return found[0].used_at if found else None
+
     def with_descendants(self, victim: Victim) -> list[Victim]:
         """A blob and all that stand on it: without it they lead nowhere."""
         found, todo = [victim], [victim]
@@ -245,17 +258,17 @@ class Catalog:
         return Tick(*row) if is_tick else None
 
     def _victims(self, condition: str, values: Sequence[object]) -> list[Victim]:
-        rows = self._db.execute(f"SELECT model, name, num_bytes FROM blobs {condition}", values).fetchall()
-        if not all(isinstance(num_bytes, int) for _, _, num_bytes in rows):
+        rows = self._db.execute(f"SELECT model, name, num_bytes, used_at FROM blobs {condition}", values).fetchall()
+        if not all(isinstance(row[2], int) for row in rows):
             raise sqlite3.DatabaseError("a row is not what was written")
-        return [Victim(model, BlobName(name), num_bytes) for model, name, num_bytes in rows]
+        return [Victim(model, BlobName(name), num_bytes, used_at) for model, name, num_bytes, used_at in rows]
 
     # --- changing -----------------------------------------------------------------------------------------------------
 
     def put(self, blobs: Iterable[Listed]) -> None:
-        """Put blobs down, all or none."""
+        """Put blobs down, all or none. One that is there, as another server may know it too, is as young as it was."""
         with _transaction(self._db):
-            self._db.executemany("INSERT OR REPLACE INTO blobs VALUES (?,?,?,?,?,?,?,?,?,?)", map(_row, blobs))
+            self._db.executemany(_PUT, map(_row, blobs))
 
     def touch(self, model: str, used_at: dict[BlobName, float]) -> None:
         """Note when blobs were used."""

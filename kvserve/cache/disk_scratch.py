@@ -5,6 +5,7 @@
 It has the contracts of `FolderStore` and `Catalog`. One thread at a time.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -44,6 +45,10 @@ class ScratchStore:
 
     def open_books(self) -> "MemoryBooks":
         return MemoryBooks()
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Nobody else has this file."""
+        return contextlib.nullcontext()
 
     def free_bytes(self) -> int:
         """Free space of the volume."""
@@ -109,6 +114,10 @@ class ScratchStore:
     def sweep(self) -> None:
         """Nobody else can leave anything here."""
 
+    def has_locks(self) -> bool:
+        """Nobody shares this file."""
+        return True
+
     def close(self) -> None:
         self._file.close()
 
@@ -159,6 +168,10 @@ class MemoryBooks:
 
         return [_victim(blob) for blob in sorted(self._blobs.values(), key=rank)[:limit]]
 
+    def used_at(self, victim: Victim) -> float | None:
+        blob = self._blobs.get((victim.model, victim.name))
+        return blob.used_at if blob is not None else None
+
     def with_descendants(self, victim: Victim) -> list[Victim]:
         found = [victim]
         for above in found:  # grows while it is walked over
@@ -185,7 +198,10 @@ class MemoryBooks:
         self._users = {key: depth for key, depth in self._users.items() if key[0] != model or key[2] not in users}
 
     def put(self, blobs: Iterable[Listed]) -> None:
-        self._blobs.update({(blob.head.model, blob.head.name): blob for blob in blobs})
+        for blob in blobs:
+            key = (blob.head.model, blob.head.name)
+            used_at = max(blob.used_at, self._blobs[key].used_at) if key in self._blobs else blob.used_at
+            self._blobs[key] = Listed(blob.head, blob.num_bytes, used_at)
 
     def touch(self, model: str, used_at: dict[BlobName, float]) -> None:
         for name, moment in used_at.items():
@@ -213,4 +229,4 @@ class MemoryBooks:
 
 
 def _victim(blob: Listed) -> Victim:
-    return Victim(blob.head.model, blob.head.name, blob.num_bytes)
+    return Victim(blob.head.model, blob.head.name, blob.num_bytes, blob.used_at)

@@ -383,7 +383,7 @@ class DiskTier:
     def _delete(self, name: BlobName) -> None:
         """The file of a blob that was forgotten, unless it was put again."""
         if self.index.is_doomed(name):
-            self._hand.ledger.remove([name])
+            self._hand.ledger.take_back(name)
 
     def _commit(self) -> None:
         with self._wake:

@@ -103,6 +103,10 @@ class Disk(AbstractContextManager["Disk"]):
                 offsets.append(step.end)
         return list(memoryview(rows).cast("I")), offsets
 
+    def named(self, ids: Sequence[int]) -> tuple[TokenRun, HashChain]:
+        """A prompt as the index asks for it."""
+        return named(ids)
+
     def found(self, ids: Sequence[int]) -> Found:
         """What is known of a prompt."""
         return self.tier.index.find(*named(ids))
