@@ -16,6 +16,7 @@ from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_ledger import Ledger
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Write
 from kvserve.cache.disk_store import BlobStore
+from kvserve.cache.disk_wear import Wear
 
 READ_RATE = "read bytes"
 RATE_WEIGHT = 0.3
@@ -40,7 +41,8 @@ class DiskHand:
         self.ledger.open()
         self._look_for_locks()
         self._has_written = False
-        self.num_written = self.num_written_bytes = self.num_read = self.num_read_bytes = 0
+        self.num_written = self.num_read = self.num_read_bytes = 0
+        self.wear = Wear()
         self.num_refused = 0
         self.read_rate = self.ledger.books.ask(lambda books: books.rate(READ_RATE))
         self._prefill_name = f"prefill tokens {index.model}"
@@ -136,7 +138,7 @@ class DiskHand:
         self._store.write(write.entry.name, parts)
         self._has_written = True
         self.num_written += 1
-        self.num_written_bytes += num_bytes
+        self.wear.add(num_bytes)
         if not self.ledger.wrote(write.entry.head, num_bytes, above):
             return "failed"
         self._faults.is_over("full", "The disk has room again: KV is written.")
@@ -181,7 +183,8 @@ class DiskHand:
             num_segments=self._index.num_of("segment"),
             num_checkpoints=self._index.num_of("checkpoint"),
             num_written=self.num_written,
-            num_written_bytes=self.num_written_bytes,
+            num_written_bytes=self.wear.num_bytes,
+            last_day_written_bytes=self.wear.last_day_bytes(),
             num_read=self.num_read,
             num_read_bytes=self.num_read_bytes,
             num_refused=num_refused + self.num_refused,

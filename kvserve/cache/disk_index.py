@@ -16,7 +16,8 @@ from kvserve.cache.disk_aliases import Aliases
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
 from kvserve.cache.disk_entries import DiskUses, Entry, Found, Step, Unused
 from kvserve.cache.disk_names import hashes_at
-from kvserve.cache.disk_rescue import Endangered, endangered, serving_only
+from kvserve.cache.disk_paths import serving_only, tokens_behind_state
+from kvserve.cache.disk_rescue import Endangered, endangered
 from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position, note_use
 from kvserve.cache.records import BoundaryKind, Checkpoint, Copy, RecordId, Segment
@@ -55,6 +56,12 @@ class DiskIndex:
         with self._lock:
             position = self._find(run, chain, above)
             return Found(position.depth, tuple(self._steps(position, run.start)))
+
+    def tokens_behind_state(self, rows: Sequence[Copy], end: int) -> int:
+        """How many tokens before `end` the last state is known, if not more; the last of them are in one of `rows`."""
+        with self._lock:
+            position = self._inside(rows, end)
+            return tokens_behind_state(position) if position is not None else end
 
     def stood_on(self, rows: Sequence[Copy], end: int) -> list[BlobName]:
         """What a row stands on that starts from `end` tokens, the last of which are in one of `rows`: all rows, the
@@ -290,9 +297,8 @@ class DiskIndex:
         """The blobs that serve only a prefix: from its end up to a branch, or to the end of system and tools; with
         `start` only those that begin there or behind it."""
         with self._lock:
-            serving = serving_only(self._trie, self._entry_of, self._find(run, chain), start)
-            states = [node.checkpoint.record_id for node in serving.nodes if node.checkpoint is not None]
-            return [self._entries[record_id].name for record_id in (*states, *serving.whole)]
+            records = serving_only(self._trie, self._entry_of, self._find(run, chain), start)
+            return [self._entries[record_id].name for record_id in records]
 
     def forget(self, name: BlobName) -> list[BlobName]:
         """Forget a blob and all that stand on it, whose names this returns; nothing where it is not known."""
@@ -320,15 +326,14 @@ class DiskIndex:
             return self.forget(name) if entry is not None and entry.is_written else []
 
     def doom(self, name: BlobName) -> list[BlobName]:
-        """The same, and whatever is found of these on disk is not taken in until `is_doomed` was asked, or they are
-        made known once more."""
+        """The same, and none of these is taken in from disk until `is_doomed` was asked, or it is made known again."""
         with self._lock:
             gone = self.forget(name)
             self._doomed.update(gone)
             return gone
 
     def is_doomed(self, name: BlobName) -> bool:
-        """Whether the file of a blob that was doomed is still to go. To be asked once, by whoever deletes it then."""
+        """Whether the file of a blob is still to go. To be asked once, by whoever deletes it then."""
         with self._lock:
             is_doomed = name in self._doomed
             self._doomed.discard(name)

@@ -1,4 +1,4 @@
-"""What serves one path only, and what others would lose with it: on disk a blob goes whole, with all that stands on it.
+"""What others would lose with those who are forgotten: on disk a blob goes whole, with all that stands on it.
 
 blob of one    |-----------------------------|      goes, as its end is of nobody else
 others               |----- blob             |      stood on it: what they used is to be written anew
@@ -7,10 +7,8 @@ others               |----- blob             |      stood on it: what they used 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvserve.cache.disk_entries import Entry
 from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
-from kvserve.cache.node import Node, Position
-from kvserve.cache.records import RecordId
+from kvserve.cache.node import Node
 from kvserve.cache.token_run import image_around, join
 from kvserve.cache.trie import Trie
 from kvserve.core import TokenSequence
@@ -47,25 +45,3 @@ def _endangered(last: Node, users: Mapping[Node, Mapping[str, int]]) -> Endanger
         end = image.start
     part = run.part(0, end)
     return Endangered(TokenSequence(tuple(memoryview(part.ids).cast("I")), part.images), last.root().partition, depths)
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """Nodes that serve a path only, its last one first, and the segments that are held by no others."""
-
-    nodes: tuple[Node, ...]
-    whole: tuple[RecordId, ...]
-
-
-def serving_only(trie: Trie, entry_of: Callable[[Node], Entry], position: Position, start: int) -> Serving:
-    """What serves only the path to a place: from its end up to a branch, or to the end of system and tools; of nodes
-    that begin at `start` or behind it. Nothing where what is known goes on with other tokens."""
-    node, tail = position.node, list[Node]()
-    while node.parent is not None and len(node.children) == bool(tail) and node.start >= start:
-        entry = entry_of(node)
-        if position.depth < node.end or (node.end == entry.head.tokens.end and entry.is_anchor):
-            break
-        tail.append(node)
-        node = node.parent
-    records = dict.fromkeys(entry_of(node).record_id for node in tail)
-    return Serving(tuple(tail), tuple(each for each in records if set(trie.holders[each]) <= set(tail)))
