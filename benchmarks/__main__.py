@@ -40,6 +40,7 @@ from benchmarks import (
     vision,
     warm_turn,
     warming,
+    written,
 )
 from benchmarks.client import BenchmarkError
 from benchmarks.figure import Figure, markdown_table
@@ -60,6 +61,7 @@ BENCHMARKS: Mapping[str, tuple[Callable[[int], list[Figure]], int]] = {
     "tree_costs": (tree_costs.run, 9),
     "kv_passes": (kv_passes.run, 3),
     "disk": (disk.run, 3),
+    "written": (written.run, 1),
     "sharing": (sharing.run, 3),
     "memory": (memory.run, 1),
     "image_memory": (image_memory.run, 1),

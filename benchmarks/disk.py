@@ -59,9 +59,9 @@ def _restore(folder: Path, kv: Path, num_rounds: int) -> Figure:
     ratios, seconds, reports = [], [], []
     for number in range(num_rounds):
         prompt = _prompt(LONG_TOKENS, number)
-        with _engine(folder, kv) as engine:
+        with running_engine(folder, kv) as engine:
             cold, _ = _first_token(engine, prompt)
-        with _engine(folder, kv) as engine:
+        with running_engine(folder, kv) as engine:
             warm, num_cached = _first_token(engine, prompt)
             reports.append(_disk(engine))
         if num_cached != LONG_TOKENS - 1:
@@ -82,9 +82,9 @@ def _restart(family: str, folder: Path, kv: Path, num_rounds: int) -> Figure:
     ratios, absolute = [], ""
     for number in range(num_rounds):
         prompt = _prompt(SHORT_TOKENS, number)
-        with _engine(folder, kv) as engine:
+        with running_engine(folder, kv) as engine:
             cold, _ = _first_token(engine, prompt)
-        with _engine(folder, kv) as engine:
+        with running_engine(folder, kv) as engine:
             warm, num_cached = _first_token(engine, prompt)
         ratios.append(warm / cold)
         absolute = f"{1000 * warm:.0f} : {1000 * cold:.0f} ms, {num_cached} of {SHORT_TOKENS} tokens reused"
@@ -95,7 +95,7 @@ def _write_behind(folder: Path, kv: Path) -> Figure:
     """Seconds of a stream with a disk and without, in turns; other rows are prefilled beside it, so that there is
     something to write. The 90 % bound is that of the paired ratios."""
     ratios: list[float] = []
-    with _engine(folder, kv) as with_disk, _engine(folder, None) as without:
+    with running_engine(folder, kv) as with_disk, running_engine(folder, None) as without:
         for number in range(-1, NUM_BLOCKS):
             pair = [(engine, _stream_seconds(engine, number)) for engine in _turn([with_disk, without], number)]
             if number >= 0:
@@ -122,7 +122,7 @@ def _ephemeral(folder: Path, scratch: Path) -> Figure:
 
 
 def _left_in_ram(folder: Path, scratch: Path | None) -> int:
-    with _engine(folder, scratch, is_ephemeral=True) as engine:
+    with running_engine(folder, scratch, is_ephemeral=True) as engine:
         before = engine.status.active_memory_bytes
         for number in range(4):
             _first_token(engine, _prompt(LONG_TOKENS, 3000 + number))
@@ -188,7 +188,7 @@ def _disk(engine: Engine) -> DiskReport:
 
 
 @contextlib.contextmanager
-def _engine(folder: Path, kv: Path | None, *, is_ephemeral: bool = False) -> Iterator[Engine]:
+def running_engine(folder: Path, kv: Path | None, *, is_ephemeral: bool = False) -> Iterator[Engine]:
     """A running engine, with KV on disk below `kv`; at its end all of it is written."""
     disk = DiskSettings(kv, None, 0, 24.0, is_ephemeral=is_ephemeral) if kv is not None else None
     settings = EngineSettings(

@@ -85,6 +85,18 @@ CACHE_ROWS: tuple[Row, ...] = (
     Row("disk_restored_tokens", "Tokens whose KV came back from disk.", "counter", ("disk", "num_restored_tokens")),
     Row("disk_read_bytes", "Bytes of KV read from disk.", "counter", ("disk", "num_read_bytes")),
     Row("disk_written_bytes", "Bytes of KV written to disk.", "counter", ("disk", "num_written_bytes")),
+    Row(
+        "disk_written_bytes_per_turn",
+        "Bytes of KV written to disk per answer, since the start.",
+        "gauge",
+        ("disk", "written_bytes_per_turn"),
+    ),
+    Row(
+        "disk_last_day_written_bytes",
+        "Bytes of KV written to disk in the last 24 hours, at most since the start.",
+        "gauge",
+        ("disk", "last_day_written_bytes"),
+    ),
     Row("disk_evicted", "Records that have left the disk.", "counter", ("disk", "num_evicted")),
     Row("disk_errors", "Records that could not be read or written.", "counter", ("num_disk_faults",)),
     Row("segments", "Stored runs of KV.", "gauge", ("num_segments",)),

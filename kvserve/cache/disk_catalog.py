@@ -1,6 +1,6 @@
 """The index of all blobs of all models in one SQLite file: what is there, when it was used, what leaves first.
 
-It is a copy of what the blobs say of themselves, so it may be thrown away. Times are seconds since the epoch. Every
+It is a copy of what the blobs say of themselves, so it may be thrown away. Times are ages (`disk_age`). Every
 method may raise sqlite3.Error; nothing here decides what that means.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvserve.cache.disk_age import Tick
 from kvserve.cache.disk_blob import BlobHead, BlobName, make_head
 
 VERSION = 1
@@ -40,6 +41,14 @@ CREATE TABLE IF NOT EXISTS users (
 """
 """Beside the version: an index without this table is as good as any, and one with it as good for a server of before."""
 
+_CLOCK = """
+CREATE TABLE IF NOT EXISTS clock (one INTEGER PRIMARY KEY CHECK (one = 1), age REAL, wall REAL, boot REAL)
+"""
+
+_PUT = """
+INSERT INTO blobs VALUES (?,?,?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE
+SET num_bytes = excluded.num_bytes, used_at = max(used_at, excluded.used_at)
+"""
 
 _PASSING = frozenset(
     {
@@ -70,11 +79,12 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A blob that may leave: whose it is, its name and its bytes."""
+    """A blob that may leave: whose it is, its name, its bytes, and when it was used."""
 
     model: str
     name: BlobName
     num_bytes: int
+    used_at: float
 
 
 class Books(Protocol):
@@ -93,9 +103,13 @@ class Books(Protocol):
 
     def least_recent(self, limit: int) -> list[Victim]: ...
 
+    def used_at(self, victim: Victim) -> float | None: ...
+
     def with_descendants(self, victim: Victim) -> list[Victim]: ...
 
     def rate(self, name: str) -> float | None: ...
+
+    def clock(self) -> Tick | None: ...
 
     def users(self, model: str) -> Iterator[tuple[BlobName, str, int]]: ...
 
@@ -110,6 +124,8 @@ class Books(Protocol):
     def forget_users(self, model: str, users: Collection[str]) -> None: ...
 
     def set_rate(self, name: str, per_second: float) -> None: ...
+
+    def set_clock(self, tick: Tick) -> None: ...
 
     def reset(self) -> None: ...
 
@@ -150,12 +166,13 @@ class Catalog:
             with _transaction(db):
                 if version != VERSION:
                     self.fault = self.fault or f"it is of version {version}, not {VERSION}"
-                    for table in ("blobs", "rates", "users"):
+                    for table in ("blobs", "rates", "users", "clock"):
                         db.execute(f"DROP TABLE IF EXISTS {table}")
                     for statement in _SCHEMA.split(";"):
                         db.execute(statement)
                     db.execute(f"PRAGMA user_version={VERSION}")
                 db.execute(_USERS)
+                db.execute(_CLOCK)
         except BaseException:
             db.close()
             raise
@@ -207,6 +224,11 @@ class Catalog:
         """What leaves first: the least recently used, of one moment the deepest."""
         return self._victims("ORDER BY used_at, start DESC, kind, name LIMIT ?", (limit,))
 
+    def used_at(self, victim: Victim) -> float | None:
+        """When a blob was used, as it stands here now; None where it is not here."""
+        found = self._victims("WHERE model = ? AND name = ?", (victim.model, victim.name))
+        return found[0].used_at if found else None
+
     def with_descendants(self, victim: Victim) -> list[Victim]:
         """A blob and all that stand on it: without it they lead nowhere."""
         found, todo = [victim], [victim]
@@ -229,18 +251,24 @@ class Catalog:
         is_rate = row is not None and isinstance(row[0], float) and 0 < row[0] < math.inf
         return row[0] if is_rate else None
 
+    def clock(self) -> Tick | None:
+        """The moment that was put down last."""
+        row = self._db.execute("SELECT age, wall, boot FROM clock").fetchone()
+        is_tick = row is not None and all(isinstance(each, float) and 0 <= each < math.inf for each in row)
+        return Tick(*row) if is_tick else None
+
     def _victims(self, condition: str, values: Sequence[object]) -> list[Victim]:
-        rows = self._db.execute(f"SELECT model, name, num_bytes FROM blobs {condition}", values).fetchall()
-        if not all(isinstance(num_bytes, int) for _, _, num_bytes in rows):
+        rows = self._db.execute(f"SELECT model, name, num_bytes, used_at FROM blobs {condition}", values).fetchall()
+        if not all(isinstance(row[2], int) for row in rows):
             raise sqlite3.DatabaseError("a row is not what was written")
-        return [Victim(model, BlobName(name), num_bytes) for model, name, num_bytes in rows]
+        return [Victim(model, BlobName(name), num_bytes, used_at) for model, name, num_bytes, used_at in rows]
 
     # --- changing -----------------------------------------------------------------------------------------------------
 
     def put(self, blobs: Iterable[Listed]) -> None:
-        """Put blobs down, all or none."""
+        """Put blobs down, all or none. One that is there, as another server may know it too, is as young as it was."""
         with _transaction(self._db):
-            self._db.executemany("INSERT OR REPLACE INTO blobs VALUES (?,?,?,?,?,?,?,?,?,?)", map(_row, blobs))
+            self._db.executemany(_PUT, map(_row, blobs))
 
     def touch(self, model: str, used_at: dict[BlobName, float]) -> None:
         """Note when blobs were used."""
@@ -272,6 +300,11 @@ class Catalog:
         """Put a measured rate down."""
         with _transaction(self._db):
             self._db.execute("INSERT OR REPLACE INTO rates VALUES (?, ?)", (name, per_second))
+
+    def set_clock(self, tick: Tick) -> None:
+        """Put a moment down."""
+        with _transaction(self._db):
+            self._db.execute("INSERT OR REPLACE INTO clock VALUES (1, ?, ?, ?)", (tick.age, tick.wall, tick.boot))
 
 
 def _row(blob: Listed) -> tuple[object, ...]:

@@ -64,6 +64,15 @@ class Found:
         return Found(steps[-1].end if steps else 0, tuple(steps))
 
 
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """What nobody needs once these users are forgotten: blobs, and the bytes of those that were on disk."""
+
+    names: tuple[BlobName, ...]
+    users: tuple[str, ...]
+    num_bytes: int
+
+
 class DiskUses:
     """What is new of the blobs' users since it was last taken. Whoever calls holds the index's lock."""
 

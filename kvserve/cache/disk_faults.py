@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-FaultKind = Literal["damaged", "missing", "unreadable", "unwritable", "full", "behind", "index", "unsupported"]
+FaultKind = Literal[
+    "damaged", "missing", "unreadable", "unwritable", "full", "behind", "index", "unsupported", "unlocked"
+]
 
 _CONSEQUENCE: Mapping[FaultKind, str] = {
     "damaged": "KV on disk was damaged and is computed again",
@@ -15,6 +17,7 @@ _CONSEQUENCE: Mapping[FaultKind, str] = {
     "full": "The disk has no room for more KV; nothing is written until there is",
     "behind": "KV left RAM before the disk could take it and is computed again",
     "index": "The index of the KV on disk could not be used; it is made again from the files",
+    "unlocked": "This volume locks no files: two servers on one folder may delete what the other has just written",
     "unsupported": "A state of this model cannot be written to disk and stays in RAM only",
 }
 

@@ -2,18 +2,21 @@
 bounds, put down in the index. It knows no queue; the disk thread alone calls it, its figures may be read anywhere.
 """
 
+import contextlib
 import errno
 import time
-from collections.abc import Buffer, Iterable
+from collections.abc import Buffer, Callable, Iterable
 from typing import Literal
 
 from kvserve.cache.disk_blob import Blob, BlobName, DamagedBlob, num_bytes_of, pack_blob, unpack_blob
+from kvserve.cache.disk_catalog import Books
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_ledger import Ledger
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Write
 from kvserve.cache.disk_store import BlobStore
+from kvserve.cache.disk_wear import Wear
 
 READ_RATE = "read bytes"
 RATE_WEIGHT = 0.3
@@ -36,12 +39,19 @@ class DiskHand:
         self._faults = faults
         self.ledger = Ledger(store, index, limits, faults)
         self.ledger.open()
+        self._look_for_locks()
         self._has_written = False
-        self.num_written = self.num_written_bytes = self.num_read = self.num_read_bytes = 0
+        self.num_written = self.num_read = self.num_read_bytes = 0
+        self.wear = Wear()
         self.num_refused = 0
-        self.read_rate = self.ledger.rate(READ_RATE)
+        self.read_rate = self.ledger.books.ask(lambda books: books.rate(READ_RATE))
         self._prefill_name = f"prefill tokens {index.model}"
-        self.prefill_rate = self.ledger.rate(self._prefill_name)
+        self.prefill_rate = self.ledger.books.ask(lambda books: books.rate(self._prefill_name))
+
+    def _look_for_locks(self) -> None:
+        with contextlib.suppress(OSError):  # nothing is written there
+            if not self._store.has_locks():
+                self._faults.add("unlocked", self._store.place)
 
     def read(self, entry: Entry) -> Blob | None:
         """A verified blob. One that is not what it should be is removed: it would never be of use."""
@@ -56,13 +66,30 @@ class DiskHand:
                 self._faults.add("missing", entry.name)
         except OSError as error:
             self._faults.add("unreadable", error)
-            self._index.forget(entry.name)
+            self._index.forget_entry(entry)
             return None
         else:
             self._count_read(len(data), time.perf_counter() - started)
             return blob
-        self.ledger.discard(entry.name)
+        self._give_up(entry)
         return None
+
+    def _give_up(self, entry: Entry) -> None:
+        """A blob goes that could not be read, unless another server has written it anew meanwhile."""
+        try:
+            with self._store.locked():
+                if not self._is_sound(entry.name):
+                    self.ledger.discard(entry)
+        except OSError as error:
+            self._faults.add("unwritable", error)
+            self._index.forget_entry(entry)
+
+    def _is_sound(self, name: BlobName) -> bool:
+        try:
+            unpack_blob(self._store.read(name), name)
+        except (DamagedBlob, OSError):
+            return False
+        return True
 
     def measure(self, entry: Entry) -> None:
         """See how fast this disk reads now, for nobody."""
@@ -110,12 +137,13 @@ class DiskHand:
             return "refused"
         self._store.write(write.entry.name, parts)
         self._has_written = True
-        self.ledger.wrote(write.entry.head, num_bytes, above)
         self.num_written += 1
-        self.num_written_bytes += num_bytes
+        self.wear.add(num_bytes)
+        if not self.ledger.wrote(write.entry.head, num_bytes, above):
+            return "failed"
         self._faults.is_over("full", "The disk has room again: KV is written.")
         if not self._index.confirm(write.entry, num_bytes):
-            self.ledger.discard(write.entry.name)
+            self.ledger.discard(write.entry)
         return "written"
 
     def has_room(self) -> bool:
@@ -133,7 +161,7 @@ class DiskHand:
         self._sync()
         for name, rate in ((READ_RATE, self.read_rate), (self._prefill_name, self.prefill_rate)):
             if rate is not None:
-                self.ledger.set_rate(name, rate)
+                self.ledger.books.do(_noting(name, rate))
         return is_listed
 
     def _sync(self) -> None:
@@ -155,7 +183,8 @@ class DiskHand:
             num_segments=self._index.num_of("segment"),
             num_checkpoints=self._index.num_of("checkpoint"),
             num_written=self.num_written,
-            num_written_bytes=self.num_written_bytes,
+            num_written_bytes=self.wear.num_bytes,
+            last_day_written_bytes=self.wear.last_day_bytes(),
             num_read=self.num_read,
             num_read_bytes=self.num_read_bytes,
             num_refused=num_refused + self.num_refused,
@@ -170,3 +199,7 @@ class DiskHand:
         """Put down what is left; nothing is done afterwards."""
         self.ledger.close()
         self._store.close()
+
+
+def _noting(name: str, per_second: float) -> Callable[[Books], None]:
+    return lambda books: books.set_rate(name, per_second)

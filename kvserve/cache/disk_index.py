@@ -10,30 +10,22 @@ confirmed. Every method may be called from any thread.
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
+from kvserve.cache.disk_aliases import Aliases
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
-from kvserve.cache.disk_entries import DiskUses, Entry, Found, Step
+from kvserve.cache.disk_entries import DiskUses, Entry, Found, Step, Unused
+from kvserve.cache.disk_names import hashes_at
+from kvserve.cache.disk_paths import serving_only, tokens_behind_state
 from kvserve.cache.disk_rescue import Endangered, endangered
 from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position, note_use
 from kvserve.cache.records import BoundaryKind, Checkpoint, Copy, RecordId, Segment
-from kvserve.cache.token_run import ID_BYTES, TokenRun, join
+from kvserve.cache.token_run import TokenRun
 from kvserve.cache.trie import Trie
-from kvserve.core import ImageSpan
 
 NUM_TOUCHED_CHECKPOINTS = 2
 """Of a path's states, the deepest ones that a row could start from count as used; the others age and leave first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unused:
-    """What nobody needs once these users are forgotten: blobs, and the bytes of those that were on disk."""
-
-    names: tuple[BlobName, ...]
-    users: tuple[str, ...]
-    num_bytes: int
 
 
 class DiskIndex:
@@ -50,6 +42,8 @@ class DiskIndex:
         self._num_written: Counter[BlobKind] = Counter()
         self._num_bytes = 0
         self._uses = DiskUses()
+        self._doomed: set[BlobName] = set()
+        self._aliases = Aliases(self._trie)
 
     def is_known(self, name: BlobName) -> bool:
         return name in self._by_name
@@ -63,15 +57,22 @@ class DiskIndex:
             position = self._find(run, chain, above)
             return Found(position.depth, tuple(self._steps(position, run.start)))
 
+    def tokens_behind_state(self, rows: Sequence[Copy], end: int) -> int:
+        """How many tokens before `end` the last state is known, if not more; the last of them are in one of `rows`."""
+        with self._lock:
+            position = self._inside(rows, end)
+            return tokens_behind_state(position) if position is not None else end
+
     def stood_on(self, rows: Sequence[Copy], end: int) -> list[BlobName]:
         """What a row stands on that starts from `end` tokens, the last of which are in one of `rows`: all rows, the
         newest states, and the anchor that branches share."""
         with self._lock:
             position = self._inside(rows, end)
             steps = list(self._steps(position)) if position is not None else []
+            aliases = {name for step in steps for name in self._aliases.parents(step.segment.head.parent)}
         states = [step.checkpoint for step in reversed(steps) if step.checkpoint is not None]
         used = [state for place, state in enumerate(states) if place < NUM_TOUCHED_CHECKPOINTS or state.is_anchor]
-        return [entry.name for entry in (*(step.segment for step in steps), *used)]
+        return [*aliases, *(entry.name for entry in (*(step.segment for step in steps), *used))]
 
     def partitions(self) -> list[str]:
         """Those that hold something, or were asked for."""
@@ -137,20 +138,31 @@ class DiskIndex:
             return self._stand(position, self._head("checkpoint", position, TokenRun(offset, b""), kind))
 
     def adopt(self, head: BlobHead, num_bytes: int) -> bool:
-        """Take in a blob that is on disk. False where its parent is not known, or the same tokens are known already."""
+        """Take in a blob that is on disk. False where its parent is not known, the same tokens are known already, or it
+        is to go (`doom`)."""
         with self._lock:
             position = self._place(head)
-            if position is None or head.name in self._by_name or head.model != self.model:
+            is_taken = head.name in self._by_name or head.name in self._doomed
+            if position is None or is_taken or head.model != self.model:
                 return False
-            if head.kind == "checkpoint":
-                entry = self._stand(position, head)
-            elif not head.tokens.ids or self._leads_on(position, head.tokens):
-                return False
-            else:
-                entry = self._attach(position, head, self._hashes(position, head.tokens))
+            adopted = self._stand if head.kind == "checkpoint" else self._adopt_rows
+            entry = adopted(position, head)
             if entry is not None:
                 self._count(entry, num_bytes)
             return entry is not None
+
+    def _adopt_rows(self, position: Position, head: BlobHead) -> Entry | None:
+        """Of a segment at its place what is not known from others."""
+        end = self._trie.walk(position, head.tokens, head.tokens.end)
+        entry, is_whole = None, False
+        if end.depth < head.tokens.end:
+            rest = head.tokens.part(end.depth, head.tokens.end)
+            entry = self._attach(end, head, hashes_at(self._hasher, end, rest))
+            [node] = self._trie.holders[entry.record_id]
+            end, is_whole = Position(node, head.tokens.end), node.start == head.tokens.start
+        if not is_whole:
+            self._aliases.add(head, end)
+        return entry
 
     def confirm(self, entry: Entry, num_bytes: int) -> bool:
         """A blob is on disk now. False if it was forgotten meanwhile."""
@@ -170,9 +182,11 @@ class DiskIndex:
         return BlobHead(self.model, kind, parent, tokens, boundary)
 
     def _attach(self, position: Position, head: BlobHead, hashes: tuple[bytes, ...]) -> Entry:
+        """The tokens of a segment from its place on are new."""
         self._split_at(position)
         entry = self._new_entry(head)
-        self._trie.attach(position.node, Segment(entry.record_id, head.tokens, 0), hashes)
+        tokens = head.tokens.part(position.depth, head.tokens.end)
+        self._trie.attach(position.node, Segment(entry.record_id, tokens, 0), hashes)
         return entry
 
     def _stand(self, position: Position, head: BlobHead) -> Entry | None:
@@ -191,6 +205,7 @@ class DiskIndex:
         self._next_id += 1
         entry = Entry(RecordId(self._next_id), head)
         self._entries[entry.record_id] = self._by_name[head.name] = entry
+        self._doomed.discard(head.name)
         return entry
 
     def _place(self, head: BlobHead) -> Position | None:
@@ -198,30 +213,15 @@ class DiskIndex:
         offset = head.tokens.start
         if (partition := partition_of_first(head.parent)) is not None:
             return Position(self._trie.root(partition), 0) if offset == 0 and head.kind == "segment" else None
-        parent = self._by_name.get(BlobName(head.parent))
-        return self._inside([parent], offset) if parent is not None else None
+        name = BlobName(head.parent)
+        parent = self._by_name.get(name)
+        found = self._inside([parent], offset) if parent is not None else None
+        return found or self._aliases.place(name, offset)
 
-    def _leads_on(self, position: Position, tokens: TokenRun) -> bool:
-        """Whether what is known goes on from here with the same token: another server wrote the same prefix."""
-        key, node = tokens.key_at(tokens.start), position.node
-        if node.parent is not None and position.depth < node.end:
-            return node.tokens.key_at(position.depth) == key
-        return key in node.children
-
-    def _hashes(self, position: Position, tokens: TokenRun) -> tuple[bytes, ...]:
-        """The names of the blocks that end inside `tokens`, which stand at `position`."""
-        size = self._hasher.block_size
-        border = position.depth // size * size
-        chain, before = self._hasher.start(position.node.root().partition), [tokens]
-        node: Node | None = position.node
-        while node is not None and node.parent is not None:
-            if node.start < position.depth and node.end > border:
-                before.append(node.tokens.part(max(node.start, border), min(node.end, position.depth)))
-            if node.start < border <= node.end:
-                chain = HashChain(size, node.hashes[border // size - node.start // size - 1], (), self._hasher.digest)
-                break
-            node = node.parent
-        return chain.extended(_shifted(join(before[::-1]), border)).hashes
+    def written(self) -> list[Entry]:
+        """All that is on disk, as far as is known."""
+        with self._lock:
+            return [entry for entry in self._entries.values() if entry.is_written]
 
     def is_current(self, entry: Entry) -> bool:
         """Whether a blob is still known, as this entry."""
@@ -230,13 +230,16 @@ class DiskIndex:
 
     def ancestors(self, entry: Entry) -> set[BlobName]:
         """The segments that a blob stands on."""
-        found: set[BlobName] = set()
         with self._lock:
-            parent = entry.head.parent
-            while (above := self._by_name.get(BlobName(parent))) is not None:
-                found.add(above.name)
-                parent = above.head.parent
-        return found
+            found, head = set[BlobName](), self._known(entry.head.parent)
+            while head is not None:
+                found.add(head.name)
+                head = self._known(head.parent)
+            return found
+
+    def _known(self, name: str) -> BlobHead | None:
+        entry = self._by_name.get(BlobName(name))
+        return entry.head if entry is not None else self._aliases.head(name)
 
     # --- users --------------------------------------------------------------------------------------------------------
 
@@ -275,7 +278,7 @@ class DiskIndex:
         with self._lock:
             return endangered(self._trie, lambda node: self._entry_of(node).users, is_forgotten)
 
-    def forget_users(self, is_forgotten: IsForgotten) -> "Unused":
+    def forget_users(self, is_forgotten: IsForgotten) -> Unused:
         """Forget the blobs with tokens that only these users are known to have used, or nobody, and what stands on
         them; and these users of the others."""
         with self._lock:
@@ -286,7 +289,7 @@ class DiskIndex:
                 if not is_needed(entry.users, entry.head.tokens.end):
                     doomed.append(entry.name)
             gone = tuple(each for name in doomed for each in self.forget(name))
-            return Unused(gone, tuple(users), before - self._num_bytes)
+            return Unused((*gone, *self._aliases.lost()), tuple(users), before - self._num_bytes)
 
     # --- removing -----------------------------------------------------------------------------------------------------
 
@@ -294,23 +297,8 @@ class DiskIndex:
         """The blobs that serve only a prefix: from its end up to a branch, or to the end of system and tools; with
         `start` only those that begin there or behind it."""
         with self._lock:
-            position = self._find(run, chain)
-            node, tail = position.node, list[Node]()
-            if position.depth < node.end:  # what is known goes on with other tokens
-                return []
-            while node.parent is not None and len(node.children) == bool(tail) and not self._ends_system(node):
-                if node.start < start:
-                    break
-                tail.append(node)
-                node = node.parent
-            states = [self._entries[node.checkpoint.record_id].name for node in tail if node.checkpoint is not None]
-            rows = {entry.record_id: entry.name for entry in map(self._entry_of, tail)}
-            whole = [name for record_id, name in rows.items() if set(self._trie.holders[record_id]) <= set(tail)]
-            return [*states, *whole]
-
-    def _ends_system(self, node: Node) -> bool:
-        entry = self._entry_of(node)
-        return node.end == entry.head.tokens.end and entry.is_anchor
+            records = serving_only(self._trie, self._entry_of, self._find(run, chain), start)
+            return [self._entries[record_id].name for record_id in records]
 
     def forget(self, name: BlobName) -> list[BlobName]:
         """Forget a blob and all that stand on it, whose names this returns; nothing where it is not known."""
@@ -324,6 +312,32 @@ class DiskIndex:
             gone = [gone for top in tops for gone in self._forget_subtree(top)]
             self._trie.prune()
             return gone
+
+    def forget_entry(self, entry: Entry) -> list[BlobName]:
+        """The same of this very blob, not of another one that has its name by now."""
+        with self._lock:
+            return self.forget(entry.name) if self._by_name.get(entry.name) is entry else []
+
+    def forget_written(self, name: BlobName) -> list[BlobName]:
+        """The same where it is on disk: one that waits to be written will be there."""
+        with self._lock:
+            self._aliases.forget(name)
+            entry = self._by_name.get(name)
+            return self.forget(name) if entry is not None and entry.is_written else []
+
+    def doom(self, name: BlobName) -> list[BlobName]:
+        """The same, and none of these is taken in from disk until `is_doomed` was asked, or it is made known again."""
+        with self._lock:
+            gone = self.forget(name)
+            self._doomed.update(gone)
+            return gone
+
+    def is_doomed(self, name: BlobName) -> bool:
+        """Whether the file of a blob is still to go. To be asked once, by whoever deletes it then."""
+        with self._lock:
+            is_doomed = name in self._doomed
+            self._doomed.discard(name)
+            return is_doomed
 
     def _is_held_by(self, node: Node | None, entry: Entry) -> bool:
         return node is not None and node.segment is not None and node.segment.record_id == entry.record_id
@@ -357,6 +371,7 @@ class DiskIndex:
         entry.is_forgotten = True
         del self._entries[entry.record_id]
         del self._by_name[entry.name]
+        self._aliases.forget(entry.name)
         if entry.is_written:
             self._num_written[entry.head.kind] -= 1
             self._num_bytes -= entry.num_bytes
@@ -367,6 +382,7 @@ class DiskIndex:
             for entry in self._entries.values():
                 entry.is_forgotten = True
             self._trie.clear()
+            self._aliases.clear()
             self._entries.clear()
             self._by_name.clear()
             self._num_written.clear()
@@ -382,11 +398,3 @@ class DiskIndex:
     def num_of(self, kind: BlobKind) -> int:
         """How many blobs of a kind are on disk."""
         return self._num_written[kind]
-
-
-def _shifted(run: TokenRun, by: int) -> TokenRun:
-    """The same tokens `by` places earlier: names of blocks depend on what comes before, not on where they stand."""
-    images = tuple(ImageSpan(span.start - by, span.end - by, span.digest) for span in run.images)
-    if run.start < by or len(run.ids) % ID_BYTES:
-        raise ValueError("Tokens before the border cannot be named.")
-    return TokenRun(run.start - by, run.ids, images)

@@ -1,16 +1,18 @@
 """What is on disk, over all models, and what leaves: the index file kept true to the blobs, bounds of age and size.
 
-It owns the catalogue; a catalogue that is locked or broken costs order and speed, never a blob. One thread at a time.
+One thread at a time. Other servers have the same folder: what is there may leave, and come back, at any time but within
+`BlobStore.locked`, and whoever has written says so only once it is in the books as well.
 """
 
 import contextlib
-import sqlite3
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 
-from kvserve.cache.disk_blob import BlobHead, BlobName, DamagedBlob
-from kvserve.cache.disk_catalog import Books, Listed, Victim, is_passing
+from kvserve.cache.disk_age import AgeClock
+from kvserve.cache.disk_blob import BlobHead, BlobName, DamagedBlob, partition_of_first
+from kvserve.cache.disk_books import OpenBooks
+from kvserve.cache.disk_catalog import Books, Listed, Victim
+from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_others import UnusedOfModel, models_but, unused_of_model
@@ -32,20 +34,17 @@ class Ledger:
         index: DiskIndex,
         limits: DiskLimits,
         faults: Faults,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._index = index
         self._limits = limits
         self._faults = faults
-        self._clock = clock
-        self._catalog: Books | None = None
+        self._clock = AgeClock(limits.ttl_seconds / 2)
+        self.books = OpenBooks(store, faults, self._forget_seen)
         self._unlisted: list[Listed] = []
         self._touched: dict[BlobName, float] = {}
         self._users: dict[tuple[BlobName, str], int | None] = {}
         self._seen: set[tuple[str, BlobName]] = set()
-        self.doomed: set[BlobName] = set()
-        """What was forgotten and not deleted yet. `settle` may list its file anew, which says nothing."""
         self.total_bytes = 0
         self.beside_bytes = 0
         self.max_bytes = 0
@@ -68,41 +67,38 @@ class Ledger:
         self._take_users()
 
     def _open_catalog(self) -> None:
-        try:
-            self._catalog = self._store.open_books()
-        except (sqlite3.Error, OSError) as error:
-            self._faults.add("index", error)
-            return
-        if self._catalog.fault is not None and self.total_bytes:  # an empty folder needs none
-            self._faults.add("index", self._catalog.fault)
+        books = self.books.open()
+        self._tick()
+        if books is not None and books.fault is not None and self.total_bytes:  # an empty folder needs none
+            self._faults.add("index", books.fault)
+
+    def _tick(self) -> None:
+        """Follow the books' time, and let them follow ours."""
+        self.books.do(lambda catalog: catalog.set_clock(self._clock.tick(catalog.clock())))
 
     def _take_rows(self, files: dict[BlobName, StoredFile]) -> None:
         """Rows that agree with their own names and whose file is there."""
-        if self._catalog is None:
-            return
-        gone: list[BlobName] = []
-        now = self._clock()
-        try:
-            for row in self._catalog.listed(self._index.model):
+        false, missing = list[tuple[str, BlobName]](), set[tuple[str, BlobName]]()
+        now, model = self._clock.now(), self._index.model
+
+        def take(books: Books) -> None:
+            for row in books.listed(model):
                 if not isinstance(row, Listed):
                     self._faults.add("index", "a row contradicts its name")
-                    gone.append(row)
+                    false.append((model, row))
                 elif row.head.name not in files:
-                    self._faults.add("missing", row.head.name)
-                    gone.append(row.head.name)
+                    missing.add((model, row.head.name))
                 elif self._index.adopt(row.head, files[row.head.name].num_bytes) and row.used_at > now:
                     self._touched[row.head.name] = now
-        except sqlite3.Error as error:
-            if is_passing(error):
-                self._faults.add("index", error)
-            else:
-                self._broken(error)
-            return
-        self._do(lambda catalog: catalog.drop([(self._index.model, name) for name in gone]))
+
+        if self.books.do(take):
+            self.books.do(lambda catalog: catalog.drop(false))
+            for _, name in self._drop_missing(missing):
+                self._faults.add("missing", name)
 
     def _take_users(self) -> None:
         """Who used the blobs; of those that nobody put down for it is not known."""
-        for name, user, depth in self._try(lambda catalog: list(catalog.users(self._index.model))) or ():
+        for name, user, depth in self.books.ask(lambda catalog: list(catalog.users(self._index.model))) or ():
             self._index.own(name, user, depth)
 
     def _adopt(self, files: Iterable[StoredFile]) -> None:
@@ -111,7 +107,7 @@ class Ledger:
         for head, file in sorted(heads, key=lambda pair: (pair[0].tokens.start, pair[0].kind != "segment")):
             if file.model == self._index.model:
                 self._index.adopt(head, file.num_bytes)
-            self._unlisted.append(Listed(head, file.num_bytes, min(file.written_at, self._clock())))
+            self._unlisted.append(Listed(head, file.num_bytes, self._clock.of_file(file.written_at)))
 
     def _head_of(self, file: StoredFile) -> BlobHead | None:
         """What a file is of; a file that is of nothing is removed. Of other models only what fits its folder counts."""
@@ -131,29 +127,47 @@ class Ledger:
 
     def settle(self) -> None:
         """Bring the index up to date with the files of all models, also those of another server. Then the bounds."""
+        before = self._index.written()
         try:
             self._store.sweep()
             files = {(file.model, file.name): file for file in self._store.files()}
+            missing = [each for each in before if not self._is_there(each.name, files)]
         except OSError as error:
             self._faults.add("unreadable", error)
             return
         self._measure(files.values())
+        for entry in missing:
+            if self._index.forget_entry(entry):
+                self._faults.add("missing", entry.name)
         self._seen &= files.keys()
         self.commit()
-        known = self._try(lambda catalog: catalog.names())
+        known = self.books.ask(lambda catalog: catalog.names())
         if known is not None:
-            gone = known - files.keys()
-            self._do(lambda catalog: catalog.drop(gone))
-            for model, name in gone:
-                if model == self._index.model and self._index.is_known(name):
-                    self._faults.add("missing", name)
-                    self._index.forget(name)
+            self._drop_missing(known - files.keys())
             if news := [file for key, file in files.items() if self._is_news(key, known)]:
                 self._adopt(news)
                 self._take_users()  # another server put them down
         self.commit()
+        self._tick()
         self.expire()
         self.make_room(0)
+
+    def _drop_missing(self, keys: Collection[tuple[str, BlobName]]) -> list[tuple[str, BlobName]]:
+        """Rows go whose files were not listed and are not there now either; these."""
+        if not keys:
+            return []
+        try:
+            with self._store.locked():
+                gone = [key for key in keys if not self._store.has(*key)]
+                self.books.do(lambda catalog: catalog.drop(gone))
+        except OSError as error:
+            self._faults.add("unreadable", error)
+            return []
+        return gone
+
+    def _is_there(self, name: BlobName, files: Collection[tuple[str, BlobName]]) -> bool:
+        """Whether a blob of this model has a file; one that was replaced during the walk may not have been listed."""
+        return (self._index.model, name) in files or self._store.has(self._index.model, name)
 
     def _is_news(self, key: tuple[str, BlobName], known: set[tuple[str, BlobName]]) -> bool:
         """Whether a file is not in the index yet; a file that found no place once is not tried again."""
@@ -187,50 +201,65 @@ class Ledger:
             return AUTO_MAX_BYTES
         return min(AUTO_MAX_BYTES, int(free * AUTO_SHARE_OF_FREE))
 
+    def _forget_seen(self) -> None:
+        """All of it is to be put down again."""
+        self._seen = set()
+
     # --- writing down -------------------------------------------------------------------------------------------------
 
-    def wrote(self, head: BlobHead, num_bytes: int, above: Iterable[BlobName]) -> None:
-        """A blob is on disk; `commit` puts it down. What it stands on, `above`, was used now: it never leaves first."""
-        now = self._clock()
-        self.total_bytes += num_bytes
-        self._unlisted.append(Listed(head, num_bytes, now))
-        self._touched.update(dict.fromkeys(above, now))
+    def wrote(self, head: BlobHead, num_bytes: int, above: Iterable[BlobName]) -> bool:
+        """A blob is on disk, and is put down. What it stands on, `above`, was used now: it never leaves first. False
+        where another server let one of both leave meanwhile: then the blob leads nowhere. Raises OSError."""
+        now = self._clock.now()
+        with self._store.locked():
+            is_first, parent = partition_of_first(head.parent) is not None, BlobName(head.parent)
+            if not (is_first or self._store.has(head.model, parent)):
+                self._index.forget_written(parent)
+                self._delete(head.model, head.name)
+                return False
+            if not self._store.has(head.model, head.name):
+                return False
+            self.total_bytes += num_bytes
+            self._unlisted.append(Listed(head, num_bytes, now))
+            self._touched.update(dict.fromkeys(above, now))
+            self._put_down()
+        return True
 
     def used(self, names: Iterable[BlobName]) -> None:
         """Blobs were used now."""
-        self._touched.update(dict.fromkeys(names, self._clock()))
+        self._touched.update(dict.fromkeys(names, self._clock.now()))
 
     def commit(self) -> bool:
         """Put down what happened since the last time. What cannot be put down now is kept for the next time."""
-        if self._catalog is None:
+        if not self.books.is_open:
             self._open_catalog()
-        unlisted, touched, users = self._unlisted, self._touched, self._users
+        users = self._users
         users |= self._index.take_uses()
-        if unlisted and not self._do(lambda catalog: catalog.put(unlisted)):
+        if not self._put_down():
             return False
-        self._unlisted = []
-        if touched and not self._do(lambda catalog: catalog.touch(self._index.model, touched)):
-            return False
-        self._touched = {}
-        if users and not self._do(lambda catalog: catalog.put_users(self._index.model, users)):
+        if users and not self.books.do(lambda catalog: catalog.put_users(self._index.model, users)):
             return False
         self._users = {}
         self._look_beside()  # the index has grown
         return True
 
-    def rate(self, name: str) -> float | None:
-        """A rate that was measured before, in this run or another."""
-        return self._try(lambda catalog: catalog.rate(name))
-
-    def set_rate(self, name: str, per_second: float) -> None:
-        self._do(lambda catalog: catalog.set_rate(name, per_second))
+    def _put_down(self) -> bool:
+        """What was written, and used."""
+        unlisted, touched = self._unlisted, self._touched
+        if unlisted and not self.books.do(lambda catalog: catalog.put(unlisted)):
+            return False
+        self._unlisted = []
+        if touched and not self.books.do(lambda catalog: catalog.touch(self._index.model, touched)):
+            return False
+        self._touched = {}
+        return True
 
     # --- bounds -------------------------------------------------------------------------------------------------------
 
     def expire(self) -> None:
         """What nobody used for too long leaves."""
-        moment = self._clock() - self._limits.ttl_seconds
-        for victim in self._try(lambda catalog: catalog.unused_since(moment)) or ():
+        moment = self._clock.now() - self._limits.ttl_seconds
+        for victim in self.books.ask(lambda catalog: catalog.unused_since(moment)) or ():
             self._leave(victim)
 
     def make_room(self, num_bytes: int, keep: Collection[BlobName] = ()) -> bool:
@@ -255,25 +284,49 @@ class Ledger:
             yield from fresh
 
     def _least_recent(self, limit: int) -> list[Victim]:
-        return self._try(lambda catalog: catalog.least_recent(limit)) or []
+        return self.books.ask(lambda catalog: catalog.least_recent(limit)) or []
 
     def _leave(self, victim: Victim) -> None:
-        """A blob leaves with all that stand on it. Rows first: a crash in between leaves files, which are found."""
-        gone = self._try(lambda catalog: catalog.with_descendants(victim)) or [victim]
-        self._do(lambda catalog: catalog.drop([(each.model, each.name) for each in gone]))
+        """A blob leaves with all that stand on it, if nobody has used it since it was named. Rows first: a crash in
+        between leaves files, which are found."""
+        try:
+            with self._store.locked():
+                if self.books.ask(lambda catalog: catalog.used_at(victim)) == victim.used_at:
+                    self._leave_now(victim)
+        except OSError as error:
+            self._faults.add("unwritable", error)
+
+    def _leave_now(self, victim: Victim) -> None:
+        gone = self.books.ask(lambda catalog: catalog.with_descendants(victim)) or [victim]
+        self.books.do(lambda catalog: catalog.drop([(each.model, each.name) for each in gone]))
         for each in gone:
             if each.model == self._index.model:
-                self._index.forget(each.name)
+                self._index.forget_written(each.name)
             if self._delete(each.model, each.name):
                 self.total_bytes -= each.num_bytes
                 self.num_evicted += 1
 
-    def discard(self, name: BlobName) -> None:
-        """A blob of this model is of no use, and so are those that stand on it."""
+    def discard(self, entry: Entry) -> None:
+        """This blob is of no use, and so are those that stand on it. One that has its name by now keeps its file, or
+        will write it."""
         self.commit()
-        gone = {name, *self._index.forget(name)}
-        self.doomed -= gone
-        self._do(lambda catalog: catalog.drop([(self._index.model, each) for each in gone]))
+        gone = self._index.forget_entry(entry)
+        if gone or not self._index.is_known(entry.name):
+            self.remove({entry.name, *gone})
+
+    def take_back(self, name: BlobName) -> None:
+        """The file of a blob goes that this server has forgotten, unless another one's stands on it."""
+        victim = Victim(self._index.model, name, 0, 0.0)
+        try:
+            with self._store.locked():
+                if len(self.books.ask(lambda catalog: catalog.with_descendants(victim)) or ()) <= 1:
+                    self.remove([name])
+        except OSError as error:
+            self._faults.add("unwritable", error)
+
+    def remove(self, gone: Collection[BlobName]) -> None:
+        """Files of this model go that nothing is known of any more."""
+        self.books.do(lambda catalog: catalog.drop([(self._index.model, each) for each in gone]))
         for each in gone:
             self._delete(self._index.model, each)
 
@@ -282,20 +335,20 @@ class Ledger:
         self.settle()  # what is listed nowhere is of nobody who is known, and listed from here on
         unused, is_done = self._index.forget_users(is_forgotten), self.commit()
         gone = [name for name in unused.names if not self._index.is_known(name)]
-        is_done &= self._do(lambda catalog: catalog.drop([(self._index.model, name) for name in gone]))
+        is_done &= self.books.do(lambda catalog: catalog.drop([(self._index.model, name) for name in gone]))
         is_done &= all([self._is_gone(self._index.model, name) for name in gone])
         self.total_bytes -= unused.num_bytes
-        is_done &= self._do(lambda catalog: catalog.forget_users(self._index.model, unused.users))
+        is_done &= self.books.do(lambda catalog: catalog.forget_users(self._index.model, unused.users))
         return Removal(unused.num_bytes, is_done)
 
     def forget_of_others(self, is_forgotten: IsForgotten) -> Removal:
         """The same of models that are not loaded here: who used their blobs is put down in the books."""
-        models = self._try(lambda catalog: models_but(catalog, self._index.model))
+        models = self.books.ask(lambda catalog: models_but(catalog, self._index.model))
         if models is None:
             return Removal(0, is_done=False)
         num_bytes, is_done = 0, True
         for model in models:
-            unused = self._try(partial(unused_of_model, model=model, is_forgotten=is_forgotten))
+            unused = self.books.ask(partial(unused_of_model, model=model, is_forgotten=is_forgotten))
             is_done &= unused is not None and self._remove(unused)
             num_bytes += unused.num_bytes if unused is not None else 0
         self.total_bytes -= num_bytes
@@ -304,8 +357,8 @@ class Ledger:
     def _remove(self, unused: UnusedOfModel) -> bool:
         """Whether all of it is gone. Files first: another server's janitor takes in those that no row names."""
         is_done = all([self._is_gone(unused.model, name) for name in unused.names])
-        is_done &= self._do(lambda catalog: catalog.drop([(unused.model, name) for name in unused.names]))
-        return is_done & self._do(lambda catalog: catalog.forget_users(unused.model, unused.users))
+        is_done &= self.books.do(lambda catalog: catalog.drop([(unused.model, name) for name in unused.names]))
+        return is_done & self.books.do(lambda catalog: catalog.forget_users(unused.model, unused.users))
 
     def clear(self) -> None:
         """Everything of this model leaves."""
@@ -316,7 +369,7 @@ class Ledger:
         except OSError as error:
             self._faults.add("unreadable", error)
             return
-        self._do(lambda catalog: catalog.drop([(file.model, file.name) for file in gone]))
+        self.books.do(lambda catalog: catalog.drop([(file.model, file.name) for file in gone]))
         for file in gone:
             if self._delete(file.model, file.name):
                 self.total_bytes -= file.num_bytes
@@ -324,9 +377,8 @@ class Ledger:
     def close(self) -> None:
         """Put down what is left and close the index."""
         self.commit()
-        if self._catalog is not None:
-            self._catalog.close()
-            self._catalog = None
+        self._tick()
+        self.books.close()
 
     def _delete(self, model: str, name: BlobName) -> bool:
         """Whether a file was there and is gone now. One of this name that is written later is another one."""
@@ -345,38 +397,3 @@ class Ledger:
             self._faults.add("unwritable", error)
             return False
         return True
-
-    # --- the catalogue and its faults ---------------------------------------------------------------------------------
-
-    def _do(self, change: Callable[[Books], None]) -> bool:
-        """Change the catalogue; whether it could be."""
-
-        def done(catalog: Books) -> bool:
-            change(catalog)
-            return True
-
-        return self._try(done) is not None
-
-    def _try[T](self, ask: Callable[[Books], T]) -> T | None:
-        """Ask the catalogue; None where it cannot be used."""
-        if self._catalog is None:
-            return None
-        try:
-            return ask(self._catalog)
-        except sqlite3.Error as error:
-            if is_passing(error):
-                self._faults.add("index", error)
-            else:
-                self._broken(error)
-            return None
-
-    def _broken(self, error: sqlite3.Error) -> None:
-        """Begin with an empty index; `settle` puts the files into it again."""
-        self._faults.add("index", error)
-        try:
-            self._seen.clear()  # all of it is to be put down again
-            if self._catalog is not None:
-                self._catalog.reset()
-        except (sqlite3.Error, OSError) as again:
-            self._faults.add("index", again)
-            self._catalog = None

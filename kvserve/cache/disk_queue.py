@@ -8,7 +8,8 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable
 
-from kvserve.cache.disk_blob import Blob, BlobName
+from kvserve.cache.disk_blob import Blob
+from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_records import Load, Write
 
 STUCK_SECONDS = 0.2
@@ -22,7 +23,7 @@ class WriteQueue:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._waiting: deque[Write] = deque()
-        self._own: dict[BlobName, int] = {}
+        self._own: dict[Entry, int] = {}
         self._writing: Write | None = None
         self.num_bytes = 0
         self.num_own_bytes = 0
@@ -41,11 +42,11 @@ class WriteQueue:
         if is_own:
             self._hold(write)
 
-    def left_ram(self, names: Collection[BlobName]) -> None:
+    def left_ram(self, entries: Collection[Entry]) -> None:
         """These have left what RAM keeps: until they are written, their bytes are here only."""
         pending = [*self._waiting, *([self._writing] if self._writing is not None else ())]
         for write in pending:
-            if write.entry.name in names:
+            if write.entry in entries:
                 self._hold(write)
 
     def take(self) -> Write:
@@ -65,13 +66,13 @@ class WriteQueue:
         self._waiting.clear()
 
     def _hold(self, write: Write) -> None:
-        if write.entry.name not in self._own:
-            self._own[write.entry.name] = write.num_bytes
+        if write.entry not in self._own:
+            self._own[write.entry] = write.num_bytes
             self.num_own_bytes += write.num_bytes
 
     def _forget(self, write: Write) -> None:
         self.num_bytes -= write.num_bytes
-        self.num_own_bytes -= self._own.pop(write.entry.name, 0)
+        self.num_own_bytes -= self._own.pop(write.entry, 0)
 
 
 class ReadAhead:

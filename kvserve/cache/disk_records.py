@@ -69,6 +69,7 @@ class DiskStats:
     num_checkpoints: int
     num_written: int
     num_written_bytes: int
+    last_day_written_bytes: int
     num_read: int
     num_read_bytes: int
     num_refused: int

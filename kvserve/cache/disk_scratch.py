@@ -5,6 +5,7 @@
 It has the contracts of `FolderStore` and `Catalog`. One thread at a time.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ import time
 from collections.abc import Buffer, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from kvserve.cache.disk_age import Tick
 from kvserve.cache.disk_blob import BlobHead, BlobName, num_bytes_of
 from kvserve.cache.disk_catalog import Listed, Victim
 from kvserve.cache.disk_store import StoredFile, check_owner
@@ -43,6 +45,10 @@ class ScratchStore:
 
     def open_books(self) -> "MemoryBooks":
         return MemoryBooks()
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Nobody else has this file."""
+        return contextlib.nullcontext()
 
     def free_bytes(self) -> int:
         """Free space of the volume."""
@@ -87,6 +93,10 @@ class ScratchStore:
         """Nothing is ever found that was not written by this process."""
         raise FileNotFoundError(file.name)
 
+    def has(self, model: str, name: BlobName) -> bool:
+        """Whether a blob is held."""
+        return name in self._places
+
     def delete(self, model: str, name: BlobName) -> bool:
         """Give a blob's room back. False if it was gone."""
         place = self._places.pop(name, None)
@@ -103,6 +113,10 @@ class ScratchStore:
 
     def sweep(self) -> None:
         """Nobody else can leave anything here."""
+
+    def has_locks(self) -> bool:
+        """Nobody shares this file."""
+        return True
 
     def close(self) -> None:
         self._file.close()
@@ -154,11 +168,19 @@ class MemoryBooks:
 
         return [_victim(blob) for blob in sorted(self._blobs.values(), key=rank)[:limit]]
 
+    def used_at(self, victim: Victim) -> float | None:
+        blob = self._blobs.get((victim.model, victim.name))
+        return blob.used_at if blob is not None else None
+
     def with_descendants(self, victim: Victim) -> list[Victim]:
         found = [victim]
         for above in found:  # grows while it is walked over
             found += [_victim(blob) for blob in self._blobs.values() if blob.head.parent == above.name]
         return found
+
+    def clock(self) -> Tick | None:
+        """Nobody was here before."""
+        return None
 
     def rate(self, name: str) -> float | None:
         return self._rates.get(name)
@@ -176,7 +198,10 @@ class MemoryBooks:
         self._users = {key: depth for key, depth in self._users.items() if key[0] != model or key[2] not in users}
 
     def put(self, blobs: Iterable[Listed]) -> None:
-        self._blobs.update({(blob.head.model, blob.head.name): blob for blob in blobs})
+        for blob in blobs:
+            key = (blob.head.model, blob.head.name)
+            used_at = max(blob.used_at, self._blobs[key].used_at) if key in self._blobs else blob.used_at
+            self._blobs[key] = Listed(blob.head, blob.num_bytes, used_at)
 
     def touch(self, model: str, used_at: dict[BlobName, float]) -> None:
         for name, moment in used_at.items():
@@ -192,6 +217,9 @@ class MemoryBooks:
     def set_rate(self, name: str, per_second: float) -> None:
         self._rates[name] = per_second
 
+    def set_clock(self, tick: Tick) -> None:
+        """Nobody comes after."""
+
     def reset(self) -> None:
         self._blobs.clear()
         self._users.clear()
@@ -201,4 +229,4 @@ class MemoryBooks:
 
 
 def _victim(blob: Listed) -> Victim:
-    return Victim(blob.head.model, blob.head.name, blob.num_bytes)
+    return Victim(blob.head.model, blob.head.name, blob.num_bytes, blob.used_at)

@@ -4,6 +4,8 @@ It knows names and bytes, not what is in them.
 """
 
 import contextlib
+import errno
+import fcntl
 import os
 import re
 import shutil
@@ -22,15 +24,23 @@ FOLDER_NAME, FILE_NAME = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{40}\
 
 SUFFIX = ".safetensors"
 INDEX_NAME = "index.sqlite"
+LOCK_NAME = "kv.lock"
 SCRATCH_SUFFIX = ".part"
 ABANDONED_SECONDS = 600.0
-"""A half-written file this old belongs to nobody who is still writing."""
+"""A half-written file this old belongs to nobody, unless somebody holds it."""
 
 FIRST_READ_BYTES = 65536
 
 
 class ForeignFolder(OSError):
     """The folder belongs to another user."""
+
+
+class NoLocks(OSError):
+    """A volume on which no file can be locked, as of some network shares."""
+
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,8 @@ class BlobStore(Protocol):
 
     def open_books(self) -> Books: ...
 
+    def locked(self) -> contextlib.AbstractContextManager[None]: ...
+
     def free_bytes(self) -> int: ...
 
     def beside_bytes(self) -> int: ...
@@ -61,6 +73,8 @@ class BlobStore(Protocol):
 
     def read_head(self, file: StoredFile) -> BlobHead: ...
 
+    def has(self, model: str, name: BlobName) -> bool: ...
+
     def delete(self, model: str, name: BlobName) -> bool: ...
 
     def files(self) -> Iterator[StoredFile]: ...
@@ -68,6 +82,8 @@ class BlobStore(Protocol):
     def sync(self) -> None: ...
 
     def sweep(self) -> None: ...
+
+    def has_locks(self) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -85,6 +101,7 @@ class FolderStore:
         self._model = model
         self._beside = beside
         self._num_written = 0
+        self._num_locks = 0
         for folder in (root, root / model):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_owner(folder)
@@ -99,6 +116,25 @@ class FolderStore:
     def open_books(self) -> Books:
         """The index of all models. Raises sqlite3.Error or OSError."""
         return Catalog(self._root / INDEX_NAME)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other server looks which files are there to name or to delete them, for a moment; the one who has this may
+        ask again. Let go of with the process. On a volume without locks it keeps nobody away. Raises OSError."""
+        if self._num_locks:
+            yield
+            return
+        descriptor = os.open(self._root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            with contextlib.suppress(NoLocks):
+                _lock(descriptor, fcntl.LOCK_EX)
+            self._num_locks += 1
+            try:
+                yield
+            finally:
+                self._num_locks -= 1
+        finally:
+            os.close(descriptor)
 
     def free_bytes(self) -> int:
         """Free space of the volume."""
@@ -117,21 +153,30 @@ class FolderStore:
         self._num_written += 1
         scratch = self._root / self._model / f"{name}.{os.getpid()}.{self._num_written}{SCRATCH_SUFFIX}"
         try:
-            descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(descriptor, "wb", buffering=0) as file:
+            with open(self._new_file(scratch), "wb", buffering=0) as file:
+                with contextlib.suppress(NoLocks):
+                    _lock(file.fileno(), fcntl.LOCK_SH)  # until it has its name: see `sweep`
                 for part in parts:
                     _write_all(file.fileno(), part)
                 os.fsync(file.fileno())
-            os.replace(scratch, self._path(self._model, name))
+                os.replace(scratch, self._path(self._model, name))
         except OSError:
             with contextlib.suppress(OSError):
                 scratch.unlink()
             raise
         return sum(map(num_bytes_of, parts))
 
+    def _new_file(self, path: Path) -> int:
+        """Opened for writing. Another server may have removed the folder, as there was nothing in it."""
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
     def sync(self) -> None:
         """Wait until the names of the files are on the disk too. Raises OSError."""
-        descriptor = os.open(self._root / self._model, os.O_RDONLY)
+        try:
+            descriptor = os.open(self._root / self._model, os.O_RDONLY)
+        except FileNotFoundError:
+            return  # all that was in it has left
         try:
             os.fsync(descriptor)
         finally:
@@ -159,6 +204,10 @@ class FolderStore:
                     raise OSError(f"{file.name} is cut off")
                 beginning += more
         return head
+
+    def has(self, model: str, name: BlobName) -> bool:
+        """Whether a file is there now. Raises OSError."""
+        return self._path(model, name).exists()
 
     def delete(self, model: str, name: BlobName) -> bool:
         """Delete a file of any model, and its folder with the last one. False if it was gone. Raises OSError."""
@@ -198,11 +247,22 @@ class FolderStore:
         for folder in self._folders():
             for path in folder.glob(f"*{SCRATCH_SUFFIX}"):
                 with contextlib.suppress(OSError):
-                    if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    if time.time() - path.stat().st_mtime > ABANDONED_SECONDS and not _is_held(path):
                         path.unlink()
             if folder.name != self._model:
                 with contextlib.suppress(OSError):
                     folder.rmdir()
+
+    def has_locks(self) -> bool:
+        """Whether two servers may share this folder. Raises OSError."""
+        descriptor = os.open(self._root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            _lock(descriptor, fcntl.LOCK_SH)
+        except NoLocks:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
 
     def close(self) -> None:
         """Nothing is open between calls."""
@@ -219,6 +279,30 @@ def check_owner(folder: Path) -> None:
     """Refuse what is not ours. Raises OSError."""
     if folder.stat().st_uid != os.getuid():
         raise ForeignFolder(f"{folder} belongs to another user")
+
+
+def _lock(descriptor: int, operation: int) -> None:
+    """Raises NoLocks where the volume knows none, or another OSError."""
+    try:
+        fcntl.flock(descriptor, operation)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            raise NoLocks(error.errno, error.strerror) from error
+        raise
+
+
+def _is_held(path: Path) -> bool:
+    """Whether somebody writes on a file. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except NoLocks:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _write_all(descriptor: int, part: Buffer) -> None:

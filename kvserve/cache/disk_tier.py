@@ -85,7 +85,6 @@ class DiskTier:
         """Write a blob that the index knows. Its bytes must not change until then; `is_own`: they are nowhere else."""
         num_bytes = sum(num_bytes_of(tensor.data) for tensor in tensors)
         with self._wake:
-            self._hand.ledger.doomed.discard(entry.name)
             self._writes.put(Write(entry, note, tuple(tensors), num_bytes), is_own=is_own)
             self._wake.notify_all()
 
@@ -93,7 +92,7 @@ class DiskTier:
         """What these are copies of has left RAM: its bytes are in the queue only, for as long as they are not
         written."""
         with self._wake:
-            self._writes.left_ram({copy.name for copy in copies if isinstance(copy, Entry)})
+            self._writes.left_ram({copy for copy in copies if isinstance(copy, Entry)})
 
     def moving_bytes(self) -> tuple[int, int]:
         """Bytes that RAM has in the queue of writes only, and those that were read and not taken. From any thread."""
@@ -240,9 +239,8 @@ class DiskTier:
 
     def discard(self, names: Iterable[BlobName]) -> None:
         """Forget blobs and what stands on them; the files go a moment later, behind what waits to be written."""
-        gone = [each for name in names for each in self.index.forget(name)]
+        gone = [each for name in names for each in self.index.doom(name)]
         with self._wake:
-            self._hand.ledger.doomed.update(gone)
             self._orders.extend(partial(self._delete, name) for name in gone)
             self._wake.notify_all()
 
@@ -360,8 +358,8 @@ class DiskTier:
         try:
             outcome = self._hand.write(write)
         finally:
-            if outcome != "written" and self.index.is_current(write.entry):
-                self.index.forget(write.entry.name)  # with what was to stand on it
+            if outcome != "written":
+                self.index.forget_entry(write.entry)  # with what was to stand on it
             with self._wake:
                 self._note_outcome(outcome)
                 self._writes.done(write)
@@ -383,9 +381,9 @@ class DiskTier:
             self._janitor_at = 0.0  # the cap may depend on what is free
 
     def _delete(self, name: BlobName) -> None:
-        """The file of a blob that was forgotten, also if it was found and listed anew, unless it was put again."""
-        if name in self._hand.ledger.doomed:
-            self._hand.ledger.discard(name)
+        """The file of a blob that was forgotten, unless it was put again."""
+        if self.index.is_doomed(name):
+            self._hand.ledger.take_back(name)
 
     def _commit(self) -> None:
         with self._wake:

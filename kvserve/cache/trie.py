@@ -100,12 +100,12 @@ class Trie:
     def find(self, root: Node, run: TokenRun, chain: HashChain, known: Position | None = None) -> Position:
         """The deepest place whose tokens are the first ones of `run`, every token compared. Those up to `known`, a
         place below `root` that may have left or been cut since, were compared before."""
-        start = self._still_there(known) if known is not None else None
+        start = self.still_there(known) if known is not None else None
         if start is None and self._use_index:
             start = self._by_hash(root, run, chain)
         return self.walk(start or Position(root, 0), run, run.end)
 
-    def _still_there(self, known: Position) -> Position | None:
+    def still_there(self, known: Position) -> Position | None:
         """What is left of a place that was found before: what leads to a node never changes while it is held, nor do
         its own tokens up to where it was ever cut."""
         node: Node | None = known.node if self.is_held(known.node) else None

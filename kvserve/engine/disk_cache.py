@@ -50,10 +50,11 @@ UNKNOWN_RATE = 100 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class DiskReport:
-    """The disk tier's own figures, and what came back: rows that began with it, tokens, and how often reading would
-    have been slower than computing."""
+    """The disk tier's own figures, how many rows have ended that could be written, and what came back: rows that began
+    with it, tokens, and how often reading would have been slower than computing."""
 
     stats: DiskStats
+    num_turns: int
     num_restores: int
     num_restored_tokens: int
     num_declined: int
@@ -115,12 +116,14 @@ class DiskCache:
         self._make_room = make_room
         self.writing = DiskWriting(tier, tree, is_ram_lent=is_ram_lent, make_some_room=make_some_room)
         self._loading: set[BlobName] = set()
+        self.num_turns = 0
         self.num_restores = 0
         self.num_restored_tokens = 0
         self.num_declined = 0
 
     def report(self) -> DiskReport:
-        return DiskReport(self.tier.stats(), self.num_restores, self.num_restored_tokens, self.num_declined)
+        stats = self.tier.stats()
+        return DiskReport(stats, self.num_turns, self.num_restores, self.num_restored_tokens, self.num_declined)
 
     def known_depth(self, prompt: NamedPrompt) -> int:
         """Tokens of a prompt that its partition has on disk, up to a state where one is needed."""
@@ -311,7 +314,7 @@ class DiskCache:
             return False
         except NotReadable as error:
             self.tier.faults.add("damaged", f"{entry.name}: {error}")
-            self.tier.index.forget(entry.name)
+            self.tier.index.forget_entry(entry)
             return False
         self.num_restored_tokens += (num_tokens := hold.lease.num_tokens - before)
         hold.num_restored_tokens += max(num_tokens, blob.head.kind == "checkpoint")

@@ -15,6 +15,7 @@ from kvserve.cache.node import Lease
 from kvserve.cache.records import Copy
 from kvserve.cache.tree import PrefixTree
 from kvserve.engine.blobs import NotStorable, encode_kv, encode_state
+from kvserve.engine.disk_worth import UNWANTED, is_worth_writing
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
 
 IDLE_WAIT_SECONDS = 0.02
@@ -70,15 +71,15 @@ class DiskWriting:
         is_cut_off = path is not None and self._tier.index.find(path.run, path.chain, path.above).depth < path.run.start
         return self._tree.kept(lease) if is_cut_off else path
 
-    def save(self, path: KeptPath, behind: int, until: float = 0.0) -> bool:
-        """Put what the disk lacks of a path into the queue; whether nothing was refused. What lies before `behind` has
-        been put before, and only counts if what comes later cannot stand without it. A queue that is full is waited
-        for, `until` then (`time.monotonic`)."""
-        is_put = self._is_storable and self._put(path, behind, until)
+    def save(self, path: KeptPath, behind: int, until: float = 0.0, *, is_end: bool = False) -> bool:
+        """Put what the disk lacks of a path into the queue, as far as it is worth it; whether nothing was refused. What
+        lies before `behind` has been put before, and only counts if what comes later cannot stand without it. A queue
+        that is full is waited for, `until` then (`time.monotonic`). `is_end`: the path is left where it ends."""
+        is_put = self._is_storable and self._put(path, behind, until, is_end=is_end)
         self._tier.note_users(path)
         return is_put
 
-    def _put(self, path: KeptPath, behind: int, until: float) -> bool:
+    def _put(self, path: KeptPath, behind: int, until: float, *, is_end: bool) -> bool:
         found = self._tier.index.find(path.run, path.chain, path.above)
         states = {step.end: step.checkpoint for step in found.steps if step.checkpoint is not None}
         above: Sequence[Copy] = [step.segment for step in found.steps] or path.above
@@ -93,9 +94,18 @@ class DiskWriting:
             part.copies.rows = rows
             if (state := states.get(part.piece.end)) is not None:
                 part.copies.state = state
+            elif not self._is_worth(part, is_end=is_end and part is parts[-1]):
+                part.copies.state = UNWANTED if part.state is not None else None
             elif not self._save_state(path, part, until):
                 return False
         return True
+
+    def _is_worth(self, part: KeptPart, *, is_end: bool) -> bool:
+        """Whether there is a state that the disk is to have."""
+        if part.state is None:
+            return False
+        num_tokens = self._tier.index.tokens_behind_state(part.copies.rows, part.piece.end)
+        return is_worth_writing(part.state.checkpoint.kind, num_tokens, is_end=is_end)
 
     def save_lost(self) -> bool:
         """Idle work: put everything once more that was refused when there was no room. Whether there was anything."""
@@ -170,7 +180,8 @@ class DiskWriting:
             found = self._tier.index.find(path.run, path.chain)
             with_state = {step.end for step in found.steps if step.checkpoint is not None}
             for part in path.parts:
-                piece, state = part.piece, part.state
+                piece = part.piece
+                state = part.state if self._is_worth(part, is_end=part is path.parts[-1]) else None
                 start = max(piece.start, found.depth)
                 if start < piece.end and isinstance(piece.payload, KvSlice):
                     share = (piece.end - start) / piece.payload.num_tokens
@@ -183,7 +194,7 @@ class DiskWriting:
         """The end: everything that RAM has is put, as far as the disk takes it in so long."""
         until = time.monotonic() + seconds
         for path in self._tree.kept_paths():
-            self.save(path, 0, until)
+            self.save(path, 0, until, is_end=True)
 
     def _save_rows(
         self, path: KeptPath, part: KeptPart, start: int, until: float, above: Sequence[Copy]

@@ -222,6 +222,8 @@ class PrefixCache:
         self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
     ) -> bool:
         """The same when it has left its batch, and mark its end."""
+        if self._disk is not None:
+            self._disk.num_turns += 1
         is_moved = self.extend(tenancy, caches, tokens, rest)
         self._tree.mark_end(tenancy.lease)
         return is_moved

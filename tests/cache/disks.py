@@ -103,6 +103,14 @@ class Disk(AbstractContextManager["Disk"]):
                 offsets.append(step.end)
         return list(memoryview(rows).cast("I")), offsets
 
+    def named(self, ids: Sequence[int]) -> tuple[TokenRun, HashChain]:
+        """A prompt as the index asks for it."""
+        return named(ids)
+
+    def found(self, ids: Sequence[int]) -> Found:
+        """What is known of a prompt."""
+        return self.tier.index.find(*named(ids))
+
     def read(self, entry: object) -> Blob | None:
         load = self.tier.load([entry])  # type: ignore[list-item]
         deadline = time.monotonic() + WAIT_SECONDS

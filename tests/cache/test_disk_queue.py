@@ -35,11 +35,12 @@ def read_next(ahead: ReadAhead, each: Load) -> None:
 def test_only_what_ram_has_nowhere_else_counts_as_the_queues_own() -> None:
     """A view of what is kept is no memory of the queue's until that leaves, also while it is being written."""
     queue = WriteQueue(100)
-    queue.put(write("view", 40))
-    queue.put(write("copy", 30), is_own=True)
+    view, copy = write("view", 40), write("copy", 30)
+    queue.put(view)
+    queue.put(copy, is_own=True)
     assert (queue.num_bytes, queue.num_own_bytes) == (70, 30) and queue.has_room(30) and not queue.has_room(31)
     first = queue.take()
-    queue.left_ram({"view", "copy", "never put"})
+    queue.left_ram({view.entry, copy.entry, write("view", 1).entry})
     assert (queue.num_bytes, queue.num_own_bytes) == (70, 70)
     queue.done(first)
     assert (queue.num_bytes, queue.num_own_bytes) == (30, 30) and queue

@@ -606,7 +606,7 @@ def test_what_is_discarded_while_the_folder_is_looked_through_goes(full: Path, m
         disk.tier.discard(disk.tier.index.exclusive(*named(LATER)))
         may_look.set()
         assert disk.tier.flush(WAIT_SECONDS)
-        assert disk.recall(LATER)[0] == LONG
+        assert disk.recall(LATER)[0] == LONG and disk.faults == {}
     with Disk(full) as disk:
         assert disk.recall(LATER)[0] == LONG and disk.recall(BRANCH)[0] == BRANCH
 

@@ -192,7 +192,7 @@ def test_whose_a_blob_is_outlives_the_process(tmp_path: Path, is_scratch: bool) 
         assert disk.tier.index.use(*named(ONE), users)
         disk.tier._has_news = True
         assert disk.tier.flush(60)
-        books = disk.tier._hand.ledger._catalog
+        books = disk.tier._hand.ledger.books.open()
         assert books is not None
         assert {(user, depth) for _, user, depth in books.users(MODEL)} == set(users.items())
         if is_scratch:
@@ -280,7 +280,7 @@ def test_a_folder_whose_index_cannot_be_asked_is_not_done(tmp_path: Path, monkey
             raise sqlite3.OperationalError("database is locked")
 
         monkeypatch.setattr("kvserve.cache.disk_catalog.Catalog.users", busy)
-        monkeypatch.setattr("kvserve.cache.disk_ledger.is_passing", lambda error: True)
+        monkeypatch.setattr("kvserve.cache.disk_books.is_passing", lambda error: True)
         assert not forgotten(disk, "a").is_done
         monkeypatch.undo()
         assert found_in(tmp_path, mine)

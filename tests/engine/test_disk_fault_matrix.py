@@ -19,14 +19,14 @@ from kvserve.core import TokenSequence
 from kvserve.engine.worker import Engine
 from kvserve.reports import num_disk_faults
 from tests.engine.engines import TAIL_TOKENS, assert_exact, cached, generate, prompt_of, running_engine, turn
-from tests.engine.test_disk_cache import disk_of, on, settle
+from tests.engine.test_disk_cache import disk_of, on, settle, usable
 from tests.laws import sampled
 
 FAMILY = "qwen3_5"
 """Rows and states: a blob of either kind may be the one that is broken."""
 
 BASE, OTHER = prompt_of(400), prompt_of(200, 9)
-USABLE = len(BASE) - TAIL_TOKENS
+USABLE = usable(len(BASE), "qwen3_5")
 
 type Break = Callable[[Path, pytest.MonkeyPatch], None]
 

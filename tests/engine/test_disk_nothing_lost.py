@@ -35,6 +35,7 @@ from tests.engine.engines import (
     turn,
 )
 from tests.engine.test_disk_cache import WAIT_SECONDS, disk_cache_of, disk_of, on, settle, wait_until
+from tests.engine.test_disk_cache import usable as usable_of
 from tests.laws import sampled
 
 FAMILIES = ("qwen3", "qwen3_5")
@@ -108,7 +109,7 @@ def kept(engine: Engine, tokens: Sequence[int]) -> tuple[int, int]:
 
 
 def usable(family: str) -> int:
-    return len(PROMPTS[0]) - 1 if family in CUTTABLE else len(PROMPTS[0]) - TAIL_TOKENS
+    return usable_of(len(PROMPTS[0]), family)
 
 
 @pytest.mark.usefixtures("slow_disk")

@@ -16,6 +16,7 @@ from kvserve.cache.disk_blob import BlobName
 from kvserve.cache.records import Limits
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
+from kvserve.engine import disk_worth
 from kvserve.engine.disk_cache import DiskCache
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
 from tests.cache.disks import HASHER, WAIT_SECONDS, Disk, named
@@ -24,7 +25,7 @@ from tests.laws import num_examples
 
 ROOMY = Limits(max_bytes=10**12, max_checkpoint_bytes=10**12, max_entries=10**6, max_entries_per_owner=10**6)
 STOP_TOKENS = 6
-FEW, MANY, MAX_NODES = 40, 400, 60
+FEW, MANY, MAX_NODES = 40, 400, 80
 """Stops of a prompt, and how many looks at nodes of tree and disk are enough, however many there were."""
 
 
@@ -106,15 +107,20 @@ said = st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=20), st.intege
 happened = st.lists(st.one_of(said, st.integers(0, 50), st.just("joined")), min_size=1, max_size=12)
 
 
-@pytest.mark.parametrize("needs_checkpoints", [False, True])
+@pytest.mark.parametrize(("needs_checkpoints", "stride_tokens"), [(False, 1), (True, 1), (True, 5)])
 @given(events=happened)
 @settings(max_examples=num_examples(25), deadline=None)
-def test_the_disk_knows_what_it_would_know_of_whole_paths(needs_checkpoints: bool, events: list[object]) -> None:
-    """The same blobs at the same places, used by the same users, whatever was said, joined in RAM and lost on disk."""
+def test_the_disk_knows_what_it_would_know_of_whole_paths(
+    needs_checkpoints: bool, stride_tokens: int, events: list[object]
+) -> None:
+    """The same blobs at the same places, used by the same users, whatever was said, joined in RAM and lost on disk, and
+    where not every state is worth writing."""
     with (
+        pytest.MonkeyPatch.context() as patch,
         kept(needs_checkpoints=needs_checkpoints) as ends,
         kept(needs_checkpoints=needs_checkpoints, is_whole=True) as whole,
     ):
+        patch.setattr(disk_worth, "STRIDE_TOKENS", stride_tokens)
         for event in events:
             for each in (ends, whole):
                 if isinstance(event, tuple):

@@ -10,7 +10,8 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from mlx_lm.utils import load_model
 
 from kvserve.engine.disk_open import DiskSettings
-from tests.engine.engines import TAIL_TOKENS, assert_exact, cached, cold, generate, prompt_of, running_engine, turn
+from tests.engine.engines import assert_exact, cached, cold, generate, prompt_of, running_engine, turn
+from tests.engine.test_disk_cache import usable
 from tests.laws import THREE_KINDS, sampled, sampled_cells
 from tests.models import tiny_model
 from tests.scripts.conftest import run_script, start_script
@@ -57,7 +58,7 @@ def test_stock_mlx_lm_goes_on_from_an_export(family: str, tmp_path: Path) -> Non
     """The file loads with load_prompt_cache; the same greedy tokens follow."""
     expected = written(family, tmp_path / "kv")
     is_dense = family in ("qwen3", "glm4_moe_lite")
-    num_tokens = len(PROMPT) - 1 if is_dense else len(PROMPT) - TAIL_TOKENS
+    num_tokens = usable(len(PROMPT), family)
     blob = last_blob(tmp_path / "kv", num_tokens, "segment" if is_dense else "checkpoint")
     file, model = tmp_path / "exported.safetensors", str(tiny_model(family))
     done = run_script("inspect_mlx_cache.py", "export", str(blob), str(file), "--model", model)

@@ -1,0 +1,63 @@
+"""How old KV on disk is: time that went by, whatever the machine's clock was set to meanwhile. It touches no file."""
+
+import time
+from dataclasses import dataclass
+
+_BOOT_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""Goes on while the machine sleeps: Linux has a clock of its own for that, macOS counts it in the usual one."""
+
+
+def seconds_since_boot() -> float:
+    """Seconds since the machine was started. Nobody can set it."""
+    return time.clock_gettime(_BOOT_CLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A moment as a server saw it: its `age` (seconds since the epoch when the books were begun, and all time that went
+    by since), the machine's clock, and the seconds since the machine's start."""
+
+    age: float
+    wall: float
+    boot: float
+
+    def seconds_to(self, wall: float, boot: float, max_unknown_seconds: float) -> float:
+        """How much time went by until then, as far as is known.
+
+        Since one start of the machine both clocks count it, and what the one says less is right: the other was set, or
+        the machine started again meanwhile. Where that is certain only the machine's clock is left, which may have been
+        set: at most `max_unknown_seconds` are believed.
+        """
+        seconds = max(0.0, wall - self.wall)
+        return min(seconds, boot - self.boot if boot >= self.boot else max_unknown_seconds)
+
+
+class AgeClock:
+    """The moment now, in which everything on disk is dated. It never goes back while a server runs."""
+
+    def __init__(self, max_unknown_seconds: float) -> None:
+        self._max_unknown_seconds = max_unknown_seconds
+        self._tick = Tick(time.time(), time.time(), seconds_since_boot())
+        self._has_books = False
+
+    def now(self) -> float:
+        """Goes on with the time since the machine's start, which nobody sets."""
+        return self._tick.age + max(0.0, seconds_since_boot() - self._tick.boot)
+
+    def tick(self, kept: Tick | None) -> Tick:
+        """What is to be put down now, where `kept` was: whoever begins goes on from it, and of several servers with the
+        same books each follows the one that is furthest on."""
+        wall, boot = time.time(), seconds_since_boot()
+        age = self.now()
+        if kept is not None:
+            at_least = kept.age + kept.seconds_to(wall, boot, self._max_unknown_seconds)
+            age = max(age, kept.age) if self._has_books else at_least
+        self._has_books = True
+        self._tick = Tick(age, wall, boot)
+        return self._tick
+
+    def of_file(self, written_at: float) -> float:
+        """When a file was written that nothing is put down of. Its own time may be of another setting of the clock, so
+        it is believed as far as half of what could make it leave."""
+        age = self.now()
+        return age - min(max(0.0, time.time() - written_at), self._max_unknown_seconds)

@@ -1,0 +1,71 @@
+"""Blobs whose tokens are known from other blobs already: another server wrote the same beginning in pieces of its own.
+
+They are of no use themselves, but others stand on them, and whoever names such a blob as its parent is to be placed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvserve.cache.disk_blob import BlobHead, BlobName
+from kvserve.cache.node import Position
+from kvserve.cache.trie import Trie
+
+
+@dataclass(slots=True)
+class _Alias:
+    """A blob, and the place behind its last token when that was looked for last."""
+
+    head: BlobHead
+    end: Position
+
+
+class Aliases:
+    """The places of such blobs on a trie. Whoever calls holds the index's lock."""
+
+    def __init__(self, trie: Trie) -> None:
+        self._trie = trie
+        self._aliases: dict[BlobName, _Alias] = {}
+
+    def add(self, head: BlobHead, end: Position) -> None:
+        """The tokens of a blob end at this place, with those before it."""
+        self._aliases[head.name] = _Alias(head, end)
+
+    def place(self, name: BlobName, offset: int) -> Position | None:
+        """The place behind `offset` tokens, which is inside this blob; None where it leads nowhere any more."""
+        alias = self._aliases.get(name)
+        if alias is None or not alias.head.tokens.start < offset <= alias.head.tokens.end:
+            return None
+        position = self._trie.still_there(alias.end)
+        if position is None or position.depth < alias.head.tokens.start:
+            return None
+        node, depth = position.node, min(position.depth, offset)
+        while node.parent is not None and node.start >= depth:
+            node = node.parent
+        found = self._trie.walk(Position(node, depth), alias.head.tokens, offset)
+        return found if found.depth == offset else None
+
+    def head(self, name: str) -> BlobHead | None:
+        """What is known of one of these."""
+        alias = self._aliases.get(BlobName(name))
+        return alias.head if alias is not None else None
+
+    def parents(self, name: str) -> Iterator[BlobName]:
+        """This blob, if it is one of these, and those of them that it stands on."""
+        while (alias := self._aliases.get(BlobName(name))) is not None:
+            yield alias.head.name
+            name = alias.head.parent
+
+    def forget(self, name: BlobName) -> None:
+        """It is gone, or is to go."""
+        self._aliases.pop(name, None)
+
+    def lost(self) -> list[BlobName]:
+        """Those whose tokens are not known to their end any more: they are forgotten, and named."""
+        lost = [name for name, each in self._aliases.items() if self.place(name, each.head.tokens.end) is None]
+        for name in lost:
+            del self._aliases[name]
+        return lost
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._aliases.clear()
