@@ -38,6 +38,10 @@ class Arrivals:
         """The rows that have not begun."""
         return [arrival.row for arrival in self._arrivals]
 
+    def awaited(self) -> dict[Row, Row]:
+        """Who waits for whom."""
+        return {each.row: each.awaited.row for each in self._arrivals if each.awaited is not None}
+
     def add(self, row: Row) -> None:
         """Take a row in, and hold what it will start from."""
         self._arrivals.append(_Arrival(row, self._cache.hold(row)))

@@ -22,6 +22,9 @@ from kvserve.engine.policy_facts import (
 CHUNK_SECONDS_BESIDE_STREAMS = 0.25
 """The longest that a stream waits for a prompt. How much of the time prompts get is not decided by it."""
 
+SHORTEST_CHUNK_SECONDS = CHUNK_SECONDS_BESIDE_STREAMS / 4
+"""A shorter one is hardly worth a pass."""
+
 CHUNK_SECONDS_ALONE = 1.0
 STRETCH_SECONDS_ALONE = 2.0
 """How long prompts that come together may keep the first of them from its first token: a step with one row costs about
@@ -119,8 +122,8 @@ def _beside_streams[R: Hashable](facts: Facts[R], prompt: Prompt[R]) -> PrefillC
     short ones that come together enter together."""
     machine = facts.machine
     left_seconds = CHUNK_SECONDS_BESIDE_STREAMS - machine.stretch_seconds
-    if machine.owed_seconds <= 0:
-        return PrefillChunk(prompt.row, CHUNK_SECONDS_BESIDE_STREAMS)
+    if machine.owed_seconds <= 0:  # a long step was more than they were owed
+        return PrefillChunk(prompt.row, max(left_seconds, -machine.owed_seconds, SHORTEST_CHUNK_SECONDS))
     if machine.stretch_seconds > 0 and _ends_within(facts, prompt, left_seconds):
         return PrefillChunk(prompt.row, left_seconds)
     return DecodeStep(is_for_all=machine.stretch_seconds > 0)

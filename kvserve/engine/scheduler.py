@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from kvserve.core import StopReason
 from kvserve.engine.admission import Budget
 from kvserve.engine.arrivals import Arrivals
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
@@ -19,6 +18,8 @@ from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
 from kvserve.engine.entrance import Entrance
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.out_of_memory import ShortMemory
+from kvserve.engine.policy import plan
+from kvserve.engine.policy_facts import Facts, Life
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
@@ -28,7 +29,7 @@ from kvserve.engine.sampling import Sampler, processors_for, sampler_for
 from kvserve.engine.tenancies import Tenancies
 from kvserve.engine.warmer import Warmer
 from kvserve.engine.warming import WarmSettings
-from kvserve.errors import EngineFailure
+from kvserve.errors import EngineFailure, NoProgress
 
 DISK_WAIT_SECONDS = 0.02
 """How long nobody listens to clients while all that is to be done is to wait for the disk."""
@@ -65,6 +66,7 @@ class Scheduler:
         self._chunk_length = ChunkLength(prefill_step_size)
         self.warmer = Warmer(model, budget, cache, self._chunk_length, warming)
         self._prefills = PrefillPool(model, self._chunk_length)
+        self._prefilled_at = 0.0
 
     @property
     def num_prefilling(self) -> int:
@@ -206,15 +208,19 @@ class Scheduler:
 
     def _drop_leavers(self) -> None:
         """Free the rows whose client left or whose time is up, between two steps."""
-        for row, reason in list(self._leavers()):
+        facts = Facts(lives=tuple(self._lives()), watchdog_seconds=self._watchdog_seconds)
+        for row, reason in ((ending.row, ending.reason) for ending in plan(facts).ended):
             self._depart()
             if row in self._waiting:
                 self._waiting.remove(row)
             self._arrivals.remove(row)
             prefill, left = self._prefills.remove(row), self._pool.remove(row)
-            row.finish(reason)
+            if reason == "stuck":
+                row.fail(NoProgress(self._watchdog_seconds))
+            else:
+                row.finish(reason)
             with self._tenancies.in_transit(*([row] if prefill is not None or left is not None else [])):
-                if prefill is not None and reason == "cancelled":
+                if prefill is not None and reason != "watchdog":
                     self._tenancies.keep_prefilled(prefill)
                 # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
                 if reason == "watchdog":
@@ -228,13 +234,17 @@ class Scheduler:
             self._tenancies.keep_prompt(row, left.caches, left.tokens, left.rest)
         self._tenancies.retract_answer(row)
 
-    def _leavers(self) -> Iterator[tuple[Row, StopReason]]:
-        now = time.monotonic()
-        for row in [*self._waiting, *self._admitted_rows()]:
-            if row.generation.is_cancelled:
-                yield row, "cancelled"
-            elif row.is_overdue(self._watchdog_seconds, now):
-                yield row, "watchdog"
+    def _lives(self) -> Iterator[Life[Row]]:
+        """What the watchdog is told of each row. Who has no place yet, or decodes, waits for nothing."""
+        now, awaited = time.monotonic(), self._arrivals.awaited()
+        for row in (*self._waiting, *self._pool.rows()):
+            yield Life(row, row.generation.is_cancelled, row.decoding_seconds(now))
+        for row in (*self._arrivals.rows(), *(prefill.row for prefill in self._prefills)):
+            progressed_at = max(each.progressed_at for each in (row, awaited.get(row, row)))
+            is_passed = self._prefilled_at > progressed_at
+            yield Life(
+                row, row.generation.is_cancelled, row.decoding_seconds(now), now - progressed_at, is_passed=is_passed
+            )
 
     def _admit(self) -> None:
         """Let waiting rows in, first come first served, as long as they fit; what is kept makes room for them."""
@@ -308,8 +318,10 @@ class Scheduler:
         if step.num_tokens:
             self.cache.count(num_prefill_tokens=step.num_tokens)
             self.cache.measured_prefill(self._chunk_length.tokens_per_second)
+            self._prefilled_at = time.monotonic()
         for prefill in step.computed:
             if step.num_tokens:
+                prefill.row.progressed_at = self._prefilled_at
                 self._tenancies.keep(prefill)
             if not prefill.num_left:
                 self._decode(prefill)
@@ -328,6 +340,7 @@ class Scheduler:
     def _decode(self, prefill: Prefill) -> None:
         """A row leaves its prefill; the first decode step computes its last prompt token."""
         self._prefills.remove(prefill.row)
+        prefill.row.begin_decoding()
         try:
             running = [*self._admitted_rows(), prefill.row]
             decoder, padding_bytes = self._decoder(prefill.row), self._entrance.padding_left(running)

@@ -178,7 +178,9 @@ def test_streams_get_what_they_are_owed_before_a_prompt_goes_on() -> None:
     long = Prompt("long", 1e6, 100_000)
     chunk = PrefillChunk("long", CHUNK_SECONDS_BESIDE_STREAMS)
     assert work(long, streams=(READER,)) == chunk
-    assert work(long, streams=(READER,), owed_seconds=-0.1, stretch_seconds=0.02) == chunk
+    rest = PrefillChunk("long", CHUNK_SECONDS_BESIDE_STREAMS - 0.1)
+    assert work(long, streams=(READER,), owed_seconds=-0.1, stretch_seconds=0.1) == rest
+    assert work(long, streams=(READER,), owed_seconds=-0.9, stretch_seconds=0.25) == PrefillChunk("long", 0.9)
     assert work(long, streams=(READER,), owed_seconds=0.25, stretch_seconds=0.25) == DecodeStep(is_for_all=True)
     assert work(long, streams=(READER,), owed_seconds=0.2) == DecodeStep(is_for_all=False)
 

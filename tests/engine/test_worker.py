@@ -155,7 +155,7 @@ def test_a_row_that_waits_can_be_cancelled() -> None:
         running.cancel()
 
 
-def test_the_watchdog_counts_from_the_first_chunk() -> None:
+def test_the_watchdog_counts_what_a_row_decodes() -> None:
     """A row over its time ends with `watchdog`; time in the queue does not count."""
     with running_engine(max_concurrent_requests=1, watchdog_seconds=0.2) as engine:
         ends = [row.end for row in generate(engine, *(request(prompt_of(40, seed), 100_000) for seed in range(2)))]
