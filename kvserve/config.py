@@ -157,6 +157,9 @@ class Settings(BaseSettings):
         600,
         description="Longest time a row may decode, or get nothing computed though it is its turn; 0 = no limit.",
     )
+    stream_share: float = Field(
+        0.5, description="Share of the time that running streams keep while prompts are read beside them."
+    )
     max_concurrent_requests: int = Field(8, description="Rows that prefill or decode at the same time.")
     max_queued_requests: int = Field(64, description="Requests that may wait; beyond it: 429.")
     max_batch_bytes: int | None = Field(

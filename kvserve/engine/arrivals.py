@@ -38,9 +38,10 @@ class Arrivals:
         """The rows that have not begun."""
         return [arrival.row for arrival in self._arrivals]
 
-    def awaited(self) -> dict[Row, Row]:
-        """Who waits for whom."""
-        return {each.row: each.awaited.row for each in self._arrivals if each.awaited is not None}
+    def awaited(self) -> dict[Row, tuple[Row, int]]:
+        """Who waits for whom, and for how many tokens of its prompt."""
+        waits = ((each.row, each.awaited, each.awaited_tokens) for each in self._arrivals)
+        return {row: (awaited.row, num_tokens) for row, awaited, num_tokens in waits if awaited is not None}
 
     def add(self, row: Row) -> None:
         """Take a row in, and hold what it will start from."""

@@ -35,12 +35,12 @@ class FairClock[R: Hashable]:
         if row in self._entered and self._entered[row] + work > self._finish[row]:
             self._move(row, self._entered[row] + work)
 
-    def leave(self, row: R, work: float | None = None) -> None:
-        """It is gone. `work`: so much was done for it, and no more will be; None: all of it."""
+    def leave(self, row: R, undone: float = 0.0) -> None:
+        """It is gone, and so much of its work is not done; nothing where it is not here."""
         if row not in self._entered:
             return
-        if work is not None:
-            self._move(row, min(self._finish[row], self._entered[row] + work))
+        if undone > 0:
+            self._move(row, self._finish[row] - undone)
         del self._entered[row], self._finish[row]
 
     def advance(self, work: float) -> None:

@@ -30,6 +30,9 @@ STRETCH_SECONDS_ALONE = 2.0
 """How long prompts that come together may keep the first of them from its first token: a step with one row costs about
 as much as one with all of them."""
 
+LENIENT_TOKENS = 64
+"""As much of an equal share more: of short prompts that come one behind the other the first is through at once."""
+
 MAX_OVERTAKEN = 8
 """So many rows that came later may enter before one; then nobody does until it has a place."""
 
@@ -43,7 +46,7 @@ LEAST_WORK_TOKENS = 256
 def plan[R: Hashable](facts: Facts[R]) -> Plan[R]:
     """What is done next. The rows stay what they are to the caller."""
     ended = tuple(ending for life in facts.lives if (ending := _ending(life, facts.watchdog_seconds)) is not None)
-    return Plan(ended, _admitted(facts.applicants), _work(facts))
+    return Plan(ended, None if ended else _admitted(facts.applicants), _work(facts))
 
 
 def candidates[R: Hashable](applicants: Sequence[Applicant[R]]) -> list[Applicant[R]]:
@@ -109,7 +112,9 @@ def _admitted[R: Hashable](applicants: Sequence[Applicant[R]]) -> R | None:
 def _work[R: Hashable](facts: Facts[R]) -> PrefillChunk[R] | DecodeStep | Pause:
     prompt = _most_urgent(facts.prompts)
     if prompt is None:
-        return DecodeStep(is_for_all=False) if facts.streams else Pause()
+        return DecodeStep(is_for_all=facts.machine.stretch_seconds > 0) if facts.streams else Pause()
+    if not prompt.num_left_tokens:
+        return PrefillChunk(prompt.row, 0.0)
     if not facts.streams:
         return PrefillChunk(prompt.row, CHUNK_SECONDS_ALONE)
     if any(stream.has_begun for stream in facts.streams):
@@ -133,16 +138,16 @@ def _before_first_tokens[R: Hashable](facts: Facts[R], prompt: Prompt[R]) -> Pre
     """Nobody reads yet: those whose prompts are computed wait for others that end soon, as long as equal shares would
     not have ended them either."""
     left_seconds = STRETCH_SECONDS_ALONE - facts.machine.stretch_seconds
-    is_due = facts.machine.fair_now >= min(stream.finish for stream in facts.streams)
+    is_due = facts.machine.fair_now >= min(stream.finish for stream in facts.streams) + LENIENT_TOKENS
     if is_due or not _ends_within(facts, prompt, left_seconds):
         return DecodeStep(is_for_all=True)
     return PrefillChunk(prompt.row, min(left_seconds, CHUNK_SECONDS_ALONE))
 
 
 def _most_urgent[R: Hashable](prompts: Sequence[Prompt[R]]) -> Prompt[R] | None:
-    """Of those that can compute."""
+    """Of those that can compute; first who has nothing left, and only enters."""
     urgent = urgency(prompts)
-    return min(_ready(prompts), key=lambda prompt: urgent[prompt.row], default=None)
+    return min(_ready(prompts), key=lambda prompt: (prompt.num_left_tokens > 0, urgent[prompt.row]), default=None)
 
 
 def _ready[R: Hashable](prompts: Sequence[Prompt[R]]) -> Iterator[Prompt[R]]:

@@ -129,6 +129,8 @@ class Row:
     `progressed_at`: when it got its place, or something was computed for it last. `decoding_from`: when its prompt was
     computed. `put_back_at`: since when it waits again, None while it does not; `seconds_put_back`: how long it did
     before.
+    `first_token_seconds`: in about how long its first token comes, as far as is known. `num_overtaken`: how many rows
+    that came later got a place before it.
     `num_memory_failures`: how often an allocation failed while it computed.
     `restorable_bytes`: so much of what is kept it may stand on, beside what all rows hold. `moved_bytes`: where that is
     less than what is kept of it, so much leaves the tree for it.
@@ -145,6 +147,8 @@ class Row:
     first_token_at: float | None = None
     progressed_at: float = field(default_factory=time.monotonic)
     decoding_from: float | None = None
+    first_token_seconds: float | None = None
+    num_overtaken: int = 0
     num_cached_tokens: int = 0
     reuse: Reuse = Reuse()
     has_waited_for_row: bool = False
@@ -219,7 +223,8 @@ class Row:
 
     def report_progress(self, num_done_tokens: int) -> None:
         num_prompt_tokens = len(self.request.prompt)
-        self.generation.put(PrefillProgress(num_done_tokens, num_prompt_tokens, self.num_cached_tokens, self.reuse))
+        reused = self.num_cached_tokens, self.reuse
+        self.generation.put(PrefillProgress(num_done_tokens, num_prompt_tokens, *reused, self.first_token_seconds))
 
     def deliver(self, token: int) -> None:
         """Pass a generated token on to the client."""

@@ -26,7 +26,7 @@ from kvserve.core import (
     TokenDelta,
     TokenSequence,
 )
-from kvserve.engine import scheduler as scheduler_module
+from kvserve.engine import turns as turns_module
 from kvserve.engine.cache_records import CacheSettings
 from kvserve.engine.decode import Decoder
 from kvserve.engine.policy import plan
@@ -105,6 +105,7 @@ def engine_settings(**changes: Any) -> EngineSettings:
         "max_batch_bytes": None,
         "prefill_step_size": 2048,
         "watchdog_seconds": 0,
+        "stream_share": 0.5,
         "default_sampling": SamplingParams(),
         "cache": CACHE,
     }
@@ -204,7 +205,7 @@ def let_watchdog_end(patch: pytest.MonkeyPatch, is_meant: Callable[[Row], bool])
         lives = tuple(replace(life, decoding_seconds=math.inf) if is_meant(life.row) else life for life in facts.lives)
         return plan(replace(facts, lives=lives, watchdog_seconds=facts.watchdog_seconds or 1e9))
 
-    patch.setattr(scheduler_module, "plan", planned)
+    patch.setattr(turns_module, "plan", planned)
 
 
 def generate(engine: Engine, *requests: GenerationRequest) -> list[Result]:

@@ -57,7 +57,7 @@ class Fair:
         self._clock.enter(row, row.num_left)
 
     def left(self, row: SimRow, *, is_cancelled: bool) -> None:
-        self._clock.leave(row, row.num_computed if is_cancelled else None)
+        self._clock.leave(row, row.num_left if is_cancelled else 0)
 
     def prefilled(self, num_tokens: int, seconds: float, *, is_beside_streams: bool) -> None:
         self._clock.advance(num_tokens)

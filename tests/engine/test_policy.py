@@ -198,8 +198,8 @@ def test_short_prompts_that_come_together_enter_together() -> None:
 def test_nobody_is_kept_from_a_first_token_that_equal_shares_would_have_given() -> None:
     """A title request beside longer ones: they end within the stretch, but it has waited long enough."""
     short = Prompt("short", 900.0, 500)
-    assert isinstance(work(short, streams=(FRESH,), fair_now=99.0, stretch_seconds=0.1), PrefillChunk)
-    assert work(short, streams=(FRESH,), fair_now=100.0, stretch_seconds=0.1) == DecodeStep(is_for_all=True)
+    assert isinstance(work(short, streams=(FRESH,), fair_now=163.0, stretch_seconds=0.1), PrefillChunk)
+    assert work(short, streams=(FRESH,), fair_now=164.0, stretch_seconds=0.1) == DecodeStep(is_for_all=True)
 
 
 def test_a_long_prompt_keeps_nobody_from_a_first_token() -> None:

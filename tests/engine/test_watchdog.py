@@ -10,7 +10,7 @@ import pytest
 from kvserve.core import GenerationDone, GenerationFailed, TokenDelta
 from kvserve.engine import prefill_pool
 from kvserve.engine import rows as rows_module
-from kvserve.engine import scheduler as scheduler_module
+from kvserve.engine import turns as turns_module
 from kvserve.engine.arrivals import Arrivals
 from kvserve.engine.prefill import Prefill
 from kvserve.errors import NoProgress
@@ -26,7 +26,7 @@ class SlowClock:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.late_seconds = 0.0
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + self.late_seconds, perf_counter=time.perf_counter)
-        for module in (rows_module, scheduler_module, prefill_pool):
+        for module in (rows_module, turns_module, prefill_pool):
             patch.setattr(module, "time", clock)
 
 

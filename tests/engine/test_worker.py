@@ -11,9 +11,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, TokenDelta
-from kvserve.engine import admission
+from kvserve.engine import admission, policy
 from kvserve.engine import scheduler as scheduler_module
-from kvserve.engine import stretches as stretches_module
 from kvserve.engine import worker as worker_module
 from kvserve.engine.decode import DecodePool, Step
 from kvserve.engine.prefill import Prefill
@@ -327,7 +326,7 @@ def test_an_engine_defect_fails_the_rows_and_serving_goes_on(monkeypatch: pytest
         running = engine.submit(request(prompt_of(40), 100_000))
         first_token(running)
         with monkeypatch.context() as patch:
-            patch.setattr(scheduler_module.Scheduler, "_admit", lambda _: 1 / 0)
+            patch.setattr(scheduler_module.Scheduler, "_begin_ready", lambda _: 1 / 0)
             assert isinstance(collect(running).end, GenerationFailed)
         assert len(generate(engine, request(prompt_of(40), 8))[0].tokens) == 8
         assert engine.status.num_waiting == 0
@@ -337,7 +336,7 @@ def test_an_engine_defect_fails_the_rows_and_serving_goes_on(monkeypatch: pytest
 def test_running_streams_get_a_step_between_prefill_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a long prompt prefills, a running stream receives a token at least once per reported chunk. A fast machine
     computes several chunks in what a stretch may last, so a stretch is one chunk here."""
-    monkeypatch.setattr(stretches_module, "CHUNK_SECONDS_BESIDE_STREAMS", 0.0)
+    monkeypatch.setattr(policy, "CHUNK_SECONDS_BESIDE_STREAMS", 0.0)
     with running_engine(prefill_step_size=256) as engine:
         running = engine.submit(request(prompt_of(40), 100_000))
         first_token(running)
@@ -353,7 +352,7 @@ def test_running_streams_get_a_step_between_prefill_chunks(monkeypatch: pytest.M
 def test_no_token_waits_for_anything_but_a_step(monkeypatch: pytest.MonkeyPatch, departs: bool) -> None:
     """What a stream wrote is on its way before other rows enter, compute a chunk or leave what they have; the control
     does not see to it."""
-    monkeypatch.setattr(stretches_module, "CHUNK_SECONDS_BESIDE_STREAMS", 0.01)  # a step between two chunks
+    monkeypatch.setattr(policy, "CHUNK_SECONDS_BESIDE_STREAMS", 0.01)  # a step between two chunks
     num_left: list[int] = []
     with running_engine(prefill_step_size=128) as engine:
 
@@ -393,8 +392,8 @@ def test_no_token_waits_for_an_errand() -> None:
 
 def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four short prompts are prefilled within one stretch: the first step that any of them gets has all four."""
-    monkeypatch.setattr(stretches_module, "CHUNK_SECONDS_BESIDE_STREAMS", 30.0)
-    monkeypatch.setattr(stretches_module, "STRETCH_SECONDS_ALONE", 30.0)
+    monkeypatch.setattr(policy, "CHUNK_SECONDS_BESIDE_STREAMS", 30.0)
+    monkeypatch.setattr(policy, "STRETCH_SECONDS_ALONE", 30.0)
     num_rows_per_step: list[int] = []
     step_all = DecodePool.step_all
 
@@ -411,7 +410,7 @@ def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.Mon
 
 def test_a_short_prompt_that_comes_during_another_ones_prefill_enters_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine looks for new requests before it ends a stretch of prefill: the first decode step has both rows."""
-    monkeypatch.setattr(stretches_module, "STRETCH_SECONDS_ALONE", 30.0)
+    monkeypatch.setattr(policy, "STRETCH_SECONDS_ALONE", 30.0)
     num_rows_per_step: list[int] = []
     step_all, step = DecodePool.step_all, Prefill.step
     rows = []
