@@ -198,6 +198,7 @@ def running_engine(folder: Path, kv: Path | None, *, is_ephemeral: bool = False)
         max_batch_bytes=None,
         prefill_step_size=2048,
         watchdog_seconds=0,
+        stream_share=0.5,
         default_sampling=SamplingParams(),
         cache=replace(SETTINGS, max_bytes=ROOM_BYTES),
         disk=disk,

@@ -71,6 +71,7 @@ def _round(folder: Path, kv: Path) -> Gaps:
         max_batch_bytes=None,
         prefill_step_size=2048,
         watchdog_seconds=0,
+        stream_share=0.5,
         default_sampling=SamplingParams(),
         cache=replace(SETTINGS, ttl_seconds=0, owner_idle_seconds=0),
         disk=DiskSettings(kv, None, 0, 24.0),

@@ -94,6 +94,7 @@ class Known:
             self._cache,
             prefill_step_size=2048,
             watchdog_seconds=0,
+            stream_share=0.5,
             report=_fail,
             warming=WarmSettings(),
         )

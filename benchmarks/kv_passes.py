@@ -104,6 +104,7 @@ class Conversation:
             self._cache,
             prefill_step_size=2048,
             watchdog_seconds=0,
+            stream_share=0.5,
             report=_fail,
             warming=WarmSettings(),
         )

@@ -10,7 +10,7 @@ from benchmarks.client import BenchmarkError, Client
 from benchmarks.figure import Bound, Figure
 from benchmarks.rig import Rig, open_rig
 from kvserve.demo.build import TINY
-from kvserve.engine.stretches import CHUNK_SECONDS_BESIDE_STREAMS
+from kvserve.engine.policy import CHUNK_SECONDS_BESIDE_STREAMS
 
 SHORT_TOKENS = 64
 LONG_TOKENS = 8192

@@ -154,7 +154,11 @@ class Settings(BaseSettings):
     )
     preserve_thinking: bool = Field(True, description="Ask the template to keep old thinking where it can.")
     generation_watchdog_seconds: float = Field(
-        600, description="Longest time a row may compute, from its first prefill chunk; 0 = no limit."
+        600,
+        description="Longest time a row may decode, or get nothing computed though it is its turn; 0 = no limit.",
+    )
+    stream_share: float = Field(
+        0.5, description="Share of the time that running streams keep while prompts are read beside them."
     )
     max_concurrent_requests: int = Field(8, description="Rows that prefill or decode at the same time.")
     max_queued_requests: int = Field(64, description="Requests that may wait; beyond it: 429.")

@@ -479,12 +479,14 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress:
-    """`num_done_tokens` of `num_prompt_tokens` are in the KV cache, `num_cached_tokens` of them without computing."""
+    """`num_done_tokens` of `num_prompt_tokens` are in the KV cache, `num_cached_tokens` of them without computing; the
+    first token comes in about `first_token_seconds` if nobody else does (None where no rate is known)."""
 
     num_done_tokens: int
     num_prompt_tokens: int
     num_cached_tokens: int
     reuse: Reuse = Reuse()
+    first_token_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,8 +501,8 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class Awaiting:
     """The row begins once another one, of the request `request_id`, has computed the first `num_tokens` of its prompt:
-    `num_left_tokens` from now on, in about `seconds` (None where no rate is known). For the operator: a client hears of
-    no other request."""
+    `num_left_tokens` from now on, in about `seconds` if that one's turn comes at once (None where no rate is known).
+    For the operator: a client hears of no other request."""
 
     request_id: RequestId
     num_tokens: int

@@ -10,7 +10,7 @@
        |- NotFound 404        |  `- ModelNotFound 404    |- MethodNotAllowed 405  |- RequestTimeout 408
        |- Conflict 409        |- LengthRequired 411      |- BodyTooLarge 413      |- HeadersTooLarge 431
        |- QueueFull 429       |- NotReady 503            |- MemoryExhausted 503   |- ModelUnavailable 500
-       |- StorageFailure 500   `- EngineFailure 500
+       |- StorageFailure 500   |- NoProgress 503        `- EngineFailure 500
 
 Protocols turn a request error into their wire form; this file knows none of them. It runs under Python 3.9 too, for
 `first_checks.py`.
@@ -173,6 +173,20 @@ class StorageFailure(RequestError):
 
     status = 500
     code = "storage_failure"
+
+
+class NoProgress(RequestError):
+    """Nothing was computed for the request for as long as the watchdog allows."""
+
+    status = 503
+    code = "no_progress"
+
+    def __init__(self, watchdog_seconds: float) -> None:
+        super().__init__(
+            f"Nothing was computed for this request for {watchdog_seconds:g} seconds (GENERATION_WATCHDOG_SECONDS). "
+            "What was computed before is kept: sent again, it goes on from there.",
+            retry_after_seconds=5,
+        )
 
 
 class EngineFailure(RequestError):

@@ -92,7 +92,7 @@ class FinishedTurn:
 class Observer:
     """Who hears of a request besides its client; called from web threads. `finished` follows every `started`."""
 
-    prefill: Callable[[RequestId, int, int], None]
+    prefill: Callable[[RequestId, int, int, float | None], None]
     finished: Callable[[FinishedTurn], None]
     started: Callable[["RunningTurn"], None] = lambda _: None
     awaits: Callable[[RequestId, Awaiting], None] = lambda _, __: None
@@ -210,7 +210,8 @@ class RunningTurn:
                 self._is_looked_up = True
                 self._num_cached_tokens, self._reuse = event.num_cached_tokens, event.reuse
                 self._num_prefilled_tokens = event.num_done_tokens
-                self._observe.prefill(self.request_id, event.num_done_tokens, event.num_prompt_tokens)
+                num_done, num_all, seconds = event.num_done_tokens, event.num_prompt_tokens, event.first_token_seconds
+                self._observe.prefill(self.request_id, num_done, num_all, seconds)
             elif isinstance(event, Awaiting):
                 self._observe.awaits(self.request_id, event)
         last = batch[-1]

@@ -299,6 +299,7 @@ KINDS: Mapping[str, Kind] = {
     "default_thinking": _SWITCH,
     "preserve_thinking": _SWITCH,
     "generation_watchdog_seconds": _SECONDS,
+    "stream_share": _number(0, 0.9, is_above=True),
     "max_concurrent_requests": _POSITIVE,
     "max_queued_requests": _COUNT,
     "max_batch_bytes": _auto(_sized("4GB")),

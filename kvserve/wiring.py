@@ -56,6 +56,7 @@ def engine_settings(settings: Settings, disk_cache: DiskMode = "on") -> EngineSe
         max_batch_bytes=settings.max_batch_bytes,
         prefill_step_size=settings.prefill_step_size,
         watchdog_seconds=settings.generation_watchdog_seconds,
+        stream_share=settings.stream_share,
         default_sampling=request_defaults(settings).sampling,
         cache=CacheSettings(
             max_bytes=settings.prompt_cache_max_bytes,

@@ -85,6 +85,7 @@ PLACES: list[tuple[str, str, str, object]] = [
     ("DEFAULT_THINKING", "false", "defaults.thinking", False),
     ("PRESERVE_THINKING", "false", "defaults.preserve_thinking", False),
     ("GENERATION_WATCHDOG_SECONDS", "13", "engine.watchdog_seconds", 13),
+    ("STREAM_SHARE", "0.25", "engine.stream_share", 0.25),
     ("MAX_CONCURRENT_REQUESTS", "2", "engine.max_concurrent_requests", 2),
     ("MAX_QUEUED_REQUESTS", "5", "engine.max_queued_requests", 5),
     ("MAX_BATCH_BYTES", "6GB", "engine.max_batch_bytes", 6 * 10**9),

@@ -43,6 +43,11 @@ class Arrivals:
         """Those for which room is still to be made."""
         return [arrival.row for arrival in self._arrivals if not arrival.has_room]
 
+    def awaited(self) -> dict[Row, tuple[Row, int]]:
+        """Who waits for whom, and for how many tokens of its prompt."""
+        waits = ((each.row, each.awaited, each.awaited_tokens) for each in self._arrivals)
+        return {row: (awaited.row, num_tokens) for row, awaited, num_tokens in waits if awaited is not None}
+
     def add(self, row: Row, *, has_room: bool) -> None:
         """Take a row in, and hold what it will start from."""
         self._arrivals.append(_Arrival(row, self._cache.hold(row), has_room))

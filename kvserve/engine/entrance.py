@@ -20,9 +20,13 @@ class Entrance:
         self._cache = cache
         self._pool = pool
 
+    def has_place(self, running: Sequence[Row]) -> bool:
+        """Whether one more may run, as far as their number goes."""
+        return len(running) < self._budget.max_rows
+
     def admits(self, row: Row, running: Sequence[Row], num_waiting: int) -> bool:
         """Whether a row may enter beside those that run. Says where it waits for memory."""
-        if len(running) >= self._budget.max_rows:
+        if not self.has_place(running):
             return False
         if self._fits(row, running):
             return True

@@ -47,6 +47,11 @@ class ChunkLength:
         """The rate of the newest chunk; None before there was one."""
         return self._newest[-1] if self._newest else None
 
+    @property
+    def slowest_tokens_per_second(self) -> float | None:
+        """The rate that can be relied on; None before anything was measured."""
+        return min(self._newest) if self._newest else None
+
     def within(self, seconds: float, num_last_tokens: int) -> int:
         """Tokens that fit into `seconds`, a multiple of 16 between 16 and `max_tokens`.
 

@@ -1,4 +1,4 @@
-"""Prefill: whose prompts go through the model next, alone or together, and what happens when one of them breaks."""
+"""Prefill: prompts go through the model, alone or together, and what happens when one of them breaks."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,6 @@ from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefill_together import companions, step_together
 from kvserve.engine.rows import Row
-from kvserve.engine.stretches import Stretches
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,6 @@ class PrefillPool:
     def __init__(self, model: LoadedModel, chunk_length: ChunkLength) -> None:
         self._model = model
         self._chunk_length = chunk_length
-        self._stretches = Stretches(chunk_length)
         self._can_share = model.cache_support.can_pad
         self._prefills: list[Prefill] = []
 
@@ -44,6 +42,11 @@ class PrefillPool:
     def tokens_per_second(self) -> float | None:
         """The rate of the newest chunk; None before there was one."""
         return self._chunk_length.tokens_per_second
+
+    @property
+    def slowest_tokens_per_second(self) -> float | None:
+        """The rate that can be relied on."""
+        return self._chunk_length.slowest_tokens_per_second
 
     def add(self, prefill: Prefill) -> None:
         """Take a row in behind the others."""
@@ -59,25 +62,17 @@ class PrefillPool:
     def discard(self) -> None:
         """Throw all of them away."""
         self._prefills.clear()
-        self.end_stretch()
 
-    def step(self, *, is_beside_streams: bool) -> PrefillStep | None:
-        """One chunk of one row, or of several in one pass; None where nobody is left or a stretch is at its end. A row
-        that fails is taken out, one that is through stays until it is taken out."""
-        first = self._stretches.next(self._prefills, is_beside_streams=is_beside_streams)
-        if first is None:
-            return None
-        seconds = self._stretches.chunk_seconds()
+    def step(self, row: Row, seconds: float) -> PrefillStep:
+        """One chunk of this row, of about so many seconds, or of several rows in one pass. One that fails is taken out,
+        one that is through stays until it is taken out."""
+        first = next(prefill for prefill in self._prefills if prefill.row is row)
         group = [first]
         if self._can_share:
             group = companions(first, self._prefills, self._model, self._chunk_length, seconds)
         for prefill in group:
             prefill.row.prefill_started_at = prefill.row.prefill_started_at or time.monotonic()
         return self._step_together(group) if len(group) > 1 else self._step_alone(first, seconds)
-
-    def end_stretch(self) -> bool:
-        """End the stretch that runs; returns whether there was one."""
-        return self._stretches.end()
 
     def _step_alone(self, prefill: Prefill, seconds: float) -> PrefillStep:
         try:

@@ -126,7 +126,11 @@ class Row:
     `on_end` frees its place, before its client hears of the end and may come again.
     `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
     `answer_kept_from`: where what was kept of its answer while it went on begins, None as long as there is nothing.
-    `put_back_at`: since when it waits again, None while it does not; `seconds_put_back`: how long it did before.
+    `progressed_at`: when it got its place, or something was computed for it last. `decoding_from`: when its prompt was
+    computed. `put_back_at`: since when it waits again, None while it does not; `seconds_put_back`: how long it did
+    before.
+    `first_token_seconds`: in about how long its first token comes, as far as is known. `num_overtaken`: how many rows
+    that came later got a place before it.
     `num_memory_failures`: how often an allocation failed while it computed.
     `restorable_bytes`: so much of what is kept it may stand on, beside what all rows hold. `moved_bytes`: where that is
     less than what is kept of it, so much leaves the tree for it.
@@ -141,6 +145,10 @@ class Row:
     submitted_at: float = field(default_factory=time.monotonic)
     prefill_started_at: float | None = None
     first_token_at: float | None = None
+    progressed_at: float = field(default_factory=time.monotonic)
+    decoding_from: float | None = None
+    first_token_seconds: float | None = None
+    num_overtaken: int = 0
     num_cached_tokens: int = 0
     reuse: Reuse = Reuse()
     has_waited_for_row: bool = False
@@ -177,11 +185,15 @@ class Row:
         """Prompt and generated ids: what a row re-enters from when its generator was discarded."""
         return [*self.request.prompt.ids, *self.generated]
 
-    def is_overdue(self, watchdog_seconds: float, now: float) -> bool:
-        """True once the row has computed for longer than the watchdog allows; queueing does not count, whenever."""
-        if not watchdog_seconds or self.prefill_started_at is None or self.put_back_at is not None:
-            return False
-        return now - self.prefill_started_at - self.seconds_put_back > watchdog_seconds
+    def begin_decoding(self) -> None:
+        """Its prompt is computed; nothing where it was before."""
+        self.decoding_from = self.decoding_from or time.monotonic()
+
+    def decoding_seconds(self, now: float) -> float:
+        """How long it decodes; its prompt does not count, and no waiting, whenever."""
+        if self.decoding_from is None or self.put_back_at is not None:
+            return 0.0
+        return now - self.decoding_from - self.seconds_put_back
 
     @property
     def was_put_back(self) -> bool:
@@ -193,10 +205,11 @@ class Row:
         self.put_back_at = time.monotonic()
 
     def end_wait(self) -> None:
-        """It enters; nothing where it has not been in a batch before."""
+        """It has its place: it enters, for the first time or again."""
         if self.put_back_at is not None:
             self.seconds_put_back += time.monotonic() - self.put_back_at
             self.put_back_at = None
+        self.progressed_at = time.monotonic()
 
     @property
     def answer_start(self) -> int:
@@ -210,7 +223,8 @@ class Row:
 
     def report_progress(self, num_done_tokens: int) -> None:
         num_prompt_tokens = len(self.request.prompt)
-        self.generation.put(PrefillProgress(num_done_tokens, num_prompt_tokens, self.num_cached_tokens, self.reuse))
+        reused = self.num_cached_tokens, self.reuse
+        self.generation.put(PrefillProgress(num_done_tokens, num_prompt_tokens, *reused, self.first_token_seconds))
 
     def deliver(self, token: int) -> None:
         """Pass a generated token on to the client."""

@@ -1,17 +1,15 @@
-"""Which row computes next: waiting rows are admitted, prefilled one chunk at a time, and decoded together.
+"""Rows go their way: they get a place, are prefilled one chunk at a time, and decoded together.
 
     waiting -> admitted: lookup -> restore, prefill the rest -> decode -> finished: insert
 
-A row whose prompt another one is just prefilling waits for that one's KV. Between two prefill chunks every decoding
-row gets its step. Everything here belongs to the engine thread.
+A row whose prompt another one is just prefilling waits for that one's KV. Whose turn it is the policy says; here it is
+carried out. Everything here belongs to the engine thread.
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvserve.core import StopReason
 from kvserve.engine.admission import Budget
 from kvserve.engine.arrivals import Arrivals
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
@@ -19,6 +17,7 @@ from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
 from kvserve.engine.entrance import Entrance
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.out_of_memory import ShortMemory
+from kvserve.engine.policy_facts import DecodeStep, Ending, Pause, PrefillChunk
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
@@ -26,9 +25,10 @@ from kvserve.engine.row_outline import expected_tokens
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import Sampler, processors_for, sampler_for
 from kvserve.engine.tenancies import Tenancies
+from kvserve.engine.turns import Turns
 from kvserve.engine.warmer import Warmer
 from kvserve.engine.warming import WarmSettings
-from kvserve.errors import EngineFailure
+from kvserve.errors import EngineFailure, NoProgress
 
 DISK_WAIT_SECONDS = 0.02
 """How long nobody listens to clients while all that is to be done is to wait for the disk."""
@@ -45,18 +45,19 @@ class Scheduler:
         *,
         prefill_step_size: int,
         watchdog_seconds: float,
+        stream_share: float,
         report: Callable[[str], None],
         warming: WarmSettings,
         depart: Callable[[], None] = lambda: None,
     ) -> None:
-        """`depart` is called whenever what rows have said may go to their clients."""
+        """`stream_share` of the time that prompts take beside streams is these. `depart` is called whenever what rows
+        have said may go to their clients."""
         self.cache = cache
         self._model = model
         self._watchdog_seconds = watchdog_seconds
         self._report = report
         self._memory = ShortMemory(cache.make_room, model.sizes.peak, report)
         self._rows: list[Row] = []
-        self._waiting: deque[Row] = deque()
         self._arrivals = Arrivals(cache, report)
         self._depart = depart
         self._pool = DecodePool(model, budget.max_rows, depart)
@@ -65,6 +66,9 @@ class Scheduler:
         self._chunk_length = ChunkLength(prefill_step_size)
         self.warmer = Warmer(model, budget, cache, self._chunk_length, warming)
         self._prefills = PrefillPool(model, self._chunk_length)
+        self._turns = Turns(
+            cache, self._entrance, self._arrivals, self._prefills, self._pool, stream_share=stream_share
+        )
 
     @property
     def num_prefilling(self) -> int:
@@ -76,61 +80,60 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._waiting or self._arrivals or self._prefills or self._pool.num_rows)
+        return not (self._turns.waiting or self._arrivals or self._prefills or self._pool.num_rows)
 
     @property
     def _is_only_decoding(self) -> bool:
         """Whether a tick is a step and nothing else: what rows have said may wait until the middle of it."""
-        return bool(self._pool.num_rows) and not (self._waiting or self._arrivals or self._prefills)
+        return bool(self._pool.num_rows) and not (self._turns.waiting or self._arrivals or self._prefills)
 
     def add(self, row: Row) -> None:
         """Queue a row behind those that wait; what nobody asked for makes way."""
         self.warmer.pause()
         self._rows.append(row)
-        self._waiting.append(row)
+        self._turns.queue(row)
 
     def tick(self) -> None:
-        """Free rows that must go, admit rows that fit, then one chunk of prefill or, where a stretch of prefill is at
-        its end, one token for every stream."""
+        """Ask the policy and do what it says: rows go, rows enter, then one chunk of prefill or one step of streams."""
+        self._look_around()
+        plan = self._turns.next_plan(self._watchdog_seconds)
+        while plan.ended or plan.admitted is not None:
+            self._let_go(plan.ended)
+            self._let_in(plan.admitted)
+            plan = self._turns.next_plan(self._watchdog_seconds)
+        if self._begin_ready() or self._arrivals:  # they say for whom they wait
+            plan = self._turns.next_plan(self._watchdog_seconds)
+        self._compute(plan.work)
+        self._pool.settle()
+        self._tenancies.keep_long_answers(self._pool, self._depart)
+        self.cache.give_ram_back()
+
+    def _look_around(self) -> None:
+        """What has changed since the last tick, before anybody enters."""
         if not self.is_idle:
             self.warmer.note_busy()
         if not self._is_only_decoding:
             self._depart()
-        self._drop_leavers()
         self._account()
         self.cache.kv_room.memory.look()
         self._put_back_outgrown()
         self._pool.settle()
-        self._admit()
-        if self._arrivals.make_way(self._entrance.answer_bytes, is_beside_streams=bool(self._pool.num_rows)):
-            self._account()
-        for row in self._arrivals.take_ready(self._prefills, self._tenancies.keep):
-            self._begin(row)
-        self._account()
-        has_streams = bool(self._pool.num_rows)
-        if (step := self._prefills.step(is_beside_streams=has_streams)) is not None:
-            self._settle_prefill(step)
-        elif self._prefills.end_stretch():
-            self._settle(self._pool.step_all())
-        elif has_streams or not self._arrivals:
-            self._settle(self._pool.step())
-        else:
-            self.cache.await_disk(DISK_WAIT_SECONDS)
-        self._pool.settle()
-        if (stride := self.cache.answer_stride_tokens()) is not None:
-            self._keep_long_answers(stride)
-        self.cache.give_ram_back()
 
-    def _keep_long_answers(self, stride: int) -> None:
-        """What a long answer has so far is on disk before it ends: a crash loses its last tokens only."""
-        for row in self._pool.rows():
-            tenancy = self._tenancies.get(row)
-            if tenancy is None or row.num_tokens - (start := tenancy.lease.num_tokens) <= stride or tenancy.is_stuck:
-                continue
-            self._depart()
-            if (left := self._pool.look_at(row)) is not None:
-                self._tenancies.keep_rest(row, left.caches, left.tokens)
-            tenancy.is_stuck = tenancy.lease.num_tokens == start
+    def _compute(self, work: PrefillChunk[Row] | DecodeStep | Pause) -> None:
+        """One piece of work, and how long it took. What a chunk leaves behind is part of it."""
+        self._account()
+        started, has_readers = time.perf_counter(), self._turns.has_readers
+        match work:
+            case PrefillChunk(row, seconds):
+                step = self._prefills.step(row, seconds)
+                self._settle_prefill(step)
+                took, rows = time.perf_counter() - started, (prefill.row for prefill in step.computed)
+                self._turns.prefilled(rows, step.num_tokens, took, is_beside_streams=has_readers)
+            case DecodeStep(is_for_all):
+                self._settle(self._pool.step_all() if is_for_all else self._pool.step())
+                self._turns.stepped(time.perf_counter() - started)
+            case Pause() if self._arrivals:
+                self.cache.await_disk(DISK_WAIT_SECONDS)
 
     def sweep(self) -> None:
         """Let leave what has outlived its time, also when nobody asks for anything."""
@@ -195,59 +198,50 @@ class Scheduler:
         self.warmer.drop_all("the engine begins anew")
         self._pool.discard()
         self._prefills.discard()
-        self._waiting.clear()
+        self._turns.clear()
         self._arrivals.discard(is_cache_kept=is_last)
         self._tenancies.clear(is_cache_kept=is_last)
         if not is_last:
             self.cache.clear()
         return rows
 
-    def _admitted_rows(self) -> list[Row]:
-        return [*self._arrivals.rows(), *(prefill.row for prefill in self._prefills), *self._pool.rows()]
-
     # --- leaving and entering -----------------------------------------------------------------------------------------
 
-    def _drop_leavers(self) -> None:
+    def _let_go(self, ended: Sequence[Ending[Row]]) -> None:
         """Free the rows whose client left or whose time is up, between two steps."""
-        for row, reason in list(self._leavers()):
+        for row, reason in ((ending.row, ending.reason) for ending in ended):
             self._depart()
-            if row in self._waiting:
-                self._waiting.remove(row)
             self._arrivals.remove(row)
             prefill, left = self._prefills.remove(row), self._pool.remove(row)
-            row.finish(reason)
+            self._turns.leaves(row, prefill)
+            if reason == "stuck":
+                row.fail(NoProgress(self._watchdog_seconds))
+            else:
+                row.finish(reason)
             with self._tenancies.in_transit(*([row] if prefill is not None or left is not None else [])):
-                if prefill is not None and reason == "cancelled":
+                if prefill is not None and reason != "watchdog":
                     self._tenancies.keep_prefilled(prefill)
                 # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
                 if reason == "watchdog":
-                    self._keep_prompt(row, prefill, left)
+                    self._tenancies.keep_prompt_only(row, prefill, left)
                 self._release(row, left if reason == "cancelled" else None)
 
-    def _keep_prompt(self, row: Row, prefill: Prefill | None, left: Left | None) -> None:
-        if prefill is not None:
-            self._tenancies.keep_prompt(row, prefill.caches, prefill.tokens)
-        elif left is not None:
-            self._tenancies.keep_prompt(row, left.caches, left.tokens, left.rest)
-        self._tenancies.retract_answer(row)
-
-    def _leavers(self) -> Iterator[tuple[Row, StopReason]]:
-        now = time.monotonic()
-        for row in [*self._waiting, *self._admitted_rows()]:
-            if row.generation.is_cancelled:
-                yield row, "cancelled"
-            elif row.is_overdue(self._watchdog_seconds, now):
-                yield row, "watchdog"
-
-    def _admit(self) -> None:
-        """Let waiting rows in, first come first served, as long as they fit."""
-        while self._waiting:
-            row, running = self._waiting[0], self._admitted_rows()
-            if not self._entrance.admits(row, running, len(self._waiting)):
-                return
-            self._waiting.popleft()
+    def _let_in(self, row: Row | None) -> None:
+        """A waiting row gets a place; what is kept makes room for it."""
+        if row is not None:
             row.end_wait()
             self._arrive(row, has_room=False)
+
+    def _begin_ready(self) -> bool:
+        """Begin the rows that nothing keeps waiting, where what is kept has made room for them; returns whether there
+        were any."""
+        num_begun = 0
+        if self._arrivals.make_way(self._entrance.answer_bytes, is_beside_streams=bool(self._pool.num_rows)):
+            self._account()
+        for row in self._arrivals.take_ready(self._prefills, self._tenancies.keep):
+            self._begin(row)
+            num_begun += 1
+        return num_begun > 0
 
     def _put_back_outgrown(self) -> None:
         """Answers longer than their allowance have outgrown the memory for all: the newest row waits, and goes on from
@@ -263,10 +257,11 @@ class Scheduler:
             self._tenancies.keep_rest(row, left.caches, left.tokens, left.rest)
             self._release(row, None)
         row.wait_again()
-        self._waiting.appendleft(row)
+        self._turns.queue(row, is_back=True)
 
     def _arrive(self, row: Row, *, has_room: bool) -> None:
-        self._entrance.measure(row, self._admitted_rows())
+        self._turns.enters(row)
+        self._entrance.measure(row, self._turns.running())
         self._arrivals.add(row, has_room=has_room)
         self._account()
 
@@ -298,7 +293,8 @@ class Scheduler:
             row.num_cached_tokens = num_done
             self.cache.count(num_prompt_tokens=len(row.request.prompt), num_cached_tokens=num_done)
         self._tenancies.begin(row, tenancy)
-        self._prefills.add(Prefill(row, tenancy, caches, num_done, images=images))
+        self._prefills.add(prefill := Prefill(row, tenancy, caches, num_done, images=images))
+        self._turns.begins(row, prefill.num_left)
         row.report_progress(num_done)
 
     # --- computing ----------------------------------------------------------------------------------------------------
@@ -320,6 +316,7 @@ class Scheduler:
 
     def _settle_failed(self, prefill: Prefill, error: Exception) -> None:
         row, prefill.caches = prefill.row, []  # half written, and of no use
+        self._turns.leaves(row, prefill)
         if self._memory.may_begin_again(row, error):
             self._release(row, None)
             self._arrive(row, has_room=True)
@@ -330,9 +327,10 @@ class Scheduler:
     def _decode(self, prefill: Prefill) -> None:
         """A row leaves its prefill; the first decode step computes its last prompt token."""
         self._prefills.remove(prefill.row)
+        prefill.row.begin_decoding()
         try:
-            running = [*self._admitted_rows(), prefill.row]
-            decoder, padding_bytes = self._decoder(prefill.row), self._entrance.padding_left(running)
+            padding_bytes = self._entrance.padding_left([*self._turns.running(), prefill.row])
+            decoder = self._decoder(prefill.row)
             self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, decoder, padding_bytes))
             self.cache.count(num_prefill_tokens=1)
         except Exception as error:  # noqa: BLE001 - a row that cannot enter touches no other
@@ -398,4 +396,7 @@ class Scheduler:
 
     def _forget_ended(self) -> None:
         """A request has its pictures as they were sent: an idle engine holds none."""
+        for row in self._rows:
+            if row.is_over:
+                self._turns.leaves(row)
         self._rows = [each for each in self._rows if not each.is_over]

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from kvserve.core import TokenSequence
 from kvserve.engine.cache_records import Tenancy
-from kvserve.engine.decode import Left
+from kvserve.engine.decode import DecodePool, Left
 from kvserve.engine.out_of_memory import ShortMemory
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
@@ -97,6 +97,28 @@ class Tenancies:
             sequence = TokenSequence(tuple(tokens), row.request.prompt.images)
             with self._reported(NOT_KEPT):
                 self._note(row, self._cache.moving.insert_prompt(tenancy, sequence, caches, rest))
+
+    def keep_prompt_only(self, row: Row, prefill: Prefill | None, left: Left | None) -> None:
+        """The same of a row that was ended, wherever it was, without what was kept of its answer meanwhile."""
+        if prefill is not None:
+            self.keep_prompt(row, prefill.caches, prefill.tokens)
+        elif left is not None:
+            self.keep_prompt(row, left.caches, left.tokens, left.rest)
+        self.retract_answer(row)
+
+    def keep_long_answers(self, pool: DecodePool, depart: Callable[[], None]) -> None:
+        """What a long answer has so far is on disk before it ends: a crash loses its last tokens only. What rows have
+        said departs before."""
+        if (stride := self._cache.answer_stride_tokens()) is None:
+            return
+        for row in pool.rows():
+            tenancy = self._of.get(row)
+            if tenancy is None or row.num_tokens - (start := tenancy.lease.num_tokens) <= stride or tenancy.is_stuck:
+                continue
+            depart()
+            if (left := pool.look_at(row)) is not None:
+                self.keep_rest(row, left.caches, left.tokens)
+            tenancy.is_stuck = tenancy.lease.num_tokens == start
 
     def retract_answer(self, row: Row) -> None:
         """Drop what was kept of a row's answer meanwhile."""

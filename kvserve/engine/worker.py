@@ -66,6 +66,7 @@ class EngineSettings:
     max_batch_bytes: int | None
     prefill_step_size: int
     watchdog_seconds: float
+    stream_share: float
     default_sampling: SamplingParams
     cache: CacheSettings
     kv: KvSettings = FULL_PRECISION
@@ -418,6 +419,7 @@ class Engine:
             PrefixCache(model, self._settings.cache, memory, secrets.token_hex(32)),  # nobody else's name
             prefill_step_size=self._settings.prefill_step_size,
             watchdog_seconds=self._settings.watchdog_seconds,
+            stream_share=self._settings.stream_share,
             report=self._report,
             warming=self._settings.warming,
             depart=self._courier.depart,

@@ -75,13 +75,14 @@ class Bars:
             bar = self._bars.get(key)
             return bar is not None and (bar.task is not None or bar.line_seconds is not None)
 
-    def update(self, key: str, num_done: int, num_total: int | None) -> None:
-        """Show how far it is; `num_total` None: nobody knows. Does nothing for a key that was not started."""
+    def update(self, key: str, num_done: int, num_total: int | None, seconds_left: float | None = None) -> None:
+        """Show how far it is; `num_total` None: nobody knows. `seconds_left`: what is known besides of when it ends.
+        Does nothing for a key that was not started."""
         with self._lock:
             bar = self._bars.get(key)
             if bar is None:
                 return
-            counts = self._counts(bar, num_done, num_total)
+            counts = self._counts(bar, num_done, num_total, seconds_left)
             if self._is_live:
                 self._draw(bar, counts, num_done, num_total)
                 return
@@ -122,7 +123,7 @@ class Bars:
         bar.line_seconds, bar.line_num_done = now, num_done
         return True
 
-    def _counts(self, bar: _Bar, num_done: int, num_total: int | None) -> str:
+    def _counts(self, bar: _Bar, num_done: int, num_total: int | None, seconds_left: float | None) -> str:
         if num_total is None:
             return ""
         percent = f"{100 * num_done // num_total if num_total else 100} %"
@@ -130,8 +131,9 @@ class Bars:
             return f"{num_done / 1e9:.1f} of {num_total / 1e9:.1f} GB ({percent})"
         seconds = self._monotonic() - bar.started_seconds
         num_computed = num_done - bar.num_first
-        if seconds <= 0 or num_computed <= 0:
-            return f"{num_done:,} of {num_total:,} tokens ({percent})"
-        rate = num_computed / seconds
-        left = f"about {(num_total - num_done) / rate:,.0f} s left"
-        return f"{num_done:,} of {num_total:,} tokens ({percent}), {rate:,.0f} tok/s, {left}"
+        rate = num_computed / seconds if seconds > 0 and num_computed > 0 else None
+        if seconds_left is None and rate is not None:
+            seconds_left = (num_total - num_done) / rate
+        speed = f", {rate:,.0f} tok/s" if rate is not None else ""
+        left = f", about {seconds_left:,.0f} s left" if seconds_left is not None else ""
+        return f"{num_done:,} of {num_total:,} tokens ({percent}){speed}{left}"

@@ -148,13 +148,14 @@ class Terminal:
         lost = f"; {size_text(num_unwritten_bytes)} of KV did not reach the disk and will be computed again"
         self.note(f"Stopped{lost if num_unwritten_bytes else ''}.")
 
-    def prefill(self, request_id: RequestId, num_done: int, num_total: int) -> None:
-        """Note how many prompt tokens of a request are in the KV cache; shown once that takes long.
+    def prefill(self, request_id: RequestId, num_done: int, num_total: int, seconds_left: float | None = None) -> None:
+        """Note how many prompt tokens of a request are in the KV cache, and in how long its first token comes; shown
+        once that takes long.
 
         The first call says what was there without computing. The last token but one ends it (the last belongs to the
         first decode step), and so does `request_line` or `prefill_done`.
         """
-        self._guard(lambda: self._prefill(request_id, num_done, num_total))
+        self._guard(lambda: self._prefill(request_id, num_done, num_total, seconds_left))
 
     def awaits(self, request_id: RequestId, awaited: Awaiting) -> None:
         """Say for whom a request waits, where that takes long."""
@@ -184,7 +185,7 @@ class Terminal:
         """Write something worth knowing."""
         self._write(f"{self._time()} {text}")
 
-    def _prefill(self, request_id: RequestId, num_done: int, num_total: int) -> None:
+    def _prefill(self, request_id: RequestId, num_done: int, num_total: int, seconds_left: float | None) -> None:
         if num_done >= num_total - 1:
             self._bars.finish(request_id)
             return
@@ -194,7 +195,7 @@ class Terminal:
             self._bars.start(request_id, title, "tokens", num_done)
         is_long = num_total - num_done > LONG_PREFILL_TOKENS or (waited or 0.0) > LONG_PREFILL_SECONDS
         if is_long or self._bars.is_shown(request_id):
-            self._bars.update(request_id, num_done, num_total)
+            self._bars.update(request_id, num_done, num_total, seconds_left)
 
     def _time(self) -> str:
         return time.strftime("%H:%M:%S", time.localtime(self._wall_clock()))

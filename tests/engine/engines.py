@@ -1,6 +1,7 @@
 """What the engine's tests share: a running engine on a tiny model, requests, a collector of their events, and the
 comparison with a cold server that the exactness matrix and its negative controls both rest on."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +26,11 @@ from kvserve.core import (
     TokenDelta,
     TokenSequence,
 )
+from kvserve.engine import turns as turns_module
 from kvserve.engine.cache_records import CacheSettings
 from kvserve.engine.decode import Decoder
+from kvserve.engine.policy import plan
+from kvserve.engine.policy_facts import Facts, Plan
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.worker import Engine, EngineSettings
@@ -101,6 +105,7 @@ def engine_settings(**changes: Any) -> EngineSettings:
         "max_batch_bytes": None,
         "prefill_step_size": 2048,
         "watchdog_seconds": 0,
+        "stream_share": 0.5,
         "default_sampling": SamplingParams(),
         "cache": CACHE,
     }
@@ -191,6 +196,16 @@ def held(engine: Engine) -> Iterator[None]:
         yield
     finally:
         goes_on.set()
+
+
+def let_watchdog_end(patch: pytest.MonkeyPatch, is_meant: Callable[[Row], bool]) -> None:
+    """Rows that are meant have decoded for too long from now on, whatever the limit is."""
+
+    def planned(facts: Facts[Row]) -> Plan[Row]:
+        lives = tuple(replace(life, decoding_seconds=math.inf) if is_meant(life.row) else life for life in facts.lives)
+        return plan(replace(facts, lives=lives, watchdog_seconds=facts.watchdog_seconds or 1e9))
+
+    patch.setattr(turns_module, "plan", planned)
 
 
 def generate(engine: Engine, *requests: GenerationRequest) -> list[Result]:

@@ -11,6 +11,7 @@ import pytest
 from kvserve.core import GenerationDone, GenerationFailed, GenerationRequest, TokenDelta
 from kvserve.engine import decode
 from kvserve.engine.entrance import Entrance
+from kvserve.engine.fair_clock import StreamShare
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.worker import Engine
@@ -74,8 +75,9 @@ def put_back_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[Generation], Non
 
 
 def put_back_after(num_tokens: int, prompt: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory is outgrown when the row of a prompt has handed out so many tokens, once. Each step counts alike, so
-    that rows of other batches are there still."""
+    """The memory is outgrown when the row of a prompt has handed out so many tokens, once. Each step counts alike, and
+    streams are owed nothing for a prompt, so that rows that came before are there still."""
+    monkeypatch.setattr(StreamShare, "prefilled", lambda *_, **__: None)
     monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=count().__next__))
     has_outgrown: list[bool] = []
 

@@ -10,7 +10,6 @@ import pytest
 from kvserve.core import GenerationDone, PrefillProgress, TokenDelta
 from kvserve.engine.disk_open import DiskSettings
 from kvserve.engine.moving import Moving
-from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout
 from tests.engine.engines import (
     NUM_ANSWER_TOKENS,
@@ -21,6 +20,7 @@ from tests.engine.engines import (
     collect,
     generate,
     held,
+    let_watchdog_end,
     prompt_of,
     request,
     turn,
@@ -138,10 +138,9 @@ def test_a_row_that_the_watchdog_ended_leaves_what_it_took_over(monkeypatch: pyt
         said = conversation_of("qwen3_5")
         first, answer, second, expected = said.first, said.answer, said.second, said.expected
         generate(engine, turn(first))
-        overdue = Row.is_overdue
-        monkeypatch.setattr(Row, "is_overdue", lambda self, *_: bool(self.generated))
-        assert collect(engine.submit(turn(second))).end.reason == "watchdog"  # type: ignore[union-attr]
-        monkeypatch.setattr(Row, "is_overdue", overdue)
+        with monkeypatch.context() as patch:
+            let_watchdog_end(patch, lambda row: bool(row.generated))
+            assert collect(engine.submit(turn(second))).end.reason == "watchdog"  # type: ignore[union-attr]
         warm = generate(engine, turn(second))[0]
         check(engine)
     assert_exact(warm, expected)

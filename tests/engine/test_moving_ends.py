@@ -5,7 +5,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,6 +25,7 @@ from tests.engine.engines import (
     cold,
     collect,
     generate,
+    let_watchdog_end,
     prompt_of,
     request,
     turn,
@@ -67,7 +67,7 @@ def test_a_long_row_that_leaves_a_shorter_one_behind_is_found_again(
             if ends == "cancelled":
                 running.cancel()
             else:
-                monkeypatch.setattr(Row, "is_overdue", lambda self, *_: self.generation is running)
+                let_watchdog_end(monkeypatch, lambda row: row.generation is running)
 
         found = while_it_answers(engine, turn(said.second), act)
         rest = collect(beside[0])
@@ -267,11 +267,11 @@ def test_a_row_that_was_put_back_and_then_ended_by_the_watchdog_keeps_its_prompt
         generate(engine, turn(said.first))
         begun(engine.submit(request(prompt_of(20, 7), NUM_ANSWER_TOKENS)))
 
-        def is_overdue(row: Row, *_: Any) -> bool:
+        def is_overdue(row: Row) -> bool:
             return bool(put_back) and row.request.prompt.ids == tuple(said.second) and len(row.generated) > 4
 
         with monkeypatch.context() as patch:
-            patch.setattr(Row, "is_overdue", is_overdue)
+            let_watchdog_end(patch, is_overdue)
             ended = while_it_answers(engine, turn(said.second), put_back_once(patch))
         assert isinstance(ended.end, GenerationDone) and len(put_back) == 1
         again = generate(engine, turn(said.second))[0]

@@ -14,7 +14,17 @@ from kvserve.engine.prefill import Prefill
 from kvserve.engine.rows import Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.snapshot import CacheLayout
-from tests.engine.engines import CACHE, assert_exact, cached, collect, generate, prompt_of, running_engine, turn
+from tests.engine.engines import (
+    CACHE,
+    assert_exact,
+    cached,
+    collect,
+    generate,
+    let_watchdog_end,
+    prompt_of,
+    running_engine,
+    turn,
+)
 from tests.engine.full_engines import (
     NUM_ALL_TOKENS,
     budget_bytes,
@@ -124,7 +134,7 @@ def test_a_first_turn_that_the_watchdog_ended_leaves_its_prompt(family: str, mon
     with full_engine(family, NUM_ALL_TOKENS, 0.99) as engine:
         said = conversation_of(family)
         with monkeypatch.context() as patch:
-            patch.setattr(Row, "is_overdue", lambda self, *_: bool(self.generated))
+            let_watchdog_end(patch, lambda row: bool(row.generated))
             assert collect(engine.submit(turn(said.first))).end.reason == "watchdog"  # type: ignore[union-attr]
         check(engine)
         num_kept = engine.cache_report().stats.num_stored_tokens

@@ -12,7 +12,7 @@ import pytest
 from kvserve.core import GenerationDone, TokenDelta
 from kvserve.engine import decode, row_outline
 from kvserve.engine import rows as rows_module
-from kvserve.engine import scheduler as scheduler_module
+from kvserve.engine import turns as turns_module
 from kvserve.engine.cache_records import Totals
 from kvserve.engine.drawn_token import drawn_token
 from kvserve.engine.entrance import Entrance
@@ -152,7 +152,7 @@ def test_the_time_that_a_row_waits_again_is_not_the_watchdogs(monkeypatch: pytes
     late_seconds, real, prompt = 0, Entrance.admits, prompt_of(70, 1)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_seconds)
     monkeypatch.setattr(rows_module, "time", clock)
-    monkeypatch.setattr(scheduler_module, "time", clock)
+    monkeypatch.setattr(turns_module, "time", clock)
 
     def admits(self: Entrance, row: Row, running: Sequence[Row], num_waiting: int) -> bool:
         nonlocal late_seconds

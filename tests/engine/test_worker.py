@@ -11,9 +11,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, TokenDelta
-from kvserve.engine import admission
+from kvserve.engine import admission, policy
 from kvserve.engine import scheduler as scheduler_module
-from kvserve.engine import stretches as stretches_module
 from kvserve.engine import worker as worker_module
 from kvserve.engine.decode import DecodePool, Step
 from kvserve.engine.kv_room import KvRoom
@@ -156,7 +155,7 @@ def test_a_row_that_waits_can_be_cancelled() -> None:
         running.cancel()
 
 
-def test_the_watchdog_counts_from_the_first_chunk() -> None:
+def test_the_watchdog_counts_what_a_row_decodes() -> None:
     """A row over its time ends with `watchdog`; time in the queue does not count."""
     with running_engine(max_concurrent_requests=1, watchdog_seconds=0.2) as engine:
         ends = [row.end for row in generate(engine, *(request(prompt_of(40, seed), 100_000) for seed in range(2)))]
@@ -328,7 +327,7 @@ def test_an_engine_defect_fails_the_rows_and_serving_goes_on(monkeypatch: pytest
         running = engine.submit(request(prompt_of(40), 100_000))
         first_token(running)
         with monkeypatch.context() as patch:
-            patch.setattr(scheduler_module.Scheduler, "_admit", lambda _: 1 / 0)
+            patch.setattr(scheduler_module.Scheduler, "_begin_ready", lambda _: 1 / 0)
             assert isinstance(collect(running).end, GenerationFailed)
         assert len(generate(engine, request(prompt_of(40), 8))[0].tokens) == 8
         assert engine.status.num_waiting == 0
@@ -338,7 +337,7 @@ def test_an_engine_defect_fails_the_rows_and_serving_goes_on(monkeypatch: pytest
 def test_running_streams_get_a_step_between_prefill_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a long prompt prefills, a running stream receives a token at least once per reported chunk. A fast machine
     computes several chunks in what a stretch may last, so a stretch is one chunk here."""
-    monkeypatch.setattr(stretches_module, "CHUNK_SECONDS_BESIDE_STREAMS", 0.0)
+    monkeypatch.setattr(policy, "CHUNK_SECONDS_BESIDE_STREAMS", 0.0)
     with running_engine(prefill_step_size=256) as engine:
         running = engine.submit(request(prompt_of(40), 100_000))
         first_token(running)
@@ -354,7 +353,7 @@ def test_running_streams_get_a_step_between_prefill_chunks(monkeypatch: pytest.M
 def test_no_token_waits_for_anything_but_a_step(monkeypatch: pytest.MonkeyPatch, departs: bool) -> None:
     """What a stream wrote is on its way before other rows enter, compute a chunk or leave what they have; the control
     does not see to it."""
-    monkeypatch.setattr(stretches_module, "CHUNK_SECONDS_BESIDE_STREAMS", 0.01)  # a step between two chunks
+    monkeypatch.setattr(policy, "CHUNK_SECONDS_BESIDE_STREAMS", 0.01)  # a step between two chunks
     num_left: list[int] = []
     with running_engine(prefill_step_size=128) as engine:
 
@@ -394,8 +393,8 @@ def test_no_token_waits_for_an_errand() -> None:
 
 def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four short prompts are prefilled within one stretch: the first step that any of them gets has all four."""
-    monkeypatch.setattr(stretches_module, "CHUNK_SECONDS_BESIDE_STREAMS", 30.0)
-    monkeypatch.setattr(stretches_module, "STRETCH_SECONDS_ALONE", 30.0)
+    monkeypatch.setattr(policy, "CHUNK_SECONDS_BESIDE_STREAMS", 30.0)
+    monkeypatch.setattr(policy, "STRETCH_SECONDS_ALONE", 30.0)
     num_rows_per_step: list[int] = []
     step_all = DecodePool.step_all
 
@@ -412,7 +411,7 @@ def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.Mon
 
 def test_a_short_prompt_that_comes_during_another_ones_prefill_enters_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine looks for new requests before it ends a stretch of prefill: the first decode step has both rows."""
-    monkeypatch.setattr(stretches_module, "STRETCH_SECONDS_ALONE", 30.0)
+    monkeypatch.setattr(policy, "STRETCH_SECONDS_ALONE", 30.0)
     num_rows_per_step: list[int] = []
     step_all, step = DecodePool.step_all, Prefill.step
     rows = []
@@ -506,7 +505,7 @@ def test_progress_reaches_the_whole_prompt_but_its_last_token() -> None:
         [result] = generate(engine, request(prompt_of(500), 2))
     done = [event.num_done_tokens for event in result.progress]
     assert done == sorted(done)
-    assert result.progress[-1] == PrefillProgress(499, 500, 0)
+    assert replace(result.progress[-1], first_token_seconds=None) == PrefillProgress(499, 500, 0)
 
 
 def test_seeded_rows_repeat_and_differ_by_seed() -> None:

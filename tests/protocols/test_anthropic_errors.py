@@ -19,6 +19,7 @@ EXPECTED: dict[str, str] = {
     "QueueFull": "RateLimitError",
     "NotReady": "InternalServerError",
     "MemoryExhausted": "InternalServerError",
+    "NoProgress": "InternalServerError",
     "EngineFailure": "InternalServerError",
 }
 

@@ -21,6 +21,7 @@ from kvserve.errors import (
     MethodNotAllowed,
     ModelNotFound,
     ModelUnavailable,
+    NoProgress,
     NotFound,
     NotReady,
     QueueFull,
@@ -52,6 +53,7 @@ ERRORS: list[tuple[RequestError, str]] = [
     (QueueFull("32 requests wait already.", retry_after_seconds=5), "RateLimitError"),
     (NotReady("The model is still loading.", retry_after_seconds=2), "InternalServerError"),
     (MemoryExhausted("The request does not fit into memory."), "InternalServerError"),
+    (NoProgress(600), "InternalServerError"),
     (EngineFailure("The model failed on this request."), "InternalServerError"),
 ]
 

@@ -198,6 +198,17 @@ def test_a_fast_long_prefill_writes_no_line_per_tenth(plain: Screen) -> None:
     assert len(plain.lines) == 1
 
 
+def test_a_prefill_says_when_its_first_token_comes(plain: Screen) -> None:
+    """What the engine knows of others that are before it counts, not this prompt's own speed."""
+    plain.terminal.prefill(ID, 15, 23_793, 120.0)
+    plain.seconds += SILENT_SECONDS
+    plain.terminal.prefill(ID, 3_015, 23_793, 240.0)
+    assert plain.lines == [
+        "prefill a1b2c3: 15 of 23,793 tokens (0 %), about 120 s left",
+        "prefill a1b2c3: 3,015 of 23,793 tokens (12 %), 100 tok/s, about 240 s left",
+    ]
+
+
 def test_a_very_slow_prefill_is_not_silent(plain: Screen) -> None:
     """Half a minute without a tenth of progress still brings a line, so that it does not look hung."""
     plain.terminal.prefill(ID, 0, 100_000)

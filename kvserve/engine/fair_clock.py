@@ -1,0 +1,89 @@
+"""Two clocks of fairness: where a machine that divides itself equally among all prompts would stand, and how long
+streams are to step for the time that prompts took. Numbers only; whoever computes says what was computed.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+
+class FairClock[R: Hashable]:
+    """An equal-share machine beside the real one: it does as much work, but a little of every prompt at a time.
+
+    Its clock shows how much each row that entered at 0 would have got. A row that enters at `now` with so much work is
+    through at `now + work`, whoever comes later. Rows that are computed in the order of these times are through no
+    later than there (the fair sojourn protocol: Friedman and Henderson, 2003). A row that was quicker stays until the
+    clock has passed it: else those behind it would be promised more than there is.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._entered: dict[R, float] = {}
+        self._finish: dict[R, float] = {}
+        self._ahead: list[float] = []
+
+    def enter(self, row: R, work: float) -> None:
+        """A row comes with so much work, as if nobody computed any of it for it."""
+        self._entered[row], self._finish[row] = self.now, self.now + work
+        self._ahead.append(self.now + work)
+
+    def finish(self, row: R) -> float:
+        """Where the clock stands when equal shares end this row; where it stands now for one that never entered."""
+        return self._finish.get(row, self.now)
+
+    def correct(self, row: R, work: float) -> None:
+        """It has more work than was known when it entered."""
+        if row in self._entered and self._entered[row] + work > self._finish[row]:
+            self._move(row, self._entered[row] + work)
+
+    def leave(self, row: R, undone: float = 0.0) -> None:
+        """It is gone, and so much of its work is not done; nothing where it is not here."""
+        if row not in self._entered:
+            return
+        if undone > 0:
+            self._move(row, self._finish[row] - undone)
+        del self._entered[row], self._finish[row]
+
+    def advance(self, work: float) -> None:
+        """The real machine did so much work on prompts."""
+        self._ahead = sorted(finish for finish in self._ahead if finish > self.now)
+        while self._ahead and work > 0:
+            needed = (self._ahead[0] - self.now) * len(self._ahead)
+            if needed > work:
+                self.now += work / len(self._ahead)
+                return
+            work -= needed
+            self.now = self._ahead.pop(0)
+
+    def rest(self) -> None:
+        """Nobody has work left: whoever comes now has the machine."""
+        self._ahead.clear()
+
+    def _move(self, row: R, finish: float) -> None:
+        if self._finish[row] in self._ahead:
+            self._ahead.remove(self._finish[row])
+        self._finish[row] = finish
+        if finish > self.now:
+            self._ahead.append(finish)
+
+
+@dataclass(slots=True)
+class StreamShare:
+    """What streams are owed of the time that prompts take beside them: `share` of all of it, a number below 1.
+
+    `stretch_seconds`: how long prompts compute since the last step.
+    """
+
+    share: float
+    owed_seconds: float = 0.0
+    stretch_seconds: float = 0.0
+
+    def prefilled(self, seconds: float, *, is_beside_streams: bool) -> None:
+        """A prompt was computed for so long."""
+        self.stretch_seconds += seconds
+        if is_beside_streams:
+            self.owed_seconds += seconds * self.share / (1 - self.share)
+
+    def stepped(self, seconds: float, *, is_beside_prompts: bool) -> None:
+        """Streams stepped for so long; what they have too much is a prompt's while there is one."""
+        self.stretch_seconds = 0.0
+        self.owed_seconds = self.owed_seconds - seconds if is_beside_prompts else 0.0

@@ -1,0 +1,159 @@
+"""Who goes, who enters, and what is computed next: one function from facts to a plan, and its rules. Pure.
+
+Places: the highest response ratio first, as long as nobody is overtaken too often. Prompts: in the order in which a
+machine that divides itself equally would end them, so that none is later than there; one that others wait for is as
+urgent as the most urgent of them, up to where they part. Streams: their share of the time that prompts take.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+
+from kvserve.engine.policy_facts import (
+    Applicant,
+    DecodeStep,
+    Ending,
+    Facts,
+    Life,
+    Pause,
+    Plan,
+    PrefillChunk,
+    Prompt,
+)
+
+CHUNK_SECONDS_BESIDE_STREAMS = 0.25
+"""The longest that a stream waits for a prompt. How much of the time prompts get is not decided by it."""
+
+SHORTEST_CHUNK_SECONDS = CHUNK_SECONDS_BESIDE_STREAMS / 4
+"""A shorter one is hardly worth a pass."""
+
+CHUNK_SECONDS_ALONE = 1.0
+STRETCH_SECONDS_ALONE = 2.0
+"""How long prompts that come together may keep the first of them from its first token: a step with one row costs about
+as much as one with all of them."""
+
+LENIENT_TOKENS = 64
+"""As much of an equal share more: of short prompts that come one behind the other the first is through at once."""
+
+MAX_OVERTAKEN = 8
+"""So many rows that came later may enter before one; then nobody does until it has a place."""
+
+NUM_CANDIDATES = 8
+"""Of so many that wait it is asked whether there is room for them."""
+
+LEAST_WORK_TOKENS = 256
+"""What a row costs besides its prompt, for the response ratio: else who has no work left would pass everybody."""
+
+
+def plan[R: Hashable](facts: Facts[R]) -> Plan[R]:
+    """What is done next. The rows stay what they are to the caller."""
+    ended = tuple(ending for life in facts.lives if (ending := _ending(life, facts.watchdog_seconds)) is not None)
+    return Plan(ended, None if ended else _admitted(facts.applicants), _work(facts))
+
+
+def candidates[R: Hashable](applicants: Sequence[Applicant[R]]) -> list[Applicant[R]]:
+    """Those that are considered for a place, the first to enter first. `fits` is not looked at."""
+    return sorted(applicants, key=_rank)[:NUM_CANDIDATES]
+
+
+def urgency[R: Hashable](prompts: Sequence[Prompt[R]]) -> dict[R, float]:
+    """When each prompt, or the most urgent of those that wait for it, is through with equal shares."""
+    urgent = {prompt.row: prompt.finish for prompt in prompts}
+    for prompt in prompts:
+        if prompt.awaits in urgent:
+            urgent[prompt.awaits] = min(urgent[prompt.awaits], prompt.finish)
+    return urgent
+
+
+def first_token_seconds[R: Hashable](facts: Facts[R], share: float) -> dict[R, float]:
+    """How long each prompt takes to its first token if nobody else comes; nothing where no rate is known."""
+    if not (rate := facts.machine.tokens_per_second):
+        return {}
+    if facts.streams:
+        rate *= 1 - share
+    num_tokens, found, done_for_others = 0, dict[R, float](), dict[R, int]()
+    for prompt in sorted(facts.prompts, key=lambda prompt: prompt.finish):
+        if prompt.awaits is not None:
+            others = done_for_others.get(prompt.awaits, 0)
+            num_tokens += max(0, prompt.num_awaited_tokens - others)
+            done_for_others[prompt.awaits] = max(others, prompt.num_awaited_tokens)
+        num_tokens += max(0, prompt.num_left_tokens - done_for_others.get(prompt.row, 0))
+        found[prompt.row] = num_tokens / rate
+    return found
+
+
+def _ending[R: Hashable](life: Life[R], watchdog_seconds: float) -> Ending[R] | None:
+    if life.is_cancelled:
+        return Ending(life.row, "cancelled")
+    if not watchdog_seconds:
+        return None
+    if life.decoding_seconds > watchdog_seconds:
+        return Ending(life.row, "watchdog")
+    if life.idle_seconds > watchdog_seconds and not life.is_passed:
+        return Ending(life.row, "stuck")
+    return None
+
+
+def _rank[R: Hashable](applicant: Applicant[R]) -> tuple[bool, float]:
+    """Those whom nobody may pass any more come first, then the highest response ratio."""
+    is_next = applicant.is_back or applicant.num_overtaken >= MAX_OVERTAKEN
+    ratio = applicant.waited_seconds / (applicant.num_left_tokens + LEAST_WORK_TOKENS)
+    return not is_next, -applicant.waited_seconds if is_next else -ratio
+
+
+def _admitted[R: Hashable](applicants: Sequence[Applicant[R]]) -> R | None:
+    """The first that fits, but nobody behind one that may not be passed."""
+    for applicant in candidates(applicants):
+        if applicant.fits:
+            return applicant.row
+        if applicant.is_back or applicant.num_overtaken >= MAX_OVERTAKEN:
+            return None
+    return None
+
+
+def _work[R: Hashable](facts: Facts[R]) -> PrefillChunk[R] | DecodeStep | Pause:
+    prompt = _most_urgent(facts.prompts)
+    if prompt is None:
+        return DecodeStep(is_for_all=facts.machine.stretch_seconds > 0) if facts.streams else Pause()
+    if not prompt.num_left_tokens:
+        return PrefillChunk(prompt.row, 0.0)
+    if not facts.streams:
+        return PrefillChunk(prompt.row, CHUNK_SECONDS_ALONE)
+    if any(stream.has_begun for stream in facts.streams):
+        return _beside_streams(facts, prompt)
+    return _before_first_tokens(facts, prompt)
+
+
+def _beside_streams[R: Hashable](facts: Facts[R], prompt: Prompt[R]) -> PrefillChunk[R] | DecodeStep:
+    """A chunk when streams have had what they are owed; and what is left of its time, if that ends a prompt, so that
+    short ones that come together enter together."""
+    machine = facts.machine
+    left_seconds = CHUNK_SECONDS_BESIDE_STREAMS - machine.stretch_seconds
+    if machine.owed_seconds <= 0:  # a long step was more than they were owed
+        return PrefillChunk(prompt.row, max(left_seconds, -machine.owed_seconds, SHORTEST_CHUNK_SECONDS))
+    if machine.stretch_seconds > 0 and _ends_within(facts, prompt, left_seconds):
+        return PrefillChunk(prompt.row, left_seconds)
+    return DecodeStep(is_for_all=machine.stretch_seconds > 0)
+
+
+def _before_first_tokens[R: Hashable](facts: Facts[R], prompt: Prompt[R]) -> PrefillChunk[R] | DecodeStep:
+    """Nobody reads yet: those whose prompts are computed wait for others that end soon, as long as equal shares would
+    not have ended them either."""
+    left_seconds = STRETCH_SECONDS_ALONE - facts.machine.stretch_seconds
+    is_due = facts.machine.fair_now >= min(stream.finish for stream in facts.streams) + LENIENT_TOKENS
+    if is_due or not _ends_within(facts, prompt, left_seconds):
+        return DecodeStep(is_for_all=True)
+    return PrefillChunk(prompt.row, min(left_seconds, CHUNK_SECONDS_ALONE))
+
+
+def _most_urgent[R: Hashable](prompts: Sequence[Prompt[R]]) -> Prompt[R] | None:
+    """Of those that can compute; first who has nothing left, and only enters."""
+    urgent = urgency(prompts)
+    return min(_ready(prompts), key=lambda prompt: (prompt.num_left_tokens > 0, urgent[prompt.row]), default=None)
+
+
+def _ready[R: Hashable](prompts: Sequence[Prompt[R]]) -> Iterator[Prompt[R]]:
+    return (prompt for prompt in prompts if prompt.awaits is None and not prompt.is_held)
+
+
+def _ends_within[R: Hashable](facts: Facts[R], prompt: Prompt[R], seconds: float) -> bool:
+    rate = facts.machine.tokens_per_second
+    return rate is not None and prompt.num_left_tokens <= rate * seconds

@@ -1,0 +1,128 @@
+"""The policy carried out on a real model: whose prompt computes, who enters, and how many steps streams get. Clocks are
+the tests' own."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvserve.core import GenerationDone, PrefillProgress, RequestId, TokenDelta
+from kvserve.engine import scheduler as scheduler_module
+from kvserve.engine import turns as turns_module
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.prefill import Prefill
+from kvserve.engine.rows import Generation
+from tests.engine.engines import collect, generate, held, prompt_of, request, running_engine
+
+SHARED = prompt_of(400)
+
+
+def order_of_chunks(patch: pytest.MonkeyPatch, before: Callable[[], None]) -> list[str]:
+    """The requests whose chunks are computed, one after the other; `before` each something else happens."""
+    order: list[str] = []
+    step = Prefill.step
+
+    def noted(prefill: Prefill, *arguments: Any) -> int:
+        before()
+        order.append(prefill.row.request.request_id)
+        return step(prefill, *arguments)
+
+    patch.setattr(Prefill, "step", noted)
+    return order
+
+
+def test_what_others_wait_for_is_computed_first_up_to_where_they_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E5: neither the oldest prompt nor the shortest, and a short row begins like it; it waited for both of them."""
+    prompts = {
+        "oldest": prompt_of(1500, 1),
+        "awaited": [*SHARED, *prompt_of(2500, 2)],
+        "shortest": prompt_of(900, 3),
+        "waiting": [*SHARED, *prompt_of(40, 4)],
+    }
+    requests = {name: replace(request(prompt, 2), request_id=RequestId(name)) for name, prompt in prompts.items()}
+    rows: list[Generation] = []
+    with running_engine(prefill_step_size=64) as engine:
+
+        def join() -> None:
+            if len(rows) < len(requests):
+                rows.append(engine.submit(requests["waiting"]))
+
+        order = order_of_chunks(monkeypatch, join)
+        with held(engine):
+            rows += [engine.submit(requests[name]) for name in ("oldest", "awaited", "shortest")]
+        for row in rows:
+            assert isinstance(collect(row).end, GenerationDone)
+    changes = [name for name, before in zip(order, ["", *order], strict=False) if name != before]
+    assert changes == ["shortest", "awaited", "waiting", "shortest", "oldest", "awaited"]
+    assert 400 // 64 <= order[: order.index("waiting")].count("awaited") <= 400 // 64 + 3
+
+
+def test_a_row_without_room_keeps_nobody_waiting() -> None:
+    """E6: twenty tokens waited for the end of another one's long answer, behind a row that had no room."""
+    with running_engine() as engine:
+        budget = engine._budget(engine.wait_until_ready())
+        max_bytes = budget.held_bytes([1040, 600], 0.0)
+    assert max_bytes > budget.peak_bytes(1500)
+    with running_engine(max_batch_bytes=int(max_bytes)) as engine:
+        running = engine.submit(request(prompt_of(40), 1000))
+        next(running.batches(60))
+        large = engine.submit(request(prompt_of(500, 1), 1000))
+        engine._ask(lambda scheduler: setattr(scheduler._turns.waiting[0], "submitted_at", 0.0))  # it is the first
+        [small] = generate(engine, request(prompt_of(20, 2), 4))
+        assert (engine.status.num_waiting, engine.status.num_decoding) == (1, 1)
+        running.cancel()
+        large.cancel()
+        ends = [collect(each).end for each in (running, large)]
+    assert len(small.tokens) == 4
+    assert [end.reason for end in ends if isinstance(end, GenerationDone)] == ["cancelled", "cancelled"]
+
+
+@pytest.mark.parametrize(("share", "num_steps"), [(0.5, 4), (0.75, 12)])
+def test_a_stream_gets_its_share_of_the_time_beside_a_prompt(
+    share: float, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E11: a chunk takes a quarter of a second and a step a quarter of that: it was one step for each chunk."""
+    now, done = 0.0, list[str]()
+    step_group, step = DecodePool._step_group, Prefill.step
+
+    def taking(seconds: float, what: str, real: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            nonlocal now
+            now += seconds
+            done.append(what)
+            return real(*arguments)
+
+        return call
+
+    with running_engine(prefill_step_size=64, stream_share=share) as engine:
+        running = engine.submit(request(prompt_of(20), 100_000))
+        next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
+        with held(engine):
+            clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
+            monkeypatch.setattr(scheduler_module, "time", clock)
+            monkeypatch.setattr(Prefill, "step", taking(0.25, "chunk", step))
+            monkeypatch.setattr(DecodePool, "_step_group", taking(0.0625, "step", step_group))
+            long = engine.submit(request(prompt_of(1000, 1), 1))
+        collect(long)
+        running.cancel()
+    first, last = done.index("chunk"), len(done) - 1 - done[::-1].index("chunk")
+    between = "".join("c" if what == "chunk" else "s" for what in done[first : last + 1])
+    assert between.count("c") >= 1000 // 64
+    assert {len(steps) for steps in between.strip("c").split("c") if steps} == {num_steps}
+
+
+def test_a_prompt_that_waits_for_its_turn_says_when_its_first_token_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while others compute before it: its progress stood still for minutes without a word."""
+    monkeypatch.setattr(turns_module, "TELL_SECONDS", 0.0)
+    with running_engine(prefill_step_size=64) as engine:
+        generate(engine, request(prompt_of(64, 9), 1))  # a speed is known
+        with held(engine):
+            long, short = (engine.submit(request(prompt_of(num, num), 1)) for num in (1500, 700))
+        told = [event for event in collect(long).progress if isinstance(event, PrefillProgress)]
+        collect(short)
+    waiting = [event for event in told if not event.num_done_tokens]
+    assert len(waiting) > 2
+    assert all(event.first_token_seconds and event.first_token_seconds > 0 for event in waiting[1:])
