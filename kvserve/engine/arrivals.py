@@ -54,6 +54,8 @@ class Arrivals:
         waiting = [arrival for arrival in self._arrivals if not arrival.has_room]
         if not waiting:
             self._let_rest_leave()
+        for arrival in self._arrivals if waiting else ():  # or what a row waited for makes way for it
+            self._cache.hold_more(arrival.hold)
         for arrival in waiting:
             while not room.make_some(answer_bytes(arrival.row)):
                 if is_beside_streams:

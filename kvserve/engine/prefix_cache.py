@@ -176,6 +176,11 @@ class PrefixCache:
         match = self._tree.lookup(tokens, partition=partition)
         return Hold(tokens, self._tree.acquire(match, user=user, is_guess=is_guess), is_settled=True)
 
+    def hold_more(self, hold: Hold) -> None:
+        """What others have added of a row's prompt since is held for it too."""
+        if hold.is_settled:  # what comes from the disk is put where the lease stands
+            self._tree.follow(hold.lease, hold.tokens)
+
     def is_restoring(self, hold: Hold) -> bool:
         """Take in what the disk has given for a row so far; True while more is to come."""
         return self._disk is not None and self._disk.advance(hold)
