@@ -102,7 +102,7 @@ class Scheduler:
         self._put_back_outgrown()
         self._pool.settle()
         self._admit()
-        if self._arrivals.make_way(self._entrance.answer_bytes, is_beside_streams=bool(self._pool.num_rows)):
+        if self._arrivals.make_way(self._entrance.missing_bytes, is_beside_streams=bool(self._pool.num_rows)):
             self._account()
         for row in self._arrivals.take_ready(self._prefills, self._tenancies.keep):
             self._begin(row)

@@ -126,6 +126,26 @@ def test_what_cannot_leave_costs_no_stream(monkeypatch: pytest.MonkeyPatch) -> N
     assert [line for line in lines if "Room could not be made" in line] == lines and len(lines) == 1, lines
 
 
+def test_a_row_for_which_nothing_can_be_cut_to_size_costs_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins with the room that there is: what it then cannot allocate is its own trouble."""
+    make_some, lines = KvRoom.make_some, list[str]()
+
+    def failing(room: KvRoom, num_needed_bytes: float = 0) -> bool:
+        monkeypatch.setattr(KvRoom, "make_some", make_some)
+        raise RuntimeError("[malloc] Unable to allocate 64 bytes.")
+
+    with running_engine(report=lines.append) as engine:
+        alone = cold(engine, prompt_of(100, 5), 4)
+
+        def beside() -> Result:
+            monkeypatch.setattr(KvRoom, "make_some", failing)
+            return collect(engine.submit(turn(prompt_of(100, 5), 4)))
+
+        result, stream = beside_stream(engine, prompt_of(40), 20, beside)
+    assert len(stream.tokens) == 20 and result.tokens == alone
+    assert len(lines) == 1 and "Room could not be made" in lines[0], lines
+
+
 def test_a_stream_gets_its_steps_while_what_is_kept_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache full of states, a stream, and a row that needs most of the memory: between two steps a few states leave,
     and the row begins when all of it fits; it writes what it would alone."""
@@ -217,3 +237,31 @@ def test_what_a_row_waited_for_does_not_make_way_for_it(monkeypatch: pytest.Monk
         result, _stream = beside_stream(engine, prompt_of(40, 98), 5, both)
         engine._ask(lambda scheduler: scheduler.cache.check_integrity())
     assert cached(result) >= len(shared) - 1
+
+
+def test_a_row_does_not_wait_for_the_room_of_one_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short one and one that needs much of the memory come in the same moment: the short one begins first."""
+    short, long = prompt_of(60, 97), prompt_of(2000, 99)
+    with running_engine() as engine:
+        sizes = engine.wait_until_ready().sizes
+        most_bytes = int(sizes.peak(8000) + sizes.copied(sizes.peak(8000)))
+        num_entries = int(most_bytes / sizes.kept(0, 200))
+    monkeypatch.setattr(kv_room, "PIECES", 1)
+    monkeypatch.setattr(kv_room, "SLICE_SECONDS", 0)
+    begun: list[tuple[int, int]] = []
+    enter = PrefixCache.enter
+    with running_engine(cache=replace(CACHE, max_bytes=most_bytes), max_batch_bytes=most_bytes) as engine:
+        for seed in range(num_entries):
+            generate(engine, turn(prompt_of(200, 1000 + seed), 1))
+
+        def entering(cache: PrefixCache, row: Row, **asked: Any) -> Any:
+            assert engine._scheduler is not None
+            begun.append((len(row.request.prompt), len(engine._scheduler._arrivals.without_room())))
+            return enter(cache, row, **asked)
+
+        def both() -> list[Result]:
+            return generate(engine, turn(short, 8), turn(long, 1))
+
+        monkeypatch.setattr(PrefixCache, "enter", entering)
+        beside_stream(engine, prompt_of(40, 98), 5, both)
+    assert begun[1:] == [(60, 1), (2000, 0)]
