@@ -305,6 +305,7 @@ class PrefixCache:
         removal = forget_on_disk(is_forgotten)
         self.warmed.forget_owners(is_forgotten)
         self.make_room()
+        self.kv_room.let_rest_leave(to_its_end=True)  # names of owners are kept until all has been looked at
         mx.clear_cache()
         return ForgottenKv(num_tokens, num_ram_bytes, removal.num_bytes, removal.is_done)
 

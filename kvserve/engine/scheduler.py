@@ -136,7 +136,7 @@ class Scheduler:
         """Let leave what has outlived its time, also when nobody asks for anything."""
         self._account()
         self.cache.make_room()
-        self.cache.kv_room.let_rest_leave(is_idle=True)
+        self.cache.kv_room.let_rest_leave(to_its_end=True)
         self.cache.kv_room.memory.look()
         self.warmer.look()
 
