@@ -90,7 +90,8 @@ class Sweep:
         self._keep_alive(owners_seen_at)
         if now >= self._check_at or now > self._due_at:
             self._check_at, self._due_at = now + self._limits.check_seconds, math.inf
-            self._unlooked = deque((leaf, None) for leaf in self._free_leaves())
+            begun = [each for each in self._unlooked if each[1] is not None]  # what is left of an entry of a lifetime
+            self._unlooked = deque((*begun, *((leaf, None) for leaf in self._free_leaves())))
             self._is_interval_look, self._is_number_known = True, False
         elif self._store.trie.changed:
             self._look_at_changed()
@@ -262,7 +263,7 @@ class Sweep:
                 self._rejoin(parent, was_guess=was_guess)
         if end is None or parent is None or parent.parent is None or parent.kind == "system":
             return
-        if not (parent.children or parent.leases):
+        if not (parent.children or parent.leases or parent.sequence_end):  # another one may have ended there since
             self._store.trie.entries.set(parent, end)
 
     def _is_dead(self, node: Node) -> bool:

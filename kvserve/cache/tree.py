@@ -173,6 +173,15 @@ class PrefixTree:
             self._owners_seen_at[owner] = now
         return lease
 
+    def follow(self, lease: Lease, tokens: TokenSequence) -> None:
+        """Stand on what others have added since of the prompt that the lease was looked up by; no use of it yet."""
+        if lease.is_detached:
+            return
+        usable = self._usable(self._find(lease.prompt), tokens)[0]
+        if usable.depth > lease.num_tokens:
+            self._trie.move(lease, usable)
+            lease.chain = lease.prompt.chain.truncated(usable.depth)
+
     def extend(
         self,
         lease: Lease,

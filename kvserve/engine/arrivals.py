@@ -1,6 +1,6 @@
 """Admitted rows that have not begun: each waits for what another row, or the disk, is about to have for it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import Awaiting
@@ -10,6 +10,8 @@ from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefill_pool import PrefillPool
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Row
+
+NO_ROOM = "Room could not be made in the prefix cache"
 
 
 @dataclass(slots=True, eq=False)
@@ -52,25 +54,36 @@ class Arrivals:
         """Take a row in, and hold what it will start from."""
         self._arrivals.append(_Arrival(row, self._cache.hold(row), has_room))
 
-    def make_way(self, answer_bytes: Callable[[Row], float], *, is_beside_streams: bool) -> bool:
-        """Have what is kept make room for rows, one after the other, with so many bytes more than are counted with
-        them, or go on with what nobody waits for. Beside streams for a slice of time. Whether one more has room."""
-        room, is_one_more = self._cache.kv_room, False
+    def make_way(self, missing_bytes: Callable[[Row, Sequence[Row]], float], *, is_beside_streams: bool) -> bool:
+        """Have what is kept make room for rows, one after the other, so many bytes for one before those behind it, or
+        go on with what nobody waits for. Beside streams for a slice of time. Whether one more has room."""
+        is_one_more = False
         waiting = [arrival for arrival in self._arrivals if not arrival.has_room]
         if not waiting:
             self._let_rest_leave()
-        for arrival in waiting:
-            while not room.make_some(answer_bytes(arrival.row)):
+        for arrival in self._arrivals if waiting else ():  # or what a row waited for makes way for it
+            self._cache.hold_more(arrival.hold)
+        for place, arrival in enumerate(waiting, 1):
+            num_bytes = missing_bytes(arrival.row, [each.row for each in waiting[place:]])
+            while not self._make_some(num_bytes):
                 if is_beside_streams:
                     return is_one_more
             arrival.has_room = is_one_more = True
         return is_one_more
 
+    def _make_some(self, num_bytes: float) -> bool:
+        """Whether a row may begin. Where what is kept cannot be cut to size it does with the room that there is."""
+        try:
+            return self._cache.kv_room.make_some(num_bytes)
+        except Exception as error:  # noqa: BLE001 - it stays as it is; what a row cannot allocate then fails alone
+            self._report(f"{NO_ROOM}: {type(error).__name__}: {error}")
+            return True
+
     def _let_rest_leave(self) -> None:
         try:
             self._cache.kv_room.let_rest_leave()
         except Exception as error:  # noqa: BLE001 - what could not be cut to size stays as it is; no row needs the room
-            self._report(f"Room could not be made in the prefix cache: {type(error).__name__}: {error}")
+            self._report(f"{NO_ROOM}: {type(error).__name__}: {error}")
 
     def remove(self, row: Row) -> None:
         """The row has begun, or left; nothing is held for it any more. Nothing where it is not here."""

@@ -42,6 +42,11 @@ class Entrance:
         """Bytes that a row needs beyond what its prompt holds."""
         return self._budget.answer_bytes(len(row.request.prompt), self._reserved(row))
 
+    def missing_bytes(self, row: Row, behind: Sequence[Row]) -> float:
+        """How much must be free before a row begins beside all that is counted: room for its answer. What is counted
+        of rows that wait `behind` it is not missing yet."""
+        return self.answer_bytes(row) - self._budget.at_peak(self.arriving_bytes(behind))
+
     def arriving_bytes(self, rows: Sequence[Row]) -> float:
         """What rows hold, or will hold, that have not begun: their whole prompts."""
         return sum(max(0, self._budget.sizes.peak(row.num_tokens) - row.moved_bytes) for row in rows)

@@ -78,10 +78,10 @@ class KvRoom:
             pass
         return is_made
 
-    def let_rest_leave(self, *, is_idle: bool = False) -> None:
-        """Go on with what nobody waits for, for a slice of time or, `is_idle`, to its end."""
+    def let_rest_leave(self, *, to_its_end: bool = False) -> None:
+        """Go on with what nobody waits for, for a slice of time or to its end."""
         until = self._clock() + SLICE_SECONDS
-        while self.has_more and (is_idle or self._clock() < until):
+        while self.has_more and (to_its_end or self._clock() < until):
             self._evict(-self._awaited_bytes)
 
     def _evict(self, num_needed_bytes: float) -> bool:

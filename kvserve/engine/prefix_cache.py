@@ -176,6 +176,11 @@ class PrefixCache:
         match = self._tree.lookup(tokens, partition=partition)
         return Hold(tokens, self._tree.acquire(match, user=user, is_guess=is_guess), is_settled=True)
 
+    def hold_more(self, hold: Hold) -> None:
+        """What others have added of a row's prompt since is held for it too."""
+        if hold.is_settled:  # what comes from the disk is put where the lease stands
+            self._tree.follow(hold.lease, hold.tokens)
+
     def is_restoring(self, hold: Hold) -> bool:
         """Take in what the disk has given for a row so far; True while more is to come."""
         return self._disk is not None and self._disk.advance(hold)
@@ -302,6 +307,7 @@ class PrefixCache:
         removal = forget_on_disk(is_forgotten)
         self.warmed.forget_owners(is_forgotten)
         self.make_room()
+        self.kv_room.let_rest_leave(to_its_end=True)  # names of owners are kept until all has been looked at
         mx.clear_cache()
         return ForgottenKv(num_tokens, num_ram_bytes, removal.num_bytes, removal.is_done)
 

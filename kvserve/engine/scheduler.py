@@ -139,7 +139,7 @@ class Scheduler:
         """Let leave what has outlived its time, also when nobody asks for anything."""
         self._account()
         self.cache.make_room()
-        self.cache.kv_room.let_rest_leave(is_idle=True)
+        self.cache.kv_room.let_rest_leave(to_its_end=True)
         self.cache.kv_room.memory.look()
         self.warmer.look()
 
@@ -236,7 +236,7 @@ class Scheduler:
         """Begin the rows that nothing keeps waiting, where what is kept has made room for them; returns whether there
         were any."""
         num_begun = 0
-        if self._arrivals.make_way(self._entrance.answer_bytes, is_beside_streams=bool(self._pool.num_rows)):
+        if self._arrivals.make_way(self._entrance.missing_bytes, is_beside_streams=bool(self._pool.num_rows)):
             self._account()
         for row in self._arrivals.take_ready(self._prefills, self._tenancies.keep):
             self._begin(row)

@@ -125,6 +125,40 @@ def test_what_comes_back_into_use_between_two_pieces_stays() -> None:
     assert tree.stats().num_stored_tokens == found
 
 
+def test_a_lifetime_that_is_over_is_over_for_all_of_an_entry() -> None:
+    """Also where all are looked at anew before the last of it has left."""
+    clock = Clock()
+    tree, ids = make_tree(LIMITS, needs_checkpoints=True, clock=clock), tuple(range(4 * NUM_STOPS))
+    store(tree, TokenSequence((*ids, 10**6)), range(4, len(ids) + 1, 4), ttl_seconds=60.0)
+    tree.evict()
+    clock.now += 61
+    assert not tree.evict(0, MAX_PIECES).is_over and tree.num_ram_bytes > 0
+    clock.now += 2 * LIMITS.check_seconds
+    for _ in pieces(tree):
+        pass
+    assert tree.num_ram_bytes == 0
+
+
+def test_what_ended_between_two_pieces_is_its_own_entry() -> None:
+    """Of an entry over its number the rows that serve nobody leave; meanwhile another row comes as far and ends
+    there."""
+    clock, ids = Clock(), tuple(range(4 * NUM_STOPS))
+    tree = make_tree(replace(LIMITS, max_entries_per_owner=1), needs_checkpoints=True, clock=clock)
+    store(tree, TokenSequence((*ids, 10**6)), range(4, len(ids) + 1, 4), owner="one")
+    for node in tree.sequences()[0][:-1]:
+        tree._store.drop_checkpoint(node)
+    clock.now += 1
+    store(tree, TokenSequence((*range(5000, 5040), 10**6)), range(4, 41, 4), owner="one")
+    clock.now += 1
+    first = tree.evict(LIMITS.max_bytes - tree.num_ram_bytes + 1, 2 * MAX_PIECES)
+    (last,) = (path[-1] for path in tree.sequences() if path[0].tokens.ids[0] == 0)
+    assert not first.is_over and 4 < last.end < len(ids)
+    store(tree, TokenSequence((*ids[: last.end], 10**6)), (last.end,), owner="another")
+    for _ in pieces(tree):
+        pass
+    assert last.sequence_end is not None and last.sequence_end.owner == "another"
+
+
 @pytest.mark.parametrize("num_bytes", [0, LIMITS.max_bytes])
 def test_a_tree_that_was_filled_at_once_is_ranked_in_pieces(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     """Whether bytes are short or not; what leaves then is what would leave after all were ranked."""

@@ -267,3 +267,22 @@ def test_what_was_computed_ahead_for_it_goes(engine: Engine) -> None:
     assert [found_in_ram(engine, prompt_of(150, seed)[20:100]) for seed in (6, 7, 8)] == [False, True, False]
     result = theirs.wait(WAIT_SECONDS)
     assert result is not None and result.state == "done"
+
+
+def test_to_forget_waits_for_no_later_slice() -> None:
+    """Whose names are kept is known by what is kept of theirs: what is too old leaves first, however much it is."""
+    with running_engine("qwen3_5") as engine:
+        for seed in range(6):
+            generate(engine, asked(ONE if seed == 0 else OTHER, prompt_of(400, seed), 1))
+
+        def forget(scheduler: Scheduler) -> tuple[list[str], int, bool]:
+            tree = scheduler.cache._tree
+            tree._sweep._limits = replace(tree._sweep._limits, ttl_seconds=1.0)
+            clock = tree._clock
+            tree._clock = lambda: clock() + 10
+            assert any(name.startswith(ONE) for name in tree._owners_seen_at)
+            scheduler.forget(is_one)
+            return list(tree._owners_seen_at), tree.num_ram_bytes, scheduler.cache.kv_room.has_more
+
+        with without_idle_work(engine):
+            assert engine._ask(forget) == ([], 0, False)

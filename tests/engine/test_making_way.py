@@ -12,15 +12,27 @@ from kvserve.cache.records import Eviction
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
 from kvserve.engine import kv_room
+from kvserve.engine.cache_records import Tenancy
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.kv_room import KvRoom
 from kvserve.engine.memory import fixed_memory
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.row_bytes import RowBytes
-from kvserve.engine.rows import Row
+from kvserve.engine.rows import Generation, Row
 from kvserve.engine.scheduler import Scheduler
 from tests.cache.payloads import ROOMY, ROW_BYTES, make_tree, store
-from tests.engine.engines import CACHE, beside_stream, cached, cold, collect, generate, prompt_of, running_engine, turn
+from tests.engine.engines import (
+    CACHE,
+    Result,
+    beside_stream,
+    cached,
+    cold,
+    collect,
+    generate,
+    prompt_of,
+    running_engine,
+    turn,
+)
 
 MAX_BYTES = 40_000
 NUM_ROWS, ROW_TOKENS = 200, 50
@@ -114,6 +126,26 @@ def test_what_cannot_leave_costs_no_stream(monkeypatch: pytest.MonkeyPatch) -> N
     assert [line for line in lines if "Room could not be made" in line] == lines and len(lines) == 1, lines
 
 
+def test_a_row_for_which_nothing_can_be_cut_to_size_costs_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins with the room that there is: what it then cannot allocate is its own trouble."""
+    make_some, lines = KvRoom.make_some, list[str]()
+
+    def failing(room: KvRoom, num_needed_bytes: float = 0) -> bool:
+        monkeypatch.setattr(KvRoom, "make_some", make_some)
+        raise RuntimeError("[malloc] Unable to allocate 64 bytes.")
+
+    with running_engine(report=lines.append) as engine:
+        alone = cold(engine, prompt_of(100, 5), 4)
+
+        def beside() -> Result:
+            monkeypatch.setattr(KvRoom, "make_some", failing)
+            return collect(engine.submit(turn(prompt_of(100, 5), 4)))
+
+        result, stream = beside_stream(engine, prompt_of(40), 20, beside)
+    assert len(stream.tokens) == 20 and result.tokens == alone
+    assert len(lines) == 1 and "Room could not be made" in lines[0], lines
+
+
 def test_a_stream_gets_its_steps_while_what_is_kept_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache full of states, a stream, and a row that needs most of the memory: between two steps a few states leave,
     and the row begins when all of it fits; it writes what it would alone."""
@@ -160,3 +192,76 @@ def test_a_stream_gets_its_steps_while_what_is_kept_makes_way(monkeypatch: pytes
     assert sum(left) >= 20, "little had to leave"
     assert max(left) <= 2 * (kv_room.PIECES + 1), left
     assert len(begun) == 1 and begun[0][0] <= begun[0][1], begun
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_what_a_row_waited_for_does_not_make_way_for_it(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """While room is made for a row, another one computes the beginning that both have, and ends. Though all else that
+    is kept is to stay for longer, it is there when the room is."""
+    shared = prompt_of(240, 99)
+    first, second = [*shared, *prompt_of(8, 1)], [*shared, *prompt_of(800, 2)]
+    with running_engine(family) as engine:
+        sizes = engine.wait_until_ready().sizes
+        most_bytes = int(sizes.peak(8000) + sizes.copied(sizes.peak(8000)))
+        num_entries = int(most_bytes / sizes.kept(0, 400))
+    monkeypatch.setattr(kv_room, "PIECES", 1)
+    monkeypatch.setattr(kv_room, "SLICE_SECONDS", 0)
+    bounds: Any = {"cache": replace(CACHE, max_bytes=most_bytes), "max_batch_bytes": most_bytes}
+    with running_engine(family, prefill_step_size=64, **bounds) as engine:
+        for seed in range(num_entries):
+            generate(engine, replace(turn(prompt_of(400, 1000 + seed), 1), ttl_seconds=3000.0))
+        others, is_over = list[Generation](), list[bool]()
+        enter, leave, make_some = PrefixCache.enter, PrefixCache.leave, KvRoom.make_some
+
+        def entering(cache: PrefixCache, row: Row, **asked: Any) -> Any:
+            if len(row.request.prompt) == len(first):
+                others.append(engine.submit(turn(second, 4)))
+            return enter(cache, row, **asked)
+
+        def leaving(cache: PrefixCache, tenancy: Tenancy) -> None:
+            leave(cache, tenancy)
+            is_over.extend([True] * (len(tenancy.row.request.prompt) == len(first)))
+
+        def making(room: KvRoom, num_needed_bytes: float = 0) -> bool:
+            is_slow = bool(others) and not is_over
+            return not is_slow and make_some(room, num_needed_bytes)
+
+        monkeypatch.setattr(PrefixCache, "enter", entering)
+        monkeypatch.setattr(PrefixCache, "leave", leaving)
+        monkeypatch.setattr(KvRoom, "make_some", making)
+
+        def both() -> Result:
+            collect(engine.submit(turn(first, 1)))
+            return collect(others[0])
+
+        result, _stream = beside_stream(engine, prompt_of(40, 98), 5, both)
+        engine._ask(lambda scheduler: scheduler.cache.check_integrity())
+    assert cached(result) >= len(shared) - 1
+
+
+def test_a_row_does_not_wait_for_the_room_of_one_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short one and one that needs much of the memory come in the same moment: the short one begins first."""
+    short, long = prompt_of(60, 97), prompt_of(2000, 99)
+    with running_engine() as engine:
+        sizes = engine.wait_until_ready().sizes
+        most_bytes = int(sizes.peak(8000) + sizes.copied(sizes.peak(8000)))
+        num_entries = int(most_bytes / sizes.kept(0, 200))
+    monkeypatch.setattr(kv_room, "PIECES", 1)
+    monkeypatch.setattr(kv_room, "SLICE_SECONDS", 0)
+    begun: list[tuple[int, int]] = []
+    enter = PrefixCache.enter
+    with running_engine(cache=replace(CACHE, max_bytes=most_bytes), max_batch_bytes=most_bytes) as engine:
+        for seed in range(num_entries):
+            generate(engine, turn(prompt_of(200, 1000 + seed), 1))
+
+        def entering(cache: PrefixCache, row: Row, **asked: Any) -> Any:
+            assert engine._scheduler is not None
+            begun.append((len(row.request.prompt), len(engine._scheduler._arrivals.without_room())))
+            return enter(cache, row, **asked)
+
+        def both() -> list[Result]:
+            return generate(engine, turn(short, 8), turn(long, 1))
+
+        monkeypatch.setattr(PrefixCache, "enter", entering)
+        beside_stream(engine, prompt_of(40, 98), 5, both)
+    assert begun[1:] == [(60, 1), (2000, 0)]
