@@ -223,8 +223,10 @@ class Row:
 
     def report_progress(self, num_done_tokens: int) -> None:
         num_prompt_tokens = len(self.request.prompt)
-        reused = self.num_cached_tokens, self.reuse
-        self.generation.put(PrefillProgress(num_done_tokens, num_prompt_tokens, *reused, self.first_token_seconds))
+        seconds = self.first_token_seconds if num_done_tokens < self.num_tokens - 1 else None  # it is there at once
+        self.generation.put(
+            PrefillProgress(num_done_tokens, num_prompt_tokens, self.num_cached_tokens, self.reuse, seconds)
+        )
 
     def deliver(self, token: int) -> None:
         """Pass a generated token on to the client."""
