@@ -12,7 +12,7 @@ import pytest
 from kvserve.cache import disk_store, disk_tier
 from kvserve.cache.disk_store import LOCK_NAME
 from tests.cache.disks import Disk
-from tests.cache.test_disk_neighbours import LONG
+from tests.cache.test_disk_neighbours import LONG, look
 
 LONGER = [*LONG, 1, 2, 3]
 
@@ -26,6 +26,25 @@ def held(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_leaves_its_place_after_what_it_stands_on(tmp_path: Path) -> None:
+    """A file is gone, the state's own a little later: the tokens are there from another piece."""
+    with Disk(tmp_path) as one, Disk(tmp_path) as other:
+        one.say(LONG[:20])
+        other.say(LONG)
+        [piece] = [step.segment.name for step in other.found(LONG).steps]
+        other.say(LONG, states=(10,))
+        [state] = [step.checkpoint.name for step in other.found(LONG).steps if step.checkpoint is not None]
+        look(one)
+        assert one.recall(LONG) == (LONG, [10])
+        for name, states in ((piece, [10]), (state, [])):
+            next(path for path in one.files() if path.stem == name).unlink()
+            look(one)
+            assert one.recall(LONG[:20]) == (LONG[:20], states)
 
 
 # --- locks ------------------------------------------------------------------------------------------------------------
