@@ -28,13 +28,7 @@ AUTO_SHARE_OF_FREE = 0.2
 class Ledger:
     """The books of a folder of blobs, as the server of one model keeps them."""
 
-    def __init__(
-        self,
-        store: BlobStore,
-        index: DiskIndex,
-        limits: DiskLimits,
-        faults: Faults,
-    ) -> None:
+    def __init__(self, store: BlobStore, index: DiskIndex, limits: DiskLimits, faults: Faults) -> None:
         self._store = store
         self._index = index
         self._limits = limits
@@ -288,7 +282,7 @@ class Ledger:
 
     def _leave(self, victim: Victim) -> None:
         """A blob leaves with all that stand on it, if nobody has used it since it was named. Rows first: a crash in
-        between leaves files, which are found."""
+        between leaves files, which are found; of these what stands on others first: it leaves no file without them."""
         try:
             with self._store.locked():
                 if self.books.ask(lambda catalog: catalog.used_at(victim)) == victim.used_at:
@@ -299,7 +293,7 @@ class Ledger:
     def _leave_now(self, victim: Victim) -> None:
         gone = self.books.ask(lambda catalog: catalog.with_descendants(victim)) or [victim]
         self.books.do(lambda catalog: catalog.drop([(each.model, each.name) for each in gone]))
-        for each in gone:
+        for each in reversed(gone):
             if each.model == self._index.model:
                 self._index.forget_written(each.name)
             if self._delete(each.model, each.name):

@@ -1,8 +1,10 @@
 """What a server finds, or leaves behind, in a folder that others write in: places, locks, words of who is forgotten."""
 
+import contextlib
 import errno
 import fcntl
 import os
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +12,18 @@ from pathlib import Path
 import pytest
 
 from kvserve.cache import disk_store, disk_tier
-from kvserve.cache.disk_store import LOCK_NAME
-from tests.cache.disks import Disk
-from tests.cache.test_disk_neighbours import LONG, look
+from kvserve.cache.disk_blob import BlobName
+from kvserve.cache.disk_store import LOCK_NAME, FolderStore
+from tests.cache.disks import WAIT_SECONDS, Disk
+from tests.cache.test_disk_neighbours import LONG, before, look
 
-LONGER = [*LONG, 1, 2, 3]
+LONGER, LONGEST = [*LONG, 1, 2, 3], [*LONG, 1, 2, 3, 4, 5]
+
+
+def make_old(folder: Path, condition: str) -> None:
+    """Nobody has used these blobs for very long, as far as the books know."""
+    with contextlib.closing(sqlite3.connect(folder / "index.sqlite")) as db, db:
+        assert db.execute(f"UPDATE blobs SET used_at = 1.0 WHERE {condition}").rowcount
 
 
 @contextmanager
@@ -31,6 +40,18 @@ def held(folder: Path) -> Iterator[None]:
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_state_leaves_with_the_neighbours_piece_that_it_stands_on(tmp_path: Path) -> None:
+    """The piece serves nobody here, as its tokens are known from another one; the state stands on it all the same."""
+    with Disk(tmp_path) as one, Disk(tmp_path) as other:
+        one.say(LONG, states=(40,))
+        other.say(LONG[:20], states=(20,))
+        look(one)
+        assert one.recall(LONG) == (LONG, [20, 40])
+        make_old(tmp_path, "start = 0 AND length(tokens) = 80")
+        look(one)
+        assert one.recall(LONG) == (LONG, [40]) and one.faults == {}
+
+
 def test_a_state_leaves_its_place_after_what_it_stands_on(tmp_path: Path) -> None:
     """A file is gone, the state's own a little later: the tokens are there from another piece."""
     with Disk(tmp_path) as one, Disk(tmp_path) as other:
@@ -45,6 +66,50 @@ def test_a_state_leaves_its_place_after_what_it_stands_on(tmp_path: Path) -> Non
             next(path for path in one.files() if path.stem == name).unlink()
             look(one)
             assert one.recall(LONG[:20]) == (LONG[:20], states)
+
+
+def test_who_dies_while_blobs_leave_leaves_none_without_what_it_stands_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a neighbour goes on writing on what no start finds a place for."""
+    real, gone = FolderStore.delete, list[BlobName]()
+    with Disk(tmp_path) as other:
+        other.say(LONG)
+        other.say(LONGER)
+        with Disk(tmp_path) as dying:
+            look(dying)
+            make_old(tmp_path, "start = 0")
+
+            def delete(store: FolderStore, model: str, name: BlobName) -> bool:
+                gone.append(name)
+                return len(gone) == 1 and real(store, model, name)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(FolderStore, "delete", delete)
+                look(dying)
+            assert len(gone) == 2
+        other.say(LONGEST)
+        num_written = other.found(LONGEST).written().depth
+    with Disk(tmp_path) as third:
+        assert len(third.recall(LONGEST)[0]) >= num_written
+
+
+def test_what_is_forgotten_while_it_is_written_stays_where_a_neighbour_stands_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it were taken back a moment later."""
+    with Disk(tmp_path) as one, Disk(tmp_path) as other:
+        look(one)
+        other.say(LONG)
+        other.say(LONGER)
+        with before(
+            monkeypatch, one, "write", lambda: one.tier.discard(one.tier.index.exclusive(*one.named(LONG))), after=True
+        ):
+            one.say(LONG)
+        assert one.tier.flush(WAIT_SECONDS)
+        assert other.recall(LONGER)[0] == LONGER
+    with Disk(tmp_path) as third:
+        assert third.recall(LONGER)[0] == LONGER
 
 
 # --- locks ------------------------------------------------------------------------------------------------------------
