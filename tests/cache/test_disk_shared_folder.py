@@ -5,7 +5,7 @@ import errno
 import fcntl
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +24,17 @@ def make_old(folder: Path, condition: str) -> None:
     """Nobody has used these blobs for very long, as far as the books know."""
     with contextlib.closing(sqlite3.connect(folder / "index.sqlite")) as db, db:
         assert db.execute(f"UPDATE blobs SET used_at = 1.0 WHERE {condition}").rowcount
+
+
+def use(disk: Disk, ids: Sequence[int], user: str) -> None:
+    """Somebody has used all of it, and that is put down."""
+    disk.tier.index.use(*disk.named(ids), {user: len(ids)})
+    assert disk.tier.flush(WAIT_SECONDS)
+
+
+def forget(disk: Disk, user: str) -> None:
+    """This server is told that somebody is to be forgotten, and says that it is done."""
+    assert disk.tier.forget(user.__eq__, WAIT_SECONDS).is_done
 
 
 @contextmanager
@@ -157,3 +168,47 @@ def test_where_a_lock_must_fit_how_a_file_was_opened_all_is_written(
         (disk.files()[0].parent / "dead.part").write_bytes(b"half")
         disk.store.sweep()
         assert not list(tmp_path.rglob("*.part"))
+
+
+# --- who is forgotten -------------------------------------------------------------------------------------------------
+
+
+def test_who_is_forgotten_leaves_no_second_state_of_a_neighbour(tmp_path: Path) -> None:
+    """Both servers have the same place of a conversation: the state of one finds no place in the other's index."""
+    with Disk(tmp_path) as one, Disk(tmp_path) as other:
+        one.say(LONG, states=(40,))
+        use(one, LONG, "gone")
+        other.say(LONG[:20])
+        other.say(LONG, states=(40,))
+        use(other, LONG, "gone")
+        forget(one, "gone")
+        assert one.files() == []
+
+
+def test_a_second_state_that_somebody_else_used_stays(tmp_path: Path) -> None:
+    """The books say who used it."""
+    with Disk(tmp_path) as one, Disk(tmp_path) as other:
+        one.say(LONG, states=(40,))
+        use(one, LONG, "gone")
+        other.say(LONG[:20])
+        other.say(LONG, states=(40,))
+        use(other, LONG, "gone")
+        for each in (one, other):
+            use(each, LONG, "stays")
+        forget(one, "gone")
+        assert other.recall(LONG) == (LONG, [40])
+
+
+def test_who_is_forgotten_leaves_nothing_that_lost_what_it_stood_on(tmp_path: Path) -> None:
+    """It is of no use, and has their words all the same."""
+    with Disk(tmp_path) as disk:
+        disk.say(LONG)
+        [first] = disk.files()
+        disk.say(LONGER)
+        use(disk, LONGER, "gone")
+        first.unlink()
+        look(disk)
+        forget(disk, "gone")
+        assert disk.files() == []
+        with contextlib.closing(sqlite3.connect(tmp_path / "index.sqlite")) as db:
+            assert db.execute("SELECT name FROM blobs UNION SELECT user FROM users").fetchall() == []
