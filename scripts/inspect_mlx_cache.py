@@ -86,7 +86,7 @@ def verify(root: Path) -> int:
         for blob in found:
             if isinstance(blob, str):
                 expectations.expect(False, blob)
-            elif blob.parent and blob.parent not in sound:
+            elif blob.stands_on and blob.stands_on not in sound:
                 expectations.expect(False, f"{blob.path}: what it stands on is gone")
         expectations.expect(len(sound) == len(found), f"{folder.name}: {len(sound)} of {len(found)} blobs are whole")
     return expectations.exit_code
@@ -104,7 +104,7 @@ def export(options: argparse.Namespace) -> int:
     while name:
         blob, tensors = _read(options.blob.parent / f"{name}.safetensors")
         segments.insert(0, (blob, tensors, end))
-        end, name = blob.start, blob.parent
+        end, name = blob.start, blob.stands_on
     ids = [token for blob, _, stop in segments for token in array("I", blob.ids)[: stop - blob.start]]
     if any(json.loads(blob.images) for blob, _, _ in segments):
         raise ProbeError("there are images in it, which a file of mlx-lm cannot name")

@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import sqlite3
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -252,10 +253,15 @@ class Catalog:
         return row[0] if is_rate else None
 
     def clock(self) -> Tick | None:
-        """The moment that was put down last."""
+        """The moment that was put down last. Where none was, as by servers of before, the last use of any blob: how
+        long ago that is nobody knows but the machine's clock."""
         row = self._db.execute("SELECT age, wall, boot FROM clock").fetchone()
         is_tick = row is not None and all(isinstance(each, float) and 0 <= each < math.inf for each in row)
-        return Tick(*row) if is_tick else None
+        if is_tick:
+            return Tick(*row)
+        (newest,) = self._db.execute("SELECT max(used_at) FROM blobs").fetchone()
+        is_past = isinstance(newest, float) and 0 <= newest <= time.time()
+        return Tick(newest, newest, math.inf) if is_past else None
 
     def _victims(self, condition: str, values: Sequence[object]) -> list[Victim]:
         rows = self._db.execute(f"SELECT model, name, num_bytes, used_at FROM blobs {condition}", values).fetchall()

@@ -11,8 +11,8 @@ from kvserve.cache.records import RecordId
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A blob that is on disk, or will be. `users`: who used its tokens, and up to which offset. Changed by the index
-    only."""
+    """A blob that is on disk, or will be. `users`: who used its tokens, and up to which offset; `state_end`: where the
+    last state before its tokens was when it was made known. Changed by the index only."""
 
     record_id: RecordId
     head: BlobHead
@@ -20,6 +20,7 @@ class Entry:
     is_written: bool = False
     is_forgotten: bool = False
     users: dict[str, int] = field(default_factory=dict)
+    state_end: int = 0
 
     @property
     def name(self) -> BlobName:

@@ -142,8 +142,8 @@ class DiskHand:
         if not self.ledger.wrote(write.entry.head, num_bytes, above):
             return "failed"
         self._faults.is_over("full", "The disk has room again: KV is written.")
-        if not self._index.confirm(write.entry, num_bytes):
-            self.ledger.discard(write.entry)
+        if not self._index.confirm(write.entry, num_bytes) and not self._index.is_known(write.entry.name):
+            self.ledger.take_back(write.entry.name)
         return "written"
 
     def has_room(self) -> bool:

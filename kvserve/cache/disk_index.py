@@ -16,7 +16,7 @@ from kvserve.cache.disk_aliases import Aliases
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
 from kvserve.cache.disk_entries import DiskUses, Entry, Found, Step, Unused
 from kvserve.cache.disk_names import hashes_at
-from kvserve.cache.disk_paths import serving_only, tokens_behind_state
+from kvserve.cache.disk_paths import last_state, serving_only, tops
 from kvserve.cache.disk_rescue import Endangered, endangered
 from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position, note_use
@@ -61,7 +61,7 @@ class DiskIndex:
         """How many tokens before `end` the last state is known, if not more; the last of them are in one of `rows`."""
         with self._lock:
             position = self._inside(rows, end)
-            return tokens_behind_state(position) if position is not None else end
+            return end - last_state(position, end, self._entry_of) if position is not None else end
 
     def stood_on(self, rows: Sequence[Copy], end: int) -> list[BlobName]:
         """What a row stands on that starts from `end` tokens, the last of which are in one of `rows`: all rows, the
@@ -185,6 +185,7 @@ class DiskIndex:
         """The tokens of a segment from its place on are new."""
         self._split_at(position)
         entry = self._new_entry(head)
+        entry.state_end = last_state(position, position.depth + 1, self._entry_of)
         tokens = head.tokens.part(position.depth, head.tokens.end)
         self._trie.attach(position.node, Segment(entry.record_id, tokens, 0), hashes)
         return entry
@@ -231,13 +232,14 @@ class DiskIndex:
     def ancestors(self, entry: Entry) -> set[BlobName]:
         """The segments that a blob stands on."""
         with self._lock:
-            found, head = set[BlobName](), self._known(entry.head.parent)
+            found, head = set[BlobName](), self.head_of(entry.head.parent)
             while head is not None:
                 found.add(head.name)
-                head = self._known(head.parent)
+                head = self.head_of(head.parent)
             return found
 
-    def _known(self, name: str) -> BlobHead | None:
+    def head_of(self, name: str) -> BlobHead | None:
+        """What is known of a blob that has a place here."""
         entry = self._by_name.get(BlobName(name))
         return entry.head if entry is not None else self._aliases.head(name)
 
@@ -308,8 +310,7 @@ class DiskIndex:
                 return []
             if entry.head.kind == "checkpoint":
                 return self._forget_checkpoint(entry)
-            tops = [node for node in self._trie.holders[entry.record_id] if not self._is_held_by(node.parent, entry)]
-            gone = [gone for top in tops for gone in self._forget_subtree(top)]
+            gone = [gone for top in tops(self._trie.holders[entry.record_id]) for gone in self._forget_subtree(top)]
             self._trie.prune()
             return gone
 
@@ -339,13 +340,12 @@ class DiskIndex:
             self._doomed.discard(name)
             return is_doomed
 
-    def _is_held_by(self, node: Node | None, entry: Entry) -> bool:
-        return node is not None and node.segment is not None and node.segment.record_id == entry.record_id
-
     def _forget_checkpoint(self, entry: Entry) -> list[BlobName]:
         place = self._place(entry.head)
-        if place is not None:
-            place.node.checkpoint = None
+        # Without a place, what it stood on has left before it: it is looked for.
+        for node in [place.node] if place is not None else self._trie.nodes():
+            if node.checkpoint is not None and node.checkpoint.record_id == entry.record_id:
+                node.checkpoint = None
         self._drop(entry)
         return [entry.name]
 

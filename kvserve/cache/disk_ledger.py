@@ -28,13 +28,7 @@ AUTO_SHARE_OF_FREE = 0.2
 class Ledger:
     """The books of a folder of blobs, as the server of one model keeps them."""
 
-    def __init__(
-        self,
-        store: BlobStore,
-        index: DiskIndex,
-        limits: DiskLimits,
-        faults: Faults,
-    ) -> None:
+    def __init__(self, store: BlobStore, index: DiskIndex, limits: DiskLimits, faults: Faults) -> None:
         self._store = store
         self._index = index
         self._limits = limits
@@ -288,7 +282,7 @@ class Ledger:
 
     def _leave(self, victim: Victim) -> None:
         """A blob leaves with all that stand on it, if nobody has used it since it was named. Rows first: a crash in
-        between leaves files, which are found."""
+        between leaves files, which are found; of these what stands on others first: it leaves no file without them."""
         try:
             with self._store.locked():
                 if self.books.ask(lambda catalog: catalog.used_at(victim)) == victim.used_at:
@@ -299,7 +293,7 @@ class Ledger:
     def _leave_now(self, victim: Victim) -> None:
         gone = self.books.ask(lambda catalog: catalog.with_descendants(victim)) or [victim]
         self.books.do(lambda catalog: catalog.drop([(each.model, each.name) for each in gone]))
-        for each in gone:
+        for each in reversed(gone):
             if each.model == self._index.model:
                 self._index.forget_written(each.name)
             if self._delete(each.model, each.name):
@@ -333,13 +327,14 @@ class Ledger:
     def forget(self, is_forgotten: IsForgotten) -> Removal:
         """Users of this model are forgotten, and the blobs that nobody else needs leave."""
         self.settle()  # what is listed nowhere is of nobody who is known, and listed from here on
-        unused, is_done = self._index.forget_users(is_forgotten), self.commit()
-        gone = [name for name in unused.names if not self._index.is_known(name)]
-        is_done &= self.books.do(lambda catalog: catalog.drop([(self._index.model, name) for name in gone]))
-        is_done &= all([self._is_gone(self._index.model, name) for name in gone])
+        model, unused, is_done = self._index.model, self._index.forget_users(is_forgotten), self.commit()
+        gone, users = [name for name in unused.names if not self._index.is_known(name)], unused.users
+        listed = self.books.ask(partial(unused_of_model, model=model, is_forgotten=is_forgotten))
+        if listed is not None:  # the index has no place for what lost what it stood on, nor for a second state
+            gone += [name for name in listed.names if (model, name) in self._seen and self._index.head_of(name) is None]
+            users = (*users, *listed.users)
         self.total_bytes -= unused.num_bytes
-        is_done &= self.books.do(lambda catalog: catalog.forget_users(self._index.model, unused.users))
-        return Removal(unused.num_bytes, is_done)
+        return Removal(unused.num_bytes, is_done & self._remove(UnusedOfModel(model, tuple(gone), users, 0)))
 
     def forget_of_others(self, is_forgotten: IsForgotten) -> Removal:
         """The same of models that are not loaded here: who used their blobs is put down in the books."""

@@ -1,25 +1,29 @@
 """The way to a place on the trie of blobs: what serves it only, and the last state on it. It touches no file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.node import Node, Position
 from kvserve.cache.records import RecordId
 from kvserve.cache.trie import Trie
 
-MAX_NODES_BEHIND_STATE = 8
-"""Nobody looks further up for the last state before a place."""
+MAX_NODES_BEHIND_STATE = 4
+"""Nobody looks further up for the last state before a place; there it is known from when the blob was made known."""
 
 
-def tokens_behind_state(position: Position) -> int:
-    """How many tokens before a place the last state is known; where it is further up than some nodes, so many as to
-    there."""
-    node = position.node
+def last_state(position: Position, limit: int, entry_of: Callable[[Node], Entry]) -> int:
+    """Where the last state is on the way to a place that ends before `limit`; 0 where there is none."""
+    node = below = position.node
     for _ in range(MAX_NODES_BEHIND_STATE):
-        if node.parent is None or (node.checkpoint is not None and node.end < position.depth):
-            return position.depth - node.end
-        node = node.parent
-    return position.depth - node.end
+        if node.parent is None or (node.checkpoint is not None and node.end < limit):
+            return node.end
+        below, node = node, node.parent
+    return entry_of(below).state_end
+
+
+def tops(nodes: Collection[Node]) -> list[Node]:
+    """Of the nodes that have tokens of one segment those that do not follow on another one of it."""
+    return [node for node in nodes if node.parent not in nodes]
 
 
 def serving_only(trie: Trie, entry_of: Callable[[Node], Entry], position: Position, start: int) -> list[RecordId]:

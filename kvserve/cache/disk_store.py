@@ -29,6 +29,13 @@ SCRATCH_SUFFIX = ".part"
 ABANDONED_SECONDS = 600.0
 """A half-written file this old belongs to nobody, unless somebody holds it."""
 
+LOCK_SECONDS = 2.0
+"""So long another server is waited for that holds the folder. It needs a moment, unless it was stopped just then."""
+
+HELD_SECONDS = 30.0
+"""After it was waited for in vain nobody waits again for so long: the one thread of the disk reads for all."""
+
+POLL_SECONDS = 0.002
 FIRST_READ_BYTES = 65536
 
 
@@ -38,6 +45,10 @@ class ForeignFolder(OSError):
 
 class NoLocks(OSError):
     """A volume on which no file can be locked, as of some network shares."""
+
+
+class FolderHeld(OSError):
+    """Another server has held the folder for longer than it ever needs to: it was stopped in the middle, or hangs."""
 
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -102,6 +113,7 @@ class FolderStore:
         self._beside = beside
         self._num_written = 0
         self._num_locks = 0
+        self._patient_from = 0.0
         for folder in (root, root / model):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_owner(folder)
@@ -120,14 +132,15 @@ class FolderStore:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """No other server looks which files are there to name or to delete them, for a moment; the one who has this may
-        ask again. Let go of with the process. On a volume without locks it keeps nobody away. Raises OSError."""
+        ask again. Let go of with the process. On a volume without locks it keeps nobody away. Raises OSError, also
+        where another one does not let go of it."""
         if self._num_locks:
             yield
             return
         descriptor = os.open(self._root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             with contextlib.suppress(NoLocks):
-                _lock(descriptor, fcntl.LOCK_EX)
+                self._take(descriptor)
             self._num_locks += 1
             try:
                 yield
@@ -135,6 +148,21 @@ class FolderStore:
                 self._num_locks -= 1
         finally:
             os.close(descriptor)
+
+    def _take(self, descriptor: int) -> None:
+        now = time.monotonic()
+        until = now + (LOCK_SECONDS if now >= self._patient_from else 0.0)
+        while True:
+            try:
+                _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if (now := time.monotonic()) >= until:
+                    self._patient_from = now + HELD_SECONDS
+                    raise FolderHeld(f"{self._root} is held by another server") from error
+                time.sleep(POLL_SECONDS)
+            else:
+                self._patient_from = 0.0
+                return
 
     def free_bytes(self) -> int:
         """Free space of the volume."""
@@ -169,7 +197,7 @@ class FolderStore:
     def _new_file(self, path: Path) -> int:
         """Opened for writing. Another server may have removed the folder, as there was nothing in it."""
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)  # a share locks to read what can be read
 
     def sync(self) -> None:
         """Wait until the names of the files are on the disk too. Raises OSError."""
@@ -257,9 +285,11 @@ class FolderStore:
         """Whether two servers may share this folder. Raises OSError."""
         descriptor = os.open(self._root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            _lock(descriptor, fcntl.LOCK_SH)
+            _lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except NoLocks:
             return False
+        except BlockingIOError:
+            return True
         finally:
             os.close(descriptor)
         return True
@@ -293,7 +323,7 @@ def _lock(descriptor: int, operation: int) -> None:
 
 def _is_held(path: Path) -> bool:
     """Whether somebody writes on a file. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR)  # and to write what can be written
     try:
         _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

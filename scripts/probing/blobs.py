@@ -18,6 +18,8 @@ from probing.wire import Json, ProbeError
 FORMAT = "kvserve blob 2"
 SUFFIX = ".safetensors"
 DIGEST_BYTES = 32
+PARTITION_MARK = "partition "
+"""What the first blob of a tenant stands on: this and a name, which is no blob."""
 
 type RawTensor = tuple[str, list[int], bytes]
 """Type as safetensors writes it, shape, bytes."""
@@ -40,6 +42,11 @@ class BlobFile:
     @property
     def name(self) -> str:
         return self.path.name.removesuffix(SUFFIX)
+
+    @property
+    def stands_on(self) -> str:
+        """The blob before it; empty where there is none."""
+        return "" if self.parent.startswith(PARTITION_MARK) else self.parent
 
     @property
     def end(self) -> int:

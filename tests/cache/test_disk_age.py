@@ -1,5 +1,7 @@
 """How old KV on disk is does not depend on what the machine's clock is set to."""
 
+import contextlib
+import sqlite3
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -140,3 +142,18 @@ def test_what_is_used_stays_as_young_as_it_is_used(tmp_path: Path, clocks: Clock
             assert disk.tier.flush(WAIT_SECONDS)
             look(disk)
         assert disk.recall(LONG)[0] == LONG and disk.recall([1, 2, 3])[0] == []
+
+
+def test_books_of_before_are_no_older_for_a_clock_that_leapt(tmp_path: Path, clocks: Clocks) -> None:
+    """Nothing says of when they are but the uses in them: the machine's clock is believed for half of the limit."""
+    with Disk(tmp_path, DAY) as disk:
+        disk.say(LONG)
+    with contextlib.closing(sqlite3.connect(tmp_path / "index.sqlite")) as db, db:
+        db.execute("DROP TABLE clock")
+    clocks.leap(48)
+    with Disk(tmp_path, DAY) as disk:
+        look(disk)
+        assert disk.recall(LONG)[0] == LONG
+        clocks.pass_(13)
+        look(disk)
+        assert disk.recall(LONG)[0] == [], "twelve hours were believed, and thirteen went by"

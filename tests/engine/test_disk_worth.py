@@ -84,3 +84,11 @@ def test_other_kinds_wait_for_the_stride(kind: BoundaryKind) -> None:
     """One token makes the difference."""
     assert not is_worth_writing(kind, STRIDE_TOKENS - 1, is_end=False)
     assert is_worth_writing(kind, STRIDE_TOKENS, is_end=False) and is_worth_writing(kind, 1, is_end=True)
+
+
+def test_however_many_messages_there_are_the_stride_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tool loop whose answers come back in other words: a message here is as short as a token."""
+    monkeypatch.setattr(disk_worth, "STRIDE_TOKENS", 20)
+    with kept(needs_checkpoints=True) as each:
+        say(each, *((end, "message") for end in range(1, 60)))
+        assert on_disk(each) == [20, 40]

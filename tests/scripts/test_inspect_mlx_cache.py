@@ -9,6 +9,10 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.utils import load_model
 
+from kvserve.cache.disk_blob import BlobHead, pack_blob, parent_of_first
+from kvserve.cache.disk_store import FolderStore
+from kvserve.cache.token_run import TokenRun, pack
+from kvserve.core import TokenSequence
 from kvserve.engine.disk_open import DiskSettings
 from tests.engine.engines import assert_exact, cached, cold, generate, prompt_of, running_engine, turn
 from tests.engine.test_disk_cache import usable
@@ -136,6 +140,18 @@ def test_damage_is_found_and_named(tmp_path: Path) -> None:
     done = run_script("inspect_mlx_cache.py", "verify", "--dir", str(tmp_path))
     assert done.returncode == 1 and str(blobs[0]) in done.stdout
     assert run_script("inspect_mlx_cache.py", "list", "--dir", str(tmp_path)).returncode == 1
+
+
+def test_a_tenants_kv_is_whole(tmp_path: Path) -> None:
+    """In a partition with a name the first blob says that name where its parent would stand."""
+    model = "0" * 32
+    heads = [BlobHead(model, "segment", parent_of_first("a key"), pack(TokenSequence((1, 2, 3))), "user")]
+    heads.append(BlobHead(model, "checkpoint", heads[0].name, TokenRun(3, b""), "user"))
+    for head in heads:
+        FolderStore(tmp_path, model).write(head.name, pack_blob(head, "", []))
+    assert run_script("inspect_mlx_cache.py", "verify", "--dir", str(tmp_path)).returncode == 0
+    (tmp_path / model / f"{heads[0].name}.safetensors").unlink()
+    assert run_script("inspect_mlx_cache.py", "verify", "--dir", str(tmp_path)).returncode == 1
 
 
 def test_ram_is_listed_over_http(server: AppUnderTest) -> None:
