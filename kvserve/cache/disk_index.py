@@ -10,13 +10,14 @@ confirmed. Every method may be called from any thread.
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.disk_aliases import Aliases
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
 from kvserve.cache.disk_entries import DiskUses, Entry, Found, Unused
 from kvserve.cache.disk_names import hashes_at
-from kvserve.cache.disk_paths import Ways, serving_only, tokens_behind_state
+from kvserve.cache.disk_paths import Ways, node_behind, serving_only
 from kvserve.cache.disk_rescue import Endangered, endangered
 from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position, note_use
@@ -55,11 +56,15 @@ class DiskIndex:
             position = self._ways.find(run, chain, above)
             return Found(position.depth, tuple(self._ways.steps(position, run.start)))
 
-    def tokens_behind_state(self, rows: Sequence[Copy], end: int) -> int:
-        """How many tokens before `end` the last state is known, if not more; the last of them are in one of `rows`."""
+    def state_behind(self, rows: Sequence[Copy], end: int) -> tuple[Entry | None, int]:
+        """The last state before `end`, and how many tokens are between, at least; None where it is far up. The last of
+        the tokens before `end` are in one of `rows`."""
         with self._lock:
-            position = self._ways.inside(rows, end)
-            return tokens_behind_state(position) if position is not None else end
+            if (position := self._ways.inside(rows, end)) is None:
+                return None, end
+            node = node_behind(position)
+            state = self._entries[node.checkpoint.record_id] if node.checkpoint and node.end < end else None
+            return state, end - node.end
 
     def stood_on(self, rows: Sequence[Copy], end: int) -> list[BlobName]:
         """What a row stands on that starts from `end` tokens, the last of which are in one of `rows`: all rows, the
@@ -70,7 +75,8 @@ class DiskIndex:
             aliases = {name for step in steps for name in self._aliases.parents(step.segment.head.parent)}
         states = [step.checkpoint for step in reversed(steps) if step.checkpoint is not None]
         used = [state for place, state in enumerate(states) if place < NUM_TOUCHED_CHECKPOINTS or state.is_anchor]
-        return [*aliases, *(entry.name for entry in (*(step.segment for step in steps), *used))]
+        chains = (each for state in used for each in state.chain)
+        return [*aliases, *(entry.name for entry in (*(step.segment for step in steps), *chains))]
 
     def partitions(self) -> list[str]:
         """Those that hold something, or were asked for."""
@@ -93,15 +99,23 @@ class DiskIndex:
             return self._attach(position, head, chain.between(start, end))
 
     def add_checkpoint(
-        self, run: TokenRun, chain: HashChain, offset: int, kind: BoundaryKind, above: Sequence[Copy] = ()
+        self,
+        run: TokenRun,
+        chain: HashChain,
+        offset: int,
+        kind: BoundaryKind,
+        above: Sequence[Copy] = (),
+        base: Entry | None = None,
     ) -> Entry | None:
-        """Make the state behind `offset` tokens known; None where it is known already, or the tokens are not. These are
-        in `above`; without it they are looked for."""
+        """Make the state behind `offset` tokens known; None where it is known already, or the tokens are not, or the
+        state `base` from which its windows go on is no more. The tokens are in `above`; without it they are looked
+        for."""
         with self._lock:
             position = self._ways.find(run.part(offset if above else run.start, offset), chain, above)
             if position.depth != offset or offset == 0:
                 return None
-            return self._stand(position, self._head("checkpoint", position, TokenRun(offset, b""), kind))
+            head = self._head("checkpoint", position, TokenRun(offset, b""), kind)
+            return self._stand(position, replace(head, base=base.name) if base is not None else head)
 
     def adopt(self, head: BlobHead, num_bytes: int) -> bool:
         """Take in a blob that is on disk. False where its parent is not known, the same tokens are known already, or it
@@ -157,11 +171,24 @@ class DiskIndex:
 
     def _stand(self, position: Position, head: BlobHead) -> Entry | None:
         self._split_at(position)
-        if position.node.checkpoint is not None or position.node.parent is None:
+        base = self._base(head)
+        if position.node.checkpoint is not None:
+            self._aliases.add(head, position)
+        if position.node.checkpoint is not None or position.node.parent is None or (head.base and base is None):
             return None
         entry = self._new_entry(head)
+        if base is not None:
+            entry.base = base
+            base.leaning.append(entry)
         position.node.checkpoint = Checkpoint(entry.record_id, head.tokens.start, 0, head.boundary, 0.0)
         return entry
+
+    def _base(self, head: BlobHead) -> Entry | None:
+        """The state that this one goes on from, or another server's at the same place."""
+        known = self._by_name.get(BlobName(head.base))
+        if known is None and (place := self._aliases.state_place(head.base)) is not None and place.node.checkpoint:
+            return self._entries[place.node.checkpoint.record_id] if place.depth == place.node.end else None
+        return known
 
     def _split_at(self, position: Position) -> None:
         if position.node.start < position.depth < position.node.end:
@@ -195,9 +222,9 @@ class DiskIndex:
             return self._by_name.get(entry.name) is entry
 
     def ancestors(self, entry: Entry) -> set[BlobName]:
-        """The segments that a blob stands on."""
+        """The segments that a blob stands on, and the states that it goes on from."""
         with self._lock:
-            found, head = set[BlobName](), self._known(entry.head.parent)
+            found, head = {each.name for each in entry.chain[:-1]}, self._known(entry.head.parent)
             while head is not None:
                 found.add(head.name)
                 head = self._known(head.parent)
@@ -312,8 +339,9 @@ class DiskIndex:
         place = self._place(entry.head)
         if place is not None:
             place.node.checkpoint = None
+        leaning = [each for each in entry.leaning if not each.is_forgotten]
         self._drop(entry)
-        return [entry.name]
+        return [*(name for each in leaning for name in self.forget_entry(each)), entry.name]
 
     def _forget_subtree(self, top: Node) -> list[BlobName]:
         nodes, todo = [], [top]
@@ -335,6 +363,8 @@ class DiskIndex:
 
     def _drop(self, entry: Entry) -> None:
         entry.is_forgotten = True
+        if entry.base is not None:
+            entry.base.leaning.remove(entry)
         del self._entries[entry.record_id]
         del self._by_name[entry.name]
         self._aliases.forget(entry.name)

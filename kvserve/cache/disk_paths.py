@@ -55,15 +55,15 @@ class Ways:
         return self.entries[node.segment.record_id]
 
 
-def tokens_behind_state(position: Position) -> int:
-    """How many tokens before a place the last state is known; where it is further up than some nodes, so many as to
-    there."""
+def node_behind(position: Position) -> Node:
+    """The node before a place at whose end the last state is known; where it is further up than some nodes, the last of
+    these."""
     node = position.node
     for _ in range(MAX_NODES_BEHIND_STATE):
         if node.parent is None or (node.checkpoint is not None and node.end < position.depth):
-            return position.depth - node.end
+            break
         node = node.parent
-    return position.depth - node.end
+    return node
 
 
 def serving_only(trie: Trie, entry_of: Callable[[Node], Entry], position: Position, start: int) -> list[RecordId]:
