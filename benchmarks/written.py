@@ -34,7 +34,7 @@ SYSTEM_TOKENS, TASK_TOKENS, RESULT_TOKENS, TAIL_TOKENS, ANSWER_TOKENS = 600, 120
 END_TOKENS = 2
 """What a template writes behind an answer."""
 
-NUM_TURNS, NUM_FIRST_TURNS = 14, 2
+NUM_TURNS, NUM_FIRST_TURNS = 34, 2
 WINDOW_TOKENS = 1024
 """Larger than a turn, as real windows are."""
 

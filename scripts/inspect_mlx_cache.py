@@ -86,7 +86,7 @@ def verify(root: Path) -> int:
         for blob in found:
             if isinstance(blob, str):
                 expectations.expect(False, blob)
-            elif blob.stands_on and blob.stands_on not in sound:
+            elif any(each and each not in sound for each in (blob.stands_on, blob.base)):
                 expectations.expect(False, f"{blob.path}: what it stands on is gone")
         expectations.expect(len(sound) == len(found), f"{folder.name}: {len(sound)} of {len(found)} blobs are whole")
     return expectations.exit_code
@@ -98,9 +98,11 @@ def export(options: argparse.Namespace) -> int:
     from probing.caches import stock_caches
 
     last, tensors = _read(options.blob)
-    state = (last, tensors) if last.kind == "checkpoint" else None
+    states = [(last, tensors)] if last.kind == "checkpoint" else []
+    while states and states[0][0].base:
+        states.insert(0, _read(options.blob.parent / f"{states[0][0].base}.safetensors"))
     segments: list[tuple[BlobFile, list[RawTensor], int]] = []
-    end, name = last.end, last.name if state is None else last.parent
+    end, name = last.end, last.parent if states else last.name
     while name:
         blob, tensors = _read(options.blob.parent / f"{name}.safetensors")
         segments.insert(0, (blob, tensors, end))
@@ -108,7 +110,7 @@ def export(options: argparse.Namespace) -> int:
     ids = [token for blob, _, stop in segments for token in array("I", blob.ids)[: stop - blob.start]]
     if any(json.loads(blob.images) for blob, _, _ in segments):
         raise ProbeError("there are images in it, which a file of mlx-lm cannot name")
-    caches = stock_caches(options.model, segments, state)
+    caches = stock_caches(options.model, segments, states)
     save_prompt_cache(str(options.file), caches, {"tokens": json.dumps(ids), "model": str(options.model)})
     print(f"{len(ids)} tokens in {len(segments)} segments -> {options.file}")
     return 0

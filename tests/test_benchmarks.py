@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import closed_loop, image_memory, open_loop, paused_loop, real_loop, reuse, reuse_scenarios, soak
+from benchmarks import (
+    closed_loop,
+    image_memory,
+    open_loop,
+    paused_loop,
+    real_loop,
+    reuse,
+    reuse_scenarios,
+    soak,
+    written,
+)
 from benchmarks.client import BenchmarkError, Stream
 from benchmarks.frozen import FrozenOracle, Possible
 from benchmarks.kept import RESULTS, KeptRows, Part
@@ -318,3 +328,20 @@ def test_recordings_are_looked_for_in_and_beside_a_repository(tmp_path: Path) ->
     assert shared_folder(tmp_path / "repository") is None
     (tmp_path / "shared").mkdir()
     assert shared_folder(tmp_path / "repository") == tmp_path / "shared"
+
+
+@pytest.mark.parametrize(
+    ("family", "num_bytes", "num_state_bytes", "is_missed"),
+    [
+        ("qwen3_5", 9000, 1500, False),
+        ("qwen3_5", 9000, 1501, True),
+        ("gemma3", 2000, 0, False),
+        ("gpt_oss", 2001, 0, True),
+    ],
+)
+def test_too_much_written_in_a_turn_is_missed(
+    family: str, num_bytes: int, num_state_bytes: int, is_missed: bool
+) -> None:
+    """Of a hybrid states count, of a model with windows all bytes, against the KV of the turn's tokens."""
+    turns = (written.Turn(num_bytes, num_state_bytes, 1, 10),) * 3
+    assert written.figure(family, written.Loop(turns, 100.0, 1000)).is_missed == is_missed

@@ -44,6 +44,13 @@ class Aliases:
         found = self._trie.walk(Position(node, depth), alias.head.tokens, offset)
         return found if found.depth == offset else None
 
+    def state_place(self, name: str) -> Position | None:
+        """The place of a state of which another server's is known."""
+        alias = self._aliases.get(BlobName(name))
+        position = self._trie.still_there(alias.end) if alias is not None else None
+        is_there = alias is not None and position is not None and position.depth == alias.head.tokens.start
+        return position if is_there else None
+
     def head(self, name: str) -> BlobHead | None:
         """What is known of one of these."""
         alias = self._aliases.get(BlobName(name))
@@ -61,10 +68,15 @@ class Aliases:
 
     def lost(self) -> list[BlobName]:
         """Those whose tokens are not known to their end any more: they are forgotten, and named."""
-        lost = [name for name, each in self._aliases.items() if self.place(name, each.head.tokens.end) is None]
+        lost = [name for name, each in self._aliases.items() if not self._is_whole(each.head)]
         for name in lost:
             del self._aliases[name]
         return lost
+
+    def _is_whole(self, head: BlobHead) -> bool:
+        if head.kind == "checkpoint":
+            return self.state_place(head.name) is not None
+        return self.place(head.name, head.tokens.end) is not None
 
     def clear(self) -> None:
         """Forget everything."""

@@ -63,7 +63,8 @@ class Tensor:
 class BlobHead:
     """What a blob is of: the tokens `[tokens.start, tokens.end)` behind a place inside the segment `parent`.
 
-    A checkpoint has no tokens of its own and stands at `tokens.start`. The name binds the whole path and the model.
+    A checkpoint has no tokens of its own and stands at `tokens.start`. Its `base` is a state before it on its path,
+    from which its windows go on: it has their rows since then only. The name binds the whole path, the model and that.
     """
 
     model: str
@@ -71,13 +72,15 @@ class BlobHead:
     parent: str
     tokens: TokenRun
     boundary: BoundaryKind
+    base: str = NO_PARENT
 
     @cached_property
     def name(self) -> BlobName:
         digest = hashlib.sha256()
         images = repr([(span.start, span.end, span.digest) for span in self.tokens.images])
         fields = (FORMAT, self.model, self.kind, self.parent, str(self.tokens.start), images)
-        for field in (*(text.encode() for text in fields), self.tokens.ids):
+        bases = [self.base.encode()] if self.base else []  # whole ones have the names that they always had
+        for field in (*(text.encode() for text in fields), self.tokens.ids, *bases):
             digest.update(struct.pack("<Q", len(field)))
             digest.update(field)
         return BlobName(digest.hexdigest()[:40])
@@ -142,6 +145,7 @@ def _metadata(head: BlobHead, note: str) -> dict[str, str]:
         "parent": head.parent,
         "start": str(head.tokens.start),
         "boundary": head.boundary,
+        **({"base": head.base} if head.base else {}),
         "images": json.dumps([(span.start, span.end, span.digest) for span in head.tokens.images]),
         "note": note,
     }
@@ -212,15 +216,16 @@ def _head(header: dict[str, dict[str, object]], ids: bytes) -> BlobHead:
     said = {key: str(value) for key, value in header["__metadata__"].items()}
     if said["format"] != FORMAT or len(ids) % ID_BYTES:
         raise ValueError("another format")
-    return make_head(
-        said["model"], said["kind"], said["parent"], int(said["start"]), ids, said["images"], said["boundary"]
-    )
+    where = said["model"], said["kind"], said["parent"], int(said["start"])
+    return make_head(*where, ids, said["images"], said["boundary"], said.get("base", NO_PARENT))
 
 
-def make_head(model: str, kind: str, parent: str, start: int, ids: bytes, images: str, boundary: str) -> BlobHead:
+def make_head(
+    model: str, kind: str, parent: str, start: int, ids: bytes, images: str, boundary: str, base: str
+) -> BlobHead:
     """A head from its parts as they are written down. Raises ValueError for parts that none can have."""
     if kind not in get_args(BlobKind) or boundary not in get_args(BoundaryKind):
         raise ValueError(f"There is no {kind!r} at a {boundary!r}.")
     spans = tuple(ImageSpan(int(first), int(end), str(digest)) for first, end, digest in json.loads(images))
     run = TokenRun(start, ids, spans)
-    return BlobHead(model, cast(BlobKind, kind), parent, run, cast(BoundaryKind, boundary))
+    return BlobHead(model, cast(BlobKind, kind), parent, run, cast(BoundaryKind, boundary), base)

@@ -17,7 +17,7 @@ from typing import Protocol
 from kvserve.cache.disk_age import Tick
 from kvserve.cache.disk_blob import BlobHead, BlobName, make_head
 
-VERSION = 1
+VERSION = 2
 BUSY_SECONDS = 1.0
 
 LOG_PAGES = 128
@@ -26,11 +26,12 @@ LOG_PAGES = 128
 _SCHEMA = """
 CREATE TABLE blobs (
     model TEXT NOT NULL, name TEXT NOT NULL, kind TEXT NOT NULL, parent TEXT NOT NULL, start INTEGER NOT NULL,
-    tokens BLOB NOT NULL, images TEXT NOT NULL, boundary TEXT NOT NULL,
+    tokens BLOB NOT NULL, images TEXT NOT NULL, boundary TEXT NOT NULL, base TEXT NOT NULL,
     num_bytes INTEGER NOT NULL, used_at REAL NOT NULL, PRIMARY KEY (model, name)
 );
 CREATE INDEX blobs_by_use ON blobs (used_at);
 CREATE INDEX blobs_by_parent ON blobs (model, parent);
+CREATE INDEX blobs_by_base ON blobs (model, base);
 CREATE TABLE rates (name TEXT PRIMARY KEY, per_second REAL NOT NULL);
 """
 
@@ -47,7 +48,7 @@ CREATE TABLE IF NOT EXISTS clock (one INTEGER PRIMARY KEY CHECK (one = 1), age R
 """
 
 _PUT = """
-INSERT INTO blobs VALUES (?,?,?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE
+INSERT INTO blobs VALUES (?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE
 SET num_bytes = excluded.num_bytes, used_at = max(used_at, excluded.used_at)
 """
 
@@ -200,13 +201,13 @@ class Catalog:
 
     def listed(self, model: str) -> Iterator[Listed | BlobName]:
         """A model's blobs, parents before children; of a row that contradicts its own name only that name."""
-        columns = "name, kind, parent, start, tokens, images, boundary, num_bytes, used_at"
+        columns = "name, kind, parent, start, tokens, images, boundary, base, num_bytes, used_at"
         rows = self._db.execute(f"SELECT {columns} FROM blobs WHERE model = ? ORDER BY start", (model,))
-        for name, kind, parent, start, tokens, images, boundary, num_bytes, used_at in rows:
+        for name, kind, parent, start, tokens, images, boundary, base, num_bytes, used_at in rows:
             try:
                 if not isinstance(tokens, bytes):
                     raise TypeError("tokens are bytes")
-                head = make_head(model, kind, parent, start, tokens, images, boundary)
+                head = make_head(model, kind, parent, start, tokens, images, boundary, base)
                 listed = Listed(head, int(num_bytes), float(used_at))
                 is_sound = head.name == name
             except (ValueError, TypeError, AttributeError, OverflowError):
@@ -232,10 +233,13 @@ class Catalog:
 
     def with_descendants(self, victim: Victim) -> list[Victim]:
         """A blob and all that stand on it: without it they lead nowhere."""
-        found, todo = [victim], [victim]
+        found, todo, seen = [victim], [victim], {victim.name}
         while todo:
             parent = todo.pop()
-            children = self._victims("WHERE model = ? AND parent = ?", (parent.model, parent.name))
+            by_parent = self._victims("WHERE model = ? AND parent = ?", (parent.model, parent.name))
+            by_base = self._victims("WHERE model = ? AND base = ?", (parent.model, parent.name))
+            children = [each for each in (*by_parent, *by_base) if each.name not in seen]
+            seen |= {each.name for each in children}
             found += children
             todo += children
         return found
@@ -317,7 +321,7 @@ def _row(blob: Listed) -> tuple[object, ...]:
     head = blob.head
     images = json.dumps([(span.start, span.end, span.digest) for span in head.tokens.images])
     where = (head.model, head.name, head.kind, head.parent, head.tokens.start)
-    return (*where, head.tokens.ids, images, head.boundary, blob.num_bytes, blob.used_at)
+    return (*where, head.tokens.ids, images, head.boundary, head.base, blob.num_bytes, blob.used_at)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ from kvserve.cache.records import RecordId
 @dataclass(slots=True, eq=False)
 class Entry:
     """A blob that is on disk, or will be. `users`: who used its tokens, and up to which offset; `state_end`: where the
-    last state before its tokens was when it was made known. Changed by the index only."""
+    last state before its tokens was when it was made known. `base`: the state from which this one's windows go on;
+    `leaning`: those that go on from this one. Changed by the index only."""
 
     record_id: RecordId
     head: BlobHead
@@ -21,6 +22,13 @@ class Entry:
     is_forgotten: bool = False
     users: dict[str, int] = field(default_factory=dict)
     state_end: int = 0
+    base: "Entry | None" = None
+    leaning: "list[Entry]" = field(default_factory=list)
+
+    @property
+    def chain(self) -> "tuple[Entry, ...]":
+        """This state and all that it goes on from, the whole one first."""
+        return (*self.base.chain, self) if self.base is not None else (self,)
 
     @property
     def name(self) -> BlobName:
@@ -60,7 +68,9 @@ class Found:
         for step in self.steps:
             if not step.segment.is_written:
                 break
-            state = step.checkpoint if step.checkpoint is not None and step.checkpoint.is_written else None
+            state = step.checkpoint
+            if state is not None and not all(each.is_written for each in state.chain):
+                state = None
             steps.append(Step(step.segment, step.start, step.end, state))
         return Found(steps[-1].end if steps else 0, tuple(steps))
 

@@ -9,20 +9,20 @@ confirmed. Every method may be called from any thread.
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.disk_aliases import Aliases
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
-from kvserve.cache.disk_entries import DiskUses, Entry, Found, Step, Unused
+from kvserve.cache.disk_entries import DiskUses, Entry, Found, Unused
 from kvserve.cache.disk_names import hashes_at
-from kvserve.cache.disk_paths import last_state, serving_only, tops
+from kvserve.cache.disk_paths import Ways, serving_only, tops
 from kvserve.cache.disk_rescue import Endangered, endangered
 from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position, note_use
 from kvserve.cache.records import BoundaryKind, Checkpoint, Copy, RecordId, Segment
 from kvserve.cache.token_run import TokenRun
-from kvserve.cache.trie import Trie
 
 NUM_TOUCHED_CHECKPOINTS = 2
 """Of a path's states, the deepest ones that a row could start from count as used; the others age and leave first."""
@@ -35,9 +35,8 @@ class DiskIndex:
         self.model = model
         self._hasher = hasher
         self._lock = threading.RLock()
-        self._trie = Trie(use_index=True)
-        self._entries: dict[RecordId, Entry] = {}
-        self._by_name: dict[BlobName, Entry] = {}
+        self._ways = Ways()
+        self._trie, self._entries, self._by_name = self._ways.trie, self._ways.entries, self._ways.by_name
         self._next_id = 0
         self._num_written: Counter[BlobKind] = Counter()
         self._num_bytes = 0
@@ -54,62 +53,34 @@ class DiskIndex:
         """The longest prefix of `run` (`chain` names its blocks) that is known. A run that does not begin at 0 follows
         on tokens that are in `above`, of which no step tells; where they are known no more the depth is 0."""
         with self._lock:
-            position = self._find(run, chain, above)
-            return Found(position.depth, tuple(self._steps(position, run.start)))
+            position = self._ways.find(run, chain, above)
+            return Found(position.depth, tuple(self._ways.steps(position, run.start)))
 
-    def tokens_behind_state(self, rows: Sequence[Copy], end: int) -> int:
-        """How many tokens before `end` the last state is known, if not more; the last of them are in one of `rows`."""
+    def state_behind(self, rows: Sequence[Copy], end: int) -> tuple[Entry | None, int]:
+        """The last state before `end`, and how many tokens are between, at least; None where it is far up. The last of
+        the tokens before `end` are in one of `rows`."""
         with self._lock:
-            position = self._inside(rows, end)
-            return end - last_state(position, end, self._entry_of) if position is not None else end
+            if (position := self._ways.inside(rows, end)) is None:
+                return None, end
+            state, offset = self._ways.last_state(position, end)
+            return state, end - offset
 
     def stood_on(self, rows: Sequence[Copy], end: int) -> list[BlobName]:
         """What a row stands on that starts from `end` tokens, the last of which are in one of `rows`: all rows, the
         newest states, and the anchor that branches share."""
         with self._lock:
-            position = self._inside(rows, end)
-            steps = list(self._steps(position)) if position is not None else []
+            position = self._ways.inside(rows, end)
+            steps = list(self._ways.steps(position)) if position is not None else []
             aliases = {name for step in steps for name in self._aliases.parents(step.segment.head.parent)}
         states = [step.checkpoint for step in reversed(steps) if step.checkpoint is not None]
         used = [state for place, state in enumerate(states) if place < NUM_TOUCHED_CHECKPOINTS or state.is_anchor]
-        return [*aliases, *(entry.name for entry in (*(step.segment for step in steps), *used))]
+        chains = (each for state in used for each in state.chain)
+        return [*aliases, *(entry.name for entry in (*(step.segment for step in steps), *chains))]
 
     def partitions(self) -> list[str]:
         """Those that hold something, or were asked for."""
         with self._lock:
             return [root.partition for root in self._trie.roots()]
-
-    def _find(self, run: TokenRun, chain: HashChain, above: Sequence[Copy] = ()) -> Position:
-        root = self._trie.root(chain.partition)
-        if run.start == 0:
-            return self._trie.find(root, run, chain.truncated(run.end))
-        start = self._inside(above, run.start)
-        return self._trie.walk(start, run, run.end) if start is not None else Position(root, 0)
-
-    def _inside(self, rows: Sequence[Copy], offset: int) -> Position | None:
-        """The place behind `offset` tokens of a prefix: in the last one of its blobs that begins before it."""
-        entry = next((each for each in reversed(rows) if isinstance(each, Entry) and each.start < offset), None)
-        if entry is None or self._by_name.get(entry.name) is not entry:
-            return None
-        holders = self._trie.holders.get(entry.record_id, ())
-        return next((Position(node, offset) for node in holders if node.start < offset <= node.end), None)
-
-    def _steps(self, position: Position, start: int = 0) -> Iterator[Step]:
-        """What the path to a place consists of, from the first step that ends behind `start`."""
-        nodes, above = list[Node](), position.node
-        while above.parent is not None and above.end > start:
-            nodes.append(above)
-            above = above.parent
-        for node in reversed(nodes):
-            end = min(node.end, position.depth)
-            is_whole = node.checkpoint is not None and end == node.end
-            state = self._entries[node.checkpoint.record_id] if node.checkpoint is not None and is_whole else None
-            yield Step(self._entry_of(node), node.start, end, state)
-
-    def _entry_of(self, node: Node) -> Entry:
-        if node.segment is None:
-            raise ValueError("The root is no blob.")
-        return self._entries[node.segment.record_id]
 
     # --- adding -------------------------------------------------------------------------------------------------------
 
@@ -120,22 +91,30 @@ class DiskIndex:
         tokens before `start` are in `above`; without it they are looked for."""
         with self._lock:
             part = run.part(start if above else run.start, end)
-            position = self._find(part, chain, above)
+            position = self._ways.find(part, chain, above)
             if position.depth != start or start >= end:
                 return None
             head = self._head("segment", position, run.part(start, end), kind)
             return self._attach(position, head, chain.between(start, end))
 
     def add_checkpoint(
-        self, run: TokenRun, chain: HashChain, offset: int, kind: BoundaryKind, above: Sequence[Copy] = ()
+        self,
+        run: TokenRun,
+        chain: HashChain,
+        offset: int,
+        kind: BoundaryKind,
+        above: Sequence[Copy] = (),
+        base: Entry | None = None,
     ) -> Entry | None:
-        """Make the state behind `offset` tokens known; None where it is known already, or the tokens are not. These are
-        in `above`; without it they are looked for."""
+        """Make the state behind `offset` tokens known; None where it is known already, or the tokens are not, or the
+        state `base` from which its windows go on is no more. The tokens are in `above`; without it they are looked
+        for."""
         with self._lock:
-            position = self._find(run.part(offset if above else run.start, offset), chain, above)
+            position = self._ways.find(run.part(offset if above else run.start, offset), chain, above)
             if position.depth != offset or offset == 0:
                 return None
-            return self._stand(position, self._head("checkpoint", position, TokenRun(offset, b""), kind))
+            head = self._head("checkpoint", position, TokenRun(offset, b""), kind)
+            return self._stand(position, replace(head, base=base.name) if base is not None else head)
 
     def adopt(self, head: BlobHead, num_bytes: int) -> bool:
         """Take in a blob that is on disk. False where its parent is not known, the same tokens are known already, or it
@@ -178,25 +157,38 @@ class DiskIndex:
 
     def _head(self, kind: BlobKind, position: Position, tokens: TokenRun, boundary: BoundaryKind) -> BlobHead:
         is_first = position.node.parent is None
-        parent = parent_of_first(position.node.partition) if is_first else self._entry_of(position.node).name
+        parent = parent_of_first(position.node.partition) if is_first else self._ways.entry_of(position.node).name
         return BlobHead(self.model, kind, parent, tokens, boundary)
 
     def _attach(self, position: Position, head: BlobHead, hashes: tuple[bytes, ...]) -> Entry:
         """The tokens of a segment from its place on are new."""
         self._split_at(position)
         entry = self._new_entry(head)
-        entry.state_end = last_state(position, position.depth + 1, self._entry_of)
+        _, entry.state_end = self._ways.last_state(position, position.depth + 1)
         tokens = head.tokens.part(position.depth, head.tokens.end)
         self._trie.attach(position.node, Segment(entry.record_id, tokens, 0), hashes)
         return entry
 
     def _stand(self, position: Position, head: BlobHead) -> Entry | None:
         self._split_at(position)
-        if position.node.checkpoint is not None or position.node.parent is None:
+        base = self._base(head)
+        if position.node.checkpoint is not None:
+            self._aliases.add(head, position)
+        if position.node.checkpoint is not None or position.node.parent is None or (head.base and base is None):
             return None
         entry = self._new_entry(head)
+        if base is not None:
+            entry.base = base
+            base.leaning.append(entry)
         position.node.checkpoint = Checkpoint(entry.record_id, head.tokens.start, 0, head.boundary, 0.0)
         return entry
+
+    def _base(self, head: BlobHead) -> Entry | None:
+        """The state that this one goes on from, or another server's at the same place."""
+        known = self._by_name.get(BlobName(head.base))
+        if known is None and (place := self._aliases.state_place(head.base)) is not None and place.node.checkpoint:
+            return self._entries[place.node.checkpoint.record_id] if place.depth == place.node.end else None
+        return known
 
     def _split_at(self, position: Position) -> None:
         if position.node.start < position.depth < position.node.end:
@@ -216,7 +208,7 @@ class DiskIndex:
             return Position(self._trie.root(partition), 0) if offset == 0 and head.kind == "segment" else None
         name = BlobName(head.parent)
         parent = self._by_name.get(name)
-        found = self._inside([parent], offset) if parent is not None else None
+        found = self._ways.inside([parent], offset) if parent is not None else None
         return found or self._aliases.place(name, offset)
 
     def written(self) -> list[Entry]:
@@ -230,9 +222,9 @@ class DiskIndex:
             return self._by_name.get(entry.name) is entry
 
     def ancestors(self, entry: Entry) -> set[BlobName]:
-        """The segments that a blob stands on."""
+        """The segments that a blob stands on, and the states that it goes on from."""
         with self._lock:
-            found, head = set[BlobName](), self.head_of(entry.head.parent)
+            found, head = {each.name for each in entry.chain[:-1]}, self.head_of(entry.head.parent)
             while head is not None:
                 found.add(head.name)
                 head = self.head_of(head.parent)
@@ -256,7 +248,7 @@ class DiskIndex:
         """These have used a prefix, each up to an offset; of `num_told_tokens` that was said before. Whether any of it
         is new."""
         with self._lock:
-            for step in self._steps(self._find(run, chain, above), num_told_tokens):
+            for step in self._ways.steps(self._ways.find(run, chain, above), num_told_tokens):
                 for user, depth in users.items():
                     if depth > step.start:
                         self._uses.note(step.segment, user, min(depth, step.end))
@@ -278,7 +270,7 @@ class DiskIndex:
     def endangered(self, is_forgotten: IsForgotten) -> list[Endangered]:
         """What others used and would lose with these users' blobs."""
         with self._lock:
-            return endangered(self._trie, lambda node: self._entry_of(node).users, is_forgotten)
+            return endangered(self._trie, lambda node: self._ways.entry_of(node).users, is_forgotten)
 
     def forget_users(self, is_forgotten: IsForgotten) -> Unused:
         """Forget the blobs with tokens that only these users are known to have used, or nobody, and what stands on
@@ -299,7 +291,7 @@ class DiskIndex:
         """The blobs that serve only a prefix: from its end up to a branch, or to the end of system and tools; with
         `start` only those that begin there or behind it."""
         with self._lock:
-            records = serving_only(self._trie, self._entry_of, self._find(run, chain), start)
+            records = serving_only(self._trie, self._ways.entry_of, self._ways.find(run, chain), start)
             return [self._entries[record_id].name for record_id in records]
 
     def forget(self, name: BlobName) -> list[BlobName]:
@@ -346,8 +338,9 @@ class DiskIndex:
         for node in [place.node] if place is not None else self._trie.nodes():
             if node.checkpoint is not None and node.checkpoint.record_id == entry.record_id:
                 node.checkpoint = None
+        leaning = [each for each in entry.leaning if not each.is_forgotten]
         self._drop(entry)
-        return [entry.name]
+        return [*(name for each in leaning for name in self.forget_entry(each)), entry.name]
 
     def _forget_subtree(self, top: Node) -> list[BlobName]:
         nodes, todo = [], [top]
@@ -357,7 +350,7 @@ class DiskIndex:
             todo.extend(node.children.values())
         names: dict[BlobName, None] = {}
         for node in reversed(nodes):
-            gone = [self._entry_of(node)]
+            gone = [self._ways.entry_of(node)]
             if node.checkpoint is not None:
                 gone.append(self._entries[node.checkpoint.record_id])
             self._trie.detach(node)
@@ -369,6 +362,8 @@ class DiskIndex:
 
     def _drop(self, entry: Entry) -> None:
         entry.is_forgotten = True
+        if entry.base is not None:
+            entry.base.leaning.remove(entry)
         del self._entries[entry.record_id]
         del self._by_name[entry.name]
         self._aliases.forget(entry.name)

@@ -206,9 +206,10 @@ class Ledger:
         where another server let one of both leave meanwhile: then the blob leads nowhere. Raises OSError."""
         now = self._clock.now()
         with self._store.locked():
-            is_first, parent = partition_of_first(head.parent) is not None, BlobName(head.parent)
-            if not (is_first or self._store.has(head.model, parent)):
-                self._index.forget_written(parent)
+            needed = [BlobName(each) for each in (head.parent, head.base) if partition_of_first(each) is None]
+            if gone := [each for each in needed if not self._store.has(head.model, each)]:
+                for each in gone:
+                    self._index.forget_written(each)
                 self._delete(head.model, head.name)
                 return False
             if not self._store.has(head.model, head.name):

@@ -39,6 +39,6 @@ def unused_of_model(books: Books, model: str, is_forgotten: IsForgotten) -> Unus
             doomed[row] = 0
             continue
         others = remaining(depths[row.head.name], users.__contains__)
-        if row.head.parent in doomed or not is_needed(others, row.head.tokens.end):
+        if row.head.parent in doomed or row.head.base in doomed or not is_needed(others, row.head.tokens.end):
             doomed[row.head.name] = row.num_bytes
     return UnusedOfModel(model, tuple(map(BlobName, doomed)), tuple(sorted(users)), sum(doomed.values()))

@@ -175,7 +175,9 @@ class MemoryBooks:
     def with_descendants(self, victim: Victim) -> list[Victim]:
         found = [victim]
         for above in found:  # grows while it is walked over
-            found += [_victim(blob) for blob in self._blobs.values() if blob.head.parent == above.name]
+            blobs = self._blobs.values()
+            standing = (_victim(each) for each in blobs if above.name in (each.head.parent, each.head.base))
+            found += [each for each in standing if each not in found]
         return found
 
     def clock(self) -> Tick | None:

@@ -28,6 +28,7 @@ from kvserve.engine.blobs import NotReadable, decode_kv, decode_state
 from kvserve.engine.disk_goals import Goal, goals
 from kvserve.engine.disk_writing import DiskWriting, Flush
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
+from kvserve.engine.windows import PartsApart, joined
 
 MIN_GAIN_TOKENS = 16
 """Below this a prefill step is as good as a file."""
@@ -62,7 +63,8 @@ class DiskReport:
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """What an admitted row will start from, kept from leaving; `load`, at most `room_bytes`, is what the disk gives."""
+    """What an admitted row will start from, kept from leaving; `load`, at most `room_bytes`, is what the disk gives,
+    and `base` the state that was read last, from which the next one goes on."""
 
     tokens: TokenSequence
     lease: Lease
@@ -71,6 +73,7 @@ class Hold:
     owner: str = ""
     goal: Goal | None = None
     load: Load | None = None
+    base: StateSnapshot | None = None
     num_taken: int = 0
     num_matched_tokens: int = 0
     num_restored_tokens: int = 0
@@ -253,7 +256,7 @@ class DiskCache:
         rows, found = self._beyond(match)
         goal = self._goal(found, match, hold)
         self.tier.stands_on(rows, max(match.num_usable_tokens, goal.end if goal is not None else 0))
-        hold.goal, hold.load, hold.is_settled = goal, None, goal is None
+        hold.goal, hold.load, hold.base, hold.is_settled = goal, None, None, goal is None
         if match.num_matched_tokens > hold.num_matched_tokens:  # by what another row reads, if not by ours
             hold.num_matched_tokens, hold.last_news_at = match.num_matched_tokens, time.monotonic()
         if goal is None:
@@ -301,9 +304,7 @@ class DiskCache:
         before = hold.lease.num_tokens
         try:
             if blob.head.kind == "checkpoint":
-                state = decode_state(blob.note, blob.tensors)
-                self._extend(hold, goal.end, None, state, entry)
-                self.num_restores += 1
+                self._insert_state(hold, goal, entry, blob)
             else:
                 kv = decode_kv(blob.note, blob.tensors)
                 if kv.num_tokens != len(blob.head.tokens):
@@ -319,6 +320,22 @@ class DiskCache:
         self.num_restored_tokens += (num_tokens := hold.lease.num_tokens - before)
         hold.num_restored_tokens += max(num_tokens, blob.head.kind == "checkpoint")
         return True
+
+    def _insert_state(self, hold: Hold, goal: Goal, entry: Entry, blob: Blob) -> None:
+        """Raises NotReadable or RowsGone."""
+        state = decode_state(blob.note, blob.tensors)
+        if blob.head.base:
+            if hold.base is None:
+                raise NotReadable("the state that it goes on from was not read")
+            try:
+                state = joined(hold.base, state)
+            except PartsApart as error:
+                raise NotReadable(str(error)) from error
+        hold.base = state
+        if entry is goal.states[-1]:
+            hold.base = None
+            self._extend(hold, goal.end, None, state, entry)
+            self.num_restores += 1
 
     def _extend(self, hold: Hold, end: int, kv: KvSlice | None, state: StateSnapshot | None, entry: Entry) -> None:
         """The lease grows to `end` over rows that RAM has, and over those that were read."""

@@ -11,17 +11,18 @@ from kvserve.core import TokenSequence
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The prefix `[0, end)` is to be had from `segments`, in order, and `state`, the checkpoint at its end."""
+    """The prefix `[0, end)` is to be had from `segments`, in order, and `states`: the checkpoint at its end, and before
+    it those that it goes on from."""
 
     end: int
     segments: tuple[Entry, ...]
-    state: Entry | None
+    states: tuple[Entry, ...]
     ends: tuple[int, ...]
     """Where this prefix leaves each segment: what lies behind in it are another prompt's rows."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        return self.segments if self.state is None else (*self.segments, self.state)
+        return (*self.segments, *self.states)
 
     @property
     def num_bytes(self) -> int:
@@ -43,6 +44,6 @@ def goals(found: Found, match: Match, tokens: TokenSequence, *, needs_checkpoint
         elif step.segment in segments[-1:]:
             ends[-1] = step.end
         if not needs_checkpoints:
-            yield Goal(min(step.end, limit), tuple(segments), None, tuple(ends))
+            yield Goal(min(step.end, limit), tuple(segments), (), tuple(ends))
         elif step.checkpoint is not None and step.end <= limit and image_around(tokens.images, step.end) is None:
-            yield Goal(step.end, tuple(segments), step.checkpoint, tuple(ends))
+            yield Goal(step.end, tuple(segments), step.checkpoint.chain, tuple(ends))

@@ -2,15 +2,16 @@
 
 A state is as large as thousands of tokens of KV. In a tool loop a prefill stops at the ends of several messages, and
 RAM keeps a state at each: a client that edits its history goes on from one of them. After a restart it is enough to
-begin at the end of an answer, of a user's words or of the system prompt; of the rest a few are written, far apart.
+begin at the end of an answer, of a user's words or of the system prompt, and in a long prompt at a stride, which a
+prefill that is killed goes on from; of the rest a few are written, far apart.
 """
 
 from dataclasses import dataclass
 
 from kvserve.cache.records import BoundaryKind, Copy
 
-KINDS: frozenset[BoundaryKind] = frozenset({"system", "user", "answer"})
-"""Ends that requests come back to whatever else they change."""
+KINDS: frozenset[BoundaryKind] = frozenset({"system", "user", "answer", "stride"})
+"""Ends that requests come back to whatever else they change, and what is far from any end."""
 
 STRIDE_TOKENS = 8192
 """So far from the last one any state is written."""

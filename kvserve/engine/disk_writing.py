@@ -17,8 +17,12 @@ from kvserve.cache.tree import PrefixTree
 from kvserve.engine.blobs import NotStorable, encode_kv, encode_state
 from kvserve.engine.disk_worth import UNWANTED, is_worth_writing
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
+from kvserve.engine.windows import since
 
 IDLE_WAIT_SECONDS = 0.02
+
+MAX_CHAIN = 16
+"""So many states are read one after the other at most, to have the windows of the last."""
 
 LEAVE_SECONDS = 2.0
 """So long what must leave RAM may wait until the disk has it; streams stand still meanwhile."""
@@ -104,7 +108,7 @@ class DiskWriting:
         """Whether there is a state that the disk is to have."""
         if part.state is None:
             return False
-        num_tokens = self._tier.index.tokens_behind_state(part.copies.rows, part.piece.end)
+        _, num_tokens = self._tier.index.state_behind(part.copies.rows, part.piece.end)
         return is_worth_writing(part.state.checkpoint.kind, num_tokens, is_end=is_end)
 
     def save_lost(self) -> bool:
@@ -218,17 +222,23 @@ class DiskWriting:
             return True
         if not self._tier.can_take(part.state.payload.num_bytes, until):
             return False
+        base, num_tokens = self._tier.index.state_behind(part.copies.rows, part.piece.end)
+        rest = None
+        if base is not None and len(base.chain) < MAX_CHAIN:
+            rest = since(part.state.payload, num_tokens)
         try:
-            encoded = encode_state(part.state.payload)
+            encoded = encode_state(rest or part.state.payload)
         except NotStorable as error:
             self._tier.faults.add("unsupported", error)
             self._is_storable = False  # without its states a row of this model cannot be restored
             return False
         kind = part.state.checkpoint.kind
-        entry = self._tier.index.add_checkpoint(path.run, path.chain, part.piece.end, kind, part.copies.rows)
+        entry = self._tier.index.add_checkpoint(
+            path.run, path.chain, part.piece.end, kind, part.copies.rows, base if rest is not None else None
+        )
         if entry is not None:
             part.copies.state = entry
-            self._tier.put(entry, *encoded)
+            self._tier.put(entry, *encoded, is_own=rest is not None)
         return True
 
 

@@ -1,7 +1,7 @@
 """The files that kvserve keeps KV in, read and written by their form alone: safetensors with a checksum at the end.
 
-A segment holds the rows of a run of tokens behind its parent, a checkpoint the states behind a place. It knows bytes
-and names, not what the tensors mean.
+A segment holds the rows of a run of tokens behind its parent, a checkpoint the states behind a place; one with a base
+has of sliding windows only what came since that checkpoint. It knows bytes and names, not what the tensors mean.
 """
 
 import hashlib
@@ -38,6 +38,7 @@ class BlobFile:
     boundary: str
     note: str
     num_bytes: int
+    base: str
 
     @property
     def name(self) -> str:
@@ -53,11 +54,14 @@ class BlobFile:
         return self.start + len(self.ids) // 4
 
 
-def blob_name(model: str, kind: str, parent: str, start: int, ids: bytes, images: Sequence[Any] = ()) -> str:
+def blob_name(
+    model: str, kind: str, parent: str, start: int, ids: bytes, images: Sequence[Any] = (), base: str = ""
+) -> str:
     """The name that stands for a path of tokens in one model's folder."""
     digest = hashlib.sha256()
     spans = repr([tuple(span) for span in images])
-    for field in (*(text.encode() for text in (FORMAT, model, kind, parent, str(start), spans)), ids):
+    fields = [*(text.encode() for text in (FORMAT, model, kind, parent, str(start), spans)), ids]
+    for field in [*fields, base.encode()] if base else fields:
         digest.update(struct.pack("<Q", len(field)))
         digest.update(field)
     return digest.hexdigest()[:40]
@@ -103,9 +107,9 @@ def read_blob(path: Path) -> tuple[BlobFile, list[RawTensor]]:
     ]
     blob = BlobFile(
         path, said["kind"], said["parent"], int(said["start"]), tensors[0][2], said["images"], said["boundary"],
-        said["note"], len(data),
+        said["note"], len(data), said.get("base", ""),
     )  # fmt: skip
-    name = blob_name(said["model"], blob.kind, blob.parent, blob.start, blob.ids, json.loads(blob.images))
+    name = blob_name(said["model"], blob.kind, blob.parent, blob.start, blob.ids, json.loads(blob.images), blob.base)
     if name != blob.name or said["model"] != path.parent.name:
         raise ValueError("it holds something else than its name says")
     return blob, tensors[1:-1]

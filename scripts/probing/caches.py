@@ -28,12 +28,21 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def stock_caches(model: Path, segments: Sequence[tuple[BlobFile, list[RawTensor], int]], state: Any) -> list[Any]:
-    """Caches of a model as stock mlx-lm makes them, from segments (blob, tensors, end) and a checkpoint or None."""
+def stock_caches(
+    model: Path,
+    segments: Sequence[tuple[BlobFile, list[RawTensor], int]],
+    chain: Sequence[tuple[BlobFile, list[RawTensor]]],
+) -> list[Any]:
+    """Caches of a model as stock mlx-lm makes them, from segments (blob, tensors, end) and the checkpoint at their end,
+    if there is one, behind those that it goes on from."""
     caches = make_prompt_cache(load_model(model, lazy=True)[0])
     rows = [_rows(*segment) for segment in segments]
     leaf: Any
-    states = iter(_states(*state) if state is not None else [])
+    found: list[Any] = []
+    for state in chain:
+        now = _states(*state)
+        found = [_completed(before, leaf) for before, leaf in zip(found, now, strict=True)] if found else now
+    states = iter(found)
     position = 0
     for index, cache in enumerate(caches):
         leaves = []
@@ -85,6 +94,20 @@ def _states(blob: BlobFile, tensors: list[RawTensor]) -> list[Any]:
         return empty
 
     return [value(leaf) for leaf in json.loads(blob.note)["state"]]
+
+
+def _completed(before: Any, leaf: Any) -> Any:
+    """A window with the rows that it has had before, as many as it holds."""
+    if not _is_window(leaf) or leaf.keys is None:
+        return leaf
+    num_missing = min(leaf.offset, leaf.max_size) - leaf.keys.shape[TOKEN_AXIS]
+    if num_missing:
+        leaf.keys, leaf.values = (
+            mx.concatenate([one[..., -num_missing:, :], other], TOKEN_AXIS)
+            for one, other in ((before.keys, leaf.keys), (before.values, leaf.values))
+        )
+        leaf._idx = leaf.keys.shape[TOKEN_AXIS]
+    return leaf
 
 
 def _class(name: str) -> Any:

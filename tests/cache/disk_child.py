@@ -25,7 +25,8 @@ def main(folder: str, seed: int) -> None:
             ids = [token for word in chance.choices(WORDS, k=chance.randint(1, MAX_WORDS)) for token in word]
             told = [ids[: chance.randint(1, len(ids))] for _ in range(chance.randint(0, 2))]
             for prompt in (*told, ids):  # the same beginning in one piece, or in several
-                disk.say(prompt, states=(len(prompt),), flush=chance.random() < 0.5)
+                is_based = chance.random() < 0.5
+                disk.say(prompt, states=(len(prompt),), flush=chance.random() < 0.5, is_based=is_based)
             if chance.random() < 0.2:
                 disk.tier._order(disk.tier._hand.ledger.settle, WAIT_SECONDS)
             found = disk.found(ids).written()

@@ -22,6 +22,7 @@ from kvserve.core import TokenSequence
 
 MODEL, OTHER = "0" * 32, "f" * 32
 WAIT_SECONDS = 60.0
+MAX_CHAIN = 4
 ROOMY = DiskLimits(max_bytes=10**12, min_free_bytes=0, ttl_seconds=3600, max_queued_bytes=10**9)
 HASHER = BlockHasher(4, "fingerprint")
 
@@ -66,8 +67,11 @@ class Disk(AbstractContextManager["Disk"]):
     def faults(self) -> dict[str, int]:
         return self.tier.faults.counts()
 
-    def say(self, ids: Sequence[int], *, states: Sequence[int] = (), flush: bool = True) -> bool:
-        """Write what is new of a prompt, as one segment, and states at some offsets. Whether all was taken."""
+    def say(
+        self, ids: Sequence[int], *, states: Sequence[int] = (), flush: bool = True, is_based: bool = False
+    ) -> bool:
+        """Write what is new of a prompt, as one segment, and states at some offsets, each going on from the one before
+        where `is_based`. Whether all was taken."""
         run, chain = named(ids)
         depth = self.tier.index.find(run, chain).depth
         if depth < run.end:
@@ -78,7 +82,10 @@ class Disk(AbstractContextManager["Disk"]):
             assert entry is not None
             self.tier.put(entry, "rows", [Tensor("U8", (len(data),), data)])
         for offset in states:
-            entry = self.tier.index.add_checkpoint(run, chain, offset, "user")
+            steps = self.tier.index.find(run, chain).steps if is_based else ()
+            before = [step.checkpoint for step in steps if step.checkpoint is not None and step.end < offset]
+            base = before[-1] if before and len(before[-1].chain) < MAX_CHAIN else None
+            entry = self.tier.index.add_checkpoint(run, chain, offset, "user", (), base)
             if entry is not None:
                 self.tier.put(entry, "state", [Tensor("U8", (offset * 4,), run.packed(0, offset))])
         if flush:

@@ -69,10 +69,11 @@ def test_the_head_is_read_without_the_payload() -> None:
     assert answer == HEAD and len(asked) == 3 and asked[-1] < len(FILE) - 32 - 12
 
 
-@pytest.mark.parametrize("change", ["model", "kind", "parent", "tokens"])
+@pytest.mark.parametrize("change", ["model", "kind", "parent", "tokens", "base"])
 def test_a_name_stands_for_all_that_kv_depends_on(change: str) -> None:
     """Another model, path, place or content has another name; why there is a border has no part in it."""
-    others = {"model": "other", "kind": "checkpoint", "parent": "ab", "tokens": TokenRun(1, TOKENS.ids, TOKENS.images)}
+    tokens = TokenRun(1, TOKENS.ids, TOKENS.images)
+    others = {"model": "other", "kind": "checkpoint", "parent": "ab", "tokens": tokens, "base": "ab"}
     fields = {"model": "model", "kind": "segment", "parent": "", "tokens": TOKENS, "boundary": "user"}
     assert BlobHead(**fields).name == HEAD.name  # type: ignore[arg-type]
     assert BlobHead(**(fields | {change: others[change]})).name != HEAD.name  # type: ignore[arg-type]

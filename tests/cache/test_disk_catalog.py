@@ -18,7 +18,8 @@ ROOT = BlobHead("m", "segment", "", pack(TokenSequence((1, 2, 3), (ImageSpan(1, 
 CHILD = BlobHead("m", "segment", ROOT.name, pack(TokenSequence((1, 2, 3, 4)), 3), "user")
 STATE = BlobHead("m", "checkpoint", CHILD.name, pack(TokenSequence((1, 2, 3, 4)), 4), "tail")
 OTHER = BlobHead("n", "segment", "", pack(TokenSequence((1, 2, 3))), "stride")
-HEADS = (ROOT, CHILD, STATE, OTHER)
+NEXT = BlobHead("m", "checkpoint", CHILD.name, pack(TokenSequence((1, 2, 3, 4, 5)), 5), "answer", STATE.name)
+HEADS = (ROOT, CHILD, STATE, NEXT, OTHER)
 
 steps = st.lists(
     st.tuples(st.sampled_from(["put", "touch", "drop"]), st.sampled_from(HEADS), st.integers(0, 5)), max_size=20

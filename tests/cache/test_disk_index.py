@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.disk_blob import BlobHead
+from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.token_run import pack
 from kvserve.core import ImageSpan, TokenSequence
@@ -150,3 +151,61 @@ def test_whoever_has_an_entry_sees_that_it_was_forgotten() -> None:
     assert seen == [(False,) * 3, (False, False, True), (False, True, True), (True,) * 3]
     again = index.add_segment(run, chain, 0, 2, "user")
     assert again is not None and not again.is_forgotten and first.is_forgotten
+
+
+def chain_of(index: DiskIndex) -> list[Entry]:
+    """Three states of one prompt, each of which goes on from the one before."""
+    run, chain = named(list(range(30)))
+    rows = index.add_segment(run, chain, 0, 30, "user")
+    assert rows is not None and index.confirm(rows, 10)
+    states: list[Entry] = []
+    for offset in (10, 20, 30):
+        state = index.add_checkpoint(run, chain, offset, "answer", (), states[-1] if states else None)
+        assert state is not None
+        states.append(state)
+    return states
+
+
+def test_a_state_is_there_once_all_that_it_goes_on_from_is() -> None:
+    """And it is read with them, the whole one first."""
+    index = DiskIndex(HASHER, MODEL)
+    first, second, third = chain_of(index)
+    assert third.chain == (first, second, third)
+    ends = []
+    for each in (third, first, second):
+        assert index.confirm(each, 10)
+        found = index.find(*named(list(range(30)))).written()
+        ends.append([step.end for step in found.steps if step.checkpoint is not None])
+    assert ends == [[], [10], [10, 20, 30]]
+
+
+def test_states_leave_with_the_one_that_they_go_on_from() -> None:
+    """Those before it stay."""
+    index = DiskIndex(HASHER, MODEL)
+    first, second, third = chain_of(index)
+    assert set(index.forget(second.name)) == {second.name, third.name}
+    assert [each.is_forgotten for each in (first, second, third)] == [False, True, True]
+    assert index.add_checkpoint(*named(list(range(30))), 20, "answer", (), second) is None, "that is no more"
+
+
+def test_a_restart_finds_chains_of_states_also_of_two_servers() -> None:
+    """One whole state at a place is as good as another server's: what goes on from either is taken in."""
+    one, other, third = (DiskIndex(HASHER, MODEL) for _ in range(3))
+    heads = [each.head for each in chain_of(one)]
+    run, chain = named(list(range(30)))
+    rows = [index.add_segment(run, chain, 0, end, "user") for index, end in ((other, 10),)]
+    rows.append(other.add_segment(run, chain, 10, 30, "user"))
+    states = [other.add_checkpoint(run, chain, 10, "answer")]
+    states.append(other.add_checkpoint(run, chain, 25, "answer", (), states[0]))
+    segments = [one.find(run, chain).steps[0].segment.head, *(each.head for each in rows if each is not None)]
+    for head in segments:
+        third.adopt(head, 1)
+    for head in sorted(
+        (*heads, *(each.head for each in states if each is not None)), key=lambda head: head.tokens.start
+    ):
+        third.adopt(head, 1)
+    assert [step.end for step in third.find(run, chain).written().steps if step.checkpoint] == [10, 20, 25, 30]
+    lost = DiskIndex(HASHER, MODEL)
+    for head in segments:
+        lost.adopt(head, 1)
+    assert not lost.adopt(heads[1], 1), "what it goes on from is not there"

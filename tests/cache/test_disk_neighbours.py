@@ -186,24 +186,24 @@ def test_the_same_tokens_in_other_pieces_carry_what_stands_on_them(tmp_path: Pat
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
-said = st.tuples(st.integers(0, 1), prompts, st.booleans())
+said = st.tuples(st.integers(0, 1), prompts, st.booleans(), st.booleans())
 
 
 @settings(max_examples=num_examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(events=st.lists(said, min_size=1, max_size=10))
 def test_whatever_two_servers_write_the_next_one_has_all_of_it(
-    tmp_path_factory: pytest.TempPathFactory, events: list[tuple[int, list[int], bool]]
+    tmp_path_factory: pytest.TempPathFactory, events: list[tuple[int, list[int], bool, bool]]
 ) -> None:
     """Random prompts from few tokens, so that pieces overlap in every way; now and then one looks at the folder."""
     folder = tmp_path_factory.mktemp("kv")
     with Disk(folder) as one, Disk(folder) as other:
-        for number, ids, looks in events:
+        for number, ids, looks, is_based in events:
             each = (one, other)[number]
-            each.say(ids, states=(len(ids),))
+            each.say(ids, states=(len(ids),), is_based=is_based)
             if looks:
                 look(each)
     with Disk(folder) as third:
-        for _, ids, _ in events:
+        for _, ids, _, _ in events:
             rows, states = third.recall(ids)
             assert rows == ids and len(ids) in states
         assert third.faults == {}

@@ -57,8 +57,15 @@ def test_a_long_way_without_such_an_end_has_a_state_now_and_then(monkeypatch: py
     """As far apart as the stride asks."""
     monkeypatch.setattr(disk_worth, "STRIDE_TOKENS", 20)
     with kept(needs_checkpoints=True) as each:
-        say(each, *((end, "stride") for end in range(5, 60, 5)))
+        say(each, *((end, "message") for end in range(5, 60, 5)))
         assert on_disk(each) == [20, 40]
+
+
+def test_a_long_prompt_has_a_state_at_each_of_its_strides() -> None:
+    """A server that is killed in the middle goes on from the last one."""
+    with kept(needs_checkpoints=True) as each:
+        say(each, (10, "system"), (25, "stride"), (40, "stride"))
+        assert on_disk(each) == [10, 25, 40]
 
 
 def test_where_a_path_ends_at_a_shutdown_its_state_is_written() -> None:
@@ -79,7 +86,7 @@ def test_what_the_disk_is_not_to_have_leaves_ram_unasked() -> None:
         assert [state is disk_worth.UNWANTED for state in states] == [False, True, False]
 
 
-@pytest.mark.parametrize("kind", ["tail", "message", "image", "divergence", "stride"])
+@pytest.mark.parametrize("kind", ["tail", "message", "image", "divergence"])
 def test_other_kinds_wait_for_the_stride(kind: BoundaryKind) -> None:
     """One token makes the difference."""
     assert not is_worth_writing(kind, STRIDE_TOKENS - 1, is_end=False)

@@ -9,13 +9,14 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from mlx_lm.utils import load_model
 
-from kvserve.cache.disk_blob import BlobHead, pack_blob, parent_of_first
+from kvserve.cache.disk_blob import BlobHead, BlobName, pack_blob, parent_of_first, unpack_blob
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.token_run import TokenRun, pack
 from kvserve.core import TokenSequence
 from kvserve.engine.disk_open import DiskSettings
 from tests.engine.engines import assert_exact, cached, cold, generate, prompt_of, running_engine, turn
 from tests.engine.test_disk_cache import usable
+from tests.engine.test_windows import NEW_TOKENS, converse
 from tests.laws import THREE_KINDS, sampled, sampled_cells
 from tests.models import tiny_model
 from tests.scripts.conftest import run_script, start_script
@@ -71,6 +72,24 @@ def test_stock_mlx_lm_goes_on_from_an_export(family: str, tmp_path: Path) -> Non
     assert json.loads(metadata["tokens"]) == PROMPT[:num_tokens]
     module, _ = load_model(tiny_model(family))
     assert greedy(module, caches, PROMPT[num_tokens:]) == expected
+
+
+def test_an_export_has_whole_windows(tmp_path: Path) -> None:
+    """Of a state that has only what came since another one: the same greedy tokens follow."""
+    with running_engine("gemma3", disk=on(tmp_path / "kv")) as engine:
+        ids = converse(engine, 4)
+    with running_engine("gemma3") as engine:
+        expected = generate(engine, turn(ids, NUM_ANSWER_TOKENS))[0].tokens
+    num_tokens = len(ids) - (NEW_TOKENS - 4)
+    blob = last_blob(tmp_path / "kv", num_tokens, "checkpoint")
+    assert unpack_blob(blob.read_bytes(), BlobName(blob.stem)).head.base
+    file, model = tmp_path / "exported.safetensors", str(tiny_model("gemma3"))
+    done = run_script("inspect_mlx_cache.py", "export", str(blob), str(file), "--model", model)
+    assert done.returncode == 0, done.stderr
+    module, _ = load_model(tiny_model("gemma3"))
+    assert greedy(module, load_prompt_cache(str(file)), ids[num_tokens:]) == expected
+    verified = run_script("inspect_mlx_cache.py", "verify", "--dir", str(tmp_path / "kv"))
+    assert verified.returncode == 0, verified.stdout
 
 
 @sampled_cells(lambda family: family != "gemma3")
