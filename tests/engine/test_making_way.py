@@ -33,6 +33,7 @@ from tests.engine.engines import (
     running_engine,
     turn,
 )
+from tests.laws import sampled
 
 MAX_BYTES = 40_000
 NUM_ROWS, ROW_TOKENS = 200, 50
@@ -194,7 +195,7 @@ def test_a_stream_gets_its_steps_while_what_is_kept_makes_way(monkeypatch: pytes
     assert len(begun) == 1 and begun[0][0] <= begun[0][1], begun
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("family", sampled(("qwen3", "qwen3_5"), ("qwen3_5",)))
 def test_what_a_row_waited_for_does_not_make_way_for_it(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """While room is made for a row, another one computes the beginning that both have, and ends. Though all else that
     is kept is to stay for longer, it is there when the room is."""
