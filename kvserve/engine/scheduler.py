@@ -101,9 +101,8 @@ class Scheduler:
             self._let_go(plan.ended)
             self._let_in(plan.admitted)
             plan = self._turns.next_plan(self._watchdog_seconds)
-        if self._begin_ready() or self._arrivals:  # they say for whom they wait
-            plan = self._turns.next_plan(self._watchdog_seconds)
-        self._compute(plan.work)
+        is_changed = self._begin_ready() or bool(self._arrivals)  # these say for whom they wait
+        self._compute(self._turns.next_work() if is_changed else plan.work)
         self._pool.settle()
         self._tenancies.keep_long_answers(self._pool, self._depart)
         self.cache.give_ram_back()

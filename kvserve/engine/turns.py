@@ -11,7 +11,18 @@ from kvserve.engine.decode import DecodePool
 from kvserve.engine.entrance import Entrance
 from kvserve.engine.fair_clock import FairClock, StreamShare
 from kvserve.engine.policy import candidates, first_token_seconds, plan
-from kvserve.engine.policy_facts import Applicant, Facts, Life, Machine, Plan, Prompt, Stream
+from kvserve.engine.policy_facts import (
+    Applicant,
+    DecodeStep,
+    Facts,
+    Life,
+    Machine,
+    Pause,
+    Plan,
+    PrefillChunk,
+    Prompt,
+    Stream,
+)
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefill_pool import PrefillPool
 from kvserve.engine.prefix_cache import PrefixCache
@@ -51,17 +62,12 @@ class Turns:
 
     def next_plan(self, watchdog_seconds: float) -> Plan[Row]:
         """What the policy says now."""
-        facts = Facts(
-            tuple(self._lives()),
-            tuple(self._applicants()),
-            tuple(self._prompts()),
-            tuple(Stream(row, self._clock.finish(row), bool(row.generated)) for row in self._pool.rows()),
-            self._machine(),
-            watchdog_seconds,
-        )
-        if facts.prompts:
-            self._tell(facts)
-        return plan(facts)
+        return plan(self._facts(tuple(self._lives()), tuple(self._applicants()), watchdog_seconds))
+
+    def next_work(self) -> PrefillChunk[Row] | DecodeStep | Pause:
+        """What it says is computed, where nobody goes or enters before that. Who has room is not asked: whoever was
+        asked, and not let in, would not be asked again."""
+        return plan(self._facts()).work
 
     # --- what happens to rows ---------------------------------------------------------------------------------------
 
@@ -124,6 +130,18 @@ class Turns:
         return any(row.generated for row in self._pool.rows())
 
     # --- what is told of them ---------------------------------------------------------------------------------------
+
+    def _facts(
+        self,
+        lives: tuple[Life[Row], ...] = (),
+        applicants: tuple[Applicant[Row], ...] = (),
+        watchdog_seconds: float = 0.0,
+    ) -> Facts[Row]:
+        streams = tuple(Stream(row, self._clock.finish(row), bool(row.generated)) for row in self._pool.rows())
+        facts = Facts(lives, applicants, tuple(self._prompts()), streams, self._machine(), watchdog_seconds)
+        if facts.prompts:
+            self._tell(facts)
+        return facts
 
     def _lives(self) -> Iterator[Life[Row]]:
         """Who has no place yet, or decodes, waits for nothing."""
