@@ -145,9 +145,12 @@ class Arrivals:
         )
 
     def _is_restoring(self, arrival: _Arrival) -> bool:
-        """Whether more of what it starts from is on its way from the disk."""
+        """Whether more of what it starts from is on its way from the disk. What has come is progress."""
+        num_before = arrival.hold.num_restored_tokens
         try:
             is_restoring = self._cache.is_restoring(arrival.hold)
+            if arrival.hold.num_restored_tokens > num_before:
+                arrival.row.note_progress()
             is_restoring |= self._cache.moving.awaits_disk(arrival.row, arrival.hold)
             arrival.row.has_come_from_disk |= arrival.hold.num_restored_tokens > 0
             return is_restoring

@@ -126,9 +126,9 @@ class Row:
     `on_end` frees its place, before its client hears of the end and may come again.
     `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
     `answer_kept_from`: where what was kept of its answer while it went on begins, None as long as there is nothing.
-    `progressed_at`: when it got its place, or something was computed for it last. `decoding_from`: when its prompt was
-    computed. `put_back_at`: since when it waits again, None while it does not; `seconds_put_back`: how long it did
-    before.
+    `progressed_at`: when it got its place, or something was computed for it or came from the disk last, and as much
+    later as prompts stood still for streams since. `decoding_from`: when its prompt was computed.
+    `put_back_at`: since when it waits again, None while it does not; `seconds_put_back`: how long it did before.
     `first_token_seconds`: in about how long its first token comes, as far as is known. `num_overtaken`: how many rows
     that came later got a place before it.
     `num_memory_failures`: how often an allocation failed while it computed.
@@ -209,6 +209,10 @@ class Row:
         if self.put_back_at is not None:
             self.seconds_put_back += time.monotonic() - self.put_back_at
             self.put_back_at = None
+        self.note_progress()
+
+    def note_progress(self) -> None:
+        """Something was done for it just now."""
         self.progressed_at = time.monotonic()
 
     @property

@@ -113,7 +113,11 @@ class Turns:
                 row.progressed_at = self._prefilled_at
 
     def stepped(self, seconds: float) -> None:
-        """Streams stepped for so long."""
+        """Streams stepped for so long. While they are owed that it is the turn of no prompt."""
+        if self._streams.owed_seconds > 0:
+            self._prefilled_at += seconds
+            for row in (*self._arrivals.rows(), *(prefill.row for prefill in self._prefills)):
+                row.progressed_at += seconds
         self._streams.stepped(seconds, is_beside_prompts=bool(self._prefills))
         if not self._prefills and not self._arrivals:
             self._clock.rest()
