@@ -232,14 +232,15 @@ class Scheduler:
             self._arrive(row, has_room=False)
 
     def _begin_ready(self) -> bool:
-        """Begin the rows that nothing keeps waiting, where what is kept has made room for them; returns whether there
-        were any."""
-        num_begun = 0
+        """Begin the rows that nothing keeps waiting, where there is room for them; whether there were any."""
+        started, num_begun = time.perf_counter(), 0
         if self._arrivals.make_way(self._entrance.missing_bytes, is_beside_streams=bool(self._pool.num_rows)):
             self._account()
         for row in self._arrivals.take_ready(self._prefills, self._tenancies.keep):
             self._begin(row)
             num_begun += 1
+        if num_begun:
+            self._turns.restored(time.perf_counter() - started)
         return num_begun > 0
 
     def _put_back_outgrown(self) -> None:

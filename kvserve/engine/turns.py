@@ -112,6 +112,10 @@ class Turns:
             for row in rows:
                 row.progressed_at = self._prefilled_at
 
+    def restored(self, seconds: float) -> None:
+        """So long rows were given what is kept of their prompts: it takes streams' time like a chunk."""
+        self._streams.prefilled(seconds, is_beside_streams=self.has_readers)
+
     def stepped(self, seconds: float) -> None:
         """Streams stepped for so long. While they are owed that it is the turn of no prompt."""
         if self._streams.owed_seconds > 0:

@@ -166,6 +166,36 @@ def test_a_stream_gets_its_share_of_the_time_beside_a_prompt(
     assert {len(steps) for steps in between.strip("c").split("c") if steps} == {num_steps}
 
 
+def test_streams_are_owed_for_what_is_restored_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long as a chunk where a prompt is long, and streams stand still for it."""
+    now, done = 0.0, list[str]()
+    enter, step_group, step = PrefixCache.enter, DecodePool._step_group, Prefill.step
+
+    def taking(seconds: float, what: str, real: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal now
+            now += seconds
+            done.append(what)
+            return real(*arguments, **named)
+
+        return call
+
+    with running_engine(prefill_step_size=64) as engine:
+        running = engine.submit(request(prompt_of(20), 100_000))
+        next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
+        with held(engine):
+            clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
+            monkeypatch.setattr(scheduler_module, "time", clock)
+            monkeypatch.setattr(PrefixCache, "enter", taking(1.0, "restored", enter))
+            monkeypatch.setattr(Prefill, "step", taking(0.25, "chunk", step))
+            monkeypatch.setattr(DecodePool, "_step_group", taking(0.0625, "step", step_group))
+            long = engine.submit(request(prompt_of(100, 1), 1))
+        collect(long)
+        running.cancel()
+    between = done[done.index("restored") : done.index("chunk")]
+    assert between == ["restored", *["step"] * 16]
+
+
 def test_a_prompt_that_waits_for_its_turn_says_when_its_first_token_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while others compute before it: its progress stood still for minutes without a word."""
     monkeypatch.setattr(turns_module, "TELL_SECONDS", 0.0)
