@@ -367,6 +367,7 @@ class Scheduler:
             cause = f"{type(row.trouble).__name__}: {row.trouble}"
             again = f"request {row.request.request_id} is computed again from its tokens"
             self._report(f"A decode batch failed ({cause}); {again}.")
+            row.leave_batch()
             self._release(row, None)
             self._arrive(row, has_room=True)
         with self._tenancies.in_transit(*(left.row for left in step.finished)):

@@ -96,7 +96,7 @@ class Turns:
     def leaves(self, row: Row, prefill: Prefill | None = None) -> None:
         """It is gone, from its prefill or from where it was; nothing where it was gone before. What is not computed of
         its prompt will not be."""
-        is_over = row.decoding_from is not None
+        is_over = row.decoding_from is not None or row.waits_again
         self._clock.leave(row, prefill.num_left if prefill is not None else 0 if is_over else row.num_tokens)
         self._left_tokens.pop(row, None)
         if row in self.waiting:
@@ -182,7 +182,7 @@ class Turns:
     def _applicant(self, row: Row, now: float) -> Applicant[Row]:
         num_left, _ = self._left_tokens.get(row, (row.num_tokens, -1))
         waited_seconds = now - row.submitted_at
-        return Applicant(row, waited_seconds, num_left, False, row.num_overtaken, is_back=row.put_back_at is not None)
+        return Applicant(row, waited_seconds, num_left, False, row.num_overtaken, is_back=row.waits_again)
 
     def _num_left(self, row: Row) -> int:
         """Tokens of a row that nobody has computed, as far as is known since rows last came or went."""

@@ -2,6 +2,7 @@
 the tests' own."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,6 +121,30 @@ def test_a_row_that_waits_for_what_never_comes_is_ended(clock: SlowClock, monkey
         clock.late_seconds += LIMIT_SECONDS + 1
         end = collect(waiting).end
     assert isinstance(end, GenerationFailed) and isinstance(end.error, NoProgress)
+
+
+def test_a_prompt_that_is_computed_again_does_not_count_either(
+    clock: SlowClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch broke, and nothing of the prompt was kept: its answer ended in its middle."""
+    at_start, num_broken = DecodePool._at_start, 0
+
+    def breaking(pool: DecodePool, group: Any) -> Any:
+        nonlocal num_broken
+        if not num_broken and any(len(row.generated) == 3 for row in group.rows.values()):
+            num_broken += 1
+            raise RuntimeError("the batch broke")
+        return at_start(pool, group)
+
+    wanted = replace(request(SLOW_PROMPT, 8), ttl_seconds=0)
+    with running_engine(watchdog_seconds=LIMIT_SECONDS, prefill_step_size=16) as engine:
+        [alone] = generate(engine, wanted)
+        monkeypatch.setattr(DecodePool, "_at_start", breaking)
+        slow_chunks(clock, monkeypatch, 40)
+        [found] = generate(engine, wanted)
+    assert num_broken == 1 and clock.late_seconds >= 2000
+    assert isinstance(found.end, GenerationDone) and found.end.reason == "length"
+    assert found.tokens == alone.tokens
 
 
 def test_a_row_that_the_disk_still_gives_something_is_not_ended(
