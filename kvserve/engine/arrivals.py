@@ -117,15 +117,19 @@ class Arrivals:
     def _awaits_row(self, arrival: _Arrival, prefills: PrefillPool, keep: Callable[[Prefill], None]) -> bool:
         """Whether a row in flight will have what this one needs. Asked anew once that row is there, or gone."""
         in_flight = [(prefill.tenancy, prefill.num_done) for prefill in prefills]
-        is_there = any(tenancy is arrival.awaited and not tenancy.lease.is_detached for tenancy, _ in in_flight)
-        if is_there and arrival.awaited is not None and arrival.awaited.lease.num_tokens < arrival.awaited_tokens:
-            return True
+        for awaited, num_done in in_flight:
+            if awaited is arrival.awaited and not awaited.lease.is_detached:
+                # One that has come to that place and could not keep it, for want of room, will not have it later.
+                is_to_come = awaited.lease.num_tokens < arrival.awaited_tokens != num_done
+                if is_to_come:
+                    return True
         wait = self._cache.wait_for(arrival.row, in_flight)
         arrival.awaited, arrival.awaited_tokens = wait or (None, 0)
         arrival.row.has_waited_for_row |= wait is not None
         for prefill in prefills:
             if wait == (prefill.tenancy, prefill.num_done):  # its state there is gone after its next chunk
                 keep(prefill)
+                arrival.awaited, arrival.awaited_tokens = None, 0
                 return False
         if wait is not None:
             self._tell(arrival.row, wait, prefills)
@@ -141,9 +145,12 @@ class Arrivals:
         )
 
     def _is_restoring(self, arrival: _Arrival) -> bool:
-        """Whether more of what it starts from is on its way from the disk."""
+        """Whether more of what it starts from is on its way from the disk. What has come is progress."""
+        num_before = arrival.hold.num_restored_tokens
         try:
             is_restoring = self._cache.is_restoring(arrival.hold)
+            if arrival.hold.num_restored_tokens > num_before:
+                arrival.row.note_progress()
             is_restoring |= self._cache.moving.awaits_disk(arrival.row, arrival.hold)
             arrival.row.has_come_from_disk |= arrival.hold.num_restored_tokens > 0
             return is_restoring

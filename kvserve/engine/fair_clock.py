@@ -78,10 +78,12 @@ class StreamShare:
     stretch_seconds: float = 0.0
 
     def prefilled(self, seconds: float, *, is_beside_streams: bool) -> None:
-        """A prompt was computed for so long."""
+        """A prompt was computed for so long. Where nobody reads, whoever was owed something is gone."""
         self.stretch_seconds += seconds
         if is_beside_streams:
             self.owed_seconds += seconds * self.share / (1 - self.share)
+        else:
+            self.owed_seconds = 0.0
 
     def stepped(self, seconds: float, *, is_beside_prompts: bool) -> None:
         """Streams stepped for so long; what they have too much is a prompt's while there is one."""

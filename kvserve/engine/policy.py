@@ -92,11 +92,11 @@ def _ending[R: Hashable](life: Life[R], watchdog_seconds: float) -> Ending[R] | 
     return None
 
 
-def _rank[R: Hashable](applicant: Applicant[R]) -> tuple[bool, float]:
-    """Those whom nobody may pass any more come first, then the highest response ratio."""
+def _rank[R: Hashable](applicant: Applicant[R]) -> tuple[bool, bool, float]:
+    """Those who had a place come first, then whom nobody may pass any more, then the highest response ratio."""
     is_next = applicant.is_back or applicant.num_overtaken >= MAX_OVERTAKEN
     ratio = applicant.waited_seconds / (applicant.num_left_tokens + LEAST_WORK_TOKENS)
-    return not is_next, -applicant.waited_seconds if is_next else -ratio
+    return not applicant.is_back, not is_next, -applicant.waited_seconds if is_next else -ratio
 
 
 def _admitted[R: Hashable](applicants: Sequence[Applicant[R]]) -> R | None:

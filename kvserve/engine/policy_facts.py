@@ -11,7 +11,8 @@ from typing import Literal
 class Life[R: Hashable]:
     """Whether a row goes on. `decoding_seconds`: since its prompt was computed, without what it waited again.
 
-    `idle_seconds`: since it, or the row that it waits for, computed anything; 0 for one that has no place yet.
+    `idle_seconds`: since it, or the row that it waits for, computed anything, or the disk gave it something, without
+    what streams had that they were owed; 0 for one that has no place yet.
     `is_passed`: others computed meanwhile that equal shares put before it.
     """
 

@@ -126,9 +126,10 @@ class Row:
     `on_end` frees its place, before its client hears of the end and may come again.
     `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
     `answer_kept_from`: where what was kept of its answer while it went on begins, None as long as there is nothing.
-    `progressed_at`: when it got its place, or something was computed for it last. `decoding_from`: when its prompt was
-    computed. `put_back_at`: since when it waits again, None while it does not; `seconds_put_back`: how long it did
-    before.
+    `progressed_at`: when it got its place, or something was computed for it or came from the disk last, and as much
+    later as prompts stood still for streams since. `decoding_from`: when its prompt was computed, None while it is to
+    be, also again; `seconds_decoded`: how long it decoded before that. `waits_again`: it was in a batch, and waits for
+    room; `was_put_back`: it did so once, before its first token too.
     `first_token_seconds`: in about how long its first token comes, as far as is known. `num_overtaken`: how many rows
     that came later got a place before it.
     `num_memory_failures`: how often an allocation failed while it computed.
@@ -157,8 +158,9 @@ class Row:
     restorable_bytes: float = math.inf
     moved_bytes: float = 0.0
     is_forgotten: bool = False
-    put_back_at: float | None = None
-    seconds_put_back: float = 0.0
+    seconds_decoded: float = 0.0
+    waits_again: bool = False
+    was_put_back: bool = False
     generated: list[int] = field(default_factory=list)
     num_generator_failures: int = 0
     num_memory_failures: int = 0
@@ -190,25 +192,27 @@ class Row:
         self.decoding_from = self.decoding_from or time.monotonic()
 
     def decoding_seconds(self, now: float) -> float:
-        """How long it decodes; its prompt does not count, and no waiting, whenever."""
-        if self.decoding_from is None or self.put_back_at is not None:
-            return 0.0
-        return now - self.decoding_from - self.seconds_put_back
+        """How long it decodes, and did before; its prompt does not count, nor what is computed of it again, nor any
+        waiting."""
+        return self.seconds_decoded + (now - self.decoding_from if self.decoding_from is not None else 0.0)
 
-    @property
-    def was_put_back(self) -> bool:
-        """Whether it has left its batch once, to enter again; before its first token too."""
-        return self.put_back_at is not None or self.seconds_put_back > 0
+    def leave_batch(self) -> None:
+        """It has left its batch, to enter again: what it lacks of its prompt then is computed before it decodes."""
+        self.seconds_decoded, self.decoding_from = self.decoding_seconds(time.monotonic()), None
+        self.note_progress()
 
     def wait_again(self) -> None:
-        """It has left its batch, to enter again when there is room."""
-        self.put_back_at = time.monotonic()
+        """The same where it enters when there is room."""
+        self.leave_batch()
+        self.waits_again = self.was_put_back = True
 
     def end_wait(self) -> None:
         """It has its place: it enters, for the first time or again."""
-        if self.put_back_at is not None:
-            self.seconds_put_back += time.monotonic() - self.put_back_at
-            self.put_back_at = None
+        self.waits_again = False
+        self.note_progress()
+
+    def note_progress(self) -> None:
+        """Something was done for it just now."""
         self.progressed_at = time.monotonic()
 
     @property

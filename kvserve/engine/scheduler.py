@@ -101,9 +101,8 @@ class Scheduler:
             self._let_go(plan.ended)
             self._let_in(plan.admitted)
             plan = self._turns.next_plan(self._watchdog_seconds)
-        if self._begin_ready() or self._arrivals:  # they say for whom they wait
-            plan = self._turns.next_plan(self._watchdog_seconds)
-        self._compute(plan.work)
+        is_changed = self._begin_ready() or bool(self._arrivals)  # these say for whom they wait
+        self._compute(self._turns.next_work() if is_changed else plan.work)
         self._pool.settle()
         self._tenancies.keep_long_answers(self._pool, self._depart)
         self.cache.give_ram_back()
@@ -233,14 +232,15 @@ class Scheduler:
             self._arrive(row, has_room=False)
 
     def _begin_ready(self) -> bool:
-        """Begin the rows that nothing keeps waiting, where what is kept has made room for them; returns whether there
-        were any."""
-        num_begun = 0
+        """Begin the rows that nothing keeps waiting, where there is room for them; whether there were any."""
+        started, num_begun = time.perf_counter(), 0
         if self._arrivals.make_way(self._entrance.missing_bytes, is_beside_streams=bool(self._pool.num_rows)):
             self._account()
         for row in self._arrivals.take_ready(self._prefills, self._tenancies.keep):
             self._begin(row)
             num_begun += 1
+        if num_begun:
+            self._turns.restored(time.perf_counter() - started)
         return num_begun > 0
 
     def _put_back_outgrown(self) -> None:
@@ -367,6 +367,7 @@ class Scheduler:
             cause = f"{type(row.trouble).__name__}: {row.trouble}"
             again = f"request {row.request.request_id} is computed again from its tokens"
             self._report(f"A decode batch failed ({cause}); {again}.")
+            row.leave_batch()
             self._release(row, None)
             self._arrive(row, has_room=True)
         with self._tenancies.in_transit(*(left.row for left in step.finished)):

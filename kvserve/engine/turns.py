@@ -11,7 +11,18 @@ from kvserve.engine.decode import DecodePool
 from kvserve.engine.entrance import Entrance
 from kvserve.engine.fair_clock import FairClock, StreamShare
 from kvserve.engine.policy import candidates, first_token_seconds, plan
-from kvserve.engine.policy_facts import Applicant, Facts, Life, Machine, Plan, Prompt, Stream
+from kvserve.engine.policy_facts import (
+    Applicant,
+    DecodeStep,
+    Facts,
+    Life,
+    Machine,
+    Pause,
+    Plan,
+    PrefillChunk,
+    Prompt,
+    Stream,
+)
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefill_pool import PrefillPool
 from kvserve.engine.prefix_cache import PrefixCache
@@ -51,17 +62,12 @@ class Turns:
 
     def next_plan(self, watchdog_seconds: float) -> Plan[Row]:
         """What the policy says now."""
-        facts = Facts(
-            tuple(self._lives()),
-            tuple(self._applicants()),
-            tuple(self._prompts()),
-            tuple(Stream(row, self._clock.finish(row), bool(row.generated)) for row in self._pool.rows()),
-            self._machine(),
-            watchdog_seconds,
-        )
-        if facts.prompts:
-            self._tell(facts)
-        return plan(facts)
+        return plan(self._facts(tuple(self._lives()), tuple(self._applicants()), watchdog_seconds))
+
+    def next_work(self) -> PrefillChunk[Row] | DecodeStep | Pause:
+        """What it says is computed, where nobody goes or enters before that. Who has room is not asked: whoever was
+        asked, and not let in, would not be asked again."""
+        return plan(self._facts()).work
 
     # --- what happens to rows ---------------------------------------------------------------------------------------
 
@@ -90,7 +96,7 @@ class Turns:
     def leaves(self, row: Row, prefill: Prefill | None = None) -> None:
         """It is gone, from its prefill or from where it was; nothing where it was gone before. What is not computed of
         its prompt will not be."""
-        is_over = row.decoding_from is not None
+        is_over = row.decoding_from is not None or row.waits_again
         self._clock.leave(row, prefill.num_left if prefill is not None else 0 if is_over else row.num_tokens)
         self._left_tokens.pop(row, None)
         if row in self.waiting:
@@ -106,8 +112,16 @@ class Turns:
             for row in rows:
                 row.progressed_at = self._prefilled_at
 
+    def restored(self, seconds: float) -> None:
+        """So long rows were given what is kept of their prompts: it takes streams' time like a chunk."""
+        self._streams.prefilled(seconds, is_beside_streams=self.has_readers)
+
     def stepped(self, seconds: float) -> None:
-        """Streams stepped for so long."""
+        """Streams stepped for so long. While they are owed that it is the turn of no prompt."""
+        if self._streams.owed_seconds > 0:
+            self._prefilled_at += seconds
+            for row in (*self._arrivals.rows(), *(prefill.row for prefill in self._prefills)):
+                row.progressed_at += seconds
         self._streams.stepped(seconds, is_beside_prompts=bool(self._prefills))
         if not self._prefills and not self._arrivals:
             self._clock.rest()
@@ -124,6 +138,18 @@ class Turns:
         return any(row.generated for row in self._pool.rows())
 
     # --- what is told of them ---------------------------------------------------------------------------------------
+
+    def _facts(
+        self,
+        lives: tuple[Life[Row], ...] = (),
+        applicants: tuple[Applicant[Row], ...] = (),
+        watchdog_seconds: float = 0.0,
+    ) -> Facts[Row]:
+        streams = tuple(Stream(row, self._clock.finish(row), bool(row.generated)) for row in self._pool.rows())
+        facts = Facts(lives, applicants, tuple(self._prompts()), streams, self._machine(), watchdog_seconds)
+        if facts.prompts:
+            self._tell(facts)
+        return facts
 
     def _lives(self) -> Iterator[Life[Row]]:
         """Who has no place yet, or decodes, waits for nothing."""
@@ -156,7 +182,7 @@ class Turns:
     def _applicant(self, row: Row, now: float) -> Applicant[Row]:
         num_left, _ = self._left_tokens.get(row, (row.num_tokens, -1))
         waited_seconds = now - row.submitted_at
-        return Applicant(row, waited_seconds, num_left, False, row.num_overtaken, is_back=row.put_back_at is not None)
+        return Applicant(row, waited_seconds, num_left, False, row.num_overtaken, is_back=row.waits_again)
 
     def _num_left(self, row: Row) -> int:
         """Tokens of a row that nobody has computed, as far as is known since rows last came or went."""

@@ -112,3 +112,14 @@ def test_streams_are_owed_their_share_of_the_time_that_prompts_take(share: float
     assert (account.owed_seconds, account.stretch_seconds) == (pytest.approx(owed - 0.3), 0.0)
     account.stepped(0.3, is_beside_prompts=False)
     assert account.owed_seconds == 0.0
+
+
+def test_what_streams_were_owed_goes_with_the_last_of_them() -> None:
+    """Else a prompt would wait for streams that came after it, or these for a longer chunk."""
+    account = StreamShare(0.5)
+    account.prefilled(60.0, is_beside_streams=True)
+    account.prefilled(0.1, is_beside_streams=False)
+    assert account.owed_seconds == 0.0
+    account.stepped(5.0, is_beside_prompts=True)
+    account.prefilled(0.1, is_beside_streams=False)
+    assert account.owed_seconds == 0.0

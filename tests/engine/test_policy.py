@@ -133,6 +133,9 @@ def test_nobody_passes_one_that_was_passed_often_enough() -> None:
 def test_nobody_passes_one_that_had_a_place_already() -> None:
     back = Applicant("back", 0.1, 50_000, fits=False, is_back=True)
     assert admitted(Applicant("small", 5.0, 20, fits=True), back) is None
+    passed = Applicant("passed", 9.0, 50_000, fits=True, num_overtaken=MAX_OVERTAKEN)
+    assert admitted(passed, back) is None
+    assert admitted(replace(passed, fits=False), replace(back, fits=True)) == "back"
 
 
 def test_most_of_whose_prompt_is_known_enters_first_until_another_is_older() -> None:

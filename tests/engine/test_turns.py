@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvserve.core import GenerationDone, PrefillProgress, RequestId, TokenDelta
+from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, RequestId, TokenDelta
 from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine import turns as turns_module
 from kvserve.engine.decode import DecodePool
+from kvserve.engine.kv_room import KvRoom
 from kvserve.engine.prefill import Prefill
-from kvserve.engine.rows import Generation
+from kvserve.engine.prefix_cache import PrefixCache
+from kvserve.engine.rows import Generation, Row
 from tests.engine.engines import collect, generate, held, prompt_of, request, running_engine
 
 SHARED = prompt_of(400)
@@ -80,6 +82,56 @@ def test_a_row_without_room_keeps_nobody_waiting() -> None:
     assert [end.reason for end in ends if isinstance(end, GenerationDone)] == ["cancelled", "cancelled"]
 
 
+def test_a_place_that_becomes_free_where_a_row_cannot_begin_is_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a row that has no room: who else fits was asked in vain, and not again before the stream's end."""
+    enter = PrefixCache.enter
+
+    def broken(cache: PrefixCache, row: Row, **arguments: Any) -> Any:
+        if row.request.request_id == "broken":
+            raise ValueError("nothing can be restored")
+        return enter(cache, row, **arguments)
+
+    monkeypatch.setattr(PrefixCache, "enter", broken)
+    with running_engine() as engine:
+        budget = engine._budget(engine.wait_until_ready())
+        max_bytes = budget.held_bytes([1040, 600], 0.0)
+    with running_engine(max_batch_bytes=int(max_bytes), max_concurrent_requests=2) as engine:
+        running = engine.submit(request(prompt_of(40), 1000))
+        next(running.batches(60))
+        large = engine.submit(request(prompt_of(500, 1), 1000))
+        engine._ask(lambda scheduler: setattr(scheduler._turns.waiting[0], "submitted_at", 0.0))  # it is the first
+        with held(engine):
+            gone = engine.submit(replace(request(prompt_of(20, 2), 4), request_id=RequestId("broken")))
+            small = engine.submit(request(prompt_of(20, 3), 4))
+        found = collect(small)
+        assert (engine.status.num_waiting, engine.status.num_decoding) == (1, 1)
+        running.cancel()
+        large.cancel()
+        assert isinstance(collect(gone).end, GenerationFailed)
+    assert len(found.tokens) == 4
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_nobody_waits_on_for_what_could_not_be_kept(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no room for it: a row waited in vain for all of another one's prompt."""
+    prompts = {"awaited": [*SHARED, *prompt_of(1500, 2)], "waiting": [*SHARED, *prompt_of(40, 4)]}
+    requests = {name: replace(request(prompt, 2), request_id=RequestId(name)) for name, prompt in prompts.items()}
+    rows: list[Generation] = []
+    monkeypatch.setattr(KvRoom, "takes", lambda *_, **__: False)
+    with running_engine(family, prefill_step_size=64) as engine:
+
+        def join() -> None:
+            if len(rows) < len(requests):
+                rows.append(engine.submit(requests["waiting"]))
+
+        order = order_of_chunks(monkeypatch, join)
+        with held(engine):
+            rows.append(engine.submit(requests["awaited"]))
+        for row in rows:
+            assert isinstance(collect(row).end, GenerationDone)
+    assert 400 // 64 <= order.index("waiting") <= 400 // 64 + 3
+
+
 @pytest.mark.parametrize(("share", "num_steps"), [(0.5, 4), (0.75, 12)])
 def test_a_stream_gets_its_share_of_the_time_beside_a_prompt(
     share: float, num_steps: int, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +164,36 @@ def test_a_stream_gets_its_share_of_the_time_beside_a_prompt(
     between = "".join("c" if what == "chunk" else "s" for what in done[first : last + 1])
     assert between.count("c") >= 1000 // 64
     assert {len(steps) for steps in between.strip("c").split("c") if steps} == {num_steps}
+
+
+def test_streams_are_owed_for_what_is_restored_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long as a chunk where a prompt is long, and streams stand still for it."""
+    now, done = 0.0, list[str]()
+    enter, step_group, step = PrefixCache.enter, DecodePool._step_group, Prefill.step
+
+    def taking(seconds: float, what: str, real: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            nonlocal now
+            now += seconds
+            done.append(what)
+            return real(*arguments, **named)
+
+        return call
+
+    with running_engine(prefill_step_size=64) as engine:
+        running = engine.submit(request(prompt_of(20), 100_000))
+        next(batch for batch in running.batches(60) if any(isinstance(event, TokenDelta) for event in batch))
+        with held(engine):
+            clock = SimpleNamespace(perf_counter=lambda: now, monotonic=time.monotonic)
+            monkeypatch.setattr(scheduler_module, "time", clock)
+            monkeypatch.setattr(PrefixCache, "enter", taking(1.0, "restored", enter))
+            monkeypatch.setattr(Prefill, "step", taking(0.25, "chunk", step))
+            monkeypatch.setattr(DecodePool, "_step_group", taking(0.0625, "step", step_group))
+            long = engine.submit(request(prompt_of(100, 1), 1))
+        collect(long)
+        running.cancel()
+    between = done[done.index("restored") : done.index("chunk")]
+    assert between == ["restored", *["step"] * 16]
 
 
 def test_a_prompt_that_waits_for_its_turn_says_when_its_first_token_comes(monkeypatch: pytest.MonkeyPatch) -> None:

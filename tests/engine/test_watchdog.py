@@ -2,6 +2,7 @@
 the tests' own."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,14 @@ import pytest
 from kvserve.core import GenerationDone, GenerationFailed, TokenDelta
 from kvserve.engine import prefill_pool
 from kvserve.engine import rows as rows_module
+from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine import turns as turns_module
 from kvserve.engine.arrivals import Arrivals
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.disk_cache import Hold
 from kvserve.engine.prefill import Prefill
+from kvserve.engine.prefix_cache import PrefixCache
+from kvserve.engine.rows import Generation, Row
 from kvserve.errors import NoProgress
 from tests.engine.engines import cached, collect, generate, held, prompt_of, request, running_engine
 
@@ -115,3 +121,87 @@ def test_a_row_that_waits_for_what_never_comes_is_ended(clock: SlowClock, monkey
         clock.late_seconds += LIMIT_SECONDS + 1
         end = collect(waiting).end
     assert isinstance(end, GenerationFailed) and isinstance(end.error, NoProgress)
+
+
+def test_a_prompt_that_is_computed_again_does_not_count_either(
+    clock: SlowClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch broke, and nothing of the prompt was kept: its answer ended in its middle."""
+    at_start, num_broken = DecodePool._at_start, 0
+
+    def breaking(pool: DecodePool, group: Any) -> Any:
+        nonlocal num_broken
+        if not num_broken and any(len(row.generated) == 3 for row in group.rows.values()):
+            num_broken += 1
+            raise RuntimeError("the batch broke")
+        return at_start(pool, group)
+
+    wanted = replace(request(SLOW_PROMPT, 8), ttl_seconds=0)
+    with running_engine(watchdog_seconds=LIMIT_SECONDS, prefill_step_size=16) as engine:
+        [alone] = generate(engine, wanted)
+        monkeypatch.setattr(DecodePool, "_at_start", breaking)
+        slow_chunks(clock, monkeypatch, 40)
+        [found] = generate(engine, wanted)
+    assert num_broken == 1 and clock.late_seconds >= 2000
+    assert isinstance(found.end, GenerationDone) and found.end.reason == "length"
+    assert found.tokens == alone.tokens
+
+
+def test_a_row_that_the_disk_still_gives_something_is_not_ended(
+    clock: SlowClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt on a slow disk: all of it takes longer than the limit, no part of it does."""
+    num_parts = 0
+
+    def slow(_: PrefixCache, hold: Hold) -> bool:
+        nonlocal num_parts
+        num_parts += 1
+        clock.late_seconds += 100
+        hold.num_restored_tokens += 16
+        return num_parts < 12
+
+    with running_engine(watchdog_seconds=LIMIT_SECONDS) as engine:
+        monkeypatch.setattr(PrefixCache, "is_restoring", slow)
+        [found] = generate(engine, request(SLOW_PROMPT, 4))
+    assert clock.late_seconds > LIMIT_SECONDS
+    assert isinstance(found.end, GenerationDone) and found.end.reason == "length"
+
+
+def test_a_row_that_waits_for_what_streams_are_owed_is_not_ended(
+    clock: SlowClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One long chunk of another row, and a stream that is to have nine times as long."""
+    now = SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: clock.late_seconds)
+    step_group, num_steps = DecodePool._step_group, 0
+
+    def slow_step(pool: DecodePool, group: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        clock.late_seconds += 20
+        return step_group(pool, group)
+
+    with running_engine(watchdog_seconds=LIMIT_SECONDS, prefill_step_size=16, stream_share=0.9) as engine:
+        stream = engine.submit(request(prompt_of(17), 100_000))
+        next(each for each in stream.batches(60) if any(isinstance(event, TokenDelta) for event in each))
+        rows: list[Generation] = []
+        step = Prefill.step
+
+        def slow(prefill: Prefill, *arguments: Any) -> int:
+            if not rows:
+                clock.late_seconds += 100
+                rows.append(engine.submit(request(prompt_of(20, 2), 1)))
+            return step(prefill, *arguments)
+
+        with held(engine):
+            monkeypatch.setattr(scheduler_module, "time", now)
+            monkeypatch.setattr(Prefill, "step", slow)
+            monkeypatch.setattr(DecodePool, "_step_group", slow_step)
+            monkeypatch.setattr(Row, "decoding_seconds", lambda *_: 0.0)
+            long = engine.submit(request(SLOW_PROMPT, 1))
+        while not rows:
+            time.sleep(0.01)
+        end = collect(rows[0]).end
+        long.cancel()
+        stream.cancel()
+    assert num_steps * 20 > LIMIT_SECONDS
+    assert isinstance(end, GenerationDone) and end.reason == "length"
