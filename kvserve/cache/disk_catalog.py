@@ -175,6 +175,9 @@ class Catalog:
                     db.execute(f"PRAGMA user_version={VERSION}")
                 db.execute(_USERS)
                 db.execute(_CLOCK)
+        except UnicodeDecodeError as error:  # the complaint has the broken name of a table in it
+            db.close()
+            raise sqlite3.DatabaseError("the index is damaged: its tables have no names") from error
         except BaseException:
             db.close()
             raise

@@ -251,6 +251,9 @@ class ResponseStore:
                 database.execute(f"PRAGMA {name} = {value}")
             database.create_function("is_covered", 5, _is_covered, deterministic=True)
             _make_tables(database)
+        except UnicodeDecodeError as error:  # the complaint has the broken name of a table in it
+            database.close()
+            raise sqlite3.DatabaseError("the file is damaged: its tables have no names") from error
         except sqlite3.Error:
             database.close()
             raise

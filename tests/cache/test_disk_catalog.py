@@ -88,3 +88,13 @@ def test_a_lock_is_told_from_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     books = Catalog(tmp_path / "index.sqlite")
     assert books.names() == set()
     books.close()
+
+
+def test_an_index_whose_tables_have_broken_names_is_made_anew(tmp_path: Path) -> None:
+    """SQLite complains with the name, which is no text any more."""
+    path = tmp_path / "index.sqlite"
+    Catalog(path).close()
+    path.write_bytes(path.read_bytes().replace(b"clock", b"cl\xefck", 1))
+    catalog = Catalog(path)
+    assert catalog.fault and catalog.fault != "there is none" and catalog.names() == set()
+    catalog.close()

@@ -101,10 +101,17 @@ def test_a_circle_of_responses_ends() -> None:
     assert ids(store, "a") == ["b-in", "b-out", "a-in", "a-out"]
 
 
-def test_a_broken_file_costs_what_was_kept_and_nothing_else(tmp_path: Path) -> None:
-    """It is reported, and a new file takes its place."""
+@pytest.mark.parametrize("is_database", [False, True], ids=["no database", "broken names of tables"])
+def test_a_broken_file_costs_what_was_kept_and_nothing_else(tmp_path: Path, is_database: bool) -> None:
+    """It is reported, and a new file takes its place. SQLite's complaint of a broken name is no text any more."""
     path = tmp_path / "responses.sqlite3"
     path.write_bytes(b"this is no database" * 1000)
+    if is_database:
+        path.unlink()
+        whole = ResponseStore(path, pytest.fail)
+        whole.put(response("a"))
+        whole.close()
+        path.write_bytes(path.read_bytes().replace(b"responses", b"respons\xefs", 1))
     reports: list[str] = []
     store = ResponseStore(path, reports.append)
     with pytest.raises(NotFound):
