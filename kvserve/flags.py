@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -103,8 +104,8 @@ def _most_edits(name: str) -> float:
 
 
 def _edits(one: str, other: str) -> float:
-    """How many letters were left out, put in, swapped with their neighbour or mistaken; a mistaken one makes a short
-    word another word, and counts twice there."""
+    """How many letters were left out, put in, swapped with their neighbour or mistaken, infinite above `MAX_EDITS`; a
+    mistaken one makes a short word another word, and counts twice there."""
     mistaken = 1 if min(len(one), len(other)) >= SHORT_NAME else 2
     rows = [list(range(len(other) + 1))]
     for i, a in enumerate(one, 1):
@@ -114,5 +115,7 @@ def _edits(one: str, other: str) -> float:
             if i > 1 and j > 1 and a == other[j - 2] and b == one[i - 2]:
                 best = min(best, rows[-2][j - 2] + 1)
             row.append(best)
+        if min(row) > MAX_EDITS and min(rows[-1]) > MAX_EDITS:  # whatever follows only adds; a swap begins a row before
+            return math.inf
         rows.append(row)
     return rows[-1][-1]

@@ -154,8 +154,14 @@ def finished_once(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 
 @pytest.fixture
 def finished(finished_once: Checkout, tmp_path: Path) -> Checkout:
-    """A copy of the finished checkout that the test may spoil."""
-    shutil.copytree(finished_once.root, tmp_path / "copy", symlinks=True)
+    """A copy of the finished checkout that the test may spoil, all but pip's own modules, which no set-up touches."""
+    pip = next(finished_once.venv.glob("lib/*/site-packages/pip"))
+
+    def all_but_pip(folder: str, names: list[str]) -> list[str]:
+        return [pip.name] if Path(folder) == pip.parent else []
+
+    shutil.copytree(finished_once.root, tmp_path / "copy", symlinks=True, ignore=all_but_pip)
+    (tmp_path / "copy" / pip.relative_to(finished_once.root)).symlink_to(pip)
     return Checkout(tmp_path / "copy")
 
 

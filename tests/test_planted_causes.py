@@ -291,7 +291,7 @@ def test_a_new_conversation(app: AppUnderTest) -> None:
     """Other words under a known system prompt: that is shared, and nothing is said to be lost."""
     talk = start(app)
     messages = [talk.messages[0], {"role": "user", "content": "Something new."}]
-    asked = send(app, {**talk.request(), "messages": messages})
+    asked = send(app, {**talk.request(), "messages": messages, "max_tokens": 4})
     assert asked.explanation["cause"] == "new conversation"
     assert asked.explanation["first_difference"] is None and asked.explanation["remedy"] is None
     assert asked.num_cached_tokens > 100

@@ -234,12 +234,12 @@ def test_rows_that_outgrow_their_memory_wait_and_lose_nothing(monkeypatch: pytes
     """Answers longer than their allowance: the newest row waits until there is room, and writes what it writes
     alone."""
     monkeypatch.setattr(admission, "ANSWER_ALLOWANCE_TOKENS", 4)
-    wanted = [request(prompt_of(40, seed), 400) for seed in range(2)]
+    wanted = [request(prompt_of(40, seed), 200) for seed in range(2)]
     held_bytes: list[float] = []
     with running_engine() as engine:
         alone = [generate(engine, each)[0].tokens for each in wanted]
         sizes = engine.wait_until_ready().sizes
-    budget_bytes = 2.4 * (sizes.peak(200) + sizes.copied(sizes.peak(200)))
+    budget_bytes = 2.4 * (sizes.peak(100) + sizes.copied(sizes.peak(100)))
     step = DecodePool.step
 
     def watched(pool: DecodePool) -> Step:
