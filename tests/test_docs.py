@@ -135,3 +135,34 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_the_context_is_there(name: str) -> None:
     """Direction, open items and lessons each have their page."""
     assert (ROOT / ".context" / name).read_text(encoding="utf-8").startswith("# ")
+
+
+def test_the_architecture_names_what_is_there() -> None:
+    """ARCHITECTURE.md is one page that names each package, each file beside them, and no file that is not there."""
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    package = ROOT / "kvserve"
+    named = set(re.findall(r"`([\w*/]+\.py)`", page))
+    files = [*package.rglob("*.py"), *ROOT.glob("tests/*.py")]
+    missing = [name for name in named if not any(path.match(name) for path in files)]
+    flat = [path.name for path in package.glob("*.py") if f"`{path.stem}." not in page and path.stem != "__init__"]
+    packages = [path.parent.name for path in package.glob("*/__init__.py") if f"| `{path.parent.name}/` |" not in page]
+    assert (missing, flat, packages) == ([], [], [])
+    assert page.count("\n") < 120
+
+
+def test_the_lessons_begin_with_ten_rules_and_an_index() -> None:
+    """Ten rules, then an index of every topic, each of which stands under its heading."""
+    page = (ROOT / ".context/LESSONS.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    first, index, *topics = headings
+    assert (first, index) == ("Ten rules", "Index")
+    assert re.findall(r"^(\d+)\. ", page, re.MULTILINE) == [str(number) for number in range(1, 11)]
+    assert re.findall(r"^\| \[(.+?)\]\(#", page, re.MULTILINE) == topics
+
+
+def test_what_is_open_is_a_list_of_short_lines() -> None:
+    """A task is one line of TASKS.md, of 160 characters at most."""
+    lines = (ROOT / ".context/TASKS.md").read_text(encoding="utf-8").splitlines()
+    tasks = [line for line in lines if line.startswith("- ")]
+    assert len(tasks) > 20
+    assert [line for line in lines if len(line) > 160 or line.startswith(" ")] == []
