@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -243,16 +243,21 @@ def writing(under_test: AppUnderTest, text: str, *, ends: bool = True) -> Iterat
 
 @contextlib.contextmanager
 def no_tokens() -> Iterator[None]:
-    """Running answers stand still meanwhile, and everything else goes on: they are not over before what a test does
-    beside them, however long its threads slept."""
+    """Running answers stand still behind their first token meanwhile, and everything else goes on: they are not over
+    before what a test does beside them, however long its threads slept. Prompts may wait for first tokens."""
 
-    def wait(_pool: DecodePool) -> Step:
-        time.sleep(0.002)
-        return Step()
+    def standing(step: Callable[[DecodePool], Step]) -> Callable[[DecodePool], Step]:
+        def wait(pool: DecodePool) -> Step:
+            if not all(row.generated for row in pool.rows()):
+                return step(pool)
+            time.sleep(0.002)
+            return Step()
+
+        return wait
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("step", "step_all"):
-            patch.setattr(DecodePool, name, wait)
+            patch.setattr(DecodePool, name, standing(getattr(DecodePool, name)))
         yield
 
 

@@ -1,5 +1,6 @@
 """Memory as a running server tells of it: by account, with the bounds that are met."""
 
+import math
 from pathlib import Path
 
 from kvserve.cache.disk_tier import DiskTier
@@ -46,8 +47,10 @@ def test_a_full_disk_is_named_with_what_it_costs(tmp_path: Path) -> None:
             app.chat(f"{number} " + "word " * 700, max_tokens=4)
         assert app.health()["memory"]["pressures"] == []
         tier: DiskTier = app.served.engine._ask(lambda scheduler: scheduler.cache._disk).tier
-        tier._is_full = True
+        with tier._wake:
+            tier._note_outcome("no room")
+            tier._full_check_at = math.inf
         full = {each["bound"]: each["cost"] for each in app.health()["memory"]["pressures"]}
         assert full.keys() == {"disk"} and "RAM only" in full["disk"]
-        tier._is_full = False
+        tier._look_for_room()
         assert app.health()["memory"]["pressures"] == []

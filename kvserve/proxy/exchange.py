@@ -23,13 +23,15 @@ class Exchange:
     """One request on its way through LiteLLM.
 
     `body` is the JSON object as the client sent it; `headers` are those that LiteLLM would not forward. The hook fills
-    in `upstream_error`, the guard reads it. With `instead_of_backend` the request goes to that URL.
+    in `upstream_error`, the guard reads it, and notes when the client's answer `has_begun`. With `instead_of_backend`
+    the request goes to that URL.
     """
 
     body: Mapping[str, object]
     headers: Mapping[str, str]
     instead_of_backend: str | None = None
     upstream_error: UpstreamError | None = None
+    has_begun: bool = False
 
 
 CURRENT_EXCHANGE: ContextVar[Exchange | None] = ContextVar("current_exchange", default=None)

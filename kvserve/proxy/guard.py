@@ -215,6 +215,8 @@ class AnswerFilter:
         """Passes on, or replaces, one ASGI message of the answer."""
         if message["type"] == "http.response.start":
             replaced = self._replacement(message)
+            if self.exchange is not None:
+                self.exchange.has_begun = True
             if replaced is None:
                 message["headers"] = [*outer_headers(message["headers"]), *encoded(sharing_headers(self._origin))]
             else:

@@ -2,9 +2,11 @@
 the backend's own error. It knows LiteLLM's call arguments and nothing of HTTP.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 
 import httpx
+from fastapi import HTTPException
 from litellm.integrations.custom_logger import CustomLogger
 
 from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange, UpstreamError
@@ -42,11 +44,14 @@ class RawBodyHook(CustomLogger):
         original_exception: BaseException,
         user_api_key_dict: object,
         traceback_str: str | None = None,
-    ) -> None:
-        """Keeps the backend's answer for the guard: LiteLLM changes its text and sometimes its status."""
+    ) -> HTTPException | None:
+        """Keeps the backend's answer for the guard: LiteLLM changes its text and sometimes its status. Where LiteLLM's
+        comments have begun a stream already, it writes what is returned here, and without it no reason at all."""
         exchange = CURRENT_EXCHANGE.get()
-        if exchange is not None:
-            exchange.upstream_error = find_upstream_error(original_exception)
+        if exchange is None:
+            return None
+        found = exchange.upstream_error = find_upstream_error(original_exception)
+        return HTTPException(found.status, message_of(found)) if found is not None and exchange.has_begun else None
 
 
 def outgoing_fields(exchange: Exchange, data: Mapping[str, object]) -> dict[str, object]:
@@ -76,6 +81,14 @@ def find_upstream_error(error: BaseException) -> UpstreamError | None:
             if response.content:
                 found = UpstreamError(response.status_code, response.content, content_type, retry_after)
     return found
+
+
+def message_of(error: UpstreamError) -> str:
+    """What the backend says in its error; the whole text where that is no error of OpenAI's form."""
+    try:
+        return str(json.loads(error.body)["error"]["message"])
+    except (ValueError, TypeError, LookupError):
+        return error.body.decode(errors="replace")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -450,12 +450,23 @@ def test_errors_come_back_as_the_backend_gave_them(
 ) -> None:
     """Status, body, Retry-After and request id are the backend's own, and it was asked once."""
     error = {"error": {"message": message, "type": "some_error", "param": "messages", "code": code}}
-    backend.follow(Script(status=status, error=error, retry_after=retry_after))
-    reply = client.chat({"model": "m", "messages": [], "stream": stream})
+    reply = None
+    while reply is None or reply.raw.startswith(b":"):  # a second passed, so a comment has begun the stream already
+        backend.follow(Script(status=status, error=error, retry_after=retry_after))
+        reply = client.chat({"model": "m", "messages": [], "stream": stream})
     assert (reply.status, reply.json()) == (status, error)
     assert reply.headers.get("retry-after") == retry_after
     assert reply.headers["x-request-id"] == "r1"
     assert len(backend.received) == 1
+
+
+def test_an_error_behind_a_comment_keeps_its_message(client: Client, backend: Backend) -> None:
+    """Once a comment has broken the silence the status is 200; the last event has what the backend says."""
+    error = {"error": {"message": "The prompt waited too long for room.", "type": "server_error", "code": "no_room"}}
+    backend.follow(Script(status=503, error=error, hold_seconds=1.5))
+    reply = client.chat({"model": "m", "messages": [], "stream": True})
+    [last] = [json.loads(line[6:]) for line in reply.raw.decode().split("\n") if line.startswith("data: {")]
+    assert (last["error"]["message"], last["error"]["code"]) == ("The prompt waited too long for room.", "503")
 
 
 def test_errors_do_not_close_the_door(client: Client, backend: Backend) -> None:
