@@ -16,7 +16,7 @@ from pathlib import Path
 from kvserve.cache.disk_age import Tick
 from kvserve.cache.disk_blob import BlobHead, BlobName, num_bytes_of
 from kvserve.cache.disk_catalog import Listed, Victim
-from kvserve.cache.disk_store import StoredFile, check_owner
+from kvserve.cache.disk_store import Arrived, StoredFile, check_owner, ignored, read_pieces
 
 
 class ScratchStore:
@@ -75,19 +75,11 @@ class ScratchStore:
         self._places[name] = (offset, num_bytes)
         return num_bytes
 
-    def read(self, name: BlobName) -> bytearray:
+    def read(self, name: BlobName, arrived: Arrived = ignored) -> bytearray:
         """A whole blob. Raises OSError."""
         if name not in self._places:
             raise FileNotFoundError(name)
-        offset, num_bytes = self._places[name]
-        data = bytearray(num_bytes)
-        view, done = memoryview(data), 0
-        while done < num_bytes:
-            num_read = os.preadv(self._file.fileno(), [view[done:]], offset + done)
-            if not num_read:
-                raise OSError(f"{name} is cut off")
-            done += num_read
-        return data
+        return read_pieces(self._file.fileno(), *self._places[name], arrived)
 
     def read_head(self, file: StoredFile) -> BlobHead:
         """Nothing is ever found that was not written by this process."""

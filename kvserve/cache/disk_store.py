@@ -11,7 +11,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Buffer, Iterator, Sequence
+from collections.abc import Buffer, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -37,6 +37,13 @@ HELD_SECONDS = 30.0
 
 POLL_SECONDS = 0.002
 FIRST_READ_BYTES = 65536
+
+NUM_PIECES = 8
+MIN_PIECE_BYTES = 2**20
+"""A blob is read in so many pieces, unless they were too small: each has the interpreter's lock handed over."""
+
+type Arrived = Callable[[memoryview, int, int], object]
+"""Hears of each piece of a blob as it comes: the bytes of all of it, and which of them are there now."""
 
 
 class ForeignFolder(OSError):
@@ -64,6 +71,10 @@ class StoredFile:
     written_at: float
 
 
+def ignored(data: memoryview, start: int, end: int) -> None:
+    """Nothing is done with what is not there as a whole."""
+
+
 class BlobStore(Protocol):
     """Where blobs are. Any of its methods may raise OSError."""
 
@@ -80,7 +91,7 @@ class BlobStore(Protocol):
 
     def write(self, name: BlobName, parts: Sequence[Buffer]) -> int: ...
 
-    def read(self, name: BlobName) -> bytearray: ...
+    def read(self, name: BlobName, arrived: Arrived = ...) -> bytearray: ...
 
     def read_head(self, file: StoredFile) -> BlobHead: ...
 
@@ -210,17 +221,10 @@ class FolderStore:
         finally:
             os.close(descriptor)
 
-    def read(self, name: BlobName) -> bytearray:
+    def read(self, name: BlobName, arrived: Arrived = ignored) -> bytearray:
         """A whole file of this model. Raises OSError."""
         with self._path(self._model, name).open("rb", buffering=0) as file:
-            data = bytearray(os.fstat(file.fileno()).st_size)
-            view, done = memoryview(data), 0
-            while done < len(data):
-                num_read = file.readinto(view[done:])
-                if not num_read:
-                    raise OSError(f"{name} became shorter while it was read")
-                done += num_read
-        return data
+            return read_pieces(file.fileno(), 0, os.fstat(file.fileno()).st_size, arrived)
 
     def read_head(self, file: StoredFile) -> BlobHead:
         """What a file is of, without its payload. Raises OSError or DamagedBlob."""
@@ -333,6 +337,20 @@ def _is_held(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def read_pieces(descriptor: int, offset: int, num_bytes: int, arrived: Arrived) -> bytearray:
+    """So many bytes of a file from an offset on, in pieces, each of which is told. Raises OSError where it ends."""
+    data = bytearray(num_bytes)
+    view, start = memoryview(data), 0
+    piece_bytes = max(MIN_PIECE_BYTES, num_bytes // NUM_PIECES)
+    while start < num_bytes:
+        end = start + os.preadv(descriptor, [view[start : start + piece_bytes]], offset + start)
+        if end == start:
+            raise OSError("a blob is cut off")
+        arrived(view, start, end)
+        start = end
+    return data
 
 
 def _write_all(descriptor: int, part: Buffer) -> None:
