@@ -3,7 +3,7 @@
 import sqlite3
 from collections.abc import Callable
 
-from kvserve.cache.disk_catalog import Books, is_passing
+from kvserve.cache.disk_catalog import Catalog, is_passing
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_store import BlobStore
 
@@ -16,14 +16,14 @@ class OpenBooks:
         self._store = store
         self._faults = faults
         self._begin_anew = begin_anew
-        self._books: Books | None = None
+        self._books: Catalog | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether they can be asked."""
         return self._books is not None
 
-    def open(self) -> Books | None:
+    def open(self) -> Catalog | None:
         """Open them, if they are not; None where that cannot be now."""
         if self._books is None:
             try:
@@ -32,16 +32,16 @@ class OpenBooks:
                 self._faults.add("index", error)
         return self._books
 
-    def do(self, change: Callable[[Books], None]) -> bool:
+    def do(self, change: Callable[[Catalog], None]) -> bool:
         """Change them; whether that could be."""
 
-        def done(books: Books) -> bool:
+        def done(books: Catalog) -> bool:
             change(books)
             return True
 
         return self.ask(done) is not None
 
-    def ask[T](self, question: Callable[[Books], T]) -> T | None:
+    def ask[T](self, question: Callable[[Catalog], T]) -> T | None:
         """Ask them; None where they cannot be used."""
         if self._books is None:
             return None

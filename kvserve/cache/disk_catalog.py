@@ -1,4 +1,4 @@
-"""The index of all blobs of all models in one SQLite file: what is there, when it was used, what leaves first.
+"""The books of all blobs of all models in one SQLite file: what is there, when it was used, what leaves first.
 
 It is a copy of what the blobs say of themselves, so it may be thrown away. Times are ages (`disk_age`). Every
 method may raise sqlite3.Error; nothing here decides what that means.
@@ -12,7 +12,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from kvserve.cache.disk_age import Tick
 from kvserve.cache.disk_blob import BlobHead, BlobName, make_head
@@ -89,58 +88,15 @@ class Victim:
     used_at: float
 
 
-class Books(Protocol):
-    """What is listed, by whoever keeps it. Any of its methods may raise sqlite3.Error.
-
-    `fault` says why they had to be begun anew; None where they were found as they should be.
-    """
-
-    fault: str | None
-
-    def listed(self, model: str) -> Iterator[Listed | BlobName]: ...
-
-    def names(self) -> set[tuple[str, BlobName]]: ...
-
-    def unused_since(self, moment: float) -> list[Victim]: ...
-
-    def least_recent(self, limit: int) -> list[Victim]: ...
-
-    def used_at(self, victim: Victim) -> float | None: ...
-
-    def with_descendants(self, victim: Victim) -> list[Victim]: ...
-
-    def rate(self, name: str) -> float | None: ...
-
-    def clock(self) -> Tick | None: ...
-
-    def users(self, model: str) -> Iterator[tuple[BlobName, str, int]]: ...
-
-    def put(self, blobs: Iterable[Listed]) -> None: ...
-
-    def touch(self, model: str, used_at: dict[BlobName, float]) -> None: ...
-
-    def drop(self, blobs: Collection[tuple[str, BlobName]]) -> None: ...
-
-    def put_users(self, model: str, depths: Mapping[tuple[BlobName, str], int | None]) -> None: ...
-
-    def forget_users(self, model: str, users: Collection[str]) -> None: ...
-
-    def set_rate(self, name: str, per_second: float) -> None: ...
-
-    def set_clock(self, tick: Tick) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Catalog:
-    """An open index. Used by one thread at a time."""
+    """Open books. Used by one thread at a time. `fault` says why they were begun anew; None where they were found as
+    they should be."""
 
-    def __init__(self, path: Path) -> None:
-        """Opens it; one that is of another version or no database is made anew."""
+    def __init__(self, path: Path | None) -> None:
+        """Opens them; what is of another version or no database is made anew. None: in RAM, gone with the process."""
         self._path = path
-        self.fault: str | None = None if path.exists() and path.stat().st_size else "there is none"
+        is_found = path is not None and path.exists() and path.stat().st_size
+        self.fault: str | None = None if is_found else "there is none"
         self._db = self._opened()
 
     def _opened(self) -> sqlite3.Connection:
@@ -154,9 +110,12 @@ class Catalog:
             return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self._path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        place = self._path or ":memory:"
+        db = sqlite3.connect(place, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
-            self._path.chmod(0o600)
+            if self._path is not None:
+                self._path.chmod(0o600)
+            db.execute("PRAGMA temp_store=MEMORY")  # no file but this one has tokens
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA secure_delete=ON")  # rows have tokens, and what is forgotten must be gone
             db.execute("PRAGMA synchronous=NORMAL")
@@ -184,6 +143,8 @@ class Catalog:
         return db
 
     def _remove(self) -> None:
+        if self._path is None:
+            return
         for suffix in ("", "-wal", "-shm"):
             with contextlib.suppress(OSError):
                 self._path.with_name(self._path.name + suffix).unlink()

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from kvserve.cache.disk_blob import DIGEST_BYTES, Blob, BlobName, DamagedBlob, num_bytes_of, pack_blob, unpack_blob
-from kvserve.cache.disk_catalog import Books
+from kvserve.cache.disk_catalog import Catalog
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
@@ -211,5 +211,5 @@ class DiskHand:
         self._store.close()
 
 
-def _noting(name: str, per_second: float) -> Callable[[Books], None]:
+def _noting(name: str, per_second: float) -> Callable[[Catalog], None]:
     return lambda books: books.set_rate(name, per_second)

@@ -11,7 +11,7 @@ from functools import partial
 from kvserve.cache.disk_age import AgeClock
 from kvserve.cache.disk_blob import BlobHead, BlobName, DamagedBlob, partition_of_first
 from kvserve.cache.disk_books import OpenBooks
-from kvserve.cache.disk_catalog import Books, Listed, Victim
+from kvserve.cache.disk_catalog import Catalog, Listed, Victim
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
@@ -75,7 +75,7 @@ class Ledger:
         false, missing = list[tuple[str, BlobName]](), set[tuple[str, BlobName]]()
         now, model = self._clock.now(), self._index.model
 
-        def take(books: Books) -> None:
+        def take(books: Catalog) -> None:
             for row in books.listed(model):
                 if not isinstance(row, Listed):
                     self._faults.add("index", "a row contradicts its name")

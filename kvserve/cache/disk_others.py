@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from kvserve.cache.disk_blob import BlobName
-from kvserve.cache.disk_catalog import Books, Listed
+from kvserve.cache.disk_catalog import Catalog, Listed
 from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 
 
@@ -20,12 +20,12 @@ class UnusedOfModel:
     num_bytes: int
 
 
-def models_but(books: Books, own: str) -> list[str]:
+def models_but(books: Catalog, own: str) -> list[str]:
     """The other models that something is listed of. May raise sqlite3.Error."""
     return sorted({model for model, _ in books.names()} - {own})
 
 
-def unused_of_model(books: Books, model: str, is_forgotten: IsForgotten) -> UnusedOfModel:
+def unused_of_model(books: Catalog, model: str, is_forgotten: IsForgotten) -> UnusedOfModel:
     """The blobs with tokens that only these users are known to have used, or nobody, and what stands on them: nobody
     can read what others have there and write it anew, as is done for the model that is loaded. A row that contradicts
     its own name goes too. May raise sqlite3.Error."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvserve.cache.disk_blob import BlobHead, BlobName, num_bytes_of, read_head
-from kvserve.cache.disk_catalog import Books, Catalog
+from kvserve.cache.disk_catalog import Catalog
 
 FOLDER_NAME, FILE_NAME = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{40}\.safetensors")
 """What is ours below the root. Nothing else is ever looked at: the root may hold other things, model weights too."""
@@ -81,7 +81,7 @@ class BlobStore(Protocol):
     @property
     def place(self) -> str: ...
 
-    def open_books(self) -> Books: ...
+    def open_books(self) -> Catalog: ...
 
     def locked(self) -> contextlib.AbstractContextManager[None]: ...
 
@@ -136,7 +136,7 @@ class FolderStore:
         """Where blobs are, for a person."""
         return str(self._root)
 
-    def open_books(self) -> Books:
+    def open_books(self) -> Catalog:
         """The index of all models. Raises sqlite3.Error or OSError."""
         return Catalog(self._root / INDEX_NAME)
 
