@@ -1,7 +1,7 @@
 """The books of all blobs of all models in one SQLite file: what is there, when it was used, what leaves first.
 
 It is a copy of what the blobs say of themselves, so it may be thrown away. Times are ages (`disk_age`). Every
-method may raise sqlite3.Error; nothing here decides what that means.
+method of `Catalog` may raise sqlite3.Error; `OpenBooks` says what that costs.
 """
 
 import contextlib
@@ -9,12 +9,14 @@ import json
 import math
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Concatenate
 
 from kvserve.cache.disk_age import Tick
 from kvserve.cache.disk_blob import BlobHead, BlobName, make_head
+from kvserve.cache.disk_faults import Faults
 
 VERSION = 2
 BUSY_SECONDS = 1.0
@@ -279,6 +281,68 @@ class Catalog:
         """Put a moment down."""
         with _transaction(self._db):
             self._db.execute("INSERT OR REPLACE INTO clock VALUES (1, ?, ?, ?)", (tick.age, tick.wall, tick.boot))
+
+
+class OpenBooks:
+    """The books as far as they can be had: what is locked or broken costs order and speed, never a blob. Says of each
+    question and change whether that could be. `begin_anew` is called where they had to be emptied."""
+
+    def __init__(self, open_books: Callable[[], Catalog], faults: Faults, begin_anew: Callable[[], None]) -> None:
+        self._open_books = open_books
+        self._faults = faults
+        self._begin_anew = begin_anew
+        self._books: Catalog | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether they can be asked."""
+        return self._books is not None
+
+    def open(self) -> Catalog | None:
+        """Open them, if they are not; None where that cannot be now."""
+        if self._books is None:
+            try:
+                self._books = self._open_books()
+            except (sqlite3.Error, OSError) as error:
+                self._faults.add("index", error)
+        return self._books
+
+    def do[**P](self, change: Callable[Concatenate[Catalog, P], None], *what: P.args, **named: P.kwargs) -> bool:
+        """Change them; whether that could be."""
+
+        def done(books: Catalog) -> bool:
+            change(books, *what, **named)
+            return True
+
+        return self.ask(done) is not None
+
+    def ask[**P, T](self, question: Callable[Concatenate[Catalog, P], T], *what: P.args, **named: P.kwargs) -> T | None:
+        """Ask them; None where they cannot be used."""
+        if self._books is None:
+            return None
+        try:
+            return question(self._books, *what, **named)
+        except sqlite3.Error as error:
+            self._faults.add("index", error)
+            if not is_passing(error):
+                self._begin_with_empty_ones()
+            return None
+
+    def _begin_with_empty_ones(self) -> None:
+        """`Ledger.settle` puts the files into them again."""
+        try:
+            self._begin_anew()
+            if self._books is not None:
+                self._books.reset()
+        except (sqlite3.Error, OSError) as again:
+            self._faults.add("index", again)
+            self._books = None
+
+    def close(self) -> None:
+        """They may be opened again."""
+        if self._books is not None:
+            self._books.close()
+            self._books = None
 
 
 def _row(blob: Listed) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import hashlib
 import time
-from collections.abc import Buffer, Callable, Iterable
+from collections.abc import Buffer, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -47,9 +47,9 @@ class DiskHand:
         self.num_written = self.num_read = self.num_read_bytes = 0
         self.wear = Wear()
         self.num_refused = 0
-        self.read_rate = self.ledger.books.ask(lambda books: books.rate(READ_RATE))
+        self.read_rate = self.ledger.books.ask(Catalog.rate, READ_RATE)
         self._prefill_name = f"prefill tokens {index.model}"
-        self.prefill_rate = self.ledger.books.ask(lambda books: books.rate(self._prefill_name))
+        self.prefill_rate = self.ledger.books.ask(Catalog.rate, self._prefill_name)
 
     def _look_for_locks(self) -> None:
         with contextlib.suppress(OSError):  # nothing is written there
@@ -170,7 +170,7 @@ class DiskHand:
         self._sync()
         for name, rate in ((READ_RATE, self.read_rate), (self._prefill_name, self.prefill_rate)):
             if rate is not None:
-                self.ledger.books.do(_noting(name, rate))
+                self.ledger.books.do(Catalog.set_rate, name, rate)
         return is_listed
 
     def _sync(self) -> None:
@@ -209,7 +209,3 @@ class DiskHand:
         self._hashing.shutdown()
         self.ledger.close()
         self._store.close()
-
-
-def _noting(name: str, per_second: float) -> Callable[[Catalog], None]:
-    return lambda books: books.set_rate(name, per_second)

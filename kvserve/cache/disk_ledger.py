@@ -6,12 +6,10 @@ One thread at a time. Other servers have the same folder: what is there may leav
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
-from functools import partial
 
 from kvserve.cache.disk_age import AgeClock
 from kvserve.cache.disk_blob import BlobHead, BlobName, DamagedBlob, partition_of_first
-from kvserve.cache.disk_books import OpenBooks
-from kvserve.cache.disk_catalog import Catalog, Listed, Victim
+from kvserve.cache.disk_catalog import Catalog, Listed, OpenBooks, Victim
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
@@ -34,7 +32,7 @@ class Ledger:
         self._limits = limits
         self._faults = faults
         self._clock = AgeClock(limits.ttl_seconds / 2)
-        self.books = OpenBooks(store, faults, self._forget_seen)
+        self.books = OpenBooks(store.open_books, faults, self._forget_seen)
         self._unlisted: list[Listed] = []
         self._touched: dict[BlobName, float] = {}
         self._users: dict[tuple[BlobName, str], int | None] = {}
@@ -68,7 +66,7 @@ class Ledger:
 
     def _tick(self) -> None:
         """Follow the books' time, and let them follow ours."""
-        self.books.do(lambda catalog: catalog.set_clock(self._clock.tick(catalog.clock())))
+        self.books.do(lambda books: books.set_clock(self._clock.tick(books.clock())))
 
     def _take_rows(self, files: dict[BlobName, StoredFile]) -> None:
         """Rows that agree with their own names and whose file is there."""
@@ -86,13 +84,13 @@ class Ledger:
                     self._touched[row.head.name] = now
 
         if self.books.do(take):
-            self.books.do(lambda catalog: catalog.drop(false))
+            self.books.do(Catalog.drop, false)
             for _, name in self._drop_missing(missing):
                 self._faults.add("missing", name)
 
     def _take_users(self) -> None:
         """Who used the blobs; of those that nobody put down for it is not known."""
-        for name, user, depth in self.books.ask(lambda catalog: list(catalog.users(self._index.model))) or ():
+        for name, user, depth in self.books.ask(lambda books: list(books.users(self._index.model))) or ():
             self._index.own(name, user, depth)
 
     def _adopt(self, files: Iterable[StoredFile]) -> None:
@@ -135,7 +133,7 @@ class Ledger:
                 self._faults.add("missing", entry.name)
         self._seen &= files.keys()
         self.commit()
-        known = self.books.ask(lambda catalog: catalog.names())
+        known = self.books.ask(Catalog.names)
         if known is not None:
             self._drop_missing(known - files.keys())
             if news := [file for key, file in files.items() if self._is_news(key, known)]:
@@ -153,7 +151,7 @@ class Ledger:
         try:
             with self._store.locked():
                 gone = [key for key in keys if not self._store.has(*key)]
-                self.books.do(lambda catalog: catalog.drop(gone))
+                self.books.do(Catalog.drop, gone)
         except OSError as error:
             self._faults.add("unreadable", error)
             return []
@@ -232,7 +230,7 @@ class Ledger:
         users |= self._index.take_uses()
         if not self._put_down():
             return False
-        if users and not self.books.do(lambda catalog: catalog.put_users(self._index.model, users)):
+        if users and not self.books.do(Catalog.put_users, self._index.model, users):
             return False
         self._users = {}
         self._look_beside()  # the index has grown
@@ -241,10 +239,10 @@ class Ledger:
     def _put_down(self) -> bool:
         """What was written, and used."""
         unlisted, touched = self._unlisted, self._touched
-        if unlisted and not self.books.do(lambda catalog: catalog.put(unlisted)):
+        if unlisted and not self.books.do(Catalog.put, unlisted):
             return False
         self._unlisted = []
-        if touched and not self.books.do(lambda catalog: catalog.touch(self._index.model, touched)):
+        if touched and not self.books.do(Catalog.touch, self._index.model, touched):
             return False
         self._touched = {}
         return True
@@ -254,7 +252,7 @@ class Ledger:
     def expire(self) -> None:
         """What nobody used for too long leaves."""
         moment = self._clock.now() - self._limits.ttl_seconds
-        for victim in self.books.ask(lambda catalog: catalog.unused_since(moment)) or ():
+        for victim in self.books.ask(Catalog.unused_since, moment) or ():
             self._leave(victim)
 
     def make_room(self, num_bytes: int, keep: Collection[BlobName] = ()) -> bool:
@@ -279,21 +277,21 @@ class Ledger:
             yield from fresh
 
     def _least_recent(self, limit: int) -> list[Victim]:
-        return self.books.ask(lambda catalog: catalog.least_recent(limit)) or []
+        return self.books.ask(Catalog.least_recent, limit) or []
 
     def _leave(self, victim: Victim) -> None:
         """A blob leaves with all that stand on it, if nobody has used it since it was named. Rows first: a crash in
         between leaves files, which are found; of these what stands on others first: it leaves no file without them."""
         try:
             with self._store.locked():
-                if self.books.ask(lambda catalog: catalog.used_at(victim)) == victim.used_at:
+                if self.books.ask(Catalog.used_at, victim) == victim.used_at:
                     self._leave_now(victim)
         except OSError as error:
             self._faults.add("unwritable", error)
 
     def _leave_now(self, victim: Victim) -> None:
-        gone = self.books.ask(lambda catalog: catalog.with_descendants(victim)) or [victim]
-        self.books.do(lambda catalog: catalog.drop([(each.model, each.name) for each in gone]))
+        gone = self.books.ask(Catalog.with_descendants, victim) or [victim]
+        self.books.do(Catalog.drop, [(each.model, each.name) for each in gone])
         for each in reversed(gone):
             if each.model == self._index.model:
                 self._index.forget_written(each.name)
@@ -314,14 +312,14 @@ class Ledger:
         victim = Victim(self._index.model, name, 0, 0.0)
         try:
             with self._store.locked():
-                if len(self.books.ask(lambda catalog: catalog.with_descendants(victim)) or ()) <= 1:
+                if len(self.books.ask(Catalog.with_descendants, victim) or ()) <= 1:
                     self.remove([name])
         except OSError as error:
             self._faults.add("unwritable", error)
 
     def remove(self, gone: Collection[BlobName]) -> None:
         """Files of this model go that nothing is known of any more."""
-        self.books.do(lambda catalog: catalog.drop([(self._index.model, each) for each in gone]))
+        self.books.do(Catalog.drop, [(self._index.model, each) for each in gone])
         for each in gone:
             self._delete(self._index.model, each)
 
@@ -330,7 +328,7 @@ class Ledger:
         self.settle()  # what is listed nowhere is of nobody who is known, and listed from here on
         model, unused, is_done = self._index.model, self._index.forget_users(is_forgotten), self.commit()
         gone, users = [name for name in unused.names if not self._index.is_known(name)], unused.users
-        listed = self.books.ask(partial(unused_of_model, model=model, is_forgotten=is_forgotten))
+        listed = self.books.ask(unused_of_model, model, is_forgotten)
         if listed is not None:  # the index has no place for what lost what it stood on, nor for a second state
             gone += [name for name in listed.names if (model, name) in self._seen and self._index.head_of(name) is None]
             users = (*users, *listed.users)
@@ -339,12 +337,12 @@ class Ledger:
 
     def forget_of_others(self, is_forgotten: IsForgotten) -> Removal:
         """The same of models that are not loaded here: who used their blobs is put down in the books."""
-        models = self.books.ask(lambda catalog: models_but(catalog, self._index.model))
+        models = self.books.ask(models_but, self._index.model)
         if models is None:
             return Removal(0, is_done=False)
         num_bytes, is_done = 0, True
         for model in models:
-            unused = self.books.ask(partial(unused_of_model, model=model, is_forgotten=is_forgotten))
+            unused = self.books.ask(unused_of_model, model, is_forgotten)
             is_done &= unused is not None and self._remove(unused)
             num_bytes += unused.num_bytes if unused is not None else 0
         self.total_bytes -= num_bytes
@@ -353,8 +351,8 @@ class Ledger:
     def _remove(self, unused: UnusedOfModel) -> bool:
         """Whether all of it is gone. Files first: another server's janitor takes in those that no row names."""
         is_done = all([self._is_gone(unused.model, name) for name in unused.names])
-        is_done &= self.books.do(lambda catalog: catalog.drop([(unused.model, name) for name in unused.names]))
-        return is_done & self.books.do(lambda catalog: catalog.forget_users(unused.model, unused.users))
+        is_done &= self.books.do(Catalog.drop, [(unused.model, name) for name in unused.names])
+        return is_done & self.books.do(Catalog.forget_users, unused.model, unused.users)
 
     def clear(self) -> None:
         """Everything of this model leaves."""
@@ -365,7 +363,7 @@ class Ledger:
         except OSError as error:
             self._faults.add("unreadable", error)
             return
-        self.books.do(lambda catalog: catalog.drop([(file.model, file.name) for file in gone]))
+        self.books.do(Catalog.drop, [(file.model, file.name) for file in gone])
         for file in gone:
             if self._delete(file.model, file.name):
                 self.total_bytes -= file.num_bytes

@@ -263,7 +263,7 @@ def test_a_disk_that_is_slower_than_computing_is_not_read(tmp_path: Path) -> Non
             tier = disk_cache_of(scheduler.cache).tier
             assert tier.prefill_rate is not None
             tier._hand.read_rate = 10.0
-            tier.used([])
+            tier.stands_on((), 0)
 
         engine._ask(slow)
         settle(engine)
