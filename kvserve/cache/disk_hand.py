@@ -17,7 +17,7 @@ from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_ledger import Ledger
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Write
-from kvserve.cache.disk_store import BlobStore
+from kvserve.cache.disk_scratch import BlobStore
 from kvserve.cache.disk_wear import Wear
 
 READ_RATE = "read bytes"

@@ -15,7 +15,8 @@ from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_others import UnusedOfModel, models_but, unused_of_model
 from kvserve.cache.disk_records import DiskLimits, Removal
-from kvserve.cache.disk_store import BlobStore, StoredFile
+from kvserve.cache.disk_scratch import BlobStore
+from kvserve.cache.disk_store import StoredFile
 from kvserve.cache.forgetting import IsForgotten
 
 VICTIMS_AT_ONCE = 64

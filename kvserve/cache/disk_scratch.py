@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvserve.cache.disk_blob import BlobHead, BlobName, num_bytes_of
 from kvserve.cache.disk_catalog import Catalog
-from kvserve.cache.disk_store import Arrived, StoredFile, check_owner, ignored, read_pieces
+from kvserve.cache.disk_store import Arrived, FolderStore, StoredFile, check_owner, ignored, read_pieces
 
 
 class ScratchStore:
@@ -133,3 +133,7 @@ class ScratchStore:
             self._end = merged.pop()[0]
             os.ftruncate(self._file.fileno(), self._end)
         self._free = merged
+
+
+type BlobStore = FolderStore | ScratchStore
+"""Where blobs are. Any of its methods may raise OSError."""

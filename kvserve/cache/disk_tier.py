@@ -22,7 +22,7 @@ from kvserve.cache.disk_hand import DiskHand, Written
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_queue import STUCK_SECONDS, ReadAhead, WriteQueue
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Load, Removal, Write
-from kvserve.cache.disk_store import BlobStore
+from kvserve.cache.disk_scratch import BlobStore
 from kvserve.cache.forgetting import IsForgotten
 from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.records import Copy

@@ -15,8 +15,8 @@ from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_hand import DiskHand
 from kvserve.cache.disk_index import DiskIndex
-from kvserve.cache.disk_scratch import ScratchStore
-from kvserve.cache.disk_store import BlobStore, FolderStore
+from kvserve.cache.disk_scratch import BlobStore, ScratchStore
+from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.records import RecordId
 from tests.cache.disks import HASHER, MODEL, ROOMY, WAIT_SECONDS, named
 
