@@ -9,6 +9,7 @@ import json
 import math
 import sqlite3
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Concatenate
 
 from kvserve.cache.disk_age import Tick
 from kvserve.cache.disk_blob import BlobHead, BlobName, make_head
+from kvserve.cache.disk_entries import Unused
 from kvserve.cache.disk_faults import Faults
+from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 
 VERSION = 2
 BUSY_SECONDS = 1.0
@@ -215,6 +218,24 @@ class Catalog:
         for name, user, depth in self._db.execute("SELECT name, user, depth FROM users WHERE model = ?", (model,)):
             if isinstance(name, str) and isinstance(user, str) and isinstance(depth, int):
                 yield BlobName(name), user, depth
+
+    def unused(self, model: str, is_forgotten: IsForgotten) -> Unused:
+        """The blobs with tokens that only these users are known to have used, or nobody, and what stands on them: of a
+        model that nobody has loaded no trie says more, and nobody can read what others have there and write it anew. A
+        row that contradicts its own name goes too."""
+        depths: defaultdict[BlobName, dict[str, int]] = defaultdict(dict)
+        for name, user, depth in self.users(model):
+            depths[name][user] = depth
+        users = {user for of_blob in depths.values() for user in of_blob if is_forgotten(user)}
+        doomed: dict[str, int] = {}
+        for row in self.listed(model):  # parents before children
+            if not isinstance(row, Listed):
+                doomed[row] = 0
+                continue
+            others = remaining(depths[row.head.name], users.__contains__)
+            if row.head.parent in doomed or row.head.base in doomed or not is_needed(others, row.head.tokens.end):
+                doomed[row.head.name] = row.num_bytes
+        return Unused(tuple(map(BlobName, doomed)), tuple(sorted(users)), sum(doomed.values()))
 
     def rate(self, name: str) -> float | None:
         """A measured rate per second, None where none was put down."""

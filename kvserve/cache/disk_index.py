@@ -16,9 +16,7 @@ from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.disk_aliases import Aliases
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
 from kvserve.cache.disk_entries import DiskUses, Entry, Found, Unused
-from kvserve.cache.disk_names import hashes_at
-from kvserve.cache.disk_paths import Ways, serving_only, tops
-from kvserve.cache.disk_rescue import Endangered, endangered
+from kvserve.cache.disk_paths import Endangered, Ways, endangered, hashes_at, serving_only, tops
 from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position, note_use
 from kvserve.cache.records import BoundaryKind, Checkpoint, Copy, RecordId, Segment

@@ -13,7 +13,6 @@ from kvserve.cache.disk_catalog import Catalog, Listed, OpenBooks, Victim
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
-from kvserve.cache.disk_others import UnusedOfModel, models_but, unused_of_model
 from kvserve.cache.disk_records import DiskLimits, Removal
 from kvserve.cache.disk_scratch import BlobStore
 from kvserve.cache.disk_store import StoredFile
@@ -329,31 +328,31 @@ class Ledger:
         self.settle()  # what is listed nowhere is of nobody who is known, and listed from here on
         model, unused, is_done = self._index.model, self._index.forget_users(is_forgotten), self.commit()
         gone, users = [name for name in unused.names if not self._index.is_known(name)], unused.users
-        listed = self.books.ask(unused_of_model, model, is_forgotten)
+        listed = self.books.ask(Catalog.unused, model, is_forgotten)
         if listed is not None:  # the index has no place for what lost what it stood on, nor for a second state
             gone += [name for name in listed.names if (model, name) in self._seen and self._index.head_of(name) is None]
             users = (*users, *listed.users)
         self.total_bytes -= unused.num_bytes
-        return Removal(unused.num_bytes, is_done & self._remove(UnusedOfModel(model, tuple(gone), users, 0)))
+        return Removal(unused.num_bytes, is_done & self._remove(model, gone, users))
 
     def forget_of_others(self, is_forgotten: IsForgotten) -> Removal:
         """The same of models that are not loaded here: who used their blobs is put down in the books."""
-        models = self.books.ask(models_but, self._index.model)
-        if models is None:
+        listed = self.books.ask(Catalog.names)
+        if listed is None:
             return Removal(0, is_done=False)
         num_bytes, is_done = 0, True
-        for model in models:
-            unused = self.books.ask(unused_of_model, model, is_forgotten)
-            is_done &= unused is not None and self._remove(unused)
+        for model in sorted({model for model, _ in listed} - {self._index.model}):
+            unused = self.books.ask(Catalog.unused, model, is_forgotten)
+            is_done &= unused is not None and self._remove(model, unused.names, unused.users)
             num_bytes += unused.num_bytes if unused is not None else 0
         self.total_bytes -= num_bytes
         return Removal(num_bytes, is_done)
 
-    def _remove(self, unused: UnusedOfModel) -> bool:
+    def _remove(self, model: str, names: Collection[BlobName], users: Collection[str]) -> bool:
         """Whether all of it is gone. Files first: another server's janitor takes in those that no row names."""
-        is_done = all([self._is_gone(unused.model, name) for name in unused.names])
-        is_done &= self.books.do(Catalog.drop, [(unused.model, name) for name in unused.names])
-        return is_done & self.books.do(Catalog.forget_users, unused.model, unused.users)
+        is_done = all([self._delete(model, name) is not None for name in names])
+        is_done &= self.books.do(Catalog.drop, [(model, name) for name in names])
+        return is_done & self.books.do(Catalog.forget_users, model, users)
 
     def clear(self) -> None:
         """Everything of this model leaves."""
@@ -375,20 +374,12 @@ class Ledger:
         self._tick()
         self.books.close()
 
-    def _delete(self, model: str, name: BlobName) -> bool:
-        """Whether a file was there and is gone now. One of this name that is written later is another one."""
+    def _delete(self, model: str, name: BlobName) -> bool | None:
+        """Whether a file was there and is gone now; None where it could not be deleted. One of this name that is
+        written later is another one."""
         self._seen.discard((model, name))
         try:
             return self._store.delete(model, name)
         except OSError as error:
             self._faults.add("unwritable", error)
-            return False
-
-    def _is_gone(self, model: str, name: BlobName) -> bool:
-        """Delete a file, if it is there; whether it is not there any more."""
-        try:
-            self._store.delete(model, name)
-        except OSError as error:
-            self._faults.add("unwritable", error)
-            return False
-        return True
+            return None

@@ -1,4 +1,4 @@
-"""The books in a file and in RAM, and a plain dict: the same answers, whatever is put down, touched and dropped."""
+"""The books and a plain dict: the same answers, whatever is put down, touched and dropped."""
 
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator
@@ -90,13 +90,13 @@ def answers(books: Catalog | PlainBooks) -> object:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=num_examples(30))
 @given(steps)
-def test_file_and_ram_say_what_a_dict_says(tmp_path: Path, todo: list[tuple[str, BlobHead, int]]) -> None:
+def test_the_books_say_what_a_dict_says(tmp_path: Path, todo: list[tuple[str, BlobHead, int]]) -> None:
     """Also after the file was closed and opened again."""
     for path in tmp_path.iterdir():
         path.unlink()
-    file, memory, plain = Catalog(tmp_path / "index.sqlite"), Catalog(None), PlainBooks()
+    file, plain = Catalog(tmp_path / "index.sqlite"), PlainBooks()
     for action, head, number in todo:
-        for books in (file, memory, plain):
+        for books in (file, plain):
             if action == "put":
                 books.put([Listed(head, number, float(number))])
             elif action == "touch":
@@ -105,9 +105,24 @@ def test_file_and_ram_say_what_a_dict_says(tmp_path: Path, todo: list[tuple[str,
                 books.drop([(head.model, head.name)])
     file.close()
     again = Catalog(tmp_path / "index.sqlite")
-    assert answers(again) == answers(memory) == answers(plain)
+    assert answers(again) == answers(plain)
     again.close()
-    memory.close()
+
+
+def test_books_in_ram_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say the same, and end with their connection."""
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        books = Catalog(None)
+        assert books.names() == set()
+        books.put([Listed(head, 1, 2.0) for head in HEADS])
+        plain = PlainBooks()
+        plain.put([Listed(head, 1, 2.0) for head in HEADS])
+        assert answers(books) == answers(plain)
+        books.reset()
+        assert books.names() == set() and list(tmp_path.iterdir()) == []
+        books.put([Listed(ROOT, 1, 2.0)])
+        books.close()
 
 
 def test_rates_outlive_the_process(tmp_path: Path) -> None:
