@@ -153,10 +153,10 @@ class DiskTier:
             self._wake.notify_all()
         return load
 
-    def take(self, load: Load, at_most: int | None = None) -> list[Blob | None]:
-        """What has been read since the last call, up to so many bytes."""
+    def take(self, load: Load) -> list[Blob | None]:
+        """The next blob that has been read, if one has."""
         with self._wake:
-            ready = self._ahead.taken(load, at_most)
+            ready = self._ahead.taken(load)
             self._has_arrived = False
             self._wake.notify_all()
         return ready
