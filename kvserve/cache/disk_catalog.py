@@ -262,30 +262,29 @@ class Catalog:
 
     # --- changing -----------------------------------------------------------------------------------------------------
 
-    def put(self, blobs: Iterable[Listed]) -> None:
-        """Put blobs down, all or none. One that is there, as another server may know it too, is as young as it was."""
+    def put(
+        self,
+        blobs: Iterable[Listed],
+        model: str,
+        used_at: Mapping[BlobName, float],
+        depths: Mapping[tuple[BlobName, str], int | None],
+    ) -> None:
+        """Put down, all or none: blobs (one that is there, as another server may know it too, is as young as it was),
+        when blobs of a model were used, and by whom, up to which offset; None: not noted any more."""
         with _transaction(self._db):
             self._db.executemany(_PUT, map(_row, blobs))
-
-    def touch(self, model: str, used_at: dict[BlobName, float]) -> None:
-        """Note when blobs were used."""
-        with _transaction(self._db):
-            rows = ((moment, model, name) for name, moment in used_at.items())
-            self._db.executemany("UPDATE blobs SET used_at = ? WHERE model = ? AND name = ?", rows)
+            moments = ((moment, model, name) for name, moment in used_at.items())
+            self._db.executemany("UPDATE blobs SET used_at = ? WHERE model = ? AND name = ?", moments)
+            noted = [(model, name, user, depth) for (name, user), depth in depths.items() if depth is not None]
+            self._db.executemany("INSERT OR REPLACE INTO users VALUES (?, ?, ?, ?)", noted)
+            gone = [(model, name, user) for (name, user), depth in depths.items() if depth is None]
+            self._db.executemany("DELETE FROM users WHERE model = ? AND name = ? AND user = ?", gone)
 
     def drop(self, blobs: Collection[tuple[str, BlobName]]) -> None:
         """Forget blobs by (model, name)."""
         with _transaction(self._db):
             self._db.executemany("DELETE FROM blobs WHERE model = ? AND name = ?", blobs)
             self._db.executemany("DELETE FROM users WHERE model = ? AND name = ?", blobs)
-
-    def put_users(self, model: str, depths: Mapping[tuple[BlobName, str], int | None]) -> None:
-        """Note who used blobs, and up to which offset; None: not noted any more."""
-        with _transaction(self._db):
-            noted = [(model, name, user, depth) for (name, user), depth in depths.items() if depth is not None]
-            self._db.executemany("INSERT OR REPLACE INTO users VALUES (?, ?, ?, ?)", noted)
-            gone = [(model, name, user) for (name, user), depth in depths.items() if depth is None]
-            self._db.executemany("DELETE FROM users WHERE model = ? AND name = ? AND user = ?", gone)
 
     def forget_users(self, model: str, users: Collection[str]) -> None:
         """Note nothing of these any more, and leave no trace of what was deleted: neither here nor in the log."""

@@ -226,25 +226,18 @@ class Ledger:
         """Put down what happened since the last time. What cannot be put down now is kept for the next time."""
         if not self.books.is_open:
             self._open_catalog()
-        users = self._users
-        users |= self._index.take_uses()
+        self._users |= self._index.take_uses()
         if not self._put_down():
             return False
-        if users and not self.books.do(Catalog.put_users, self._index.model, users):
-            return False
-        self._users = {}
         self._look_beside()  # the index has grown
         return True
 
     def _put_down(self) -> bool:
         """What was written, and used."""
-        unlisted, touched = self._unlisted, self._touched
-        if unlisted and not self.books.do(Catalog.put, unlisted):
+        news = self._unlisted, self._index.model, self._touched, self._users
+        if (self._unlisted or self._touched or self._users) and not self.books.do(Catalog.put, *news):
             return False
-        self._unlisted = []
-        if touched and not self.books.do(Catalog.touch, self._index.model, touched):
-            return False
-        self._touched = {}
+        self._unlisted, self._touched, self._users = [], {}, {}
         return True
 
     # --- bounds -------------------------------------------------------------------------------------------------------

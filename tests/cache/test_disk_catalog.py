@@ -1,7 +1,7 @@
 """The books and a plain dict: the same answers, whatever is put down, touched and dropped."""
 
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -56,13 +56,11 @@ class PlainBooks:
             found += [each for each in standing if each not in found]
         return found
 
-    def put(self, blobs: Iterable[Listed]) -> None:
+    def put(self, blobs: Iterable[Listed], model: str, used_at: Mapping[BlobName, float], _: object) -> None:
         for blob in blobs:
             key = (blob.head.model, blob.head.name)
-            used_at = max(blob.used_at, self._blobs[key].used_at) if key in self._blobs else blob.used_at
-            self._blobs[key] = Listed(blob.head, blob.num_bytes, used_at)
-
-    def touch(self, model: str, used_at: dict[BlobName, float]) -> None:
+            youngest = max(blob.used_at, self._blobs[key].used_at) if key in self._blobs else blob.used_at
+            self._blobs[key] = Listed(blob.head, blob.num_bytes, youngest)
         for name, moment in used_at.items():
             if (blob := self._blobs.get((model, name))) is not None:
                 self._blobs[model, name] = Listed(blob.head, blob.num_bytes, moment)
@@ -98,9 +96,9 @@ def test_the_books_say_what_a_dict_says(tmp_path: Path, todo: list[tuple[str, Bl
     for action, head, number in todo:
         for books in (file, plain):
             if action == "put":
-                books.put([Listed(head, number, float(number))])
+                books.put([Listed(head, number, float(number))], head.model, {}, {})
             elif action == "touch":
-                books.touch(head.model, {head.name: float(number)})
+                books.put([], head.model, {head.name: float(number)}, {})
             else:
                 books.drop([(head.model, head.name)])
     file.close()
@@ -115,13 +113,13 @@ def test_books_in_ram_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for _ in range(2):
         books = Catalog(None)
         assert books.names() == set()
-        books.put([Listed(head, 1, 2.0) for head in HEADS])
+        books.put([Listed(head, 1, 2.0) for head in HEADS], "m", {}, {})
         plain = PlainBooks()
-        plain.put([Listed(head, 1, 2.0) for head in HEADS])
+        plain.put([Listed(head, 1, 2.0) for head in HEADS], "m", {}, {})
         assert answers(books) == answers(plain)
         books.reset()
         assert books.names() == set() and list(tmp_path.iterdir()) == []
-        books.put([Listed(ROOT, 1, 2.0)])
+        books.put([Listed(ROOT, 1, 2.0)], "m", {}, {})
         books.close()
 
 
@@ -140,11 +138,11 @@ def test_a_lock_is_told_from_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A held index is not thrown away; rubbish is."""
     monkeypatch.setattr("kvserve.cache.disk_catalog.BUSY_SECONDS", 0.01)
     books = Catalog(tmp_path / "index.sqlite")
-    books.put([Listed(ROOT, 1, 1.0)])
+    books.put([Listed(ROOT, 1, 1.0)], "m", {}, {})
     holder = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
     with pytest.raises(sqlite3.OperationalError) as raised:
-        books.put([Listed(CHILD, 1, 1.0)])
+        books.put([Listed(CHILD, 1, 1.0)], "m", {}, {})
     assert is_passing(raised.value)
     holder.close()
     assert books.names() == {("m", ROOT.name)}
