@@ -64,7 +64,7 @@ class DiskHand:
         except DamagedBlob as error:
             self._faults.add("damaged", f"{entry.name}: {error}")
         except FileNotFoundError:
-            if self._index.is_current(entry):  # else it left for the cap meanwhile
+            if not entry.is_forgotten:  # else it left for the cap meanwhile
                 self._faults.add("missing", entry.name)
         except OSError as error:
             self._faults.add("unreadable", error)
@@ -121,7 +121,7 @@ class DiskHand:
 
     def write(self, write: Write) -> Written:
         """Write a blob that is still wanted."""
-        if not self._index.is_current(write.entry):
+        if write.entry.is_forgotten:
             return "refused"
         try:
             return self._write(write)

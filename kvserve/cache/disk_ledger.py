@@ -32,11 +32,11 @@ class Ledger:
         self._limits = limits
         self._faults = faults
         self._clock = AgeClock(limits.ttl_seconds / 2)
-        self.books = OpenBooks(store.open_books, faults, self._forget_seen)
+        self._seen: set[tuple[str, BlobName]] = set()
+        self.books = OpenBooks(store.open_books, faults, self._seen.clear)  # all of it is to be put down again
         self._unlisted: list[Listed] = []
         self._touched: dict[BlobName, float] = {}
         self._users: dict[tuple[BlobName, str], int | None] = {}
-        self._seen: set[tuple[str, BlobName]] = set()
         self.total_bytes = 0
         self.beside_bytes = 0
         self.max_bytes = 0
@@ -72,21 +72,18 @@ class Ledger:
         """Rows that agree with their own names and whose file is there."""
         false, missing = list[tuple[str, BlobName]](), set[tuple[str, BlobName]]()
         now, model = self._clock.now(), self._index.model
-
-        def take(books: Catalog) -> None:
-            for row in books.listed(model):
-                if not isinstance(row, Listed):
-                    self._faults.add("index", "a row contradicts its name")
-                    false.append((model, row))
-                elif row.head.name not in files:
-                    missing.add((model, row.head.name))
-                elif self._index.adopt(row.head, files[row.head.name].num_bytes) and row.used_at > now:
-                    self._touched[row.head.name] = now
-
-        if self.books.do(take):
+        for row in self.books.ask(lambda books: list(books.listed(model))) or ():
+            if not isinstance(row, Listed):
+                self._faults.add("index", "a row contradicts its name")
+                false.append((model, row))
+            elif row.head.name not in files:
+                missing.add((model, row.head.name))
+            elif self._index.adopt(row.head, files[row.head.name].num_bytes) and row.used_at > now:
+                self._touched[row.head.name] = now
+        if false:
             self.books.do(Catalog.drop, false)
-            for _, name in self._drop_missing(missing):
-                self._faults.add("missing", name)
+        for _, name in self._drop_missing(missing):
+            self._faults.add("missing", name)
 
     def _take_users(self) -> None:
         """Who used the blobs; of those that nobody put down for it is not known."""
@@ -193,10 +190,6 @@ class Ledger:
             return AUTO_MAX_BYTES
         return min(AUTO_MAX_BYTES, int(free * AUTO_SHARE_OF_FREE))
 
-    def _forget_seen(self) -> None:
-        """All of it is to be put down again."""
-        self._seen = set()
-
     # --- writing down -------------------------------------------------------------------------------------------------
 
     def wrote(self, head: BlobHead, num_bytes: int, above: Iterable[BlobName]) -> bool:
@@ -263,14 +256,12 @@ class Ledger:
         """Least recently used first, as long as somebody asks. Those that stay are not named twice."""
         seen: set[BlobName] = set()
         while self.total_bytes and self.commit():
-            fresh = [victim for victim in self._least_recent(len(seen) + VICTIMS_AT_ONCE) if victim.name not in seen]
+            oldest = self.books.ask(Catalog.least_recent, len(seen) + VICTIMS_AT_ONCE) or ()
+            fresh = [victim for victim in oldest if victim.name not in seen]
             if not fresh:
                 return
             seen |= {victim.name for victim in fresh}
             yield from fresh
-
-    def _least_recent(self, limit: int) -> list[Victim]:
-        return self.books.ask(Catalog.least_recent, limit) or []
 
     def _leave(self, victim: Victim) -> None:
         """A blob leaves with all that stand on it, if nobody has used it since it was named. Rows first: a crash in

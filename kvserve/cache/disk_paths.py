@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
-from kvserve.cache.disk_blob import BlobName
 from kvserve.cache.disk_entries import Entry, Step
 from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position
@@ -19,12 +18,11 @@ MAX_NODES_BEHIND_STATE = 4
 
 
 class Ways:
-    """The blobs that are known, on a trie and by name. Whoever calls holds the index's lock, and owns what is in it."""
+    """The blobs that are known, on a trie. Whoever calls holds the index's lock, and owns what is in it."""
 
     def __init__(self) -> None:
         self.trie = Trie(use_index=True)
         self.entries: dict[RecordId, Entry] = {}
-        self.by_name: dict[BlobName, Entry] = {}
 
     def find(self, run: TokenRun, chain: HashChain, above: Sequence[Copy] = ()) -> Position:
         root = self.trie.root(chain.partition)
@@ -36,7 +34,7 @@ class Ways:
     def inside(self, rows: Sequence[Copy], offset: int) -> Position | None:
         """The place behind `offset` tokens of a prefix: in the last one of its blobs that begins before it."""
         entry = next((each for each in reversed(rows) if isinstance(each, Entry) and each.start < offset), None)
-        if entry is None or self.by_name.get(entry.name) is not entry:
+        if entry is None or entry.is_forgotten:
             return None
         holders = self.trie.holders.get(entry.record_id, ())
         return next((Position(node, offset) for node in holders if node.start < offset <= node.end), None)
