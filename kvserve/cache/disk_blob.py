@@ -151,10 +151,13 @@ def _metadata(head: BlobHead, note: str) -> dict[str, str]:
     }
 
 
-def unpack_blob(data: Buffer, name: BlobName) -> Blob:
-    """Verify a whole file against its digest and its name. Raises DamagedBlob."""
+def unpack_blob(data: Buffer, name: BlobName, digest: bytes | None = None) -> Blob:
+    """Verify a whole file against its digest and its name. `digest`: what was computed of all bytes before the file's
+    own while they were read. Raises DamagedBlob."""
     view = memoryview(data).cast("B")
-    if len(view) < 8 + DIGEST_BYTES or hashlib.sha256(view[:-DIGEST_BYTES]).digest() != bytes(view[-DIGEST_BYTES:]):
+    if len(view) < 8 + DIGEST_BYTES:
+        raise DamagedBlob("it is cut off")
+    if (digest or hashlib.sha256(view[:-DIGEST_BYTES]).digest()) != bytes(view[-DIGEST_BYTES:]):
         raise DamagedBlob("its checksum is another")
     start, header = _header(view)
     try:

@@ -1,7 +1,7 @@
-"""The index of all blobs of all models in one SQLite file: what is there, when it was used, what leaves first.
+"""The books of all blobs of all models in one SQLite file: what is there, when it was used, what leaves first.
 
 It is a copy of what the blobs say of themselves, so it may be thrown away. Times are ages (`disk_age`). Every
-method may raise sqlite3.Error; nothing here decides what that means.
+method of `Catalog` may raise sqlite3.Error; `OpenBooks` says what that costs.
 """
 
 import contextlib
@@ -9,13 +9,17 @@ import json
 import math
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Concatenate
 
 from kvserve.cache.disk_age import Tick
 from kvserve.cache.disk_blob import BlobHead, BlobName, make_head
+from kvserve.cache.disk_entries import Unused
+from kvserve.cache.disk_faults import Faults
+from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 
 VERSION = 2
 BUSY_SECONDS = 1.0
@@ -89,58 +93,15 @@ class Victim:
     used_at: float
 
 
-class Books(Protocol):
-    """What is listed, by whoever keeps it. Any of its methods may raise sqlite3.Error.
-
-    `fault` says why they had to be begun anew; None where they were found as they should be.
-    """
-
-    fault: str | None
-
-    def listed(self, model: str) -> Iterator[Listed | BlobName]: ...
-
-    def names(self) -> set[tuple[str, BlobName]]: ...
-
-    def unused_since(self, moment: float) -> list[Victim]: ...
-
-    def least_recent(self, limit: int) -> list[Victim]: ...
-
-    def used_at(self, victim: Victim) -> float | None: ...
-
-    def with_descendants(self, victim: Victim) -> list[Victim]: ...
-
-    def rate(self, name: str) -> float | None: ...
-
-    def clock(self) -> Tick | None: ...
-
-    def users(self, model: str) -> Iterator[tuple[BlobName, str, int]]: ...
-
-    def put(self, blobs: Iterable[Listed]) -> None: ...
-
-    def touch(self, model: str, used_at: dict[BlobName, float]) -> None: ...
-
-    def drop(self, blobs: Collection[tuple[str, BlobName]]) -> None: ...
-
-    def put_users(self, model: str, depths: Mapping[tuple[BlobName, str], int | None]) -> None: ...
-
-    def forget_users(self, model: str, users: Collection[str]) -> None: ...
-
-    def set_rate(self, name: str, per_second: float) -> None: ...
-
-    def set_clock(self, tick: Tick) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Catalog:
-    """An open index. Used by one thread at a time."""
+    """Open books. Used by one thread at a time. `fault` says why they were begun anew; None where they were found as
+    they should be."""
 
-    def __init__(self, path: Path) -> None:
-        """Opens it; one that is of another version or no database is made anew."""
+    def __init__(self, path: Path | None) -> None:
+        """Opens them; what is of another version or no database is made anew. None: in RAM, gone with the process."""
         self._path = path
-        self.fault: str | None = None if path.exists() and path.stat().st_size else "there is none"
+        is_found = path is not None and path.exists() and path.stat().st_size
+        self.fault: str | None = None if is_found else "there is none"
         self._db = self._opened()
 
     def _opened(self) -> sqlite3.Connection:
@@ -154,9 +115,12 @@ class Catalog:
             return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self._path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        place = self._path or ":memory:"
+        db = sqlite3.connect(place, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
-            self._path.chmod(0o600)
+            if self._path is not None:
+                self._path.chmod(0o600)
+            db.execute("PRAGMA temp_store=MEMORY")  # no file but this one has tokens
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA secure_delete=ON")  # rows have tokens, and what is forgotten must be gone
             db.execute("PRAGMA synchronous=NORMAL")
@@ -184,6 +148,8 @@ class Catalog:
         return db
 
     def _remove(self) -> None:
+        if self._path is None:
+            return
         for suffix in ("", "-wal", "-shm"):
             with contextlib.suppress(OSError):
                 self._path.with_name(self._path.name + suffix).unlink()
@@ -253,6 +219,24 @@ class Catalog:
             if isinstance(name, str) and isinstance(user, str) and isinstance(depth, int):
                 yield BlobName(name), user, depth
 
+    def unused(self, model: str, is_forgotten: IsForgotten) -> Unused:
+        """The blobs with tokens that only these users are known to have used, or nobody, and what stands on them: of a
+        model that nobody has loaded no trie says more, and nobody can read what others have there and write it anew. A
+        row that contradicts its own name goes too."""
+        depths: defaultdict[BlobName, dict[str, int]] = defaultdict(dict)
+        for name, user, depth in self.users(model):
+            depths[name][user] = depth
+        users = {user for of_blob in depths.values() for user in of_blob if is_forgotten(user)}
+        doomed: dict[str, int] = {}
+        for row in self.listed(model):  # parents before children
+            if not isinstance(row, Listed):
+                doomed[row] = 0
+                continue
+            others = remaining(depths[row.head.name], users.__contains__)
+            if row.head.parent in doomed or row.head.base in doomed or not is_needed(others, row.head.tokens.end):
+                doomed[row.head.name] = row.num_bytes
+        return Unused(tuple(map(BlobName, doomed)), tuple(sorted(users)), sum(doomed.values()))
+
     def rate(self, name: str) -> float | None:
         """A measured rate per second, None where none was put down."""
         row = self._db.execute("SELECT per_second FROM rates WHERE name = ?", (name,)).fetchone()
@@ -278,30 +262,29 @@ class Catalog:
 
     # --- changing -----------------------------------------------------------------------------------------------------
 
-    def put(self, blobs: Iterable[Listed]) -> None:
-        """Put blobs down, all or none. One that is there, as another server may know it too, is as young as it was."""
+    def put(
+        self,
+        blobs: Iterable[Listed],
+        model: str,
+        used_at: Mapping[BlobName, float],
+        depths: Mapping[tuple[BlobName, str], int | None],
+    ) -> None:
+        """Put down, all or none: blobs (one that is there, as another server may know it too, is as young as it was),
+        when blobs of a model were used, and by whom, up to which offset; None: not noted any more."""
         with _transaction(self._db):
             self._db.executemany(_PUT, map(_row, blobs))
-
-    def touch(self, model: str, used_at: dict[BlobName, float]) -> None:
-        """Note when blobs were used."""
-        with _transaction(self._db):
-            rows = ((moment, model, name) for name, moment in used_at.items())
-            self._db.executemany("UPDATE blobs SET used_at = ? WHERE model = ? AND name = ?", rows)
+            moments = ((moment, model, name) for name, moment in used_at.items())
+            self._db.executemany("UPDATE blobs SET used_at = ? WHERE model = ? AND name = ?", moments)
+            noted = [(model, name, user, depth) for (name, user), depth in depths.items() if depth is not None]
+            self._db.executemany("INSERT OR REPLACE INTO users VALUES (?, ?, ?, ?)", noted)
+            gone = [(model, name, user) for (name, user), depth in depths.items() if depth is None]
+            self._db.executemany("DELETE FROM users WHERE model = ? AND name = ? AND user = ?", gone)
 
     def drop(self, blobs: Collection[tuple[str, BlobName]]) -> None:
         """Forget blobs by (model, name)."""
         with _transaction(self._db):
             self._db.executemany("DELETE FROM blobs WHERE model = ? AND name = ?", blobs)
             self._db.executemany("DELETE FROM users WHERE model = ? AND name = ?", blobs)
-
-    def put_users(self, model: str, depths: Mapping[tuple[BlobName, str], int | None]) -> None:
-        """Note who used blobs, and up to which offset; None: not noted any more."""
-        with _transaction(self._db):
-            noted = [(model, name, user, depth) for (name, user), depth in depths.items() if depth is not None]
-            self._db.executemany("INSERT OR REPLACE INTO users VALUES (?, ?, ?, ?)", noted)
-            gone = [(model, name, user) for (name, user), depth in depths.items() if depth is None]
-            self._db.executemany("DELETE FROM users WHERE model = ? AND name = ? AND user = ?", gone)
 
     def forget_users(self, model: str, users: Collection[str]) -> None:
         """Note nothing of these any more, and leave no trace of what was deleted: neither here nor in the log."""
@@ -318,6 +301,68 @@ class Catalog:
         """Put a moment down."""
         with _transaction(self._db):
             self._db.execute("INSERT OR REPLACE INTO clock VALUES (1, ?, ?, ?)", (tick.age, tick.wall, tick.boot))
+
+
+class OpenBooks:
+    """The books as far as they can be had: what is locked or broken costs order and speed, never a blob. Says of each
+    question and change whether that could be. `begin_anew` is called where they had to be emptied."""
+
+    def __init__(self, open_books: Callable[[], Catalog], faults: Faults, begin_anew: Callable[[], None]) -> None:
+        self._open_books = open_books
+        self._faults = faults
+        self._begin_anew = begin_anew
+        self._books: Catalog | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether they can be asked."""
+        return self._books is not None
+
+    def open(self) -> Catalog | None:
+        """Open them, if they are not; None where that cannot be now."""
+        if self._books is None:
+            try:
+                self._books = self._open_books()
+            except (sqlite3.Error, OSError) as error:
+                self._faults.add("index", error)
+        return self._books
+
+    def do[**P](self, change: Callable[Concatenate[Catalog, P], None], *what: P.args, **named: P.kwargs) -> bool:
+        """Change them; whether that could be."""
+
+        def done(books: Catalog) -> bool:
+            change(books, *what, **named)
+            return True
+
+        return self.ask(done) is not None
+
+    def ask[**P, T](self, question: Callable[Concatenate[Catalog, P], T], *what: P.args, **named: P.kwargs) -> T | None:
+        """Ask them; None where they cannot be used."""
+        if self._books is None:
+            return None
+        try:
+            return question(self._books, *what, **named)
+        except sqlite3.Error as error:
+            self._faults.add("index", error)
+            if not is_passing(error):
+                self._begin_with_empty_ones()
+            return None
+
+    def _begin_with_empty_ones(self) -> None:
+        """`Ledger.settle` puts the files into them again."""
+        try:
+            self._begin_anew()
+            if self._books is not None:
+                self._books.reset()
+        except (sqlite3.Error, OSError) as again:
+            self._faults.add("index", again)
+            self._books = None
+
+    def close(self) -> None:
+        """They may be opened again."""
+        if self._books is not None:
+            self._books.close()
+            self._books = None
 
 
 def _row(blob: Listed) -> tuple[object, ...]:

@@ -13,7 +13,8 @@ from kvserve.cache.records import RecordId
 class Entry:
     """A blob that is on disk, or will be. `users`: who used its tokens, and up to which offset; `state_end`: where the
     last state before its tokens was when it was made known. `base`: the state from which this one's windows go on;
-    `leaning`: those that go on from this one. Changed by the index only."""
+    `leaning`: those that go on from this one. Once one `is_forgotten` another one may have its name. Changed by the
+    index only."""
 
     record_id: RecordId
     head: BlobHead

@@ -4,18 +4,20 @@ bounds, put down in the index. It knows no queue; the disk thread alone calls it
 
 import contextlib
 import errno
+import hashlib
 import time
-from collections.abc import Buffer, Callable, Iterable
+from collections.abc import Buffer, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
-from kvserve.cache.disk_blob import Blob, BlobName, DamagedBlob, num_bytes_of, pack_blob, unpack_blob
-from kvserve.cache.disk_catalog import Books
+from kvserve.cache.disk_blob import DIGEST_BYTES, Blob, BlobName, DamagedBlob, num_bytes_of, pack_blob, unpack_blob
+from kvserve.cache.disk_catalog import Catalog
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_ledger import Ledger
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Write
-from kvserve.cache.disk_store import BlobStore
+from kvserve.cache.disk_scratch import BlobStore
 from kvserve.cache.disk_wear import Wear
 
 READ_RATE = "read bytes"
@@ -37,6 +39,7 @@ class DiskHand:
         self._index = index
         self._limits = limits
         self._faults = faults
+        self._hashing = ThreadPoolExecutor(1, "kvserve-disk-hash")
         self.ledger = Ledger(store, index, limits, faults)
         self.ledger.open()
         self._look_for_locks()
@@ -44,9 +47,9 @@ class DiskHand:
         self.num_written = self.num_read = self.num_read_bytes = 0
         self.wear = Wear()
         self.num_refused = 0
-        self.read_rate = self.ledger.books.ask(lambda books: books.rate(READ_RATE))
+        self.read_rate = self.ledger.books.ask(Catalog.rate, READ_RATE)
         self._prefill_name = f"prefill tokens {index.model}"
-        self.prefill_rate = self.ledger.books.ask(lambda books: books.rate(self._prefill_name))
+        self.prefill_rate = self.ledger.books.ask(Catalog.rate, self._prefill_name)
 
     def _look_for_locks(self) -> None:
         with contextlib.suppress(OSError):  # nothing is written there
@@ -57,22 +60,34 @@ class DiskHand:
         """A verified blob. One that is not what it should be is removed: it would never be of use."""
         started = time.perf_counter()
         try:
-            data = self._store.read(entry.name)
-            blob = unpack_blob(data, entry.name)
+            blob, num_bytes = self._verified(entry.name)
         except DamagedBlob as error:
             self._faults.add("damaged", f"{entry.name}: {error}")
         except FileNotFoundError:
-            if self._index.is_current(entry):  # else it left for the cap meanwhile
+            if not entry.is_forgotten:  # else it left for the cap meanwhile
                 self._faults.add("missing", entry.name)
         except OSError as error:
             self._faults.add("unreadable", error)
             self._index.forget_entry(entry)
             return None
         else:
-            self._count_read(len(data), time.perf_counter() - started)
+            self.num_read += 1
+            self.num_read_bytes += num_bytes
+            self._note_rate(num_bytes, time.perf_counter() - started)
             return blob
         self._give_up(entry)
         return None
+
+    def _verified(self, name: BlobName) -> tuple[Blob, int]:
+        """A blob and the bytes of its file: each piece is hashed while the next one is read. Raises OSError or
+        DamagedBlob."""
+        digest = hashlib.sha256()
+
+        def arrived(data: memoryview, start: int, end: int) -> None:
+            self._hashing.submit(digest.update, data[start : min(end, len(data) - DIGEST_BYTES)])
+
+        data = self._store.read(name, arrived)
+        return unpack_blob(data, name, self._hashing.submit(digest.digest).result()), len(data)
 
     def _give_up(self, entry: Entry) -> None:
         """A blob goes that could not be read, unless another server has written it anew meanwhile."""
@@ -86,7 +101,7 @@ class DiskHand:
 
     def _is_sound(self, name: BlobName) -> bool:
         try:
-            unpack_blob(self._store.read(name), name)
+            self._verified(name)
         except (DamagedBlob, OSError):
             return False
         return True
@@ -95,16 +110,10 @@ class DiskHand:
         """See how fast this disk reads now, for nobody."""
         started = time.perf_counter()
         try:
-            data = self._store.read(entry.name)
-            unpack_blob(data, entry.name)
+            _, num_bytes = self._verified(entry.name)
         except (DamagedBlob, OSError):
             return  # whoever needs it will tell
-        self._note_rate(len(data), time.perf_counter() - started)
-
-    def _count_read(self, num_bytes: int, seconds: float) -> None:
-        self.num_read += 1
-        self.num_read_bytes += num_bytes
-        self._note_rate(num_bytes, seconds)
+        self._note_rate(num_bytes, time.perf_counter() - started)
 
     def _note_rate(self, num_bytes: int, seconds: float) -> None:
         rate = num_bytes / max(seconds, 1e-6)
@@ -112,7 +121,7 @@ class DiskHand:
 
     def write(self, write: Write) -> Written:
         """Write a blob that is still wanted."""
-        if not self._index.is_current(write.entry):
+        if write.entry.is_forgotten:
             return "refused"
         try:
             return self._write(write)
@@ -161,7 +170,7 @@ class DiskHand:
         self._sync()
         for name, rate in ((READ_RATE, self.read_rate), (self._prefill_name, self.prefill_rate)):
             if rate is not None:
-                self.ledger.books.do(_noting(name, rate))
+                self.ledger.books.do(Catalog.set_rate, name, rate)
         return is_listed
 
     def _sync(self) -> None:
@@ -197,9 +206,6 @@ class DiskHand:
 
     def close(self) -> None:
         """Put down what is left; nothing is done afterwards."""
+        self._hashing.shutdown()
         self.ledger.close()
         self._store.close()
-
-
-def _noting(name: str, per_second: float) -> Callable[[Books], None]:
-    return lambda books: books.set_rate(name, per_second)

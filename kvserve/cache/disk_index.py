@@ -16,9 +16,7 @@ from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.disk_aliases import Aliases
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
 from kvserve.cache.disk_entries import DiskUses, Entry, Found, Unused
-from kvserve.cache.disk_names import hashes_at
-from kvserve.cache.disk_paths import Ways, serving_only, tops
-from kvserve.cache.disk_rescue import Endangered, endangered
+from kvserve.cache.disk_paths import Endangered, Ways, endangered, hashes_at, serving_only, tops
 from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position, note_use
 from kvserve.cache.records import BoundaryKind, Checkpoint, Copy, RecordId, Segment
@@ -36,7 +34,8 @@ class DiskIndex:
         self._hasher = hasher
         self._lock = threading.RLock()
         self._ways = Ways()
-        self._trie, self._entries, self._by_name = self._ways.trie, self._ways.entries, self._ways.by_name
+        self._trie, self._entries = self._ways.trie, self._ways.entries
+        self._by_name: dict[BlobName, Entry] = {}
         self._next_id = 0
         self._num_written: Counter[BlobKind] = Counter()
         self._num_bytes = 0
@@ -146,9 +145,9 @@ class DiskIndex:
     def confirm(self, entry: Entry, num_bytes: int) -> bool:
         """A blob is on disk now. False if it was forgotten meanwhile."""
         with self._lock:
-            if is_wanted := self._by_name.get(entry.name) is entry:
+            if not entry.is_forgotten:
                 self._count(entry, num_bytes)
-            return is_wanted
+            return not entry.is_forgotten
 
     def _count(self, entry: Entry, num_bytes: int) -> None:
         entry.num_bytes, entry.is_written = num_bytes, True
@@ -215,11 +214,6 @@ class DiskIndex:
         """All that is on disk, as far as is known."""
         with self._lock:
             return [entry for entry in self._entries.values() if entry.is_written]
-
-    def is_current(self, entry: Entry) -> bool:
-        """Whether a blob is still known, as this entry."""
-        with self._lock:
-            return self._by_name.get(entry.name) is entry
 
     def ancestors(self, entry: Entry) -> set[BlobName]:
         """The segments that a blob stands on, and the states that it goes on from."""
@@ -309,7 +303,7 @@ class DiskIndex:
     def forget_entry(self, entry: Entry) -> list[BlobName]:
         """The same of this very blob, not of another one that has its name by now."""
         with self._lock:
-            return self.forget(entry.name) if self._by_name.get(entry.name) is entry else []
+            return self.forget(entry.name) if not entry.is_forgotten else []
 
     def forget_written(self, name: BlobName) -> list[BlobName]:
         """The same where it is on disk: one that waits to be written will be there."""

@@ -6,18 +6,16 @@ One thread at a time. Other servers have the same folder: what is there may leav
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator
-from functools import partial
 
 from kvserve.cache.disk_age import AgeClock
 from kvserve.cache.disk_blob import BlobHead, BlobName, DamagedBlob, partition_of_first
-from kvserve.cache.disk_books import OpenBooks
-from kvserve.cache.disk_catalog import Books, Listed, Victim
+from kvserve.cache.disk_catalog import Catalog, Listed, OpenBooks, Victim
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
-from kvserve.cache.disk_others import UnusedOfModel, models_but, unused_of_model
 from kvserve.cache.disk_records import DiskLimits, Removal
-from kvserve.cache.disk_store import BlobStore, StoredFile
+from kvserve.cache.disk_scratch import BlobStore
+from kvserve.cache.disk_store import StoredFile
 from kvserve.cache.forgetting import IsForgotten
 
 VICTIMS_AT_ONCE = 64
@@ -34,11 +32,11 @@ class Ledger:
         self._limits = limits
         self._faults = faults
         self._clock = AgeClock(limits.ttl_seconds / 2)
-        self.books = OpenBooks(store, faults, self._forget_seen)
+        self._seen: set[tuple[str, BlobName]] = set()
+        self.books = OpenBooks(store.open_books, faults, self._seen.clear)  # all of it is to be put down again
         self._unlisted: list[Listed] = []
         self._touched: dict[BlobName, float] = {}
         self._users: dict[tuple[BlobName, str], int | None] = {}
-        self._seen: set[tuple[str, BlobName]] = set()
         self.total_bytes = 0
         self.beside_bytes = 0
         self.max_bytes = 0
@@ -68,31 +66,28 @@ class Ledger:
 
     def _tick(self) -> None:
         """Follow the books' time, and let them follow ours."""
-        self.books.do(lambda catalog: catalog.set_clock(self._clock.tick(catalog.clock())))
+        self.books.do(lambda books: books.set_clock(self._clock.tick(books.clock())))
 
     def _take_rows(self, files: dict[BlobName, StoredFile]) -> None:
         """Rows that agree with their own names and whose file is there."""
         false, missing = list[tuple[str, BlobName]](), set[tuple[str, BlobName]]()
         now, model = self._clock.now(), self._index.model
-
-        def take(books: Books) -> None:
-            for row in books.listed(model):
-                if not isinstance(row, Listed):
-                    self._faults.add("index", "a row contradicts its name")
-                    false.append((model, row))
-                elif row.head.name not in files:
-                    missing.add((model, row.head.name))
-                elif self._index.adopt(row.head, files[row.head.name].num_bytes) and row.used_at > now:
-                    self._touched[row.head.name] = now
-
-        if self.books.do(take):
-            self.books.do(lambda catalog: catalog.drop(false))
-            for _, name in self._drop_missing(missing):
-                self._faults.add("missing", name)
+        for row in self.books.ask(lambda books: list(books.listed(model))) or ():
+            if not isinstance(row, Listed):
+                self._faults.add("index", "a row contradicts its name")
+                false.append((model, row))
+            elif row.head.name not in files:
+                missing.add((model, row.head.name))
+            elif self._index.adopt(row.head, files[row.head.name].num_bytes) and row.used_at > now:
+                self._touched[row.head.name] = now
+        if false:
+            self.books.do(Catalog.drop, false)
+        for _, name in self._drop_missing(missing):
+            self._faults.add("missing", name)
 
     def _take_users(self) -> None:
         """Who used the blobs; of those that nobody put down for it is not known."""
-        for name, user, depth in self.books.ask(lambda catalog: list(catalog.users(self._index.model))) or ():
+        for name, user, depth in self.books.ask(lambda books: list(books.users(self._index.model))) or ():
             self._index.own(name, user, depth)
 
     def _adopt(self, files: Iterable[StoredFile]) -> None:
@@ -135,7 +130,7 @@ class Ledger:
                 self._faults.add("missing", entry.name)
         self._seen &= files.keys()
         self.commit()
-        known = self.books.ask(lambda catalog: catalog.names())
+        known = self.books.ask(Catalog.names)
         if known is not None:
             self._drop_missing(known - files.keys())
             if news := [file for key, file in files.items() if self._is_news(key, known)]:
@@ -153,7 +148,7 @@ class Ledger:
         try:
             with self._store.locked():
                 gone = [key for key in keys if not self._store.has(*key)]
-                self.books.do(lambda catalog: catalog.drop(gone))
+                self.books.do(Catalog.drop, gone)
         except OSError as error:
             self._faults.add("unreadable", error)
             return []
@@ -195,10 +190,6 @@ class Ledger:
             return AUTO_MAX_BYTES
         return min(AUTO_MAX_BYTES, int(free * AUTO_SHARE_OF_FREE))
 
-    def _forget_seen(self) -> None:
-        """All of it is to be put down again."""
-        self._seen = set()
-
     # --- writing down -------------------------------------------------------------------------------------------------
 
     def wrote(self, head: BlobHead, num_bytes: int, above: Iterable[BlobName]) -> bool:
@@ -228,25 +219,18 @@ class Ledger:
         """Put down what happened since the last time. What cannot be put down now is kept for the next time."""
         if not self.books.is_open:
             self._open_catalog()
-        users = self._users
-        users |= self._index.take_uses()
+        self._users |= self._index.take_uses()
         if not self._put_down():
             return False
-        if users and not self.books.do(lambda catalog: catalog.put_users(self._index.model, users)):
-            return False
-        self._users = {}
         self._look_beside()  # the index has grown
         return True
 
     def _put_down(self) -> bool:
         """What was written, and used."""
-        unlisted, touched = self._unlisted, self._touched
-        if unlisted and not self.books.do(lambda catalog: catalog.put(unlisted)):
+        news = self._unlisted, self._index.model, self._touched, self._users
+        if (self._unlisted or self._touched or self._users) and not self.books.do(Catalog.put, *news):
             return False
-        self._unlisted = []
-        if touched and not self.books.do(lambda catalog: catalog.touch(self._index.model, touched)):
-            return False
-        self._touched = {}
+        self._unlisted, self._touched, self._users = [], {}, {}
         return True
 
     # --- bounds -------------------------------------------------------------------------------------------------------
@@ -254,7 +238,7 @@ class Ledger:
     def expire(self) -> None:
         """What nobody used for too long leaves."""
         moment = self._clock.now() - self._limits.ttl_seconds
-        for victim in self.books.ask(lambda catalog: catalog.unused_since(moment)) or ():
+        for victim in self.books.ask(Catalog.unused_since, moment) or ():
             self._leave(victim)
 
     def make_room(self, num_bytes: int, keep: Collection[BlobName] = ()) -> bool:
@@ -272,28 +256,26 @@ class Ledger:
         """Least recently used first, as long as somebody asks. Those that stay are not named twice."""
         seen: set[BlobName] = set()
         while self.total_bytes and self.commit():
-            fresh = [victim for victim in self._least_recent(len(seen) + VICTIMS_AT_ONCE) if victim.name not in seen]
+            oldest = self.books.ask(Catalog.least_recent, len(seen) + VICTIMS_AT_ONCE) or ()
+            fresh = [victim for victim in oldest if victim.name not in seen]
             if not fresh:
                 return
             seen |= {victim.name for victim in fresh}
             yield from fresh
-
-    def _least_recent(self, limit: int) -> list[Victim]:
-        return self.books.ask(lambda catalog: catalog.least_recent(limit)) or []
 
     def _leave(self, victim: Victim) -> None:
         """A blob leaves with all that stand on it, if nobody has used it since it was named. Rows first: a crash in
         between leaves files, which are found; of these what stands on others first: it leaves no file without them."""
         try:
             with self._store.locked():
-                if self.books.ask(lambda catalog: catalog.used_at(victim)) == victim.used_at:
+                if self.books.ask(Catalog.used_at, victim) == victim.used_at:
                     self._leave_now(victim)
         except OSError as error:
             self._faults.add("unwritable", error)
 
     def _leave_now(self, victim: Victim) -> None:
-        gone = self.books.ask(lambda catalog: catalog.with_descendants(victim)) or [victim]
-        self.books.do(lambda catalog: catalog.drop([(each.model, each.name) for each in gone]))
+        gone = self.books.ask(Catalog.with_descendants, victim) or [victim]
+        self.books.do(Catalog.drop, [(each.model, each.name) for each in gone])
         for each in reversed(gone):
             if each.model == self._index.model:
                 self._index.forget_written(each.name)
@@ -314,14 +296,14 @@ class Ledger:
         victim = Victim(self._index.model, name, 0, 0.0)
         try:
             with self._store.locked():
-                if len(self.books.ask(lambda catalog: catalog.with_descendants(victim)) or ()) <= 1:
+                if len(self.books.ask(Catalog.with_descendants, victim) or ()) <= 1:
                     self.remove([name])
         except OSError as error:
             self._faults.add("unwritable", error)
 
     def remove(self, gone: Collection[BlobName]) -> None:
         """Files of this model go that nothing is known of any more."""
-        self.books.do(lambda catalog: catalog.drop([(self._index.model, each) for each in gone]))
+        self.books.do(Catalog.drop, [(self._index.model, each) for each in gone])
         for each in gone:
             self._delete(self._index.model, each)
 
@@ -330,31 +312,31 @@ class Ledger:
         self.settle()  # what is listed nowhere is of nobody who is known, and listed from here on
         model, unused, is_done = self._index.model, self._index.forget_users(is_forgotten), self.commit()
         gone, users = [name for name in unused.names if not self._index.is_known(name)], unused.users
-        listed = self.books.ask(partial(unused_of_model, model=model, is_forgotten=is_forgotten))
+        listed = self.books.ask(Catalog.unused, model, is_forgotten)
         if listed is not None:  # the index has no place for what lost what it stood on, nor for a second state
             gone += [name for name in listed.names if (model, name) in self._seen and self._index.head_of(name) is None]
             users = (*users, *listed.users)
         self.total_bytes -= unused.num_bytes
-        return Removal(unused.num_bytes, is_done & self._remove(UnusedOfModel(model, tuple(gone), users, 0)))
+        return Removal(unused.num_bytes, is_done & self._remove(model, gone, users))
 
     def forget_of_others(self, is_forgotten: IsForgotten) -> Removal:
         """The same of models that are not loaded here: who used their blobs is put down in the books."""
-        models = self.books.ask(lambda catalog: models_but(catalog, self._index.model))
-        if models is None:
+        listed = self.books.ask(Catalog.names)
+        if listed is None:
             return Removal(0, is_done=False)
         num_bytes, is_done = 0, True
-        for model in models:
-            unused = self.books.ask(partial(unused_of_model, model=model, is_forgotten=is_forgotten))
-            is_done &= unused is not None and self._remove(unused)
+        for model in sorted({model for model, _ in listed} - {self._index.model}):
+            unused = self.books.ask(Catalog.unused, model, is_forgotten)
+            is_done &= unused is not None and self._remove(model, unused.names, unused.users)
             num_bytes += unused.num_bytes if unused is not None else 0
         self.total_bytes -= num_bytes
         return Removal(num_bytes, is_done)
 
-    def _remove(self, unused: UnusedOfModel) -> bool:
+    def _remove(self, model: str, names: Collection[BlobName], users: Collection[str]) -> bool:
         """Whether all of it is gone. Files first: another server's janitor takes in those that no row names."""
-        is_done = all([self._is_gone(unused.model, name) for name in unused.names])
-        is_done &= self.books.do(lambda catalog: catalog.drop([(unused.model, name) for name in unused.names]))
-        return is_done & self.books.do(lambda catalog: catalog.forget_users(unused.model, unused.users))
+        is_done = all([self._delete(model, name) is not None for name in names])
+        is_done &= self.books.do(Catalog.drop, [(model, name) for name in names])
+        return is_done & self.books.do(Catalog.forget_users, model, users)
 
     def clear(self) -> None:
         """Everything of this model leaves."""
@@ -365,7 +347,7 @@ class Ledger:
         except OSError as error:
             self._faults.add("unreadable", error)
             return
-        self.books.do(lambda catalog: catalog.drop([(file.model, file.name) for file in gone]))
+        self.books.do(Catalog.drop, [(file.model, file.name) for file in gone])
         for file in gone:
             if self._delete(file.model, file.name):
                 self.total_bytes -= file.num_bytes
@@ -376,20 +358,12 @@ class Ledger:
         self._tick()
         self.books.close()
 
-    def _delete(self, model: str, name: BlobName) -> bool:
-        """Whether a file was there and is gone now. One of this name that is written later is another one."""
+    def _delete(self, model: str, name: BlobName) -> bool | None:
+        """Whether a file was there and is gone now; None where it could not be deleted. One of this name that is
+        written later is another one."""
         self._seen.discard((model, name))
         try:
             return self._store.delete(model, name)
         except OSError as error:
             self._faults.add("unwritable", error)
-            return False
-
-    def _is_gone(self, model: str, name: BlobName) -> bool:
-        """Delete a file, if it is there; whether it is not there any more."""
-        try:
-            self._store.delete(model, name)
-        except OSError as error:
-            self._faults.add("unwritable", error)
-            return False
-        return True
+            return None

@@ -1,26 +1,28 @@
-"""The trie of blobs and the ways on it: where a prefix leads, what serves it only, the last state on it. No files."""
+"""The trie of blobs and the ways on it: where a prefix leads, the last state on it, what its blocks are called, what
+serves it only, and what others would lose with it. No files."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from kvserve.cache.block_hash import HashChain
-from kvserve.cache.disk_blob import BlobName
+from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.disk_entries import Entry, Step
+from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position
 from kvserve.cache.records import Copy, RecordId
-from kvserve.cache.token_run import TokenRun
+from kvserve.cache.token_run import ID_BYTES, TokenRun, image_around, join
 from kvserve.cache.trie import Trie
+from kvserve.core import ImageSpan, TokenSequence
 
 MAX_NODES_BEHIND_STATE = 4
 """Nobody looks further up for the last state before a place; there it is known from when the blob was made known."""
 
 
 class Ways:
-    """The blobs that are known, on a trie and by name. Whoever calls holds the index's lock, and owns what is in it."""
+    """The blobs that are known, on a trie. Whoever calls holds the index's lock, and owns what is in it."""
 
     def __init__(self) -> None:
         self.trie = Trie(use_index=True)
         self.entries: dict[RecordId, Entry] = {}
-        self.by_name: dict[BlobName, Entry] = {}
 
     def find(self, run: TokenRun, chain: HashChain, above: Sequence[Copy] = ()) -> Position:
         root = self.trie.root(chain.partition)
@@ -32,7 +34,7 @@ class Ways:
     def inside(self, rows: Sequence[Copy], offset: int) -> Position | None:
         """The place behind `offset` tokens of a prefix: in the last one of its blobs that begins before it."""
         entry = next((each for each in reversed(rows) if isinstance(each, Entry) and each.start < offset), None)
-        if entry is None or self.by_name.get(entry.name) is not entry:
+        if entry is None or entry.is_forgotten:
             return None
         holders = self.trie.holders.get(entry.record_id, ())
         return next((Position(node, offset) for node in holders if node.start < offset <= node.end), None)
@@ -88,3 +90,64 @@ def serving_only(trie: Trie, entry_of: Callable[[Node], Entry], position: Positi
     states = [node.checkpoint.record_id for node in tail if node.checkpoint is not None]
     rows = dict.fromkeys(entry_of(node).record_id for node in tail)
     return [*states, *(each for each in rows if set(trie.holders[each]) <= set(tail))]
+
+
+def hashes_at(hasher: BlockHasher, position: Position, tokens: TokenRun) -> tuple[bytes, ...]:
+    """The names of the blocks that end inside `tokens`, which stand at `position`."""
+    size = hasher.block_size
+    border = position.depth // size * size
+    chain, before = hasher.start(position.node.root().partition), [tokens]
+    node: Node | None = position.node
+    while node is not None and node.parent is not None:
+        if node.start < position.depth and node.end > border:
+            before.append(node.tokens.part(max(node.start, border), min(node.end, position.depth)))
+        if node.start < border <= node.end:
+            chain = HashChain(size, node.hashes[border // size - node.start // size - 1], (), hasher.digest)
+            break
+        node = node.parent
+    return chain.extended(_shifted(join(before[::-1]), border)).hashes
+
+
+def _shifted(run: TokenRun, by: int) -> TokenRun:
+    """The same tokens `by` places earlier: names of blocks depend on what comes before, not on where they stand."""
+    images = tuple(ImageSpan(span.start - by, span.end - by, span.digest) for span in run.images)
+    if run.start < by or len(run.ids) % ID_BYTES:
+        raise ValueError("Tokens before the border cannot be named.")
+    return TokenRun(run.start - by, run.ids, images)
+
+
+@dataclass(frozen=True, slots=True)
+class Endangered:
+    """A prefix of a partition that `users`, who stay, used up to these offsets."""
+
+    tokens: TokenSequence
+    partition: str
+    users: Mapping[str, int]
+
+
+def endangered(trie: Trie, users_of: Callable[[Node], dict[str, int]], is_forgotten: IsForgotten) -> list[Endangered]:
+    """The longest prefixes that others used and that stand on what goes; `users_of` are those of a node's blob.
+
+    blob of one    |-----------------------------|      goes, as its end is of nobody else
+    others               |----- blob             |      stood on it: what they used is to be written anew
+    """
+    users: dict[Node, dict[str, int]] = {}
+    doomed: set[Node] = set()
+    for node in trie.nodes():  # parents before children
+        staying = remaining(users_of(node), is_forgotten)
+        users[node] = {user: min(depth, node.end) for user, depth in staying.items() if depth > node.start}
+        if not is_needed(staying, node.tokens.end) or node.parent in doomed:
+            doomed.add(node)
+    ends = (node for node in doomed if users[node] and not any(users[child] for child in node.children.values()))
+    return [_endangered(node, users) for node in ends]
+
+
+def _endangered(last: Node, users: Mapping[Node, Mapping[str, int]]) -> Endangered:
+    path = last.path()
+    depths = {user: depth for node in path for user, depth in users[node].items()}  # the deepest of each
+    run = join([node.tokens.part(node.start, node.end) for node in path])
+    end = max(users[last].values())
+    if (image := image_around(run.images, end)) is not None:
+        end = image.start
+    part = run.part(0, end)
+    return Endangered(TokenSequence(tuple(memoryview(part.ids).cast("I")), part.images), last.root().partition, depths)

@@ -104,19 +104,15 @@ class ReadAhead:
         load.ready_bytes += num_bytes
         self.num_bytes += num_bytes
 
-    def taken(self, load: Load, at_most: int | None) -> list[Blob | None]:
-        """What is there, up to so many bytes, and at least one; None: all."""
-        blobs: list[Blob | None] = []
-        num_bytes = 0
-        while load.ready and (at_most is None or not blobs or num_bytes + load.ready[0][1] <= at_most):
-            blob, size = load.ready.popleft()
-            blobs.append(blob)
-            num_bytes += size
+    def taken(self, load: Load) -> list[Blob | None]:
+        """The first that is there; nothing where none is."""
+        if not load.ready:
+            return []
+        blob, num_bytes = load.ready.popleft()
         load.ready_bytes -= num_bytes
         self.num_bytes -= num_bytes
-        if blobs:
-            self._moved_at = time.monotonic()
-        return blobs
+        self._moved_at = time.monotonic()
+        return [blob]
 
     def cancelled(self, load: Load) -> None:
         """Nobody wants the rest."""

@@ -1,8 +1,8 @@
-"""Blobs in one scratch file without a name, and their index in RAM: gone with the process, however it ends.
+"""Blobs in one scratch file without a name, with an index in RAM: gone with the process, however it ends.
 
     | blob | free | blob | blob |          what leaves makes room inside; a free tail is cut off
 
-It has the contracts of `FolderStore` and `Catalog`. One thread at a time.
+It has the contract of `FolderStore`. One thread at a time.
 """
 
 import contextlib
@@ -10,13 +10,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Buffer, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Buffer, Iterator, Sequence
 from pathlib import Path
 
-from kvserve.cache.disk_age import Tick
 from kvserve.cache.disk_blob import BlobHead, BlobName, num_bytes_of
-from kvserve.cache.disk_catalog import Listed, Victim
-from kvserve.cache.disk_store import StoredFile, check_owner
+from kvserve.cache.disk_catalog import Catalog
+from kvserve.cache.disk_store import Arrived, FolderStore, StoredFile, check_owner, ignored, read_pieces
 
 
 class ScratchStore:
@@ -43,8 +42,9 @@ class ScratchStore:
         """Length of the file, free parts included."""
         return self._end
 
-    def open_books(self) -> "MemoryBooks":
-        return MemoryBooks()
+    def open_books(self) -> Catalog:
+        """An index that is in no file."""
+        return Catalog(None)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """Nobody else has this file."""
@@ -75,19 +75,11 @@ class ScratchStore:
         self._places[name] = (offset, num_bytes)
         return num_bytes
 
-    def read(self, name: BlobName) -> bytearray:
+    def read(self, name: BlobName, arrived: Arrived = ignored) -> bytearray:
         """A whole blob. Raises OSError."""
         if name not in self._places:
             raise FileNotFoundError(name)
-        offset, num_bytes = self._places[name]
-        data = bytearray(num_bytes)
-        view, done = memoryview(data), 0
-        while done < num_bytes:
-            num_read = os.preadv(self._file.fileno(), [view[done:]], offset + done)
-            if not num_read:
-                raise OSError(f"{name} is cut off")
-            done += num_read
-        return data
+        return read_pieces(self._file.fileno(), *self._places[name], arrived)
 
     def read_head(self, file: StoredFile) -> BlobHead:
         """Nothing is ever found that was not written by this process."""
@@ -143,92 +135,5 @@ class ScratchStore:
         self._free = merged
 
 
-class MemoryBooks:
-    """What `Catalog` is for files, for blobs that do not outlive the process."""
-
-    def __init__(self) -> None:
-        self.fault: str | None = None
-        self._blobs: dict[tuple[str, BlobName], Listed] = {}
-        self._rates: dict[str, float] = {}
-        self._users: dict[tuple[str, BlobName, str], int] = {}
-
-    def listed(self, model: str) -> Iterator[Listed | BlobName]:
-        own = (blob for blob in self._blobs.values() if blob.head.model == model)
-        return iter(sorted(own, key=lambda blob: blob.head.tokens.start))
-
-    def names(self) -> set[tuple[str, BlobName]]:
-        return set(self._blobs)
-
-    def unused_since(self, moment: float) -> list[Victim]:
-        return [_victim(blob) for blob in self._blobs.values() if blob.used_at < moment]
-
-    def least_recent(self, limit: int) -> list[Victim]:
-        def rank(blob: Listed) -> tuple[float, int, str, str]:
-            return blob.used_at, -blob.head.tokens.start, blob.head.kind, blob.head.name
-
-        return [_victim(blob) for blob in sorted(self._blobs.values(), key=rank)[:limit]]
-
-    def used_at(self, victim: Victim) -> float | None:
-        blob = self._blobs.get((victim.model, victim.name))
-        return blob.used_at if blob is not None else None
-
-    def with_descendants(self, victim: Victim) -> list[Victim]:
-        found = [victim]
-        for above in found:  # grows while it is walked over
-            blobs = self._blobs.values()
-            standing = (_victim(each) for each in blobs if above.name in (each.head.parent, each.head.base))
-            found += [each for each in standing if each not in found]
-        return found
-
-    def clock(self) -> Tick | None:
-        """Nobody was here before."""
-        return None
-
-    def rate(self, name: str) -> float | None:
-        return self._rates.get(name)
-
-    def users(self, model: str) -> Iterator[tuple[BlobName, str, int]]:
-        return ((name, user, depth) for (of, name, user), depth in list(self._users.items()) if of == model)
-
-    def put_users(self, model: str, depths: Mapping[tuple[BlobName, str], int | None]) -> None:
-        for (name, user), depth in depths.items():
-            self._users.pop((model, name, user), None)
-            if depth is not None:
-                self._users[model, name, user] = depth
-
-    def forget_users(self, model: str, users: Collection[str]) -> None:
-        self._users = {key: depth for key, depth in self._users.items() if key[0] != model or key[2] not in users}
-
-    def put(self, blobs: Iterable[Listed]) -> None:
-        for blob in blobs:
-            key = (blob.head.model, blob.head.name)
-            used_at = max(blob.used_at, self._blobs[key].used_at) if key in self._blobs else blob.used_at
-            self._blobs[key] = Listed(blob.head, blob.num_bytes, used_at)
-
-    def touch(self, model: str, used_at: dict[BlobName, float]) -> None:
-        for name, moment in used_at.items():
-            if (blob := self._blobs.get((model, name))) is not None:
-                self._blobs[model, name] = Listed(blob.head, blob.num_bytes, moment)
-
-    def drop(self, blobs: Collection[tuple[str, BlobName]]) -> None:
-        for key in blobs:
-            self._blobs.pop(key, None)
-        gone = set(blobs)
-        self._users = {key: depth for key, depth in self._users.items() if key[:2] not in gone}
-
-    def set_rate(self, name: str, per_second: float) -> None:
-        self._rates[name] = per_second
-
-    def set_clock(self, tick: Tick) -> None:
-        """Nobody comes after."""
-
-    def reset(self) -> None:
-        self._blobs.clear()
-        self._users.clear()
-
-    def close(self) -> None:
-        self._blobs.clear()
-
-
-def _victim(blob: Listed) -> Victim:
-    return Victim(blob.head.model, blob.head.name, blob.num_bytes, blob.used_at)
+type BlobStore = FolderStore | ScratchStore
+"""Where blobs are. Any of its methods may raise OSError."""

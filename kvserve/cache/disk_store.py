@@ -11,13 +11,12 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Buffer, Iterator, Sequence
+from collections.abc import Buffer, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from kvserve.cache.disk_blob import BlobHead, BlobName, num_bytes_of, read_head
-from kvserve.cache.disk_catalog import Books, Catalog
+from kvserve.cache.disk_catalog import Catalog
 
 FOLDER_NAME, FILE_NAME = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{40}\.safetensors")
 """What is ours below the root. Nothing else is ever looked at: the root may hold other things, model weights too."""
@@ -38,13 +37,16 @@ HELD_SECONDS = 30.0
 POLL_SECONDS = 0.002
 FIRST_READ_BYTES = 65536
 
+NUM_PIECES = 8
+MIN_PIECE_BYTES = 2**20
+"""A blob is read in so many pieces, unless they were too small: each has the interpreter's lock handed over."""
+
+type Arrived = Callable[[memoryview, int, int], object]
+"""Hears of each piece of a blob as it comes: the bytes of all of it, and which of them are there now."""
+
 
 class ForeignFolder(OSError):
     """The folder belongs to another user."""
-
-
-class NoLocks(OSError):
-    """A volume on which no file can be locked, as of some network shares."""
 
 
 class FolderHeld(OSError):
@@ -64,39 +66,8 @@ class StoredFile:
     written_at: float
 
 
-class BlobStore(Protocol):
-    """Where blobs are. Any of its methods may raise OSError."""
-
-    @property
-    def place(self) -> str: ...
-
-    def open_books(self) -> Books: ...
-
-    def locked(self) -> contextlib.AbstractContextManager[None]: ...
-
-    def free_bytes(self) -> int: ...
-
-    def beside_bytes(self) -> int: ...
-
-    def write(self, name: BlobName, parts: Sequence[Buffer]) -> int: ...
-
-    def read(self, name: BlobName) -> bytearray: ...
-
-    def read_head(self, file: StoredFile) -> BlobHead: ...
-
-    def has(self, model: str, name: BlobName) -> bool: ...
-
-    def delete(self, model: str, name: BlobName) -> bool: ...
-
-    def files(self) -> Iterator[StoredFile]: ...
-
-    def sync(self) -> None: ...
-
-    def sweep(self) -> None: ...
-
-    def has_locks(self) -> bool: ...
-
-    def close(self) -> None: ...
+def ignored(data: memoryview, start: int, end: int) -> None:
+    """Nothing is done with what is not there as a whole."""
 
 
 class FolderStore:
@@ -112,7 +83,7 @@ class FolderStore:
         self._model = model
         self._beside = beside
         self._num_written = 0
-        self._num_locks = 0
+        self._has_lock = False
         self._patient_from = 0.0
         for folder in (root, root / model):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -125,7 +96,7 @@ class FolderStore:
         """Where blobs are, for a person."""
         return str(self._root)
 
-    def open_books(self) -> Books:
+    def open_books(self) -> Catalog:
         """The index of all models. Raises sqlite3.Error or OSError."""
         return Catalog(self._root / INDEX_NAME)
 
@@ -134,35 +105,26 @@ class FolderStore:
         """No other server looks which files are there to name or to delete them, for a moment; the one who has this may
         ask again. Let go of with the process. On a volume without locks it keeps nobody away. Raises OSError, also
         where another one does not let go of it."""
-        if self._num_locks:
+        if self._has_lock:
             yield
             return
-        descriptor = os.open(self._root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            with contextlib.suppress(NoLocks):
-                self._take(descriptor)
-            self._num_locks += 1
+        with _opened(self._root / LOCK_NAME, os.O_RDWR | os.O_CREAT) as descriptor:
+            self._take(descriptor)
+            self._has_lock = True
             try:
                 yield
             finally:
-                self._num_locks -= 1
-        finally:
-            os.close(descriptor)
+                self._has_lock = False
 
     def _take(self, descriptor: int) -> None:
         now = time.monotonic()
         until = now + (LOCK_SECONDS if now >= self._patient_from else 0.0)
-        while True:
-            try:
-                _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if (now := time.monotonic()) >= until:
-                    self._patient_from = now + HELD_SECONDS
-                    raise FolderHeld(f"{self._root} is held by another server") from error
-                time.sleep(POLL_SECONDS)
-            else:
-                self._patient_from = 0.0
-                return
+        while _try_lock(descriptor, fcntl.LOCK_EX) is False:
+            if (now := time.monotonic()) >= until:
+                self._patient_from = now + HELD_SECONDS
+                raise FolderHeld(f"{self._root} is held by another server")
+            time.sleep(POLL_SECONDS)
+        self._patient_from = 0.0
 
     def free_bytes(self) -> int:
         """Free space of the volume."""
@@ -180,13 +142,14 @@ class FolderStore:
         """Write a file, wait until it is on the disk, let it appear; says its bytes. Raises OSError."""
         self._num_written += 1
         scratch = self._root / self._model / f"{name}.{os.getpid()}.{self._num_written}{SCRATCH_SUFFIX}"
+        scratch.parent.mkdir(mode=0o700, exist_ok=True)  # another server may have removed it, as it was empty
         try:
-            with open(self._new_file(scratch), "wb", buffering=0) as file:
-                with contextlib.suppress(NoLocks):
-                    _lock(file.fileno(), fcntl.LOCK_SH)  # until it has its name: see `sweep`
+            # A share locks to read what can be read.
+            with _opened(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
+                _try_lock(descriptor, fcntl.LOCK_SH)  # until it has its name: see `sweep`
                 for part in parts:
-                    _write_all(file.fileno(), part)
-                os.fsync(file.fileno())
+                    _write_all(descriptor, part)
+                os.fsync(descriptor)
                 os.replace(scratch, self._path(self._model, name))
         except OSError:
             with contextlib.suppress(OSError):
@@ -194,33 +157,18 @@ class FolderStore:
             raise
         return sum(map(num_bytes_of, parts))
 
-    def _new_file(self, path: Path) -> int:
-        """Opened for writing. Another server may have removed the folder, as there was nothing in it."""
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)  # a share locks to read what can be read
-
     def sync(self) -> None:
         """Wait until the names of the files are on the disk too. Raises OSError."""
-        try:
-            descriptor = os.open(self._root / self._model, os.O_RDONLY)
-        except FileNotFoundError:
-            return  # all that was in it has left
-        try:
+        with (
+            contextlib.suppress(FileNotFoundError),  # all that was in it has left
+            _opened(self._root / self._model, os.O_RDONLY) as descriptor,
+        ):
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
-    def read(self, name: BlobName) -> bytearray:
+    def read(self, name: BlobName, arrived: Arrived = ignored) -> bytearray:
         """A whole file of this model. Raises OSError."""
-        with self._path(self._model, name).open("rb", buffering=0) as file:
-            data = bytearray(os.fstat(file.fileno()).st_size)
-            view, done = memoryview(data), 0
-            while done < len(data):
-                num_read = file.readinto(view[done:])
-                if not num_read:
-                    raise OSError(f"{name} became shorter while it was read")
-                done += num_read
-        return data
+        with _opened(self._path(self._model, name), os.O_RDONLY) as descriptor:
+            return read_pieces(descriptor, 0, os.fstat(descriptor).st_size, arrived)
 
     def read_head(self, file: StoredFile) -> BlobHead:
         """What a file is of, without its payload. Raises OSError or DamagedBlob."""
@@ -283,16 +231,8 @@ class FolderStore:
 
     def has_locks(self) -> bool:
         """Whether two servers may share this folder. Raises OSError."""
-        descriptor = os.open(self._root / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            _lock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except NoLocks:
-            return False
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return True
+        with _opened(self._root / LOCK_NAME, os.O_RDWR | os.O_CREAT) as descriptor:
+            return _try_lock(descriptor, fcntl.LOCK_SH) is not None
 
     def close(self) -> None:
         """Nothing is open between calls."""
@@ -311,28 +251,47 @@ def check_owner(folder: Path) -> None:
         raise ForeignFolder(f"{folder} belongs to another user")
 
 
-def _lock(descriptor: int, operation: int) -> None:
-    """Raises NoLocks where the volume knows none, or another OSError."""
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    """The descriptor of a file; a new one is its owner's. Raises OSError."""
+    descriptor = os.open(path, flags, 0o600)
     try:
-        fcntl.flock(descriptor, operation)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int, operation: int) -> bool | None:
+    """Whether a lock could be had now; None where the volume knows none. Raises another OSError."""
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     except OSError as error:
         if error.errno in _NO_LOCKS:
-            raise NoLocks(error.errno, error.strerror) from error
+            return None
         raise
+    return True
 
 
 def _is_held(path: Path) -> bool:
     """Whether somebody writes on a file. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR)  # and to write what can be written
-    try:
-        _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except NoLocks:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
+    with _opened(path, os.O_RDWR) as descriptor:  # and to write what can be written
+        return _try_lock(descriptor, fcntl.LOCK_EX) is False
+
+
+def read_pieces(descriptor: int, offset: int, num_bytes: int, arrived: Arrived) -> bytearray:
+    """So many bytes of a file from an offset on, in pieces, each of which is told. Raises OSError where it ends."""
+    data = bytearray(num_bytes)
+    view, start = memoryview(data), 0
+    piece_bytes = max(MIN_PIECE_BYTES, num_bytes // NUM_PIECES)
+    while start < num_bytes:
+        end = start + os.preadv(descriptor, [view[start : start + piece_bytes]], offset + start)
+        if end == start:
+            raise OSError("a blob is cut off")
+        arrived(view, start, end)
+        start = end
+    return data
 
 
 def _write_all(descriptor: int, part: Buffer) -> None:

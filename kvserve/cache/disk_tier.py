@@ -22,7 +22,7 @@ from kvserve.cache.disk_hand import DiskHand, Written
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_queue import STUCK_SECONDS, ReadAhead, WriteQueue
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Load, Removal, Write
-from kvserve.cache.disk_store import BlobStore
+from kvserve.cache.disk_scratch import BlobStore
 from kvserve.cache.forgetting import IsForgotten
 from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.records import Copy
@@ -52,7 +52,6 @@ class DiskTier:
         self._writes = WriteQueue(limits.max_queued_bytes)
         self._ahead = ReadAhead(limits.max_read_ahead_bytes)
         self._orders: deque[Callable[[], None]] = deque()
-        self._used: dict[BlobName, None] = {}
         self._stood_on: list[tuple[Sequence[Copy], int]] = []
         self._is_closing = False
         self._is_full = False
@@ -154,10 +153,10 @@ class DiskTier:
             self._wake.notify_all()
         return load
 
-    def take(self, load: Load, at_most: int | None = None) -> list[Blob | None]:
-        """What has been read since the last call, up to so many bytes."""
+    def take(self, load: Load) -> list[Blob | None]:
+        """The next blob that has been read, if one has."""
         with self._wake:
-            ready = self._ahead.taken(load, at_most)
+            ready = self._ahead.taken(load)
             self._has_arrived = False
             self._wake.notify_all()
         return ready
@@ -190,14 +189,8 @@ class DiskTier:
                 self._orders.append(partial(self._hand.measure, entry))
                 self._wake.notify_all()
 
-    def used(self, names: Sequence[BlobName]) -> None:
-        """A row stands on these blobs now."""
-        with self._wake:
-            self._used.update(dict.fromkeys(names))
-            self._has_news = True
-
     def stands_on(self, rows: Sequence[Copy], end: int) -> None:
-        """The same of a row that starts from `end` tokens, the last of which are in one of these."""
+        """A row starts from `end` tokens, the last of which are in one of these: what it stands on is used now."""
         with self._wake:
             self._stood_on.append((rows, end))
             self._has_news = True
@@ -387,10 +380,9 @@ class DiskTier:
 
     def _commit(self) -> None:
         with self._wake:
-            used, self._used = list(self._used), {}
             stood_on, self._stood_on = self._stood_on, []
             self._has_news = False
-        used += (name for rows, end in stood_on for name in self.index.stood_on(rows, end))
+        used = [name for rows, end in stood_on for name in self.index.stood_on(rows, end)]
         if not (is_listed := self._hand.commit(used)):
             self._has_news = True
         self._commit_at = time.monotonic() + (COMMIT_SECONDS if is_listed else FULL_CHECK_SECONDS)

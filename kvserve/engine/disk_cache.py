@@ -147,8 +147,7 @@ class DiskCache:
         before. What others have that stands on it goes through RAM, within `max_bytes` there, and is written anew."""
         holds = list(self._rescued(is_forgotten, max_bytes))
         removal = self.tier.forget(is_forgotten)
-        for path in list(self._tree.kept_paths()):
-            self.writing.save(path, 0)
+        self.writing.save_kept()
         for hold in holds:
             self.let_go(hold)
         return removal
@@ -188,7 +187,7 @@ class DiskCache:
     def close(self, timeout_seconds: float) -> bool:
         """Write what RAM has and the disk has not, and end the disk's thread. Whether all of it is there."""
         until = time.monotonic() + timeout_seconds
-        self.writing.save_all(timeout_seconds)
+        self.writing.save_kept(until, is_end=True)
         return self.tier.close(max(0.0, until - time.monotonic())) and not self.tier.has_lost
 
     # --- coming back --------------------------------------------------------------------------------------------------
@@ -289,7 +288,7 @@ class DiskCache:
         """Let the lease grow over blobs that have arrived, some at a time; what is not taken yet is not read beyond, so
         whoever takes slowly is read for slowly. False: one of them is of no use."""
         goal, num_bytes = hold.goal, 0
-        while goal is not None and num_bytes < MAX_INSERT_BYTES and (taken := self.tier.take(load, 1)):
+        while goal is not None and num_bytes < MAX_INSERT_BYTES and (taken := self.tier.take(load)):
             [blob], entry = taken, goal.entries[hold.num_taken]
             hold.num_taken += 1
             hold.last_news_at = time.monotonic()

@@ -10,8 +10,8 @@ from kvserve.cache.disk_blob import FORMAT
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_records import DiskLimits, Removal
-from kvserve.cache.disk_scratch import ScratchStore
-from kvserve.cache.disk_store import INDEX_NAME, BlobStore, FolderStore
+from kvserve.cache.disk_scratch import BlobStore, ScratchStore
+from kvserve.cache.disk_store import INDEX_NAME, FolderStore
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.forgetting import IsForgotten
 from kvserve.engine.memory_plan import READ_AHEAD_CAP, WRITE_QUEUE_CAP

@@ -113,11 +113,9 @@ class DiskWriting:
 
     def save_lost(self) -> bool:
         """Idle work: put everything once more that was refused when there was no room. Whether there was anything."""
-        if not self._tier.take_lost():
-            return False
-        for path in list(self._tree.kept_paths()):
-            self.save(path, 0)
-        return True
+        if has_lost := self._tier.take_lost():
+            self.save_kept()
+        return has_lost
 
     def leave_ram(self, num_bytes: int) -> None:
         """Where RAM is only lent: what no row stands on leaves it, up to so many bytes, once all is on disk."""
@@ -194,11 +192,10 @@ class DiskWriting:
                     num_bytes[id(state.payload), piece.end] = state.payload.num_bytes
         return sum(num_bytes.values()) + self._tier.stats().num_queued_bytes
 
-    def save_all(self, seconds: float) -> None:
-        """The end: everything that RAM has is put, as far as the disk takes it in so long."""
-        until = time.monotonic() + seconds
-        for path in self._tree.kept_paths():
-            self.save(path, 0, until, is_end=True)
+    def save_kept(self, until: float = 0.0, *, is_end: bool = False) -> None:
+        """Put everything that RAM has: at the end (`is_end`) as far as the disk takes it, `until` then."""
+        for path in list(self._tree.kept_paths()):
+            self.save(path, 0, until, is_end=is_end)
 
     def _save_rows(
         self, path: KeptPath, part: KeptPart, start: int, until: float, above: Sequence[Copy]

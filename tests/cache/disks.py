@@ -14,8 +14,8 @@ from kvserve.cache.disk_entries import Found
 from kvserve.cache.disk_faults import Faults
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_records import DiskLimits
-from kvserve.cache.disk_scratch import ScratchStore
-from kvserve.cache.disk_store import BlobStore, FolderStore
+from kvserve.cache.disk_scratch import BlobStore, ScratchStore
+from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.token_run import TokenRun, pack
 from kvserve.core import TokenSequence

@@ -138,7 +138,7 @@ def test_what_is_used_stays_as_young_as_it_is_used(tmp_path: Path, clocks: Clock
         clocks.leap(-48)
         for _ in range(3):
             clocks.pass_(10)
-            disk.tier.used([step.segment.name for step in disk.found(LONG).steps])
+            disk.tier.stands_on([step.segment for step in disk.found(LONG).steps], len(LONG))
             assert disk.tier.flush(WAIT_SECONDS)
             look(disk)
         assert disk.recall(LONG)[0] == LONG and disk.recall([1, 2, 3])[0] == []

@@ -1,15 +1,15 @@
-"""The index file and its twin in memory: the same answers, whatever is put down, touched and dropped."""
+"""The books and a plain dict: the same answers, whatever is put down, touched and dropped."""
 
 import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvserve.cache.disk_blob import BlobHead
-from kvserve.cache.disk_catalog import Books, Catalog, Listed, is_passing
-from kvserve.cache.disk_scratch import MemoryBooks
+from kvserve.cache.disk_blob import BlobHead, BlobName
+from kvserve.cache.disk_catalog import Catalog, Listed, Victim, is_passing
 from kvserve.cache.token_run import pack
 from kvserve.core import ImageSpan, TokenSequence
 from tests.laws import num_examples
@@ -26,7 +26,55 @@ steps = st.lists(
 )
 
 
-def answers(books: Books) -> object:
+class PlainBooks:
+    """What the books are to say, by a dict."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[tuple[str, BlobName], Listed] = {}
+
+    def listed(self, model: str) -> Iterator[Listed]:
+        own = (blob for blob in self._blobs.values() if blob.head.model == model)
+        return iter(sorted(own, key=lambda blob: blob.head.tokens.start))
+
+    def names(self) -> set[tuple[str, BlobName]]:
+        return set(self._blobs)
+
+    def unused_since(self, moment: float) -> list[Victim]:
+        return [_victim(blob) for blob in self._blobs.values() if blob.used_at < moment]
+
+    def least_recent(self, limit: int) -> list[Victim]:
+        def rank(blob: Listed) -> tuple[float, int, str, str]:
+            return blob.used_at, -blob.head.tokens.start, blob.head.kind, blob.head.name
+
+        return [_victim(blob) for blob in sorted(self._blobs.values(), key=rank)[:limit]]
+
+    def with_descendants(self, victim: Victim) -> list[Victim]:
+        found = [victim]
+        for above in found:  # grows while it is walked over
+            blobs = self._blobs.values()
+            standing = (_victim(each) for each in blobs if above.name in (each.head.parent, each.head.base))
+            found += [each for each in standing if each not in found]
+        return found
+
+    def put(self, blobs: Iterable[Listed], model: str, used_at: Mapping[BlobName, float], _: object) -> None:
+        for blob in blobs:
+            key = (blob.head.model, blob.head.name)
+            youngest = max(blob.used_at, self._blobs[key].used_at) if key in self._blobs else blob.used_at
+            self._blobs[key] = Listed(blob.head, blob.num_bytes, youngest)
+        for name, moment in used_at.items():
+            if (blob := self._blobs.get((model, name))) is not None:
+                self._blobs[model, name] = Listed(blob.head, blob.num_bytes, moment)
+
+    def drop(self, blobs: Collection[tuple[str, BlobName]]) -> None:
+        for key in blobs:
+            self._blobs.pop(key, None)
+
+
+def _victim(blob: Listed) -> Victim:
+    return Victim(blob.head.model, blob.head.name, blob.num_bytes, blob.used_at)
+
+
+def answers(books: Catalog | PlainBooks) -> object:
     """All that can be asked."""
     listed = [
         [row if isinstance(row, str) else (row.head, row.num_bytes, row.used_at) for row in books.listed(model)]
@@ -40,23 +88,39 @@ def answers(books: Books) -> object:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=num_examples(30))
 @given(steps)
-def test_file_and_memory_say_the_same(tmp_path: Path, todo: list[tuple[str, BlobHead, int]]) -> None:
+def test_the_books_say_what_a_dict_says(tmp_path: Path, todo: list[tuple[str, BlobHead, int]]) -> None:
     """Also after the file was closed and opened again."""
     for path in tmp_path.iterdir():
         path.unlink()
-    file, memory = Catalog(tmp_path / "index.sqlite"), MemoryBooks()
+    file, plain = Catalog(tmp_path / "index.sqlite"), PlainBooks()
     for action, head, number in todo:
-        for books in (file, memory):
+        for books in (file, plain):
             if action == "put":
-                books.put([Listed(head, number, float(number))])
+                books.put([Listed(head, number, float(number))], head.model, {}, {})
             elif action == "touch":
-                books.touch(head.model, {head.name: float(number)})
+                books.put([], head.model, {head.name: float(number)}, {})
             else:
                 books.drop([(head.model, head.name)])
     file.close()
     again = Catalog(tmp_path / "index.sqlite")
-    assert answers(again) == answers(memory)
+    assert answers(again) == answers(plain)
     again.close()
+
+
+def test_books_in_ram_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say the same, and end with their connection."""
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        books = Catalog(None)
+        assert books.names() == set()
+        books.put([Listed(head, 1, 2.0) for head in HEADS], "m", {}, {})
+        plain = PlainBooks()
+        plain.put([Listed(head, 1, 2.0) for head in HEADS], "m", {}, {})
+        assert answers(books) == answers(plain)
+        books.reset()
+        assert books.names() == set() and list(tmp_path.iterdir()) == []
+        books.put([Listed(ROOT, 1, 2.0)], "m", {}, {})
+        books.close()
 
 
 def test_rates_outlive_the_process(tmp_path: Path) -> None:
@@ -74,11 +138,11 @@ def test_a_lock_is_told_from_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """A held index is not thrown away; rubbish is."""
     monkeypatch.setattr("kvserve.cache.disk_catalog.BUSY_SECONDS", 0.01)
     books = Catalog(tmp_path / "index.sqlite")
-    books.put([Listed(ROOT, 1, 1.0)])
+    books.put([Listed(ROOT, 1, 1.0)], "m", {}, {})
     holder = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
     with pytest.raises(sqlite3.OperationalError) as raised:
-        books.put([Listed(CHILD, 1, 1.0)])
+        books.put([Listed(CHILD, 1, 1.0)], "m", {}, {})
     assert is_passing(raised.value)
     holder.close()
     assert books.names() == {("m", ROOT.name)}

@@ -90,7 +90,7 @@ def test_what_is_put_again_while_the_first_cannot_be_read_stays(
         disk.say(LONG)
         first = entry_of(disk, LONG)
 
-        def fail(self: FolderStore, name: str) -> bytearray:
+        def fail(self: FolderStore, name: str, *_: object) -> bytearray:
             raise trouble(name)
 
         with monkeypatch.context() as patch:

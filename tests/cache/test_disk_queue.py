@@ -64,11 +64,11 @@ def test_reading_ahead_is_bounded_over_all_who_wait(monkeypatch: pytest.MonkeyPa
     assert ahead.next_of([first, second]) is first
     read_next(ahead, first)
     assert ahead.num_bytes == 60 and ahead.next_of([first, second]) is None
-    assert ahead.taken(first, 1) == [None] and ahead.num_bytes == 0
+    assert ahead.taken(first) == [None] and ahead.num_bytes == 0
     assert ahead.next_of([second]) is second
     read_next(ahead, second)
     ahead.cancelled(second)
-    assert ahead.num_bytes == 0 and ahead.taken(second, None) == []
+    assert ahead.num_bytes == 0 and ahead.taken(second) == []
     read_next(ahead, second) if second.num_read < len(second.entries) else ahead.arrived(second, None, 60)
     assert ahead.num_bytes == 0, "what comes for somebody who left is nobody's"
 
@@ -81,5 +81,5 @@ def test_whoever_takes_does_not_wait_for_who_does_not(monkeypatch: pytest.Monkey
     assert ahead.next_of([idle, busy]) is busy
     read_next(ahead, busy)
     assert ahead.next_of([idle, busy]) is None
-    ahead.taken(busy, 1)
+    ahead.taken(busy)
     assert ahead.next_of([idle, busy]) is busy

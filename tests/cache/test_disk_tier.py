@@ -493,7 +493,7 @@ def test_what_is_used_stays(tmp_path: Path) -> None:
         cap = 4 * disk.tier.stats().total_bytes
     with Disk(tmp_path, replace(ROOMY, max_bytes=cap)) as disk:
         for number in range(12):
-            disk.tier.used(names_of(disk.tier.index.find(*named(LONG))))
+            disk.tier.stands_on([step.segment for step in disk.found(LONG).steps], len(LONG))
             disk.say([number, *range(50)])
         assert disk.recall(LONG)[0] == LONG
 

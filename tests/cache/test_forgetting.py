@@ -280,7 +280,7 @@ def test_a_folder_whose_index_cannot_be_asked_is_not_done(tmp_path: Path, monkey
             raise sqlite3.OperationalError("database is locked")
 
         monkeypatch.setattr("kvserve.cache.disk_catalog.Catalog.users", busy)
-        monkeypatch.setattr("kvserve.cache.disk_books.is_passing", lambda error: True)
+        monkeypatch.setattr("kvserve.cache.disk_catalog.is_passing", lambda error: True)
         assert not forgotten(disk, "a").is_done
         monkeypatch.undo()
         assert found_in(tmp_path, mine)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvserve.cache.disk_blob import BlobName
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.token_run import pack
@@ -264,7 +263,7 @@ def test_a_disk_that_is_slower_than_computing_is_not_read(tmp_path: Path) -> Non
             tier = disk_cache_of(scheduler.cache).tier
             assert tier.prefill_rate is not None
             tier._hand.read_rate = 10.0
-            tier.used([])
+            tier.stands_on((), 0)
 
         engine._ask(slow)
         settle(engine)
@@ -281,7 +280,7 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pyt
         [first] = generate(engine, turn(BASE, 8))
     is_over = threading.Event()
 
-    def hang(self: FolderStore, name: BlobName) -> bytearray:
+    def hang(self: FolderStore, *_: object) -> bytearray:
         is_over.wait(WAIT_SECONDS)
         raise OSError("gave up")
 
@@ -303,9 +302,9 @@ def test_a_client_that_leaves_while_it_waits_for_the_disk(tmp_path: Path, monkey
         [first] = generate(engine, turn(BASE, 8))
     may_read, real = threading.Event(), FolderStore.read
 
-    def wait(self: FolderStore, name: BlobName) -> bytearray:
+    def wait(self: FolderStore, *arguments: Any) -> bytearray:
         may_read.wait(WAIT_SECONDS)
-        return real(self, name)
+        return real(self, *arguments)
 
     monkeypatch.setattr(FolderStore, "read", wait)
     monkeypatch.setattr(DiskTier, "read_rate", None)  # a disk that is held up here is not to pass for a slow one
@@ -327,9 +326,9 @@ def test_a_row_that_waits_for_the_disk_holds_nobody_up(tmp_path: Path, monkeypat
         [first] = generate(engine, turn(BASE, 8))
     may_read, real = threading.Event(), FolderStore.read
 
-    def wait(self: FolderStore, name: BlobName) -> bytearray:
+    def wait(self: FolderStore, *arguments: Any) -> bytearray:
         may_read.wait(WAIT_SECONDS)
-        return real(self, name)
+        return real(self, *arguments)
 
     monkeypatch.setattr(FolderStore, "read", wait)
     with running_engine(disk=on(tmp_path)) as engine:

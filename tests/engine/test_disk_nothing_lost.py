@@ -249,14 +249,14 @@ def test_a_row_waits_for_what_another_one_reads(tmp_path: Path, monkeypatch: pyt
     ticked, num_ticks, seconds = threading.Condition(), 0, 0
     real_read, real_wait = FolderStore.read, DiskTier.wait
 
-    def read(self: FolderStore, name: BlobName) -> bytearray:
+    def read(self: FolderStore, *arguments: Any) -> bytearray:
         """Takes half a minute by the clock that the rows have, and long enough for both to look for it in vain."""
         nonlocal seconds
         with ticked:
             seconds += 30
             until = num_ticks + 3
             assert ticked.wait_for(lambda: num_ticks >= until, WAIT_SECONDS)
-        return real_read(self, name)
+        return real_read(self, *arguments)
 
     def wait(self: DiskTier, wait_seconds: float) -> None:
         nonlocal num_ticks
@@ -281,11 +281,11 @@ def test_what_is_read_ahead_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     num_read, num_inserted, ahead = 0, 0, list[int]()
     real_read, real_insert = FolderStore.read, DiskCache._insert
 
-    def read(self: FolderStore, name: BlobName) -> bytearray:
+    def read(self: FolderStore, *arguments: Any) -> bytearray:
         nonlocal num_read
         num_read += 1
         ahead.append(num_read - num_inserted)
-        return real_read(self, name)
+        return real_read(self, *arguments)
 
     def insert(self: DiskCache, *arguments: Any) -> bool:
         nonlocal num_inserted

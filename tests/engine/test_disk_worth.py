@@ -73,7 +73,7 @@ def test_where_a_path_ends_at_a_shutdown_its_state_is_written() -> None:
     with kept(needs_checkpoints=True) as each:
         say(each, (10, "system"), (24, "message"), (40, "message"))
         assert on_disk(each) == [10]
-        each.cache.writing.save_all(WAIT_SECONDS)
+        each.cache.writing.save_kept(is_end=True)
         assert on_disk(each) == [10, 40]
 
 

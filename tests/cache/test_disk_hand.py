@@ -1,0 +1,110 @@
+"""What the disk thread does with one blob: it is read and hashed at once."""
+
+import hashlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvserve.cache import disk_hand, disk_store
+from kvserve.cache.disk_blob import NO_PARENT, BlobHead, Tensor, pack_blob
+from kvserve.cache.disk_entries import Entry
+from kvserve.cache.disk_faults import Faults
+from kvserve.cache.disk_hand import DiskHand
+from kvserve.cache.disk_index import DiskIndex
+from kvserve.cache.disk_scratch import BlobStore, ScratchStore
+from kvserve.cache.disk_store import FolderStore
+from kvserve.cache.records import RecordId
+from tests.cache.disks import HASHER, MODEL, ROOMY, WAIT_SECONDS, named
+
+DATA = bytes(range(256)) * 16
+NO_SECONDS = 0.01
+"""For somebody who cannot come."""
+
+
+class Meeting:
+    """Whoever hashes the first piece of a blob and whoever reads its second wait for one another."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, wait_seconds: float) -> None:
+        self._barrier, self._wait_seconds = threading.Barrier(2), wait_seconds
+        self._num_hashed, self._num_read = 0, 0
+        self._real_read = disk_store.os.preadv
+        patch.setattr(disk_hand, "hashlib", SimpleNamespace(sha256=self._sum))
+        patch.setattr(disk_store.os, "preadv", self._read)
+        patch.setattr(disk_store, "MIN_PIECE_BYTES", 1)
+
+    def _sum(self) -> SimpleNamespace:
+        digest = hashlib.sha256()
+
+        def update(piece: memoryview) -> None:
+            self._num_hashed += 1
+            if self._num_hashed == 1:
+                self._barrier.wait(self._wait_seconds)
+            digest.update(piece)
+
+        return SimpleNamespace(update=update, digest=digest.digest)
+
+    def _read(self, *arguments: object) -> int:
+        self._num_read += 1
+        if self._num_read == 2:
+            self._barrier.wait(self._wait_seconds)
+        return self._real_read(*arguments)  # type: ignore[arg-type]
+
+
+class OneAfterTheOther:
+    """Does what it is given on the spot."""
+
+    def submit(self, call: Callable[..., object], *arguments: object) -> Future[object]:
+        done = Future[object]()
+        done.set_result(call(*arguments))
+        return done
+
+    def shutdown(self) -> None:
+        pass
+
+
+def hand_with_a_blob(store: BlobStore) -> tuple[DiskHand, Entry]:
+    head = BlobHead(MODEL, "segment", NO_PARENT, named(range(8))[0], "stride")
+    hand = DiskHand(store, DiskIndex(HASHER, MODEL), ROOMY, Faults(lambda line: None))
+    store.write(head.name, pack_blob(head, "rows", [Tensor("U8", (len(DATA),), DATA)]))
+    return hand, Entry(RecordId(1), head)
+
+
+@pytest.mark.parametrize("kind", [FolderStore, ScratchStore])
+def test_a_piece_is_read_while_the_one_before_is_hashed(
+    kind: type[FolderStore] | type[ScratchStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is asked for before the first is hashed; what comes of it is the blob that was written."""
+    hand, entry = hand_with_a_blob(kind(tmp_path, MODEL))
+    with monkeypatch.context() as patch:
+        Meeting(patch, WAIT_SECONDS)
+        blob = hand.read(entry)
+    assert blob is not None and bytes(blob.tensors[0].data) == DATA
+    hand.close()
+
+
+def test_hashing_in_between_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: where each piece is hashed before the next one is read, they do not meet."""
+    hand, entry = hand_with_a_blob(FolderStore(tmp_path, MODEL))
+    monkeypatch.setattr(hand, "_hashing", OneAfterTheOther())
+    Meeting(monkeypatch, NO_SECONDS)
+    with pytest.raises(threading.BrokenBarrierError):
+        hand.read(entry)
+
+
+def test_a_damaged_piece_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever it is in: also the last one, of which a part is the checksum itself."""
+    monkeypatch.setattr(disk_store, "MIN_PIECE_BYTES", 1)
+    store = FolderStore(tmp_path, MODEL)
+    hand, entry = hand_with_a_blob(store)
+    [path] = tmp_path.rglob("*.safetensors")
+    sound = path.read_bytes()
+    for place in range(0, len(sound), len(sound) // 40):
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
+        assert hand.read(entry) is None
+    path.write_bytes(sound)
+    assert hand.read(entry) is not None
+    hand.close()
