@@ -63,6 +63,16 @@ def test_a_row_that_is_put_while_a_neighbour_looks_stays(tmp_path: Path, monkeyp
         assert other.recall(LONG)[0] == LONG
 
 
+def test_a_row_is_put_down_once_its_file_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is killed in between has said nothing that is not so."""
+    seen = list[dict[str, float]]()
+    with Disk(tmp_path) as one:
+        look(one)
+        with before(monkeypatch, one, "write", lambda: seen.append(rows(tmp_path)), after=True):
+            one.say(LONG)
+    assert seen == [{}] and len(rows(tmp_path)) == 1
+
+
 def test_the_folder_of_a_model_that_has_nothing_yet_stays_writable(tmp_path: Path) -> None:
     """A neighbour's janitor removes empty folders of other models; whoever writes makes its own again."""
     with Disk(tmp_path) as one, Disk(tmp_path, model=OTHER) as other:

@@ -26,7 +26,7 @@ from kvserve.telemetry.log import parse_line
 from tests.proxy.stubs import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 PROXY_START_SECONDS = 100.0
 STOP_SECONDS = 15.0
 _POLL_SECONDS = 0.01
