@@ -1,0 +1,20 @@
+"""Where failures end in the engine: each border is named after what a failure costs there, and whoever works behind it
+says who hears of it. It knows no model, no cache and no disk.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+def described(error: Exception) -> str:
+    """What a person reads of an error that nobody foresaw."""
+    return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def costs_no_row(report: Callable[[str], None], trouble: str) -> Iterator[None]:
+    """Work on what is kept: what it raises is reported as `trouble`, and the rows go on with what there is."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, answers and neighbours have nothing to do with it
+        report(f"{trouble}: {described(error)}")
