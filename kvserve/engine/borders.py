@@ -5,6 +5,9 @@ says who hears of it. It knows no model, no cache and no disk.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from kvserve.engine.out_of_memory import ShortMemory
+from kvserve.engine.rows import Row
+
 
 def described(error: Exception) -> str:
     """What a person reads of an error that nobody foresaw."""
@@ -18,3 +21,13 @@ def costs_no_row(report: Callable[[str], None], trouble: str) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, answers and neighbours have nothing to do with it
         report(f"{trouble}: {described(error)}")
+
+
+@contextmanager
+def row_fails_alone(row: Row, memory: ShortMemory, leave: Callable[[], None]) -> Iterator[None]:
+    """Work for one row: its client hears of what it raises, then the row leaves."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - what one row cannot do touches no other
+        row.fail(memory.told(row, error))
+        leave()
