@@ -31,3 +31,13 @@ def row_fails_alone(row: Row, memory: ShortMemory, leave: Callable[[], None]) ->
     except Exception as error:  # noqa: BLE001 - what one row cannot do touches no other
         row.fail(memory.told(row, error))
         leave()
+
+
+@contextmanager
+def costs_the_disk_only(tell: Callable[[str], None]) -> Iterator[None]:
+    """Work with the KV on disk: what it raises is told, and the rows go on without what the disk would have given or
+    taken."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - a defect here costs what the disk has, never a row or its room
+        tell(described(error))
