@@ -41,3 +41,12 @@ def costs_the_disk_only(tell: Callable[[str], None]) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - a defect here costs what the disk has, never a row or its room
         tell(described(error))
+
+
+def finding[T](trial: Callable[[], T]) -> T | Exception:
+    """What a trial at load gives, or why it failed: what cannot be done is not used, and a note says so. The error lets
+    go of the arrays of its frames."""
+    try:
+        return trial()
+    except Exception as error:  # noqa: BLE001 - a class, family or checkpoint that nobody knows may raise anything
+        return error.with_traceback(None)
