@@ -43,6 +43,20 @@ def costs_the_disk_only(tell: Callable[[str], None]) -> Iterator[None]:
         tell(described(error))
 
 
+def guarded[**P, T](row: Row, call: Callable[P, T], instead: Callable[P, T]) -> Callable[P, T]:
+    """Run a row's own code inside a step that it shares: an exception marks the row, the batch's step goes on."""
+
+    def call_guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        if row.failure is None:
+            try:
+                return call(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - a row's failure must stay its own
+                row.failure = error
+        return instead(*args, **kwargs)
+
+    return call_guarded
+
+
 def finding[T](trial: Callable[[], T]) -> T | Exception:
     """What a trial at load gives, or why it failed: what cannot be done is not used, and a note says so. The error lets
     go of the arrays of its frames."""
