@@ -15,6 +15,19 @@ def described(error: Exception) -> str:
 
 
 @contextmanager
+def engine_outlives(
+    report: Callable[[str], None], trouble: str, then: Callable[[str], None] = lambda _reason: None
+) -> Iterator[None]:
+    """Work of the engine that no row can be blamed for: what it raises is reported as `trouble`, and `then` hears of
+    it, for whoever waits must hear of the end."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the engine must outlive its own defects
+        report(f"{trouble}: {described(error)}")
+        then(described(error))
+
+
+@contextmanager
 def costs_no_row(report: Callable[[str], None], trouble: str) -> Iterator[None]:
     """Work on what is kept: what it raises is reported as `trouble`, and the rows go on with what there is."""
     try:
