@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from benchmarks.eviction_scores import SCORES
 from benchmarks.eviction_simulator import (
     KINDS,
     Conversation,
@@ -32,7 +33,7 @@ from benchmarks.eviction_simulator import (
     render,
 )
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline
-from kvserve.cache.eviction import AGEING_POWER, SCORES, Ageing, Candidate, Score
+from kvserve.cache.eviction import AGEING_POWER, Ageing, Candidate, Score, value_score
 from kvserve.cache.leaving import Leaving
 from kvserve.core import TokenSequence
 
@@ -196,11 +197,11 @@ def by_work(candidate: Candidate) -> Ageing:
 
 def alike(candidate: Candidate) -> Ageing:
     """The default score without its handicap for what is brief."""
-    return SCORES["value"](replace(candidate, is_brief=False))
+    return value_score(replace(candidate, is_brief=False))
 
 
 RIVALS: dict[str, Score] = {
-    "value": SCORES["value"],
+    "value": value_score,
     "brief alike": alike,
     "alike, by work": by_work,
     "age_length_frequency": SCORES["age_length_frequency"],

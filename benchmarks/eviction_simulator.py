@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint_budget import QWEN_27B, ModelSizes, Sized
+from benchmarks.eviction_scores import SCORES
 from benchmarks.figure import Bound, Figure
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline, plan_stops
-from kvserve.cache.eviction import SCORES, Score
+from kvserve.cache.eviction import Score
 from kvserve.cache.records import Limits
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import ImageSpan, Role, TokenSequence

@@ -1,6 +1,8 @@
-"""The doors between the rooms, kept by reading the package's syntax trees; it imports nothing of the package."""
+"""The doors between the rooms, and the borders where errors end, kept by reading the package's syntax trees; it imports
+nothing of the package."""
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -34,6 +36,13 @@ JOINERS = (
     "kvserve/web/",
 )
 OPEN_TO_ALL = ("kvserve.core", "kvserve.errors", "kvserve.keeping")
+
+MAX_BORDERS = 20
+"""So many places at most where a failure of any kind ends: a request, a thread, a row, a start."""
+
+REASON = re.compile(r"# noqa: BLE001 - \S")
+CATCHES_ALL = re.compile(r"\b(Base)?Exception\b|\bexcept\s*:")
+"""Stands in every source that has such a place: most need not be parsed again."""
 
 PROCESS_CALLS = ("system", "popen", "fork", "forkpty", "posix_spawn", "posix_spawnp")
 PROCESS_CALL_PREFIXES = ("exec", "spawn")
@@ -193,6 +202,58 @@ def test_the_package_keeps_its_doors() -> None:
     assert files, "the package has no files"
     found = [v for file in files for v in violations(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))]
     assert not found, "\n".join(found)
+
+
+def is_blind(node: ast.AST) -> bool:
+    """Whether errors of any kind end here: an `except` or a `suppress` that takes all of them and raises none."""
+    if isinstance(node, ast.ExceptHandler):
+        types, body = node.type, node.body
+        raises = any(isinstance(each, ast.Raise) for statement in body for each in ast.walk(statement))
+    elif isinstance(node, ast.Call) and dotted(node.func).rpartition(".")[2] == "suppress":
+        types, raises = ast.Tuple(node.args), False
+    else:
+        return False
+    caught = types.elts if isinstance(types, ast.Tuple) else [types]
+    names = {dotted(each) if each is not None else "BaseException" for each in caught}
+    return not raises and not names.isdisjoint({"Exception", "BaseException"})
+
+
+def borders(source: str) -> Iterator[tuple[int, bool]]:
+    """The line of each place of a file where errors of any kind end, and whether it says why."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)) if CATCHES_ALL.search(source) else ():
+        if is_blind(node):
+            yield node.lineno, REASON.search(lines[node.lineno - 1]) is not None
+
+
+def test_errors_of_any_kind_end_at_few_borders_each_with_its_reason() -> None:
+    """Everywhere else the errors that may come are named, or raised as one that is."""
+    found = [
+        (f"{file.relative_to(ROOT)}:{line}", has_reason)
+        for file in sorted(PACKAGE.rglob("*.py"))
+        for line, has_reason in borders(file.read_text("utf-8"))
+    ]
+    assert [place for place, has_reason in found if not has_reason] == []
+    assert len(found) <= MAX_BORDERS, "\n".join(place for place, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("try:\n    f()\nexcept Exception:  # noqa: BLE001 - the thread goes on\n    pass", [True]),
+        ("try:\n    f()\nexcept Exception:  # noqa: BLE001\n    pass", [False]),
+        ("try:\n    f()\nexcept:\n    pass", [False]),
+        ("try:\n    f()\nexcept (OSError, BaseException) as error:\n    g(error)", [False]),
+        ("from contextlib import suppress\nwith suppress(Exception):\n    f()", [False]),
+        ("import contextlib\nwith contextlib.suppress(OSError, Exception):\n    f()", [False]),
+        ("try:\n    f()\nexcept Exception as error:\n    raise BadRequest('x') from error", []),
+        ("try:\n    f()\nexcept (OSError, ValueError):\n    pass", []),
+        ("from contextlib import suppress\nwith suppress(OSError):\n    f()", []),
+    ],
+)
+def test_a_border_is_told_from_other_handlers(source: str, expected: list[bool]) -> None:
+    """Each form of catching whatever comes is found, with and without its reason."""
+    assert [has_reason for _, has_reason in borders(source)] == expected
 
 
 def test_scripts_speak_http_only() -> None:

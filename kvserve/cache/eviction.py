@@ -1,4 +1,4 @@
-"""How much each thing that could leave is worth: score functions as a table. It knows figures, not the tree.
+"""How much each thing that could leave is worth: the score that decides it. It knows figures, not the tree.
 
 The order in which candidates leave is that of their urgency, a line over time, slope x (now - since):
 
@@ -7,7 +7,8 @@ The order in which candidates leave is that of their urgency, a line over time, 
 
 So nothing has to be ranked again because time goes by: two lines of one slope never cross (`eviction_queue.py`).
 
-Reuse of prompt tokens on 56 recorded agent conversations, six at a time (benchmarks/results/eviction.md has it all):
+Reuse of prompt tokens on 56 recorded agent conversations, six at a time, beside what was tried instead
+(benchmarks/eviction_scores.py; benchmarks/results/eviction.md has it all):
 
     RAM per user in tokens of KV     value   given   LRU     LFU (negative control)
     dense, 25,000                    0.923   0.922   0.923   0.145
@@ -17,7 +18,7 @@ Reuse of prompt tokens on 56 recorded agent conversations, six at a time (benchm
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 RECENT_SECONDS = 60.0
@@ -86,27 +87,3 @@ def value_score(candidate: Candidate) -> Ageing:
     used_at = candidate.used_at - (BRIEF_HANDICAP_SECONDS if candidate.is_brief else 0.0)
     slope = (num_tokens * chance / max(candidate.num_bytes, 1)) ** (-1 / AGEING_POWER)
     return Ageing(slope, used_at - RECENT_SECONDS)
-
-
-def age_length_frequency_score(candidate: Candidate) -> Ageing:
-    """The given score, age / (sqrt(length) * log(frequency)): the highest leaves."""
-    length = max(candidate.end - candidate.start, 1)
-    return Ageing(1 / (math.sqrt(length) * math.log(2 + candidate.num_uses)), candidate.used_at)
-
-
-def recency_score(candidate: Candidate) -> Ageing:
-    """Least recently used first."""
-    return Ageing(1.0, candidate.used_at)
-
-
-def frequency_score(candidate: Candidate) -> Ageing:
-    """Least frequently used first, without ageing: keeps what was popular once. A negative control, not for use."""
-    return Ageing(1.0, candidate.num_uses)
-
-
-SCORES: Mapping[str, Score] = {
-    "value": value_score,
-    "age_length_frequency": age_length_frequency_score,
-    "lru": recency_score,
-    "lfu": frequency_score,
-}

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, merge_nodes, plan_run
-from kvserve.cache.eviction import SCORES, Score
+from kvserve.cache.eviction import Score, value_score
 from kvserve.cache.forgetting import IsForgotten, forget_users
 from kvserve.cache.integrity import check_shape, check_totals
 from kvserve.cache.kept_path import KeptPath, kept_end, kept_path
@@ -50,7 +50,7 @@ class PrefixTree:
         needs_checkpoints: bool,
         cut_payload: CutPayload,
         use_index: bool = True,
-        score: Score = SCORES["value"],
+        score: Score = value_score,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hasher = hasher

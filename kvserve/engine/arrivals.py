@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import Awaiting
+from kvserve.engine.borders import costs_no_row
 from kvserve.engine.cache_records import Tenancy
 from kvserve.engine.disk_cache import Hold
 from kvserve.engine.prefill import Prefill
@@ -12,6 +13,7 @@ from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Row
 
 NO_ROOM = "Room could not be made in the prefix cache"
+NOT_RESTORED = "KV could not be restored and will be computed again"
 
 
 @dataclass(slots=True, eq=False)
@@ -73,17 +75,14 @@ class Arrivals:
 
     def _make_some(self, num_bytes: float) -> bool:
         """Whether a row may begin. Where what is kept cannot be cut to size it does with the room that there is."""
-        try:
-            return self._cache.kv_room.make_some(num_bytes)
-        except Exception as error:  # noqa: BLE001 - it stays as it is; what a row cannot allocate then fails alone
-            self._report(f"{NO_ROOM}: {type(error).__name__}: {error}")
-            return True
+        may_begin = True
+        with costs_no_row(self._report, NO_ROOM):
+            may_begin = self._cache.kv_room.make_some(num_bytes)
+        return may_begin
 
     def _let_rest_leave(self) -> None:
-        try:
+        with costs_no_row(self._report, NO_ROOM):
             self._cache.kv_room.let_rest_leave()
-        except Exception as error:  # noqa: BLE001 - what could not be cut to size stays as it is; no row needs the room
-            self._report(f"{NO_ROOM}: {type(error).__name__}: {error}")
 
     def remove(self, row: Row) -> None:
         """The row has begun, or left; nothing is held for it any more. Nothing where it is not here."""
@@ -146,15 +145,13 @@ class Arrivals:
 
     def _is_restoring(self, arrival: _Arrival) -> bool:
         """Whether more of what it starts from is on its way from the disk. What has come is progress."""
-        num_before = arrival.hold.num_restored_tokens
-        try:
+        num_before, is_restoring, is_known = arrival.hold.num_restored_tokens, False, False
+        with costs_no_row(self._report, NOT_RESTORED):
             is_restoring = self._cache.is_restoring(arrival.hold)
             if arrival.hold.num_restored_tokens > num_before:
                 arrival.row.note_progress()
             is_restoring |= self._cache.moving.awaits_disk(arrival.row, arrival.hold)
             arrival.row.has_come_from_disk |= arrival.hold.num_restored_tokens > 0
-            return is_restoring
-        except Exception as error:  # noqa: BLE001 - what the disk cannot give is computed
-            self._report(f"KV could not be restored and will be computed again: {type(error).__name__}: {error}")
-            arrival.hold.is_settled = True
-            return False
+            is_known = True
+        arrival.hold.is_settled |= not is_known
+        return is_restoring and is_known

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from kvserve.engine.batch_kv import BatchKv, entering
 from kvserve.engine.before_stop import StatesBefore, is_recurrent
+from kvserve.engine.borders import guarded
 from kvserve.engine.courier import Departing
 from kvserve.engine.drawn_token import drawn_token, hand_out
 from kvserve.engine.kv_buffers import num_slots, settle
@@ -209,10 +211,9 @@ class DecodePool:
         caches hold is all its tokens but this one. Where that is its last one the row is finished, and has left."""
         for group in self._groups:
             for uid in [uid for uid, each in group.rows.items() if each is row]:
-                try:
-                    token = drawn_token(group.generator, uid)
-                except Exception as error:  # noqa: BLE001 - the step that draws it broke
-                    return self._break_up(group, error)
+                token = self._asked(group, partial(drawn_token, group.generator, uid))
+                if isinstance(token, Step):
+                    return token
                 if token is not None:
                     hand_out(row, token)
         left = self.remove(row) if row.is_over else None
@@ -269,12 +270,10 @@ class DecodePool:
     def _step_group(self, group: _Group) -> Step:
         started = time.perf_counter()
         num_rows = len(group.rows)
-        try:
-            at_start = self._at_start(group)
-            before = StatesBefore.of(group.generator) if self._holds_states else None
-            _, responses = group.generator.next()
-        except Exception as error:  # noqa: BLE001 - whatever broke inside the generator, its state is unknown
-            return self._break_up(group, error)
+        begun = self._asked(group, partial(self._next, group))
+        if isinstance(begun, Step):
+            return begun
+        at_start, before, responses = begun
         finished = []
         for response in responses:
             row = group.rows[response.uid]
@@ -298,6 +297,19 @@ class DecodePool:
         crossed = [self._cross(group, uid, left) for uid, left in at_start.items() if uid in group.rows]
         group.used_seconds += (time.perf_counter() - started) / num_rows
         return Step(tuple(finished), tuple(failed), crossed=tuple(crossed), broken=tuple(broken))
+
+    def _next(self, group: _Group) -> tuple[dict[int, Left], StatesBefore | None, list[Any]]:
+        """Who crosses at this step, the states from before it where they are held, and the generator's responses."""
+        at_start = self._at_start(group)
+        before = StatesBefore.of(group.generator) if self._holds_states else None
+        return at_start, before, group.generator.next()[1]
+
+    def _asked[T](self, group: _Group, question: Callable[[], T]) -> T | Step:
+        """What a generator gives; where it raises, what breaking it up leaves to do."""
+        try:
+            return question()
+        except Exception as error:  # noqa: BLE001 - whatever broke inside a generator, its state is unknown
+            return self._break_up(group, error)
 
     def _at_start(self, group: _Group) -> dict[int, Left]:
         """By uid the rows whose next token is the first that quantised KV must compute, without KV that can be cut.
@@ -419,22 +431,8 @@ def _taken_back(before: list[Any], after: list[Any]) -> list[Any]:
 
 
 def _guarded_sampler(row: Row, sampler: Sampler) -> Sampler:
-    return _guard(row, sampler, lambda logprobs: mx.argmax(logprobs, axis=-1))
+    return guarded(row, sampler, lambda logprobs: mx.argmax(logprobs, axis=-1))
 
 
 def _guarded_processor(row: Row, processor: LogitsProcessor) -> LogitsProcessor:
-    return _guard(row, processor, lambda _tokens, logits: logits)
-
-
-def _guard[**P](row: Row, call: Callable[P, mx.array], instead: Callable[P, mx.array]) -> Callable[P, mx.array]:
-    """Run a row's own code inside the shared step: an exception marks the row, the batch's step goes on."""
-
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> mx.array:
-        if row.failure is None:
-            try:
-                return call(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - a row's failure must stay its own
-                row.failure = error
-        return instead(*args, **kwargs)
-
-    return guarded
+    return guarded(row, processor, lambda _tokens, logits: logits)

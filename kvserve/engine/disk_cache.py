@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.disk_blob import Blob, BlobName
@@ -25,6 +26,7 @@ from kvserve.cache.token_run import pack
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
 from kvserve.engine.blobs import NotReadable, decode_kv, decode_state
+from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.disk_goals import Goal, goals
 from kvserve.engine.disk_writing import DiskWriting, Flush
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
@@ -204,12 +206,11 @@ class DiskCache:
         """Hold what RAM has of a row's tokens, and begin to read what the disk has beyond it."""
         match = self._tree.lookup(tokens, partition=partition)
         lease = self._tree.acquire(match, user=owner, is_guess=is_guess)
-        hold = Hold(tokens, lease, partition=partition, owner=owner, room_bytes=room_bytes)
-        try:
+        hold, has_begun = Hold(tokens, lease, partition=partition, owner=owner, room_bytes=room_bytes), False
+        with costs_the_disk_only(partial(self.tier.faults.add, "unreadable")):
             self._begin(hold, match)
-        except Exception as error:  # noqa: BLE001 - a defect here costs what the disk has, never the request
-            self.tier.faults.add("unreadable", f"{type(error).__name__}: {error}")
-            hold.is_settled = True
+            has_begun = True
+        hold.is_settled |= not has_begun
         return hold
 
     def let_go(self, hold: Hold) -> None:

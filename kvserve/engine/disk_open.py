@@ -14,6 +14,7 @@ from kvserve.cache.disk_scratch import BlobStore, ScratchStore
 from kvserve.cache.disk_store import INDEX_NAME, FolderStore
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.forgetting import IsForgotten
+from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.memory_plan import READ_AHEAD_CAP, WRITE_QUEUE_CAP
 from kvserve.engine.prefix_cache import PrefixCache
 
@@ -63,14 +64,12 @@ def use_disk(
 ) -> None:
     """Let a cache write to the disk and find there what a model of this fingerprint has written; without one, what it
     writes itself. Between two steps of the engine; says what goes wrong."""
-    try:
+    with costs_the_disk_only(lambda reason: report(f"KV is not kept on disk: {reason}")):
         if fingerprint is not None:
             cache.rename(fingerprint)
         cache.has_lost_disk = (tier := open_disk(settings, cache.hasher, report)) is None
         if tier is not None:
             cache.use_disk(tier, is_ram_lent=settings.is_ephemeral)
-    except Exception as error:  # noqa: BLE001 - a defect here costs what the disk has, never the rows that run
-        report(f"KV is not kept on disk: {type(error).__name__}: {error}")
 
 
 def forget_on_disk(

@@ -6,6 +6,7 @@ It belongs to the engine thread. A disk that does not keep up costs a moment now
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvserve.cache.disk_entries import Entry, Found
 from kvserve.cache.disk_tier import DiskTier
@@ -15,6 +16,7 @@ from kvserve.cache.node import Lease
 from kvserve.cache.records import Copy
 from kvserve.cache.tree import PrefixTree
 from kvserve.engine.blobs import NotStorable, encode_kv, encode_state
+from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.disk_worth import UNWANTED, is_worth_writing
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
 from kvserve.engine.windows import since
@@ -149,10 +151,8 @@ class DiskWriting:
         is_lost = self._tier.has_lost and not leaving.is_copied
         if not (is_lost or leaving.unwritten()):
             return
-        try:
+        with costs_the_disk_only(partial(self._tier.faults.add, "unwritable")):
             self._secure(leaving, is_lost=is_lost)
-        except Exception as error:  # noqa: BLE001 - a defect here costs what leaves, never the row that needs the room
-            self._tier.faults.add("unwritable", f"{type(error).__name__}: {error}")
 
     def _secure(self, leaving: Leaving, *, is_lost: bool) -> None:
         now = time.monotonic()

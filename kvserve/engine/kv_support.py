@@ -3,15 +3,16 @@
 Layers that keep keys and values of every token are quantised, others stay as they are; no model's name is known here.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from kvserve.engine.borders import finding
 from kvserve.engine.leaves import leaves
 from kvserve.engine.quantised import KvSettings, Quantiser, Scheme, Uniform
 from kvserve.engine.turboquant import Turbo
@@ -89,12 +90,17 @@ def _run(module: Callable[..., Any], new_caches: Callable[[], list[Any]], quanti
         found += [module(mx.zeros((1, size), dtype=mx.int32), cache=caches)[0, -1] for size in (length, 1)]
     mx.eval(found, [cache.state for caches in rows for cache in caches])
     if all(hasattr(cache, "merge") for cache in rows[0]):
-        with contextlib.suppress(Exception):
-            batch = [layer[0].merge(list(layer)) for layer in zip(*rows, strict=True)]
-            found.append(module(mx.zeros((len(rows), 1), dtype=mx.int32), cache=batch))
+        batched = finding(partial(_step_of_batch, module, rows))
+        found += [] if isinstance(batched, Exception) else [batched]
     if any(mx.isnan(logits).any().item() for logits in found):
         raise ValueError("logits are not numbers")
     return rows[0]
+
+
+def _step_of_batch(module: Callable[..., Any], rows: Sequence[list[Any]]) -> Any:
+    """Logits of all rows in one batch. Raises what the caches raise."""
+    batch = [layer[0].merge(list(layer)) for layer in zip(*rows, strict=True)]
+    return module(mx.zeros((len(rows), 1), dtype=mx.int32), cache=batch)
 
 
 def _notes(plain: Sequence[Any], settings: KvSettings) -> Iterator[str]:

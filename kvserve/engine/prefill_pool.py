@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvserve.engine.borders import described
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefill_together import companions, step_together
@@ -72,21 +73,24 @@ class PrefillPool:
             group = companions(first, self._prefills, self._model, self._chunk_length, seconds)
         for prefill in group:
             prefill.row.prefill_started_at = prefill.row.prefill_started_at or time.monotonic()
-        return self._step_together(group) if len(group) > 1 else self._step_alone(first, seconds)
-
-    def _step_alone(self, prefill: Prefill, seconds: float) -> PrefillStep:
         try:
-            num_tokens = prefill.step(self._model, self._chunk_length, seconds) if prefill.num_left else 0
-        except Exception as error:  # noqa: BLE001 - a prefill touches no other row, so its failure stays its own
-            self._prefills.remove(prefill)
-            return PrefillStep(failed=(prefill, error))
-        return PrefillStep((prefill,), num_tokens)
-
-    def _step_together(self, group: list[Prefill]) -> PrefillStep:
-        try:
-            num_tokens = step_together(group, self._model, self._chunk_length)
-        except Exception as error:  # noqa: BLE001 - whose failure it is shows when each computes alone
-            self._can_share = False
-            trouble = f"Short prompts are prefilled one by one from now on: {type(error).__name__}: {error}"
-            return PrefillStep(trouble=trouble)
+            num_tokens = self._compute(group, seconds)
+        except Exception as error:  # noqa: BLE001 - a prefill touches no other row: a row's failure stays its own
+            return self._failed(group, error)
         return PrefillStep(tuple(group), num_tokens)
+
+    def _compute(self, group: list[Prefill], seconds: float) -> int:
+        """The chunk, and its length over all rows. Raises what the model raises."""
+        if len(group) > 1:
+            return step_together(group, self._model, self._chunk_length)
+        [prefill] = group
+        return prefill.step(self._model, self._chunk_length, seconds) if prefill.num_left else 0
+
+    def _failed(self, group: list[Prefill], error: Exception) -> PrefillStep:
+        """A row that computed alone is taken out. Of several, whose failure it is shows when each computes alone."""
+        if len(group) > 1:
+            self._can_share = False
+            return PrefillStep(trouble=f"Short prompts are prefilled one by one from now on: {described(error)}")
+        [prefill] = group
+        self._prefills.remove(prefill)
+        return PrefillStep(failed=(prefill, error))

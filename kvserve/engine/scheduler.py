@@ -8,10 +8,13 @@ carried out. Everything here belongs to the engine thread.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 
 from kvserve.engine.admission import Budget
 from kvserve.engine.arrivals import Arrivals
+from kvserve.engine.borders import row_fails_alone
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
 from kvserve.engine.entrance import Entrance
@@ -280,14 +283,12 @@ class Scheduler:
 
     def _begin(self, row: Row) -> None:
         """Start a row that nothing keeps waiting: restore what is known of its tokens and prefill the rest."""
-        try:
+        with row_fails_alone(row, self._memory, self._forget_ended):
             images = self._model.images(row.request)
             if row.moved_bytes:
                 self._arrivals.remove(row)  # nobody else stands on what it takes over
             tenancy, caches, num_done = self._memory.with_second_try(lambda: self.cache.enter(row))
-        except Exception as error:  # noqa: BLE001 - what cannot be restored is this row's trouble alone
-            row.fail(self._memory.told(row, error))
-            self._forget_ended()
+        if row.is_over:
             return
         if not row.has_begun:
             row.num_cached_tokens = num_done
@@ -328,14 +329,11 @@ class Scheduler:
         """A row leaves its prefill; the first decode step computes its last prompt token."""
         self._prefills.remove(prefill.row)
         prefill.row.begin_decoding()
-        try:
+        with self._or_leaves(prefill.row):
             padding_bytes = self._entrance.padding_left([*self._turns.running(), prefill.row])
             decoder = self._decoder(prefill.row)
             self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, decoder, padding_bytes))
             self.cache.count(num_prefill_tokens=1)
-        except Exception as error:  # noqa: BLE001 - a row that cannot enter touches no other
-            prefill.row.fail(self._memory.told(prefill.row, error))
-            self._release(prefill.row, None)
 
     def _decoder(self, row: Row) -> Decoder:
         sampling, num_prompt_tokens = row.request.sampling, len(row.request.prompt)
@@ -381,11 +379,12 @@ class Scheduler:
         left = crossing.left
         self._tenancies.keep_rest(left.row, left.caches, left.tokens)
         decoder = replace(crossing.decoder, sampler=self._sampler(left.row))  # its old one drew a token that nobody got
-        try:
+        with self._or_leaves(left.row):
             self._memory.with_second_try(lambda: self._pool.enter(left.row, left.caches, decoder))
-        except Exception as error:  # noqa: BLE001 - a row that cannot be converted touches no other
-            left.row.fail(self._memory.told(left.row, error))
-            self._release(left.row, None)
+
+    def _or_leaves(self, row: Row) -> AbstractContextManager[None]:
+        """A row that cannot enter its batch fails, and is gone."""
+        return row_fails_alone(row, self._memory, partial(self._release, row, None))
 
     def _release(self, row: Row, left: Left | None) -> None:
         """A row is gone; with `left` its KV is taken in up to the last whole token."""

@@ -20,6 +20,7 @@ from mlx_lm.generate import StopSequences, generation_stream
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from kvserve.engine.batch_kv import entering
+from kvserve.engine.borders import described, finding
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.padded_pass import can_be_padded, padded_pass
@@ -140,13 +141,10 @@ def _why_not_packed(model: LoadedModel, tokens: _Tokens, *, allows_noise: bool) 
 
 def _trouble(attempt: Callable[[], None]) -> str:
     """What went wrong in an attempt; empty if nothing did."""
-    try:
-        attempt()
-    except CachesDiffer as error:
-        return str(error)
-    except Exception as error:  # noqa: BLE001 - a class that nobody knows may raise anything; then it is not used
-        return f"{type(error).__name__}: {error}"
-    return ""
+    error = finding(attempt)
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, CachesDiffer) else described(error)
 
 
 class _Trial:

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvserve.core import TokenSequence
+from kvserve.engine.borders import costs_no_row
 from kvserve.engine.cache_records import Tenancy
 from kvserve.engine.decode import DecodePool, Left
 from kvserve.engine.out_of_memory import ShortMemory
@@ -70,7 +71,7 @@ class Tenancies:
 
     def keep(self, prefill: Prefill) -> None:
         """Store what a stop gives. What cannot be stored is computed again another time; the request goes on."""
-        with self._reported(NOT_KEPT):
+        with costs_no_row(self._report, NOT_KEPT):
             self._memory.with_second_try(lambda: self._cache.keep(prefill.tenancy, prefill.caches, prefill.num_done))
 
     def keep_rest(
@@ -80,7 +81,7 @@ class Tenancies:
         up for it where only the `rest` of its batch has them besides."""
         if (tenancy := self._of.get(row)) is None:
             return
-        with self._reported(NOT_KEPT):
+        with costs_no_row(self._report, NOT_KEPT):
             extend = self._cache.extend
             self._note(row, self._memory.with_second_try(lambda: extend(tenancy, caches, tokens, rest)))
 
@@ -95,7 +96,7 @@ class Tenancies:
         could not keep at its stops."""
         if rest is not None and (tenancy := self._of.get(row)) is not None:
             sequence = TokenSequence(tuple(tokens), row.request.prompt.images)
-            with self._reported(NOT_KEPT):
+            with costs_no_row(self._report, NOT_KEPT):
                 self._note(row, self._cache.moving.insert_prompt(tenancy, sequence, caches, rest))
 
     def keep_prompt_only(self, row: Row, prefill: Prefill | None, left: Left | None) -> None:
@@ -122,7 +123,7 @@ class Tenancies:
 
     def retract_answer(self, row: Row) -> None:
         """Drop what was kept of a row's answer meanwhile."""
-        with self._reported("KV of an ended answer could not be dropped"):
+        with costs_no_row(self._report, "KV of an ended answer could not be dropped"):
             if (tenancy := self._of.get(row)) is not None:
                 self._cache.retract_answer(tenancy)
 
@@ -131,7 +132,7 @@ class Tenancies:
         tenancy = self._of.pop(row, None)
         if tenancy is not None:
             self._end(tenancy, left)
-        with self._reported("Room could not be made in the prefix cache"):  # the next row makes room again
+        with costs_no_row(self._report, "Room could not be made in the prefix cache"):  # the next row makes room again
             self._cache.make_room()
         if row.num_tokens >= LONG_ROW_TOKENS:
             mx.clear_cache()
@@ -144,7 +145,7 @@ class Tenancies:
         self._of.clear()
 
     def _end(self, tenancy: Tenancy, left: Left | None) -> None:
-        with self._reported(NOT_KEPT):
+        with costs_no_row(self._report, NOT_KEPT):
             if left is not None:
                 row, finish = tenancy.row, self._cache.finish
                 is_moved = self._memory.with_second_try(lambda: finish(tenancy, left.caches, left.tokens, left.rest))
@@ -155,11 +156,3 @@ class Tenancies:
         if is_moved:
             self._in_transit.pop(row, None)
             self._account()
-
-    @contextmanager
-    def _reported(self, trouble: str) -> Iterator[None]:
-        """Say what the cache raises and go on: it must never cost a healthy request."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, answers and neighbours have nothing to do with it
-            self._report(f"{trouble}: {type(error).__name__}: {error}")

@@ -6,6 +6,7 @@ the same prompt in pieces, and in a batch beside a row of text, must lead to its
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from mlx_lm.generate import StopSequences, generation_stream
 from PIL import Image
 
 from kvserve.core import GenerationRequest, ImageInput, ImageSpan, RequestId, SamplingParams, TokenSequence
+from kvserve.engine.borders import described, finding
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.vision import VlmDecoder
 from kvserve.engine.vision_load import Sight, SightRule
@@ -58,13 +60,11 @@ def with_images_tried(model: LoadedModel, max_feature_bytes: int) -> LoadedModel
     if sight is None:
         notes = (*support.notes, model.sight_note) if model.sight_note else support.notes
         return replace(model, cache_support=replace(support, notes=notes))
-    try:
-        found = check_sight(model.module, sight, model.vocab_size)
-    except Exception as error:  # noqa: BLE001 - a family that nobody knows may raise anything; then it takes no images
-        note = f"The model sees no images, text is served: {type(error).__name__}: {error}"
+    found = finding(partial(check_sight, model.module, sight, model.vocab_size))
+    sight.tower.begin(max_feature_bytes)
+    if isinstance(found, Exception):
+        note = f"The model sees no images, text is served: {described(found)}"
         return replace(model, sight=None, cache_support=replace(support, notes=(*support.notes, note)))
-    finally:
-        sight.tower.begin(max_feature_bytes)
     support = replace(support, notes=(*support.notes, found.note), image_rule=found.rule)
     if not found.can_batch:
         support = replace(support, can_batch=False, can_keep=False)

@@ -7,6 +7,7 @@ loaded lazily, and what of it is not used is dropped before it is read.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
+from kvserve.engine.borders import finding
 from kvserve.engine.vision import DeepLayer, ShiftedRope, SightedDecoder, Stage, VlmDecoder, masks_with_images
 from kvserve.engine.vision_reader import ImageReader
 from kvserve.engine.vision_tower import Tower, embedding_scale
@@ -72,12 +74,11 @@ def knows_family(config: Mapping[str, Any]) -> bool:
 
 def load_sighted(folder: Path, config: dict[str, Any]) -> Sighted:
     """Load decoder and tower. Raises what the loaders raise for a decoder that neither of them can load."""
-    try:
-        seeing = _load_lazily(folder)
-        stage, rotary = Stage(), _rotary(seeing.language_model)
-    except Exception as error:  # noqa: BLE001 - a checkpoint may describe a tower and lack it: it still answers text
+    found = finding(partial(_load_lazily, folder))
+    if isinstance(found, Exception):
         decoder, config = load_model(folder, lazy=False)
-        return Sighted(decoder, config, None, _no_images(error))
+        return Sighted(decoder, config, None, _no_images(found))
+    (seeing, rotary), stage = found, Stage()
     has_positions = hasattr(seeing.language_model, "get_rope_index")
     if not _is_for_mlx_lm(config) or (has_positions and rotary is None):
         mx.eval(seeing.parameters())
@@ -85,11 +86,8 @@ def load_sighted(folder: Path, config: dict[str, Any]) -> Sighted:
         return _with_sight(folder, config, seeing, seeing_decoder, instead=seeing_decoder)
     decoder, config = load_model(folder, lazy=False)
     seeing_decoder = SightedDecoder(decoder, stage, has_positions=has_positions)
-    try:
-        _hook(decoder, rotary, stage, config, num_deep_layers=_num_deep_layers(seeing))
-        _share_decoder(seeing.language_model, decoder)
-        mx.eval(seeing.parameters())
-    except Exception as error:  # noqa: BLE001 - a decoder of another build than those known here answers text only
+    error = finding(partial(_join, seeing, decoder, rotary, stage, config))
+    if error is not None:
         return Sighted(decoder, config, None, _no_images(error))
     return _with_sight(folder, config, seeing, seeing_decoder, instead=decoder)
 
@@ -104,10 +102,9 @@ def _is_for_mlx_lm(config: dict[str, Any]) -> bool:
 
 def _with_sight(folder: Path, config: dict[str, Any], seeing: Any, decoder: SightedDecoder, instead: Any) -> Sighted:
     """The checkpoint with its sight, or `instead` of its decoder where there can be none."""
-    try:
-        sight = _sight(folder, seeing, decoder)
-    except Exception as error:  # noqa: BLE001 - a processor may be missing or broken: text is served all the same
-        return Sighted(instead, config, None, _no_images(error))
+    sight = finding(partial(_sight, folder, seeing, decoder))
+    if isinstance(sight, Exception):
+        return Sighted(instead, config, None, _no_images(sight))
     return Sighted(decoder, config, sight)
 
 
@@ -116,10 +113,13 @@ def _no_images(error: Exception) -> str:
     return f"The model sees no images, text is served: {reason}"
 
 
-def _load_lazily(folder: Path) -> Any:
+def _load_lazily(folder: Path) -> tuple[Any, Any]:
+    """mlx-vlm's model, and how it turns three positions into angles. Raises for a checkpoint that describes a tower and
+    lacks it, among others."""
     from mlx_vlm.utils import load_model as load_vlm
 
-    return load_vlm(folder, lazy=True, trust_remote_code=False)
+    seeing = load_vlm(folder, lazy=True, trust_remote_code=False)
+    return seeing, _rotary(seeing.language_model)
 
 
 def _rotary(language: Any) -> Any:
@@ -131,6 +131,14 @@ def _rotary(language: Any) -> Any:
         if isinstance(rotary, MRoPERotaryEmbedding):
             return rotary
     return None
+
+
+def _join(seeing: Any, decoder: Any, rotary: Any, stage: Stage, config: Mapping[str, Any]) -> None:
+    """Let mlx-lm's decoder see what mlx-vlm's half shows it. Raises for a decoder of another build than those known
+    here."""
+    _hook(decoder, rotary, stage, config, num_deep_layers=_num_deep_layers(seeing))
+    _share_decoder(seeing.language_model, decoder)
+    mx.eval(seeing.parameters())
 
 
 def _share_decoder(language: Any, decoder: Any) -> None:

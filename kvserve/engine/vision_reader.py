@@ -7,6 +7,7 @@ here, because the processor's settings are part of it.
 import hashlib
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from kvserve.core import ImageFacts, ImageWords, MeasuredImage
+from kvserve.engine.borders import finding
 from kvserve.errors import BadRequest, ModelLoadError
 
 SETTINGS_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
@@ -92,6 +94,10 @@ class ImageReader:
         objects: dict[int, int] = {}
         return tuple(objects.setdefault(token, token) for token in ids[places[0] : places[-1] + 1]) if places else ()
 
+    def _sample_ids(self, text: str) -> tuple[int, ...]:
+        """The ids that the processor has for an image where it reads `text`. Raises what it raises."""
+        return self._run(self._process(text, _sample()))
+
     def _grid(self, inputs: Mapping[str, Any], num_tokens: int) -> tuple[int, int, int] | None:
         if self._merge_size is None:
             return None
@@ -113,11 +119,11 @@ class ImageReader:
         tried = ["".join(tokens), tokens[1], str(getattr(self._processor, "boi_token", ""))]
         reasons = []
         for text in dict.fromkeys(filter(None, tried)):
-            try:
-                if self._run(self._process(text, _sample())):
-                    return text
-            except Exception as error:  # noqa: BLE001 - the next one is tried, and what was wrong is told
-                reasons.append(f"{text}: {error}")
+            ids = finding(partial(self._sample_ids, text))
+            if isinstance(ids, Exception):
+                reasons.append(f"{text}: {ids}")
+            elif ids:
+                return text
         raise ModelLoadError(f"its processor takes no image ({'; '.join(reasons) or 'it names no placeholder'})")
 
 

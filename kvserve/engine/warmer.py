@@ -8,7 +8,8 @@ Everything here belongs to the engine thread.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import mlx.core as mx
 from kvserve.cache.checkpoints import Stop
 from kvserve.cache.token_run import image_around, pack
 from kvserve.engine.admission import Budget
+from kvserve.engine.borders import described
 from kvserve.engine.cache_records import Tenancy
 from kvserve.engine.courier import Delivery
 from kvserve.engine.disk_cache import Hold
@@ -46,6 +48,7 @@ class _Task:
     num_cached_tokens: int | None = None
     num_computed_tokens: int = 0
     seconds: float = 0.0
+    has_failed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -96,10 +99,9 @@ class Warmer:
         if reason is not None:
             self._end(task, "dropped", reason)
             return
-        try:
+        with self._job_fails_alone(task):
             self._replace(task)
-        except Exception as error:  # noqa: BLE001 - the rows that compute have nothing to do with it
-            self._end(task, "failed", _described(error))
+        if task.has_failed:
             return
         self._waiting.append(task)
         if self._stint is not None and RANKS[warming.job.kind] < RANKS[self._stint.task.warming.job.kind]:
@@ -117,11 +119,9 @@ class Warmer:
         """A row comes: what was computed so far goes into the tree, and nothing is held any more."""
         if (stint := self._stint) is None:
             return
-        try:
+        with self._job_fails_alone(stint.task):
             self._put_down(stint)
-        except Exception as error:  # noqa: BLE001 - the row that comes has nothing to do with it
-            self._end(stint.task, "failed", _described(error))
-        else:
+        if not stint.task.has_failed:
             self._waiting.insert(0, stint.task)
 
     def drop_all(self, reason: str) -> None:
@@ -148,13 +148,13 @@ class Warmer:
         if (stint := self._stint) is None:
             return False
         started = self._clock()
-        try:
+        with self._job_fails_alone(stint.task):
             is_over = self._advance(stint)
             self._account(stint.task, self._clock() - started)
             if is_over:
                 self._finish(stint)
-        except Exception as error:  # noqa: BLE001 - a prefix that fails is not tried again, and touches no row
-            self._fail(stint, error)
+        if stint.task.has_failed:
+            self._let_go(stint)
         if self._stint is stint and not self._is_due(stint.task):
             self.pause()
         return True
@@ -233,12 +233,8 @@ class Warmer:
         if room_bytes <= 0:
             self._end(task, "dropped", NO_ROOM)
             return
-        try:
-            hold = self._cache.hold(row, room_bytes, is_guess=_is_own_idea(task))
-        except Exception as error:  # noqa: BLE001 - a prefix that fails is not tried again
-            self._end(task, "failed", _described(error))
-            return
-        self._stint = _Stint(task, row, hold)
+        with self._job_fails_alone(task):
+            self._stint = _Stint(task, row, self._cache.hold(row, room_bytes, is_guess=_is_own_idea(task)))
 
     def _room_bytes(self, row: Row) -> float:
         """How much the disk may bring back for a guess; 0 where it cannot be kept without something leaving for it that
@@ -310,10 +306,18 @@ class Warmer:
         reason = ("" if is_whole else "budget") if is_kept else NO_ROOM
         self._end(stint.task, "dropped" if reason else "done", reason)
 
-    def _fail(self, stint: _Stint, error: Exception) -> None:
-        """Leave what was kept before, and nothing else."""
+    @contextmanager
+    def _job_fails_alone(self, task: _Task) -> Iterator[None]:
+        """Work for one job: where it raises, the job has failed and is not tried again."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the rows that compute, or come, have nothing to do with it
+            task.has_failed = True
+            self._end(task, "failed", described(error))
+
+    def _let_go(self, stint: _Stint) -> None:
+        """Of a job that has failed: leave what was kept before, and nothing else."""
         self._stint = None
-        self._end(stint.task, "failed", _described(error))
         self._cache.let_go(stint.hold)
         if stint.prefill is not None:
             self._cache.leave(stint.prefill.tenancy)
@@ -354,10 +358,6 @@ class Warmer:
 def _is_own_idea(task: _Task) -> bool:
     """Whether no client asked for it."""
     return task.warming.job.kind != "prewarm"
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _to_nobody(deliver: Delivery, *, may_wait: bool) -> None:

@@ -20,6 +20,7 @@ from mlx_lm.generate import generation_stream
 
 from kvserve.core import GenerationRequest, SamplingParams, TokenSequence
 from kvserve.engine.admission import Budget
+from kvserve.engine.borders import described, engine_outlives
 from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv
 from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.courier import Courier
@@ -405,8 +406,7 @@ class Engine:
             self._load_error = error
             return
         except Exception as error:  # noqa: BLE001 - whoever waits for the model must hear of it, whatever it was
-            reason = f"{type(error).__name__}: {error}"
-            self._load_error = ModelLoadError(f"The model in {self._folder} could not be loaded: {reason}")
+            self._load_error = ModelLoadError(f"The model in {self._folder} could not be loaded: {described(error)}")
             return
         self._scheduler, self._model = scheduler, model
         self._loaded.set()
@@ -466,25 +466,24 @@ class Engine:
         """What running rows have computed is kept, to be written with all that RAM has."""
         if self._scheduler is None:
             return
-        try:
+        with engine_outlives(self._report, "KV could not be kept at the end"):
             self._is_flushing.set()
             self._courier.depart()
             self._scheduler.keep_running()
             self._flush = self._scheduler.cache.begin_flush()
-        except Exception as error:  # noqa: BLE001 - whoever waits for an answer must hear of the end all the same
-            self._report(f"KV could not be kept at the end: {type(error).__name__}: {error}")
 
     def _serve(self, scheduler: Scheduler) -> None:
         """The loop. A defect that no row can be blamed for ends all rows; the model stays loaded."""
-        try:
+        trouble = "The engine failed and starts again with the model loaded"
+        with engine_outlives(self._report, trouble, partial(self._begin_anew, scheduler)):
             while not self._stopping.is_set():
                 self._take_submitted(scheduler)
                 scheduler.tick()
-        except Exception as error:  # noqa: BLE001 - the engine must outlive its own defects
-            self._report(f"The engine failed and starts again with the model loaded: {type(error).__name__}: {error}")
-            for row in scheduler.drain():
-                row.fail(EngineFailure(f"The engine failed on this request: {type(error).__name__}: {error}"))
-            mx.clear_cache()
+
+    def _begin_anew(self, scheduler: Scheduler, reason: str) -> None:
+        for row in scheduler.drain():
+            row.fail(EngineFailure(f"The engine failed on this request: {reason}"))
+        mx.clear_cache()
 
     def _take_submitted(self, scheduler: Scheduler) -> None:
         """Move what was submitted into the scheduler; waits for something to do while there is nothing."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from kvserve.cache.block_hash import BlockHasher, Digest
-from kvserve.cache.eviction import SCORES, Score
+from kvserve.cache.eviction import Score, value_score
 from kvserve.cache.match import Match
 from kvserve.cache.node import Lease
 from kvserve.cache.records import BoundaryKind, Limits, Payload, Piece
@@ -103,7 +103,7 @@ def make_tree(
     use_index: bool = True,
     block_size: int = 4,
     digest: Digest | None = None,
-    score: Score = SCORES["value"],
+    score: Score = value_score,
 ) -> PrefixTree:
     """A tree over fake payloads."""
     hasher = BlockHasher(block_size, "model") if digest is None else BlockHasher(block_size, "model", digest)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.eviction_scores import SCORES
 from kvserve.cache.eviction import (
     BRIEF_HANDICAP_SECONDS,
     RECENT_SECONDS,
     REWIND_CHANCE,
-    SCORES,
     Candidate,
 )
 from tests.laws import num_examples

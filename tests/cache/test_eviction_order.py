@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.eviction_scores import SCORES
 from kvserve.cache import eviction_order, worth
 from kvserve.cache.changes import Changes
-from kvserve.cache.eviction import SCORES
 from kvserve.cache.eviction_order import EvictionOrder
 from kvserve.cache.eviction_queue import EvictionQueue
 from kvserve.cache.last_users import LastUsers

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.checkpoint_budget import QWEN_27B
+from benchmarks.eviction_scores import SCORES
 from benchmarks.eviction_simulator import DENSE, Conversation, interleave, read_conversations, simulate
-from kvserve.cache.eviction import SCORES, Ageing
+from kvserve.cache.eviction import Ageing
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from kvserve.engine.disk_open import DiskSettings
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.rows import Generation
 from kvserve.engine.snapshot import CacheLayout
-from kvserve.engine.warmer import MAX_JOBS
+from kvserve.engine.warmer import MAX_JOBS, Warmer
 from kvserve.engine.warming import Warming, WarmJob, WarmKind, WarmReport, WarmResult, WarmSettings
 from kvserve.engine.worker import Engine
 from tests.engine.engines import (
@@ -298,6 +298,28 @@ def test_a_job_that_fails_is_not_tried_again(dense: Engine, monkeypatch: pytest.
     assert dense.cache_report().stats.num_leases == 0
     assert cached(generate(dense, turn(BASE))[0]) == 0
     assert ended(dense.warm(job(tokens=prompt_of(300, 9)))).state == "done"
+
+
+def test_a_job_that_cannot_be_put_down_has_failed(dense: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request that comes meanwhile has nothing to do with it, and it does not wait for another attempt."""
+    put_down = Warmer._put_down
+
+    def broken(self: Warmer, stint: Any) -> None:
+        put_down(self, stint)
+        raise KeyError("a")
+
+    def interrupted(scheduler: Any) -> tuple[Warming, int]:
+        scheduler.warmer.add(warming := Warming(job()))
+        while not scheduler.warmer.live_bytes():
+            assert scheduler.warmer.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(Warmer, "_put_down", broken)
+            scheduler.warmer.pause()
+        return warming, scheduler.warmer.report().num_waiting
+
+    warming, num_waiting = dense._ask(interrupted)
+    result = ended(warming)
+    assert (result.state, result.reason, num_waiting) == ("failed", "KeyError: 'a'", 0)
 
 
 def test_a_job_that_nobody_wants_any_more_ends(dense: Engine) -> None:
