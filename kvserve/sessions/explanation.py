@@ -324,8 +324,8 @@ def _changed_arguments(before: TurnRecord, asked: Asked) -> Cause | None:
     was, now = dict(before.template_arguments), dict(asked.template_arguments)
     if was == now:
         return None
-    others = [name for name in {*was, *now} if name != "thinking" and was.get(name) != now.get(name)]
-    return "template arguments changed" if others else "thinking switched"
+    others = [name for name in {*was, *now} if (name in was, was.get(name)) != (name in now, now.get(name))]
+    return "thinking switched" if others == ["thinking"] else "template arguments changed"
 
 
 def _pair(compared: _Comparison) -> tuple[Message, Message | None]:
