@@ -47,12 +47,13 @@ TAIL_TOKENS = 8
 @dataclass(frozen=True, slots=True)
 class Told:
     """What the server says of a request: its prompt's tokens, how many it knew, and why not more; without a model also
-    how many of the model's own turns stand in it as they were written."""
+    how many of the model's own turns stand in it as they were written, and how many tokens the cause cost."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     cause: str | None
     num_replayed_turns: int = field(default=0, compare=False)
+    num_lost_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +229,7 @@ class ModelFree:
             told.facts.num_cached_tokens,
             explanation.cause if explanation is not None else None,
             told.prompt.num_replayed_turns,
+            explanation.num_lost_tokens if explanation is not None else 0,
         )
 
     def _finished(self, turn: FinishedTurn) -> None:

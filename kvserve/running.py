@@ -44,7 +44,7 @@ from kvserve.output.answer import AnswerReader
 from kvserve.sessions.explanation import Asked, Circumstances, Explanation, explain
 from kvserve.sessions.explanation_raw import RawAsked, explain_raw
 from kvserve.sessions.lineage import Branch
-from kvserve.sessions.raw_prompts import RawRecord
+from kvserve.sessions.raw_prompts import RawRecord, text_digests
 from kvserve.sessions.seen import pack_ids
 from kvserve.telemetry.activity import RunningFacts
 from kvserve.telemetry.terminal import LengthLimit, RequestFacts
@@ -90,12 +90,14 @@ class FinishedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """Who hears of a request besides its client; called from web threads. `finished` follows every `started`."""
+    """Who hears of a request besides its client; called from web threads. `finished` follows every `started`.
+    `other_model` says which model but this one (by its name) has read what has these digests."""
 
     prefill: Callable[[RequestId, int, int, float | None], None]
     finished: Callable[[FinishedTurn], None]
     started: Callable[["RunningTurn"], None] = lambda _: None
     awaits: Callable[[RequestId, Awaiting], None] = lambda _, __: None
+    other_model: Callable[[str, Sequence[bytes]], str | None] = lambda _, __: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +406,7 @@ class RunningTurn:
             unread=submitted.unread,
             rules_off=partial(rules_off, reading.identity.rules),
             decode=submitted.decode,
+            other_model=partial(self._observe.other_model, submitted.model_name, reading.identity.chains),
         )
         return explain(
             asked, reading.before, reading.rules_fired, self._num_cached_tokens, reuse=self._reuse, around=around
@@ -413,8 +416,19 @@ class RunningTurn:
         submitted, prompt = self._submitted, self._submitted.prompt
         asked = RawAsked(self.request_id, prompt.text, prompt.tokens.ids, self._packed_prompt, submitted.decode)
         return explain_raw(
-            asked, submitted.raw_before, self._num_cached_tokens, reuse=self._reuse, can_keep=submitted.keeps_kv
+            asked,
+            submitted.raw_before,
+            self._num_cached_tokens,
+            reuse=self._reuse,
+            can_keep=submitted.keeps_kv,
+            other_model=self._other_reader,
         )
+
+    def _other_reader(self) -> str | None:
+        # at least about a quarter of it: a line that many prompts begin with says nothing
+        owner = self._conversations.owner(self._submitted.turn.session)
+        digests = raw_digests(self._submitted.prompt.text, owner)[-3:]
+        return self._observe.other_model(self._submitted.model_name, digests)
 
     def _facts(self, error: RequestError | None) -> RequestFacts:
         answer, done = self._answer, self._answer.done
@@ -442,6 +456,11 @@ class RunningTurn:
             prefill_seconds=timing.prefill_seconds if timing is not None else None,
             seconds=time.monotonic() - self._submitted_at,
         )
+
+
+def raw_digests(text: str, owner: Owner) -> Sequence[bytes]:
+    """What a raw prompt is known by; without a session nothing, as its words do not show whose it is."""
+    return text_digests(text, owner.name) if owner.is_one_client else ()
 
 
 def _whose_limit(done: GenerationDone | None, own_limit: LengthLimit) -> LengthLimit | None:
