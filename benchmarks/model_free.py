@@ -35,7 +35,8 @@ from kvserve.protocols.anthropic_messages import MessagesRequest, parse_messages
 from kvserve.protocols.openai_chat import ChatRequest, parse_chat
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
 from kvserve.protocols.responses_store import ResponseStore
-from kvserve.running import FinishedTurn, Observer, RunningTurn
+from kvserve.running import Observer, RunningTurn
+from kvserve.turn_facts import FinishedTurn
 from kvserve.wiring import engine_settings, identity_settings, request_defaults
 
 CONTEXT_TOKENS = 2**20

@@ -1,6 +1,6 @@
 """What kvserve sees of its own requests and tells of them: request lines, traces, explanations, numbers.
 
-    started -> runs, as others can watch it -> finished: explained, counted, traced, and one line in the terminal
+    started -> runs, as others can watch it -> finished: counted, traced, and one line in the terminal
 
 It joins rooms, and is where a request's text ends: numbers, sessions' names and causes go to `/metrics` and to the
 dashboard; the text around a difference only where DASHBOARD_SHOW_TEXT allows it.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvserve.answer_facts import raw_digests
 from kvserve.canonical.canonicalise import canonicalise, chain
 from kvserve.core import JsonObject, Turn
 from kvserve.errors import NotFound, RequestError
@@ -21,7 +22,7 @@ from kvserve.identity.owner import belongs_to
 from kvserve.identity.provenance import is_telling
 from kvserve.keeping import Scope
 from kvserve.reports import explanation_body, image_line, trace_fields
-from kvserve.running import FinishedTurn, Observer, RunningTurn, raw_digests
+from kvserve.running import Observer, RunningTurn
 from kvserve.sessions.explanation_words import clause
 from kvserve.sessions.explanations import Explained, ExplanationBook
 from kvserve.sessions.lineage import BranchId
@@ -30,6 +31,7 @@ from kvserve.telemetry.activity import Activity
 from kvserve.telemetry.metrics import Metrics, Reading
 from kvserve.telemetry.terminal import RequestFacts, Terminal
 from kvserve.telemetry.trace import TraceLimits, TraceLog
+from kvserve.turn_facts import FinishedTurn
 from kvserve.watching import Look, dashboard_body, readings
 
 SESSION_HASH_TOKENS = 128
