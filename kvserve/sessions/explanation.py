@@ -12,7 +12,7 @@ from functools import partial
 from kvserve.core import Message, RequestId, Reuse, Role, ThinkingBlock, ToolSpec
 from kvserve.sessions.difference import Difference, first_difference, first_tool_difference
 from kvserve.sessions.explanation_causes import Cause, cause_of
-from kvserve.sessions.explanation_facts import TOLERANCE_TOKENS, Changes, Facts, no_model
+from kvserve.sessions.explanation_facts import TOLERANCE_TOKENS, PromptChanges, ReuseFacts, no_model
 from kvserve.sessions.explanation_place import Decode, has_thinking, message_at, template_difference
 from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import TurnRecord, pack_ids, packed_common_length
@@ -142,7 +142,7 @@ def explain(
 ) -> Explanation:
     """Compare a request with the one before it (None: nothing of its conversation is known)."""
     compared = _compared(asked, before, rules, around) if before is not None else None
-    facts = Facts(
+    facts = ReuseFacts(
         request_id=asked.request_id,
         num_prompt_tokens=len(asked.ids),
         num_cached_tokens=num_cached_tokens,
@@ -165,7 +165,7 @@ def _compared(asked: Asked, before: TurnRecord, rules: RulesFired, around: Circu
     return _Comparison(asked, before, rules, around, shared, first_difference(before.messages, asked.messages))
 
 
-def explained(facts: Facts) -> Explanation:
+def explained(facts: ReuseFacts) -> Explanation:
     """What these facts come to."""
     row = cause_of(facts)
     moved = facts.changes.moved_rules if row.names_moved_rules else frozenset()
@@ -202,7 +202,7 @@ def source_of(before: TurnRecord | RawRecord | None, num_cached_tokens: int, sha
 # --- facts -----------------------------------------------------------------------------------------------------------
 
 
-def _without_record(facts: Facts, asked: Asked, around: Circumstances) -> Facts:
+def _without_record(facts: ReuseFacts, asked: Asked, around: Circumstances) -> ReuseFacts:
     """The facts where nothing is there to compare with."""
     answers = [index for index, message in enumerate(asked.messages) if message.role == "assistant"]
     end = asked.starts[answers[-1] + 1] if answers and len(asked.starts) > len(asked.messages) else None
@@ -238,7 +238,7 @@ def _first(messages: Sequence[Message], role: Role) -> Message | None:
     return next((message for message in messages if message.role == role), None)
 
 
-def _with_record(facts: Facts, compared: _Comparison) -> Facts:
+def _with_record(facts: ReuseFacts, compared: _Comparison) -> ReuseFacts:
     """The facts beside the request before."""
     before, shared, last = compared.before, compared.num_shared, facts.num_prompt_tokens - 1
     # where all messages are the same, a few tokens of the answer to the last one may be written otherwise
@@ -279,13 +279,13 @@ def _is_behind_the_abort(compared: _Comparison, num_cached_tokens: int) -> bool:
     return difference is not None and is_answer and difference.message_index == len(before.messages) - 1
 
 
-def _changes(compared: _Comparison) -> Changes:
+def _changes(compared: _Comparison) -> PromptChanges:
     """What differs, in front of the messages and in the first one that does."""
     asked, before, difference = compared.asked, compared.before, compared.difference
     index = message_at(before, compared.num_shared)
     # A message that differs in the very place where the tokens part is the cause, whatever else has changed.
     is_in_message = difference is not None and bool(index) and difference.message_index == index
-    changes = Changes(
+    changes = PromptChanges(
         parts_in_front=compared.num_shared < _tail(before) and not is_in_message,
         has_other_tools=_has_other_tools(before, asked),
         changed_arguments=_changed_arguments(before, asked),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvserve.sessions.difference import Difference
-from kvserve.sessions.explanation_facts import TOLERANCE_TOKENS, Facts
+from kvserve.sessions.explanation_facts import TOLERANCE_TOKENS, ReuseFacts
 
 type Cause = Literal[
     "nothing lost",
@@ -40,14 +40,6 @@ type Cause = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
-    """What is said of a cause. `{place}`, `{rules}`, `{decided_by}` and `{checkpoint}` are filled in."""
-
-    summary: str
-    remedy: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class CauseRow:
     """One cause: `applies` says when it holds, if none above it does; `lost` how many tokens were computed again
     because of it (None: none that could have been kept).
@@ -57,55 +49,56 @@ class CauseRow:
     """
 
     cause: Cause
-    applies: Callable[[Facts], bool]
-    lost: Callable[[Facts], int] | None
-    words: Words
-    place: Callable[[Facts], Difference | None] | None = None
+    applies: Callable[[ReuseFacts], bool]
+    lost: Callable[[ReuseFacts], int] | None
+    summary: str
+    remedy: str | None = None
+    place: Callable[[ReuseFacts], Difference | None] | None = None
     names_moved_rules: bool = False
     names_switched_rules: bool = False
-    decided_by: Callable[[Facts], str | None] | None = None
+    decided_by: Callable[[ReuseFacts], str | None] | None = None
 
 
-def _misses(facts: Facts) -> bool:
+def _misses(facts: ReuseFacts) -> bool:
     return facts.num_missing_tokens > TOLERANCE_TOKENS
 
 
-def _missing(facts: Facts) -> int:
+def _missing(facts: ReuseFacts) -> int:
     return facts.num_missing_tokens
 
 
-def _known(facts: Facts) -> int:
+def _known(facts: ReuseFacts) -> int:
     return max(0, facts.num_known_tokens - facts.num_cached_tokens)
 
 
-def _history(facts: Facts) -> int:
+def _history(facts: ReuseFacts) -> int:
     return max(0, facts.num_history_tokens - facts.num_cached_tokens)
 
 
-def _known_or_history(facts: Facts) -> int:
+def _known_or_history(facts: ReuseFacts) -> int:
     return _history(facts) if facts.is_unknown else _known(facts)
 
 
-def _place(facts: Facts) -> Difference | None:
+def _place(facts: ReuseFacts) -> Difference | None:
     return facts.changes.place()
 
 
-def _tool_place(facts: Facts) -> Difference | None:
+def _tool_place(facts: ReuseFacts) -> Difference | None:
     return facts.changes.tool_place()
 
 
-def _template_place(facts: Facts) -> Difference | None:
+def _template_place(facts: ReuseFacts) -> Difference | None:
     return facts.changes.template_place()
 
 
-def _is_all_new(facts: Facts) -> bool:
+def _is_all_new(facts: ReuseFacts) -> bool:
     """Whether this model knows nothing of it: of a raw prompt not even the beginning, whoever else has read that."""
     if not facts.is_raw:
         return facts.is_unknown
     return max(facts.num_cached_tokens, facts.num_shared_tokens) <= TOLERANCE_TOKENS
 
 
-def _setting(facts: Facts) -> str:
+def _setting(facts: ReuseFacts) -> str:
     if not facts.looks_at_records:
         return "cache_mode"
     if not facts.policies:
@@ -114,7 +107,7 @@ def _setting(facts: Facts) -> str:
     return f"CACHE_RULE_POLICIES ({', '.join(f'{name}={facts.policies.get(name, "off")}' for name in names)})"
 
 
-_OTHER_TOOLS = Words(
+_OTHER_TOOLS = (
     "The tools are others{place}, and what stands behind them in the prompt was computed again.",
     "Keep the tools' names, descriptions and schemas the same within a conversation; their order does not matter.",
 )
@@ -125,74 +118,60 @@ CAUSES: tuple[CauseRow, ...] = (
         "not kept",
         lambda facts: _misses(facts) and not facts.can_keep,
         _missing,
-        Words(
-            "The caches of this model cannot be copied exactly, so nothing is kept.",
-            "Serve a model whose caches can be kept (GET /health: is_prefix_cached).",
-        ),
+        "The caches of this model cannot be copied exactly, so nothing is kept.",
+        "Serve a model whose caches can be kept (GET /health: is_prefix_cached).",
     ),
     CauseRow(
         "no checkpoint",
         lambda facts: _misses(facts) and facts.lacks_checkpoint,
         _missing,
-        Words(
-            "More of the prompt is stored, but this model's layers need a copy of their state, and none was kept "
-            "there.",
-            "Raise PROMPT_CACHE_MAX_BYTES, half of which is for such copies; they are made where messages and answers "
-            "end.",
-        ),
+        "More of the prompt is stored, but this model's layers need a copy of their state, and none was kept there.",
+        "Raise PROMPT_CACHE_MAX_BYTES, half of which is for such copies; they are made where messages and answers end.",
     ),
     CauseRow(
         "evicted",
         lambda facts: _misses(facts) and facts.has_left,
         _missing,
-        Words(
-            "What was kept of this conversation or prompt has left the cache since.",
-            "Raise PROMPT_CACHE_MAX_BYTES or, for long pauses, PROMPT_CACHE_TTL_SECONDS and "
-            "PROMPT_CACHE_SESSION_MAX_IDLE_SECONDS; for many branches at once PROMPT_CACHE_MAX_ENTRIES_PER_SESSION.",
-        ),
+        "What was kept of this conversation or prompt has left the cache since.",
+        "Raise PROMPT_CACHE_MAX_BYTES or, for long pauses, PROMPT_CACHE_TTL_SECONDS and "
+        "PROMPT_CACHE_SESSION_MAX_IDLE_SECONDS; for many branches at once PROMPT_CACHE_MAX_ENTRIES_PER_SESSION.",
     ),
     CauseRow(
         "aborted",
         lambda facts: facts.was_aborted,
         _known,
-        Words(
-            "The request before was ended by its client before it was complete; what it had computed was reused.",
-            "Let the client wait for the end, or send the part of the answer that it has read.",
-        ),
+        "The request before was ended by its client before it was complete; what it had computed was reused.",
+        "Let the client wait for the end, or send the part of the answer that it has read.",
         place=lambda facts: None if facts.is_raw else facts.changes.place(),  # a raw prompt may be the same
     ),
     CauseRow(
         "nothing lost",
         lambda facts: facts.is_reused,
         None,
-        Words("All that was known of this prompt was reused{checkpoint}."),
+        "All that was known of this prompt was reused{checkpoint}.",
     ),
     # --- the prompts part in front of what differs ---
     CauseRow(
         "tools changed",
         lambda facts: facts.changes.parts_in_front and facts.changes.has_other_tools,
         _known,
-        _OTHER_TOOLS,
+        *_OTHER_TOOLS,
         place=_tool_place,
     ),
     CauseRow(
         "template arguments changed",
         lambda facts: facts.changes.parts_in_front and bool(facts.changes.changed_arguments - {"thinking"}),
         _known,
-        Words(
-            "The request gives the template other arguments than the one before{place}.",
-            "Keep chat_template_kwargs and tool_choice the same within a conversation.",
-        ),
+        "The request gives the template other arguments than the one before{place}.",
+        "Keep chat_template_kwargs and tool_choice the same within a conversation.",
         place=_template_place,
     ),
     CauseRow(
         "thinking switched",
         lambda facts: facts.changes.parts_in_front and bool(facts.changes.changed_arguments),
         _known,
-        Words(
-            "Thinking was switched or set otherwise, and the template writes the history differently for it{place}.",
-            "Keep thinking and its effort the same within a conversation.",
-        ),
+        "Thinking was switched or set otherwise, and the template writes the history differently for it{place}.",
+        "Keep thinking and its effort the same within a conversation.",
         place=_template_place,
     ),
     # --- a message differs ---
@@ -200,10 +179,8 @@ CAUSES: tuple[CauseRow, ...] = (
         "volatile value",
         lambda facts: bool(facts.changes.moved_rules) and not facts.changes.changed_rules,
         _known,
-        Words(
-            "A value that moves by itself has moved{place}: {rules}. The model reads what was sent.",
-            "Let the client leave it out or keep it still; CACHE_RULE_POLICIES can let the model read the old value.",
-        ),
+        "A value that moves by itself has moved{place}: {rules}. The model reads what was sent.",
+        "Let the client leave it out or keep it still; CACHE_RULE_POLICIES can let the model read the old value.",
         place=_place,
         names_moved_rules=True,
     ),
@@ -214,54 +191,44 @@ CAUSES: tuple[CauseRow, ...] = (
             or (facts.is_unknown and not facts.looks_at_records)
         ),
         _known_or_history,
-        Words(
-            "A setting kept the conversation from being recognised: {decided_by}{place}.",
-            "Leave {decided_by} as it is by default.",
-        ),
+        "A setting kept the conversation from being recognised: {decided_by}{place}.",
+        "Leave {decided_by} as it is by default.",
         place=_place,
         names_moved_rules=True,
         names_switched_rules=True,
         decided_by=_setting,
     ),
-    CauseRow("tools changed", lambda facts: facts.changes.changes_tool, _known, _OTHER_TOOLS, place=_tool_place),
+    CauseRow("tools changed", lambda facts: facts.changes.changes_tool, _known, *_OTHER_TOOLS, place=_tool_place),
     CauseRow(
         "thinking dropped",
         lambda facts: facts.changes.drops_thinking,
         _known,
-        Words(
-            "Old thinking is not in the prompt any more{place}.",
-            "PRESERVE_THINKING=true keeps it where the template can; clients can echo it as reasoning_content.",
-        ),
+        "Old thinking is not in the prompt any more{place}.",
+        "PRESERVE_THINKING=true keeps it where the template can; clients can echo it as reasoning_content.",
         place=_place,
     ),
     CauseRow(
         "message changed",
         lambda facts: facts.changes.changes_message,
         _known,
-        Words(
-            "The client sent another text than before{place}.",
-            "Append to the history instead of changing it.",
-        ),
+        "The client sent another text than before{place}.",
+        "Append to the history instead of changing it.",
         place=_place,
     ),
     CauseRow(
         "messages left out",
         lambda facts: facts.changes.leaves_out_messages,
         _known,
-        Words(
-            "The client left out what stood there before{place}.",
-            "Append to the history instead of shortening it; a summary costs its prefill once.",
-        ),
+        "The client left out what stood there before{place}.",
+        "Append to the history instead of shortening it; a summary costs its prefill once.",
         place=_place,
     ),
     CauseRow(
         "written differently by the template",
         lambda facts: facts.changes.is_written_differently,
         _known,
-        Words(
-            "The messages are the same, but the template writes them differently now{place}.",
-            "The template decides this; one that writes history as it was first written loses nothing.",
-        ),
+        "The messages are the same, but the template writes them differently now{place}.",
+        "The template decides this; one that writes history as it was first written loses nothing.",
         place=_place,
     ),
     # --- a raw prompt differs ---
@@ -269,20 +236,16 @@ CAUSES: tuple[CauseRow, ...] = (
         "tokenised differently",
         lambda facts: facts.changes.is_tokenised_differently,
         _known,
-        Words(
-            "The text of an earlier raw prompt and its answer is the same, but its tokens are others{place}.",
-            "Let prompts and answers end where a word or a line ends: text that goes on within one changes its tokens.",
-        ),
+        "The text of an earlier raw prompt and its answer is the same, but its tokens are others{place}.",
+        "Let prompts and answers end where a word or a line ends: text that goes on within one changes its tokens.",
         place=_place,
     ),
     CauseRow(
         "prompt changed",
         lambda facts: facts.changes.is_read_again,
         _known,
-        Words(
-            "An earlier raw prompt was sent again and is another one{place}; the text behind that was computed again.",
-            "Put what changes behind what stays: a prompt is reused up to the first character that differs.",
-        ),
+        "An earlier raw prompt was sent again and is another one{place}; the text behind that was computed again.",
+        "Put what changes behind what stays: a prompt is reused up to the first character that differs.",
         place=_place,
     ),
     # --- nothing to compare with ---
@@ -290,68 +253,56 @@ CAUSES: tuple[CauseRow, ...] = (
         "other model",
         lambda facts: _is_all_new(facts) and facts.other_model is not None,
         _history,
-        Words(
-            "What is sent was read by another model before: {decided_by}. KV of one model means nothing to another.",
-            "Send every request of a conversation, or of a text, to the same model.",
-        ),
+        "What is sent was read by another model before: {decided_by}. KV of one model means nothing to another.",
+        "Send every request of a conversation, or of a text, to the same model.",
         decided_by=lambda facts: facts.other_model,
     ),
     CauseRow(
         "weights not known",
         lambda facts: facts.is_unknown and bool(facts.unread) and not facts.was_cleared,
         _history,
-        Words(
-            "The history holds answers from before the start, and whether this is the same model is not known: "
-            "{decided_by}. Until then nothing of before is found on disk.",
-            "Wait: a model's files are read once, and again where one of them has changed. Changing them while they "
-            "are loaded takes another start.",
-        ),
+        "The history holds answers from before the start, and whether this is the same model is not known: "
+        "{decided_by}. Until then nothing of before is found on disk.",
+        "Wait: a model's files are read once, and again where one of them has changed. Changing them while they "
+        "are loaded takes another start.",
         decided_by=lambda facts: facts.unread,
     ),
     CauseRow(
         "no session",  # also where somebody was forgotten: to name one is what helps
         lambda facts: facts.is_unknown and not facts.names_session,
         _history,
-        Words(
-            "Nothing shows whose conversation this is: the request names no session of its own, and it sends back no "
-            "answers of this server, or only a few words.",
-            "Name the session in every request (x-session-id or session_id): what is known of it then comes back.",
-        ),
+        "Nothing shows whose conversation this is: the request names no session of its own, and it sends back no "
+        "answers of this server, or only a few words.",
+        "Name the session in every request (x-session-id or session_id): what is known of it then comes back.",
     ),
     CauseRow(
         "cache cleared",
         lambda facts: facts.is_unknown and facts.was_cleared,
         _history,
-        Words(
-            "The history holds answers that this server does not know: since its start the cache was emptied, or what "
-            "was kept of this session or client was forgotten.",
-            "Empty the cache, or have a session forgotten (DELETE /v1/cache), between conversations, not within one.",
-        ),
+        "The history holds answers that this server does not know: since its start the cache was emptied, or what "
+        "was kept of this session or client was forgotten.",
+        "Empty the cache, or have a session forgotten (DELETE /v1/cache), between conversations, not within one.",
     ),
     CauseRow(
         "not seen since the start",
         lambda facts: facts.is_unknown,
         _history,
-        Words(
-            "The history holds answers that this server has not read or written since it started: it began before a "
-            "restart, or elsewhere.",
-            "Keep KV on disk over a restart: start without --ephemeral-cache and --no-disk-cache.",
-        ),
+        "The history holds answers that this server has not read or written since it started: it began before a "
+        "restart, or elsewhere.",
+        "Keep KV on disk over a restart: start without --ephemeral-cache and --no-disk-cache.",
     ),
     CauseRow(
         "new conversation",
         lambda facts: facts.is_new,
         None,
-        Words("No earlier request of this conversation is known; a common beginning was reused{checkpoint}."),
+        "No earlier request of this conversation is known; a common beginning was reused{checkpoint}.",
     ),
     CauseRow(
         "new prompt",
         lambda facts: facts.is_raw,
         None,
-        Words(
-            "No earlier raw prompt that is remembered goes on like this one; what is known of its beginning was reused"
-            "{checkpoint}."
-        ),
+        "No earlier raw prompt that is remembered goes on like this one; what is known of its beginning was reused"
+        "{checkpoint}.",
     ),
 )
 
@@ -365,6 +316,6 @@ NO_MISS: frozenset[Cause] = frozenset(row.cause for row in CAUSES if row.lost is
 """Causes with which nothing was computed again that could have been kept."""
 
 
-def cause_of(facts: Facts) -> CauseRow:
+def cause_of(facts: ReuseFacts) -> CauseRow:
     """The first row that applies: one always does."""
     return next(row for row in CAUSES if row.applies(facts))

@@ -24,7 +24,7 @@ def no_model() -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changes:
+class PromptChanges:
     """What differs between a request and the one before it.
 
     Of messages: `parts_in_front`: their prompts part before the answer, and not in the message that differs.
@@ -60,7 +60,7 @@ class Changes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class ReuseFacts:
     """A request, the one `before` it, and `num_shared_tokens` of their common beginning, an answer included.
 
     `can_keep`: this model's KV can be kept. `is_reused`: all that was known of the prompt was there, or goes on in it.
@@ -100,11 +100,11 @@ class Facts:
     replayed_rules: frozenset[str] = frozenset()
     policies: Mapping[str, str] = field(default_factory=dict)
     num_rejected: int = 0
-    find_changes: Callable[[], Changes] = Changes
+    find_changes: Callable[[], PromptChanges] = PromptChanges
     find_other_model: Callable[[], str | None] = no_model
 
     @cached_property
-    def changes(self) -> Changes:
+    def changes(self) -> PromptChanges:
         """What differs from the request before."""
         return self.find_changes()
 

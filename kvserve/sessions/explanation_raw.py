@@ -10,7 +10,7 @@ from functools import partial
 from kvserve.core import RequestId, Reuse
 from kvserve.sessions.difference import Difference, common_length, excerpt
 from kvserve.sessions.explanation import Explanation, explained
-from kvserve.sessions.explanation_facts import TOLERANCE_TOKENS, Changes, Facts, no_model
+from kvserve.sessions.explanation_facts import TOLERANCE_TOKENS, PromptChanges, ReuseFacts, no_model
 from kvserve.sessions.explanation_place import Decode
 from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import packed_common_length
@@ -44,7 +44,7 @@ def explain_raw(
     """Compare a raw prompt with the one before it (None: none is remembered). `can_keep`: this model's KV can be.
     `other_model` names another model that has read the prompt or its beginning."""
     num_usable = len(asked.ids) - 1
-    facts = Facts(
+    facts = ReuseFacts(
         request_id=asked.request_id,
         num_prompt_tokens=len(asked.ids),
         num_cached_tokens=num_cached_tokens,
@@ -59,7 +59,7 @@ def explain_raw(
     return explained(facts if before is None else _with_record(facts, asked, before))
 
 
-def _with_record(facts: Facts, asked: RawAsked, before: RawRecord) -> Facts:
+def _with_record(facts: ReuseFacts, asked: RawAsked, before: RawRecord) -> ReuseFacts:
     """The facts beside the prompt before: what of it, and of its answer, was there to be reused."""
     last, num_cached_tokens = len(asked.ids) - 1, facts.num_cached_tokens
     shared = packed_common_length(before.packed_ids, asked.packed_ids)
@@ -82,13 +82,13 @@ def _with_record(facts: Facts, asked: RawAsked, before: RawRecord) -> Facts:
     )
 
 
-def _changes(asked: RawAsked, before: RawRecord, num_shared: int, char: int) -> Changes:
+def _changes(asked: RawAsked, before: RawRecord, num_shared: int, char: int) -> PromptChanges:
     """What differs: the tokens of one text, or the text from this character on."""
     was, now = before.text, asked.text
     if char == min(len(was), len(now)):
         char = max(0, len(now) - len(asked.decode(asked.ids[num_shared:])))
-        return Changes(is_tokenised_differently=True, place=partial(_place, was, now, char))
-    return Changes(is_read_again=_is_read_again(was, now, char), place=partial(_place, was, now, char))
+        return PromptChanges(is_tokenised_differently=True, place=partial(_place, was, now, char))
+    return PromptChanges(is_read_again=_is_read_again(was, now, char), place=partial(_place, was, now, char))
 
 
 def _place(was: str, now: str, char: int) -> Difference:

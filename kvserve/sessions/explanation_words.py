@@ -8,12 +8,12 @@ from kvserve.sessions.explanation_causes import NO_MISS, ROW_OF
 
 def summary(explanation: Explanation) -> str:
     """What happened, in one sentence."""
-    return _filled(ROW_OF[explanation.cause].words.summary, explanation)
+    return _filled(ROW_OF[explanation.cause].summary, explanation)
 
 
 def remedy(explanation: Explanation) -> str | None:
     """What would have mended it, in one sentence; None where nothing is to be mended."""
-    text = ROW_OF[explanation.cause].words.remedy
+    text = ROW_OF[explanation.cause].remedy
     return None if text is None else _filled(text, explanation)
 
 

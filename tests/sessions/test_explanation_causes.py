@@ -5,7 +5,7 @@ from typing import Any, get_args
 from kvserve.core import RequestId, Reuse
 from kvserve.sessions.explanation import explained
 from kvserve.sessions.explanation_causes import CAUSES, Cause, cause_of
-from kvserve.sessions.explanation_facts import Changes, Facts
+from kvserve.sessions.explanation_facts import PromptChanges, ReuseFacts
 from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import pack_ids
 
@@ -19,20 +19,20 @@ BEFORE = RawRecord(
 )
 
 
-def facts(**told: Any) -> Facts:
+def facts(**told: Any) -> ReuseFacts:
     """Of a prompt of 1,000 tokens, 100 of them reused, and 400 in the request before it."""
     usual: dict[str, Any] = {"before": BEFORE, "num_cached_tokens": 100, "num_history_tokens": 600}
-    return Facts(request_id=RequestId("two"), num_prompt_tokens=1000, reuse=Reuse(), **(usual | told))
+    return ReuseFacts(request_id=RequestId("two"), num_prompt_tokens=1000, reuse=Reuse(), **(usual | told))
 
 
-def changed(**told: Any) -> Facts:
+def changed(**told: Any) -> ReuseFacts:
     """The same, where all that was read before was there, and this is what differs."""
-    return facts(find_changes=lambda: Changes(**told))
+    return facts(find_changes=lambda: PromptChanges(**told))
 
 
 RULE = frozenset({"clock"})
 UNKNOWN = {"is_unknown": True, "before": None}
-PLANTED: list[tuple[Facts, Cause, int]] = [
+PLANTED: list[tuple[ReuseFacts, Cause, int]] = [
     (facts(num_missing_tokens=200, has_left=True, can_keep=False), "not kept", 200),
     (facts(num_missing_tokens=200, lacks_checkpoint=True), "no checkpoint", 200),
     (facts(num_missing_tokens=200, has_left=True), "evicted", 200),
@@ -78,13 +78,13 @@ def test_every_row_is_reached() -> None:
 def test_the_table_has_every_cause() -> None:
     """Rows of one cause say the same of it and are alike in what they need."""
     assert {row.cause for row in CAUSES} == set(get_args(Cause.__value__))
-    kinds = {(row.cause, row.words, row.place is None, row.lost is None) for row in CAUSES}
+    kinds = {(row.cause, row.summary, row.remedy, row.place is None, row.lost is None) for row in CAUSES}
     assert len(kinds) == len({row.cause for row in CAUSES})
 
 
 def test_whose_setting_it_is_is_told() -> None:
     """The request's own field, the rules as a whole, or the policy of one rule."""
-    one = facts(find_changes=lambda: Changes(switched_rules=RULE), policies={"ids": "always"})
+    one = facts(find_changes=lambda: PromptChanges(switched_rules=RULE), policies={"ids": "always"})
     told = [explained(each).decided_by for each in (facts(**UNKNOWN, looks_at_records=False), one)]
     assert told == ["cache_mode", "CACHE_RULE_POLICIES (clock=off)"]
     assert explained(facts(**UNKNOWN, find_other_model=lambda: "small")).decided_by == "small"
