@@ -35,7 +35,8 @@ from kvserve.protocols.anthropic_messages import MessagesRequest, parse_messages
 from kvserve.protocols.openai_chat import ChatRequest, parse_chat
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
 from kvserve.protocols.responses_store import ResponseStore
-from kvserve.running import FinishedTurn, Observer, RunningTurn
+from kvserve.running import Observer, RunningTurn
+from kvserve.turn_facts import FinishedTurn
 from kvserve.wiring import engine_settings, identity_settings, request_defaults
 
 CONTEXT_TOKENS = 2**20
@@ -47,12 +48,13 @@ TAIL_TOKENS = 8
 @dataclass(frozen=True, slots=True)
 class Told:
     """What the server says of a request: its prompt's tokens, how many it knew, and why not more; without a model also
-    how many of the model's own turns stand in it as they were written."""
+    how many of the model's own turns stand in it as they were written, and how many tokens the cause cost."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     cause: str | None
     num_replayed_turns: int = field(default=0, compare=False)
+    num_lost_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,7 @@ class ModelFree:
             told.facts.num_cached_tokens,
             explanation.cause if explanation is not None else None,
             told.prompt.num_replayed_turns,
+            explanation.num_lost_tokens if explanation is not None else 0,
         )
 
     def _finished(self, turn: FinishedTurn) -> None:

@@ -245,7 +245,7 @@ def _losses(played: Sequence[Played]) -> Iterator[str]:
             yield (
                 f"{one.client} {one.name} {one.family} {number}: {told.num_cached_tokens} of {told.num_prompt_tokens}, "
                 f"possible {possible.num_reusable_tokens} of {possible.num_prompt_tokens}, lost {best - share:+.4f}; "
-                f"{told.cause}"
+                f"{told.cause}, by its own count {told.num_lost_tokens} tokens"
             )
 
 

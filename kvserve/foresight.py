@@ -17,9 +17,10 @@ from kvserve.core import Block, Message, Principal, RequestId, TextBlock, ToolCa
 from kvserve.engine.warming import WarmJob
 from kvserve.identity.reading import Reading
 from kvserve.pipeline import ServedModel, SharedBeginning, shared_beginning
-from kvserve.running import FinishedTurn, RunningTurn
+from kvserve.running import RunningTurn
 from kvserve.sessions.habits import Habits, History, history_after, learn, place_of
 from kvserve.sessions.seen import TurnRecord, common_length
+from kvserve.turn_facts import FinishedTurn
 
 MIN_NEW_TOKENS = 8
 """Fewer tokens are not worth a job: the end of an answer and the header of the next message are about as many."""

@@ -60,9 +60,10 @@ from kvserve.prompt.images_unseen import without_sight
 from kvserve.prompt.stitch import Stitched, Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
 from kvserve.prompt.tokenizer import Tokenizer
-from kvserve.running import Observer, Prompt, RunningTurn, Submitted
+from kvserve.running import Observer, RunningTurn
 from kvserve.sessions.seen import common_length
 from kvserve.telemetry.terminal import LengthLimit
+from kvserve.turn_facts import Prompt, Submitted
 
 _NOBODY_SAYS = "\u2058"
 """Another user's words, to see where the system's end."""

@@ -15,11 +15,11 @@ from kvserve.engine.vision_tower import ImageReport
 from kvserve.engine.warming import WarmReport
 from kvserve.identity.conversations import ConversationTotals
 from kvserve.roster import RosterStatus
-from kvserve.running import FinishedTurn
 from kvserve.sessions.difference import text_form
 from kvserve.sessions.explanation import Explanation
 from kvserve.sessions.explanation_words import remedy, summary
 from kvserve.telemetry.terminal import RequestFacts
+from kvserve.turn_facts import FinishedTurn
 
 TRACED = (
     "source",

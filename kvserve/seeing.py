@@ -1,6 +1,6 @@
 """What kvserve sees of its own requests and tells of them: request lines, traces, explanations, numbers.
 
-    started -> runs, as others can watch it -> finished: explained, counted, traced, and one line in the terminal
+    started -> runs, as others can watch it -> finished: counted, traced, and one line in the terminal
 
 It joins rooms, and is where a request's text ends: numbers, sessions' names and causes go to `/metrics` and to the
 dashboard; the text around a difference only where DASHBOARD_SHOW_TEXT allows it.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvserve.answer_facts import raw_digests
 from kvserve.canonical.canonicalise import canonicalise, chain
 from kvserve.core import JsonObject, Turn
 from kvserve.errors import NotFound, RequestError
@@ -21,17 +22,16 @@ from kvserve.identity.owner import belongs_to
 from kvserve.identity.provenance import is_telling
 from kvserve.keeping import Scope
 from kvserve.reports import explanation_body, image_line, trace_fields
-from kvserve.running import FinishedTurn, Observer, RunningTurn
-from kvserve.sessions.explanation import TOLERANCE_TOKENS, Explanation
+from kvserve.running import Observer, RunningTurn
 from kvserve.sessions.explanation_words import clause
 from kvserve.sessions.explanations import Explained, ExplanationBook
 from kvserve.sessions.lineage import BranchId
-from kvserve.sessions.raw_prompts import text_digests
 from kvserve.sessions.whereabouts import Places
 from kvserve.telemetry.activity import Activity
 from kvserve.telemetry.metrics import Metrics, Reading
 from kvserve.telemetry.terminal import RequestFacts, Terminal
 from kvserve.telemetry.trace import TraceLimits, TraceLog
+from kvserve.turn_facts import FinishedTurn
 from kvserve.watching import Look, dashboard_body, readings
 
 SESSION_HASH_TOKENS = 128
@@ -39,10 +39,6 @@ LOOK_SECONDS = 0.9
 """Whoever watches shares one look at the server in so many seconds: watching costs the same for one and for many."""
 
 MAX_BRANCHES = 4_096
-UNKNOWN_BEFORE = frozenset(
-    {"not seen since the start", "weights not known", "no session", "cache cleared", "new prompt"}
-)
-"""Causes with which nothing is known of what came before; another model may know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +93,19 @@ class Seeing:
 
     def observer(self) -> Observer:
         """Who hears of every request."""
-        return Observer(self._terminal.prefill, self.finished, self.started, self._terminal.awaits)
+        terminal = self._terminal
+        return Observer(terminal.prefill, self.finished, self.started, terminal.awaits, self._other_model)
 
     def started(self, running: RunningTurn) -> None:
         """A request waits for the engine."""
         self._activity.begin(running)
 
     def finished(self, finished: FinishedTurn) -> None:
-        """A request is over: explain it, count it, trace it, and write its line. Where its owner was forgotten since it
-        came only numbers and the line are left of it."""
-        explanation = self._explained(finished)
+        """A request is over: count it, trace it, and write its line. Where its owner was forgotten since it came only
+        numbers and the line are left of it."""
+        explanation = finished.explanation
         facts = replace(finished.facts, cause=clause(explanation) if explanation is not None else None)
-        finished = replace(finished, explanation=explanation, facts=facts)
+        finished = replace(finished, facts=facts)
         self._activity.end(facts)
         self._metrics.add(facts, explanation.cause if explanation is not None else None)
         with finished.turn.keeping as may_keep:
@@ -171,19 +168,10 @@ class Seeing:
         with self._looking:
             self._seen_at, self._seen = 0.0, {}
 
-    def _explained(self, finished: FinishedTurn) -> Explanation | None:
-        """The explanation, with what only the process knows: that another of its models led this conversation, or has
-        read this raw prompt or the beginning of it."""
-        explanation, reading = finished.explanation, finished.reading
-        if explanation is None or explanation.cause not in UNKNOWN_BEFORE:
-            return explanation
-        if reading is None and max(explanation.num_cached_tokens, explanation.num_shared_tokens) > TOLERANCE_TOKENS:
-            return explanation  # this model has read the beginning itself, whoever else has meanwhile
-        # of a raw prompt at least about a quarter: a line that many prompts begin with says nothing
-        reader = self._readers.find(reading.identity.chains if reading is not None else _raw_digests(finished)[-3:])
-        if reader is not None and reader.model != finished.facts.model:
-            return replace(explanation, cause="other model", decided_by=reader.model)
-        return explanation
+    def _other_model(self, model: str, digests: Sequence[bytes]) -> str | None:
+        """Another model of this process, if the newest to read what one of these digests names was another one."""
+        reader = self._readers.find(digests)
+        return reader.model if reader is not None and reader.model != model else None
 
     def _note_branch(self, finished: FinishedTurn, explained: Explained) -> None:
         if finished.branch is None:
@@ -260,18 +248,13 @@ def _left_digests(finished: FinishedTurn) -> Sequence[bytes]:
     share their records that is what the model answered, once it is enough: the question another one may ask as well."""
     owner, reading = finished.owner, finished.reading
     if reading is None:
-        return _raw_digests(finished)
+        return raw_digests(finished.prompt.text, owner)
     identity = reading.identity
     if owner.is_one_client:
         return identity.chains[-1:]
     if not any(map(is_telling, [*(written.message for written in reading.writings if written), finished.said])):
         return ()
     return chain(owner.root, (*identity.canonical, canonicalise(finished.said, identity.rules)))[-1:]
-
-
-def _raw_digests(finished: FinishedTurn) -> Sequence[bytes]:
-    """What a raw prompt is known by; without a session nothing, as its words do not show whose it is."""
-    return text_digests(finished.prompt.text, finished.owner.name) if finished.owner.is_one_client else ()
 
 
 def _first_tokens_hash(ids: tuple[int, ...]) -> str:

@@ -15,6 +15,9 @@ PACKAGE = ROOT / "kvserve"
 JOINERS = (
     "kvserve/pipeline.py",
     "kvserve/running.py",
+    "kvserve/turn_facts.py",
+    "kvserve/remember.py",
+    "kvserve/answer_facts.py",
     "kvserve/identity/",
     "kvserve/reports.py",
     "kvserve/seeing.py",

@@ -1,70 +1,23 @@
 """Why a request reused what it did: it is compared with the newest request that went through the same messages.
 
-It knows prompts as model tokens and messages; which rules fired and what the process is set to it is told. The words of
-`cause` are part of the HTTP interface (`GET /v1/cache/explain/{request_id}`); `explanation_words.py` makes sentences.
+It knows prompts as model tokens and messages; which rules fired and what the process is set to it is told. It fills in
+the facts of `explanation_facts.py`; `explanation_causes.py` says which cause they are, `explanation_words.py` makes
+sentences.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvserve.core import Message, RequestId, Reuse, Role, ThinkingBlock, ToolSpec
 from kvserve.sessions.difference import Difference, first_difference, first_tool_difference
+from kvserve.sessions.explanation_causes import Cause, cause_of
+from kvserve.sessions.explanation_facts import TOLERANCE_TOKENS, PromptChanges, ReuseFacts, no_model
 from kvserve.sessions.explanation_place import Decode, has_thinking, message_at, template_difference
 from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import TurnRecord, pack_ids, packed_common_length
 from kvserve.sessions.tool_layouts import NO_TOOLS, ToolLayout
 from kvserve.sessions.writings import same_words
-
-type Cause = Literal[
-    "nothing lost",
-    "new conversation",
-    "new prompt",
-    "not seen since the start",
-    "no session",
-    "cache cleared",
-    "other model",
-    "weights not known",
-    "setting",
-    "aborted",
-    "evicted",
-    "not kept",
-    "no checkpoint",
-    "tools changed",
-    "thinking switched",
-    "template arguments changed",
-    "volatile value",
-    "message changed",
-    "messages left out",
-    "thinking dropped",
-    "written differently by the template",
-    "prompt changed",
-    "tokenised differently",
-]
-
-PLACED: frozenset[Cause] = frozenset(
-    {
-        "setting",
-        "aborted",
-        "tools changed",
-        "thinking switched",
-        "template arguments changed",
-        "volatile value",
-        "message changed",
-        "messages left out",
-        "thinking dropped",
-        "written differently by the template",
-        "prompt changed",
-        "tokenised differently",
-    }
-)
-"""Causes that lie in the prompt: they have a first difference."""
-
-NO_MISS: frozenset[Cause] = frozenset({"nothing lost", "new conversation", "new prompt"})
-"""Causes with which nothing was computed again that could have been kept."""
-
-TOLERANCE_TOKENS = 64
-"""So many known tokens or fewer may be computed again: that is the distance to a checkpoint, nothing that was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +71,7 @@ class Circumstances:
     whether somebody emptied the cache or had this client's words forgotten, whether the request names a session of its
     own. `unread` says why nothing of before the start can be found, if that is so: it is not known which model it is.
     `rules_off` names the rules, switched off here, under which two messages would be the same; `decode` turns
-    token ids into text."""
+    token ids into text; `other_model` names another model that has read the conversation."""
 
     looks_at_records: bool = True
     can_keep: bool = True
@@ -127,6 +80,7 @@ class Circumstances:
     unread: str = ""
     rules_off: Callable[[Message, Message], frozenset[str]] | None = None
     decode: Decode | None = None
+    other_model: Callable[[], str | None] = no_model
 
 
 NO_REUSE = Reuse()
@@ -141,6 +95,7 @@ class Explanation:
     tokens were reused from; `rules` those that had a part in it. `is_rejection`: messages were equal canonically and
     not for the model, tokens were lost by it, and no rule says why: the key promised too much. `decided_by` names the
     setting or field behind the cause `setting`, the model behind `other model`, why weights are not known.
+    `num_lost_tokens` were computed again because of the cause, and could have been kept.
     """
 
     request_id: RequestId
@@ -156,6 +111,7 @@ class Explanation:
     before: RequestId | None
     is_rejection: bool
     decided_by: str | None = None
+    num_lost_tokens: int = 0
 
     @property
     def is_trim_miss(self) -> bool:
@@ -186,35 +142,21 @@ def explain(
 ) -> Explanation:
     """Compare a request with the one before it (None: nothing of its conversation is known)."""
     compared = _compared(asked, before, rules, around) if before is not None else None
-    num_shared = compared.num_shared if compared is not None else 0
-    if compared is None or not _is_same_talk(compared):
-        cause: Cause = _without_record(asked, num_cached_tokens, around)
-        difference, before = None, None
-    else:
-        cause = _cause(compared, num_cached_tokens, reuse)
-        difference = _place(compared, cause)
-    rules_off = _rules_off(compared) if compared is not None and cause == "setting" else frozenset()
-    moved = (
-        rules.behind(difference) if difference is not None and cause in ("volatile value", "setting") else frozenset()
-    )
-    named = tuple(sorted(rules.replayed | moved | rules_off))
-    return Explanation(
+    facts = ReuseFacts(
         request_id=asked.request_id,
         num_prompt_tokens=len(asked.ids),
         num_cached_tokens=num_cached_tokens,
-        num_shared_tokens=num_shared,
-        source=source_of(before, num_cached_tokens, num_shared, reuse),
+        num_shared_tokens=compared.num_shared if compared is not None else 0,
         reuse=reuse,
-        cause=cause,
-        rules=named,
-        policies={
-            name: rules.policies.get(name, "off") for name in named if name in rules.policies or name in rules_off
-        },
-        first_difference=difference,
-        before=before.request_id if before is not None else None,
-        is_rejection=bool(rules.num_rejected) and cause in PLACED,
-        decided_by=_decided_by(cause, rules, around, moved | rules_off),
+        can_keep=around.can_keep,
+        looks_at_records=around.looks_at_records,
+        replayed_rules=rules.replayed,
+        policies=rules.policies,
+        num_rejected=rules.num_rejected,
     )
+    if compared is None or not _is_same_talk(compared):
+        return explained(_without_record(facts, asked, around))
+    return explained(_with_record(facts, compared))
 
 
 def _compared(asked: Asked, before: TurnRecord, rules: RulesFired, around: Circumstances) -> _Comparison:
@@ -223,25 +165,59 @@ def _compared(asked: Asked, before: TurnRecord, rules: RulesFired, around: Circu
     return _Comparison(asked, before, rules, around, shared, first_difference(before.messages, asked.messages))
 
 
-# --- causes ----------------------------------------------------------------------------------------------------------
+def explained(facts: ReuseFacts) -> Explanation:
+    """What these facts come to."""
+    row = cause_of(facts)
+    moved = facts.changes.moved_rules if row.names_moved_rules else frozenset()
+    switched = facts.changes.switched_rules if row.names_switched_rules else frozenset()
+    named = tuple(sorted(facts.replayed_rules | moved | switched))
+    policies = facts.policies
+    return Explanation(
+        request_id=facts.request_id,
+        num_prompt_tokens=facts.num_prompt_tokens,
+        num_cached_tokens=facts.num_cached_tokens,
+        num_shared_tokens=facts.num_shared_tokens,
+        source=source_of(facts.before, facts.num_cached_tokens, facts.num_shared_tokens, facts.reuse),
+        reuse=facts.reuse,
+        cause=row.cause,
+        rules=named,
+        policies={name: policies.get(name, "off") for name in named if name in policies or name in switched},
+        first_difference=row.place(facts) if row.place is not None else None,
+        before=facts.before.request_id if facts.before is not None else None,
+        is_rejection=bool(facts.num_rejected) and row.place is not None,
+        decided_by=row.decided_by(facts) if row.decided_by is not None else None,
+        num_lost_tokens=row.lost(facts) if row.lost is not None else 0,
+    )
 
 
-def _without_record(asked: Asked, num_cached_tokens: int, around: Circumstances) -> Cause:
-    """The cause where nothing is there to compare with."""
+def source_of(before: TurnRecord | RawRecord | None, num_cached_tokens: int, shared: int, reuse: Reuse) -> str:
+    """What the tokens were reused from, in words."""
+    if not num_cached_tokens:
+        return "nothing"
+    if before is None or num_cached_tokens > shared + 1:  # the answer's stop token is no part of the record
+        return "what was computed ahead" if reuse.tier == "warmed" else "another request with the same beginning"
+    return f"request {before.request_id}"
+
+
+# --- facts -----------------------------------------------------------------------------------------------------------
+
+
+def _without_record(facts: ReuseFacts, asked: Asked, around: Circumstances) -> ReuseFacts:
+    """The facts where nothing is there to compare with."""
     answers = [index for index, message in enumerate(asked.messages) if message.role == "assistant"]
-    if not answers:
-        return "new conversation"
-    # Its KV is there all the same, from a disk that outlived the records for one.
-    end = asked.starts[answers[-1] + 1] if len(asked.starts) > len(asked.messages) else None
-    if end is not None and end - num_cached_tokens <= TOLERANCE_TOKENS:
-        return "nothing lost"
-    if not around.looks_at_records:
-        return "setting"
-    if around.unread and not around.was_cleared:
-        return "weights not known"
-    if not around.names_session:
-        return "no session"  # also where somebody was forgotten: to name one is what helps
-    return "cache cleared" if around.was_cleared else "not seen since the start"
+    end = asked.starts[answers[-1] + 1] if answers and len(asked.starts) > len(asked.messages) else None
+    return replace(
+        facts,
+        is_new=not answers,
+        is_unknown=bool(answers),
+        # Its KV is there all the same, from a disk that outlived the records for one.
+        is_reused=end is not None and end - facts.num_cached_tokens <= TOLERANCE_TOKENS,
+        num_history_tokens=end if end is not None else facts.num_prompt_tokens - 1,
+        names_session=around.names_session,
+        was_cleared=around.was_cleared,
+        unread=around.unread,
+        find_other_model=around.other_model,
+    )
 
 
 def _is_same_talk(compared: _Comparison) -> bool:
@@ -262,109 +238,21 @@ def _first(messages: Sequence[Message], role: Role) -> Message | None:
     return next((message for message in messages if message.role == role), None)
 
 
-def _cause(compared: _Comparison, num_cached_tokens: int, reuse: Reuse) -> Cause:
-    asked, before, shared = compared.asked, compared.before, compared.num_shared
-    if min(_reachable(before, shared), len(asked.ids) - 1) - num_cached_tokens > TOLERANCE_TOKENS:
-        if not compared.around.can_keep:
-            return "not kept"
-        return "no checkpoint" if reuse.is_trim_miss else "evicted"
-    if before.num_computed_tokens is not None and _is_behind_the_abort(compared, num_cached_tokens):
-        return "aborted"
-    difference, tail = compared.difference, _tail(before)
+def _with_record(facts: ReuseFacts, compared: _Comparison) -> ReuseFacts:
+    """The facts beside the request before."""
+    before, shared, last = compared.before, compared.num_shared, facts.num_prompt_tokens - 1
     # where all messages are the same, a few tokens of the answer to the last one may be written otherwise
-    is_whole = difference is None and len(before.ids) - shared <= TOLERANCE_TOKENS
-    if shared >= min(tail if is_whole else len(before.ids), len(asked.ids) - 1):
-        return "nothing lost"
-    index = message_at(before, shared)
-    # A message that differs in the very place where the tokens part is the cause, whatever else has changed.
-    if shared < tail and not (difference is not None and index and difference.message_index == index):
-        if _tools_changed(before, asked):
-            return "tools changed"
-        if (changed := _changed_arguments(before, asked)) is not None:
-            return changed
-    if difference is None:
-        is_thinking = index is not None and has_thinking(before.messages[index])
-        return "thinking dropped" if is_thinking else "written differently by the template"
-    return _message_cause(compared, difference)
-
-
-def _message_cause(compared: _Comparison, difference: Difference) -> Cause:
-    """The cause where a message differs from the one that the model read or wrote."""
-    rules = compared.rules
-    if moved := rules.behind(difference):
-        return "setting" if moved & rules.changed else "volatile value"
-    if _rules_off(compared):
-        return "setting"
-    if difference.tool is not None:
-        return "tools changed"
-    was, now = _pair(compared)
-    if now is not None and same_words(_without_thinking(was), now):
-        return "thinking dropped"
-    return "message changed" if now is not None else "messages left out"
-
-
-def _is_behind_the_abort(compared: _Comparison, num_cached_tokens: int) -> bool:
-    """Whether what is missing is what the request before would have computed, had its client stayed."""
-    asked, before, shared = compared.asked, compared.before, compared.num_shared
-    if min(shared, len(asked.ids) - 1) - num_cached_tokens > TOLERANCE_TOKENS:
-        return True
-    difference = compared.difference
-    is_answer = len(before.ids) > before.num_prompt_tokens
-    return difference is not None and is_answer and difference.message_index == len(before.messages) - 1
-
-
-def _tools_changed(before: TurnRecord, asked: Asked) -> bool:
-    """Whether the tools that the model read are others, or stand elsewhere; more of them behind those are no change."""
-    if before.tool_layout.front and asked.tool_layout.front:
-        return not asked.tool_layout.continues(before.tool_layout)
-    return before.tools_digest != asked.tools_digest
-
-
-def _changed_arguments(before: TurnRecord, asked: Asked) -> Cause | None:
-    was, now = dict(before.template_arguments), dict(asked.template_arguments)
-    if was == now:
-        return None
-    others = [name for name in {*was, *now} if name != "thinking" and was.get(name) != now.get(name)]
-    return "template arguments changed" if others else "thinking switched"
-
-
-def _pair(compared: _Comparison) -> tuple[Message, Message | None]:
-    """The message that differs, as it was and as it is."""
-    difference = compared.difference
-    if difference is None or difference.message_index is None:
-        raise ValueError("no message differs")
-    index, now = difference.message_index, compared.asked.messages
-    return compared.before.messages[index], now[index] if index < len(now) else None
-
-
-def _rules_off(compared: _Comparison) -> frozenset[str]:
-    if compared.difference is None or compared.around.rules_off is None:
-        return frozenset()
-    was, now = _pair(compared)
-    return compared.around.rules_off(was, now) if now is not None else frozenset()
-
-
-def _without_thinking(message: Message) -> Message:
-    blocks = tuple(block for block in message.blocks if not isinstance(block, ThinkingBlock))
-    return Message(message.role, blocks, message.name)
-
-
-# --- places ----------------------------------------------------------------------------------------------------------
-
-
-def _place(compared: _Comparison, cause: Cause) -> Difference | None:
-    """Where the prompts part, for a cause that lies in the prompt."""
-    if cause not in PLACED:
-        return None
-    if cause == "tools changed" and compared.before.tools_digest != compared.asked.tools_digest:
-        return first_tool_difference(compared.before.tools, compared.asked.tools)
-    if compared.difference is not None and cause not in ("thinking switched", "template arguments changed"):
-        return compared.difference
-    return template_difference(compared.before, compared.asked.ids, compared.num_shared, compared.around.decode)
-
-
-def _tail(before: TurnRecord) -> int:
-    return before.starts[-1] if before.starts else before.num_prompt_tokens
+    is_whole = compared.difference is None and len(before.ids) - shared <= TOLERANCE_TOKENS
+    return replace(
+        facts,
+        before=before,
+        num_missing_tokens=max(0, min(_reachable(before, shared), last) - facts.num_cached_tokens),
+        lacks_checkpoint=facts.reuse.is_trim_miss,
+        has_left=not facts.reuse.is_trim_miss,
+        was_aborted=before.num_computed_tokens is not None and _is_behind_the_abort(compared, facts.num_cached_tokens),
+        is_reused=shared >= min(_tail(before) if is_whole else len(before.ids), last),
+        find_changes=partial(_changes, compared),
+    )
 
 
 def _reachable(before: TurnRecord, shared: int) -> int:
@@ -377,22 +265,89 @@ def _reachable(before: TurnRecord, shared: int) -> int:
     return max((start for start in before.starts if start <= shared), default=0)
 
 
-def source_of(before: TurnRecord | RawRecord | None, num_cached_tokens: int, shared: int, reuse: Reuse) -> str:
-    """What the tokens were reused from, in words."""
-    if not num_cached_tokens:
-        return "nothing"
-    if before is None or num_cached_tokens > shared + 1:  # the answer's stop token is no part of the record
-        return "what was computed ahead" if reuse.tier == "warmed" else "another request with the same beginning"
-    return f"request {before.request_id}"
+def _tail(before: TurnRecord) -> int:
+    return before.starts[-1] if before.starts else before.num_prompt_tokens
 
 
-def _decided_by(cause: Cause, rules: RulesFired, around: Circumstances, names: frozenset[str]) -> str | None:
-    if cause == "weights not known":
-        return around.unread
-    if cause != "setting":
-        return None
-    if not around.looks_at_records:
-        return "cache_mode"
-    if not rules.policies:
-        return "CACHE_CANONICALIZE_TOOL_CONTEXT"
-    return f"CACHE_RULE_POLICIES ({', '.join(f'{name}={rules.policies.get(name, "off")}' for name in sorted(names))})"
+def _is_behind_the_abort(compared: _Comparison, num_cached_tokens: int) -> bool:
+    """Whether what is missing is what the request before would have computed, had its client stayed."""
+    asked, before, shared = compared.asked, compared.before, compared.num_shared
+    if min(shared, len(asked.ids) - 1) - num_cached_tokens > TOLERANCE_TOKENS:
+        return True
+    difference = compared.difference
+    is_answer = len(before.ids) > before.num_prompt_tokens
+    return difference is not None and is_answer and difference.message_index == len(before.messages) - 1
+
+
+def _changes(compared: _Comparison) -> PromptChanges:
+    """What differs, in front of the messages and in the first one that does."""
+    asked, before, difference = compared.asked, compared.before, compared.difference
+    index = message_at(before, compared.num_shared)
+    # A message that differs in the very place where the tokens part is the cause, whatever else has changed.
+    is_in_message = difference is not None and bool(index) and difference.message_index == index
+    changes = PromptChanges(
+        parts_in_front=compared.num_shared < _tail(before) and not is_in_message,
+        has_other_tools=_has_other_tools(before, asked),
+        changed_arguments=_changed_arguments(before, asked),
+        place=partial(_place, compared),
+        tool_place=partial(_tool_place, compared),
+        template_place=partial(_template_place, compared),
+    )
+    if difference is None:
+        is_thinking = index is not None and has_thinking(before.messages[index])
+        return replace(changes, drops_thinking=is_thinking, is_written_differently=True)
+    was, now = _pair(compared)
+    rules_off, moved = compared.around.rules_off, compared.rules.behind(difference)
+    return replace(
+        changes,
+        moved_rules=moved,
+        changed_rules=moved & compared.rules.changed,
+        switched_rules=rules_off(was, now) if rules_off is not None and now is not None else frozenset(),
+        changes_tool=difference.tool is not None,
+        drops_thinking=now is not None and same_words(_without_thinking(was), now),
+        changes_message=now is not None,
+        leaves_out_messages=now is None,
+    )
+
+
+def _has_other_tools(before: TurnRecord, asked: Asked) -> bool:
+    """Whether the tools that the model read are others, or stand elsewhere; more of them behind those are no change."""
+    if before.tool_layout.front and asked.tool_layout.front:
+        return not asked.tool_layout.continues(before.tool_layout)
+    return before.tools_digest != asked.tools_digest
+
+
+def _changed_arguments(before: TurnRecord, asked: Asked) -> frozenset[str]:
+    was, now = dict(before.template_arguments), dict(asked.template_arguments)
+    return frozenset(name for name in {*was, *now} if (name in was, was.get(name)) != (name in now, now.get(name)))
+
+
+def _pair(compared: _Comparison) -> tuple[Message, Message | None]:
+    """The message that differs, as it was and as it is."""
+    difference = compared.difference
+    if difference is None or difference.message_index is None:
+        raise ValueError("no message differs")
+    index, now = difference.message_index, compared.asked.messages
+    return compared.before.messages[index], now[index] if index < len(now) else None
+
+
+def _without_thinking(message: Message) -> Message:
+    blocks = tuple(block for block in message.blocks if not isinstance(block, ThinkingBlock))
+    return Message(message.role, blocks, message.name)
+
+
+# --- places ----------------------------------------------------------------------------------------------------------
+
+
+def _place(compared: _Comparison) -> Difference | None:
+    return compared.difference if compared.difference is not None else _template_place(compared)
+
+
+def _tool_place(compared: _Comparison) -> Difference | None:
+    if compared.before.tools_digest != compared.asked.tools_digest:
+        return first_tool_difference(compared.before.tools, compared.asked.tools)
+    return _place(compared)
+
+
+def _template_place(compared: _Comparison) -> Difference | None:
+    return template_difference(compared.before, compared.asked.ids, compared.num_shared, compared.around.decode)

@@ -1,14 +1,16 @@
 """Why a raw prompt reused what it did: it is compared, as one text, with the raw prompt that begins most like it.
 
-It knows texts and tokens, no messages; the causes are those of `explanation.py`.
+It knows texts and tokens, no messages; which cause its facts are `explanation_causes.py` says.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from kvserve.core import RequestId, Reuse
 from kvserve.sessions.difference import Difference, common_length, excerpt
-from kvserve.sessions.explanation import TOLERANCE_TOKENS, Cause, Explanation, source_of
+from kvserve.sessions.explanation import Explanation, explained
+from kvserve.sessions.explanation_facts import TOLERANCE_TOKENS, PromptChanges, ReuseFacts, no_model
 from kvserve.sessions.explanation_place import Decode
 from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import packed_common_length
@@ -31,63 +33,66 @@ class RawAsked:
 
 
 def explain_raw(
-    asked: RawAsked, before: RawRecord | None, num_cached_tokens: int, *, reuse: Reuse, can_keep: bool = True
+    asked: RawAsked,
+    before: RawRecord | None,
+    num_cached_tokens: int,
+    *,
+    reuse: Reuse,
+    can_keep: bool = True,
+    other_model: Callable[[], str | None] = no_model,
 ) -> Explanation:
-    """Compare a raw prompt with the one before it (None: none is remembered). `can_keep`: this model's KV can be."""
-    num_shared = packed_common_length(before.packed_ids, asked.packed_ids) if before is not None else 0
-    cause: Cause = "new prompt"
-    difference: Difference | None = None
-    if len(asked.ids) - 1 - num_cached_tokens <= TOLERANCE_TOKENS < num_cached_tokens:
-        cause = "nothing lost"  # also where the record is forgotten, or the disk outlived it
-    elif before is not None:
-        gone = _gone(asked, before, num_shared, num_cached_tokens, reuse, can_keep=can_keep)
-        cause, difference = (gone, None) if gone is not None else _parted(asked, before, num_shared)
-    return Explanation(
+    """Compare a raw prompt with the one before it (None: none is remembered). `can_keep`: this model's KV can be.
+    `other_model` names another model that has read the prompt or its beginning."""
+    num_usable = len(asked.ids) - 1
+    facts = ReuseFacts(
         request_id=asked.request_id,
         num_prompt_tokens=len(asked.ids),
         num_cached_tokens=num_cached_tokens,
-        num_shared_tokens=num_shared,
-        source=source_of(before, num_cached_tokens, num_shared, reuse),
         reuse=reuse,
-        cause=cause,
-        rules=(),
-        policies={},
-        first_difference=difference,
-        before=before.request_id if before is not None else None,
-        is_rejection=False,
+        can_keep=can_keep,
+        is_raw=True,
+        num_history_tokens=num_usable,
+        find_other_model=other_model,
+        # also where the record is forgotten, or the disk outlived it
+        is_reused=num_usable - num_cached_tokens <= TOLERANCE_TOKENS < num_cached_tokens,
+    )
+    return explained(facts if before is None else _with_record(facts, asked, before))
+
+
+def _with_record(facts: ReuseFacts, asked: RawAsked, before: RawRecord) -> ReuseFacts:
+    """The facts beside the prompt before: what of it, and of its answer, was there to be reused."""
+    last, num_cached_tokens = len(asked.ids) - 1, facts.num_cached_tokens
+    shared = packed_common_length(before.packed_ids, asked.packed_ids)
+    computed = shared if before.num_computed_tokens is None else min(shared, before.num_computed_tokens)
+    has_left = min(computed, last) - facts.reuse.num_matched_tokens > TOLERANCE_TOKENS
+    # not where prompts part within: states are far apart there
+    is_at_a_state = shared >= min(before.num_prompt_tokens, last)
+    char = common_length(before.text, asked.text)
+    goes_on = char == min(len(before.text), len(asked.text))
+    return replace(
+        facts,
+        before=before,
+        num_shared_tokens=shared,
+        num_missing_tokens=max(0, min(computed, last) - num_cached_tokens),
+        has_left=has_left,
+        lacks_checkpoint=facts.reuse.is_trim_miss and is_at_a_state and not has_left,
+        was_aborted=min(shared, last) - max(computed, num_cached_tokens) > TOLERANCE_TOKENS,
+        is_reused=facts.is_reused or (goes_on and shared >= min(len(before.ids), last) - TOLERANCE_TOKENS),
+        find_changes=partial(_changes, asked, before, shared, char),
     )
 
 
-def _gone(
-    asked: RawAsked, before: RawRecord, num_shared: int, num_cached_tokens: int, reuse: Reuse, *, can_keep: bool
-) -> Cause | None:
-    """The cause where tokens that the model has read before, or would have, were not there to be reused."""
-    last = len(asked.ids) - 1
-    computed = num_shared if before.num_computed_tokens is None else min(num_shared, before.num_computed_tokens)
-    if min(computed, last) - num_cached_tokens > TOLERANCE_TOKENS:
-        if not can_keep:
-            return "not kept"
-        if min(computed, last) - reuse.num_matched_tokens > TOLERANCE_TOKENS:
-            return "evicted"
-        if reuse.is_trim_miss and num_shared >= min(before.num_prompt_tokens, last):
-            return "no checkpoint"  # not where prompts part within: states are far apart there
-    return "aborted" if min(num_shared, last) - max(computed, num_cached_tokens) > TOLERANCE_TOKENS else None
-
-
-def _parted(asked: RawAsked, before: RawRecord, num_shared: int) -> tuple[Cause, Difference | None]:
-    """The cause where what both begin with was there, and the place where they part."""
+def _changes(asked: RawAsked, before: RawRecord, num_shared: int, char: int) -> PromptChanges:
+    """What differs: the tokens of one text, or the text from this character on."""
     was, now = before.text, asked.text
-    char = common_length(was, now)
     if char == min(len(was), len(now)):
-        if num_shared >= min(len(before.ids), len(asked.ids) - 1) - TOLERANCE_TOKENS:
-            return "nothing lost", None
         char = max(0, len(now) - len(asked.decode(asked.ids[num_shared:])))
-        cause: Cause = "tokenised differently"
-    elif _is_read_again(was, now, char):
-        cause = "prompt changed"
-    else:
-        return "new prompt", None
-    return cause, Difference(None, "prompt", char, excerpt(was, char), excerpt(now, char))
+        return PromptChanges(is_tokenised_differently=True, place=partial(_place, was, now, char))
+    return PromptChanges(is_read_again=_is_read_again(was, now, char), place=partial(_place, was, now, char))
+
+
+def _place(was: str, now: str, char: int) -> Difference:
+    return Difference(None, "prompt", char, excerpt(was, char), excerpt(now, char))
 
 
 def _is_read_again(was: str, now: str, char: int) -> bool:

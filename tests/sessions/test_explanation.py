@@ -81,6 +81,7 @@ OTHER = (MESSAGES[0], Message("user", (TextBlock("quest!on"),)), ANSWER)
         (asked(OTHER, edited(120)), RulesFired(dropped={1: "carrier"}), 100, "volatile value"),
         (asked(ids=edited(50), tools=b"u"), RulesFired(), 48, "tools changed"),
         (asked(ids=edited(50), arguments={"x": 1}), RulesFired(), 48, "template arguments changed"),
+        (asked(ids=edited(50), arguments={"x": None}), RulesFired(), 48, "template arguments changed"),
         (asked(ids=edited(50), arguments={"thinking": (True, None, None)}), RulesFired(), 48, "thinking switched"),
         (asked(OTHER, edited(120), arguments={"x": 1}), RulesFired(), 100, "message changed"),
         (

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvserve.core import RequestId, Reuse
-from kvserve.sessions.explanation import Cause
+from kvserve.sessions.explanation_causes import Cause
 from kvserve.sessions.explanation_raw import RawAsked, explain_raw
 from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import pack_ids
