@@ -128,7 +128,7 @@ class Ledger:
         for entry in missing:
             if self._index.forget_entry(entry):
                 self._faults.add("missing", entry.name)
-        self._seen &= files.keys()
+        self._seen.intersection_update(files.keys())  # the same set, which the books empty: `&=` makes another one
         self.commit()
         known = self.books.ask(Catalog.names)
         if known is not None:
