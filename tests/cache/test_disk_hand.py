@@ -18,7 +18,7 @@ from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_scratch import BlobStore, ScratchStore
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.records import RecordId
-from tests.cache.disks import HASHER, MODEL, ROOMY, WAIT_SECONDS, named
+from tests.cache.disks import HASHER, MODEL, ROOMY, WAIT_SECONDS, Disk, named
 
 DATA = bytes(range(256)) * 16
 NO_SECONDS = 0.01
@@ -108,3 +108,22 @@ def test_a_damaged_piece_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path.write_bytes(sound)
     assert hand.read(entry) is not None
     hand.close()
+
+
+@pytest.mark.parametrize("error", [MemoryError, ArithmeticError])
+def test_a_blob_whose_reading_raises_anything_is_not_asked_for_again(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that waits for it would plan to read it once more, for ever."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with Disk(tmp_path) as disk:
+        disk.say(range(8))
+        with monkeypatch.context() as patch:
+            patch.setattr(FolderStore, "read", fail)
+            assert disk.recall(range(8))[0] == []
+        assert disk.found(range(8)).depth == 0
+        assert disk.tier._order(disk.tier._clean, WAIT_SECONDS)
+        assert disk.recall(range(8))[0] == list(range(8)), "its file is found again"
