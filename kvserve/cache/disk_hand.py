@@ -42,6 +42,7 @@ class DiskHand:
         self._hashing = ThreadPoolExecutor(1, "kvserve-disk-hash")
         self.ledger = Ledger(store, index, limits, faults)
         self.ledger.open()
+        self._hashing.submit(bool)  # starts its thread, or fails: a piece that waits for one keeps a whole blob
         self._look_for_locks()
         self._has_written = False
         self.num_written = self.num_read = self.num_read_bytes = 0

@@ -110,6 +110,18 @@ def test_a_damaged_piece_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     hand.close()
 
 
+def test_the_thread_that_hashes_is_there_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that later gives no more threads gives back the KV that it has."""
+
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Disk(tmp_path) as disk:
+        disk.say(range(8))
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        assert disk.recall(range(8))[0] == list(range(8)) and disk.faults == {}
+
+
 @pytest.mark.parametrize("error", [MemoryError, ArithmeticError])
 def test_a_blob_whose_reading_raises_anything_is_not_asked_for_again(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
