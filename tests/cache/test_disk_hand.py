@@ -95,6 +95,16 @@ def test_hashing_in_between_would_show(tmp_path: Path, monkeypatch: pytest.Monke
         hand.read(entry)
 
 
+def test_a_blob_of_one_piece_waits_for_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read while it is hashed; a thread that computes would keep the other one for milliseconds."""
+    hand, entry = hand_with_a_blob(FolderStore(tmp_path, MODEL))
+    with monkeypatch.context() as patch:
+        patch.setattr(hand, "_hashing", None)
+        blob = hand.read(entry)
+    assert blob is not None and bytes(blob.tensors[0].data) == DATA
+    hand.close()
+
+
 def test_a_damaged_piece_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is in: also the last one, of which a part is the checksum itself."""
     monkeypatch.setattr(disk_store, "MIN_PIECE_BYTES", 1)
@@ -116,6 +126,7 @@ def test_the_thread_that_hashes_is_there_from_the_start(tmp_path: Path, monkeypa
     def refused(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    monkeypatch.setattr(disk_store, "MIN_PIECE_BYTES", 1)
     with Disk(tmp_path) as disk:
         disk.say(range(8))
         monkeypatch.setattr(threading.Thread, "start", refused)
