@@ -42,6 +42,7 @@ class DiskHand:
         self._hashing = ThreadPoolExecutor(1, "kvserve-disk-hash")
         self.ledger = Ledger(store, index, limits, faults)
         self.ledger.open()
+        self._hashing.submit(bool)  # starts its thread, or fails: a piece that waits for one keeps a whole blob
         self._look_for_locks()
         self._has_written = False
         self.num_written = self.num_read = self.num_read_bytes = 0
@@ -81,13 +82,17 @@ class DiskHand:
     def _verified(self, name: BlobName) -> tuple[Blob, int]:
         """A blob and the bytes of its file: each piece is hashed while the next one is read. Raises OSError or
         DamagedBlob."""
-        digest = hashlib.sha256()
+        digest, is_in_pieces = hashlib.sha256(), False
 
         def arrived(data: memoryview, start: int, end: int) -> None:
-            self._hashing.submit(digest.update, data[start : min(end, len(data) - DIGEST_BYTES)])
+            nonlocal is_in_pieces
+            is_in_pieces |= end - start < len(data)
+            if is_in_pieces:  # nothing is left to be read while all of it is hashed: no thread is waited for
+                self._hashing.submit(digest.update, data[start : min(end, len(data) - DIGEST_BYTES)])
 
         data = self._store.read(name, arrived)
-        return unpack_blob(data, name, self._hashing.submit(digest.digest).result()), len(data)
+        of_pieces = self._hashing.submit(digest.digest).result() if is_in_pieces else None
+        return unpack_blob(data, name, of_pieces), len(data)
 
     def _give_up(self, entry: Entry) -> None:
         """A blob goes that could not be read, unless another server has written it anew meanwhile."""

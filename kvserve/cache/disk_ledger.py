@@ -1,7 +1,8 @@
 """What is on disk, over all models, and what leaves: the index file kept true to the blobs, bounds of age and size.
 
 One thread at a time. Other servers have the same folder: what is there may leave, and come back, at any time but within
-`BlobStore.locked`, and whoever has written says so only once it is in the books as well.
+`BlobStore.locked`, and whoever has written says so only once it is in the books as well. Where these cannot be had now,
+its row follows: until then a neighbour that lets the oldest leave does not know what stands on it.
 """
 
 import contextlib
@@ -128,7 +129,7 @@ class Ledger:
         for entry in missing:
             if self._index.forget_entry(entry):
                 self._faults.add("missing", entry.name)
-        self._seen &= files.keys()
+        self._seen.intersection_update(files.keys())  # the same set, which the books empty: `&=` makes another one
         self.commit()
         known = self.books.ask(Catalog.names)
         if known is not None:

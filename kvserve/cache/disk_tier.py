@@ -333,10 +333,13 @@ class DiskTier:
         return self._ahead.next_of(self._loads)
 
     def _read_next(self, load: Load) -> None:
-        entry, blob = load.entries[load.num_read], None
+        entry, blob, has_raised = load.entries[load.num_read], None, True
         try:
             blob = self._hand.read(entry)
+            has_raised = False
         finally:
+            if has_raised:  # whoever waits for it would ask for it once more, and so on
+                self.index.forget_entry(entry)
             with self._wake:
                 load.num_read += 1
                 self._ahead.arrived(load, blob, entry.num_bytes)

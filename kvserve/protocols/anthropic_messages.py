@@ -5,7 +5,6 @@ Every field may also stand in `extra_body`; what stands at the top level counts.
 `min_p`, `session_id`, `ttl`, `cache_mode`, `chat_template_kwargs`, ...) are read as in the other protocols.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from kvserve.core import (
     Turn,
     offered_tools,
 )
+from kvserve.errors import BadRequest
 from kvserve.protocols.anthropic_cache_control import CacheMarks, read_cache_marks
 from kvserve.protocols.anthropic_content import read_effort, read_messages, read_system, wire_blocks
 from kvserve.protocols.anthropic_tool_blocks import with_definitions
@@ -36,6 +36,7 @@ from kvserve.protocols.fields import (
     MAX_TOKEN_COUNT,
     Fields,
     Reader,
+    decode_body,
     flag,
     integer,
     list_of,
@@ -218,8 +219,7 @@ def _session_in(user_id: str) -> str | None:
     if match := _SESSION_IN_USER_ID.search(user_id):
         return match[1]
     try:
-        value = json.loads(user_id)
-    except (ValueError, RecursionError):
+        session = decode_body(user_id.encode()).get("session_id")  # without halves of characters, as all of a body
+    except BadRequest:
         return None
-    session = value.get("session_id") if isinstance(value, dict) else None
     return session if isinstance(session, str) and session else None

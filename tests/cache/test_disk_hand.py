@@ -18,7 +18,7 @@ from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_scratch import BlobStore, ScratchStore
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.records import RecordId
-from tests.cache.disks import HASHER, MODEL, ROOMY, WAIT_SECONDS, named
+from tests.cache.disks import HASHER, MODEL, ROOMY, WAIT_SECONDS, Disk, named
 
 DATA = bytes(range(256)) * 16
 NO_SECONDS = 0.01
@@ -95,6 +95,16 @@ def test_hashing_in_between_would_show(tmp_path: Path, monkeypatch: pytest.Monke
         hand.read(entry)
 
 
+def test_a_blob_of_one_piece_waits_for_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read while it is hashed; a thread that computes would keep the other one for milliseconds."""
+    hand, entry = hand_with_a_blob(FolderStore(tmp_path, MODEL))
+    with monkeypatch.context() as patch:
+        patch.setattr(hand, "_hashing", None)
+        blob = hand.read(entry)
+    assert blob is not None and bytes(blob.tensors[0].data) == DATA
+    hand.close()
+
+
 def test_a_damaged_piece_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is in: also the last one, of which a part is the checksum itself."""
     monkeypatch.setattr(disk_store, "MIN_PIECE_BYTES", 1)
@@ -108,3 +118,35 @@ def test_a_damaged_piece_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     path.write_bytes(sound)
     assert hand.read(entry) is not None
     hand.close()
+
+
+def test_the_thread_that_hashes_is_there_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that later gives no more threads gives back the KV that it has."""
+
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(disk_store, "MIN_PIECE_BYTES", 1)
+    with Disk(tmp_path) as disk:
+        disk.say(range(8))
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        assert disk.recall(range(8))[0] == list(range(8)) and disk.faults == {}
+
+
+@pytest.mark.parametrize("error", [MemoryError, ArithmeticError])
+def test_a_blob_whose_reading_raises_anything_is_not_asked_for_again(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that waits for it would plan to read it once more, for ever."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with Disk(tmp_path) as disk:
+        disk.say(range(8))
+        with monkeypatch.context() as patch:
+            patch.setattr(FolderStore, "read", fail)
+            assert disk.recall(range(8))[0] == []
+        assert disk.found(range(8)).depth == 0
+        assert disk.tier._order(disk.tier._clean, WAIT_SECONDS)
+        assert disk.recall(range(8))[0] == list(range(8)), "its file is found again"

@@ -231,3 +231,20 @@ def test_a_volume_without_locks_is_used_and_told_of(tmp_path: Path, monkeypatch:
         disk.store.sweep()
         assert disk.recall(LONG)[0] == LONG
         assert disk.faults == {"unlocked": 1} and "two servers" in disk.lines[0]
+
+
+def test_books_that_are_made_anew_under_a_server_list_the_files_of_all_models_again(tmp_path: Path) -> None:
+    """What is listed nowhere never leaves, nor with the one whose words it has."""
+    with Disk(tmp_path, model=OTHER) as other:
+        other.say(LONG)
+    for path in tmp_path.glob("index.sqlite*"):
+        path.unlink()
+    with Disk(tmp_path) as one:
+        look(one)
+        assert len(rows(tmp_path)) == 1
+        with contextlib.closing(sqlite3.connect(tmp_path / "index.sqlite")) as db:
+            db.execute("DROP TABLE blobs")
+        look(one)  # notices it
+        look(one)
+        assert len(rows(tmp_path)) == 1
+        assert one.tier.forget_of_others(lambda user: True).is_done and one.files() == []

@@ -121,6 +121,13 @@ def refusing(method: str, number: int) -> Break:
     return refuse
 
 
+def raising_at_read(_: Path, patch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    patch.setattr(FolderStore, "read", fail)
+
+
 def of_another_user(_: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(disk_store, "os", SimpleNamespace(**(vars(os) | {"getuid": lambda: os.getuid() + 1})))
 
@@ -135,6 +142,7 @@ FAULTS: dict[str, tuple[Break, str | None, int]] = {
     "index of another version": (old_index, "index", USABLE),
     "locked index": (locked_index, "index", USABLE),
     "unreadable disk": (refusing("read", errno.EIO), "unreadable", 0),
+    "no memory to read": (raising_at_read, "unwritable", 0),
     "read-only disk": (refusing("write", errno.EROFS), "unwritable", USABLE),
     "full disk": (refusing("write", errno.ENOSPC), "full", USABLE),
     "folder of another user": (of_another_user, None, 0),

@@ -173,6 +173,7 @@ SESSION = "1cb3ea4d-976d-4eea-8348-b2146025f9ef"
         ({"metadata": {"user_id": "somebody"}}, {}, None),
         ({"metadata": {"user_id": "[" * 50_000}}, {}, None),
         ({"metadata": {"user_id": '{"session_id": 5}'}}, {}, None),
+        ({"metadata": {"user_id": r'{"session_id": "\ud83d!"}'}}, {}, "\N{REPLACEMENT CHARACTER}!"),  # half an emoji
         ({}, {"x-claude-code-session-id": SESSION}, SESSION),
         ({"session_id": "mine", "metadata": {"user_id": f"u_session_{SESSION}"}}, {}, "mine"),
     ],
