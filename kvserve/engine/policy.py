@@ -26,9 +26,9 @@ SHORTEST_CHUNK_SECONDS = CHUNK_SECONDS_BESIDE_STREAMS / 4
 """A shorter one is hardly worth a pass."""
 
 CHUNK_SECONDS_ALONE = 1.0
-STRETCH_SECONDS_ALONE = 2.0
+STRETCH_SECONDS_ALONE = CHUNK_SECONDS_ALONE + CHUNK_SECONDS_BESIDE_STREAMS
 """How long prompts that come together may keep the first of them from its first token: a step with one row costs about
-as much as one with all of them."""
+as much as one with all of them. No longer than one chunk may that nobody shares."""
 
 LENIENT_TOKENS = 64
 """As much of an equal share more: of short prompts that come one behind the other the first is through at once."""
