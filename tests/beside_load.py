@@ -7,6 +7,7 @@ pytest keeps there. Whatever was started is ended, also where somebody stops thi
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--lanes", type=int, default=1, help="how many runs go on at once")
     parser.add_argument("arguments", nargs="*", help="for pytest, such as a file; by default all default tests")
     chosen = parser.parse_args(arguments)
+    running: set[subprocess.Popen[str]] = set()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="kvserve-load-") as folder, busy_loops():
         lanes: SimpleQueue[Workspace] = SimpleQueue()
         for lane in range(chosen.lanes):
@@ -52,24 +55,30 @@ def main(arguments: Sequence[str]) -> int:
         def one(number: int) -> bool:
             space = lanes.get()
             try:
-                ended = subprocess.run(
+                process = subprocess.Popen(
                     [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", *chosen.arguments],
                     cwd=space.root,
-                    capture_output=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
                     text=True,
                     errors="replace",
-                    timeout=RUN_SECONDS,
-                    check=False,
                 )
+                running.add(process)
+                stdout, _ = process.communicate(timeout=RUN_SECONDS)
             finally:
                 lanes.put(space)
-            lines = ended.stdout.splitlines() or [f"pytest ended with {ended.returncode}"]
-            shown = lines[-1:] if ended.returncode == 0 else lines[-MAX_LINES:]
+            lines = stdout.splitlines() or [f"pytest ended with {process.returncode}"]
+            shown = lines[-1:] if process.returncode == 0 else lines[-MAX_LINES:]
             print(f"run {number}: " + "\n".join(shown), flush=True)
-            return ended.returncode == 0
+            return process.returncode == 0
 
         with ThreadPoolExecutor(chosen.lanes) as pool:
-            green = list(pool.map(one, range(1, chosen.runs + 1)))
+            try:
+                green = list(pool.map(one, range(1, chosen.runs + 1)))
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in running:
+                    process.terminate()  # nothing where it has ended
     print(f"{sum(green)} of {len(green)} runs without a failure")
     return 0 if all(green) else 1
 

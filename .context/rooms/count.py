@@ -55,6 +55,25 @@ def quantile(values, share):
     return values[min(len(values) - 1, int(share * len(values)))]
 
 
+def print_twice(files, rel):
+    names = collections.defaultdict(list)
+    for f in files:
+        for name in f["classes"]:
+            names[name].append(rel(f)[8:])
+    print("\nclass names that occur twice:")
+    for name, where in sorted(names.items()):
+        if len(where) > 1:
+            print("  ", name, where)
+    stems = collections.defaultdict(list)
+    for f in files:
+        if f["path"].name not in ("__init__.py", "__main__.py"):
+            stems[f["path"].name].append(rel(f)[8:])
+    print("file names that occur twice:")
+    for name, where in sorted(stems.items()):
+        if len(where) > 1:
+            print("  ", name, where)
+
+
 def main():
     root = Path(sys.argv[1] if len(sys.argv) > 1 and not sys.argv[1].startswith("-") else ".")
     files = [measure(path) for path in sorted((root / "kvserve").rglob("*.py"))]
@@ -84,22 +103,7 @@ def main():
     chars = [n for f in files for n in f["chars"]]
     print(f"mean line length (no blanks) {statistics.mean(chars):.2f}")
     print("files over 400 lines:", [(f["lines"], rel(f)) for f in files if f["lines"] > 400])
-    names = collections.defaultdict(list)
-    for f in files:
-        for name in f["classes"]:
-            names[name].append(rel(f)[8:])
-    print("\nclass names that occur twice:")
-    for name, where in sorted(names.items()):
-        if len(where) > 1:
-            print("  ", name, where)
-    stems = collections.defaultdict(list)
-    for f in files:
-        if f["path"].name not in ("__init__.py", "__main__.py"):
-            stems[f["path"].name].append(rel(f)[8:])
-    print("file names that occur twice:")
-    for name, where in sorted(stems.items()):
-        if len(where) > 1:
-            print("  ", name, where)
+    print_twice(files, rel)
     blind = [(rel(f), line) for f in files for line in f["blind"]]
     print("blind excepts:", len(blind))
     importers = imports(files, root)

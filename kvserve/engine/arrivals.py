@@ -7,12 +7,12 @@ from kvserve.core import Awaiting
 from kvserve.engine.borders import costs_no_row
 from kvserve.engine.cache_records import Tenancy
 from kvserve.engine.disk_cache import Hold
+from kvserve.engine.kv_room import NO_ROOM
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefill_pool import PrefillPool
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Row
 
-NO_ROOM = "Room could not be made in the prefix cache"
 NOT_RESTORED = "KV could not be restored and will be computed again"
 
 

@@ -21,6 +21,7 @@ CLEAR_AFTER_BYTES = 64 * 2**20
 PIECES = 16
 """So many leaves and states leave before somebody looks whether it is enough, or at the clock."""
 
+NO_ROOM = "Room could not be made in the prefix cache"
 SLICE_SECONDS = 0.008
 """So long running streams stand still between two steps for what leaves, and for one piece more."""
 

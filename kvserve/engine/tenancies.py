@@ -12,6 +12,7 @@ from kvserve.core import TokenSequence
 from kvserve.engine.borders import costs_no_row
 from kvserve.engine.cache_records import Tenancy
 from kvserve.engine.decode import DecodePool, Left
+from kvserve.engine.kv_room import NO_ROOM
 from kvserve.engine.out_of_memory import ShortMemory
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
@@ -132,7 +133,7 @@ class Tenancies:
         tenancy = self._of.pop(row, None)
         if tenancy is not None:
             self._end(tenancy, left)
-        with costs_no_row(self._report, "Room could not be made in the prefix cache"):  # the next row makes room again
+        with costs_no_row(self._report, NO_ROOM):  # the next row makes room again
             self._cache.make_room()
         if row.num_tokens >= LONG_ROW_TOKENS:
             mx.clear_cache()
