@@ -23,7 +23,6 @@ from kvserve.demo.build import build_model
 from kvserve.engine.model import expected_sizes, fetched_folder
 from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.errors import ModelLoadError, NotReady, RequestError
-from kvserve.first_checks import DEMO_MODEL_NAME, local_folder
 from kvserve.forgetting import Forgetting
 from kvserve.keeping import Scope
 from kvserve.loading import ModelMaker
@@ -37,6 +36,7 @@ from kvserve.reports import cache_body, disk_line, engine_fields, image_fields, 
 from kvserve.roster import Callbacks, Roster
 from kvserve.seeing import Seeing
 from kvserve.sessions.lineage import SessionView
+from kvserve.settings.start_checks import DEMO_MODEL_NAME, local_folder
 from kvserve.telemetry.terminal import BannerFacts, Terminal, size_text
 from kvserve.watching import Look
 from kvserve.web.routes import make_router

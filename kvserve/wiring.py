@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from kvserve.agents.store import AgentStore
 from kvserve.canonical.rules import select
-from kvserve.canonical.settable import policies_in
 from kvserve.catalogue import CatalogueSettings
 from kvserve.config import DiskMode, Settings
 from kvserve.core import RequestDefaults, SamplingParams
@@ -14,7 +13,6 @@ from kvserve.engine.memory_plan import RECORDS_CAP
 from kvserve.engine.quantised import KvSettings
 from kvserve.engine.warming import WarmSettings
 from kvserve.engine.worker import EngineSettings
-from kvserve.first_checks import model_folders
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.prompt.images_remote import RemoteLimits, RemotePictures
 from kvserve.protocols.responses_store import ResponseStore
@@ -23,7 +21,9 @@ from kvserve.proxy.settings import ProxySettings
 from kvserve.seeing import SeeingSettings
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE_NAME
 from kvserve.sessions.stores import StoreLimits
-from kvserve.values import aliases_in
+from kvserve.settings.kinds import aliases_in
+from kvserve.settings.rules import policies_in
+from kvserve.settings.start_checks import model_folders
 from kvserve.web.settings import WebSettings
 
 RESPONSES_FILE = "responses.sqlite3"

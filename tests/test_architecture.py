@@ -24,7 +24,6 @@ JOINERS = (
     "kvserve/watching.py",
     "kvserve/app.py",
     "kvserve/process.py",
-    "kvserve/first_checks.py",
     "kvserve/forgetting.py",
     "kvserve/call_forms.py",
     "kvserve/call_ids.py",
@@ -74,11 +73,12 @@ class Door:
 
 
 DOORS_BETWEEN = {
-    "kvserve.engine": ("kvserve.cache",),
-    "kvserve.config": ("kvserve.env_file", "kvserve.flags", "kvserve.values", "kvserve.first_checks"),
+    "kvserve.engine": ("kvserve.cache", "kvserve.settings.model_config"),
+    "kvserve.canonical": ("kvserve.settings.rules",),
+    "kvserve.config": ("kvserve.settings",),
 }
-"""The engine owns the prefix tree (.context/decisions/0001), the settings know the flags and their values; nobody else
-but the joiners looks into another room."""
+"""The engine owns the prefix tree (.context/decisions/0001); of what is looked at before a start, a few read the same
+tables and files. Nobody else but the joiners looks into another room."""
 
 
 def is_under(name: str, *packages: str) -> bool:

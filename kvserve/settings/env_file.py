@@ -1,6 +1,6 @@
 """What an `.env` file says, as far as it can be known without python-dotenv, which reads it for the server.
 
-Standard library only, and every line must run under Python 3.9: `first_checks.py` judges by it before anything is
+Standard library only, and every line must run under Python 3.9: `start_checks.py` judges by it before anything is
 installed. It says what python-dotenv says, or that it does not know; it knows names and texts, no settings.
 """
 

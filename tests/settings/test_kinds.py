@@ -8,7 +8,7 @@ import pytest
 from pydantic import Field, TypeAdapter, ValidationError
 
 from kvserve.config import Settings
-from kvserve.values import DEFAULTS, KINDS, aliases_in
+from kvserve.settings.kinds import DEFAULTS, KINDS, aliases_in
 
 SPELLINGS = (
     *(

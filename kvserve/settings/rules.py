@@ -1,6 +1,6 @@
-"""What an operator may set of the canonical rules, which are in `rules.py`: their names and policies.
+"""What an operator may set of the canonical rules, which are in `canonical/`: their names and policies.
 
-Standard library only, and every line must run under Python 3.9: `first_checks.py` judges CACHE_RULE_POLICIES by it
+Standard library only, and every line must run under Python 3.9: `start_checks.py` judges CACHE_RULE_POLICIES by it
 before anything is installed.
 """
 

@@ -1,6 +1,6 @@
 """A model's `config.json`, read and nothing more.
 
-Standard library only, and every line must run under Python 3.9, for `first_checks.py`.
+Standard library only, and every line must run under Python 3.9, for `start_checks.py`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.web.port_holder import describe_holder, somebody_listens
+from kvserve.settings.ports import describe_holder, somebody_listens
 
 
 def test_a_listener_is_seen() -> None:

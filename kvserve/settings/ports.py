@@ -1,7 +1,7 @@
 """Says whether an address can be listened on and who listens there, as far as this user may know. It asks, tries and
 reads only; nothing is ended.
 
-Standard library only, and every line must run under Python 3.9, for `first_checks.py`.
+Standard library only, and every line must run under Python 3.9, for `start_checks.py`.
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvserve.canonical.settable import policies_in
-from kvserve.engine.config_file import read_config
-from kvserve.env_file import UNKNOWN, Value, by_field, read_text, values_in
 from kvserve.errors import ModelLoadError, PortTaken, SettingError, StartupError
-from kvserve.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, parse_flags
-from kvserve.values import DEFAULTS, KINDS, expanded
-from kvserve.web.port_holder import describe_holder, error_of_binding, refuse_unusable_address, somebody_listens
+from kvserve.settings.env_file import UNKNOWN, Value, by_field, read_text, values_in
+from kvserve.settings.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, parse_flags
+from kvserve.settings.kinds import DEFAULTS, KINDS, expanded
+from kvserve.settings.model_config import read_config
+from kvserve.settings.ports import describe_holder, error_of_binding, refuse_unusable_address, somebody_listens
+from kvserve.settings.rules import policies_in
 
 DEMO_MODEL_NAME = "kvserve-demo-qwen3"
 LOOPBACK = "127.0.0.1"

@@ -11,9 +11,9 @@ from dotenv import dotenv_values
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvserve.env_file import UNKNOWN, Value, by_field, read_text, values_in
 from kvserve.errors import StartupError
-from kvserve.values import KINDS
+from kvserve.settings.env_file import UNKNOWN, Value, by_field, read_text, values_in
+from kvserve.settings.kinds import KINDS
 from tests.laws import num_examples
 
 type Reader = Callable[[str], dict[str, Value] | None]
@@ -91,7 +91,7 @@ def test_what_most_files_have_is_known() -> None:
         **{"H": UNKNOWN, "I": UNKNOWN},
     }
     assert values_in("A=1\nB='one\ntwo'\n") is None
-    example_text = (Path(__file__).resolve().parent.parent / ".env.example").read_text("utf-8")
+    example_text = (Path(__file__).resolve().parents[2] / ".env.example").read_text("utf-8")
     put_in_force = re.sub("^#([A-Z][A-Z0-9_]*=)", r"\1", example_text, flags=re.MULTILINE)
     assert set(values_in(put_in_force) or ()) == {name.upper() for name in KINDS}
 

@@ -1,8 +1,8 @@
 """The flags of start_llm.py, and what was meant by a flag or a setting that there is not. It knows names
 and no values.
 
-Standard library only, and every line must run under Python 3.9: install_and_run.py reads this file by its path, so that
-what is misspelt is refused before anything is installed.
+Standard library only, and every line must run under Python 3.9: install_and_run.py imports this file, so that what is
+misspelt is refused before anything is installed.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ DEFAULTS: Mapping[str, Any] = {
     "disk_cache_dir": "~/.cache/kvserve",
     "state_dir": "~/.cache/kvserve/run",
 }
-"""Of the settings that `first_checks.py` looks behind: folders, ports, names that have to be there."""
+"""Of the settings that `start_checks.py` looks behind: folders, ports, names that have to be there."""
 
 KINDS: Mapping[str, Kind] = {
     "model_path": _TEXT,

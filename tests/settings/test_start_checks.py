@@ -13,11 +13,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvserve.canonical.rules import RULES
-from kvserve.canonical.settable import SETTABLE
 from kvserve.config import Launch, Settings, load_launch, setting_key
 from kvserve.errors import ModelLoadError, StartupError
-from kvserve.first_checks import DEMO_MODEL_NAME, known_settings, local_folder, refuse_unusable, refuse_unusable_start
-from kvserve.values import DEFAULTS, KINDS
+from kvserve.settings.kinds import DEFAULTS, KINDS
+from kvserve.settings.rules import SETTABLE
+from kvserve.settings.start_checks import (
+    DEMO_MODEL_NAME,
+    known_settings,
+    local_folder,
+    refuse_unusable,
+    refuse_unusable_start,
+)
 from tests.laws import num_examples
 from tests.proxy.stubs import free_port
 
