@@ -9,11 +9,11 @@ from functools import partial
 from kvserve.canonical.policies import rules_off
 from kvserve.core import GenerationDone
 from kvserve.errors import RequestError
+from kvserve.explain.explanation import Asked, Circumstances, Explanation, explain
+from kvserve.explain.raw import RawAsked, explain_raw
+from kvserve.explain.raw_prompts import text_digests
 from kvserve.identity.conversations import Conversations
 from kvserve.identity.owner import Owner
-from kvserve.sessions.explanation import Asked, Circumstances, Explanation, explain
-from kvserve.sessions.explanation_raw import RawAsked, explain_raw
-from kvserve.sessions.raw_prompts import text_digests
 from kvserve.telemetry.activity import RunningFacts
 from kvserve.telemetry.terminal import LengthLimit, RequestFacts
 from kvserve.turn_facts import AnswerState, Submitted

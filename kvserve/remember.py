@@ -3,9 +3,9 @@ the next one to go on from. It joins rooms; when, and whether it may, `running.p
 """
 
 from kvserve.core import TextBlock, Written
+from kvserve.explain.raw_prompts import RawRecord
 from kvserve.identity.conversations import Conversations, Exchanged
 from kvserve.sessions.lineage import Branch
-from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import pack_ids
 from kvserve.turn_facts import AnswerState
 

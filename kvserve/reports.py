@@ -13,11 +13,11 @@ from kvserve.engine.memory import MemoryReport
 from kvserve.engine.model_digest import DigestStatus
 from kvserve.engine.vision_tower import ImageReport
 from kvserve.engine.warming import WarmReport
+from kvserve.explain.difference import text_form
+from kvserve.explain.explanation import Explanation
+from kvserve.explain.words import remedy, summary
 from kvserve.identity.conversations import ConversationTotals
 from kvserve.roster import RosterStatus
-from kvserve.sessions.difference import text_form
-from kvserve.sessions.explanation import Explanation
-from kvserve.sessions.explanation_words import remedy, summary
 from kvserve.telemetry.terminal import RequestFacts
 from kvserve.turn_facts import FinishedTurn
 

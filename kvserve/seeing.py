@@ -18,13 +18,13 @@ from kvserve.answer_facts import raw_digests
 from kvserve.canonical.canonicalise import canonicalise, chain
 from kvserve.core import JsonObject, Turn
 from kvserve.errors import NotFound, RequestError
+from kvserve.explain.book import Explained, ExplanationBook
+from kvserve.explain.words import clause
 from kvserve.identity.owner import belongs_to
 from kvserve.identity.provenance import is_telling
 from kvserve.keeping import Scope
 from kvserve.reports import explanation_body, image_line, trace_fields
 from kvserve.running import Observer, RunningTurn
-from kvserve.sessions.explanation_words import clause
-from kvserve.sessions.explanations import Explained, ExplanationBook
 from kvserve.sessions.lineage import BranchId
 from kvserve.sessions.whereabouts import Places
 from kvserve.telemetry.activity import Activity

@@ -8,12 +8,12 @@ from functools import cached_property
 
 from kvserve.core import Message, MessageStart, PrefillProgress, RequestId, Reuse, TokenSequence, Turn
 from kvserve.engine.rows import Generation
+from kvserve.explain.explanation import Explanation
+from kvserve.explain.raw_prompts import RawRecord
 from kvserve.identity.owner import Owner
 from kvserve.identity.reading import Reading
 from kvserve.output.answer import AnswerReader
-from kvserve.sessions.explanation import Explanation
 from kvserve.sessions.lineage import Branch
-from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import pack_ids
 from kvserve.telemetry.terminal import LengthLimit, RequestFacts
 

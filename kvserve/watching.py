@@ -10,9 +10,9 @@ from itertools import islice
 from typing import Any, Literal
 
 from kvserve.core import JsonObject
+from kvserve.explain.causes import NO_MISS
+from kvserve.explain.explanation import Explanation
 from kvserve.reports import explanation_body
-from kvserve.sessions.explanation import Explanation
-from kvserve.sessions.explanation_causes import NO_MISS
 from kvserve.sessions.lineage import Branch, BranchId, SessionView
 from kvserve.telemetry.activity import Activity, RunningFacts
 from kvserve.telemetry.metrics import Reading

@@ -76,9 +76,10 @@ DOORS_BETWEEN = {
     "kvserve.engine": ("kvserve.cache", "kvserve.settings.model_config"),
     "kvserve.canonical": ("kvserve.settings.rules",),
     "kvserve.config": ("kvserve.settings",),
+    "kvserve.explain": ("kvserve.sessions",),
 }
-"""The engine owns the prefix tree (.context/decisions/0001); of what is looked at before a start, a few read the same
-tables and files. Nobody else but the joiners looks into another room."""
+"""The engine owns the prefix tree (.context/decisions/0001), an explanation compares records; of what is looked at
+before a start, a few read the same tables and files. Nobody else but the joiners looks into another room."""
 
 
 def is_under(name: str, *packages: str) -> bool:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvserve.core import RequestId, Reuse
-from kvserve.sessions.difference import Difference
-from kvserve.sessions.explanation import Explanation
+from kvserve.explain.difference import Difference
+from kvserve.explain.explanation import Explanation
 from kvserve.sessions.lineage import Branch, BranchId, SessionKey, SessionView
 from kvserve.telemetry.activity import Activity, RunningFacts
 from kvserve.watching import MAX_BRANCHES, MAX_MISSES, Look, dashboard_body, readings

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvserve.core import RequestId, Reuse
-from kvserve.sessions.difference import Difference
-from kvserve.sessions.raw_prompts import RawRecord
+from kvserve.explain.difference import Difference
+from kvserve.explain.raw_prompts import RawRecord
 from kvserve.sessions.seen import TurnRecord
 
 TOLERANCE_TOKENS = 64

@@ -2,8 +2,8 @@
 causes; it fills in what they leave open.
 """
 
-from kvserve.sessions.explanation import Explanation
-from kvserve.sessions.explanation_causes import NO_MISS, ROW_OF
+from kvserve.explain.causes import NO_MISS, ROW_OF
+from kvserve.explain.explanation import Explanation
 
 
 def summary(explanation: Explanation) -> str:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvserve.core import ImageBlock, Message, TextBlock, ToolResultBlock
-from kvserve.sessions.difference import (
+from kvserve.explain.difference import (
     MAX_EXCERPT_CHARACTERS,
     common_length,
     first_difference,

@@ -1,7 +1,7 @@
 """The causes of a miss: one table, in the order in which they are tried.
 
 A row says when its cause holds, what is said of it, and how many tokens it cost. It knows facts, not where they come
-from: `explanation.py` fills them in for messages, `explanation_raw.py` for a raw prompt. The words of `cause` are part
+from: `explanation.py` fills them in for messages, `raw.py` for a raw prompt. The words of `cause` are part
 of the HTTP interface (`GET /v1/cache/explain/{request_id}`).
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvserve.sessions.difference import Difference
-from kvserve.sessions.explanation_facts import TOLERANCE_TOKENS, ReuseFacts
+from kvserve.explain.difference import Difference
+from kvserve.explain.facts import TOLERANCE_TOKENS, ReuseFacts
 
 type Cause = Literal[
     "nothing lost",

@@ -3,10 +3,10 @@
 from typing import Any, get_args
 
 from kvserve.core import RequestId, Reuse
-from kvserve.sessions.explanation import explained
-from kvserve.sessions.explanation_causes import CAUSES, Cause, cause_of
-from kvserve.sessions.explanation_facts import PromptChanges, ReuseFacts
-from kvserve.sessions.raw_prompts import RawRecord
+from kvserve.explain.causes import CAUSES, Cause, cause_of
+from kvserve.explain.explanation import explained
+from kvserve.explain.facts import PromptChanges, ReuseFacts
+from kvserve.explain.raw_prompts import RawRecord
 from kvserve.sessions.seen import pack_ids
 
 BEFORE = RawRecord(

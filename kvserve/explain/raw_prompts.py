@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import RequestId
-from kvserve.sessions.difference import common_length
+from kvserve.explain.difference import common_length
 from kvserve.sessions.seen import PACKED
 
 MAX_PROMPTS = 32

@@ -6,10 +6,10 @@ from typing import get_args
 import pytest
 
 from kvserve.core import RequestId, Reuse
-from kvserve.sessions.difference import Difference
-from kvserve.sessions.explanation import Explanation
-from kvserve.sessions.explanation_causes import NO_MISS, PLACED, Cause
-from kvserve.sessions.explanation_words import clause, remedy, summary
+from kvserve.explain.causes import NO_MISS, PLACED, Cause
+from kvserve.explain.difference import Difference
+from kvserve.explain.explanation import Explanation
+from kvserve.explain.words import clause, remedy, summary
 
 CAUSES: tuple[Cause, ...] = get_args(Cause.__value__)
 PLACE = Difference(3, "tool", 7, "SECRET before", "SECRET after")

@@ -1,8 +1,7 @@
 """Why a request reused what it did: it is compared with the newest request that went through the same messages.
 
 It knows prompts as model tokens and messages; which rules fired and what the process is set to it is told. It fills in
-the facts of `explanation_facts.py`; `explanation_causes.py` says which cause they are, `explanation_words.py` makes
-sentences.
+the facts of `facts.py`; `causes.py` says which cause they are, `words.py` makes sentences.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvserve.core import Message, RequestId, Reuse, Role, ThinkingBlock, ToolSpec
-from kvserve.sessions.difference import Difference, first_difference, first_tool_difference
-from kvserve.sessions.explanation_causes import Cause, cause_of
-from kvserve.sessions.explanation_facts import TOLERANCE_TOKENS, PromptChanges, ReuseFacts, no_model
-from kvserve.sessions.explanation_place import Decode, has_thinking, message_at, template_difference
-from kvserve.sessions.raw_prompts import RawRecord
+from kvserve.explain.causes import Cause, cause_of
+from kvserve.explain.difference import Difference, first_difference, first_tool_difference
+from kvserve.explain.facts import TOLERANCE_TOKENS, PromptChanges, ReuseFacts, no_model
+from kvserve.explain.place import Decode, has_thinking, message_at, template_difference
+from kvserve.explain.raw_prompts import RawRecord
 from kvserve.sessions.seen import TurnRecord, pack_ids, packed_common_length
 from kvserve.sessions.tool_layouts import NO_TOOLS, ToolLayout
 from kvserve.sessions.writings import same_words

@@ -1,6 +1,6 @@
 """Why a raw prompt reused what it did: it is compared, as one text, with the raw prompt that begins most like it.
 
-It knows texts and tokens, no messages; which cause its facts are `explanation_causes.py` says.
+It knows texts and tokens, no messages; which cause its facts are `causes.py` says.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvserve.core import RequestId, Reuse
-from kvserve.sessions.difference import Difference, common_length, excerpt
-from kvserve.sessions.explanation import Explanation, explained
-from kvserve.sessions.explanation_facts import TOLERANCE_TOKENS, PromptChanges, ReuseFacts, no_model
-from kvserve.sessions.explanation_place import Decode
-from kvserve.sessions.raw_prompts import RawRecord
+from kvserve.explain.difference import Difference, common_length, excerpt
+from kvserve.explain.explanation import Explanation, explained
+from kvserve.explain.facts import TOLERANCE_TOKENS, PromptChanges, ReuseFacts, no_model
+from kvserve.explain.place import Decode
+from kvserve.explain.raw_prompts import RawRecord
 from kvserve.sessions.seen import packed_common_length
 
 SAMPLE_CHARACTERS = 64

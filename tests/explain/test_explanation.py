@@ -18,9 +18,9 @@ from kvserve.core import (
     ToolResultBlock,
 )
 from kvserve.errors import Conflict
+from kvserve.explain.book import Explained, ExplanationBook
+from kvserve.explain.explanation import Asked, Circumstances, RulesFired, explain
 from kvserve.keeping import Scope
-from kvserve.sessions.explanation import Asked, Circumstances, RulesFired, explain
-from kvserve.sessions.explanations import Explained, ExplanationBook
 from kvserve.sessions.seen import Seen, TurnRecord, pack_ids
 
 MESSAGES = (Message("system", (TextBlock("S"),)), Message("user", (TextBlock("question"),)))

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from kvserve.core import RequestId, Reuse
-from kvserve.sessions.explanation_causes import Cause
-from kvserve.sessions.explanation_raw import RawAsked, explain_raw
-from kvserve.sessions.raw_prompts import RawRecord
+from kvserve.explain.causes import Cause
+from kvserve.explain.raw import RawAsked, explain_raw
+from kvserve.explain.raw_prompts import RawRecord
 from kvserve.sessions.seen import pack_ids
 
 TEXT = "".join(f"Line {number} of a long text. " for number in range(20))

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvserve.core import RequestId
-from kvserve.sessions.raw_prompts import SHORTEST_DIGESTED, RawPrompts, RawRecord, text_digests
+from kvserve.explain.raw_prompts import SHORTEST_DIGESTED, RawPrompts, RawRecord, text_digests
 from kvserve.sessions.seen import pack_ids
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from kvserve.core import Message, ThinkingBlock
-from kvserve.sessions.difference import Difference, excerpts
+from kvserve.explain.difference import Difference, excerpts
 from kvserve.sessions.seen import TurnRecord
 
 type Decode = Callable[[Sequence[int]], str]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvserve.core import Message, RequestId, TextBlock, ToolResultBlock
-from kvserve.sessions.explanation_place import message_at, template_difference
+from kvserve.explain.place import message_at, template_difference
 from kvserve.sessions.seen import Seen, TurnRecord, pack_ids
 from tests.sessions.samples import assistant, user
 
