@@ -24,7 +24,7 @@ from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
 from kvserve.app import App
 from kvserve.config import Launch, Settings
 from kvserve.engine import scheduler
-from kvserve.pipeline import ServedModel
+from kvserve.requests.serve import ServedModel
 from kvserve.telemetry.terminal import Terminal
 
 CACHE_PATH = "/v1/cache"

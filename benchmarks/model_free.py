@@ -25,7 +25,6 @@ from kvserve.engine.row_bytes import RowBytes
 from kvserve.engine.rows import Generation, Row
 from kvserve.identity.conversations import Conversations
 from kvserve.output.formats import select_format
-from kvserve.pipeline import ServedModel, serve_turn
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.images import Images
 from kvserve.prompt.stitch import Stitcher
@@ -35,8 +34,9 @@ from kvserve.protocols.anthropic_messages import MessagesRequest, parse_messages
 from kvserve.protocols.openai_chat import ChatRequest, parse_chat
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
 from kvserve.protocols.responses_store import ResponseStore
-from kvserve.running import Observer, RunningTurn
-from kvserve.turn_facts import FinishedTurn
+from kvserve.requests.running_answer import Observer, RunningTurn
+from kvserve.requests.serve import ServedModel, serve_turn
+from kvserve.requests.turn_facts import FinishedTurn
 from kvserve.wiring import engine_settings, identity_settings, request_defaults
 
 CONTEXT_TOKENS = 2**20

@@ -2,7 +2,7 @@
 
     bind 8080 -> start LiteLLM -> load the default model -> banner -> serve -> end every answer -> stop all
 
-It joins rooms per process, as `pipeline.py` does per request.
+It joins rooms per process, as `requests/serve.py` does per request.
 """
 
 import contextlib
@@ -14,11 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvserve import __version__
-from kvserve.agent_turns import Agents, Models
 from kvserve.catalogue import Catalogue, Disk, ModelSource
 from kvserve.config import Launch
 from kvserve.core import JsonObject, RequestDefaults, TokenSequence, Turn
-from kvserve.deferred import TurnInProgress
 from kvserve.demo.build import build_model
 from kvserve.engine.model import expected_sizes, fetched_folder
 from kvserve.engine.model_files import cached_folder, is_model_folder
@@ -27,12 +25,14 @@ from kvserve.forgetting import Forgetting
 from kvserve.keeping import Scope
 from kvserve.loading import ModelMaker
 from kvserve.next_turns import NextTurns
-from kvserve.pipeline import ServedModel, count_tokens, serve_turn
 from kvserve.prewarming import Prewarming, prewarm
 from kvserve.protocols.openai_models import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.proxy.litellm import LitellmProxy
 from kvserve.reports import cache_body, disk_line, engine_fields, image_fields, memory_body
+from kvserve.requests.agent_turns import Agents, Models
+from kvserve.requests.deferred import TurnInProgress
+from kvserve.requests.serve import ServedModel, count_tokens, serve_turn
 from kvserve.roster import Callbacks, Roster
 from kvserve.seeing import Seeing
 from kvserve.sessions.lineage import SessionView

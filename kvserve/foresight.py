@@ -3,7 +3,7 @@
     learn what the client changed since its last turn -> the history that it will send -> render it twice, with two
     different last messages -> what both prompts begin with
 
-It joins rooms and goes through the pipeline of real requests, so a guess is what that request would be read as. Nothing
+It joins rooms and writes a prompt as requests do, so a guess is what that request would be read as. Nothing
 here decides what is reused: a wrong guess costs idle time.
 """
 
@@ -16,11 +16,11 @@ from kvserve.canonical.canonicalise import canonicalise
 from kvserve.core import Block, Message, Principal, RequestId, TextBlock, ToolCallBlock, ToolResultBlock, Turn
 from kvserve.engine.warming import WarmJob
 from kvserve.identity.reading import Reading
-from kvserve.pipeline import ServedModel, SharedBeginning, shared_beginning
-from kvserve.running import RunningTurn
+from kvserve.requests.running_answer import RunningTurn
+from kvserve.requests.serve import ServedModel, SharedBeginning, shared_beginning
+from kvserve.requests.turn_facts import FinishedTurn
 from kvserve.sessions.habits import Habits, History, history_after, learn, place_of
 from kvserve.sessions.seen import TurnRecord, common_length
-from kvserve.turn_facts import FinishedTurn
 
 MIN_NEW_TOKENS = 8
 """Fewer tokens are not worth a job: the end of an answer and the header of the next message are about as many."""

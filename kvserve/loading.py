@@ -15,7 +15,6 @@ from pathlib import Path
 import llguidance
 
 from kvserve.call_forms import unheld_calls
-from kvserve.call_ids import CallIds
 from kvserve.catalogue import ModelSource
 from kvserve.config import DiskMode, Settings
 from kvserve.core import CallRow, RequestDefaults, ToolSpec
@@ -32,7 +31,6 @@ from kvserve.keeping import Scope
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.said import Said, Says
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
-from kvserve.pipeline import ServedModel
 from kvserve.prewarming import warm_learned
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.call_row import NoRow, call_row
@@ -41,7 +39,9 @@ from kvserve.prompt.images_remote import RemotePictures
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
-from kvserve.running import Observer
+from kvserve.requests.call_ids import CallIds
+from kvserve.requests.running_answer import Observer
+from kvserve.requests.serve import ServedModel
 from kvserve.sessions.archive import Archive, sweep_stale, unused
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE
 from kvserve.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_bytes

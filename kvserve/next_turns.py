@@ -13,9 +13,9 @@ from dataclasses import replace
 from kvserve.core import RequestId
 from kvserve.engine.warming import Warming, WarmJob
 from kvserve.foresight import Foresight, Over, over, turn_before
-from kvserve.pipeline import ServedModel
-from kvserve.running import Observer, RunningTurn
-from kvserve.turn_facts import FinishedTurn
+from kvserve.requests.running_answer import Observer, RunningTurn
+from kvserve.requests.serve import ServedModel
+from kvserve.requests.turn_facts import FinishedTurn
 
 QUIET_SECONDS = 0.05
 """For so long nobody asks for anything before a guess is made: a client that goes on at once shares no core with it."""

@@ -3,7 +3,7 @@
     a client's messages and tools -> the prompt that a request with them would have -> what such requests have in common
     what a model was asked most often -> the same, as soon as the model is loaded
 
-It joins rooms and goes through the pipeline of real requests. What is reused is decided by their tokens, so nothing
+It joins rooms and writes prompts as requests do. What is reused is decided by their tokens, so nothing
 here can hide anything; an engine that has something else to do does that first.
 """
 
@@ -13,7 +13,7 @@ from kvserve.core import Message, MessageStart, TextBlock, TokenSequence, Turn
 from kvserve.engine.warming import Warming, WarmJob
 from kvserve.errors import ContextOverflow, EngineFailure, NotReady
 from kvserve.foresight import FIRST_WORDS
-from kvserve.pipeline import ServedModel, SharedBeginning, preview, shared_beginning
+from kvserve.requests.serve import ServedModel, SharedBeginning, preview, shared_beginning
 
 WAIT_SECONDS = 600.0
 """An engine that found no time in so long will find none."""

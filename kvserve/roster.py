@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from kvserve.catalogue import Catalogue, Listing, ModelSource
 from kvserve.core import Turn
-from kvserve.deferred import DeferredTurn, TurnInProgress
 from kvserve.engine.worker import EngineStatus
 from kvserve.errors import ModelLoadError, ModelNotFound, ModelUnavailable, NotReady, QueueFull, RequestError
 from kvserve.identity.conversations import ForgottenRecords
 from kvserve.keeping import Scope
-from kvserve.pipeline import ServedModel, preview, without_images
+from kvserve.requests.deferred import DeferredTurn, TurnInProgress
+from kvserve.requests.serve import ServedModel, preview, without_images
 from kvserve.stage import KnownModel, Maker, Stage, Swap
 from kvserve.telemetry.activity import RunningFacts
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvserve.answer_facts import raw_digests
 from kvserve.canonical.canonicalise import canonicalise, chain
 from kvserve.core import JsonObject, Turn
 from kvserve.errors import NotFound, RequestError
@@ -24,14 +23,15 @@ from kvserve.identity.owner import belongs_to
 from kvserve.identity.provenance import is_telling
 from kvserve.keeping import Scope
 from kvserve.reports import explanation_body, image_line, trace_fields
-from kvserve.running import Observer, RunningTurn
+from kvserve.requests.answer_facts import raw_digests
+from kvserve.requests.running_answer import Observer, RunningTurn
+from kvserve.requests.turn_facts import FinishedTurn
 from kvserve.sessions.lineage import BranchId
 from kvserve.sessions.whereabouts import Places
 from kvserve.telemetry.activity import Activity
 from kvserve.telemetry.metrics import Metrics, Reading
 from kvserve.telemetry.terminal import RequestFacts, Terminal
 from kvserve.telemetry.trace import TraceLimits, TraceLog
-from kvserve.turn_facts import FinishedTurn
 from kvserve.watching import Look, dashboard_body, readings
 
 SESSION_HASH_TOKENS = 128

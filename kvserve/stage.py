@@ -21,7 +21,7 @@ from kvserve.engine.worker import Engine, EngineStatus
 from kvserve.errors import ModelLoadError, NotReady
 from kvserve.identity.conversations import ForgottenRecords
 from kvserve.keeping import Scope
-from kvserve.pipeline import ServedModel
+from kvserve.requests.serve import ServedModel
 
 MIN_STAY_SECONDS = 1.0
 STAY_PER_LOAD = 2.0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvserve import foresight
 from kvserve.foresight import guessed
-from kvserve.pipeline import SharedBeginning
+from kvserve.requests.serve import SharedBeginning
 from tests.agents import TELLING, seen_prompts
 from tests.laws import IS_FULL, num_examples, sampled_cells
 from tests.protocols.responses_wire import as_responses

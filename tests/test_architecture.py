@@ -13,11 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "kvserve"
 JOINERS = (
-    "kvserve/pipeline.py",
-    "kvserve/running.py",
-    "kvserve/turn_facts.py",
-    "kvserve/remember.py",
-    "kvserve/answer_facts.py",
+    "kvserve/requests/",
     "kvserve/identity/",
     "kvserve/reports.py",
     "kvserve/seeing.py",
@@ -26,11 +22,9 @@ JOINERS = (
     "kvserve/process.py",
     "kvserve/forgetting.py",
     "kvserve/call_forms.py",
-    "kvserve/call_ids.py",
     "kvserve/loading.py",
     "kvserve/stage.py",
     "kvserve/roster.py",
-    "kvserve/agent_turns.py",
     "kvserve/foresight.py",
     "kvserve/next_turns.py",
     "kvserve/prewarming.py",
@@ -284,7 +278,7 @@ def test_scripts_speak_http_only() -> None:
         ("kvserve/cache/tree.py", "from .ram_tier import RamTier", "imports are absolute"),
         ("kvserve/cache/tree.py", "import mlx.core as mx", "import mlx*"),
         ("kvserve/output/tool_parsers.py", "from mlx_lm.tool_parsers import json_tools", "import mlx*"),
-        ("kvserve/pipeline.py", "import mlx_vlm", "import mlx*"),
+        ("kvserve/requests/serve.py", "import mlx_vlm", "import mlx*"),
         ("kvserve/app.py", "import os\nos.environ['A']", "reads the environment"),
         ("kvserve/app.py", "import os as o\no.getenv('A')", "reads the environment"),
         ("kvserve/proxy/litellm.py", "from os import environ", "reads the environment"),
@@ -306,7 +300,7 @@ def test_a_planted_violation_is_caught(path: str, source: str, rule: str) -> Non
     [
         ("kvserve/cache/tree.py", "from kvserve.cache.block_hash import x\nfrom kvserve.core import y"),
         ("kvserve/cache/tree.py", "import kvserve.errors\nfrom kvserve import core"),
-        ("kvserve/pipeline.py", "from kvserve.engine.worker import Worker\nfrom kvserve.cache.tree import Tree"),
+        ("kvserve/requests/serve.py", "from kvserve.engine.worker import Worker\nfrom kvserve.cache.tree import Tree"),
         ("kvserve/engine/prefix_cache.py", "from kvserve.cache.tree import PrefixTree"),
         ("kvserve/web/server.py", "from http.server import ThreadingHTTPServer\nfrom kvserve.protocols import p"),
         ("kvserve/engine/worker.py", "import threading\nimport mlx.core\nthreading.Thread(target=f)"),

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import kvserve.pipeline
+import kvserve.requests.serve
 from kvserve.app import App
 from kvserve.config import Launch, Settings
 from kvserve.core import Grammar, ToolChoice, ToolSpec, Turn
 from kvserve.output.grammar import Promise, build_grammar
 from kvserve.output.lark import quote
-from kvserve.pipeline import RunningTurn, ServedModel
+from kvserve.requests.serve import RunningTurn, ServedModel
 from kvserve.telemetry.log import parse_line
 from kvserve.telemetry.terminal import Terminal
 from tests.e2e.servers import PROXY_START_SECONDS, wait_until
@@ -162,7 +162,7 @@ def scripted_server(folder: Path, model: Path) -> Iterator[ScriptedServer]:
     app = App(Launch(settings, False, True, "on", dict(os.environ)), Terminal(Console(file=screen, width=200)))
     server = ScriptedServer(app, model, proxy_port, folder / "logs", screen)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvserve.pipeline, "build_grammar", server.build_grammar)
+        patch.setattr(kvserve.requests.serve, "build_grammar", server.build_grammar)
         patch.setattr(app, "serve", server.serve)
         try:
             app.start(threading.Event())

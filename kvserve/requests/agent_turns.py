@@ -30,11 +30,11 @@ from kvserve.core import (
     Turn,
     Waiting,
 )
-from kvserve.deferred import TurnInProgress
 from kvserve.errors import BadRequest, ContextOverflow, NotFound, QueueFull, StorageFailure
 from kvserve.identity.owner import Owner
-from kvserve.pipeline import ServedModel
 from kvserve.protocols.agents import AgentCard, AgentNote, CreateRequest
+from kvserve.requests.deferred import TurnInProgress
+from kvserve.requests.serve import ServedModel
 
 NUM_QUEUED_TURNS = 64
 """More turns than this do not wait for one agent."""

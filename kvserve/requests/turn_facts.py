@@ -1,5 +1,5 @@
 """The nouns of a turn on its way: its prompt, what was given to the engine, how far its answer is, and the turn when it
-is over. Values only: `pipeline.py` and `running.py` make them.
+is over. Values only: `serve.py` and `running_answer.py` make them.
 """
 
 from collections.abc import Callable, Sequence

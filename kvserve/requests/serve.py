@@ -1,4 +1,4 @@
-"""The story of a request: `serve_turn` takes a turn and queues it; `running.py` tells its answer as it comes.
+"""The story of a request: `serve_turn` takes a turn and queues it; `running_answer.py` tells its answer as it comes.
 
     1 recognise   identity  which conversation it continues; messages as the model saw them before
     2 render      prompt/   messages -> text (what the template refuses is said in the nearest form)
@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
-from kvserve.call_ids import CallIds
 from kvserve.core import (
     Answer,
     AnswerEvent,
@@ -60,10 +59,11 @@ from kvserve.prompt.images_unseen import without_sight
 from kvserve.prompt.stitch import Stitched, Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
 from kvserve.prompt.tokenizer import Tokenizer
-from kvserve.running import Observer, RunningTurn
+from kvserve.requests.call_ids import CallIds
+from kvserve.requests.running_answer import Observer, RunningTurn
+from kvserve.requests.turn_facts import Prompt, Submitted
 from kvserve.sessions.seen import common_length
 from kvserve.telemetry.terminal import LengthLimit
-from kvserve.turn_facts import Prompt, Submitted
 
 _NOBODY_SAYS = "\u2058"
 """Another user's words, to see where the system's end."""

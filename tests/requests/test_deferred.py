@@ -15,8 +15,8 @@ from kvserve.core import (
     Usage,
     Waiting,
 )
-from kvserve.deferred import DeferredTurn
 from kvserve.errors import ModelUnavailable
+from kvserve.requests.deferred import DeferredTurn
 
 DONE = Finished("stop", Usage(3, 1, 2))
 

@@ -1,13 +1,13 @@
 """What is kept of a turn when it is over: the conversation that the model has read and written, or the raw prompt, for
-the next one to go on from. It joins rooms; when, and whether it may, `running.py` says.
+the next one to go on from. It joins rooms; when, and whether it may, `running_answer.py` says.
 """
 
 from kvserve.core import TextBlock, Written
 from kvserve.explain.raw_prompts import RawRecord
 from kvserve.identity.conversations import Conversations, Exchanged
+from kvserve.requests.turn_facts import AnswerState
 from kvserve.sessions.lineage import Branch
 from kvserve.sessions.seen import pack_ids
-from kvserve.turn_facts import AnswerState
 
 
 def remember(state: AnswerState, conversations: Conversations, *, is_aborted: bool) -> Branch | None:

@@ -2,7 +2,7 @@
 
     tokens -> text -> reasoning | content | tool call -> finish: the conversation is remembered, then the client told
 
-It joins rooms as `pipeline.py` does, which makes it; it runs on the web thread of its request. What is kept of the turn
+It joins rooms as `serve.py` does, which makes it; it runs on the web thread of its request. What is kept of the turn
 is `remember.py`'s, what is told of it besides `answer_facts.py`'s.
 """
 
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from kvserve.answer_facts import OtherModel, explanation_of, request_facts, running_facts, whose_limit
 from kvserve.core import (
     AnswerEvent,
     Awaiting,
@@ -34,10 +33,11 @@ from kvserve.core import (
 from kvserve.errors import NotReady, RequestError
 from kvserve.identity.conversations import Conversations
 from kvserve.output.answer import AnswerReader
-from kvserve.remember import remember
+from kvserve.requests.answer_facts import OtherModel, explanation_of, request_facts, running_facts, whose_limit
+from kvserve.requests.remember import remember
+from kvserve.requests.turn_facts import AnswerState, FinishedTurn, Submitted
 from kvserve.sessions.lineage import Branch
 from kvserve.telemetry.activity import RunningFacts
-from kvserve.turn_facts import AnswerState, FinishedTurn, Submitted
 
 
 @dataclass(frozen=True, slots=True)
