@@ -24,8 +24,8 @@ from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
 from kvserve.app import App
 from kvserve.config import Launch, Settings
 from kvserve.engine import scheduler
+from kvserve.observe.terminal import Terminal
 from kvserve.requests.serve import ServedModel
-from kvserve.telemetry.terminal import Terminal
 
 CACHE_PATH = "/v1/cache"
 COUNT_PATH = "/v1/messages/count_tokens"

@@ -24,11 +24,11 @@ from benchmarks.recordings import Reply, Request
 from benchmarks.reuse_oracle import CONVENTIONS
 from benchmarks.rig import rounds
 from kvserve.demo.build import build_model
+from kvserve.observe.requests import Seeing, SeeingSettings
+from kvserve.observe.snapshot import Look
+from kvserve.observe.terminal import Terminal
 from kvserve.requests import running_answer
 from kvserve.requests.running_answer import Observer
-from kvserve.seeing import Seeing, SeeingSettings
-from kvserve.telemetry.terminal import Terminal
-from kvserve.watching import Look
 
 BLOCK_TURNS = 8
 REPLY = Reply("A thought.", "Read.", ())

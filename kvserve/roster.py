@@ -20,9 +20,9 @@ from kvserve.errors import ModelLoadError, ModelNotFound, ModelUnavailable, NotR
 from kvserve.identity.conversations import ForgottenRecords
 from kvserve.keeping import Scope
 from kvserve.requests.deferred import DeferredTurn, TurnInProgress
+from kvserve.requests.request_facts import RunningFacts
 from kvserve.requests.serve import ServedModel, preview, without_images
 from kvserve.stage import KnownModel, Maker, Stage, Swap
-from kvserve.telemetry.activity import RunningFacts
 
 ABANDONED_SECONDS = 60.0
 """A place in the queue that nobody has asked after for this long is given up."""

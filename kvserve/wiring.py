@@ -14,11 +14,11 @@ from kvserve.engine.quantised import KvSettings
 from kvserve.engine.warming import WarmSettings
 from kvserve.engine.worker import EngineSettings
 from kvserve.identity.recognise import IdentitySettings
+from kvserve.observe.requests import SeeingSettings
 from kvserve.prompt.images_remote import RemoteLimits, RemotePictures
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.proxy.access import is_loopback
 from kvserve.proxy.settings import ProxySettings
-from kvserve.seeing import SeeingSettings
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE_NAME
 from kvserve.sessions.stores import StoreLimits
 from kvserve.settings.kinds import aliases_in

@@ -16,7 +16,7 @@ import pytest
 
 import kvserve.loading
 from kvserve.errors import ModelLoadError, PortTaken
-from kvserve.telemetry.log import parse_line
+from kvserve.observe.log import parse_line
 from kvserve.wiring import access_warnings
 from tests.engine.odd_caches import Unmergeable, use_cache
 from tests.laws import sampled_cells

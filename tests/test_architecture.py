@@ -15,9 +15,9 @@ PACKAGE = ROOT / "kvserve"
 JOINERS = (
     "kvserve/requests/",
     "kvserve/identity/",
-    "kvserve/reports.py",
-    "kvserve/seeing.py",
-    "kvserve/watching.py",
+    "kvserve/observe/reports.py",
+    "kvserve/observe/requests.py",
+    "kvserve/observe/snapshot.py",
     "kvserve/app.py",
     "kvserve/process.py",
     "kvserve/forgetting.py",
@@ -71,9 +71,11 @@ DOORS_BETWEEN = {
     "kvserve.canonical": ("kvserve.settings.rules",),
     "kvserve.config": ("kvserve.settings",),
     "kvserve.explain": ("kvserve.sessions",),
+    "kvserve.observe": ("kvserve.requests.request_facts",),
 }
-"""The engine owns the prefix tree (.context/decisions/0001), an explanation compares records; of what is looked at
-before a start, a few read the same tables and files. Nobody else but the joiners looks into another room."""
+"""The engine owns the prefix tree (.context/decisions/0001), an explanation compares records, the terminal shows
+facts of requests; of what is looked at before a start, a few read the same tables and files. Nobody else but the
+joiners looks into another room."""
 
 
 def is_under(name: str, *packages: str) -> bool:

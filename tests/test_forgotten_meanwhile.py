@@ -17,8 +17,8 @@ from kvserve.engine.worker import Engine
 from kvserve.foresight import Foresight
 from kvserve.identity.conversations import Conversations
 from kvserve.keeping import Scope
+from kvserve.observe.trace import TraceLog
 from kvserve.roster import Roster
-from kvserve.telemetry.trace import TraceLog
 from tests.laws import sampled_cells
 from tests.models import tiny_model
 from tests.serving import (

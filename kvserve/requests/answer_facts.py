@@ -14,9 +14,8 @@ from kvserve.explain.raw import RawAsked, explain_raw
 from kvserve.explain.raw_prompts import text_digests
 from kvserve.identity.conversations import Conversations
 from kvserve.identity.owner import Owner
+from kvserve.requests.request_facts import LengthLimit, RequestFacts, RunningFacts
 from kvserve.requests.turn_facts import AnswerState, Submitted
-from kvserve.telemetry.activity import RunningFacts
-from kvserve.telemetry.terminal import LengthLimit, RequestFacts
 
 type OtherModel = Callable[[str, Sequence[bytes]], str | None]
 """Which model but this one (by its name) has read what has these digests."""

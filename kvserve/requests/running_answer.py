@@ -35,9 +35,9 @@ from kvserve.identity.conversations import Conversations
 from kvserve.output.answer import AnswerReader
 from kvserve.requests.answer_facts import OtherModel, explanation_of, request_facts, running_facts, whose_limit
 from kvserve.requests.remember import remember
+from kvserve.requests.request_facts import RunningFacts
 from kvserve.requests.turn_facts import AnswerState, FinishedTurn, Submitted
 from kvserve.sessions.lineage import Branch
-from kvserve.telemetry.activity import RunningFacts
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,10 +60,10 @@ from kvserve.prompt.stitch import Stitched, Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.requests.call_ids import CallIds
+from kvserve.requests.request_facts import LengthLimit
 from kvserve.requests.running_answer import Observer, RunningTurn
 from kvserve.requests.turn_facts import Prompt, Submitted
 from kvserve.sessions.seen import common_length
-from kvserve.telemetry.terminal import LengthLimit
 
 _NOBODY_SAYS = "\u2058"
 """Another user's words, to see where the system's end."""

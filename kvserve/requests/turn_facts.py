@@ -13,9 +13,9 @@ from kvserve.explain.raw_prompts import RawRecord
 from kvserve.identity.owner import Owner
 from kvserve.identity.reading import Reading
 from kvserve.output.answer import AnswerReader
+from kvserve.requests.request_facts import LengthLimit, RequestFacts
 from kvserve.sessions.lineage import Branch
 from kvserve.sessions.seen import pack_ids
-from kvserve.telemetry.terminal import LengthLimit, RequestFacts
 
 NO_REUSE = Reuse()
 

@@ -22,11 +22,11 @@ import kvserve.requests.serve
 from kvserve.app import App
 from kvserve.config import Launch, Settings
 from kvserve.core import Grammar, ToolChoice, ToolSpec, Turn
+from kvserve.observe.log import parse_line
+from kvserve.observe.terminal import Terminal
 from kvserve.output.grammar import Promise, build_grammar
 from kvserve.output.lark import quote
 from kvserve.requests.serve import RunningTurn, ServedModel
-from kvserve.telemetry.log import parse_line
-from kvserve.telemetry.terminal import Terminal
 from tests.e2e.servers import PROXY_START_SECONDS, wait_until
 from tests.proxy.stubs import free_port
 

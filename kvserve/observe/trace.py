@@ -21,7 +21,7 @@ from pathlib import Path
 
 from kvserve.core import NOBODY
 from kvserve.keeping import Scope
-from kvserve.telemetry.log import Event, format_line
+from kvserve.observe.log import Event, format_line
 
 LABEL_CHARACTERS = 24
 SHORT_FIELD_BYTES = 1024

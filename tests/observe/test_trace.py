@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvserve.keeping import Scope
-from kvserve.telemetry.log import parse_line
-from kvserve.telemetry.trace import TraceLimits, TraceLog, session_label
+from kvserve.observe.log import parse_line
+from kvserve.observe.trace import TraceLimits, TraceLog, session_label
 
 NOON = datetime(2026, 11, 21, 12, 0, 0).astimezone().timestamp()
 DAY = "2026-11-21"

@@ -17,8 +17,9 @@ import pytest
 from rich.console import Console
 
 from kvserve.core import Awaiting, RequestId
-from kvserve.telemetry.bars import LINE_SECONDS, SILENT_SECONDS
-from kvserve.telemetry.terminal import BannerFacts, RequestFacts, Terminal, banner_lines, curl_line, request_text
+from kvserve.observe.bars import LINE_SECONDS, SILENT_SECONDS
+from kvserve.observe.terminal import BannerFacts, Terminal, banner_lines, curl_line, request_text
+from kvserve.requests.request_facts import RequestFacts
 
 ID = RequestId("a1b2c3")
 BANNER = BannerFacts("0.1.0", "tiny", 131072, "http://127.0.0.1:8080", "http://127.0.0.1:4000")
@@ -336,7 +337,7 @@ def test_a_reader_that_leaves_does_not_end_the_process() -> None:
     """`server | head -1`: after the pipe broke the process goes on and ends with its own exit code."""
     program = (
         "from rich.console import Console\n"
-        "from kvserve.telemetry.terminal import Terminal\n"
+        "from kvserve.observe.terminal import Terminal\n"
         "import sys\n"
         "terminal = Terminal(Console())\n"
         "for number in range(200): terminal.note('x' * 1000)\n"

@@ -9,34 +9,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
-from typing import Literal, Protocol
+from typing import Protocol
 
 from kvserve.core import RequestId
-from kvserve.telemetry.terminal import RequestFacts
+from kvserve.requests.request_facts import RequestFacts, RunningFacts
 
 BUCKET_SECONDS = 10
 NUM_BUCKETS = 360
 NUM_TIMES = 256
 MAX_RUNNING = 1_024
-
-Stage = Literal["waiting for model", "waiting", "prefill", "decode"]
-"""Where a request is: until its `model` is loaded, in the engine's queue, or computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunningFacts:
-    """One request that is not over: how many of its prompt's tokens are in the KV cache, and what it has written."""
-
-    request_id: RequestId
-    protocol: str
-    model: str
-    session: str | None
-    stage: Stage
-    num_prompt_tokens: int
-    num_done_tokens: int
-    num_cached_tokens: int
-    num_generated_tokens: int
-    seconds: float
 
 
 class Watched(Protocol):

@@ -22,17 +22,18 @@ from kvserve.explain.words import clause
 from kvserve.identity.owner import belongs_to
 from kvserve.identity.provenance import is_telling
 from kvserve.keeping import Scope
-from kvserve.reports import explanation_body, image_line, trace_fields
+from kvserve.observe.activity import Activity
+from kvserve.observe.metrics import Metrics, Reading
+from kvserve.observe.reports import explanation_body, image_line, trace_fields
+from kvserve.observe.snapshot import Look, dashboard_body, readings
+from kvserve.observe.terminal import Terminal
+from kvserve.observe.trace import TraceLimits, TraceLog
 from kvserve.requests.answer_facts import raw_digests
+from kvserve.requests.request_facts import RequestFacts
 from kvserve.requests.running_answer import Observer, RunningTurn
 from kvserve.requests.turn_facts import FinishedTurn
 from kvserve.sessions.lineage import BranchId
 from kvserve.sessions.whereabouts import Places
-from kvserve.telemetry.activity import Activity
-from kvserve.telemetry.metrics import Metrics, Reading
-from kvserve.telemetry.terminal import RequestFacts, Terminal
-from kvserve.telemetry.trace import TraceLimits, TraceLog
-from kvserve.watching import Look, dashboard_body, readings
 
 SESSION_HASH_TOKENS = 128
 LOOK_SECONDS = 0.9

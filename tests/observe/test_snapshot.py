@@ -7,9 +7,10 @@ from typing import Any
 from kvserve.core import RequestId, Reuse
 from kvserve.explain.difference import Difference
 from kvserve.explain.explanation import Explanation
+from kvserve.observe.activity import Activity
+from kvserve.observe.snapshot import MAX_BRANCHES, MAX_MISSES, Look, dashboard_body, readings
+from kvserve.requests.request_facts import RunningFacts
 from kvserve.sessions.lineage import Branch, BranchId, SessionKey, SessionView
-from kvserve.telemetry.activity import Activity, RunningFacts
-from kvserve.watching import MAX_BRANCHES, MAX_MISSES, Look, dashboard_body, readings
 
 MISS = Explanation(
     request_id=RequestId("r1"),

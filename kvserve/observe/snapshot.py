@@ -12,11 +12,12 @@ from typing import Any, Literal
 from kvserve.core import JsonObject
 from kvserve.explain.causes import NO_MISS
 from kvserve.explain.explanation import Explanation
-from kvserve.reports import explanation_body
+from kvserve.observe.activity import Activity
+from kvserve.observe.metrics import Reading
+from kvserve.observe.reports import explanation_body
+from kvserve.observe.trace import session_label
+from kvserve.requests.request_facts import RunningFacts
 from kvserve.sessions.lineage import Branch, BranchId, SessionView
-from kvserve.telemetry.activity import Activity, RunningFacts
-from kvserve.telemetry.metrics import Reading
-from kvserve.telemetry.trace import session_label
 
 MAX_SESSIONS = 40
 MAX_BRANCHES = 200

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.telemetry.log import Event, format_line, parse_line
+from kvserve.observe.log import Event, format_line, parse_line
 from tests.laws import num_examples
 
 names = st.from_regex(r"[a-z][a-z0-9_]{0,12}", fullmatch=True)

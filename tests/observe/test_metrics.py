@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvserve.core import RequestId
-from kvserve.telemetry.metrics import TOKENS, Metrics, Reading
-from kvserve.telemetry.terminal import RequestFacts
+from kvserve.observe.metrics import TOKENS, Metrics, Reading
+from kvserve.requests.request_facts import RequestFacts
 
 FACTS = RequestFacts(
     RequestId("a"),

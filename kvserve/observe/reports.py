@@ -17,9 +17,9 @@ from kvserve.explain.difference import text_form
 from kvserve.explain.explanation import Explanation
 from kvserve.explain.words import remedy, summary
 from kvserve.identity.conversations import ConversationTotals
+from kvserve.requests.request_facts import RequestFacts
 from kvserve.requests.turn_facts import FinishedTurn
 from kvserve.roster import RosterStatus
-from kvserve.telemetry.terminal import RequestFacts
 
 TRACED = (
     "source",

@@ -11,19 +11,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 from rich.console import Console
 from rich.text import Text
 
-from kvserve.core import Awaiting, RequestId, ReuseTier
-from kvserve.telemetry.bars import Bars
+from kvserve.core import Awaiting, RequestId
+from kvserve.observe.bars import Bars
+from kvserve.requests.request_facts import RequestFacts
 
 LONG_PREFILL_SECONDS = 2.0
 LONG_PREFILL_TOKENS = 2048
 SHORT_ID_CHARACTERS = 12
-
-LengthLimit = Literal["max_tokens", "DEFAULT_MAX_TOKENS", "context limit", "watchdog"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,37 +40,6 @@ class BannerFacts:
     needs_api_key: bool = False
     warnings: tuple[str, ...] = ()
     disk: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
-    """One request, over. None where a thing was never reached: no first token, no finish, no error.
-
-    `cut_by` says whose limit a `length` was; `cause` is why less was reused than could have been. `tier` is where the
-    cached tokens came from, `num_matched_tokens` how deep the prompt was known, `num_prefilled_tokens` what of it was
-    computed; `seconds` is the whole time since it was submitted.
-    """
-
-    request_id: RequestId
-    protocol: str
-    model: str
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_completion_tokens: int = 0
-    session: str | None = None
-    ttft_seconds: float | None = None
-    tokens_per_second: float | None = None
-    finish_reason: str | None = None
-    cut_by: LengthLimit | None = None
-    error_status: int | None = None
-    notes: tuple[str, ...] = ()
-    cause: str | None = None
-    tier: ReuseTier = "nothing"
-    num_matched_tokens: int = 0
-    num_prefilled_tokens: int = 0
-    queue_seconds: float | None = None
-    prefill_seconds: float | None = None
-    seconds: float = 0.0
 
 
 class LoadingBar:

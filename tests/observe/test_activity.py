@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from kvserve.core import RequestId
-from kvserve.telemetry.activity import BUCKET_SECONDS, MAX_RUNNING, NUM_BUCKETS, Activity, RunningFacts
-from kvserve.telemetry.terminal import RequestFacts
+from kvserve.observe.activity import BUCKET_SECONDS, MAX_RUNNING, NUM_BUCKETS, Activity
+from kvserve.requests.request_facts import RequestFacts, RunningFacts
 
 
 @dataclass

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from kvserve.telemetry.terminal import RequestFacts
+from kvserve.requests.request_facts import RequestFacts
 
 PREFIX = "kvserve_"
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
