@@ -24,12 +24,10 @@ from kvserve.errors import ModelLoadError, NotReady, RequestError
 from kvserve.forgetting import Forgetting
 from kvserve.keeping import Scope
 from kvserve.loading import ModelMaker
-from kvserve.next_turns import NextTurns
 from kvserve.observe.reports import cache_body, disk_line, engine_fields, image_fields, memory_body
 from kvserve.observe.requests import Seeing
 from kvserve.observe.snapshot import Look
 from kvserve.observe.terminal import BannerFacts, Terminal, size_text
-from kvserve.prewarming import Prewarming, prewarm
 from kvserve.protocols.openai_models import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.proxy.litellm import LitellmProxy
@@ -39,6 +37,8 @@ from kvserve.requests.serve import ServedModel, count_tokens, serve_turn
 from kvserve.roster import Callbacks, Roster
 from kvserve.sessions.lineage import SessionView
 from kvserve.settings.start_checks import DEMO_MODEL_NAME, local_folder
+from kvserve.warming.prewarming import Prewarming, prewarm
+from kvserve.warming.speculative_prefill import NextTurns
 from kvserve.web.routes import make_router
 from kvserve.web.server import HttpServer
 from kvserve.wiring import (

@@ -14,10 +14,10 @@ from kvserve.engine.cache_records import ForgottenKv
 from kvserve.errors import BadRequest, NotReady
 from kvserve.identity.owner import belongs_to
 from kvserve.keeping import Scope, UnderWay
-from kvserve.next_turns import NextTurns
 from kvserve.observe.requests import Seeing
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.roster import Roster
+from kvserve.warming.speculative_prefill import NextTurns
 
 NO_SESSIONS = (
     "session: with CACHE_SESSION_PARTITIONING=false the sessions of a principal share their records and KV, so none "

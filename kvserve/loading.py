@@ -31,7 +31,6 @@ from kvserve.keeping import Scope
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.said import Said, Says
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
-from kvserve.prewarming import warm_learned
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.call_row import NoRow, call_row
 from kvserve.prompt.images import Images
@@ -44,6 +43,7 @@ from kvserve.requests.running_answer import Observer
 from kvserve.requests.serve import ServedModel
 from kvserve.sessions.archive import Archive, sweep_stale, unused
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE
+from kvserve.warming.prewarming import warm_learned
 from kvserve.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_bytes
 
 OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")

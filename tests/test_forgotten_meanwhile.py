@@ -14,11 +14,11 @@ import kvserve.app
 from kvserve.app import App
 from kvserve.canonical import layout
 from kvserve.engine.worker import Engine
-from kvserve.foresight import Foresight
 from kvserve.identity.conversations import Conversations
 from kvserve.keeping import Scope
 from kvserve.observe.trace import TraceLog
 from kvserve.roster import Roster
+from kvserve.warming.next_turn_predictor import Foresight
 from tests.laws import sampled_cells
 from tests.models import tiny_model
 from tests.serving import (

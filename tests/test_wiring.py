@@ -125,7 +125,7 @@ KEPT_ELSEWHERE = {
     *("CACHE_RULE_POLICIES", "IMAGE_HOSTS", "IMAGE_FETCH_SECONDS", "IMAGE_FETCH_MAX_BYTES"),
     # where a request's KV is: tests/test_tenant_isolation.py
     "TENANT_ISOLATION",
-    # what the process itself acts on: tests/test_app.py, tests/test_next_turns.py, tests/test_prewarming.py
+    # what the process itself acts on: tests/test_app.py, tests/warming/
     *("MODEL_PATH", "MODEL_FAMILY", "PROXY_STARTUP_WAIT_SECONDS", "WARM_NEXT_TURN", "PREWARM_PREFIXES"),
 }
 

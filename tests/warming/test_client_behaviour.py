@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvserve.core import Message, Role, TextBlock, ThinkingBlock, ToolCallBlock
-from kvserve.sessions.habits import MAX_OPENINGS, Habits, echoed, history_after, learn
+from kvserve.warming.client_behaviour import MAX_OPENINGS, Habits, echoed, history_after, learn
 
 
 def say(role: Role, text: str) -> Message:

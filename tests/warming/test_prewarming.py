@@ -11,7 +11,7 @@ import pytest
 from kvserve.config import Settings
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.warming import WarmSettings
-from kvserve.prewarming import warm_learned
+from kvserve.warming.prewarming import warm_learned
 from kvserve.wiring import engine_settings
 from tests.engine.visions import QUICK, data_url, picture
 from tests.laws import THREE_KINDS, TWO_KINDS, sampled, sampled_cells

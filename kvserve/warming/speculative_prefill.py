@@ -1,7 +1,7 @@
 """Hears when turns are over, and has what follows them computed while nobody asks for anything: next-turn warming.
 
 It joins rooms per process and has a thread of its own, so that no answer waits for a guess. What is guessed is
-`foresight.py`'s, when it is computed the engine's.
+`next_turn_predictor.py`'s, when it is computed the engine's.
 """
 
 import threading
@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from kvserve.core import RequestId
 from kvserve.engine.warming import Warming, WarmJob
-from kvserve.foresight import Foresight, Over, over, turn_before
 from kvserve.requests.running_answer import Observer, RunningTurn
 from kvserve.requests.serve import ServedModel
 from kvserve.requests.turn_facts import FinishedTurn
+from kvserve.warming.next_turn_predictor import Foresight, Over, over, turn_before
 
 QUIET_SECONDS = 0.05
 """For so long nobody asks for anything before a guess is made: a client that goes on at once shares no core with it."""

@@ -9,8 +9,8 @@ import pytest
 
 from kvserve.engine.warming import Warming, WarmJob
 from kvserve.engine.worker import Engine
-from kvserve.foresight import MIN_NEW_TOKENS, Foresight
-from kvserve.next_turns import NextTurns
+from kvserve.warming.next_turn_predictor import MIN_NEW_TOKENS, Foresight
+from kvserve.warming.speculative_prefill import NextTurns
 from tests import agents
 from tests.agents import STYLES, TELLING, Asked, Conversation, EchoStyle
 from tests.laws import sampled, sampled_cells

@@ -14,10 +14,10 @@ from benchmarks.recordings import Conversation, Reply, Request, read_recordings,
 from benchmarks.reuse_oracle import CONVENTIONS
 from kvserve.core import RequestId, TextBlock
 from kvserve.engine.warming import WarmJob
-from kvserve.foresight import MIN_NEW_TOKENS, Foresight, over
 from kvserve.protocols.openai_chat import parse_chat
 from kvserve.requests.serve import preview
 from kvserve.sessions.seen import common_length
+from kvserve.warming.next_turn_predictor import MIN_NEW_TOKENS, Foresight, over
 from tests.laws import sampled_cells
 from tests.models import tiny_model
 

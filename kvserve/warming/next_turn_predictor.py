@@ -19,8 +19,8 @@ from kvserve.identity.reading import Reading
 from kvserve.requests.running_answer import RunningTurn
 from kvserve.requests.serve import ServedModel, SharedBeginning, shared_beginning
 from kvserve.requests.turn_facts import FinishedTurn
-from kvserve.sessions.habits import Habits, History, history_after, learn, place_of
 from kvserve.sessions.seen import TurnRecord, common_length
+from kvserve.warming.client_behaviour import Habits, History, history_after, learn, place_of
 
 MIN_NEW_TOKENS = 8
 """Fewer tokens are not worth a job: the end of an answer and the header of the next message are about as many."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from kvserve.core import Message, MessageStart, TextBlock, TokenSequence, Turn
 from kvserve.engine.warming import Warming, WarmJob
 from kvserve.errors import ContextOverflow, EngineFailure, NotReady
-from kvserve.foresight import FIRST_WORDS
 from kvserve.requests.serve import ServedModel, SharedBeginning, preview, shared_beginning
+from kvserve.warming.next_turn_predictor import FIRST_WORDS
 
 WAIT_SECONDS = 600.0
 """An engine that found no time in so long will find none."""
