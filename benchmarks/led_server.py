@@ -21,7 +21,7 @@ from benchmarks.client import BenchmarkError
 from benchmarks.given_ids import GivenIds
 from benchmarks.model_free import Script, Told, script_of
 from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
-from kvserve.app import App
+from kvserve.app.server import App
 from kvserve.config import Launch, Settings
 from kvserve.engine import scheduler
 from kvserve.observe.terminal import Terminal

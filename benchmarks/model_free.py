@@ -15,6 +15,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from benchmarks.given_ids import GivenIds
 from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
+from kvserve.app.wiring import engine_settings, identity_settings, request_defaults
 from kvserve.config import Settings
 from kvserve.core import NOBODY, GenerationRequest, JsonObject, RequestDefaults, RequestId, ToolCallBlock
 from kvserve.engine.memory import fixed_memory
@@ -37,7 +38,6 @@ from kvserve.protocols.responses_store import ResponseStore
 from kvserve.requests.running_answer import Observer, RunningTurn
 from kvserve.requests.serve import ServedModel, serve_turn
 from kvserve.requests.turn_facts import FinishedTurn
-from kvserve.wiring import engine_settings, identity_settings, request_defaults
 
 CONTEXT_TOKENS = 2**20
 UNLIMITED_BYTES = 2**40

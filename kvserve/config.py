@@ -2,7 +2,7 @@
 what each may be.
 
 Flags override the environment, which overrides `.env`. A value that cannot be used raises `SettingError` with key,
-value and what was expected. The rooms never see this file: `app.py` hands each the values it needs.
+value and what was expected. The rooms never see this file: `app/wiring.py` hands each the values it needs.
 """
 
 import io

@@ -2,7 +2,7 @@
 
 It refuses what is certain to fail as things stand, and nothing else; a setting that is not known yet skips its checks.
 Standard library only, and every line must run under Python 3.9, here and in what it imports: install_and_run.py asks
-before it installs, `process.py` before it imports what takes seconds, and both say the same.
+before it installs, `app/process.py` before it imports what takes seconds, and both say the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the web server needs of the process it fronts: contracts only, kept by `app.py` and `requests/serve.py`."""
+"""What the web server needs of the process it fronts: contracts only, kept by `app/` and `requests/`."""
 
 from collections.abc import Sequence
 from threading import Semaphore

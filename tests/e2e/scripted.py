@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 import kvserve.requests.serve
-from kvserve.app import App
+from kvserve.app.server import App
 from kvserve.config import Launch, Settings
 from kvserve.core import Grammar, ToolChoice, ToolSpec, Turn
 from kvserve.observe.log import parse_line

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from kvserve.app.model_factory import read_calls
 from kvserve.core import CallRow, Message, TextBlock, ToolCallBlock, ToolResultBlock
-from kvserve.loading import read_calls
 from kvserve.output.formats import select_format
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.call_row import find_call_row

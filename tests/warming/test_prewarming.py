@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvserve.app.wiring import engine_settings
 from kvserve.config import Settings
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.warming import WarmSettings
 from kvserve.warming.prewarming import warm_learned
-from kvserve.wiring import engine_settings
 from tests.engine.visions import QUICK, data_url, picture
 from tests.laws import THREE_KINDS, TWO_KINDS, sampled, sampled_cells
 from tests.serving import AppUnderTest, chat_body, eventually, serving_app

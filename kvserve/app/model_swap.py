@@ -3,8 +3,8 @@
     unload   the old engine flushes what it keeps and ends, and its memory is given back
     load     the other engine starts; if it fails, the old model is loaded again
 
-It joins the engine with what is served of a model. Who asks for which model is for `roster.py`, which calls everything
-here under its lock; no step blocks.
+It joins the engine with what is served of a model. Who asks for which model is for `model_pool.py`, which calls
+everything here under its lock; no step blocks.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvserve.catalogue import ModelSource
+from kvserve.app.catalogue import ModelSource
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.model_files import weights_stamp
 from kvserve.engine.worker import Engine, EngineStatus

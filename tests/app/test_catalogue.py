@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.catalogue import BUILT_IN_ALIASES, Catalogue, CatalogueSettings, Disk, ModelSource
+from kvserve.app.catalogue import BUILT_IN_ALIASES, Catalogue, CatalogueSettings, Disk, ModelSource
 from kvserve.errors import ModelNotFound
 
 GEMMA = "mlx-community/gemma-3-12b-it-4bit"

@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+import kvserve.app.model_swap
 import kvserve.engine.worker
-import kvserve.stage
 from tests.engine.engines import held
 from tests.laws import sampled_cells
 from tests.models import tiny_model
@@ -136,8 +136,8 @@ def test_requests_for_both_are_all_answered_and_grouped(app: AppUnderTest, alone
 @pytest.fixture
 def short_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that others wait for leaves soon after it was loaded."""
-    monkeypatch.setattr(kvserve.stage, "MIN_STAY_SECONDS", 0.1)
-    monkeypatch.setattr(kvserve.stage, "STAY_PER_LOAD", 0.0)
+    monkeypatch.setattr(kvserve.app.model_swap, "MIN_STAY_SECONDS", 0.1)
+    monkeypatch.setattr(kvserve.app.model_swap, "STAY_PER_LOAD", 0.0)
 
 
 def test_a_model_that_others_wait_for_stays_only_for_a_while(short_stay: None, app: AppUnderTest) -> None:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvserve.roster
-import kvserve.stage
-from kvserve.catalogue import Catalogue, CatalogueSettings, Disk, ModelSource
+import kvserve.app.model_pool
+import kvserve.app.model_swap
+from kvserve.app.catalogue import Catalogue, CatalogueSettings, Disk, ModelSource
+from kvserve.app.model_pool import Callbacks, Roster
 from kvserve.core import AnswerEvent, Finished, RequestId, SamplingParams, Turn, Usage, Waiting
 from kvserve.errors import ModelLoadError, ModelUnavailable, NotReady
-from kvserve.roster import Callbacks, Roster
 from tests.laws import num_examples
 
 MODELS = ("a", "b", "c", "broken")
@@ -171,8 +171,10 @@ STEPS = st.lists(
 def no_prompts() -> Iterator[None]:
     """Prompts are not what this is about, nor is the collector."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvserve.roster, "preview", lambda turn, served: SimpleNamespace(tokens=(), num_marked_tokens=0))
-        patch.setattr(kvserve.stage, "gc", SimpleNamespace(freeze=int, unfreeze=int, collect=int))
+        patch.setattr(
+            kvserve.app.model_pool, "preview", lambda turn, served: SimpleNamespace(tokens=(), num_marked_tokens=0)
+        )
+        patch.setattr(kvserve.app.model_swap, "gc", SimpleNamespace(freeze=int, unfreeze=int, collect=int))
         yield
 
 

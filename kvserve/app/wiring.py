@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from kvserve.agents.store import AgentStore
+from kvserve.app.catalogue import CatalogueSettings
 from kvserve.canonical.rules import select
-from kvserve.catalogue import CatalogueSettings
 from kvserve.config import DiskMode, Settings
 from kvserve.core import RequestDefaults, SamplingParams
 from kvserve.engine.cache_records import CacheSettings

@@ -14,34 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvserve import __version__
-from kvserve.catalogue import Catalogue, Disk, ModelSource
-from kvserve.config import Launch
-from kvserve.core import JsonObject, RequestDefaults, TokenSequence, Turn
-from kvserve.demo.build import build_model
-from kvserve.engine.model import expected_sizes, fetched_folder
-from kvserve.engine.model_files import cached_folder, is_model_folder
-from kvserve.errors import ModelLoadError, NotReady, RequestError
-from kvserve.forgetting import Forgetting
-from kvserve.keeping import Scope
-from kvserve.loading import ModelMaker
-from kvserve.observe.reports import cache_body, disk_line, engine_fields, image_fields, memory_body
-from kvserve.observe.requests import Seeing
-from kvserve.observe.snapshot import Look
-from kvserve.observe.terminal import BannerFacts, Terminal, size_text
-from kvserve.protocols.openai_models import ModelCard
-from kvserve.protocols.responses_store import ResponseStore
-from kvserve.proxy.litellm import LitellmProxy
-from kvserve.requests.agent_turns import Agents, Models
-from kvserve.requests.deferred import TurnInProgress
-from kvserve.requests.serve import ServedModel, count_tokens, serve_turn
-from kvserve.roster import Callbacks, Roster
-from kvserve.sessions.lineage import SessionView
-from kvserve.settings.start_checks import DEMO_MODEL_NAME, local_folder
-from kvserve.warming.prewarming import Prewarming, prewarm
-from kvserve.warming.speculative_prefill import NextTurns
-from kvserve.web.routes import make_router
-from kvserve.web.server import HttpServer
-from kvserve.wiring import (
+from kvserve.app.catalogue import Catalogue, Disk, ModelSource
+from kvserve.app.forget_owner import Forgetting
+from kvserve.app.health import engine_fields
+from kvserve.app.model_factory import ModelMaker
+from kvserve.app.model_pool import Callbacks, Roster
+from kvserve.app.wiring import (
     access_warnings,
     agent_store,
     catalogue_settings,
@@ -54,6 +32,29 @@ from kvserve.wiring import (
     url_host,
     web_settings,
 )
+from kvserve.config import Launch
+from kvserve.core import JsonObject, RequestDefaults, TokenSequence, Turn
+from kvserve.demo.build import build_model
+from kvserve.engine.model import expected_sizes, fetched_folder
+from kvserve.engine.model_files import cached_folder, is_model_folder
+from kvserve.errors import ModelLoadError, NotReady, RequestError
+from kvserve.keeping import Scope
+from kvserve.observe.reports import cache_body, disk_line, image_fields, memory_body
+from kvserve.observe.requests import Seeing
+from kvserve.observe.snapshot import Look
+from kvserve.observe.terminal import BannerFacts, Terminal, size_text
+from kvserve.protocols.openai_models import ModelCard
+from kvserve.protocols.responses_store import ResponseStore
+from kvserve.proxy.litellm import LitellmProxy
+from kvserve.requests.agent_turns import Agents, Models
+from kvserve.requests.deferred import TurnInProgress
+from kvserve.requests.serve import ServedModel, count_tokens, serve_turn
+from kvserve.sessions.lineage import SessionView
+from kvserve.settings.start_checks import DEMO_MODEL_NAME, local_folder
+from kvserve.warming.prewarming import Prewarming, prewarm
+from kvserve.warming.speculative_prefill import NextTurns
+from kvserve.web.routes import make_router
+from kvserve.web.server import HttpServer
 
 MAX_WATCHERS = 8
 """Pages that may watch at the same time: each holds a connection and its thread."""

@@ -2,7 +2,7 @@
 
     flags, settings, ports -> start -> wait for a signal -> stop; a second signal ends it at once
 
-It joins rooms per process, with `app.py`, which it imports only once there is something to start.
+It joins rooms per process, with `server.py`, which it imports only once there is something to start.
 """
 
 import os
@@ -23,7 +23,7 @@ from kvserve.proxy.settings import proxy_files
 from kvserve.settings.start_checks import refuse_unusable_start
 
 if TYPE_CHECKING:
-    from kvserve.app import App
+    from kvserve.app.server import App
 
 
 REPEAT_SECONDS = 1.0
@@ -64,7 +64,7 @@ def _app(launch: Launch, terminal: Terminal) -> "App":
     )
     if launch.with_proxy:
         refuse_foreign_holder(settings.proxy_port, proxy_files(settings.state_dir, settings.proxy_port))
-    from kvserve.app import App
+    from kvserve.app.server import App
 
     return App(launch, terminal)
 

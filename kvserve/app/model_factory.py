@@ -1,7 +1,7 @@
 """From a model folder to a served model: tokenizer, template, records and output format first, the engine's part once
 its weights are there.
 
-It joins rooms per model. Which model is loaded, and when, is for `roster.py` to say.
+It joins rooms per model. Which model is loaded, and when, is for `model_pool.py` to say.
 """
 
 import contextlib
@@ -14,8 +14,9 @@ from pathlib import Path
 
 import llguidance
 
-from kvserve.call_forms import unheld_calls
-from kvserve.catalogue import ModelSource
+from kvserve.app.call_forms import unheld_calls
+from kvserve.app.catalogue import ModelSource
+from kvserve.app.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_bytes
 from kvserve.config import DiskMode, Settings
 from kvserve.core import CallRow, RequestDefaults, ToolSpec
 from kvserve.engine.census import Census, census, differing
@@ -44,7 +45,6 @@ from kvserve.requests.serve import ServedModel
 from kvserve.sessions.archive import Archive, sweep_stale, unused
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE
 from kvserve.warming.prewarming import warm_learned
-from kvserve.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_bytes
 
 OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
 

@@ -6,9 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvserve.config import Settings, setting_key
-from kvserve.engine.quantised import KvSettings
-from kvserve.wiring import (
+from kvserve.app.wiring import (
     access_warnings,
     catalogue_settings,
     engine_settings,
@@ -20,6 +18,8 @@ from kvserve.wiring import (
     seeing_settings,
     web_settings,
 )
+from kvserve.config import Settings, setting_key
+from kvserve.engine.quantised import KvSettings
 
 HERE = str(Path(__file__).parent)
 """A folder that is there."""
@@ -125,7 +125,7 @@ KEPT_ELSEWHERE = {
     *("CACHE_RULE_POLICIES", "IMAGE_HOSTS", "IMAGE_FETCH_SECONDS", "IMAGE_FETCH_MAX_BYTES"),
     # where a request's KV is: tests/test_tenant_isolation.py
     "TENANT_ISOLATION",
-    # what the process itself acts on: tests/test_app.py, tests/warming/
+    # what the process itself acts on: tests/app/test_server.py, tests/warming/
     *("MODEL_PATH", "MODEL_FAMILY", "PROXY_STARTUP_WAIT_SECONDS", "WARM_NEXT_TURN", "PREWARM_PREFIXES"),
 }
 

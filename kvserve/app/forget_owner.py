@@ -9,6 +9,7 @@ It joins rooms per process; each of them knows how to forget its own.
 import contextlib
 from functools import partial
 
+from kvserve.app.model_pool import Roster
 from kvserve.core import JsonObject, Turn
 from kvserve.engine.cache_records import ForgottenKv
 from kvserve.errors import BadRequest, NotReady
@@ -16,7 +17,6 @@ from kvserve.identity.owner import belongs_to
 from kvserve.keeping import Scope, UnderWay
 from kvserve.observe.requests import Seeing
 from kvserve.protocols.responses_store import ResponseStore
-from kvserve.roster import Roster
 from kvserve.warming.speculative_prefill import NextTurns
 
 NO_SESSIONS = (

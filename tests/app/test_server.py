@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import pytest
 
-import kvserve.loading
+import kvserve.app.model_factory
+from kvserve.app.wiring import access_warnings
 from kvserve.errors import ModelLoadError, PortTaken
 from kvserve.observe.log import parse_line
-from kvserve.wiring import access_warnings
 from tests.engine.odd_caches import Unmergeable, use_cache
 from tests.laws import sampled_cells
 from tests.serving import (
@@ -48,8 +48,8 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppUnderTest]:
 def test_while_the_model_loads_the_server_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests and /health are a 503 that says when to come back, the list is empty; then all is served."""
     go_on = threading.Event()
-    real = kvserve.loading.load_tokenizer
-    monkeypatch.setattr(kvserve.loading, "load_tokenizer", lambda folder: (go_on.wait(60), real(folder))[1])
+    real = kvserve.app.model_factory.load_tokenizer
+    monkeypatch.setattr(kvserve.app.model_factory, "load_tokenizer", lambda folder: (go_on.wait(60), real(folder))[1])
     with unstarted_app(tmp_path) as app, ThreadPoolExecutor(1) as pool:
         starting = pool.submit(app.app.start, threading.Event())
         try:
@@ -80,8 +80,8 @@ def test_a_stop_while_the_model_loads_ends_the_start(tmp_path: Path, monkeypatch
     """`start` returns soon, nothing is served, nothing stays."""
     threads = set(threading.enumerate())
     stopping = threading.Event()
-    real = kvserve.loading.load_tokenizer
-    monkeypatch.setattr(kvserve.loading, "load_tokenizer", lambda folder: (stopping.set(), real(folder))[1])
+    real = kvserve.app.model_factory.load_tokenizer
+    monkeypatch.setattr(kvserve.app.model_factory, "load_tokenizer", lambda folder: (stopping.set(), real(folder))[1])
     with unstarted_app(tmp_path) as app:
         app.app.start(stopping)
         port = app.port
@@ -181,7 +181,7 @@ def test_the_terminal_says_when_the_proxy_is_ready(tmp_path: Path, monkeypatch: 
         def stop(self) -> None:
             """Nothing runs."""
 
-    monkeypatch.setattr("kvserve.app.LitellmProxy", Proxy)
+    monkeypatch.setattr("kvserve.app.server.LitellmProxy", Proxy)
     with unstarted_app(tmp_path, proxy_port=4567) as app:
         monkeypatch.setattr(app.app, "_launch", replace(app.app._launch, with_proxy=True))
         monkeypatch.setattr(app.app, "_server", SimpleNamespace(port=1, stop=lambda *_: None))

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvserve.call_forms import unheld_calls
+from kvserve.app.call_forms import unheld_calls
+from kvserve.app.model_factory import OWN_TOOL_TAGS, read_calls
 from kvserve.core import CallRow
-from kvserve.loading import OWN_TOOL_TAGS, read_calls
 from kvserve.output.formats import select_format
 from kvserve.output.tool_parsers.foreign import ForeignToolForm
 from kvserve.prompt.call_row import NoRow, call_row

@@ -1,7 +1,7 @@
 """Which model a request gets: names are resolved, and turns for a model that is not loaded wait until it is.
 
     drain    running requests of the loaded model finish; new ones wait for their own model
-    swap     the model that was waited for longest takes its place (`stage.py`); all that wait for it begin together
+    swap     the model that was waited for longest takes its place (`model_swap.py`); all that wait for it begin
 
 It has no thread of its own: whoever waits or asks takes the swap one step further. It joins rooms per model; what a
 request is, is for its callers to say.
@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvserve.catalogue import Catalogue, Listing, ModelSource
+from kvserve.app.catalogue import Catalogue, Listing, ModelSource
+from kvserve.app.model_swap import KnownModel, Maker, Stage, Swap
 from kvserve.core import Turn
 from kvserve.engine.worker import EngineStatus
 from kvserve.errors import ModelLoadError, ModelNotFound, ModelUnavailable, NotReady, QueueFull, RequestError
@@ -22,7 +23,6 @@ from kvserve.keeping import Scope
 from kvserve.requests.deferred import DeferredTurn, TurnInProgress
 from kvserve.requests.request_facts import RunningFacts
 from kvserve.requests.serve import ServedModel, preview, without_images
-from kvserve.stage import KnownModel, Maker, Stage, Swap
 
 ABANDONED_SECONDS = 60.0
 """A place in the queue that nobody has asked after for this long is given up."""
