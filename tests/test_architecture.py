@@ -13,18 +13,33 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "kvserve"
 JOINERS = (
-    "kvserve/requests/",
     "kvserve/identity/",
+    "kvserve/requests/",
     "kvserve/observe/reports.py",
     "kvserve/observe/requests.py",
     "kvserve/observe/snapshot.py",
-    "kvserve/app/",
     "kvserve/warming/next_turn_predictor.py",
-    "kvserve/warming/speculative_prefill.py",
     "kvserve/warming/prewarming.py",
+    "kvserve/warming/speculative_prefill.py",
     "kvserve/web/",
+    "kvserve/app/",
 )
 OPEN_TO_ALL = ("kvserve.core", "kvserve.errors", "kvserve.keeping")
+ORDER = (
+    ("errors", "keeping"),
+    ("core",),
+    ("settings",),
+    ("config", "agents", "cache", "canonical", "demo", "output", "prompt", "protocols", "proxy", "sessions"),
+    ("engine", "explain"),
+    ("identity",),
+    ("requests",),
+    ("observe", "warming"),
+    ("web",),
+    ("app",),
+)
+"""The packages and the files beside them. Each imports what stands in earlier rows only, the joiners too, so there is
+no circle: what a package needs to know of a later one is handed to it."""
+ROW_OF = {f"kvserve.{name}": number for number, row in enumerate(ORDER) for name in row}
 
 MAX_BORDERS = 20
 """So many places at most where a failure of any kind ends: a request, a thread, a row, a start."""
@@ -174,6 +189,14 @@ def joins_rooms(path: str, use: Use) -> bool:
     return not is_under(use.name, room, *OPEN_TO_ALL, *DOORS_BETWEEN.get(room, ()))
 
 
+def leads_back(path: str, use: Use) -> bool:
+    """Whether the import is of another package that does not stand before this one."""
+    if not use.is_import:
+        return False
+    room, other = room_of(path), ".".join(use.name.split(".")[:2])
+    return room != other and ROW_OF.get(other, -1) >= ROW_OF.get(room, 0)
+
+
 def violations(path: str, source: str) -> list[str]:
     """What one file of the package (path relative to the repository) does against the doors, as `path:line: rule`."""
     nodes = list(ast.walk(ast.parse(source)))
@@ -186,6 +209,8 @@ def violations(path: str, source: str) -> list[str]:
                 found.add((use.line, f"{door.rule} ({use.name})"))
         if joins_rooms(path, use):
             found.add((use.line, f"a room imports itself, core, errors and keeping ({use.name})"))
+        if leads_back(path, use):
+            found.add((use.line, f"a package imports earlier ones ({use.name})"))
     return [f"{path}:{line}: {rule}" for line, rule in sorted(found)]
 
 
@@ -195,6 +220,12 @@ def test_the_package_keeps_its_doors() -> None:
     assert files, "the package has no files"
     found = [v for file in files for v in violations(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))]
     assert not found, "\n".join(found)
+
+
+def test_each_package_has_its_place_in_the_order() -> None:
+    """No package, and no file beside them, is left out of what the order says."""
+    there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert {f"kvserve.{name}" for name in there - {"__init__"}} == set(ROW_OF)
 
 
 def is_blind(node: ast.AST) -> bool:
@@ -270,6 +301,10 @@ def test_scripts_speak_http_only() -> None:
         ("kvserve/engine/worker.py", "from kvserve.prompt import template", "a room imports itself"),
         ("kvserve/cache/tree.py", "import importlib\nimportlib.import_module('kvserve.web')", "a room imports itself"),
         ("kvserve/core.py", "from kvserve.config import Settings", "a room imports itself"),
+        ("kvserve/requests/serve.py", "from kvserve.observe.reports import trace_fields", "imports earlier ones"),
+        ("kvserve/requests/serve.py", "from kvserve import warming", "imports earlier ones"),
+        ("kvserve/observe/requests.py", "import kvserve.warming.prewarming", "imports earlier ones"),
+        ("kvserve/web/service.py", "if TYPE_CHECKING:\n    from kvserve.app.server import App", "imports earlier ones"),
         ("kvserve/cache/tree.py", "from .ram_tier import RamTier", "imports are absolute"),
         ("kvserve/cache/tree.py", "import mlx.core as mx", "import mlx*"),
         ("kvserve/output/tool_parsers.py", "from mlx_lm.tool_parsers import json_tools", "import mlx*"),
@@ -297,6 +332,7 @@ def test_a_planted_violation_is_caught(path: str, source: str, rule: str) -> Non
         ("kvserve/cache/tree.py", "import kvserve.errors\nfrom kvserve import core"),
         ("kvserve/requests/serve.py", "from kvserve.engine.worker import Worker\nfrom kvserve.cache.tree import Tree"),
         ("kvserve/engine/prefix_cache.py", "from kvserve.cache.tree import PrefixTree"),
+        ("kvserve/app/server.py", "from kvserve import __version__\nfrom kvserve.web.server import HttpServer"),
         ("kvserve/web/server.py", "from http.server import ThreadingHTTPServer\nfrom kvserve.protocols import p"),
         ("kvserve/engine/worker.py", "import threading\nimport mlx.core\nthreading.Thread(target=f)"),
         ("kvserve/sessions/turns.py", "import threading\nlock = threading.Lock()\nimport os\nos.replace('a', 'b')"),
