@@ -14,9 +14,9 @@ import kvserve.app.server
 from kvserve.app.model_pool import Roster
 from kvserve.app.server import App
 from kvserve.canonical import layout
+from kvserve.core.keeping import Scope
 from kvserve.engine.worker import Engine
 from kvserve.identity.conversations import Conversations
-from kvserve.keeping import Scope
 from kvserve.observe.trace import TraceLog
 from kvserve.warming.next_turn_predictor import Foresight
 from tests.laws import sampled_cells

@@ -11,10 +11,10 @@ from functools import partial
 
 from kvserve.app.model_pool import Roster
 from kvserve.core import JsonObject, Turn
+from kvserve.core.keeping import Scope, UnderWay
 from kvserve.engine.cache_records import ForgottenKv
 from kvserve.errors import BadRequest, NotReady
 from kvserve.identity.owner import belongs_to
-from kvserve.keeping import Scope, UnderWay
 from kvserve.observe.requests import Seeing
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.warming.speculative_prefill import NextTurns

@@ -19,6 +19,7 @@ from kvserve.app.catalogue import ModelSource
 from kvserve.app.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_bytes
 from kvserve.config import DiskMode, Settings
 from kvserve.core import CallRow, RequestDefaults, ToolSpec
+from kvserve.core.keeping import Scope
 from kvserve.engine.census import Census, census, differing
 from kvserve.engine.memory_plan import memory_bytes, plan_memory
 from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
@@ -28,7 +29,6 @@ from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError
 from kvserve.identity.conversations import Conversations, ForgottenRecords
 from kvserve.identity.recognise import IdentitySettings
-from kvserve.keeping import Scope
 from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.said import Said, Says
 from kvserve.output.tool_parsers.foreign import ForeignToolForm

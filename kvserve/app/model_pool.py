@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from kvserve.app.catalogue import Catalogue, Listing, ModelSource
 from kvserve.app.model_swap import KnownModel, Maker, Stage, Swap
 from kvserve.core import Turn
+from kvserve.core.keeping import Scope
 from kvserve.engine.worker import EngineStatus
 from kvserve.errors import ModelLoadError, ModelNotFound, ModelUnavailable, NotReady, QueueFull, RequestError
 from kvserve.identity.conversations import ForgottenRecords
-from kvserve.keeping import Scope
 from kvserve.requests.deferred import DeferredTurn, TurnInProgress
 from kvserve.requests.request_facts import RunningFacts
 from kvserve.requests.serve import ServedModel, preview, without_images

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvserve.app.catalogue import ModelSource
+from kvserve.core.keeping import Scope
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.model_files import weights_stamp
 from kvserve.engine.worker import Engine, EngineStatus
 from kvserve.errors import ModelLoadError, NotReady
 from kvserve.identity.conversations import ForgottenRecords
-from kvserve.keeping import Scope
 from kvserve.requests.serve import ServedModel
 
 MIN_STAY_SECONDS = 1.0

@@ -34,11 +34,11 @@ from kvserve.app.wiring import (
 )
 from kvserve.config import Launch
 from kvserve.core import JsonObject, RequestDefaults, TokenSequence, Turn
+from kvserve.core.keeping import Scope
 from kvserve.demo.build import build_model
 from kvserve.engine.model import expected_sizes, fetched_folder
 from kvserve.engine.model_files import cached_folder, is_model_folder
 from kvserve.errors import ModelLoadError, NotReady, RequestError
-from kvserve.keeping import Scope
 from kvserve.observe.reports import cache_body, disk_line, image_fields, memory_body
 from kvserve.observe.requests import Seeing
 from kvserve.observe.snapshot import Look

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvserve.core import AGENTS, NOBODY, Principal, RequestId
+from kvserve.core.keeping import Scope
 from kvserve.errors import Conflict
 from kvserve.explain.explanation import Explanation
-from kvserve.keeping import Scope
 
 NUM_NAMED = 3
 """How many requests are named to whoever gave the beginning of several ids."""

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from kvserve.canonical.canonicalise import canonicalise, chain
 from kvserve.core import JsonObject, Turn
+from kvserve.core.keeping import Scope
 from kvserve.errors import NotFound, RequestError
 from kvserve.explain.book import Explained, ExplanationBook
 from kvserve.explain.words import clause
 from kvserve.identity.owner import belongs_to
 from kvserve.identity.provenance import is_telling
-from kvserve.keeping import Scope
 from kvserve.observe.activity import Activity
 from kvserve.observe.metrics import Metrics, Reading
 from kvserve.observe.reports import explanation_body, image_line, trace_fields

@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from kvserve.core import NOBODY
-from kvserve.keeping import Scope
+from kvserve.core.keeping import Scope
 from kvserve.observe.log import Event, format_line
 
 LABEL_CHARACTERS = 24

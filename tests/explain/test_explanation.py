@@ -17,10 +17,10 @@ from kvserve.core import (
     ToolBlock,
     ToolResultBlock,
 )
+from kvserve.core.keeping import Scope
 from kvserve.errors import Conflict
 from kvserve.explain.book import Explained, ExplanationBook
 from kvserve.explain.explanation import Asked, Circumstances, RulesFired, explain
-from kvserve.keeping import Scope
 from kvserve.sessions.seen import Seen, TurnRecord, pack_ids
 
 MESSAGES = (Message("system", (TextBlock("S"),)), Message("user", (TextBlock("question"),)))

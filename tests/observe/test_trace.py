@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve.keeping import Scope
+from kvserve.core.keeping import Scope
 from kvserve.observe.log import parse_line
 from kvserve.observe.trace import TraceLimits, TraceLog, session_label
 

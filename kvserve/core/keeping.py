@@ -1,5 +1,5 @@
 """Who is to be forgotten, and whether a request that is under way may still leave anything behind. It knows names and
-nothing of what is kept; open to all rooms, as `core.py` is.
+nothing of what is kept.
 """
 
 import threading

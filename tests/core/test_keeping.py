@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvserve.core import RequestId, SamplingParams, Turn
-from kvserve.keeping import Keeping, Scope, UnderWay
+from kvserve.core.keeping import Keeping, Scope, UnderWay
 
 EVERYBODY = (("ann", "one"), ("ann", "two"), ("ben", "one"), ("", "one"), ("ann", None), ("", None))
 
