@@ -25,7 +25,7 @@ from kvserve.app.server import App
 from kvserve.config import Launch, Settings
 from kvserve.engine import scheduler
 from kvserve.observe.terminal import Terminal
-from kvserve.requests.serve import ServedModel
+from kvserve.requests.served_model import ServedModel
 
 CACHE_PATH = "/v1/cache"
 COUNT_PATH = "/v1/messages/count_tokens"

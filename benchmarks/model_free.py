@@ -36,7 +36,8 @@ from kvserve.protocols.openai_chat import ChatRequest, parse_chat
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
 from kvserve.protocols.responses_store import ResponseStore
 from kvserve.requests.running_answer import Observer, RunningTurn
-from kvserve.requests.serve import ServedModel, serve_turn
+from kvserve.requests.serve import serve_turn
+from kvserve.requests.served_model import ServedModel
 from kvserve.requests.turn_facts import FinishedTurn
 
 CONTEXT_TOKENS = 2**20

@@ -29,7 +29,7 @@ from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine.decode import DecodePool, Step
 from kvserve.engine.prefill import Prefill
 from kvserve.observe.terminal import Terminal
-from kvserve.requests.serve import ServedModel
+from kvserve.requests.served_model import ServedModel
 from tests.models import tiny_model
 from tests.starts import remembered_starts
 from tests.web.fakes import PATIENCE_SECONDS, RawClient, Response, encode_request, eventually

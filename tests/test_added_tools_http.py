@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.requests.serve import SharedBeginning
+from kvserve.requests.prompt_of_turn import SharedBeginning
 from kvserve.warming import next_turn_predictor
 from kvserve.warming.next_turn_predictor import guessed
 from tests.agents import TELLING, seen_prompts

@@ -21,8 +21,10 @@ from kvserve.engine.worker import EngineStatus
 from kvserve.errors import ModelLoadError, ModelNotFound, ModelUnavailable, NotReady, QueueFull, RequestError
 from kvserve.identity.conversations import ForgottenRecords
 from kvserve.requests.deferred import DeferredTurn, TurnInProgress
+from kvserve.requests.prompt_of_turn import without_images
 from kvserve.requests.request_facts import RunningFacts
-from kvserve.requests.serve import ServedModel, preview, without_images
+from kvserve.requests.serve import preview
+from kvserve.requests.served_model import ServedModel
 
 ABANDONED_SECONDS = 60.0
 """A place in the queue that nobody has asked after for this long is given up."""

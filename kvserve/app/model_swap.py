@@ -21,7 +21,7 @@ from kvserve.engine.model_files import weights_stamp
 from kvserve.engine.worker import Engine, EngineStatus
 from kvserve.errors import ModelLoadError, NotReady
 from kvserve.identity.conversations import ForgottenRecords
-from kvserve.requests.serve import ServedModel
+from kvserve.requests.served_model import ServedModel
 
 MIN_STAY_SECONDS = 1.0
 STAY_PER_LOAD = 2.0

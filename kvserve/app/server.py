@@ -48,7 +48,8 @@ from kvserve.protocols.responses_store import ResponseStore
 from kvserve.proxy.litellm import LitellmProxy
 from kvserve.requests.agent_turns import Agents, Models
 from kvserve.requests.deferred import TurnInProgress
-from kvserve.requests.serve import ServedModel, count_tokens, serve_turn
+from kvserve.requests.serve import count_tokens, serve_turn
+from kvserve.requests.served_model import ServedModel
 from kvserve.sessions.lineage import SessionView
 from kvserve.settings.start_checks import DEMO_MODEL_NAME, local_folder
 from kvserve.warming.prewarming import Prewarming, prewarm

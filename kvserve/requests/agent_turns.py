@@ -34,7 +34,7 @@ from kvserve.errors import BadRequest, ContextOverflow, NotFound, QueueFull, Sto
 from kvserve.identity.owner import Owner
 from kvserve.protocols.agents import AgentCard, AgentNote, CreateRequest
 from kvserve.requests.deferred import TurnInProgress
-from kvserve.requests.serve import ServedModel
+from kvserve.requests.served_model import ServedModel
 
 NUM_QUEUED_TURNS = 64
 """More turns than this do not wait for one agent."""

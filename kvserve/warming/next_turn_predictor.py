@@ -16,8 +16,9 @@ from kvserve.canonical.canonicalise import canonicalise
 from kvserve.core import Block, Message, Principal, RequestId, TextBlock, ToolCallBlock, ToolResultBlock, Turn
 from kvserve.engine.warming import WarmJob
 from kvserve.identity.reading import Reading
+from kvserve.requests.prompt_of_turn import SharedBeginning, shared_beginning
 from kvserve.requests.running_answer import RunningTurn
-from kvserve.requests.serve import ServedModel, SharedBeginning, shared_beginning
+from kvserve.requests.served_model import ServedModel
 from kvserve.requests.turn_facts import FinishedTurn
 from kvserve.sessions.seen import TurnRecord, common_length
 from kvserve.warming.client_behaviour import Habits, History, history_after, learn, place_of

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from kvserve.core import Message, MessageStart, TextBlock, TokenSequence, Turn
 from kvserve.engine.warming import Warming, WarmJob
 from kvserve.errors import ContextOverflow, EngineFailure, NotReady
-from kvserve.requests.serve import ServedModel, SharedBeginning, preview, shared_beginning
+from kvserve.requests.prompt_of_turn import SharedBeginning, shared_beginning
+from kvserve.requests.serve import preview
+from kvserve.requests.served_model import ServedModel
 from kvserve.warming.next_turn_predictor import FIRST_WORDS
 
 WAIT_SECONDS = 600.0

@@ -13,7 +13,7 @@ from dataclasses import replace
 from kvserve.core import RequestId
 from kvserve.engine.warming import Warming, WarmJob
 from kvserve.requests.running_answer import Observer, RunningTurn
-from kvserve.requests.serve import ServedModel
+from kvserve.requests.served_model import ServedModel
 from kvserve.requests.turn_facts import FinishedTurn
 from kvserve.warming.next_turn_predictor import Foresight, Over, over, turn_before
 

@@ -26,7 +26,8 @@ from kvserve.observe.log import parse_line
 from kvserve.observe.terminal import Terminal
 from kvserve.output.grammar import Promise, build_grammar
 from kvserve.output.lark import quote
-from kvserve.requests.serve import RunningTurn, ServedModel
+from kvserve.requests.running_answer import RunningTurn
+from kvserve.requests.served_model import ServedModel
 from tests.e2e.servers import PROXY_START_SECONDS, wait_until
 from tests.proxy.stubs import free_port
 
