@@ -35,10 +35,10 @@ from kvserve.protocols.anthropic_messages import MessagesRequest, parse_messages
 from kvserve.protocols.openai_chat import ChatRequest, parse_chat
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
 from kvserve.protocols.responses_store import ResponseStore
-from kvserve.requests.running_answer import Observer, RunningTurn
+from kvserve.requests.running_answer import RunningTurn
 from kvserve.requests.serve import serve_turn
 from kvserve.requests.served_model import ServedModel
-from kvserve.requests.turn_facts import FinishedTurn
+from kvserve.requests.turn_facts import FinishedTurn, Observer
 
 CONTEXT_TOKENS = 2**20
 UNLIMITED_BYTES = 2**40

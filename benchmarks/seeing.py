@@ -28,7 +28,7 @@ from kvserve.observe.requests import Seeing, SeeingSettings
 from kvserve.observe.snapshot import Look
 from kvserve.observe.terminal import Terminal
 from kvserve.requests import running_answer
-from kvserve.requests.running_answer import Observer
+from kvserve.requests.turn_facts import Observer
 
 BLOCK_TURNS = 8
 REPLY = Reply("A thought.", "Read.", ())

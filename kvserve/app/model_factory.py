@@ -40,8 +40,8 @@ from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
 from kvserve.requests.call_ids import CallIds
-from kvserve.requests.running_answer import Observer
 from kvserve.requests.served_model import ServedModel
+from kvserve.requests.turn_facts import Observer
 from kvserve.sessions.archive import Archive, sweep_stale, unused
 from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE
 from kvserve.warming.prewarming import warm_learned

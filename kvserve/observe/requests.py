@@ -30,8 +30,7 @@ from kvserve.observe.terminal import Terminal
 from kvserve.observe.trace import TraceLimits, TraceLog
 from kvserve.requests.answer_facts import raw_digests
 from kvserve.requests.request_facts import RequestFacts
-from kvserve.requests.running_answer import Observer, RunningTurn
-from kvserve.requests.turn_facts import FinishedTurn
+from kvserve.requests.turn_facts import FinishedTurn, Observer, WatchedTurn
 from kvserve.sessions.lineage import BranchId
 from kvserve.sessions.whereabouts import Places
 
@@ -97,7 +96,7 @@ class Seeing:
         terminal = self._terminal
         return Observer(terminal.prefill, self.finished, self.started, terminal.awaits, self._other_model)
 
-    def started(self, running: RunningTurn) -> None:
+    def started(self, running: WatchedTurn) -> None:
         """A request waits for the engine."""
         self._activity.begin(running)
 

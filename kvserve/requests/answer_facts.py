@@ -3,7 +3,7 @@ its request line. It joins rooms and changes nothing.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from kvserve.canonical.policies import rules_off
@@ -12,13 +12,9 @@ from kvserve.errors import RequestError
 from kvserve.explain.explanation import Asked, Circumstances, Explanation, explain
 from kvserve.explain.raw import RawAsked, explain_raw
 from kvserve.explain.raw_prompts import text_digests
-from kvserve.identity.conversations import Conversations
 from kvserve.identity.owner import Owner
+from kvserve.requests.answer_state import AnswerState, Submitted
 from kvserve.requests.request_facts import LengthLimit, RequestFacts, RunningFacts
-from kvserve.requests.turn_facts import AnswerState, Submitted
-
-type OtherModel = Callable[[str, Sequence[bytes]], str | None]
-"""Which model but this one (by its name) has read what has these digests."""
 
 
 def running_facts(state: AnswerState) -> RunningFacts:
@@ -27,7 +23,7 @@ def running_facts(state: AnswerState) -> RunningFacts:
     return RunningFacts(
         request_id=submitted.request_id,
         protocol=submitted.turn.protocol,
-        model=submitted.model_name,
+        model=submitted.served.name,
         session=submitted.turn.session.session_id,
         stage="decode" if num_generated else "prefill" if state.prefill is not None else "waiting",
         num_prompt_tokens=submitted.num_prompt_tokens,
@@ -47,7 +43,7 @@ def request_facts(state: AnswerState, error: RequestError | None) -> RequestFact
     return RequestFacts(
         request_id=submitted.request_id,
         protocol=submitted.turn.protocol,
-        model=submitted.model_name,
+        model=submitted.served.name,
         num_prompt_tokens=submitted.num_prompt_tokens,
         num_cached_tokens=state.num_cached_tokens,
         num_completion_tokens=answer.num_completion_tokens,
@@ -77,13 +73,13 @@ def whose_limit(submitted: Submitted, done: GenerationDone | None, finish_reason
 # --- why that much was reused ----------------------------------------------------------------------------------------
 
 
-def explanation_of(state: AnswerState, conversations: Conversations, other_model: OtherModel) -> Explanation | None:
+def explanation_of(state: AnswerState) -> Explanation | None:
     """Why that much of the prompt was reused; None where it was never looked up."""
     if state.prefill is None:
         return None
     if state.submitted.reading is None:
-        return _raw_explanation(state, conversations, other_model)
-    submitted, reading = state.submitted, state.submitted.reading
+        return _raw_explanation(state)
+    submitted, served, reading = state.submitted, state.submitted.served, state.submitted.reading
     asked = Asked(
         submitted.request_id,
         reading.messages,
@@ -97,31 +93,33 @@ def explanation_of(state: AnswerState, conversations: Conversations, other_model
     )
     around = Circumstances(
         looks_at_records=submitted.turn.session.cache_mode == "full",
-        can_keep=submitted.keeps_kv,
-        was_cleared=conversations.was_forgotten(reading.identity.owner),
+        can_keep=served.keeps_kv,
+        was_cleared=served.conversations.was_forgotten(reading.identity.owner),
         names_session=reading.identity.owner.is_one_client,
         unread=submitted.unread,
         rules_off=partial(rules_off, reading.identity.rules),
-        decode=submitted.decode,
-        other_model=partial(other_model, submitted.model_name, reading.identity.chains),
+        decode=served.tokenizer.decode,
+        other_model=partial(served.observe.other_model, served.name, reading.identity.chains),
     )
     return explain(
         asked, reading.before, reading.rules_fired, state.num_cached_tokens, reuse=state.reuse, around=around
     )
 
 
-def _raw_explanation(state: AnswerState, conversations: Conversations, other_model: OtherModel) -> Explanation:
-    submitted, prompt = state.submitted, state.submitted.prompt
-    owner = conversations.owner(submitted.turn.session)
-    asked = RawAsked(submitted.request_id, prompt.text, prompt.tokens.ids, submitted.packed_prompt, submitted.decode)
+def _raw_explanation(state: AnswerState) -> Explanation:
+    submitted, served, prompt = state.submitted, state.submitted.served, state.submitted.prompt
+    owner = served.conversations.owner(submitted.turn.session)
+    asked = RawAsked(
+        submitted.request_id, prompt.text, prompt.tokens.ids, submitted.packed_prompt, served.tokenizer.decode
+    )
     return explain_raw(
         asked,
         submitted.raw_before,
         state.num_cached_tokens,
         reuse=state.reuse,
-        can_keep=submitted.keeps_kv,
+        can_keep=served.keeps_kv,
         # at least about a quarter of it: a line that many prompts begin with says nothing
-        other_model=lambda: other_model(submitted.model_name, raw_digests(prompt.text, owner)[-3:]),
+        other_model=lambda: served.observe.other_model(served.name, raw_digests(prompt.text, owner)[-3:]),
     )
 
 

@@ -4,21 +4,21 @@ the next one to go on from. It joins rooms; when, and whether it may, `running_a
 
 from kvserve.core import TextBlock, Written
 from kvserve.explain.raw_prompts import RawRecord
-from kvserve.identity.conversations import Conversations, Exchanged
-from kvserve.requests.turn_facts import AnswerState
+from kvserve.identity.conversations import Exchanged
+from kvserve.requests.answer_state import AnswerState
 from kvserve.sessions.lineage import Branch
 from kvserve.sessions.seen import pack_ids
 
 
-def remember(state: AnswerState, conversations: Conversations, *, is_aborted: bool) -> Branch | None:
+def remember(state: AnswerState, *, is_aborted: bool) -> Branch | None:
     """Keep what was read and written; the branch that it went on in, or None for a raw prompt."""
-    submitted, said = state.submitted, state.said
+    submitted, said, conversations = state.submitted, state.said, state.submitted.served.conversations
     reading, prompt, session = submitted.reading, submitted.prompt, submitted.turn.session
     ids = _said_ids(state)
     num_computed_tokens = state.num_computed_tokens + len(ids) if is_aborted else None
     if reading is None:
         if not session.leaves_no_record:
-            _remember_raw(state, conversations, ids, num_computed_tokens)
+            _remember_raw(state, ids, num_computed_tokens)
         return None
     is_written = bool(said.blocks) and bool(ids) and not prompt.continues
     written = Written(said, prompt.tail_ids, ids, prompt.opens_reasoning) if is_written else None
@@ -37,11 +37,9 @@ def remember(state: AnswerState, conversations: Conversations, *, is_aborted: bo
     )
 
 
-def _remember_raw(
-    state: AnswerState, conversations: Conversations, ids: tuple[int, ...], num_computed_tokens: int | None
-) -> None:
+def _remember_raw(state: AnswerState, ids: tuple[int, ...], num_computed_tokens: int | None) -> None:
     """Keep a raw prompt and what was written to it, for the next one to be compared with."""
-    submitted, text = state.submitted, state.submitted.prompt.text
+    submitted, text, conversations = state.submitted, state.submitted.prompt.text, state.submitted.served.conversations
     said = "".join(block.text for block in state.said.blocks if isinstance(block, TextBlock))
     conversations.raw_prompts.remember(
         RawRecord(
@@ -58,5 +56,5 @@ def _remember_raw(
 
 def _said_ids(state: AnswerState) -> tuple[int, ...]:
     """The tokens of what was said: a stop string and what the model wrote behind it are no part of that."""
-    said = state.answer.said_tokens()
-    return (*state.emitted[: said.num_tokens], *(state.submitted.encode(said.rest) if said.rest else ()))
+    said, encode = state.answer.said_tokens(), state.submitted.served.tokenizer.encode
+    return (*state.emitted[: said.num_tokens], *(encode(said.rest) if said.rest else ()))

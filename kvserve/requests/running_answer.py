@@ -8,7 +8,7 @@ is `remember.py`'s, what is told of it besides `answer_facts.py`'s.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kvserve.core import (
     AnswerEvent,
@@ -31,37 +31,23 @@ from kvserve.core import (
     Waiting,
 )
 from kvserve.errors import NotReady, RequestError
-from kvserve.identity.conversations import Conversations
 from kvserve.output.answer import AnswerReader
-from kvserve.requests.answer_facts import OtherModel, explanation_of, request_facts, running_facts, whose_limit
+from kvserve.requests.answer_facts import explanation_of, request_facts, running_facts, whose_limit
+from kvserve.requests.answer_state import AnswerState, Submitted
 from kvserve.requests.remember import remember
 from kvserve.requests.request_facts import RunningFacts
-from kvserve.requests.turn_facts import AnswerState, FinishedTurn, Submitted
+from kvserve.requests.turn_facts import FinishedTurn
 from kvserve.sessions.lineage import Branch
-
-
-@dataclass(frozen=True, slots=True)
-class Observer:
-    """Who hears of a request besides its client; called from web threads. `finished` follows every `started`.
-    `other_model` says which model but this one (by its name) has read what has these digests."""
-
-    prefill: Callable[[RequestId, int, int, float | None], None]
-    finished: Callable[[FinishedTurn], None]
-    started: Callable[["RunningTurn"], None] = lambda _: None
-    awaits: Callable[[RequestId, Awaiting], None] = lambda _, __: None
-    other_model: OtherModel = lambda _, __: None
 
 
 class RunningTurn:
     """One consumer iterates `events`; `cancel` may come from any thread."""
 
-    def __init__(
-        self, submitted: Submitted, answer: AnswerReader, conversations: Conversations, observe: Observer
-    ) -> None:
+    def __init__(self, submitted: Submitted, answer: AnswerReader) -> None:
         self._submitted = submitted
         self._answer = answer
-        self._conversations = conversations
-        self._observe = observe
+        self._conversations = submitted.served.conversations
+        self._observe = submitted.served.observe
         self._said: list[Block] = []
         self._emitted: list[int] = []
         self._is_remembered = False
@@ -165,7 +151,7 @@ class RunningTurn:
         if not isinstance(event, Finished):
             return event
         usage, submitted = event.usage, self._submitted
-        is_kept = submitted.keeps_kv and not submitted.turn.session.wants_nothing_kept
+        is_kept = submitted.served.keeps_kv and not submitted.turn.session.wants_nothing_kept
         num_written = usage.num_prompt_tokens - usage.num_cached_tokens if is_kept else 0
         return replace(
             event,
@@ -204,13 +190,13 @@ class RunningTurn:
         with self._submitted.turn.keeping as may_keep:
             if may_keep and not (self.is_lost or self._is_remembered):
                 self._is_remembered = True
-                self._branch = remember(self._state, self._conversations, is_aborted=is_aborted)
+                self._branch = remember(self._state, is_aborted=is_aborted)
 
     def _finished(self, error: RequestError | None) -> FinishedTurn:
         submitted, state = self._submitted, self._state
         with submitted.turn.keeping as may_keep:
             try:
-                explanation = explanation_of(state, self._conversations, self._observe.other_model)
+                explanation = explanation_of(state)
             finally:
                 if not may_keep:
                     self._conversations.clear_memos()  # what was compared is remembered to be faster

@@ -37,11 +37,12 @@ from kvserve.output.content_tokens import ContentTokens
 from kvserve.output.grammar import AnswerStart, Promise, build_grammar, build_raw_grammar
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
+from kvserve.requests.answer_state import Submitted
 from kvserve.requests.prompt_of_turn import looked_at, prompt_of, stitch
 from kvserve.requests.request_facts import LengthLimit
 from kvserve.requests.running_answer import RunningTurn
 from kvserve.requests.served_model import ServedModel
-from kvserve.requests.turn_facts import Prompt, Submitted
+from kvserve.requests.turn_facts import Prompt
 
 
 def serve_turn(turn: Turn, served: ServedModel) -> RunningTurn:
@@ -86,19 +87,16 @@ def _submitted(turn: Turn, served: ServedModel, *, may_keep: bool) -> RunningTur
     )
     generation = served.engine.submit(request)
     submitted = Submitted(
-        turn,
-        served.name,
-        reading,
-        prompt,
-        generation,
-        cut_by,
-        served.tokenizer.encode,
-        served.tokenizer.decode,
-        served.keeps_kv,
-        served.conversations.raw_before(prompt.text, owner) if reading is None else None,
-        served.engine.digest.status.reason,
+        turn=turn,
+        served=served,
+        reading=reading,
+        prompt=prompt,
+        generation=generation,
+        cut_by=cut_by,
+        raw_before=served.conversations.raw_before(prompt.text, owner) if reading is None else None,
+        unread=served.engine.digest.status.reason,
     )
-    return RunningTurn(submitted, _answer_reader(turn, offered, served, prompt), served.conversations, served.observe)
+    return RunningTurn(submitted, _answer_reader(turn, offered, served, prompt))
 
 
 def count_tokens(turn: Turn, served: ServedModel) -> int:

@@ -15,7 +15,7 @@ from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.requests.call_ids import CallIds
-from kvserve.requests.running_answer import Observer
+from kvserve.requests.turn_facts import Observer
 
 
 @dataclass(frozen=True, slots=True)

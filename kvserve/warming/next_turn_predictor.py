@@ -17,9 +17,8 @@ from kvserve.core import Block, Message, Principal, RequestId, TextBlock, ToolCa
 from kvserve.engine.warming import WarmJob
 from kvserve.identity.reading import Reading
 from kvserve.requests.prompt_of_turn import SharedBeginning, shared_beginning
-from kvserve.requests.running_answer import RunningTurn
 from kvserve.requests.served_model import ServedModel
-from kvserve.requests.turn_facts import FinishedTurn
+from kvserve.requests.turn_facts import FinishedTurn, WatchedTurn
 from kvserve.sessions.seen import TurnRecord, common_length
 from kvserve.warming.client_behaviour import Habits, History, history_after, learn, place_of
 
@@ -51,11 +50,11 @@ class Over:
 
     turn: Turn
     reading: Reading
-    running: RunningTurn
+    running: WatchedTurn
     model: str
 
 
-def over(finished: FinishedTurn, running: RunningTurn) -> Over | None:
+def over(finished: FinishedTurn, running: WatchedTurn) -> Over | None:
     """The turn, if its answer is whole and something may be kept of it; a turn that the watchdog ended is lost."""
     turn, session = finished.turn, finished.turn.session
     is_whole = finished.facts.finish_reason in ("stop", "length", "tool_calls") and not running.is_lost

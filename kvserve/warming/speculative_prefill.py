@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from kvserve.core import RequestId
 from kvserve.engine.warming import Warming, WarmJob
-from kvserve.requests.running_answer import Observer, RunningTurn
 from kvserve.requests.served_model import ServedModel
-from kvserve.requests.turn_facts import FinishedTurn
+from kvserve.requests.turn_facts import FinishedTurn, Observer, WatchedTurn
 from kvserve.warming.next_turn_predictor import Foresight, Over, over, turn_before
 
 QUIET_SECONDS = 0.05
@@ -35,7 +34,7 @@ class NextTurns:
         self._report = report
         self._foresight = Foresight()
         self._changed = threading.Condition()
-        self._running: dict[RequestId, RunningTurn] = {}
+        self._running: dict[RequestId, WatchedTurn] = {}
         self._quiet_since = 0.0
         self._pending: OrderedDict[RequestId, Over] = OrderedDict()
         self._jobs: OrderedDict[RequestId, Warming] = OrderedDict()
@@ -48,7 +47,7 @@ class NextTurns:
     def beside(self, observer: Observer) -> Observer:
         """An observer that tells this one too."""
 
-        def started(running: RunningTurn) -> None:
+        def started(running: WatchedTurn) -> None:
             self.started(running)
             observer.started(running)
 
@@ -58,7 +57,7 @@ class NextTurns:
 
         return replace(observer, finished=finished, started=started)
 
-    def started(self, running: RunningTurn) -> None:
+    def started(self, running: WatchedTurn) -> None:
         """Somebody wants something: guesses wait."""
         with self._changed:
             self._running[running.request_id] = running
