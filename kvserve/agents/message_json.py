@@ -1,4 +1,4 @@
-"""Messages as JSON for the database, and back. It knows the nouns of `core.py` by their fields, none by its name: a new
+"""Messages as JSON for the database, and back. It knows the nouns of `core/` by their fields, none by its name: a new
 kind of block needs no line here.
 """
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvserve.canonical.settable import Policy
 from kvserve.core import Role
+from kvserve.settings.rules import Policy
 
 Scope = Literal["message", "text", "line", "field", "tools", "wire"]
 """Where a rule applies.
@@ -57,7 +57,7 @@ class Rule:
 
     `drops`: a message that consists of the form has no identity at all. `is_personal` False: telemetry that holds
     nobody's words, so that the value which anybody sent first may stand in everybody's prompt. What an operator may set
-    the policy to is in `settable.py`.
+    the policy to is in `settings/rules.py`.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """A conversation cut into steps: what a chat template knows as one message, with its parts in the order they are said.
 
-It knows the blocks of core.py and the dicts that Hugging Face templates read; not what one template accepts.
+It knows the blocks of core/ and the dicts that Hugging Face templates read; not what one template accepts.
 """
 
 import hashlib

@@ -2,9 +2,9 @@
 
 import time
 
-from kvserve.pipeline import collect
 from kvserve.protocols import agents, openai_chat
 from kvserve.protocols.fields import decode_body
+from kvserve.requests.serve import collect
 from kvserve.web.exchange import Exchange
 from kvserve.web.router import Route
 from kvserve.web.service import WebService

@@ -4,10 +4,10 @@ import time
 
 from kvserve.core import JsonObject
 from kvserve.errors import NotReady
-from kvserve.prewarming import WAIT_SECONDS, Prewarming, raise_for
 from kvserve.protocols import anthropic_errors
 from kvserve.protocols.fields import decode_body
 from kvserve.protocols.prewarm import encode_prewarmed, parse_prewarm, speaks_anthropic
+from kvserve.warming.prewarming import WAIT_SECONDS, Prewarming, raise_for
 from kvserve.web.exchange import Exchange
 from kvserve.web.service import WebService
 

@@ -5,7 +5,7 @@ from urllib.parse import parse_qs, parse_qsl
 
 from kvserve.core import key_digest
 from kvserve.errors import BadRequest, NotFound
-from kvserve.pipeline import collect
+from kvserve.observe.metrics import CONTENT_TYPE as METRICS_TYPE
 from kvserve.protocols import (
     anthropic_errors,
     anthropic_messages,
@@ -18,7 +18,7 @@ from kvserve.protocols.anthropic_answers import MessageStreamEncoder, PromptCoun
 from kvserve.protocols.fields import decode_body
 from kvserve.protocols.openai_errors import encode_error
 from kvserve.protocols.unserved import answer_in_words
-from kvserve.telemetry.metrics import CONTENT_TYPE as METRICS_TYPE
+from kvserve.requests.serve import collect
 from kvserve.web.agents import AGENT_ROUTES
 from kvserve.web.dashboard_pages import get_asset, get_events, get_page
 from kvserve.web.exchange import Exchange

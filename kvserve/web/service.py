@@ -1,15 +1,15 @@
-"""What the web server needs of the process it fronts: contracts only, kept by `app.py` and `pipeline.py`."""
+"""What the web server needs of the process it fronts: contracts only, kept by `app/` and `requests/`."""
 
 from collections.abc import Sequence
 from threading import Semaphore
 from typing import Any, Protocol
 
-from kvserve.agent_turns import Agents
 from kvserve.core import JsonObject, RequestDefaults, Turn
-from kvserve.deferred import RunningTurn
-from kvserve.prewarming import Prewarming
 from kvserve.protocols.openai_models import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
+from kvserve.requests.agent_turns import Agents
+from kvserve.requests.deferred import RunningTurn
+from kvserve.warming.prewarming import Prewarming
 
 
 class NamedModel(Protocol):
