@@ -111,6 +111,26 @@ def test_two_answers_to_one_question_are_not_guessed_between(conversations: Conv
     assert reading.messages[2] == said("assistant", "Done.") and reading.writings == (None,)
 
 
+def test_thinking_comes_back_when_its_path_was_evicted(conversations: Conversations) -> None:
+    """What the model wrote outlives the messages around it: an echo of it is restored, its tokens come with it."""
+    wrote = Message("assistant", (ThinkingBlock("Hm."), TextBlock("Done.")))
+    answered(conversations, asked(SYSTEM, said("user", "Do it.")), wrote)
+    conversations._stores.turns.shrink(0.0)
+    reading = conversations.read(asked(SYSTEM, said("user", "Do it."), said("assistant", "Done."), said("user", "?")))
+    assert reading.num_known_messages == 0 and reading.messages[2] == wrote
+    assert [written.ids for written in reading.writings if written] == [(7, 8)]
+
+
+def test_two_answers_whose_paths_were_evicted_restore_nothing(conversations: Conversations) -> None:
+    """That there were two is remembered as long as what they said."""
+    for thought in ("This.", "That."):
+        wrote = Message("assistant", (ThinkingBlock(thought), TextBlock("Done.")))
+        answered(conversations, asked(SYSTEM, said("user", "Do it.")), wrote)
+    conversations._stores.turns.shrink(0.0)
+    reading = conversations.read(asked(SYSTEM, said("user", "Do it."), said("assistant", "Done."), said("user", "?")))
+    assert reading.messages[2] == said("assistant", "Done.") and reading.writings == (None,)
+
+
 def test_other_thinking_is_rendered_as_sent(conversations: Conversations) -> None:
     """A client that sends thinking of its own means it."""
     wrote = Message("assistant", (ThinkingBlock("Hm."), TextBlock("Done.")))
