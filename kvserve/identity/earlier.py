@@ -4,11 +4,23 @@ long as the process lives.
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from kvserve.identity.reading import Identity
-from kvserve.sessions.given_answers import GivenAnswers
 from kvserve.sessions.seen import PACKED_BYTES, Step, TurnRecord
-from kvserve.sessions.whereabouts import Places
+from kvserve.sessions.whereabouts import Places, UnambiguousLru
+
+
+class _Given(NamedTuple):
+    """Whom an answer was given: the conversation that it ended, and a digest of the whole prompt before it."""
+
+    leaf: bytes
+    prompt: bytes
+
+    @classmethod
+    def of(cls, leaf: bytes, packed_prompt: bytes) -> "_Given":
+        """An answer that ended the conversation `leaf` behind this prompt."""
+        return cls(leaf, hashlib.sha256(packed_prompt).digest())
 
 
 class Earlier:
@@ -17,7 +29,7 @@ class Earlier:
 
     def __init__(self) -> None:
         self._first_words: Places[bytes] = Places()
-        self._answers = GivenAnswers()
+        self._answers: UnambiguousLru[_Given] = UnambiguousLru()
 
     def put(self, identity: Identity, steps: Sequence[Step], prompt: bytes) -> None:
         """A request was read, and answered if the last step is the model's; `prompt` is all that stood before it."""
@@ -26,14 +38,14 @@ class Earlier:
             self._first_words.put(_first_words(identity), leaf.chain)
         elif leaf.written is not None:
             for digest in (leaf.chain, _answers(identity)[-1]):
-                self._answers.put(digest, leaf.chain, hashlib.sha256(prompt).digest())
+                self._answers.put(digest, _Given.of(leaf.chain, prompt))
 
     def recall(self, records: Iterable[TurnRecord]) -> None:
         """What was written down in another life."""
         for record in records:
             if record.leaf.written is not None:
                 prompt = record.packed_ids[: record.num_prompt_tokens * PACKED_BYTES]
-                self._answers.put(record.leaf.chain, record.leaf.chain, hashlib.sha256(prompt).digest())
+                self._answers.put(record.leaf.chain, _Given.of(record.leaf.chain, prompt))
 
     def by_first_words(self, identity: Identity) -> bytes | None:
         """The conversation that began as this one, whatever system prompt stood before it."""
@@ -42,7 +54,8 @@ class Earlier:
     def by_answers(self, identity: Identity) -> bytes | None:
         """The conversation of the request that was given the answers of this one, or the same as everybody: to the same
         questions, or whatever it had asked."""
-        return self._answers.find([*_answers(identity), *identity.chains])
+        given = self._answers.find([*_answers(identity), *identity.chains])
+        return given.leaf if given is not None else None
 
     def clear(self) -> None:
         """Forget everything."""

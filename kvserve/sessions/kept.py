@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from kvserve.sessions.journal import Rows
-from kvserve.sessions.seen import Seen
+from kvserve.sessions.seen import Seen, Step
 from kvserve.sessions.turn_rows import Doubts, node_of, reading_of
-from kvserve.sessions.writings import VALUE_BYTES, message_bytes, said_digest, written_bytes
+from kvserve.sessions.writings import VALUE_BYTES, message_bytes, said_digest, same_words, same_writing, written_bytes
 
 NODE_BYTES = 10 * VALUE_BYTES
 """A node, its places in the maps and its digest, roughly."""
@@ -44,6 +44,14 @@ class Place:
             self.said = said
         self.is_contested |= self.meaning not in (None, seen.meaning)
         self.meaning = seen.meaning
+
+    def is_as_seen(self, known: Seen, step: Step) -> bool:
+        """Whether the step says nothing that this node does not say: nodes are never changed."""
+        if not same_words(known.message, step.message):
+            return False
+        if known.written is None or step.written is None:
+            return known.written is step.written or (step.written is None and not self.is_doubtful)
+        return same_writing(known.written, step.written)
 
     def pass_by(self, meaning: bytes, said: bytes | None) -> bool:
         """Something was read here, and written, that is not kept; whether that says what was not known."""

@@ -115,3 +115,13 @@ class TurnRecord:
         """The model tokens, read-only and without a copy."""
         view: Sequence[int] = memoryview(self.packed_ids).cast(PACKED)
         return view
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTotals:
+    """What a turn store holds."""
+
+    num_nodes: int
+    num_bytes: int
+    num_records: int
+    num_record_bytes: int

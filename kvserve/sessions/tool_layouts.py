@@ -82,6 +82,18 @@ class ToolLayouts:
         while self._num_digests > self._max_digests and len(self._at) > 1:
             self.drop(next(iter(self._at)))
 
+    def put_along(
+        self, path: Sequence[bytes], answer: bytes | None, layout: ToolLayout, is_lasting: Callable[[bytes], bool]
+    ) -> None:
+        """A request read the messages of this path, the first answer among them, with this layout. Note it there, at
+        the messages that brought tools in and, where another layout was in force after that, at the end."""
+        for chain, stage in layout.stages(answer):
+            if chain in path:
+                self.put(chain, stage, is_lasting=is_lasting(chain))
+        last = next((found[0] for chain in reversed(path) if (found := self.at(chain))), None)
+        if last not in (None, layout):
+            self.put(path[-1], layout, is_lasting=is_lasting(path[-1]))
+
     def drop(self, chain: bytes) -> None:
         """The message is not kept any more."""
         self._num_digests -= sum(len(layout.tools) for layout in self._at.pop(chain, {}))

@@ -7,39 +7,29 @@ Two nodes may stand at one chain: the same conversation read twice with another 
 is found, older paths keep theirs. It knows neither rules nor rendering.
 """
 
-import heapq
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import count, islice
 
 from kvserve.core import ToolSpec
 from kvserve.sessions.journal import UNWRITTEN, Journal, Rows, number_key
 from kvserve.sessions.kept import Kept, Place, node_bytes, nodes_of_rows
-from kvserve.sessions.passers_by import PassersBy
+from kvserve.sessions.leaf_order import LeafOrder
 from kvserve.sessions.path_journal import PathJournal
 from kvserve.sessions.records import RecordShelf
-from kvserve.sessions.seen import Seen, Step, TurnRecord
+from kvserve.sessions.seen import Seen, Step, TurnRecord, TurnTotals
 from kvserve.sessions.tool_layouts import ToolLayout, ToolLayouts
 from kvserve.sessions.tool_order import ToolOrders
 from kvserve.sessions.turn_rows import doubts_of, record_of
-from kvserve.sessions.writings import said_digest, same_words, same_writing
+from kvserve.sessions.whereabouts import UnambiguousLru
+from kvserve.sessions.writings import said_digest
 
-__all__ = ["Seen", "Step", "TurnRecord", "TurnStore", "TurnTotals"]
+MAX_PASSED = 8_192
+"""Places of requests that leave no record, of which digests are noted."""
 
 NUM_COMPARED = 8
 """So many readings of one message are looked at for an equal one: a clock may have left hundreds."""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnTotals:
-    """What a turn store holds."""
-
-    num_nodes: int
-    num_bytes: int
-    num_records: int
-    num_record_bytes: int
 
 
 class TurnStore:
@@ -66,18 +56,16 @@ class TurnStore:
         self._places: dict[bytes, Place] = {}
         self._kept: dict[Seen, Kept] = {}
         self._roots: dict[bytes, dict[Seen, None]] = {}
-        # a heap of (last use, serial, leaf); an entry whose node was used since or is no leaf does not count
-        self._oldest: list[tuple[int, int, Seen]] = []
-        self._serials = count()
+        self._leaves = LeafOrder(self._kept)
         self._numbers = count()
         self._num_bytes = 0
-        self._clock = 0
         self._num_reads = 0
         self._rows = PathJournal(journal, self._kept, self._places)
         self._records = RecordShelf(max_record_bytes, self._rows.record_gone)
         self._tools = ToolOrders(max_tool_sets, max_tool_bytes, journal)
         self._layouts = ToolLayouts(journal=journal)
-        self._passers_by = PassersBy()
+        self._passed_meanings: UnambiguousLru[bytes] = UnambiguousLru(MAX_PASSED)
+        self._passed_answers: UnambiguousLru[bytes] = UnambiguousLru(MAX_PASSED)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -92,7 +80,7 @@ class TurnStore:
             for chain in reversed(chains):
                 place = self._places.get(chain)
                 if place is not None and self._is_sure(place.newest, is_sure):
-                    self._touch(place.newest)
+                    self._leaves.touch(place.newest)
                     return place.newest
             return None
 
@@ -109,7 +97,9 @@ class TurnStore:
         passed = [(step, said_digest(step.written) if step.written is not None else None) for step in steps]
         with self._lock:
             for step, said in passed:
-                self._passers_by.put(step.chain, step.meaning, said)
+                self._passed_meanings.put(step.chain, step.meaning)
+                if said is not None:
+                    self._passed_answers.put(step.chain, said)
                 place = self._places.get(step.chain)
                 if place is not None and place.pass_by(step.meaning, said):
                     self._rows.doubts(step.chain)
@@ -156,7 +146,7 @@ class TurnStore:
                     seen = self._step(seen, step, owner)
             if seen is None:
                 raise ValueError("A path has at least one message.")
-            self._touch(seen)
+            self._leaves.touch(seen)
             self._num_reads += 1
             for read in seen.ancestry():
                 self._kept[read].last_read = self._num_reads
@@ -174,23 +164,14 @@ class TurnStore:
             if self._records.put(record) and is_lasting:
                 self._rows.put_record(self._num_reads, record)
             if record.tool_layout.front:
-                self._put_layout(record, is_lasting=is_lasting)
-
-    def _put_layout(self, record: TurnRecord, *, is_lasting: bool) -> None:
-        """Note where the tools of a request stood: at its first answer, at the messages that brought more and, where
-        others were in force after that, at its end."""
-
-        def put(chain: bytes, layout: ToolLayout) -> None:
-            if chain in self._places:
-                self._layouts.put(chain, layout, is_lasting=is_lasting and self._rows.is_lasting(chain))
-
-        path = record.leaf.path()
-        answer = next((seen.chain for seen in path if seen.written is not None), None)
-        for chain, layout in record.tool_layout.stages(answer):
-            put(chain, layout)
-        last = next((found[0] for seen in reversed(path) if (found := self._layouts.at(seen.chain))), None)
-        if last not in (None, record.tool_layout):
-            put(record.leaf.chain, record.tool_layout)
+                path = record.leaf.path()
+                answer = next((seen.chain for seen in path if seen.written is not None), None)
+                self._layouts.put_along(
+                    [seen.chain for seen in path],
+                    answer,
+                    record.tool_layout,
+                    lambda chain: is_lasting and self._rows.is_lasting(chain),
+                )
 
     def tools_as_seen(
         self, digest: bytes, tools: Sequence[ToolSpec], until: float | None = None
@@ -212,7 +193,7 @@ class TurnStore:
             gone = [seen for seen in self._kept if is_gone(seen.owner)]
             for seen in sorted(gone, key=lambda seen: seen.index, reverse=True):
                 self._forget(seen)
-            self._drop_old_entries()
+            self._leaves.drop_stale()
             self._tools.clear()
             return len(gone)
 
@@ -223,12 +204,13 @@ class TurnStore:
             self._places.clear()
             self._kept.clear()
             self._roots.clear()
-            self._oldest.clear()
+            self._leaves.clear()
             self._num_bytes = 0
             self._records.clear()
             self._tools.clear()
             self._layouts.clear()
-            self._passers_by.clear()
+            self._passed_meanings.clear()
+            self._passed_answers.clear()
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
@@ -249,7 +231,7 @@ class TurnStore:
     def _step(self, parent: Seen | None, step: Step, owner: str) -> Seen:
         readings = self._children(parent).get(step.chain, {})
         for known in islice(reversed(readings), NUM_COMPARED):
-            if self._is_as_seen(known, step):
+            if self._places[known.chain].is_as_seen(known, step):
                 self._read_again(known)
                 return known
         index = 0 if parent is None else parent.index + 1
@@ -257,14 +239,6 @@ class TurnStore:
         seen = Seen(parent, step.chain, step.message, step.written, index, step.meaning, owner)
         self._keep(seen)
         return seen
-
-    def _is_as_seen(self, known: Seen, step: Step) -> bool:
-        """Whether the step says nothing that the node does not: nodes are never changed."""
-        if not same_words(known.message, step.message):
-            return False
-        if known.written is None or step.written is None:
-            return known.written is step.written or (step.written is None and not self._places[known.chain].is_doubtful)
-        return same_writing(known.written, step.written)
 
     def _read_path(self, leaf: Seen) -> None:
         """A request goes on from here, and so has read all of it; what was forgotten meanwhile is kept again."""
@@ -281,13 +255,12 @@ class TurnStore:
         self._children(seen.parent).setdefault(seen.chain, {})
         if seen.parent is not None:
             self._kept[seen.parent].num_children += 1
-        self._clock += 1
-        self._kept[seen] = Kept(next(self._numbers), node_bytes(seen), self._clock)
+        self._kept[seen] = Kept(next(self._numbers), node_bytes(seen), self._leaves.next_use())
         self._num_bytes += self._kept[seen].num_bytes
         place = self._places.setdefault(seen.chain, Place())
         place.take(seen)
-        place.is_contested |= self._passers_by.meant_otherwise(seen.chain, seen.meaning)
-        place.is_doubtful |= place.said is not None and self._passers_by.was_given_otherwise(seen.chain, place.said)
+        place.is_contested |= self._passed_meanings.is_other(seen.chain, seen.meaning)
+        place.is_doubtful |= place.said is not None and self._passed_answers.is_other(seen.chain, place.said)
         self._read_again(seen)
         self._rows.doubts(seen.chain)
 
@@ -307,7 +280,7 @@ class TurnStore:
             self._forget(seen)
             seen = seen.parent
         if seen is not None:
-            self._mark_leaf(seen)
+            self._leaves.add(seen)
 
     def _forget(self, seen: Seen) -> None:
         self._records.drop(seen)
@@ -329,37 +302,11 @@ class TurnStore:
         elif not self._rows.is_lasting(seen.chain):
             self._layouts.drop_row(seen.chain)
 
-    # --- bounds -------------------------------------------------------------------------------------------------------
-
-    def _touch(self, seen: Seen) -> None:
-        self._clock += 1
-        self._kept[seen].used = self._clock
-        self._mark_leaf(seen)
-
-    def _mark_leaf(self, seen: Seen) -> None:
-        """Put a leaf into the order in which leaves go; entries of former uses are left behind and skipped."""
-        kept = self._kept[seen]
-        if kept.num_children:
-            return
-        if len(self._oldest) > 2 * len(self._kept) + 64:
-            self._drop_old_entries()
-        heapq.heappush(self._oldest, (kept.used, next(self._serials), seen))
-
-    def _drop_old_entries(self) -> None:
-        """What former uses left in the order in which leaves go."""
-        self._oldest = [entry for entry in self._oldest if self._counts(entry[0], entry[2])]
-        heapq.heapify(self._oldest)
-
-    def _counts(self, used: int, seen: Seen) -> bool:
-        kept = self._kept.get(seen)
-        return kept is not None and kept.used == used and not kept.num_children
-
     def _shrink(self, max_bytes: int) -> None:
         while self._kept and (len(self._kept) > self._max_nodes or self._num_bytes > max_bytes):
-            used, _, seen = heapq.heappop(self._oldest)
-            if self._counts(used, seen):
-                self._forget(seen)
-                self._drop_unneeded(seen.parent)
+            seen = self._leaves.pop()
+            self._forget(seen)
+            self._drop_unneeded(seen.parent)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -416,7 +363,7 @@ class TurnStore:
         for seen in sorted(found, key=lambda seen: found[seen].last_read):
             self._children(seen.parent).setdefault(seen.chain, {})[seen] = None
             self._places[seen.chain].nodes[seen] = None
-            self._touch(seen)
+            self._leaves.touch(seen)
         self._numbers = count(max((kept.number for kept in found.values()), default=-1) + 1)
         self._num_reads = max((kept.last_read for kept in found.values()), default=0)
 
@@ -433,7 +380,7 @@ class TurnStore:
 
     def _check_nodes(self) -> None:
         num_children = Counter(seen.parent for seen in self._kept)
-        waiting = {seen for used, _, seen in self._oldest if self._counts(used, seen)}
+        waiting = self._leaves.leaves()
         for seen, kept in self._kept.items():
             place = self._places[seen.chain]
             assert seen in place.nodes, "a node that its chain does not know"

@@ -5,7 +5,8 @@ import threading
 import pytest
 
 from kvserve.core import Message
-from kvserve.sessions.turns import Seen, Step, TurnStore
+from kvserve.sessions.seen import Seen, Step
+from kvserve.sessions.turns import TurnStore
 from tests.sessions.samples import assistant, call, chains_of, record_of, steps_of, texts_of, user, written
 
 
@@ -276,7 +277,7 @@ def test_integrity_is_really_checked() -> None:
     with pytest.raises(AssertionError):
         store.check_integrity()
     store._num_bytes -= 1
-    store._oldest.clear()
+    store._leaves.clear()
     with pytest.raises(AssertionError):
         store.check_integrity()
     assert isinstance(leaf, Seen) and isinstance(leaf.message, Message)

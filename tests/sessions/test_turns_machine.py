@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvserve.core import Message, Written
-from kvserve.sessions.turns import Seen, Step, TurnStore
+from kvserve.sessions.seen import Seen, Step
+from kvserve.sessions.turns import TurnStore
 from tests.laws import num_examples
 from tests.sessions.samples import Notebook, assistant, chains_of, record_of, user, written
 

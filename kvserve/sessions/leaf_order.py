@@ -1,0 +1,62 @@
+"""The order in which a turn store evicts its leaves, the least recently used first. The store holds the lock."""
+
+import heapq
+from collections.abc import Mapping
+from itertools import count
+
+from kvserve.sessions.kept import Kept
+from kvserve.sessions.seen import Seen
+
+
+class LeafOrder:
+    """A heap of (last use, serial, leaf). An entry is stale, and skipped, once its node was used again, has children or
+    is gone; every leaf has one entry that is not. It reads the store's map of nodes and sets when a node was used."""
+
+    def __init__(self, kept: Mapping[Seen, Kept]) -> None:
+        self._kept = kept
+        self._heap: list[tuple[int, int, Seen]] = []
+        self._serials = count()
+        self._clock = 0
+
+    def next_use(self) -> int:
+        """A count that is higher at every use."""
+        self._clock += 1
+        return self._clock
+
+    def touch(self, seen: Seen) -> None:
+        """The node is used now."""
+        self._kept[seen].used = self.next_use()
+        self.add(seen)
+
+    def add(self, seen: Seen) -> None:
+        """Put the node where its last use says, if it is a leaf."""
+        kept = self._kept[seen]
+        if kept.num_children:
+            return
+        if len(self._heap) > 2 * len(self._kept) + 64:
+            self.drop_stale()
+        heapq.heappush(self._heap, (kept.used, next(self._serials), seen))
+
+    def pop(self) -> Seen:
+        """The leaf that was used the longest ago; it must be evicted now."""
+        while True:
+            used, _, seen = heapq.heappop(self._heap)
+            if self._is_current(used, seen):
+                return seen
+
+    def drop_stale(self) -> None:
+        """Drop the stale entries, so that they keep no message alive."""
+        self._heap = [entry for entry in self._heap if self._is_current(entry[0], entry[2])]
+        heapq.heapify(self._heap)
+
+    def clear(self) -> None:
+        """Drop all entries."""
+        self._heap.clear()
+
+    def leaves(self) -> set[Seen]:
+        """The leaves that have an entry."""
+        return {seen for used, _, seen in self._heap if self._is_current(used, seen)}
+
+    def _is_current(self, used: int, seen: Seen) -> bool:
+        kept = self._kept.get(seen)
+        return kept is not None and kept.used == used and not kept.num_children
