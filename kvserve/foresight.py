@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from kvserve.canonical.canonicalise import canonicalise
 from kvserve.core import Block, Message, Principal, RequestId, TextBlock, ToolCallBlock, ToolResultBlock, Turn
 from kvserve.engine.warming import WarmJob
-from kvserve.identity.reading import Reading
+from kvserve.identity.reading import RecognisedTurn
 from kvserve.pipeline import ServedModel, SharedBeginning, shared_beginning
 from kvserve.running import RunningTurn
 from kvserve.sessions.habits import Habits, History, history_after, learn, place_of
@@ -49,7 +49,7 @@ class Over:
     answered, and the model's name."""
 
     turn: Turn
-    reading: Reading
+    reading: RecognisedTurn
     running: RunningTurn
     model: str
 

@@ -45,7 +45,7 @@ from kvserve.core import (
 from kvserve.engine.worker import Engine
 from kvserve.errors import BadRequest, ContextOverflow, EngineFailure
 from kvserve.identity.conversations import Conversations
-from kvserve.identity.reading import Reading
+from kvserve.identity.reading import RecognisedTurn
 from kvserve.output.answer import AnswerReader
 from kvserve.output.content_tokens import ContentTokens
 from kvserve.output.formats import OutputFormat
@@ -267,7 +267,7 @@ def collect(events: Iterable[AnswerEvent]) -> Answer:
     raise EngineFailure("The answer broke off before its end.")
 
 
-def _render(turn: Turn, reading: Reading, served: ServedModel) -> Prompt:
+def _render(turn: Turn, reading: RecognisedTurn, served: ServedModel) -> Prompt:
     """The turn as model tokens, its history as the model saw and wrote it."""
     text, stitched = _stitch(turn, reading, served)
     return Prompt(
@@ -289,7 +289,9 @@ def _unserved(turn: Turn) -> tuple[str, ...]:
     return (f"not offered, for this server does not run them: {names}",) if names else ()
 
 
-def _message_starts(turn: Turn, reading: Reading, served: ServedModel, stitched: Stitched) -> tuple[MessageStart, ...]:
+def _message_starts(
+    turn: Turn, reading: RecognisedTurn, served: ServedModel, stitched: Stitched
+) -> tuple[MessageStart, ...]:
     """Where messages begin, also those that the template writes into another one: there other prompts part from this
     one, and the beginning that they share is wanted."""
     starts = stitched.message_starts
@@ -305,7 +307,7 @@ def _message_starts(turn: Turn, reading: Reading, served: ServedModel, stitched:
     return tuple(sorted(set(starts), key=lambda start: start.offset))
 
 
-def _num_marked_tokens(turn: Turn, reading: Reading, served: ServedModel, stitched: Stitched) -> int:
+def _num_marked_tokens(turn: Turn, reading: RecognisedTurn, served: ServedModel, stitched: Stitched) -> int:
     """Tokens before the last place that the client marked for caching; 0 without one."""
     num_messages = turn.session.num_marked_messages
     if num_messages is None:
@@ -321,14 +323,14 @@ def _and_somebody(*messages: Message) -> tuple[Message, ...]:
 
 
 def _parting(
-    turn: Turn, reading: Reading, served: ServedModel, stitched: Stitched, messages: tuple[Message, ...]
+    turn: Turn, reading: RecognisedTurn, served: ServedModel, stitched: Stitched, messages: tuple[Message, ...]
 ) -> int:
     """How many tokens the prompt has in common with that of other messages."""
     other = _stitch(turn, replace(reading, rendered=messages), served)[1]
     return common_length(stitched.ids, other.ids)
 
 
-def _stitch(turn: Turn, reading: Reading, served: ServedModel) -> tuple[PromptText, Stitched]:
+def _stitch(turn: Turn, reading: RecognisedTurn, served: ServedModel) -> tuple[PromptText, Stitched]:
     """The text of a turn and its ids."""
     preserve = turn.thinking.preserve
     tools = reading.tools if turn.tool_choice.mode != "none" else ()
@@ -345,15 +347,15 @@ def _stitch(turn: Turn, reading: Reading, served: ServedModel) -> tuple[PromptTe
     if images is not None:
         text = images.worded(text, turn.images)
     called = known_tools(tools, reading.rendered) if turn.tool_choice.mode != "none" else ()
-    return text, served.stitcher.tokens(text, reading.writings, Says.under(served.output_format, called))
+    return text, served.stitcher.tokens(text, reading.written_messages, Says.under(served.output_format, called))
 
 
-def _call_ids(reading: Reading, served: ServedModel) -> Mapping[str, str]:
+def _call_ids(reading: RecognisedTurn, served: ServedModel) -> Mapping[str, str]:
     """By which ids the model knows the calls of a conversation."""
     if served.call_ids is None:
         return {}
     is_one_client = reading.identity.owner.is_one_client
-    return served.call_ids.of(reading.rendered, reading.writings, is_one_client=is_one_client)
+    return served.call_ids.of(reading.rendered, reading.written_messages, is_one_client=is_one_client)
 
 
 def _raw_prompt(turn: Turn, served: ServedModel) -> Prompt:

@@ -3,7 +3,7 @@ the next one to go on from. It joins rooms; when, and whether it may, `running.p
 """
 
 from kvserve.core import TextBlock, Written
-from kvserve.identity.conversations import Conversations, Exchanged
+from kvserve.identity.conversations import Conversations, RememberedTurn
 from kvserve.sessions.lineage import Branch
 from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import pack_ids
@@ -24,7 +24,7 @@ def remember(state: AnswerState, conversations: Conversations, *, is_aborted: bo
     written = Written(said, prompt.tail_ids, ids, prompt.opens_reasoning) if is_written else None
     return conversations.remember(
         reading,
-        Exchanged(
+        RememberedTurn(
             request_id=submitted.request_id,
             session=session,
             prompt=prompt.tokens,

@@ -23,10 +23,10 @@ from kvserve.identity.provenance import is_telling
 from kvserve.keeping import Scope
 from kvserve.reports import explanation_body, image_line, trace_fields
 from kvserve.running import Observer, RunningTurn
+from kvserve.sessions.digest_lru import DigestLru
 from kvserve.sessions.explanation_words import clause
 from kvserve.sessions.explanations import Explained, ExplanationBook
 from kvserve.sessions.lineage import BranchId
-from kvserve.sessions.whereabouts import Places
 from kvserve.telemetry.activity import Activity
 from kvserve.telemetry.metrics import Metrics, Reading
 from kvserve.telemetry.terminal import RequestFacts, Terminal
@@ -82,7 +82,7 @@ class Seeing:
         self._explanations = ExplanationBook(settings.num_explanations)
         self._activity = Activity()
         self._metrics = Metrics(self._readings)
-        self._readers: Places[Reader] = Places()
+        self._readers: DigestLru[Reader] = DigestLru()
         self._lock = threading.Lock()
         self._last_of_branch: OrderedDict[tuple[str, BranchId], Explained] = OrderedDict()
         self._looking = threading.Lock()
@@ -252,7 +252,7 @@ def _left_digests(finished: FinishedTurn) -> Sequence[bytes]:
     identity = reading.identity
     if owner.is_one_client:
         return identity.chains[-1:]
-    if not any(map(is_telling, [*(written.message for written in reading.writings if written), finished.said])):
+    if not any(map(is_telling, [*(written.message for written in reading.written_messages if written), finished.said])):
         return ()
     return chain(owner.root, (*identity.canonical, canonicalise(finished.said, identity.rules)))[-1:]
 

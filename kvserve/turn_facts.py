@@ -9,7 +9,7 @@ from functools import cached_property
 from kvserve.core import Message, MessageStart, PrefillProgress, RequestId, Reuse, TokenSequence, Turn
 from kvserve.engine.rows import Generation
 from kvserve.identity.owner import Owner
-from kvserve.identity.reading import Reading
+from kvserve.identity.reading import RecognisedTurn
 from kvserve.output.answer import AnswerReader
 from kvserve.sessions.explanation import Explanation
 from kvserve.sessions.lineage import Branch
@@ -50,7 +50,7 @@ class Submitted:
 
     turn: Turn
     model_name: str
-    reading: Reading | None
+    reading: RecognisedTurn | None
     prompt: Prompt
     generation: Generation
     cut_by: LengthLimit
@@ -123,7 +123,7 @@ class FinishedTurn:
 
     turn: Turn
     owner: Owner
-    reading: Reading | None
+    reading: RecognisedTurn | None
     prompt: Prompt
     explanation: Explanation | None
     branch: Branch | None

@@ -9,19 +9,19 @@ from pathlib import Path
 from kvserve.canonical.canonicalise import canonicalise, chain
 from kvserve.canonical.familiar import Familiar
 from kvserve.core import Message, MessageStart, RequestId, SessionHint, TokenSequence, Turn, Written
-from kvserve.identity.earlier import Earlier
+from kvserve.identity.earlier import EarlierRequests
 from kvserve.identity.owner import Owner, belongs_to
 from kvserve.identity.provenance import is_telling_text
-from kvserve.identity.reading import Identity, Reading
+from kvserve.identity.reading import Identity, RecognisedTurn
 from kvserve.identity.recognise import IdentitySettings, Recogniser
 from kvserve.keeping import Scope
 from kvserve.sessions.archive import Archive, ArchiveTotals
-from kvserve.sessions.beginnings import Beginning
+from kvserve.sessions.digest_lru import DigestLru
+from kvserve.sessions.hot_prefixes import HotPrefix
 from kvserve.sessions.lineage import NAMED, Branch, SessionView, session_key
 from kvserve.sessions.raw_prompts import RawPrompts, RawRecord
-from kvserve.sessions.seen import Step, TurnRecord, pack_ids
+from kvserve.sessions.seen import PathStep, TurnRecord, pack_ids
 from kvserve.sessions.stores import Stores
-from kvserve.sessions.whereabouts import Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class ForgottenRecords:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
+class RememberedTurn:
     """What one request put before the model, and what the model wrote; `written` None where nothing is to be kept.
     `num_computed_tokens`: of a request whose client left, how many tokens were computed; None for a complete one.
     `packed_prompt` are the prompt's ids as a record keeps them (`pack_ids`)."""
@@ -72,12 +72,12 @@ class Conversations:
         self._parts_sessions = settings.is_partitioned
         self._familiar = Familiar(settings.rules, settings.limits.familiar_bytes)
         self._stores = Stores(settings.limits, archive, awaits_archive=awaits_archive)
-        self._earlier = Earlier()
+        self._earlier = EarlierRequests()
         self._earlier.recall(self._stores.turns.records())
         self._recogniser = Recogniser(settings, self._familiar, self._stores, self._earlier)
         self.raw_prompts = RawPrompts()
         self._was_emptied = False
-        self._forgotten: Places[bool] = Places()
+        self._forgotten: DigestLru[bool] = DigestLru()
 
     @property
     def archive_folder(self) -> Path | None:
@@ -102,7 +102,7 @@ class Conversations:
         self._earlier.clear()
         self.raw_prompts.clear()
 
-    def read(self, turn: Turn) -> Reading:
+    def read(self, turn: Turn) -> RecognisedTurn:
         """Recognise a turn. In cache mode `prefix` nothing of earlier turns is looked at: it is rendered as sent."""
         return self._recogniser.read(turn)
 
@@ -114,7 +114,7 @@ class Conversations:
         """The raw prompt that this one is compared with, which is shown to its client: one of that client's only."""
         return self.raw_prompts.nearest(text, owner.name, shown_by=None if owner.is_one_client else is_telling_text)
 
-    def remember(self, reading: Reading, exchanged: Exchanged) -> Branch | None:
+    def remember(self, reading: RecognisedTurn, exchanged: RememberedTurn) -> Branch | None:
         """The model has read this turn, and written what it wrote: the branch that it belongs to.
 
         None where there is nothing to know it by, messages without identity and no answer, and of a request that leaves
@@ -122,10 +122,10 @@ class Conversations:
         """
         stores, identity, session = self._stores, reading.identity, exchanged.session
         if session.leaves_no_record:
-            self._pass_by(identity, exchanged)
+            self._note_unrecorded(identity, exchanged)
             return None
         until = stores.until(session.ttl_seconds)
-        stores.beginnings.count(
+        stores.hot_prefixes.count(
             exchanged.packed_prompt,
             exchanged.message_starts,
             exchanged.prompt.images,
@@ -173,17 +173,17 @@ class Conversations:
             until=until,
         )
 
-    def _pass_by(self, identity: Identity, exchanged: Exchanged) -> None:
+    def _note_unrecorded(self, identity: Identity, exchanged: RememberedTurn) -> None:
         """Note that a client which leaves no record was given this answer, as others may have been."""
         if exchanged.written is not None and not identity.owner.is_one_client:
             identity = _with_answer(identity, exchanged.written.message)
             answer = _answer_step(identity, exchanged.written)
-            self._stores.turns.pass_by([answer])
+            self._stores.turns.note_unrecorded([answer])
             self._earlier.put(identity, [answer], exchanged.packed_prompt)
 
-    def most_used_beginnings(self, num: int) -> tuple[Beginning, ...]:
+    def most_used_prefixes(self, num: int) -> tuple[HotPrefix, ...]:
         """What prompts have begun with most often, up to the first user's words."""
-        return self._stores.beginnings.most_used(num)
+        return self._stores.hot_prefixes.most_used(num)
 
     def totals(self) -> ConversationTotals:
         """What is kept now."""
@@ -207,7 +207,7 @@ class Conversations:
         scope = Scope(session, principal)
         is_gone = partial(belongs_to, scope=scope)
         stores = self._stores
-        stores.beginnings.forget(lambda owner: principal in (None, owner))  # they know no sessions
+        stores.hot_prefixes.forget(lambda owner: principal in (None, owner))  # they know no sessions
         stores.healing.forget(is_gone)
         self.raw_prompts.forget(is_gone)
         self.clear_memos()
@@ -254,9 +254,9 @@ def _with_answer(identity: Identity, answer: Message) -> Identity:
     return replace(identity, canonical=canonical, chains=chain(identity.owner.root, canonical))
 
 
-def _answer_step(identity: Identity, written: Written) -> Step:
+def _answer_step(identity: Identity, written: Written) -> PathStep:
     """The answer that a conversation ends with, as what the model wrote there."""
-    return Step(identity.chains[-1], written.message, written, identity.meaning(-1))
+    return PathStep(identity.chains[-1], written.message, written, identity.meaning(-1))
 
 
 def _ends(starts: Sequence[int], num_messages: int, num_tokens: int) -> list[int]:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvserve.identity.reading import Identity
-from kvserve.sessions.seen import PACKED_BYTES, Step, TurnRecord
-from kvserve.sessions.whereabouts import Places, UnambiguousLru
+from kvserve.sessions.digest_lru import DigestLru, UnambiguousLru
+from kvserve.sessions.seen import PACKED_BYTES, PathStep, TurnRecord
 
 
 class _Given(NamedTuple):
@@ -23,15 +23,15 @@ class _Given(NamedTuple):
         return cls(leaf, hashlib.sha256(packed_prompt).digest())
 
 
-class Earlier:
+class EarlierRequests:
     """Conversations of a session by their first words, those of clients that share their records by the answers which
     these were given. Safe for several threads."""
 
     def __init__(self) -> None:
-        self._first_words: Places[bytes] = Places()
+        self._first_words: DigestLru[bytes] = DigestLru()
         self._answers: UnambiguousLru[_Given] = UnambiguousLru()
 
-    def put(self, identity: Identity, steps: Sequence[Step], prompt: bytes) -> None:
+    def put(self, identity: Identity, steps: Sequence[PathStep], prompt: bytes) -> None:
         """A request was read, and answered if the last step is the model's; `prompt` is all that stood before it."""
         leaf = steps[-1]
         if identity.owner.is_one_client:

@@ -14,7 +14,7 @@ from kvserve.sessions.tool_layouts import NO_TOOLS, AddedTools, ToolLayout
 
 
 @dataclass(frozen=True, slots=True)
-class StandingTools:
+class PlacedTools:
     """The tools of a request by their places: `front`, and by the index of a message those that it brings in. `new` are
     the names of those that no request before brought in."""
 
@@ -42,7 +42,7 @@ class StandingTools:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class PlacementFacts:
     """A request's messages with what they are known by. `layouts`: those that the part of it which is known, and shown
     to be its client's, was rendered with, each with the index of the message from which on it holds, the last message
     first. `num_known` messages at the beginning belong to that part; `newest` is the first that is not answered yet."""
@@ -55,18 +55,18 @@ class Told:
     newest: int
 
 
-def unplaced(tools: Sequence[ToolSpec]) -> StandingTools:
+def unplaced(tools: Sequence[ToolSpec]) -> PlacedTools:
     """All of them in front, of which nothing is remembered."""
-    return StandingTools(NO_TOOLS, tuple(tools), {})
+    return PlacedTools(NO_TOOLS, tuple(tools), {})
 
 
-def standing(tools: Sequence[ToolSpec], told: Told, *, keeps_order: bool) -> StandingTools:
+def place_tools(tools: Sequence[ToolSpec], told: PlacementFacts, *, keeps_order: bool) -> PlacedTools:
     """The tools where they stood, and those that are new where the new part begins; all in front where that part knows
     another list, or where nothing of it is known. `keeps_order`: the order of the list counts."""
     by_digest = {tool_digest(tool): tool for tool in tools}
     if len(by_digest) != len(tools) or len({tool.name for tool in tools}) != len(tools):
         return unplaced(tools)
-    front = StandingTools(ToolLayout(tuple(by_digest)), tuple(tools), {})
+    front = PlacedTools(ToolLayout(tuple(by_digest)), tuple(tools), {})
     known = [each for each in told.layouts if _fits(each[1], by_digest, told.chains, keeps_order=keeps_order)]
     place = _place_of_new(told)
     usable = [
@@ -94,17 +94,19 @@ def _fits(layout: ToolLayout, tools: Mapping[bytes, ToolSpec], chains: Sequence[
     return tools.keys() >= set(layout.tools)
 
 
-def _placed(layout: ToolLayout, tools: Mapping[bytes, ToolSpec], told: Told, place: int | None) -> StandingTools:
+def _placed(
+    layout: ToolLayout, tools: Mapping[bytes, ToolSpec], told: PlacementFacts, place: int | None
+) -> PlacedTools:
     """The tools as the layout has them, and at the message `place` those that it has not."""
     new = tuple(digest for digest in tools if digest not in layout.tools)
     if new and place is not None:
         layout = replace(layout, added=(*layout.added, AddedTools(told.chains[place], new)))
     added = {told.chains.index(each.place): tuple(tools[digest] for digest in each.tools) for each in layout.added}
     front = tuple(tools[digest] for digest in layout.front)
-    return StandingTools(layout, front, added, tuple(tools[digest].name for digest in new))
+    return PlacedTools(layout, front, added, tuple(tools[digest].name for digest in new))
 
 
-def _place_of_new(told: Told) -> int | None:
+def _place_of_new(told: PlacementFacts) -> int | None:
     """The first message that is new, or not answered yet, and can bring tools in."""
     behind = range(min(told.num_known, told.newest), len(told.messages))
     return next((index for index in behind if _can_bring(told.messages[index], told.canonical[index])), None)

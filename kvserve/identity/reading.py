@@ -10,7 +10,7 @@ from kvserve.canonical.rule import RuleSet
 from kvserve.core import Message, ToolSpec, Written
 from kvserve.identity.owner import Owner
 from kvserve.sessions.explanation import RulesFired
-from kvserve.sessions.seen import Step, TurnRecord
+from kvserve.sessions.seen import PathStep, TurnRecord
 from kvserve.sessions.tool_layouts import NO_TOOLS, ToolLayout
 
 
@@ -45,21 +45,21 @@ class RuleEffects:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class RecognisedTurn:
     """A turn that was recognised: `messages` as the model is to see them, with the `tools` in front.
 
     `rendered` are the messages to render: the same, unless past `write` calls are to be shown without their content,
     with the tools that came `later` where they came; `tool_layout` has the places.
     `num_known_messages` at the beginning were seen by the model, in this form or another of the same identity; `before`
-    is the newest request that went through the last of them. `writings` has one entry per assistant message: what the
-    model wrote there, None where it did not.
+    is the newest request that went through the last of them. `written_messages` has one entry per assistant message:
+    what the model wrote there, None where it did not.
     """
 
     messages: tuple[Message, ...]
     rendered: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     identity: Identity
-    writings: tuple[Written | None, ...]
+    written_messages: tuple[Written | None, ...]
     effects: RuleEffects = RuleEffects()
     num_known_messages: int = 0
     before: TurnRecord | None = None
@@ -99,13 +99,13 @@ class Reading:
         sent = sum(num_chars(message) for message in self.messages)
         return sent - sum(num_chars(canonical.message) for canonical in self.identity.canonical)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[PathStep]:
         """What the model reads, message by message, less what has no part in identity."""
-        writings, identity = iter(self.writings), self.identity
+        written_messages, identity = iter(self.written_messages), self.identity
         for index, (message, place) in enumerate(zip(self.messages, identity.chains, strict=True)):
-            written = next(writings) if message.role == "assistant" else None
+            written = next(written_messages) if message.role == "assistant" else None
             if identity.canonical[index].message is not None:
-                yield Step(place, message, written, identity.meaning(index))
+                yield PathStep(place, message, written, identity.meaning(index))
 
 
 def with_meanings(canonical: Sequence[Canonical], meanings: Sequence[bytes | None]) -> tuple[Canonical, ...]:

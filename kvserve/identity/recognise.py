@@ -21,14 +21,14 @@ from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.shared_values import with_shared_values
 from kvserve.canonical.write_calls import with_write_content_digested
 from kvserve.core import Message, Turn, Written
-from kvserve.identity.earlier import Earlier
-from kvserve.identity.later_tools import StandingTools, Told, standing, unplaced
+from kvserve.identity.earlier import EarlierRequests
+from kvserve.identity.later_tools import PlacedTools, PlacementFacts, place_tools, unplaced
 from kvserve.identity.owner import Owner
 from kvserve.identity.provenance import Wrote, is_shown, num_shown
-from kvserve.identity.reading import Identity, Reading, RuleEffects, with_meanings
-from kvserve.sessions.seen import Seen, TurnRecord
+from kvserve.identity.reading import Identity, RecognisedTurn, RuleEffects, with_meanings
+from kvserve.sessions.seen import PathNode, TurnRecord
 from kvserve.sessions.stores import StoreLimits, Stores
-from kvserve.sessions.writings import same_words
+from kvserve.sessions.written_messages import same_words
 
 EXACT = RuleSet(())
 """No rule at all: a message is known by exactly what was sent."""
@@ -63,20 +63,22 @@ class _Recognised(NamedTuple):
 class Recogniser:
     """Reads turns by what the stores hold. Safe for several threads."""
 
-    def __init__(self, settings: IdentitySettings, familiar: Familiar, stores: Stores, earlier: Earlier) -> None:
+    def __init__(
+        self, settings: IdentitySettings, familiar: Familiar, stores: Stores, earlier: EarlierRequests
+    ) -> None:
         self._settings = settings
         self._familiar = familiar
         self._stores = stores
         self._earlier = earlier
 
-    def read(self, turn: Turn) -> Reading:
+    def read(self, turn: Turn) -> RecognisedTurn:
         """Recognise a turn. In cache mode `prefix` nothing of earlier turns is looked at: it is rendered as sent."""
         is_full = turn.session.cache_mode == "full"
         sent, shared = self._with_shared_values(turn) if is_full else (turn.messages, frozenset())
         reading, tools = self._as_sent(turn, sent), unplaced(turn.tools)
         if turn.session.leaves_no_record and not reading.identity.owner.is_one_client:
             # nothing comes back to a request that leaves no trace of having been here
-            self._stores.turns.pass_by(reading.steps())
+            self._stores.turns.note_unrecorded(reading.steps())
         elif is_full:
             reading, tools = self._replayed(reading, turn, shared)
         rendered = reading.messages
@@ -97,13 +99,13 @@ class Recogniser:
         ]
         return tuple(message for message, _ in pairs), frozenset().union(*(fired for _, fired in pairs))
 
-    def _as_sent(self, turn: Turn, sent: Sequence[Message]) -> Reading:
+    def _as_sent(self, turn: Turn, sent: Sequence[Message]) -> RecognisedTurn:
         """The reading of a turn of which nothing is known."""
         known = self._familiar.recall(sent)
         messages = tuple(each.message for each in known)
         rules, canonical, notes = self._canonical(messages, tuple(each.canonical for each in known))
         owner = Owner.of(turn.session, parts_sessions=self._settings.is_partitioned)
-        return Reading(
+        return RecognisedTurn(
             messages=messages,
             rendered=messages,
             tools=turn.tools,
@@ -114,7 +116,7 @@ class Recogniser:
                 chains=chain(owner.root, canonical),
                 tools_digest=canonical_tools(turn.tools, rules),
             ),
-            writings=tuple(None for message in messages if message.role == "assistant"),
+            written_messages=tuple(None for message in messages if message.role == "assistant"),
             effects=RuleEffects(fired=frozenset().union(*(each.fired for each in canonical))),
             notes=notes,
         )
@@ -132,7 +134,9 @@ class Recogniser:
 
     # --- what is known of it ------------------------------------------------------------------------------------------
 
-    def _replayed(self, reading: Reading, turn: Turn, shared: frozenset[str]) -> tuple[Reading, StandingTools]:
+    def _replayed(
+        self, reading: RecognisedTurn, turn: Turn, shared: frozenset[str]
+    ) -> tuple[RecognisedTurn, PlacedTools]:
         """The reading with what is known of its conversation, as far as the request shows that it is its client's; and
         where its tools stand."""
         identity, messages = reading.identity, reading.messages
@@ -157,14 +161,14 @@ class Recogniser:
         stands = unplaced(tools)
         if "tools_added" in identity.rules and tools and not turn.session.leaves_no_record:
             told = self._told(reading, min(num_known, num_own), newest)
-            stands = standing(tools, told, keeps_order="tools_order" not in identity.rules)
+            stands = place_tools(tools, told, keeps_order="tools_order" not in identity.rules)
         if stands.later and turn.tool_choice.mode != "none":
             nobodys |= {"tools_added"}
         reading = replace(
             reading,
             messages=tuple(each.message for each in recognised),
             identity=replace(identity, canonical=canonical),
-            writings=tuple(each.written for each in recognised if each.message.role == "assistant"),
+            written_messages=tuple(each.written for each in recognised if each.message.role == "assistant"),
             effects=RuleEffects(
                 fired=reading.effects.fired | nobodys,
                 replayed=nobodys.union(*(each.replayed for each in recognised)),
@@ -177,19 +181,19 @@ class Recogniser:
         )
         return reading, stands
 
-    def _told(self, reading: Reading, num_known: int, newest: int) -> Told:
+    def _told(self, reading: RecognisedTurn, num_known: int, newest: int) -> PlacementFacts:
         """The messages with how the tools stood in the part that is known and shown to be its client's."""
         identity = reading.identity
         layouts = self._stores.turns.tool_layouts(identity.chains[:num_known])
-        return Told(reading.messages, identity.canonical, identity.chains, layouts, num_known, newest)
+        return PlacementFacts(reading.messages, identity.canonical, identity.chains, layouts, num_known, newest)
 
-    def _wrote_on(self, seen: Mapping[bytes, Seen]) -> Wrote:
+    def _wrote_on(self, seen: Mapping[bytes, PathNode]) -> Wrote:
         """What the model wrote at the places of a path that was read; also where a client's echo of it, which nothing
         came back to, was read since."""
         healing = self._stores.healing
         return lambda place: (seen[place].written or healing.find(place)) if place in seen else None
 
-    def _before(self, reading: Reading, known: Seen | None) -> TurnRecord | None:
+    def _before(self, reading: RecognisedTurn, known: PathNode | None) -> TurnRecord | None:
         """What the request is compared with, which is shown to its client: a request of that client's only. Where its
         first message is new already, the conversation whose first words are the same under another system prompt; where
         several clients share their records, the request whose answer it sends back."""
@@ -202,7 +206,7 @@ class Recogniser:
             known = turns.find([leaf])
         return turns.record_for(known, identity.owner.session_name)
 
-    def _was_given(self, reading: Reading, given: Seen) -> bool:
+    def _was_given(self, reading: RecognisedTurn, given: PathNode) -> bool:
         """Whether the request shows that its client was given the answers of this path, and nobody else was."""
         path = list(given.ancestry())
         sent = [message for message in reading.messages if message.role == "assistant"]
@@ -212,7 +216,7 @@ class Recogniser:
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def _recognised(
-        self, reading: Reading, index: int, seen: Seen | None, is_own: bool, *, in_history: bool
+        self, reading: RecognisedTurn, index: int, seen: PathNode | None, is_own: bool, *, in_history: bool
     ) -> _Recognised:
         message = reading.messages[index]
         if reading.identity.canonical[index].message is None or not is_own:
@@ -235,7 +239,7 @@ class Recogniser:
         meaning = seen.meaning if is_as_seen else None
         return _Recognised(result.message, seen.written, result.fired, result.as_sent, not is_explained, meaning)
 
-    def _healed(self, reading: Reading, index: int) -> _Recognised:
+    def _healed(self, reading: RecognisedTurn, index: int) -> _Recognised:
         """An assistant's message whose path is forgotten, but not what the model wrote there."""
         identity, message = reading.identity, reading.messages[index]
         rules, place = identity.rules, identity.chains[index]
@@ -250,7 +254,7 @@ class Recogniser:
         )
 
 
-def _num_known(chains: Sequence[bytes], seen: Mapping[bytes, Seen]) -> int:
+def _num_known(chains: Sequence[bytes], seen: Mapping[bytes, PathNode]) -> int:
     return next((index + 1 for index in reversed(range(len(chains))) if chains[index] in seen), 0)
 
 

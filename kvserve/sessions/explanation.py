@@ -17,7 +17,7 @@ from kvserve.sessions.explanation_place import Decode, has_thinking, message_at,
 from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import TurnRecord, pack_ids, packed_common_length
 from kvserve.sessions.tool_layouts import NO_TOOLS, ToolLayout
-from kvserve.sessions.writings import same_words
+from kvserve.sessions.written_messages import same_words
 
 
 @dataclass(frozen=True, slots=True)

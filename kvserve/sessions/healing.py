@@ -15,7 +15,7 @@ from itertools import dropwhile
 from kvserve.core import Block, Message, TextBlock, ThinkingBlock, ToolCallBlock, Written
 from kvserve.sessions.journal import UNWRITTEN, Journal, Rows
 from kvserve.sessions.message_rows import dump, number, parse, seconds, text_of, written_of, written_row
-from kvserve.sessions.writings import same_writing, written_bytes
+from kvserve.sessions.written_messages import same_writing, written_bytes
 
 type SameArguments = Callable[[str, str], bool]
 """Whether two texts of arguments say the same."""

@@ -37,7 +37,7 @@ class _Unwritten:
 UNWRITTEN: Journal = _Unwritten()
 
 
-class Switch:
+class JournalSwitch:
     """A journal that leads to another one, and at another time to yet another."""
 
     def __init__(self, to: Journal = UNWRITTEN) -> None:

@@ -4,17 +4,17 @@ import heapq
 from collections.abc import Mapping
 from itertools import count
 
-from kvserve.sessions.kept import Kept
-from kvserve.sessions.seen import Seen
+from kvserve.sessions.node_state import NodeState
+from kvserve.sessions.seen import PathNode
 
 
 class LeafOrder:
     """A heap of (last use, serial, leaf). An entry is stale, and skipped, once its node was used again, has children or
     is gone; every leaf has one entry that is not. It reads the store's map of nodes and sets when a node was used."""
 
-    def __init__(self, kept: Mapping[Seen, Kept]) -> None:
+    def __init__(self, kept: Mapping[PathNode, NodeState]) -> None:
         self._kept = kept
-        self._heap: list[tuple[int, int, Seen]] = []
+        self._heap: list[tuple[int, int, PathNode]] = []
         self._serials = count()
         self._clock = 0
 
@@ -23,12 +23,12 @@ class LeafOrder:
         self._clock += 1
         return self._clock
 
-    def touch(self, seen: Seen) -> None:
+    def touch(self, seen: PathNode) -> None:
         """The node is used now."""
         self._kept[seen].used = self.next_use()
         self.add(seen)
 
-    def add(self, seen: Seen) -> None:
+    def add(self, seen: PathNode) -> None:
         """Put the node where its last use says, if it is a leaf."""
         kept = self._kept[seen]
         if kept.num_children:
@@ -37,7 +37,7 @@ class LeafOrder:
             self.drop_stale()
         heapq.heappush(self._heap, (kept.used, next(self._serials), seen))
 
-    def pop(self) -> Seen:
+    def pop(self) -> PathNode:
         """The leaf that was used the longest ago; it must be evicted now."""
         while True:
             used, _, seen = heapq.heappop(self._heap)
@@ -53,10 +53,10 @@ class LeafOrder:
         """Drop all entries."""
         self._heap.clear()
 
-    def leaves(self) -> set[Seen]:
+    def leaves(self) -> set[PathNode]:
         """The leaves that have an entry."""
         return {seen for used, _, seen in self._heap if self._is_current(used, seen)}
 
-    def _is_current(self, used: int, seen: Seen) -> bool:
+    def _is_current(self, used: int, seen: PathNode) -> bool:
         kept = self._kept.get(seen)
         return kept is not None and kept.used == used and not kept.num_children

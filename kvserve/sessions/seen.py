@@ -16,7 +16,7 @@ PACKED_BYTES: Final = array(PACKED).itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PathStep:
     """One message that the model read (`message`, as it saw it) or wrote (`written` too), and its chain digest: it
     names the canonical conversation up to and with this message. `meaning` also tells apart what a client may leave
     out, such as who the sender was."""
@@ -28,12 +28,12 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class PathNode:
     """A message as the model saw it, below what it saw before it. Compared by identity; nobody changes it, so a path
     that somebody holds stays what the model saw, whatever becomes of the store. `index` is 0 for a first message;
     `owner` names whose conversation it is, from the first message to the last."""
 
-    parent: "Seen | None" = field(repr=False)
+    parent: "PathNode | None" = field(repr=False)
     chain: bytes
     message: Message
     written: Written | None
@@ -41,14 +41,14 @@ class Seen:
     meaning: bytes = b""
     owner: str = ""
 
-    def ancestry(self) -> "Iterator[Seen]":
+    def ancestry(self) -> "Iterator[PathNode]":
         """This one, then what stands before it, up to the first message."""
-        seen: Seen | None = self
+        seen: PathNode | None = self
         while seen is not None:
             yield seen
             seen = seen.parent
 
-    def path(self) -> "tuple[Seen, ...]":
+    def path(self) -> "tuple[PathNode, ...]":
         """From the first message to this one; `path()[i].index == i`."""
         path = list(self.ancestry())
         path.reverse()
@@ -94,7 +94,7 @@ class TurnRecord:
 
     request_id: RequestId
     session: str | None
-    leaf: Seen
+    leaf: PathNode
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     tools_digest: bytes

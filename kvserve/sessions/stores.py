@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvserve.sessions.archive import Archive, ArchiveTotals, Upkeep
-from kvserve.sessions.beginnings import Beginnings
 from kvserve.sessions.healing import HealingStore
-from kvserve.sessions.journal import UNWRITTEN, Rows, Switch
+from kvserve.sessions.hot_prefixes import HotPrefixes
+from kvserve.sessions.journal import UNWRITTEN, JournalSwitch, Rows
 from kvserve.sessions.lineage import SessionIndex
 from kvserve.sessions.telemetry_values import TelemetryValues
 from kvserve.sessions.turns import TurnStore
@@ -21,7 +21,7 @@ RECORDS_SHARE = 7 / 32
 HEALING_SHARE = 4 / 32
 LINEAGE_SHARE = 2 / 32
 TOOLS_SHARE = 1 / 32
-BEGINNINGS_SHARE = 1 / 64
+HOT_PREFIXES_SHARE = 1 / 64
 FAMILIAR_SHARE = 2 / 32
 PLACED_SHARE = 1 / 32
 MEMO_SHARE = 9 / 64
@@ -80,7 +80,7 @@ class Stores:
         self._archive: Archive | None = None
         self._clock = clock
         self._outlives = awaits_archive or archive is not None
-        self._journal = Switch()
+        self._journal = JournalSwitch()
         self._attaching = threading.Lock()
         self._is_closed = False
         self._make()
@@ -115,7 +115,7 @@ class Stores:
         """Begin with what an archive holds, if there is anything in it. Whether there was."""
         self._archive, self._outlives, found = archive, True, archive.take_rows()
         if found:
-            self._journal = Switch(archive)  # who still holds the stores of before tells nobody
+            self._journal = JournalSwitch(archive)  # who still holds the stores of before tells nobody
             try:
                 self._make()
                 self._load(found)
@@ -132,7 +132,7 @@ class Stores:
         the archive stays there."""
         with self._attaching:
             archive, self._archive, self._outlives = self._archive, None, False
-            self._journal.to, self._journal = UNWRITTEN, Switch()
+            self._journal.to, self._journal = UNWRITTEN, JournalSwitch()
             self._make()
         if archive is not None:
             archive.close(CLOSE_SECONDS)
@@ -147,7 +147,7 @@ class Stores:
             journal=journal,
         )
         self.telemetry = TelemetryValues(journal=journal)
-        self.beginnings = Beginnings(max_bytes=int(limits.max_bytes * BEGINNINGS_SHARE), journal=journal)
+        self.hot_prefixes = HotPrefixes(max_bytes=int(limits.max_bytes * HOT_PREFIXES_SHARE), journal=journal)
         self.index = SessionIndex(
             max_messages=int(limits.max_bytes * LINEAGE_SHARE / LINEAGE_BYTES_PER_MESSAGE),
             idle_seconds=limits.keep_seconds if self._outlives else limits.idle_seconds,
@@ -158,7 +158,7 @@ class Stores:
         self.turns.load(rows)
         self.healing.load(rows)
         self.index.load(rows)
-        self.beginnings.load(rows)
+        self.hot_prefixes.load(rows)
         self.telemetry.load(rows)
 
     def now(self) -> float:
@@ -181,7 +181,7 @@ class Stores:
         self.healing.clear()
         self.turns.clear()
         self.index.clear()
-        self.beginnings.clear()
+        self.hot_prefixes.clear()
         self.telemetry.clear()
         self.flush()
 
@@ -207,7 +207,7 @@ class Stores:
         self.turns.put_all()
         self.healing.put_all()
         self.index.put_all()
-        self.beginnings.put_all()
+        self.hot_prefixes.put_all()
         self.telemetry.put_all()
 
     def expire(self) -> None:
@@ -216,7 +216,7 @@ class Stores:
         self.turns.expire(now)
         self.healing.expire(now)
         self.index.expire(now)
-        self.beginnings.expire(now)
+        self.hot_prefixes.expire(now)
         self.telemetry.expire(now)
 
     def make_room(self) -> None:

@@ -29,12 +29,12 @@ from kvserve.sessions.message_rows import (
     written_of,
     written_row,
 )
-from kvserve.sessions.seen import PACKED, PACKED_BYTES, Seen, TurnRecord
+from kvserve.sessions.seen import PACKED, PACKED_BYTES, PathNode, TurnRecord
 from kvserve.sessions.tool_layouts import NO_TOOLS, layout_of, layout_row
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LastRead:
     """When a node was last read: a count that every request raises, and until when its row is kept, in seconds since
     the epoch."""
 
@@ -43,8 +43,8 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Doubts:
-    """What a place remembers of nodes that are gone: see `_Place` of the turn store."""
+class Conflicts:
+    """What a place remembers of nodes that are gone: see `ChainState`."""
 
     said: bytes | None
     is_doubtful: bool
@@ -55,7 +55,7 @@ class Doubts:
 # --- nodes -----------------------------------------------------------------------------------------------------------
 
 
-def node_body(parent: int | None, seen: Seen) -> bytes:
+def node_body(parent: int | None, seen: PathNode) -> bytes:
     """A node below the node of this number."""
     written = seen.written
     is_shared = written is not None and seen.message is written.message
@@ -71,7 +71,7 @@ def node_body(parent: int | None, seen: Seen) -> bytes:
     )
 
 
-def node_of(body: bytes, nodes: Mapping[int, Seen]) -> Seen:
+def node_of(body: bytes, nodes: Mapping[int, PathNode]) -> PathNode:
     """The node of a row, below one of `nodes`. Raises ValueError for what is no such row, or a parent that is not
     there."""
     row = parse(body)
@@ -88,38 +88,38 @@ def node_of(body: bytes, nodes: Mapping[int, Seen]) -> Seen:
     else:
         raise ValueError("a node without a message")
     index, owner = (0, text_of(row.get("owner"))) if parent is None else (parent.index + 1, parent.owner)
-    return Seen(parent, digest_of(row.get("chain")), message, written, index, digest_of(row.get("meaning")), owner)
+    return PathNode(parent, digest_of(row.get("chain")), message, written, index, digest_of(row.get("meaning")), owner)
 
 
-def reading_body(reading: Reading) -> bytes:
+def last_read_body(reading: LastRead) -> bytes:
     """When a node was read."""
     return dump({"serial": reading.serial, "until": reading.until})
 
 
-def reading_of(body: bytes) -> Reading:
+def last_read_of(body: bytes) -> LastRead:
     """The reading of a row. Raises ValueError."""
     row = parse(body)
-    return Reading(number(row.get("serial")), seconds(row.get("until")))
+    return LastRead(number(row.get("serial")), seconds(row.get("until")))
 
 
-def doubts_body(doubts: Doubts) -> bytes:
+def conflicts_body(conflicts: Conflicts) -> bytes:
     """What a place remembers."""
-    said, meaning = doubts.said, doubts.meaning
+    said, meaning = conflicts.said, conflicts.meaning
     return dump(
         {
             "said": None if said is None else said.hex(),
-            "is_doubtful": doubts.is_doubtful,
+            "is_doubtful": conflicts.is_doubtful,
             "meaning": None if meaning is None else meaning.hex(),
-            "is_contested": doubts.is_contested,
+            "is_contested": conflicts.is_contested,
         }
     )
 
 
-def doubts_of(body: bytes) -> Doubts:
+def conflicts_of(body: bytes) -> Conflicts:
     """The doubts of a row. Raises ValueError."""
     row = parse(body)
     said, meaning = (None if row.get(name) is None else digest_of(row[name]) for name in ("said", "meaning"))
-    return Doubts(said, flag(row.get("is_doubtful")), meaning, flag(row.get("is_contested")))
+    return Conflicts(said, flag(row.get("is_doubtful")), meaning, flag(row.get("is_contested")))
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def record_body(serial: int, record: TurnRecord) -> bytes:
     return dump(row) + b"\n" + _little_endian(record.packed_ids)
 
 
-def record_of(body: bytes, leaf: Seen) -> tuple[int, TurnRecord]:
+def record_of(body: bytes, leaf: PathNode) -> tuple[int, TurnRecord]:
     """The record that ends in this node, and its serial. Raises ValueError."""
     line, _, packed = body.partition(b"\n")  # JSON holds no line break as it is
     row = parse(line)

@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
 
 from kvserve.core import ToolSpec
+from kvserve.sessions.digest_lru import UnambiguousLru
 from kvserve.sessions.journal import UNWRITTEN, Journal, Rows, number_key
-from kvserve.sessions.kept import Kept, Place, node_bytes, nodes_of_rows
 from kvserve.sessions.leaf_order import LeafOrder
+from kvserve.sessions.node_state import ChainState, NodeState, node_bytes, nodes_of_rows
 from kvserve.sessions.path_journal import PathJournal
-from kvserve.sessions.records import RecordShelf
-from kvserve.sessions.seen import Seen, Step, TurnRecord, TurnTotals
+from kvserve.sessions.record_store import RecordStore
+from kvserve.sessions.seen import PathNode, PathStep, TurnRecord, TurnTotals
 from kvserve.sessions.tool_layouts import ToolLayout, ToolLayouts
 from kvserve.sessions.tool_order import ToolOrders
-from kvserve.sessions.turn_rows import doubts_of, record_of
-from kvserve.sessions.whereabouts import UnambiguousLru
-from kvserve.sessions.writings import said_digest
+from kvserve.sessions.turn_rows import conflicts_of, record_of
+from kvserve.sessions.written_messages import said_digest
 
-MAX_PASSED = 8_192
+MAX_UNRECORDED = 8_192
 """Places of requests that leave no record, of which digests are noted."""
 
 NUM_COMPARED = 8
@@ -53,58 +53,58 @@ class TurnStore:
         self._max_nodes = max_nodes
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._places: dict[bytes, Place] = {}
-        self._kept: dict[Seen, Kept] = {}
-        self._roots: dict[bytes, dict[Seen, None]] = {}
+        self._states: dict[bytes, ChainState] = {}
+        self._kept: dict[PathNode, NodeState] = {}
+        self._roots: dict[bytes, dict[PathNode, None]] = {}
         self._leaves = LeafOrder(self._kept)
         self._numbers = count()
         self._num_bytes = 0
         self._num_reads = 0
-        self._rows = PathJournal(journal, self._kept, self._places)
-        self._records = RecordShelf(max_record_bytes, self._rows.record_gone)
+        self._rows = PathJournal(journal, self._kept, self._states)
+        self._records = RecordStore(max_record_bytes, self._rows.record_gone)
         self._tools = ToolOrders(max_tool_sets, max_tool_bytes, journal)
         self._layouts = ToolLayouts(journal=journal)
-        self._passed_meanings: UnambiguousLru[bytes] = UnambiguousLru(MAX_PASSED)
-        self._passed_answers: UnambiguousLru[bytes] = UnambiguousLru(MAX_PASSED)
+        self._unrecorded_meanings: UnambiguousLru[bytes] = UnambiguousLru(MAX_UNRECORDED)
+        self._unrecorded_answers: UnambiguousLru[bytes] = UnambiguousLru(MAX_UNRECORDED)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def find(self, chains: Sequence[bytes]) -> Seen | None:
+    def find(self, chains: Sequence[bytes]) -> PathNode | None:
         """The deepest message of the conversation that the model has seen; `chains[i]` names it up to message i.
 
         A path through a place where the model wrote different things is not sure to be this client's: there the next
         shallower one is taken, unless it was read there as a client sent it.
         """
         with self._lock:
-            is_sure: dict[Seen, bool] = {}
+            is_sure: dict[PathNode, bool] = {}
             for chain in reversed(chains):
-                place = self._places.get(chain)
-                if place is not None and self._is_sure(place.newest, is_sure):
-                    self._leaves.touch(place.newest)
-                    return place.newest
+                state = self._states.get(chain)
+                if state is not None and self._is_sure(state.newest, is_sure):
+                    self._leaves.touch(state.newest)
+                    return state.newest
             return None
 
-    def is_contested(self, seen: Seen) -> bool:
+    def is_contested(self, seen: PathNode) -> bool:
         """Whether this message was also read with another meaning, by another client perhaps: then what a client left
         out of it cannot be known."""
         with self._lock:
-            place = self._places.get(seen.chain)
-            return place is not None and place.is_contested
+            state = self._states.get(seen.chain)
+            return state is not None and state.is_contested
 
-    def pass_by(self, steps: Iterable[Step]) -> None:
+    def note_unrecorded(self, steps: Iterable[PathStep]) -> None:
         """Messages were read, and written, of which nothing is to be kept: where another meaning or another answer is
         kept, now or later, nobody knows any more which of them a client leaves out."""
         passed = [(step, said_digest(step.written) if step.written is not None else None) for step in steps]
         with self._lock:
             for step, said in passed:
-                self._passed_meanings.put(step.chain, step.meaning)
+                self._unrecorded_meanings.put(step.chain, step.meaning)
                 if said is not None:
-                    self._passed_answers.put(step.chain, said)
-                place = self._places.get(step.chain)
-                if place is not None and place.pass_by(step.meaning, said):
-                    self._rows.doubts(step.chain)
+                    self._unrecorded_answers.put(step.chain, said)
+                state = self._states.get(step.chain)
+                if state is not None and state.note_unrecorded(step.meaning, said):
+                    self._rows.put_conflicts(step.chain)
 
-    def record_for(self, seen: Seen | None, session: str | None = None) -> TurnRecord | None:
+    def record_for(self, seen: PathNode | None, session: str | None = None) -> TurnRecord | None:
         """The newest request that passed through this message, else the newest one that shares the most of its path;
         without any, the newest one of the session."""
         with self._lock:
@@ -115,7 +115,7 @@ class TurnStore:
         with self._lock:
             return tuple(self._records)
 
-    def record_at(self, leaf: Seen) -> TurnRecord | None:
+    def record_at(self, leaf: PathNode) -> TurnRecord | None:
         """The request that ended with this very message; None where none is kept, or a newer one has gone on."""
         with self._lock:
             return self._records.at(leaf)
@@ -128,8 +128,8 @@ class TurnStore:
     # --- adding -------------------------------------------------------------------------------------------------------
 
     def extend(
-        self, parent: Seen | None, steps: Iterable[Step], until: float | None = None, *, owner: str = ""
-    ) -> Seen:
+        self, parent: PathNode | None, steps: Iterable[PathStep], until: float | None = None, *, owner: str = ""
+    ) -> PathNode:
         """What the model saw after `parent` (None: from the beginning, in a conversation of `owner`); the last message
         of it. Its rows are kept `until` then at least, in seconds since the epoch; None: it is not written down.
 
@@ -201,7 +201,7 @@ class TurnStore:
         """Forget everything. Paths that somebody holds stay whole."""
         with self._lock:
             self._rows.all_gone()
-            self._places.clear()
+            self._states.clear()
             self._kept.clear()
             self._roots.clear()
             self._leaves.clear()
@@ -209,14 +209,14 @@ class TurnStore:
             self._records.clear()
             self._tools.clear()
             self._layouts.clear()
-            self._passed_meanings.clear()
-            self._passed_answers.clear()
+            self._unrecorded_meanings.clear()
+            self._unrecorded_answers.clear()
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
-    def _is_sure(self, seen: Seen, known: dict[Seen, bool]) -> bool:
+    def _is_sure(self, seen: PathNode, known: dict[PathNode, bool]) -> bool:
         """Whether no message of the path is one of several that the model wrote at its place; each is asked once."""
-        passed: list[Seen] = []
+        passed: list[PathNode] = []
         verdict = True
         for node in seen.ancestry():
             if node in known:
@@ -224,23 +224,23 @@ class TurnStore:
                 break
             passed.append(node)
         for node in reversed(passed):
-            verdict = verdict and (node.written is None or not self._places[node.chain].is_doubtful)
+            verdict = verdict and (node.written is None or not self._states[node.chain].is_doubtful)
             known[node] = verdict
         return verdict
 
-    def _step(self, parent: Seen | None, step: Step, owner: str) -> Seen:
+    def _step(self, parent: PathNode | None, step: PathStep, owner: str) -> PathNode:
         readings = self._children(parent).get(step.chain, {})
         for known in islice(reversed(readings), NUM_COMPARED):
-            if self._places[known.chain].is_as_seen(known, step):
+            if self._states[known.chain].is_as_seen(known, step):
                 self._read_again(known)
                 return known
         index = 0 if parent is None else parent.index + 1
         owner = owner if parent is None else parent.owner
-        seen = Seen(parent, step.chain, step.message, step.written, index, step.meaning, owner)
+        seen = PathNode(parent, step.chain, step.message, step.written, index, step.meaning, owner)
         self._keep(seen)
         return seen
 
-    def _read_path(self, leaf: Seen) -> None:
+    def _read_path(self, leaf: PathNode) -> None:
         """A request goes on from here, and so has read all of it; what was forgotten meanwhile is kept again."""
         for seen in leaf.path():
             if seen in self._kept:
@@ -248,25 +248,25 @@ class TurnStore:
             else:
                 self._keep(seen)
 
-    def _children(self, parent: Seen | None) -> dict[bytes, dict[Seen, None]]:
+    def _children(self, parent: PathNode | None) -> dict[bytes, dict[PathNode, None]]:
         return self._roots if parent is None else self._kept[parent].children
 
-    def _keep(self, seen: Seen) -> None:
+    def _keep(self, seen: PathNode) -> None:
         self._children(seen.parent).setdefault(seen.chain, {})
         if seen.parent is not None:
             self._kept[seen.parent].num_children += 1
-        self._kept[seen] = Kept(next(self._numbers), node_bytes(seen), self._leaves.next_use())
+        self._kept[seen] = NodeState(next(self._numbers), node_bytes(seen), self._leaves.next_use())
         self._num_bytes += self._kept[seen].num_bytes
-        place = self._places.setdefault(seen.chain, Place())
-        place.take(seen)
-        place.is_contested |= self._passed_meanings.is_other(seen.chain, seen.meaning)
-        place.is_doubtful |= place.said is not None and self._passed_answers.is_other(seen.chain, place.said)
+        state = self._states.setdefault(seen.chain, ChainState())
+        state.take(seen)
+        state.is_contested |= self._unrecorded_meanings.is_other(seen.chain, seen.meaning)
+        state.is_doubtful |= state.said is not None and self._unrecorded_answers.is_other(seen.chain, state.said)
         self._read_again(seen)
-        self._rows.doubts(seen.chain)
+        self._rows.put_conflicts(seen.chain)
 
-    def _read_again(self, seen: Seen) -> None:
+    def _read_again(self, seen: PathNode) -> None:
         """Make it the newest reading of its chain; the one before it goes unless another path needs it."""
-        nodes = self._places[seen.chain].nodes
+        nodes = self._states[seen.chain].nodes
         before = next(reversed(nodes), None)
         for readings in (nodes, self._children(seen.parent)[seen.chain]):
             readings.pop(seen, None)
@@ -274,15 +274,15 @@ class TurnStore:
         if before is not None and before is not seen:
             self._drop_unneeded(before)
 
-    def _drop_unneeded(self, seen: Seen | None) -> None:
+    def _drop_unneeded(self, seen: PathNode | None) -> None:
         """Forget a node that neither a longer path nor its chain leads to, and then whatever only it needed."""
-        while seen is not None and not self._kept[seen].num_children and self._places[seen.chain].newest is not seen:
+        while seen is not None and not self._kept[seen].num_children and self._states[seen.chain].newest is not seen:
             self._forget(seen)
             seen = seen.parent
         if seen is not None:
             self._leaves.add(seen)
 
-    def _forget(self, seen: Seen) -> None:
+    def _forget(self, seen: PathNode) -> None:
         self._records.drop(seen)
         kept = self._kept.pop(seen)
         self._rows.node_gone(seen, kept)
@@ -293,11 +293,11 @@ class TurnStore:
             del siblings[seen.chain]
         if seen.parent is not None:
             self._kept[seen.parent].num_children -= 1
-        place = self._places[seen.chain]
-        del place.nodes[seen]
-        self._rows.doubts(seen.chain)
-        if not place.nodes:
-            del self._places[seen.chain]
+        state = self._states[seen.chain]
+        del state.nodes[seen]
+        self._rows.put_conflicts(seen.chain)
+        if not state.nodes:
+            del self._states[seen.chain]
             self._layouts.drop(seen.chain)
         elif not self._rows.is_lasting(seen.chain):
             self._layouts.drop_row(seen.chain)
@@ -316,7 +316,7 @@ class TurnStore:
         with self._lock:
             self._take_nodes(nodes_of_rows(rows))
             for chain, body in rows.get("place", ()):
-                self._places[chain].recall(doubts_of(body))
+                self._states[chain].recall(conflicts_of(body))
             leaves = {number_key(kept.number): seen for seen, kept in self._kept.items()}
             records = [record_of(body, leaves[key]) for key, body in rows.get("record", ())]
             for serial, record in sorted(records, key=lambda pair: pair[0]):
@@ -329,7 +329,7 @@ class TurnStore:
     def put_all(self) -> None:
         """Tell the journal everything that is to last."""
         with self._lock:
-            self._rows.put_all((self._num_reads + place, record) for place, record in enumerate(self._records))
+            self._rows.put_all((self._num_reads + index, record) for index, record in enumerate(self._records))
             self._num_reads += len(self._records)
             self._tools.put_all()
             self._layouts.put_all()
@@ -355,14 +355,14 @@ class TurnStore:
             self._shrink(int(self._num_bytes * share))
             self._records.shrink(int(self._records.num_bytes * share))
 
-    def _take_nodes(self, found: dict[Seen, Kept]) -> None:
+    def _take_nodes(self, found: dict[PathNode, NodeState]) -> None:
         self._kept.update(found)
         for seen, kept in found.items():
             self._num_bytes += kept.num_bytes
-            self._places.setdefault(seen.chain, Place()).take(seen)
+            self._states.setdefault(seen.chain, ChainState()).take(seen)
         for seen in sorted(found, key=lambda seen: found[seen].last_read):
             self._children(seen.parent).setdefault(seen.chain, {})[seen] = None
-            self._places[seen.chain].nodes[seen] = None
+            self._states[seen.chain].nodes[seen] = None
             self._leaves.touch(seen)
         self._numbers = count(max((kept.number for kept in found.values()), default=-1) + 1)
         self._num_reads = max((kept.last_read for kept in found.values()), default=0)
@@ -382,13 +382,13 @@ class TurnStore:
         num_children = Counter(seen.parent for seen in self._kept)
         waiting = self._leaves.leaves()
         for seen, kept in self._kept.items():
-            place = self._places[seen.chain]
-            assert seen in place.nodes, "a node that its chain does not know"
+            state = self._states[seen.chain]
+            assert seen in state.nodes, "a node that its chain does not know"
             assert seen in self._children(seen.parent)[seen.chain], "a node that its parent does not know"
             assert kept.num_children == sum(map(len, kept.children.values())), "a child that is gone"
             assert seen.parent is None or seen.parent in self._kept, "a path with a hole"
             assert kept.num_children == num_children[seen], "children miscounted"
-            assert kept.num_children or place.newest is seen, "a node that nobody can reach"
+            assert kept.num_children or state.newest is seen, "a node that nobody can reach"
             assert kept.num_children or seen in waiting, "a leaf that would never leave"
             assert kept.num_bytes == node_bytes(seen), "a node that was changed"
-        assert sum(len(place.nodes) for place in self._places.values()) == len(self._kept), "a place without its node"
+        assert sum(len(state.nodes) for state in self._states.values()) == len(self._kept), "a place without its node"

@@ -1,18 +1,18 @@
 """The order in which leaves are evicted: by their last use, each once, and no node that has children."""
 
-from kvserve.sessions.kept import Kept
 from kvserve.sessions.leaf_order import LeafOrder
-from kvserve.sessions.seen import Seen
+from kvserve.sessions.node_state import NodeState
+from kvserve.sessions.seen import PathNode
 from tests.sessions.samples import user
 
 
-def node(letter: str) -> Seen:
-    return Seen(None, letter.encode(), user(letter), None, 0)
+def node(letter: str) -> PathNode:
+    return PathNode(None, letter.encode(), user(letter), None, 0)
 
 
 def test_the_longest_unused_leaf_goes_first() -> None:
     """A use moves a leaf to the end; what has children, or is gone, is passed over."""
-    kept = {node(letter): Kept(number, 1, 0) for number, letter in enumerate("abcde")}
+    kept = {node(letter): NodeState(number, 1, 0) for number, letter in enumerate("abcde")}
     first, second, third, parent, gone = kept
     order = LeafOrder(kept)
     for seen in (first, gone, parent, second, third, first):
@@ -25,7 +25,7 @@ def test_the_longest_unused_leaf_goes_first() -> None:
 
 def test_stale_entries_are_dropped_in_time() -> None:
     """However often one leaf is used, the order stays as large as what is kept."""
-    kept = {node(letter): Kept(number, 1, 0) for number, letter in enumerate("ab")}
+    kept = {node(letter): NodeState(number, 1, 0) for number, letter in enumerate("ab")}
     first, second = kept
     order = LeafOrder(kept)
     order.touch(second)

@@ -6,23 +6,23 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from kvserve.sessions.seen import Seen, TurnRecord
-from kvserve.sessions.writings import VALUE_BYTES, message_bytes
+from kvserve.sessions.seen import PathNode, TurnRecord
+from kvserve.sessions.written_messages import VALUE_BYTES, message_bytes
 
 POINTER_BYTES = 8
 OFFSET_BYTES = 36
 
 
-class RecordShelf:
+class RecordStore:
     """Records by their leaf, at most `max_bytes`, the oldest request first. One that a newer request has passed is
     gone: whatever could be asked of it, the newer one answers."""
 
-    def __init__(self, max_bytes: int, gone: Callable[[Seen], None]) -> None:
+    def __init__(self, max_bytes: int, gone: Callable[[PathNode], None]) -> None:
         """`gone` hears of every record that goes, by its leaf."""
         self._max_bytes = max_bytes
         self._gone = gone
-        self._by_leaf: OrderedDict[Seen, tuple[TurnRecord, int]] = OrderedDict()
-        self._newest_through: dict[Seen, TurnRecord] = {}
+        self._by_leaf: OrderedDict[PathNode, tuple[TurnRecord, int]] = OrderedDict()
+        self._newest_through: dict[PathNode, TurnRecord] = {}
         self._newest_of: dict[str, TurnRecord] = {}
         self.num_bytes = 0
 
@@ -51,7 +51,7 @@ class RecordShelf:
         while self.num_bytes > max_bytes:
             self.drop(next(iter(self._by_leaf)))
 
-    def drop(self, leaf: Seen) -> None:
+    def drop(self, leaf: PathNode) -> None:
         """The record that ends here goes, if there is one."""
         if leaf not in self._by_leaf:
             return
@@ -64,12 +64,12 @@ class RecordShelf:
         if record.session is not None and self._newest_of.get(record.session) is record:
             del self._newest_of[record.session]
 
-    def at(self, leaf: Seen) -> TurnRecord | None:
+    def at(self, leaf: PathNode) -> TurnRecord | None:
         """The request that ended with this very message."""
         found = self._by_leaf.get(leaf)
         return found[0] if found is not None else None
 
-    def newest(self, seen: Seen | None, session: str | None) -> TurnRecord | None:
+    def newest(self, seen: PathNode | None, session: str | None) -> TurnRecord | None:
         """The newest request that passed here, else the newest that shares the most with it, else the session's."""
         if seen is not None:
             for passed in seen.ancestry():

@@ -22,7 +22,7 @@ MIN_TOKENS = 32
 MIN_USES = 2
 """A beginning that was used once may have been somebody's only question."""
 
-MAX_BEGINNINGS = 64
+MAX_PREFIXES = 64
 ROW_LIFE_SECONDS = 3_600.0
 """A beginning in use is written down again when its row would go so much earlier than it should."""
 
@@ -33,7 +33,7 @@ _HEAD = struct.Struct("<QQddB")
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class HotPrefix:
     """The tokens up to the first user's words; the first message begins at `first_message`. `uses`: the principals that
     used it, each as often as it did, the one that did most first."""
 
@@ -59,7 +59,7 @@ class _Known:
     until: float | None = None
 
 
-class Beginnings:
+class HotPrefixes:
     """Counts by content, the least recently used forgotten first. Safe for several threads."""
 
     def __init__(self, max_bytes: int = 8 << 20, journal: Journal = UNWRITTEN) -> None:
@@ -100,10 +100,10 @@ class Beginnings:
             if until is not None and (is_telling or is_due):
                 known.until = until
                 self._put(key, known)
-            while len(self._known) > MAX_BEGINNINGS or (self._num_bytes > self._max_bytes and len(self._known) > 1):
+            while len(self._known) > MAX_PREFIXES or (self._num_bytes > self._max_bytes and len(self._known) > 1):
                 self._forget(next(iter(self._known)))
 
-    def most_used(self, num: int) -> tuple[Beginning, ...]:
+    def most_used(self, num: int) -> tuple[HotPrefix, ...]:
         """The `num` that some principal used most, the most used first; those that nobody has used twice are none."""
         with self._lock:
             known = [each for each in self._known.values() if each.num_uses >= MIN_USES]
@@ -112,7 +112,7 @@ class Beginnings:
             for each in known:
                 alike.setdefault(each.packed, []).append(each)
             return tuple(
-                Beginning(
+                HotPrefix(
                     tuple(array(PACKED, packed)),
                     used[0].first_message,
                     tuple((each.owner, each.num_uses) for each in used),

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 
-class Places[Value]:
+class DigestLru[Value]:
     """At most `max_entries` digests, the oldest is dropped first. A new value replaces the old one. Thread-safe."""
 
     def __init__(self, max_entries: int = 4_096) -> None:

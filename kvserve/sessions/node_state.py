@@ -3,21 +3,28 @@
 from dataclasses import dataclass, field
 
 from kvserve.sessions.journal import Rows
-from kvserve.sessions.seen import Seen, Step
-from kvserve.sessions.turn_rows import Doubts, node_of, reading_of
-from kvserve.sessions.writings import VALUE_BYTES, message_bytes, said_digest, same_words, same_writing, written_bytes
+from kvserve.sessions.seen import PathNode, PathStep
+from kvserve.sessions.turn_rows import Conflicts, last_read_of, node_of
+from kvserve.sessions.written_messages import (
+    VALUE_BYTES,
+    message_bytes,
+    said_digest,
+    same_words,
+    same_writing,
+    written_bytes,
+)
 
 NODE_BYTES = 10 * VALUE_BYTES
 """A node, its places in the maps and its digest, roughly."""
 
 
 @dataclass(slots=True)
-class Place:
+class ChainState:
     """All kept nodes of one chain, the newest reading last; a digest of what the model wrote here last, and whether
     it also wrote something else; what the last reading meant, and whether another one meant something else. `has_row`:
     this was written down, as the nodes alone do not say it."""
 
-    nodes: dict[Seen, None] = field(default_factory=dict)
+    nodes: dict[PathNode, None] = field(default_factory=dict)
     said: bytes | None = None
     is_doubtful: bool = False
     meaning: bytes | None = None
@@ -25,18 +32,18 @@ class Place:
     has_row: bool = False
 
     @property
-    def newest(self) -> Seen:
+    def newest(self) -> PathNode:
         return next(reversed(self.nodes))
 
     @property
-    def doubts(self) -> Doubts | None:
+    def conflicts(self) -> Conflicts | None:
         """What cannot be told from the nodes that are kept; None where all can."""
         is_told = self.said is None or any(node.written is not None for node in self.nodes)
         if is_told and not self.is_doubtful and not self.is_contested:
             return None
-        return Doubts(self.said, self.is_doubtful, self.meaning, self.is_contested)
+        return Conflicts(self.said, self.is_doubtful, self.meaning, self.is_contested)
 
-    def take(self, seen: Seen) -> None:
+    def take(self, seen: PathNode) -> None:
         """A node is kept here: does it say what was said before?"""
         if seen.written is not None:
             said = said_digest(seen.written)
@@ -45,7 +52,7 @@ class Place:
         self.is_contested |= self.meaning not in (None, seen.meaning)
         self.meaning = seen.meaning
 
-    def is_as_seen(self, known: Seen, step: Step) -> bool:
+    def is_as_seen(self, known: PathNode, step: PathStep) -> bool:
         """Whether the step says nothing that this node does not say: nodes are never changed."""
         if not same_words(known.message, step.message):
             return False
@@ -53,22 +60,22 @@ class Place:
             return known.written is step.written or (step.written is None and not self.is_doubtful)
         return same_writing(known.written, step.written)
 
-    def pass_by(self, meaning: bytes, said: bytes | None) -> bool:
+    def note_unrecorded(self, meaning: bytes, said: bytes | None) -> bool:
         """Something was read here, and written, that is not kept; whether that says what was not known."""
         known = self.is_contested, self.is_doubtful
         self.is_contested |= self.meaning not in (None, meaning)
         self.is_doubtful |= said is not None and self.said not in (None, said)
         return known != (self.is_contested, self.is_doubtful)
 
-    def recall(self, doubts: Doubts) -> None:
+    def recall(self, conflicts: Conflicts) -> None:
         """What was known here in another life."""
-        self.said, self.is_doubtful = doubts.said, doubts.is_doubtful
-        self.meaning, self.is_contested = doubts.meaning, doubts.is_contested
+        self.said, self.is_doubtful = conflicts.said, conflicts.is_doubtful
+        self.meaning, self.is_contested = conflicts.meaning, conflicts.is_contested
         self.has_row = True
 
 
 @dataclass(slots=True)
-class Kept:
+class NodeState:
     """One kept node: its number, its size, when it was last used, and what stands below it, by chain, the newest
     reading last. `last_read` counts requests; `until` is when its row may go, None while it has none."""
 
@@ -78,24 +85,24 @@ class Kept:
     last_read: int = 0
     until: float | None = None
     num_children: int = 0
-    children: dict[bytes, dict[Seen, None]] = field(default_factory=dict)
+    children: dict[bytes, dict[PathNode, None]] = field(default_factory=dict)
 
     def extend_life(self, until: float) -> None:
         """Its row is kept at least until then."""
         self.until = until if self.until is None else max(self.until, until)
 
 
-def nodes_of_rows(rows: Rows) -> dict[Seen, Kept]:
+def nodes_of_rows(rows: Rows) -> dict[PathNode, NodeState]:
     """The nodes that were written down, each behind what stands before it, in no order of use yet.
 
     Raises ValueError or KeyError where the rows do not fit together.
     """
-    nodes: dict[int, Seen] = {}
+    nodes: dict[int, PathNode] = {}
     for key, body in sorted(rows.get("node", ())):
         nodes[int.from_bytes(key)] = node_of(body, nodes)
-    found = {seen: Kept(number, node_bytes(seen), 0, until=0.0) for number, seen in nodes.items()}
+    found = {seen: NodeState(number, node_bytes(seen), 0, until=0.0) for number, seen in nodes.items()}
     for key, body in rows.get("read", ()):
-        kept, reading = found[nodes[int.from_bytes(key)]], reading_of(body)
+        kept, reading = found[nodes[int.from_bytes(key)]], last_read_of(body)
         kept.last_read = reading.serial
         kept.extend_life(reading.until)
     for seen, kept in reversed(found.items()):
@@ -107,7 +114,7 @@ def nodes_of_rows(rows: Rows) -> dict[Seen, Kept]:
     return found
 
 
-def node_bytes(seen: Seen) -> int:
+def node_bytes(seen: PathNode) -> int:
     """Bytes of one node without what stands before it; a message that its writing shares is counted once."""
     if seen.written is None:
         return NODE_BYTES + message_bytes(seen.message)

@@ -1,11 +1,11 @@
 """Digests and what is known of them: the last one counts, the oldest goes first, and of two values neither is meant."""
 
-from kvserve.sessions.whereabouts import Places, UnambiguousLru
+from kvserve.sessions.digest_lru import DigestLru, UnambiguousLru
 
 
 def test_the_last_digest_that_is_known_counts() -> None:
     """Unknown ones are passed over; a newer value replaces an older one."""
-    places: Places[str] = Places()
+    places: DigestLru[str] = DigestLru()
     places.put([b"a", b"b"], "one")
     places.put([b"b"], "two")
     assert places.find([b"a", b"b", b"c"]) == "two"
@@ -15,7 +15,7 @@ def test_the_last_digest_that_is_known_counts() -> None:
 
 def test_the_oldest_goes_first() -> None:
     """At the limit, and all of them when it is cleared."""
-    places: Places[int] = Places(max_entries=2)
+    places: DigestLru[int] = DigestLru(max_entries=2)
     for number in range(3):
         places.put([bytes([number])], number)
     assert len(places) == 2 and places.find([b"\x00"]) is None and places.find([b"\x01"]) == 1
@@ -25,7 +25,7 @@ def test_the_oldest_goes_first() -> None:
 
 def test_what_is_known_of_some_can_be_forgotten() -> None:
     """By what is known of them; the others stay."""
-    places: Places[str] = Places()
+    places: DigestLru[str] = DigestLru()
     places.put([b"a", b"b"], "one")
     places.put([b"b", b"c"], "two")
     places.forget(lambda place: place == "two")
