@@ -4,23 +4,13 @@ long as the process lives.
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from kvserve.identity.reading import Identity
 from kvserve.sessions.digest_lru import DigestLru, UnambiguousLru
 from kvserve.sessions.seen import PACKED_BYTES, PathStep, TurnRecord
 
-
-class _Given(NamedTuple):
-    """Whom an answer was given: the conversation that it ended, and a digest of the whole prompt before it."""
-
-    leaf: bytes
-    prompt: bytes
-
-    @classmethod
-    def of(cls, leaf: bytes, packed_prompt: bytes) -> "_Given":
-        """An answer that ended the conversation `leaf` behind this prompt."""
-        return cls(leaf, hashlib.sha256(packed_prompt).digest())
+type _Given = tuple[bytes, bytes]
+"""The conversation that an answer ended, and a digest of the whole prompt before the answer."""
 
 
 class EarlierRequests:
@@ -38,14 +28,14 @@ class EarlierRequests:
             self._first_words.put(_first_words(identity), leaf.chain)
         elif leaf.written is not None:
             for digest in (leaf.chain, _answers(identity)[-1]):
-                self._answers.put(digest, _Given.of(leaf.chain, prompt))
+                self._answers.put(digest, _given(leaf.chain, prompt))
 
     def recall(self, records: Iterable[TurnRecord]) -> None:
         """What was written down in another life."""
         for record in records:
             if record.leaf.written is not None:
                 prompt = record.packed_ids[: record.num_prompt_tokens * PACKED_BYTES]
-                self._answers.put(record.leaf.chain, _Given.of(record.leaf.chain, prompt))
+                self._answers.put(record.leaf.chain, _given(record.leaf.chain, prompt))
 
     def by_first_words(self, identity: Identity) -> bytes | None:
         """The conversation that began as this one, whatever system prompt stood before it."""
@@ -55,12 +45,16 @@ class EarlierRequests:
         """The conversation of the request that was given the answers of this one, or the same as everybody: to the same
         questions, or whatever it had asked."""
         given = self._answers.find([*_answers(identity), *identity.chains])
-        return given.leaf if given is not None else None
+        return given[0] if given is not None else None
 
     def clear(self) -> None:
         """Forget everything."""
         self._first_words.clear()
         self._answers.clear()
+
+
+def _given(leaf: bytes, packed_prompt: bytes) -> _Given:
+    return leaf, hashlib.sha256(packed_prompt).digest()
 
 
 def _first_words(identity: Identity) -> list[bytes]:

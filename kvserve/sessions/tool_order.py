@@ -2,100 +2,54 @@
 
 import hashlib
 import json
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from kvserve.core import ToolSpec
-from kvserve.sessions.journal import UNWRITTEN, Journal, Rows
+from kvserve.sessions.journal import UNWRITTEN, Journal
+from kvserve.sessions.journaled_store import JournaledEntry, JournaledStore
 from kvserve.sessions.message_rows import digest_of, dump, items, number, parse, seconds, tool_of, tool_row
 
 type _Key = tuple[bytes, tuple[str, ...]]
 
-ROW_LIFE_SECONDS = 3_600.0
-"""A set in use is written down again when its row would go so much earlier than it should, not at every request."""
-
 
 @dataclass(slots=True)
-class _Order:
-    """A first order. `until` is when its row may go, in seconds since the epoch, None while it has none."""
-
+class _Order(JournaledEntry):
     tools: tuple[ToolSpec, ...]
-    num_bytes: int
-    until: float | None = None
 
 
-class ToolOrders:
-    """The first order of at most `max_sets` sets in `max_bytes`, least recently used first. Its owner has the lock."""
+class ToolOrders(JournaledStore[_Key, _Order]):
+    """The first order of each set of tools; the one that was asked for last stays, however large it is."""
 
     def __init__(self, max_sets: int, max_bytes: int = 16 << 20, journal: Journal = UNWRITTEN) -> None:
-        self._max_sets = max_sets
-        self._max_bytes = max_bytes
-        self._journal = journal
-        self._first: OrderedDict[_Key, _Order] = OrderedDict()
-        self._num_bytes = 0
-        self._num_written = 0
+        super().__init__("tools", journal, max_entries=max_sets, max_bytes=max_bytes, min_entries=1)
 
     def as_seen(self, digest: bytes, tools: Sequence[ToolSpec], until: float | None = None) -> tuple[ToolSpec, ...]:
         """The set as it first came. The digest is never trusted alone: the tools are compared as values. `until`: its
         row is kept so long at least; None: it is not written down."""
-        key = digest, tuple(sorted(map(_spec_text, tools)))
-        order = self._first.get(key)
-        if order is None:
-            order = self._take(key, tuple(tools))
-        self._first.move_to_end(key)
-        if until is not None and (order.until is None or until - order.until > ROW_LIFE_SECONDS):
-            order.until = until
-            self._put(key, order)
-        while len(self._first) > self._max_sets or (self._num_bytes > self._max_bytes and len(self._first) > 1):
-            self._forget(next(iter(self._first)))
-        return order.tools
+        key = _key(digest, tools)
+        return self._first(key, _order(key, tuple(tools)), until).tools
 
-    def clear(self) -> None:
-        """Forget all orders."""
-        for key in list(self._first):
-            self._forget(key)
+    def _row_key(self, key: _Key) -> bytes:
+        return hashlib.sha256(repr(key).encode("utf-8", "backslashreplace")).digest()
 
-    def expire(self, now: float) -> None:
-        """Forget the orders whose rows nobody needs any more."""
-        for key, order in list(self._first.items()):
-            if order.until is not None and order.until < now:
-                self._forget(key)
+    def _row_body(self, key: _Key, entry: _Order, serial: int) -> Callable[[], bytes]:
+        return partial(_body, key[0], entry.tools, entry.until, serial)
 
-    def put_all(self) -> None:
-        """Tell the journal everything that is to last."""
-        for key, order in self._first.items():
-            if order.until is not None:
-                self._put(key, order)
-
-    def load(self, rows: Rows) -> None:
-        """Take in what was written down. Raises ValueError for rows of another form."""
-        found = [parse(body) for _, body in rows.get("tools", ())]
-        for row in sorted(found, key=lambda row: number(row.get("serial"))):
-            tools = tuple(tool_of(tool) for tool in items(row.get("tools")))
-            key = digest_of(row.get("digest")), tuple(sorted(map(_spec_text, tools)))
-            self._take(key, tools).until = seconds(row.get("until"))
-            self._num_written = number(row.get("serial")) + 1
-
-    def _take(self, key: _Key, tools: tuple[ToolSpec, ...]) -> _Order:
-        order = self._first[key] = _Order(tools, 2 * sum(map(len, key[1])))  # the key's texts, and the tools themselves
-        self._num_bytes += order.num_bytes
-        return order
-
-    def _forget(self, key: _Key) -> None:
-        order = self._first.pop(key)
-        self._num_bytes -= order.num_bytes
-        if order.until is not None:
-            self._journal.drop("tools", _row_key(key))
-
-    def _put(self, key: _Key, order: _Order) -> None:
-        self._journal.put("tools", _row_key(key), partial(_body, key[0], order.tools, order.until, self._num_written))
-        self._num_written += 1
+    def _stored(self, row_key: bytes, body: bytes) -> tuple[float, _Key, _Order]:
+        row = parse(body)
+        tools = tuple(map(tool_of, items(row.get("tools"))))
+        key = _key(digest_of(row.get("digest")), tools)
+        return number(row.get("serial")), key, _order(key, tools, seconds(row.get("until")))
 
 
-def _row_key(key: _Key) -> bytes:
-    return hashlib.sha256(repr(key).encode("utf-8", "backslashreplace")).digest()
+def _key(digest: bytes, tools: Sequence[ToolSpec]) -> _Key:
+    return digest, tuple(sorted(map(_spec_text, tools)))
+
+
+def _order(key: _Key, tools: tuple[ToolSpec, ...], until: float | None = None) -> _Order:
+    return _Order(tools, until=until, num_bytes=2 * sum(map(len, key[1])))  # the key's texts, and the tools themselves
 
 
 def _body(digest: bytes, tools: tuple[ToolSpec, ...], until: float | None, serial: int) -> bytes:

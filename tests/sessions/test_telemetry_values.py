@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from kvserve.sessions.journal import Kind
-from kvserve.sessions.telemetry_values import MAX_CHARACTERS, ROW_LIFE_SECONDS, TelemetryValues
+from kvserve.sessions.journaled_store import ROW_LIFE_SECONDS
+from kvserve.sessions.telemetry_values import MAX_CHARACTERS, TelemetryValues
 
 
 class Noted:

@@ -64,7 +64,7 @@ def test_bytes_are_bounded_too() -> None:
     assert orders.as_seen(b"3", (A, tool("3", text="x" * 10_000)))[0] != A
     big = (tool("big", text="x" * 100_000), A)
     orders.as_seen(b"b", big)
-    assert orders.as_seen(b"b", big[::-1]) == big and len(orders._first) == 1
+    assert orders.as_seen(b"b", big[::-1]) == big and len(orders) == 1
 
 
 def test_a_set_is_written_down_once_an_hour() -> None:
