@@ -23,26 +23,26 @@ class LeafOrder:
         self._clock += 1
         return self._clock
 
-    def touch(self, seen: PathNode) -> None:
+    def touch(self, node: PathNode) -> None:
         """The node is used now."""
-        self._kept[seen].used = self.next_use()
-        self.add(seen)
+        self._kept[node].used = self.next_use()
+        self.add(node)
 
-    def add(self, seen: PathNode) -> None:
+    def add(self, node: PathNode) -> None:
         """Put the node where its last use says, if it is a leaf."""
-        kept = self._kept[seen]
+        kept = self._kept[node]
         if kept.num_children:
             return
         if len(self._heap) > 2 * len(self._kept) + 64:
             self.drop_stale()
-        heapq.heappush(self._heap, (kept.used, next(self._serials), seen))
+        heapq.heappush(self._heap, (kept.used, next(self._serials), node))
 
     def pop(self) -> PathNode:
         """The leaf that was used the longest ago; it must be evicted now."""
         while True:
-            used, _, seen = heapq.heappop(self._heap)
-            if self._is_current(used, seen):
-                return seen
+            used, _, node = heapq.heappop(self._heap)
+            if self._is_current(used, node):
+                return node
 
     def drop_stale(self) -> None:
         """Drop the stale entries, so that they keep no message alive."""
@@ -55,8 +55,8 @@ class LeafOrder:
 
     def leaves(self) -> set[PathNode]:
         """The leaves that have an entry."""
-        return {seen for used, _, seen in self._heap if self._is_current(used, seen)}
+        return {node for used, _, node in self._heap if self._is_current(used, node)}
 
-    def _is_current(self, used: int, seen: PathNode) -> bool:
-        kept = self._kept.get(seen)
+    def _is_current(self, used: int, node: PathNode) -> bool:
+        kept = self._kept.get(node)
         return kept is not None and kept.used == used and not kept.num_children

@@ -43,14 +43,14 @@ class ChainState:
             return None
         return Conflicts(self.said, self.is_doubtful, self.meaning, self.is_contested)
 
-    def take(self, seen: PathNode) -> None:
+    def take(self, node: PathNode) -> None:
         """A node is kept here: does it say what was said before?"""
-        if seen.written is not None:
-            said = said_digest(seen.written)
+        if node.written is not None:
+            said = said_digest(node.written)
             self.is_doubtful |= self.said not in (None, said)
             self.said = said
-        self.is_contested |= self.meaning not in (None, seen.meaning)
-        self.meaning = seen.meaning
+        self.is_contested |= self.meaning not in (None, node.meaning)
+        self.meaning = node.meaning
 
     def is_as_seen(self, known: PathNode, step: PathStep) -> bool:
         """Whether the step says nothing that this node does not say: nodes are never changed."""
@@ -100,23 +100,23 @@ def nodes_of_rows(rows: Rows) -> dict[PathNode, NodeState]:
     nodes: dict[int, PathNode] = {}
     for key, body in sorted(rows.get("node", ())):
         nodes[int.from_bytes(key)] = node_of(body, nodes)
-    found = {seen: NodeState(number, node_bytes(seen), 0, until=0.0) for number, seen in nodes.items()}
+    found = {node: NodeState(number, node_bytes(node), 0, until=0.0) for number, node in nodes.items()}
     for key, body in rows.get("read", ()):
         kept, reading = found[nodes[int.from_bytes(key)]], last_read_of(body)
         kept.last_read = reading.serial
         kept.extend_life(reading.until)
-    for seen, kept in reversed(found.items()):
-        if seen.parent is not None:
-            parent = found[seen.parent]
+    for node, kept in reversed(found.items()):
+        if node.parent is not None:
+            parent = found[node.parent]
             parent.num_children += 1
             parent.last_read = max(parent.last_read, kept.last_read)
             parent.extend_life(kept.until or 0.0)
     return found
 
 
-def node_bytes(seen: PathNode) -> int:
+def node_bytes(node: PathNode) -> int:
     """Bytes of one node without what stands before it; a message that its writing shares is counted once."""
-    if seen.written is None:
-        return NODE_BYTES + message_bytes(seen.message)
-    own = 0 if seen.message is seen.written.message else message_bytes(seen.message)
-    return NODE_BYTES + own + written_bytes(seen.written)
+    if node.written is None:
+        return NODE_BYTES + message_bytes(node.message)
+    own = 0 if node.message is node.written.message else message_bytes(node.message)
+    return NODE_BYTES + own + written_bytes(node.written)

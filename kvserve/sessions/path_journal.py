@@ -22,35 +22,35 @@ class PathJournal:
     def read(self, leaf: PathNode, until: float) -> None:
         """A request has read this path: from now on all of it is written down, `until` then at least."""
         new: list[PathNode] = []
-        for seen in leaf.ancestry():
-            kept = self._kept[seen]
+        for node in leaf.ancestry():
+            kept = self._kept[node]
             if kept.until is None:
-                new.append(seen)
+                new.append(node)
             kept.extend_life(until)
-        for seen in reversed(new):
-            self.put_node(seen)
+        for node in reversed(new):
+            self.put_node(node)
         self.put_reading(leaf)
 
-    def put_node(self, seen: PathNode) -> None:
+    def put_node(self, node: PathNode) -> None:
         """The node, without when it was read."""
-        parent = None if seen.parent is None else self._kept[seen.parent].number
-        self._journal.put("node", number_key(self._kept[seen].number), partial(node_body, parent, seen))
-        self.put_conflicts(seen.chain)
+        parent = None if node.parent is None else self._kept[node.parent].number
+        self._journal.put("node", number_key(self._kept[node].number), partial(node_body, parent, node))
+        self.put_conflicts(node.chain)
 
-    def put_reading(self, seen: PathNode) -> None:
+    def put_reading(self, node: PathNode) -> None:
         """When the node was read; what stands before it was read then too, and needs no row for it."""
-        kept = self._kept[seen]
+        kept = self._kept[node]
         reading = LastRead(kept.last_read, kept.until or 0.0)
         self._journal.put("read", number_key(kept.number), partial(last_read_body, reading))
 
-    def node_gone(self, seen: PathNode, kept: NodeState) -> None:
+    def node_gone(self, node: PathNode, kept: NodeState) -> None:
         """A node is kept no more; when it was read, the one before it was read."""
         if kept.until is None:
             return
         self._journal.drop("read", number_key(kept.number))
         self._journal.drop("node", number_key(kept.number))
-        if seen.parent is not None:
-            self.put_reading(seen.parent)
+        if node.parent is not None:
+            self.put_reading(node.parent)
 
     def put_conflicts(self, chain: bytes) -> None:
         """A place has changed: its row says what its nodes do not, as long as one of them is written down."""
@@ -91,9 +91,9 @@ class PathJournal:
 
     def put_all(self, records: Iterable[tuple[int, TurnRecord]]) -> None:
         """Everything that is kept now and is to last."""
-        lasting = [(kept.number, seen) for seen, kept in self._kept.items() if kept.until is not None]
-        for _, seen in sorted(lasting, key=lambda pair: pair[0]):
-            self.put_node(seen)
-            self.put_reading(seen)
+        lasting = [(kept.number, node) for node, kept in self._kept.items() if kept.until is not None]
+        for _, node in sorted(lasting, key=lambda pair: pair[0]):
+            self.put_node(node)
+            self.put_reading(node)
         for serial, record in records:
             self.put_record(serial, record)

@@ -35,9 +35,9 @@ class RecordStore:
 
     def put(self, record: TurnRecord) -> bool:
         """The newest request; its leaf and all before it must be kept as long as it is. False: it has no room."""
-        for seen in record.leaf.ancestry():
-            self.drop(seen)
-            self._newest_through[seen] = record
+        for node in record.leaf.ancestry():
+            self.drop(node)
+            self._newest_through[node] = record
         if record.session is not None:
             self._newest_of[record.session] = record
         size = record_bytes(record)
@@ -58,9 +58,9 @@ class RecordStore:
         record, size = self._by_leaf.pop(leaf)
         self.num_bytes -= size
         self._gone(leaf)
-        for seen in leaf.ancestry():
-            if self._newest_through.get(seen) is record:
-                del self._newest_through[seen]
+        for node in leaf.ancestry():
+            if self._newest_through.get(node) is record:
+                del self._newest_through[node]
         if record.session is not None and self._newest_of.get(record.session) is record:
             del self._newest_of[record.session]
 
@@ -69,10 +69,10 @@ class RecordStore:
         found = self._by_leaf.get(leaf)
         return found[0] if found is not None else None
 
-    def newest(self, seen: PathNode | None, session: str | None) -> TurnRecord | None:
+    def newest(self, node: PathNode | None, session: str | None) -> TurnRecord | None:
         """The newest request that passed here, else the newest that shares the most with it, else the session's."""
-        if seen is not None:
-            for passed in seen.ancestry():
+        if node is not None:
+            for passed in node.ancestry():
                 if (record := self._newest_through.get(passed)) is not None:
                     return record
         return None if session is None else self._newest_of.get(session)
@@ -95,7 +95,7 @@ class RecordStore:
 
 def record_bytes(record: TurnRecord) -> int:
     """Bytes that a record holds beyond the path of its leaf."""
-    on_path = {id(seen.message) for seen in record.leaf.ancestry()}
+    on_path = {id(node.message) for node in record.leaf.ancestry()}
     own = sum(message_bytes(message) for message in record.messages if id(message) not in on_path)
     pointers = len(record.messages) + 2 * len(record.tools) + record.leaf.index + 1
     return (

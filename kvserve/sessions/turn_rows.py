@@ -55,17 +55,17 @@ class Conflicts:
 # --- nodes -----------------------------------------------------------------------------------------------------------
 
 
-def node_body(parent: int | None, seen: PathNode) -> bytes:
+def node_body(parent: int | None, node: PathNode) -> bytes:
     """A node below the node of this number."""
-    written = seen.written
-    is_shared = written is not None and seen.message is written.message
+    written = node.written
+    is_shared = written is not None and node.message is written.message
     return dump(
         {
             "parent": parent,
-            "owner": seen.owner if parent is None else None,
-            "chain": seen.chain.hex(),
-            "meaning": seen.meaning.hex(),
-            "message": None if is_shared else message_row(seen.message),
+            "owner": node.owner if parent is None else None,
+            "chain": node.chain.hex(),
+            "meaning": node.meaning.hex(),
+            "message": None if is_shared else message_row(node.message),
             "written": None if written is None else written_row(written),
         }
     )
@@ -127,7 +127,7 @@ def conflicts_of(body: bytes) -> Conflicts:
 
 def record_body(serial: int, record: TurnRecord) -> bytes:
     """A record as a line of JSON and, behind it, its token ids as they are."""
-    on_path = {id(seen.message): seen.index for seen in record.leaf.ancestry()}
+    on_path = {id(node.message): node.index for node in record.leaf.ancestry()}
     messages = [on_path.get(id(message)) for message in record.messages]
     row: Row = {
         "serial": serial,

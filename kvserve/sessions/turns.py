@@ -84,11 +84,11 @@ class TurnStore:
                     return state.newest
             return None
 
-    def is_contested(self, seen: PathNode) -> bool:
+    def is_contested(self, node: PathNode) -> bool:
         """Whether this message was also read with another meaning, by another client perhaps: then what a client left
         out of it cannot be known."""
         with self._lock:
-            state = self._states.get(seen.chain)
+            state = self._states.get(node.chain)
             return state is not None and state.is_contested
 
     def note_unrecorded(self, steps: Iterable[PathStep]) -> None:
@@ -104,11 +104,11 @@ class TurnStore:
                 if state is not None and state.note_unrecorded(step.meaning, said):
                     self._rows.put_conflicts(step.chain)
 
-    def record_for(self, seen: PathNode | None, session: str | None = None) -> TurnRecord | None:
+    def record_for(self, node: PathNode | None, session: str | None = None) -> TurnRecord | None:
         """The newest request that passed through this message, else the newest one that shares the most of its path;
         without any, the newest one of the session."""
         with self._lock:
-            return self._records.newest(seen, session)
+            return self._records.newest(node, session)
 
     def records(self) -> tuple[TurnRecord, ...]:
         """All records, the oldest request first."""
@@ -140,20 +140,20 @@ class TurnStore:
         with self._lock:
             if parent is not None:
                 self._read_path(parent)
-            seen = parent
+            node = parent
             for step in added:
-                if seen is None or step.chain != seen.chain:
-                    seen = self._step(seen, step, owner)
-            if seen is None:
+                if node is None or step.chain != node.chain:
+                    node = self._step(node, step, owner)
+            if node is None:
                 raise ValueError("A path has at least one message.")
-            self._leaves.touch(seen)
+            self._leaves.touch(node)
             self._num_reads += 1
-            for read in seen.ancestry():
+            for read in node.ancestry():
                 self._kept[read].last_read = self._num_reads
             if until is not None:
-                self._rows.read(seen, until)
+                self._rows.read(node, until)
             self._shrink(self._max_bytes)
-            return seen
+            return node
 
     def remember(self, record: TurnRecord, *, is_lasting: bool = False) -> None:
         """The record of the newest request. Does nothing where its leaf has been forgotten meanwhile."""
@@ -165,9 +165,9 @@ class TurnStore:
                 self._rows.put_record(self._num_reads, record)
             if record.tool_layout.front:
                 path = record.leaf.path()
-                answer = next((seen.chain for seen in path if seen.written is not None), None)
+                answer = next((node.chain for node in path if node.written is not None), None)
                 self._layouts.put_along(
-                    [seen.chain for seen in path],
+                    [node.chain for node in path],
                     answer,
                     record.tool_layout,
                     lambda chain: is_lasting and self._rows.is_lasting(chain),
@@ -190,9 +190,9 @@ class TurnStore:
         """Forget the conversations of these owners, and whose tools came in which order first, as nobody knows who sent
         them; how many messages that were."""
         with self._lock:
-            gone = [seen for seen in self._kept if is_gone(seen.owner)]
-            for seen in sorted(gone, key=lambda seen: seen.index, reverse=True):
-                self._forget(seen)
+            gone = [node for node in self._kept if is_gone(node.owner)]
+            for node in sorted(gone, key=lambda node: node.index, reverse=True):
+                self._forget(node)
             self._leaves.drop_stale()
             self._tools.clear()
             return len(gone)
@@ -214,18 +214,18 @@ class TurnStore:
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
-    def _is_sure(self, seen: PathNode, known: dict[PathNode, bool]) -> bool:
+    def _is_sure(self, node: PathNode, known: dict[PathNode, bool]) -> bool:
         """Whether no message of the path is one of several that the model wrote at its place; each is asked once."""
         passed: list[PathNode] = []
         verdict = True
-        for node in seen.ancestry():
-            if node in known:
-                verdict = known[node]
+        for each in node.ancestry():
+            if each in known:
+                verdict = known[each]
                 break
-            passed.append(node)
-        for node in reversed(passed):
-            verdict = verdict and (node.written is None or not self._states[node.chain].is_doubtful)
-            known[node] = verdict
+            passed.append(each)
+        for each in reversed(passed):
+            verdict = verdict and (each.written is None or not self._states[each.chain].is_doubtful)
+            known[each] = verdict
         return verdict
 
     def _step(self, parent: PathNode | None, step: PathStep, owner: str) -> PathNode:
@@ -236,77 +236,77 @@ class TurnStore:
                 return known
         index = 0 if parent is None else parent.index + 1
         owner = owner if parent is None else parent.owner
-        seen = PathNode(parent, step.chain, step.message, step.written, index, step.meaning, owner)
-        self._keep(seen)
-        return seen
+        node = PathNode(parent, step.chain, step.message, step.written, index, step.meaning, owner)
+        self._keep(node)
+        return node
 
     def _read_path(self, leaf: PathNode) -> None:
         """A request goes on from here, and so has read all of it; what was forgotten meanwhile is kept again."""
-        for seen in leaf.path():
-            if seen in self._kept:
-                self._read_again(seen)
+        for node in leaf.path():
+            if node in self._kept:
+                self._read_again(node)
             else:
-                self._keep(seen)
+                self._keep(node)
 
     def _children(self, parent: PathNode | None) -> dict[bytes, dict[PathNode, None]]:
         return self._roots if parent is None else self._kept[parent].children
 
-    def _keep(self, seen: PathNode) -> None:
-        self._children(seen.parent).setdefault(seen.chain, {})
-        if seen.parent is not None:
-            self._kept[seen.parent].num_children += 1
-        self._kept[seen] = NodeState(next(self._numbers), node_bytes(seen), self._leaves.next_use())
-        self._num_bytes += self._kept[seen].num_bytes
-        state = self._states.setdefault(seen.chain, ChainState())
-        state.take(seen)
-        state.is_contested |= self._unrecorded_meanings.is_other(seen.chain, seen.meaning)
-        state.is_doubtful |= state.said is not None and self._unrecorded_answers.is_other(seen.chain, state.said)
-        self._read_again(seen)
-        self._rows.put_conflicts(seen.chain)
+    def _keep(self, node: PathNode) -> None:
+        self._children(node.parent).setdefault(node.chain, {})
+        if node.parent is not None:
+            self._kept[node.parent].num_children += 1
+        self._kept[node] = NodeState(next(self._numbers), node_bytes(node), self._leaves.next_use())
+        self._num_bytes += self._kept[node].num_bytes
+        state = self._states.setdefault(node.chain, ChainState())
+        state.take(node)
+        state.is_contested |= self._unrecorded_meanings.is_other(node.chain, node.meaning)
+        state.is_doubtful |= state.said is not None and self._unrecorded_answers.is_other(node.chain, state.said)
+        self._read_again(node)
+        self._rows.put_conflicts(node.chain)
 
-    def _read_again(self, seen: PathNode) -> None:
+    def _read_again(self, node: PathNode) -> None:
         """Make it the newest reading of its chain; the one before it goes unless another path needs it."""
-        nodes = self._states[seen.chain].nodes
+        nodes = self._states[node.chain].nodes
         before = next(reversed(nodes), None)
-        for readings in (nodes, self._children(seen.parent)[seen.chain]):
-            readings.pop(seen, None)
-            readings[seen] = None
-        if before is not None and before is not seen:
+        for readings in (nodes, self._children(node.parent)[node.chain]):
+            readings.pop(node, None)
+            readings[node] = None
+        if before is not None and before is not node:
             self._drop_unneeded(before)
 
-    def _drop_unneeded(self, seen: PathNode | None) -> None:
+    def _drop_unneeded(self, node: PathNode | None) -> None:
         """Forget a node that neither a longer path nor its chain leads to, and then whatever only it needed."""
-        while seen is not None and not self._kept[seen].num_children and self._states[seen.chain].newest is not seen:
-            self._forget(seen)
-            seen = seen.parent
-        if seen is not None:
-            self._leaves.add(seen)
+        while node is not None and not self._kept[node].num_children and self._states[node.chain].newest is not node:
+            self._forget(node)
+            node = node.parent
+        if node is not None:
+            self._leaves.add(node)
 
-    def _forget(self, seen: PathNode) -> None:
-        self._records.drop(seen)
-        kept = self._kept.pop(seen)
-        self._rows.node_gone(seen, kept)
+    def _forget(self, node: PathNode) -> None:
+        self._records.drop(node)
+        kept = self._kept.pop(node)
+        self._rows.node_gone(node, kept)
         self._num_bytes -= kept.num_bytes
-        siblings = self._children(seen.parent)
-        del siblings[seen.chain][seen]
-        if not siblings[seen.chain]:
-            del siblings[seen.chain]
-        if seen.parent is not None:
-            self._kept[seen.parent].num_children -= 1
-        state = self._states[seen.chain]
-        del state.nodes[seen]
-        self._rows.put_conflicts(seen.chain)
+        siblings = self._children(node.parent)
+        del siblings[node.chain][node]
+        if not siblings[node.chain]:
+            del siblings[node.chain]
+        if node.parent is not None:
+            self._kept[node.parent].num_children -= 1
+        state = self._states[node.chain]
+        del state.nodes[node]
+        self._rows.put_conflicts(node.chain)
         if not state.nodes:
-            del self._states[seen.chain]
-            self._layouts.drop(seen.chain)
-        elif not self._rows.is_lasting(seen.chain):
-            self._layouts.drop_row(seen.chain)
+            del self._states[node.chain]
+            self._layouts.drop(node.chain)
+        elif not self._rows.is_lasting(node.chain):
+            self._layouts.drop_row(node.chain)
 
     def _shrink(self, max_bytes: int) -> None:
         while self._kept and (len(self._kept) > self._max_nodes or self._num_bytes > max_bytes):
-            seen = self._leaves.pop()
-            self._forget(seen)
-            self._drop_unneeded(seen.parent)
+            node = self._leaves.pop()
+            self._forget(node)
+            self._drop_unneeded(node.parent)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -317,7 +317,7 @@ class TurnStore:
             self._take_nodes(nodes_of_rows(rows))
             for chain, body in rows.get("place", ()):
                 self._states[chain].recall(conflicts_of(body))
-            leaves = {number_key(kept.number): seen for seen, kept in self._kept.items()}
+            leaves = {number_key(kept.number): node for node, kept in self._kept.items()}
             records = [record_of(body, leaves[key]) for key, body in rows.get("record", ())]
             for serial, record in sorted(records, key=lambda pair: pair[0]):
                 self._num_reads = max(self._num_reads, serial)
@@ -337,16 +337,16 @@ class TurnStore:
     def expire(self, now: float) -> None:
         """Forget the paths whose rows nobody needs any more."""
         with self._lock:
-            leaves = [seen for seen, kept in self._kept.items() if not kept.num_children]
+            leaves = [node for node, kept in self._kept.items() if not kept.num_children]
             while leaves:
-                seen = leaves.pop()
-                kept = self._kept.get(seen)
+                node = leaves.pop()
+                kept = self._kept.get(node)
                 if kept is None or kept.num_children or kept.until is None or kept.until >= now:
                     continue
-                self._forget(seen)
-                if seen.parent is not None:
-                    self._drop_unneeded(seen.parent)
-                    leaves.append(seen.parent)
+                self._forget(node)
+                if node.parent is not None:
+                    self._drop_unneeded(node.parent)
+                    leaves.append(node.parent)
             self._tools.expire(now)
 
     def shrink(self, share: float) -> None:
@@ -357,13 +357,13 @@ class TurnStore:
 
     def _take_nodes(self, found: dict[PathNode, NodeState]) -> None:
         self._kept.update(found)
-        for seen, kept in found.items():
+        for node, kept in found.items():
             self._num_bytes += kept.num_bytes
-            self._states.setdefault(seen.chain, ChainState()).take(seen)
-        for seen in sorted(found, key=lambda seen: found[seen].last_read):
-            self._children(seen.parent).setdefault(seen.chain, {})[seen] = None
-            self._states[seen.chain].nodes[seen] = None
-            self._leaves.touch(seen)
+            self._states.setdefault(node.chain, ChainState()).take(node)
+        for node in sorted(found, key=lambda node: found[node].last_read):
+            self._children(node.parent).setdefault(node.chain, {})[node] = None
+            self._states[node.chain].nodes[node] = None
+            self._leaves.touch(node)
         self._numbers = count(max((kept.number for kept in found.values()), default=-1) + 1)
         self._num_reads = max((kept.last_read for kept in found.values()), default=0)
 
@@ -379,16 +379,16 @@ class TurnStore:
             assert len(self._kept) <= self._max_nodes and self._num_bytes <= self._max_bytes, "over a limit"
 
     def _check_nodes(self) -> None:
-        num_children = Counter(seen.parent for seen in self._kept)
+        num_children = Counter(node.parent for node in self._kept)
         waiting = self._leaves.leaves()
-        for seen, kept in self._kept.items():
-            state = self._states[seen.chain]
-            assert seen in state.nodes, "a node that its chain does not know"
-            assert seen in self._children(seen.parent)[seen.chain], "a node that its parent does not know"
+        for node, kept in self._kept.items():
+            state = self._states[node.chain]
+            assert node in state.nodes, "a node that its chain does not know"
+            assert node in self._children(node.parent)[node.chain], "a node that its parent does not know"
             assert kept.num_children == sum(map(len, kept.children.values())), "a child that is gone"
-            assert seen.parent is None or seen.parent in self._kept, "a path with a hole"
-            assert kept.num_children == num_children[seen], "children miscounted"
-            assert kept.num_children or state.newest is seen, "a node that nobody can reach"
-            assert kept.num_children or seen in waiting, "a leaf that would never leave"
-            assert kept.num_bytes == node_bytes(seen), "a node that was changed"
+            assert node.parent is None or node.parent in self._kept, "a path with a hole"
+            assert kept.num_children == num_children[node], "children miscounted"
+            assert kept.num_children or state.newest is node, "a node that nobody can reach"
+            assert kept.num_children or node in waiting, "a leaf that would never leave"
+            assert kept.num_bytes == node_bytes(node), "a node that was changed"
         assert sum(len(state.nodes) for state in self._states.values()) == len(self._kept), "a place without its node"
