@@ -1,7 +1,7 @@
-"""Where the tools of a request stand: in front of the conversation, or where they came in once it had begun.
+"""Where the tools of a request are placed: in front of the conversation, or where they came in later.
 
-A client that adds tools to its list in the middle of a conversation says nothing of the place. Where the tools that the
-known part was rendered with are all in the new list, as they were, the others stand at the first message that is new.
+A client that adds tools to its list in the middle of a conversation does not say where. Where the list holds all tools
+of the known part, unchanged, the others are placed at the first new message.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from kvserve.sessions.tool_layouts import NO_TOOLS, AddedTools, ToolLayout
 
 @dataclass(frozen=True, slots=True)
 class PlacedTools:
-    """The tools of a request by their places: `front`, and by the index of a message those that it brings in. `new` are
-    the names of those that no request before brought in."""
+    """The tools of a request by place: `front`, and by the index of a message those that it brings in. `new` are the
+    names of those that no earlier request brought in."""
 
     layout: ToolLayout
     front: tuple[ToolSpec, ...]
@@ -25,16 +25,16 @@ class PlacedTools:
 
     @property
     def later(self) -> tuple[ToolSpec, ...]:
-        """Those that are not in front, in the order in which they came."""
+        """The tools that are not in front, in the order in which they came."""
         return tuple(tool for index in sorted(self.added) for tool in self.added[index])
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is told of the new ones."""
+        """The note on the new tools."""
         return (f"tools added where the conversation is: {', '.join(self.new)}",) if self.new else ()
 
     def in_messages(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """The messages with what they bring in."""
+        """The messages with the tools that they bring in."""
         return tuple(
             _with_tools(message, self.added[index]) if index in self.added else message
             for index, message in enumerate(messages)
@@ -43,9 +43,9 @@ class PlacedTools:
 
 @dataclass(frozen=True, slots=True)
 class PlacementFacts:
-    """A request's messages with what they are known by. `layouts`: those that the part of it which is known, and shown
-    to be its client's, was rendered with, each with the index of the message from which on it holds, the last message
-    first. `num_known` messages at the beginning belong to that part; `newest` is the first that is not answered yet."""
+    """A request's messages and what is known of them. `layouts`: those of the part that is known and shown to be the
+    client's, each with the index of the message from which on it holds, the last message first. That part is the first
+    `num_known` messages; `newest` is the first message that was not answered yet."""
 
     messages: Sequence[Message]
     canonical: Sequence[Canonical]
@@ -56,13 +56,13 @@ class PlacementFacts:
 
 
 def unplaced(tools: Sequence[ToolSpec]) -> PlacedTools:
-    """All of them in front, of which nothing is remembered."""
+    """All tools in front, without a layout."""
     return PlacedTools(NO_TOOLS, tuple(tools), {})
 
 
 def place_tools(tools: Sequence[ToolSpec], told: PlacementFacts, *, keeps_order: bool) -> PlacedTools:
-    """The tools where they stood, and those that are new where the new part begins; all in front where that part knows
-    another list, or where nothing of it is known. `keeps_order`: the order of the list counts."""
+    """The tools where earlier requests had them, and new ones where the new part begins; all in front where the known
+    part has another list, or nothing is known. `keeps_order`: the order of the list counts."""
     by_digest = {tool_digest(tool): tool for tool in tools}
     if len(by_digest) != len(tools) or len({tool.name for tool in tools}) != len(tools):
         return unplaced(tools)
@@ -76,17 +76,17 @@ def place_tools(tools: Sequence[ToolSpec], told: PlacementFacts, *, keeps_order:
     ]
     if not usable:
         return front
-    _, _, layout = max(usable, key=lambda each: each[:2])  # the one that was in force last
+    _, _, layout = max(usable, key=lambda each: each[:2])  # the last one in force
     found = _placed(layout, by_digest, told, place)
     if not found.later:
         return found
-    # what a message itself says of such a tool may stand before the place that it would have
+    # a message may name such a tool before the place that it would get
     named = {block.name for block in tool_blocks(told.messages)}
     return found if named.isdisjoint(tool.name for tool in found.later) else front
 
 
 def _fits(layout: ToolLayout, tools: Mapping[bytes, ToolSpec], chains: Sequence[bytes], *, keeps_order: bool) -> bool:
-    """Whether all tools of the layout are in the list, as they were, and their messages in the conversation."""
+    """Whether the list holds all tools of the layout, unchanged, and the conversation its messages."""
     if any(each.place not in chains for each in layout.added):
         return False
     if keeps_order:
@@ -97,7 +97,7 @@ def _fits(layout: ToolLayout, tools: Mapping[bytes, ToolSpec], chains: Sequence[
 def _placed(
     layout: ToolLayout, tools: Mapping[bytes, ToolSpec], told: PlacementFacts, place: int | None
 ) -> PlacedTools:
-    """The tools as the layout has them, and at the message `place` those that it has not."""
+    """The tools as the layout places them, and those that it lacks at the message `place`."""
     new = tuple(digest for digest in tools if digest not in layout.tools)
     if new and place is not None:
         layout = replace(layout, added=(*layout.added, AddedTools(told.chains[place], new)))
@@ -107,18 +107,18 @@ def _placed(
 
 
 def _place_of_new(told: PlacementFacts) -> int | None:
-    """The first message that is new, or not answered yet, and can bring tools in."""
+    """The first message that is new or not answered yet and can bring tools in."""
     behind = range(min(told.num_known, told.newest), len(told.messages))
     return next((index for index in behind if _can_bring(told.messages[index], told.canonical[index])), None)
 
 
 def _can_bring(message: Message, canonical: Canonical) -> bool:
-    """Whether tools can stand in a message: it is not the model's, and the next request will send it again."""
+    """Whether a message can bring tools in: it is not the model's, and the next request will send it again."""
     return message.role != "assistant" and canonical.message is not None
 
 
 def _with_tools(message: Message, tools: Sequence[ToolSpec]) -> Message:
-    """The message with the tools before its words; in the last one of its results, if it has any, behind them."""
+    """The message with the tools before its words; behind them in its last tool result, if it has one."""
     blocks = tuple(map(ToolBlock.of, tools))
     results = [index for index, block in enumerate(message.blocks) if isinstance(block, ToolResultBlock)]
     if not results:

@@ -1,8 +1,8 @@
-"""What the model wrote at a place of a conversation, so that an echo which lost thinking or raw calls gets them back.
+"""What the model wrote at a place of a conversation, to restore thinking and raw calls that an echo has lost.
 
-A place is the chain digest at the assistant's message: it stands for the content and the calls there and for all that
-precedes, so the same "Done." in two conversations is two places. It knows no templates and no tokens' meaning; when the
-arguments of two calls say the same, it is told.
+A place is the chain digest at the assistant's message: it covers the content and the calls there and all that precedes,
+so the same "Done." in two conversations is two places. This file knows neither templates nor tokens' meaning; the
+caller says whether the arguments of two calls are equal.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from kvserve.sessions.message_rows import dump, number, parse, seconds, text_of,
 from kvserve.sessions.written_messages import same_writing, written_bytes
 
 type SameArguments = Callable[[str, str], bool]
-"""Whether two texts of arguments say the same."""
+"""Whether two texts of arguments are equal in meaning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """The model wrote different things at one place: nobody knows which of them a client means."""
+    """The model wrote different things at one place: it is unknown which of them a client means."""
 
 
 AMBIGUOUS = Ambiguous()
@@ -41,9 +41,8 @@ class HealingStore(JournaledStore[bytes, _PlaceEntry]):
         super().__init__("healing", journal, max_entries=max_entries, max_bytes=max_bytes)
 
     def remember(self, chain: bytes, written: Written, until: float | None = None, *, owner: str = "") -> None:
-        """The model wrote this here, for the conversation's owner. The same again changes nothing (the first tokens
-        stay: for them there is KV), something else makes the place ambiguous for good. `until`: the row is kept so long
-        at least; None: what was written is not written down."""
+        """The model wrote this here, for the conversation's owner. The same words again keep the first tokens, which
+        have KV; other words make the place ambiguous for good. The row is kept `until` then at least; None: no row."""
         with self._lock:
             place = self._entries.get(chain) or self._add(chain, _entry(written, owner))
             if isinstance(place.wrote, Written) and not same_writing(place.wrote, written):
@@ -57,7 +56,7 @@ class HealingStore(JournaledStore[bytes, _PlaceEntry]):
             self._shrink(self._max_bytes)
 
     def find(self, chain: bytes) -> Written | None:
-        """What the model wrote here; None where it did not or where that is ambiguous."""
+        """What the model wrote here; None where it did not, or where that is ambiguous."""
         with self._lock:
             place = self._entries.get(chain)
             if place is None:
@@ -66,18 +65,18 @@ class HealingStore(JournaledStore[bytes, _PlaceEntry]):
             return place.wrote if isinstance(place.wrote, Written) else None
 
     def heal(self, message: Message, chain: bytes, same_arguments: SameArguments) -> Message:
-        """The message with what the client lost of the model's words; the same object where there is nothing to add."""
+        """The message with what the client lost of the model's words; the same object where nothing is to be added."""
         if message.role != "assistant":
             return message
         written = self.find(chain)
         return message if written is None else healed(message, written.message, same_arguments)
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
-        """Forget what was written for these owners."""
+        """Delete what was written for these owners."""
         self._drop_where(lambda place: is_gone(place.owner))
 
     def shrink(self, share: float) -> None:
-        """Forget the least recently used until this share of the bytes is left."""
+        """Evict until this share of the bytes is left."""
         with self._lock:
             self._shrink(int(self._num_bytes * share))
 
@@ -107,10 +106,11 @@ def _body(wrote: Written | Ambiguous, owner: str, until: float | None, serial: i
 
 
 def healed(sent: Message, wrote: Message, same_arguments: SameArguments) -> Message:
-    """What a client sent of an assistant's message with the thinking and the raw call texts that the model wrote.
+    """A client's echo of an assistant message with the thinking and the raw call texts that the model wrote.
 
-    Only where it says the same: equal text (white space around it aside), the same calls with equal arguments, and no
-    thinking of its own that differs. Anything else, and any block that a model cannot write, is left as it was sent.
+    Only where the rest is the same: equal text (white space around it aside), the same calls with equal arguments, no
+    thinking of the client's own that differs. Anything else, and any block that a model cannot write, is returned as
+    sent.
     """
     sent_calls, wrote_calls = _calls(sent), _calls(wrote)
     if not (
@@ -135,7 +135,7 @@ def healed(sent: Message, wrote: Message, same_arguments: SameArguments) -> Mess
 
 
 def _with_thinking(sent: tuple[Block, ...], wrote: tuple[Block, ...]) -> tuple[Block, ...]:
-    """The thinking at its places among the client's blocks; as they were where these places cannot be told."""
+    """The client's blocks with the thinking where it stood; unchanged where its places cannot be found."""
     thinking = tuple(block for block in wrote if isinstance(block, ThinkingBlock))
     others = tuple(block for block in sent if not isinstance(block, ThinkingBlock))
     if not any(isinstance(block, ThinkingBlock) for block in dropwhile(_is_thinking_or_empty, wrote)):
@@ -152,7 +152,7 @@ def _with_thinking(sent: tuple[Block, ...], wrote: tuple[Block, ...]) -> tuple[B
 
 
 def _is_aligned(sent: Sequence[Block], wrote: Sequence[Block]) -> bool:
-    """The same kinds in the same order and with the same text: then what stood between them stands there again."""
+    """Whether both have the same kinds of blocks in the same order with the same text: then thinking has its place."""
     return len(sent) == len(wrote) and all(
         type(one) is type(other)
         and (

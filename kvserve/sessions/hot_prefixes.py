@@ -1,5 +1,5 @@
-"""Which beginnings, system and tools, conversations have had, and how often: what is worth having before the first
-request comes. It knows model tokens and counts, not what they say.
+"""How often conversations began with which system prompt and tools: what is worth computing before the first request.
+This file knows model tokens and counts, not what they say.
 """
 
 import hashlib
@@ -16,23 +16,23 @@ from kvserve.sessions.journaled_store import JournaledEntry, JournaledStore
 from kvserve.sessions.seen import PACKED, PACKED_BYTES
 
 MIN_TOKENS = 32
-"""Fewer are computed faster than a person notices."""
+"""A shorter prefix is computed faster than a person notices."""
 
 MIN_USES = 2
-"""A beginning that was used once may have been somebody's only question."""
+"""A prefix that was used once may belong to a single question."""
 
 MAX_PREFIXES = 64
 
 NUM_USES_PER_ROW = 8
-"""The first uses are written down each, later ones now and then: what was used a hundred times stays in front."""
+"""Each of the first uses is written down, of later ones one in so many: frequent prefixes stay in front."""
 
 _HEAD = struct.Struct("<QQddB")
 
 
 @dataclass(frozen=True, slots=True)
 class HotPrefix:
-    """The tokens up to the first user's words; the first message begins at `first_message`. `uses`: the principals that
-    used it, each as often as it did, the one that did most first."""
+    """The tokens before the first user message; the first message begins at `first_message`. `uses`: how often each
+    principal used it, the most frequent one first."""
 
     ids: tuple[int, ...]
     first_message: int
@@ -40,7 +40,7 @@ class HotPrefix:
 
     @property
     def num_uses(self) -> int:
-        """How often one principal used it."""
+        """How often the most frequent principal used it."""
         return self.uses[0][1]
 
 
@@ -54,7 +54,7 @@ class _PrefixEntry(JournaledEntry):
 
 
 class HotPrefixes(JournaledStore[bytes, _PrefixEntry]):
-    """How often each beginning was used, by principal and content; the last one stays, however long it is."""
+    """How often each prefix was used, by principal and content; the last one stays, however long it is."""
 
     def __init__(self, max_bytes: int = 8 << 20, journal: Journal = UNWRITTEN) -> None:
         super().__init__("beginning", journal, max_entries=MAX_PREFIXES, max_bytes=max_bytes, min_entries=1)
@@ -69,9 +69,8 @@ class HotPrefixes(JournaledStore[bytes, _PrefixEntry]):
         until: float | None = None,
         owner: str = "",
     ) -> None:
-        """The model has read this prompt (`pack_ids`) of principal `owner`. What comes before its first user message
-        counts, if it is long enough and has no picture. `until`: its row is kept so long at least; None: it is not
-        written down."""
+        """Count the part of this prompt (`pack_ids`) before its first user message, if it is long enough and has no
+        image. `until`: its row is kept so long at least; None: it is not written down."""
         end = next((start.offset for start in starts if start.is_user), 0)
         if end < MIN_TOKENS or starts[0].offset >= end or any(span.start < end for span in images):
             return
@@ -91,7 +90,7 @@ class HotPrefixes(JournaledStore[bytes, _PrefixEntry]):
             self._shrink(self._max_bytes)
 
     def most_used(self, num: int) -> tuple[HotPrefix, ...]:
-        """The `num` that some principal used most, the most used first; those that nobody has used twice are none."""
+        """The `num` prefixes that one principal used most, and twice at least, the most used first."""
         with self._lock:
             known = [each for each in self._entries.values() if each.num_uses >= MIN_USES]
             known.sort(key=lambda each: (each.num_uses, each.used_at), reverse=True)
@@ -108,7 +107,7 @@ class HotPrefixes(JournaledStore[bytes, _PrefixEntry]):
             )
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
-        """Forget what the prompts of these principals began with."""
+        """Delete the prefixes of these principals."""
         self._drop_where(lambda known: is_gone(known.owner))
 
     def _row_key(self, key: bytes) -> bytes:

@@ -10,7 +10,7 @@ from kvserve.sessions.seen import PathNode
 
 class LeafOrder:
     """A heap of (last use, serial, leaf). An entry is stale, and skipped, once its node was used again, has children or
-    is gone; every leaf has one entry that is not. It reads the store's map of nodes and sets when a node was used."""
+    was dropped; every leaf has one entry that is not. Reads the store's map of nodes and sets when a node was used."""
 
     def __init__(self, kept: Mapping[PathNode, NodeState]) -> None:
         self._kept = kept
@@ -19,7 +19,7 @@ class LeafOrder:
         self._clock = 0
 
     def next_use(self) -> int:
-        """A count that is higher at every use."""
+        """A number that is higher at every use."""
         self._clock += 1
         return self._clock
 
@@ -29,7 +29,7 @@ class LeafOrder:
         self.add(node)
 
     def add(self, node: PathNode) -> None:
-        """Put the node where its last use says, if it is a leaf."""
+        """Add an entry for the node, if it is a leaf."""
         kept = self._kept[node]
         if kept.num_children:
             return
@@ -38,14 +38,14 @@ class LeafOrder:
         heapq.heappush(self._heap, (kept.used, next(self._serials), node))
 
     def pop(self) -> PathNode:
-        """The leaf that was used the longest ago; it must be evicted now."""
+        """The least recently used leaf, which the caller drops."""
         while True:
             used, _, node = heapq.heappop(self._heap)
             if self._is_current(used, node):
                 return node
 
     def drop_stale(self) -> None:
-        """Drop the stale entries, so that they keep no message alive."""
+        """Drop stale entries, which would keep messages alive."""
         self._heap = [entry for entry in self._heap if self._is_current(entry[0], entry[2])]
         heapq.heapify(self._heap)
 

@@ -1,4 +1,4 @@
-"""How the turn store keeps a node and a place. Values that only the store changes, under its lock."""
+"""What the turn store keeps of a node and of a chain. The store changes these values under its lock."""
 
 from dataclasses import dataclass, field
 
@@ -15,14 +15,14 @@ from kvserve.sessions.written_messages import (
 )
 
 NODE_BYTES = 10 * VALUE_BYTES
-"""A node, its places in the maps and its digest, roughly."""
+"""A node, its entries in the maps and its digest, roughly."""
 
 
 @dataclass(slots=True)
 class ChainState:
-    """All kept nodes of one chain, the newest reading last; a digest of what the model wrote here last, and whether
-    it also wrote something else; what the last reading meant, and whether another one meant something else. `has_row`:
-    this was written down, as the nodes alone do not say it."""
+    """The nodes of one chain, the newest reading last. `said` is a digest of what the model wrote here last,
+    `is_doubtful`: it also wrote something else; `meaning` is that of the last reading, `is_contested`: there was
+    another one. `has_row`: a row says this, as the nodes alone do not."""
 
     nodes: dict[PathNode, None] = field(default_factory=dict)
     said: bytes | None = None
@@ -37,14 +37,14 @@ class ChainState:
 
     @property
     def conflicts(self) -> Conflicts | None:
-        """What cannot be told from the nodes that are kept; None where all can."""
+        """What the kept nodes do not say; None where they say all."""
         is_told = self.said is None or any(node.written is not None for node in self.nodes)
         if is_told and not self.is_doubtful and not self.is_contested:
             return None
         return Conflicts(self.said, self.is_doubtful, self.meaning, self.is_contested)
 
     def take(self, node: PathNode) -> None:
-        """A node is kept here: does it say what was said before?"""
+        """Add the conflicts that a new node brings."""
         if node.written is not None:
             said = said_digest(node.written)
             self.is_doubtful |= self.said not in (None, said)
@@ -53,7 +53,7 @@ class ChainState:
         self.meaning = node.meaning
 
     def is_as_seen(self, known: PathNode, step: PathStep) -> bool:
-        """Whether the step says nothing that this node does not say: nodes are never changed."""
+        """Whether the step says nothing that this node does not say."""
         if not same_words(known.message, step.message):
             return False
         if known.written is None or step.written is None:
@@ -61,14 +61,14 @@ class ChainState:
         return same_writing(known.written, step.written)
 
     def note_unrecorded(self, meaning: bytes, said: bytes | None) -> bool:
-        """Something was read here, and written, that is not kept; whether that says what was not known."""
+        """Note a reading, and an answer, that are not kept; returns whether they are a new conflict."""
         known = self.is_contested, self.is_doubtful
         self.is_contested |= self.meaning not in (None, meaning)
         self.is_doubtful |= said is not None and self.said not in (None, said)
         return known != (self.is_contested, self.is_doubtful)
 
     def recall(self, conflicts: Conflicts) -> None:
-        """What was known here in another life."""
+        """Restore what a row says."""
         self.said, self.is_doubtful = conflicts.said, conflicts.is_doubtful
         self.meaning, self.is_contested = conflicts.meaning, conflicts.is_contested
         self.has_row = True
@@ -76,8 +76,8 @@ class ChainState:
 
 @dataclass(slots=True)
 class NodeState:
-    """One kept node: its number, its size, when it was last used, and what stands below it, by chain, the newest
-    reading last. `last_read` counts requests; `until` is when its row may go, None while it has none."""
+    """One kept node: its number and size, when it was last used, and the nodes below it by chain, the newest reading
+    last. `last_read` counts requests; `until` is when its row may be dropped, None: it has no row."""
 
     number: int
     num_bytes: int
@@ -88,12 +88,12 @@ class NodeState:
     children: dict[bytes, dict[PathNode, None]] = field(default_factory=dict)
 
     def extend_life(self, until: float) -> None:
-        """Its row is kept at least until then."""
+        """Keep its row until then at least."""
         self.until = until if self.until is None else max(self.until, until)
 
 
 def nodes_of_rows(rows: Rows) -> dict[PathNode, NodeState]:
-    """The nodes that were written down, each behind what stands before it, in no order of use yet.
+    """The nodes of these rows, each after its parent; their order of use is not set.
 
     Raises ValueError or KeyError where the rows do not fit together.
     """
@@ -115,7 +115,7 @@ def nodes_of_rows(rows: Rows) -> dict[PathNode, NodeState]:
 
 
 def node_bytes(node: PathNode) -> int:
-    """Bytes of one node without what stands before it; a message that its writing shares is counted once."""
+    """Bytes of one node without its parents; a message that is also its output's is counted once."""
     if node.written is None:
         return NODE_BYTES + message_bytes(node.message)
     own = 0 if node.message is node.written.message else message_bytes(node.message)

@@ -1,5 +1,5 @@
-"""The newest request through every message that is kept: what a next request is compared with. A turn store keeps it
-and holds the lock; it knows nothing of what is in a record but its size.
+"""The newest request through every kept message: what a next request is compared with. The turn store holds the lock.
+Of what is in a record this file knows only the size.
 """
 
 import sys
@@ -14,11 +14,11 @@ OFFSET_BYTES = 36
 
 
 class RecordStore:
-    """Records by their leaf, at most `max_bytes`, the oldest request first. One that a newer request has passed is
-    gone: whatever could be asked of it, the newer one answers."""
+    """Records by their leaf, at most `max_bytes`, the oldest request evicted first. A record is dropped once a newer
+    request has passed its leaf, as the newer one answers whatever could be asked of it."""
 
     def __init__(self, max_bytes: int, gone: Callable[[PathNode], None]) -> None:
-        """`gone` hears of every record that goes, by its leaf."""
+        """`gone` is called with the leaf of every record that is dropped."""
         self._max_bytes = max_bytes
         self._gone = gone
         self._by_leaf: OrderedDict[PathNode, tuple[TurnRecord, int]] = OrderedDict()
@@ -34,7 +34,7 @@ class RecordStore:
         return iter([record for record, _ in self._by_leaf.values()])
 
     def put(self, record: TurnRecord) -> bool:
-        """The newest request; its leaf and all before it must be kept as long as it is. False: it has no room."""
+        """Add the newest request; its path must be kept as long as the record is. False: there is no room for it."""
         for node in record.leaf.ancestry():
             self.drop(node)
             self._newest_through[node] = record
@@ -47,12 +47,12 @@ class RecordStore:
         return record.leaf in self._by_leaf
 
     def shrink(self, max_bytes: int) -> None:
-        """The oldest go until at most `max_bytes` are left."""
+        """Evict the oldest records until at most `max_bytes` are left."""
         while self.num_bytes > max_bytes:
             self.drop(next(iter(self._by_leaf)))
 
     def drop(self, leaf: PathNode) -> None:
-        """The record that ends here goes, if there is one."""
+        """Drop the record that ends here, if there is one."""
         if leaf not in self._by_leaf:
             return
         record, size = self._by_leaf.pop(leaf)
@@ -65,7 +65,7 @@ class RecordStore:
             del self._newest_of[record.session]
 
     def at(self, leaf: PathNode) -> TurnRecord | None:
-        """The request that ended with this very message."""
+        """The request that ended with this message."""
         found = self._by_leaf.get(leaf)
         return found[0] if found is not None else None
 
@@ -78,7 +78,7 @@ class RecordStore:
         return None if session is None else self._newest_of.get(session)
 
     def clear(self) -> None:
-        """Forget all records."""
+        """Drop all records."""
         self._by_leaf.clear()
         self._newest_through.clear()
         self._newest_of.clear()
@@ -94,7 +94,7 @@ class RecordStore:
 
 
 def record_bytes(record: TurnRecord) -> int:
-    """Bytes that a record holds beyond the path of its leaf."""
+    """Bytes that a record takes beside the path of its leaf."""
     on_path = {id(node.message) for node in record.leaf.ancestry()}
     own = sum(message_bytes(message) for message in record.messages if id(message) not in on_path)
     pointers = len(record.messages) + 2 * len(record.tools) + record.leaf.index + 1

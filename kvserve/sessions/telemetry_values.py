@@ -1,5 +1,5 @@
-"""The telemetry that came first, by what is left of it without its values: clients write it at the front of their
-prompts, and prompts with the same one share what follows. It knows texts, no rules; none of them is anybody's words.
+"""The first telemetry text of each kind. Clients put telemetry at the front of their prompts; prompts that show the
+same text share what follows. This file knows texts, no rules; none of them is a user's words.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,13 @@ class _First(JournaledEntry):
 
 
 class TelemetryValues(JournaledStore[str, _First]):
-    """The first text of each key."""
+    """The first text of each key, which is the telemetry without its values."""
 
     def __init__(self, max_values: int = MAX_VALUES, journal: Journal = UNWRITTEN) -> None:
         super().__init__("telemetry", journal, max_entries=max_values)
 
     def first(self, key: str, text: str, until: float | None = None) -> str:
-        """The text that came first under this key: this one, where it is the first. `until`: its row is kept so long at
-        least; None: it is not written down."""
+        """The first text of this key. `until`: its row is kept so long at least; None: it is not written down."""
         if len(key) + len(text) > MAX_CHARACTERS:
             return text
         return self._first(key, _First(text), until).text

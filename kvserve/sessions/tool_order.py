@@ -1,4 +1,4 @@
-"""The order in which a set of tools first came. It knows when two tools are one as values, not how they are written."""
+"""The order in which each set of tools first came. Sets are compared as values."""
 
 import hashlib
 import json
@@ -20,13 +20,13 @@ class _Order(JournaledEntry):
 
 
 class ToolOrders(JournaledStore[_Key, _Order]):
-    """The first order of each set of tools; the one that was asked for last stays, however large it is."""
+    """The first order of each set of tools; the one that was used last stays, however large it is."""
 
     def __init__(self, max_sets: int, max_bytes: int = 16 << 20, journal: Journal = UNWRITTEN) -> None:
         super().__init__("tools", journal, max_entries=max_sets, max_bytes=max_bytes, min_entries=1)
 
     def as_seen(self, digest: bytes, tools: Sequence[ToolSpec], until: float | None = None) -> tuple[ToolSpec, ...]:
-        """The set as it first came. The digest is never trusted alone: the tools are compared as values. `until`: its
+        """The tools in their first order. The digest is not trusted alone: tools are compared as values. `until`: the
         row is kept so long at least; None: it is not written down."""
         key = _key(digest, tools)
         return self._first(key, _order(key, tuple(tools)), until).tools

@@ -1,6 +1,6 @@
-"""The turn store's rows: a message as the model saw it, doubts about a place, the record of a request.
+"""The turn store's rows: a message as the model saw it, conflicts at a chain, the record of a request.
 
-A node names its parent by number; a message that its writing or its record's path holds already is written once.
+A node names its parent by number; a message that its output or its record's path holds is written once.
 """
 
 import sys
@@ -35,8 +35,7 @@ from kvserve.sessions.tool_layouts import NO_TOOLS, layout_of, layout_row
 
 @dataclass(frozen=True, slots=True)
 class LastRead:
-    """When a node was last read: a count that every request raises, and until when its row is kept, in seconds since
-    the epoch."""
+    """When a node was last read, by a count of requests, and until when its row is kept, in seconds since the epoch."""
 
     serial: int
     until: float
@@ -44,7 +43,7 @@ class LastRead:
 
 @dataclass(frozen=True, slots=True)
 class Conflicts:
-    """What a place remembers of nodes that are gone: see `ChainState`."""
+    """What a chain keeps of nodes that were dropped: see `ChainState`."""
 
     said: bytes | None
     is_doubtful: bool
@@ -56,7 +55,7 @@ class Conflicts:
 
 
 def node_body(parent: int | None, node: PathNode) -> bytes:
-    """A node below the node of this number."""
+    """The row of a node; `parent` is its parent's number."""
     written = node.written
     is_shared = written is not None and node.message is written.message
     return dump(
@@ -72,8 +71,7 @@ def node_body(parent: int | None, node: PathNode) -> bytes:
 
 
 def node_of(body: bytes, nodes: Mapping[int, PathNode]) -> PathNode:
-    """The node of a row, below one of `nodes`. Raises ValueError for what is no such row, or a parent that is not
-    there."""
+    """The node of a row, below one of `nodes`. Raises ValueError for another row, or where the parent is missing."""
     row = parse(body)
     parent = None
     if row.get("parent") is not None:
@@ -92,18 +90,18 @@ def node_of(body: bytes, nodes: Mapping[int, PathNode]) -> PathNode:
 
 
 def last_read_body(reading: LastRead) -> bytes:
-    """When a node was read."""
+    """The row of when a node was read."""
     return dump({"serial": reading.serial, "until": reading.until})
 
 
 def last_read_of(body: bytes) -> LastRead:
-    """The reading of a row. Raises ValueError."""
+    """When a row's node was read. Raises ValueError."""
     row = parse(body)
     return LastRead(number(row.get("serial")), seconds(row.get("until")))
 
 
 def conflicts_body(conflicts: Conflicts) -> bytes:
-    """What a place remembers."""
+    """The row of a chain's conflicts."""
     said, meaning = conflicts.said, conflicts.meaning
     return dump(
         {
@@ -116,7 +114,7 @@ def conflicts_body(conflicts: Conflicts) -> bytes:
 
 
 def conflicts_of(body: bytes) -> Conflicts:
-    """The doubts of a row. Raises ValueError."""
+    """The conflicts of a row. Raises ValueError."""
     row = parse(body)
     said, meaning = (None if row.get(name) is None else digest_of(row[name]) for name in ("said", "meaning"))
     return Conflicts(said, flag(row.get("is_doubtful")), meaning, flag(row.get("is_contested")))
@@ -126,7 +124,7 @@ def conflicts_of(body: bytes) -> Conflicts:
 
 
 def record_body(serial: int, record: TurnRecord) -> bytes:
-    """A record as a line of JSON and, behind it, its token ids as they are."""
+    """A record as a line of JSON, followed by its packed token ids."""
     on_path = {id(node.message): node.index for node in record.leaf.ancestry()}
     messages = [on_path.get(id(message)) for message in record.messages]
     row: Row = {
@@ -151,7 +149,7 @@ def record_body(serial: int, record: TurnRecord) -> bytes:
 
 
 def record_of(body: bytes, leaf: PathNode) -> tuple[int, TurnRecord]:
-    """The record that ends in this node, and its serial. Raises ValueError."""
+    """The serial and the record of a row; `leaf` is the node in which it ends. Raises ValueError."""
     line, _, packed = body.partition(b"\n")  # JSON holds no line break as it is
     row = parse(line)
     path = leaf.path()
@@ -190,7 +188,7 @@ def _image(span: Sequence[object]) -> ImageSpan:
 
 
 def _little_endian(packed: bytes) -> bytes:
-    """From the machine's order of bytes to the file's, or back."""
+    """From the machine's byte order to the file's, or back."""
     if sys.byteorder == "little":
         return packed
     ids = array(PACKED, packed)
@@ -199,7 +197,7 @@ def _little_endian(packed: bytes) -> bytes:
 
 
 def _tagged(value: object) -> object:
-    """Values of JSON and tuples, which are told apart: arguments are compared with those of the next request."""
+    """Values of JSON in which tuples and lists stay apart: arguments are compared with those of the next request."""
     match value:
         case tuple():
             return {"tuple": [_tagged(inner) for inner in value]}

@@ -1,10 +1,10 @@
-"""What the model has read and written in every conversation, found by what the client says of it (chain digests).
+"""What the model has read and written in every conversation, found by chain digests of what a client sends.
 
     a chain names a whole canonical history          so a branch or a sub-agent has nodes of its own and cannot
-    a node says how the model saw its last message   move anybody else's; nodes are never changed, only added
+    a node says how the model saw its last message   change another's; nodes are added, never changed
 
-Two nodes may stand at one chain: the same conversation read twice with another clock in it. The newest reading is what
-is found, older paths keep theirs. It knows neither rules nor rendering.
+A chain can have several nodes: the same conversation read twice, with another clock in it. A lookup finds the newest
+one; older paths keep theirs. This file knows neither rules nor rendering.
 """
 
 import threading
@@ -26,18 +26,18 @@ from kvserve.sessions.turn_rows import conflicts_of, record_of
 from kvserve.sessions.written_messages import said_digest
 
 MAX_UNRECORDED = 8_192
-"""Places of requests that leave no record, of which digests are noted."""
+"""Bound on the places that requests without a record are noted for, in digests."""
 
 NUM_COMPARED = 8
-"""So many readings of one message are looked at for an equal one: a clock may have left hundreds."""
+"""How many readings of one message are compared with a new one: a clock may have left hundreds."""
 
 
 class TurnStore:
-    """Paths of messages, bounded in nodes and bytes: the least recently used leaf goes first, what stands before it
-    stays as long as another path needs it. Safe for several threads.
+    """Paths of messages, bounded in nodes and bytes. The least recently used leaf is evicted first; a message before it
+    stays as long as another path needs it. Thread-safe.
 
-    What is to last is told to the journal as it changes: a node when it is first read by a request that may be written
-    down, with all that stands before it.
+    The store tells the journal what is to last as it changes: a node, with all nodes before it, when a request reads it
+    that may be written down.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class TurnStore:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def find(self, chains: Sequence[bytes]) -> PathNode | None:
-        """The deepest message of the conversation that the model has seen; `chains[i]` names it up to message i.
+        """The deepest message of the conversation that the model has read; `chains[i]` names it up to message i.
 
-        A path through a place where the model wrote different things is not sure to be this client's: there the next
-        shallower one is taken, unless it was read there as a client sent it.
+        Where the model wrote different things at one place, a path through it may be another client's: a shallower one
+        is returned, unless the place was read there as a client sent it.
         """
         with self._lock:
             is_sure: dict[PathNode, bool] = {}
@@ -85,15 +85,14 @@ class TurnStore:
             return None
 
     def is_contested(self, node: PathNode) -> bool:
-        """Whether this message was also read with another meaning, by another client perhaps: then what a client left
-        out of it cannot be known."""
+        """Whether this message was also read with another meaning: then what a client left out of it is unknown."""
         with self._lock:
             state = self._states.get(node.chain)
             return state is not None and state.is_contested
 
     def note_unrecorded(self, steps: Iterable[PathStep]) -> None:
-        """Messages were read, and written, of which nothing is to be kept: where another meaning or another answer is
-        kept, now or later, nobody knows any more which of them a client leaves out."""
+        """Note what a request without a record read and was given. Where a message or an answer with another meaning is
+        kept, now or later, it is unknown from then on which of them a client leaves out."""
         passed = [(step, said_digest(step.written) if step.written is not None else None) for step in steps]
         with self._lock:
             for step, said in passed:
@@ -105,8 +104,8 @@ class TurnStore:
                     self._rows.put_conflicts(step.chain)
 
     def record_for(self, node: PathNode | None, session: str | None = None) -> TurnRecord | None:
-        """The newest request that passed through this message, else the newest one that shares the most of its path;
-        without any, the newest one of the session."""
+        """The newest request that passed through this message, else the newest one that shares the most of its path,
+        else the newest one of the session."""
         with self._lock:
             return self._records.newest(node, session)
 
@@ -116,12 +115,12 @@ class TurnStore:
             return tuple(self._records)
 
     def record_at(self, leaf: PathNode) -> TurnRecord | None:
-        """The request that ended with this very message; None where none is kept, or a newer one has gone on."""
+        """The request that ended with this message; None where there is no record, or a newer request has gone on."""
         with self._lock:
             return self._records.at(leaf)
 
     def totals(self) -> TurnTotals:
-        """What is held now."""
+        """What is kept now."""
         with self._lock:
             return TurnTotals(len(self._kept), self._num_bytes, len(self._records), self._records.num_bytes)
 
@@ -130,13 +129,14 @@ class TurnStore:
     def extend(
         self, parent: PathNode | None, steps: Iterable[PathStep], until: float | None = None, *, owner: str = ""
     ) -> PathNode:
-        """What the model saw after `parent` (None: from the beginning, in a conversation of `owner`); the last message
-        of it. Its rows are kept `until` then at least, in seconds since the epoch; None: it is not written down.
+        """Add what the model read after `parent` (None: from the beginning, in a conversation of `owner`); returns its
+        last message. The rows are kept until `until` at least, in seconds since the epoch; None: nothing is written
+        down.
 
-        A step that the model saw exactly so at this place is no new node; a step that leaves the chain as it is (a
-        message that is no part of the identity) has none. Raises ValueError where that leaves nothing.
+        A step that the model has read in this form at this place adds no node, nor does one that leaves the chain as it
+        is (a message without identity). Raises ValueError where no message is left.
         """
-        added = tuple(steps)  # nobody's generator runs under the lock
+        added = tuple(steps)  # a caller's generator must not run under the lock
         with self._lock:
             if parent is not None:
                 self._read_path(parent)
@@ -156,7 +156,7 @@ class TurnStore:
             return node
 
     def remember(self, record: TurnRecord, *, is_lasting: bool = False) -> None:
-        """The record of the newest request. Does nothing where its leaf has been forgotten meanwhile."""
+        """Keep the record of the newest request. Does nothing where its leaf was evicted meanwhile."""
         with self._lock:
             if record.leaf not in self._kept:
                 return
@@ -176,19 +176,18 @@ class TurnStore:
     def tools_as_seen(
         self, digest: bytes, tools: Sequence[ToolSpec], until: float | None = None
     ) -> tuple[ToolSpec, ...]:
-        """The same set of tools in the order in which it first came. `digest` is the set's, free of order."""
+        """The tools in the order in which this set first came. `digest` is the set's, whatever its order."""
         with self._lock:
             return self._tools.as_seen(digest, tools, until)
 
     def tool_layouts(self, chains: Sequence[bytes]) -> list[tuple[int, ToolLayout]]:
-        """How the tools stood in requests that went through these messages: each layout with the index of the message
-        from which on it holds, the last message first. None holds before the first answer."""
+        """The layouts of the tools in requests that read these messages: each with the index of the message from which
+        on it holds, the last message first. None holds before the first answer."""
         with self._lock:
             return [(index, each) for index in reversed(range(len(chains))) for each in self._layouts.at(chains[index])]
 
     def forget(self, is_gone: Callable[[str], bool]) -> int:
-        """Forget the conversations of these owners, and whose tools came in which order first, as nobody knows who sent
-        them; how many messages that were."""
+        """Delete the conversations of these owners, and all first orders of tools; returns the number of messages."""
         with self._lock:
             gone = [node for node in self._kept if is_gone(node.owner)]
             for node in sorted(gone, key=lambda node: node.index, reverse=True):
@@ -198,7 +197,7 @@ class TurnStore:
             return len(gone)
 
     def clear(self) -> None:
-        """Forget everything. Paths that somebody holds stay whole."""
+        """Delete everything. Paths that a caller holds stay whole."""
         with self._lock:
             self._rows.all_gone()
             self._states.clear()
@@ -215,7 +214,7 @@ class TurnStore:
     # --- nodes --------------------------------------------------------------------------------------------------------
 
     def _is_sure(self, node: PathNode, known: dict[PathNode, bool]) -> bool:
-        """Whether no message of the path is one of several that the model wrote at its place; each is asked once."""
+        """Whether the path holds no answer that is one of several at its place; each node is looked at once."""
         passed: list[PathNode] = []
         verdict = True
         for each in node.ancestry():
@@ -241,7 +240,7 @@ class TurnStore:
         return node
 
     def _read_path(self, leaf: PathNode) -> None:
-        """A request goes on from here, and so has read all of it; what was forgotten meanwhile is kept again."""
+        """A request continues this path, so it has read all of it; nodes that were evicted are added again."""
         for node in leaf.path():
             if node in self._kept:
                 self._read_again(node)
@@ -265,7 +264,7 @@ class TurnStore:
         self._rows.put_conflicts(node.chain)
 
     def _read_again(self, node: PathNode) -> None:
-        """Make it the newest reading of its chain; the one before it goes unless another path needs it."""
+        """Make it the newest reading of its chain; the one before it is dropped unless another path needs it."""
         nodes = self._states[node.chain].nodes
         before = next(reversed(nodes), None)
         for readings in (nodes, self._children(node.parent)[node.chain]):
@@ -275,7 +274,7 @@ class TurnStore:
             self._drop_unneeded(before)
 
     def _drop_unneeded(self, node: PathNode | None) -> None:
-        """Forget a node that neither a longer path nor its chain leads to, and then whatever only it needed."""
+        """Drop a node that no longer path and no lookup needs, and then the nodes that only it needed."""
         while node is not None and not self._kept[node].num_children and self._states[node.chain].newest is not node:
             self._forget(node)
             node = node.parent
@@ -311,8 +310,8 @@ class TurnStore:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def load(self, rows: Rows) -> None:
-        """Take in what a store before this one wrote down; this one must be empty. Raises ValueError or LookupError
-        where the rows do not fit together."""
+        """Take in what an earlier store wrote down; this one must be empty. Raises ValueError or LookupError where the
+        rows do not fit together."""
         with self._lock:
             self._take_nodes(nodes_of_rows(rows))
             for chain, body in rows.get("place", ()):
@@ -327,7 +326,7 @@ class TurnStore:
             self._shrink(self._max_bytes)
 
     def put_all(self) -> None:
-        """Tell the journal everything that is to last."""
+        """Tell the journal everything that has a row."""
         with self._lock:
             self._rows.put_all((self._num_reads + index, record) for index, record in enumerate(self._records))
             self._num_reads += len(self._records)
@@ -335,7 +334,7 @@ class TurnStore:
             self._layouts.put_all()
 
     def expire(self, now: float) -> None:
-        """Forget the paths whose rows nobody needs any more."""
+        """Drop the paths whose rows have expired."""
         with self._lock:
             leaves = [node for node, kept in self._kept.items() if not kept.num_children]
             while leaves:
@@ -350,7 +349,7 @@ class TurnStore:
             self._tools.expire(now)
 
     def shrink(self, share: float) -> None:
-        """Forget the least recently used until this share of the bytes is left, of paths and of records."""
+        """Evict until this share of the bytes is left, of paths and of records."""
         with self._lock:
             self._shrink(int(self._num_bytes * share))
             self._records.shrink(int(self._records.num_bytes * share))
@@ -370,7 +369,7 @@ class TurnStore:
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where maps, counts and bytes do not agree; walks over everything."""
+        """Walk over everything. Raises AssertionError where maps, counts and bytes do not agree."""
         with self._lock:
             self._check_nodes()
             self._records.check_integrity()
