@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvserve.sessions.archive import Archive, ArchiveTotals, Upkeep
+from kvserve.sessions.first_values import TelemetryValues
 from kvserve.sessions.healing import HealingStore
 from kvserve.sessions.hot_prefixes import HotPrefixes
 from kvserve.sessions.journal import UNWRITTEN, JournalSwitch, Rows
 from kvserve.sessions.lineage import SessionIndex
-from kvserve.sessions.telemetry_values import TelemetryValues
 from kvserve.sessions.turns import TurnStore
 
 PATHS_SHARE = 10 / 32

@@ -14,6 +14,7 @@ from itertools import count, islice
 
 from kvserve.core import ToolSpec
 from kvserve.sessions.digest_lru import UnambiguousLru
+from kvserve.sessions.first_values import ToolOrders
 from kvserve.sessions.journal import UNWRITTEN, Journal, Rows, number_key
 from kvserve.sessions.leaf_order import LeafOrder
 from kvserve.sessions.node_state import ChainState, NodeState, node_bytes, nodes_of_rows
@@ -21,7 +22,6 @@ from kvserve.sessions.path_journal import PathJournal
 from kvserve.sessions.record_store import RecordStore
 from kvserve.sessions.seen import PathNode, PathStep, TurnRecord, TurnTotals
 from kvserve.sessions.tool_layouts import ToolLayout, ToolLayouts
-from kvserve.sessions.tool_order import ToolOrders
 from kvserve.sessions.turn_rows import conflicts_of, record_of
 from kvserve.sessions.written_messages import said_digest
 

@@ -1,4 +1,6 @@
-"""The order in which each set of tools first came. Sets are compared as values."""
+"""What came first and stays: the order of each set of tools, and each kind of telemetry, which clients put at the front
+of their prompts. Prompts with the same first values share what follows. No value is a user's words.
+"""
 
 import hashlib
 import json
@@ -9,7 +11,11 @@ from functools import partial
 from kvserve.core import ToolSpec
 from kvserve.sessions.journal import UNWRITTEN, Journal
 from kvserve.sessions.journaled_store import JournaledEntry, JournaledStore
-from kvserve.sessions.message_rows import digest_of, dump, items, number, parse, seconds, tool_of, tool_row
+from kvserve.sessions.message_rows import digest_of, dump, items, number, parse, seconds, text_of, tool_of, tool_row
+
+MAX_VALUES = 64
+MAX_CHARACTERS = 512
+"""A longer text is no telemetry: it is rendered as it was sent."""
 
 type _Key = tuple[bytes, tuple[str, ...]]
 
@@ -42,6 +48,35 @@ class ToolOrders(JournaledStore[_Key, _Order]):
         tools = tuple(map(tool_of, items(row.get("tools"))))
         key = _key(digest_of(row.get("digest")), tools)
         return number(row.get("serial")), key, _order(key, tools, seconds(row.get("until")))
+
+
+@dataclass(slots=True)
+class _First(JournaledEntry):
+    text: str
+
+
+class TelemetryValues(JournaledStore[str, _First]):
+    """The first text of each key, which is the telemetry without its values."""
+
+    def __init__(self, max_values: int = MAX_VALUES, journal: Journal = UNWRITTEN) -> None:
+        super().__init__("telemetry", journal, max_entries=max_values)
+
+    def first(self, key: str, text: str, until: float | None = None) -> str:
+        """The first text of this key. `until`: its row is kept so long at least; None: it is not written down."""
+        if len(key) + len(text) > MAX_CHARACTERS:
+            return text
+        return self._first(key, _First(text), until).text
+
+    def _row_key(self, key: str) -> bytes:
+        return key.encode("utf-8", "surrogatepass")
+
+    def _row_body(self, key: str, entry: _First, serial: int) -> Callable[[], bytes]:
+        return partial(dump, {"text": entry.text, "until": entry.until, "serial": serial})
+
+    def _stored(self, row_key: bytes, body: bytes) -> tuple[float, str, _First]:
+        row = parse(body)
+        first = _First(text_of(row.get("text")), until=seconds(row.get("until")))
+        return number(row.get("serial")), row_key.decode("utf-8", "surrogatepass"), first
 
 
 def _key(digest: bytes, tools: Sequence[ToolSpec]) -> _Key:
