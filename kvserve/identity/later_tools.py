@@ -60,15 +60,15 @@ def unplaced(tools: Sequence[ToolSpec]) -> PlacedTools:
     return PlacedTools(NO_TOOLS, tuple(tools), {})
 
 
-def place_tools(tools: Sequence[ToolSpec], told: PlacementFacts, *, keeps_order: bool) -> PlacedTools:
+def place_tools(tools: Sequence[ToolSpec], facts: PlacementFacts, *, keeps_order: bool) -> PlacedTools:
     """The tools where earlier requests had them, and new ones where the new part begins; all in front where the known
     part has another list, or nothing is known. `keeps_order`: the order of the list counts."""
     by_digest = {tool_digest(tool): tool for tool in tools}
     if len(by_digest) != len(tools) or len({tool.name for tool in tools}) != len(tools):
         return unplaced(tools)
     front = PlacedTools(ToolLayout(tuple(by_digest)), tuple(tools), {})
-    known = [each for each in told.layouts if _fits(each[1], by_digest, told.chains, keeps_order=keeps_order)]
-    place = _place_of_new(told)
+    known = [each for each in facts.layouts if _fits(each[1], by_digest, facts.chains, keeps_order=keeps_order)]
+    place = _place_of_new(facts)
     usable = [
         (index, len(layout.tools), layout)
         for index, layout in known
@@ -77,11 +77,11 @@ def place_tools(tools: Sequence[ToolSpec], told: PlacementFacts, *, keeps_order:
     if not usable:
         return front
     _, _, layout = max(usable, key=lambda each: each[:2])  # the last one in force
-    found = _placed(layout, by_digest, told, place)
+    found = _placed(layout, by_digest, facts, place)
     if not found.later:
         return found
     # a message may name such a tool before the place that it would get
-    named = {block.name for block in tool_blocks(told.messages)}
+    named = {block.name for block in tool_blocks(facts.messages)}
     return found if named.isdisjoint(tool.name for tool in found.later) else front
 
 
@@ -95,21 +95,21 @@ def _fits(layout: ToolLayout, tools: Mapping[bytes, ToolSpec], chains: Sequence[
 
 
 def _placed(
-    layout: ToolLayout, tools: Mapping[bytes, ToolSpec], told: PlacementFacts, place: int | None
+    layout: ToolLayout, tools: Mapping[bytes, ToolSpec], facts: PlacementFacts, place: int | None
 ) -> PlacedTools:
     """The tools as the layout places them, and those that it lacks at the message `place`."""
     new = tuple(digest for digest in tools if digest not in layout.tools)
     if new and place is not None:
-        layout = replace(layout, added=(*layout.added, AddedTools(told.chains[place], new)))
-    added = {told.chains.index(each.place): tuple(tools[digest] for digest in each.tools) for each in layout.added}
+        layout = replace(layout, added=(*layout.added, AddedTools(facts.chains[place], new)))
+    added = {facts.chains.index(each.place): tuple(tools[digest] for digest in each.tools) for each in layout.added}
     front = tuple(tools[digest] for digest in layout.front)
     return PlacedTools(layout, front, added, tuple(tools[digest].name for digest in new))
 
 
-def _place_of_new(told: PlacementFacts) -> int | None:
+def _place_of_new(facts: PlacementFacts) -> int | None:
     """The first message that is new or not answered yet and can bring tools in."""
-    behind = range(min(told.num_known, told.newest), len(told.messages))
-    return next((index for index in behind if _can_bring(told.messages[index], told.canonical[index])), None)
+    behind = range(min(facts.num_known, facts.newest), len(facts.messages))
+    return next((index for index in behind if _can_bring(facts.messages[index], facts.canonical[index])), None)
 
 
 def _can_bring(message: Message, canonical: Canonical) -> bool:

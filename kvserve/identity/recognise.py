@@ -138,7 +138,7 @@ class Recogniser:
         self, reading: RecognisedTurn, turn: Turn, shared: frozenset[str]
     ) -> tuple[RecognisedTurn, PlacedTools]:
         """The turn with what is known of its conversation, as far as the request shows that it is its client's, and
-        where its tools stand."""
+        where its tools are placed."""
         identity, messages = reading.identity, reading.messages
         known = self._stores.turns.find(identity.chains)
         seen = {node.chain: node for node in known.ancestry()} if known is not None else {}
@@ -155,33 +155,33 @@ class Recogniser:
         if "tools_order" in identity.rules:
             until = self._stores.until(turn.session.ttl_seconds)
             tools = self._stores.turns.tools_as_seen(identity.tools_digest, tools, until)
-        nobodys = shared | ({"tools_order"} if tools != reading.tools else set())
+        impersonal = shared | ({"tools_order"} if tools != reading.tools else set())
         canonical = with_meanings(identity.canonical, [each.meaning for each in recognised])
         num_known = _num_known(identity.chains, seen)
-        stands = unplaced(tools)
+        placed = unplaced(tools)
         if "tools_added" in identity.rules and tools and not turn.session.leaves_no_record:
-            told = self._told(reading, min(num_known, num_own), newest)
-            stands = place_tools(tools, told, keeps_order="tools_order" not in identity.rules)
-        if stands.later and turn.tool_choice.mode != "none":
-            nobodys |= {"tools_added"}
+            facts = self._placement_facts(reading, min(num_known, num_own), newest)
+            placed = place_tools(tools, facts, keeps_order="tools_order" not in identity.rules)
+        if placed.later and turn.tool_choice.mode != "none":
+            impersonal |= {"tools_added"}
         reading = replace(
             reading,
             messages=tuple(each.message for each in recognised),
             identity=replace(identity, canonical=canonical),
             written_messages=tuple(each.written for each in recognised if each.message.role == "assistant"),
             effects=RuleEffects(
-                fired=reading.effects.fired | nobodys,
-                replayed=nobodys.union(*(each.replayed for each in recognised)),
+                fired=reading.effects.fired | impersonal,
+                replayed=impersonal.union(*(each.replayed for each in recognised)),
                 as_sent=frozenset().union(*(each.as_sent for each in recognised)),
                 num_rejected=sum(each.is_rejected for each in recognised),
             ),
             num_known_messages=num_known,
             before=self._before(reading, known),
-            notes=(*reading.notes, *stands.notes),
+            notes=(*reading.notes, *placed.notes),
         )
-        return reading, stands
+        return reading, placed
 
-    def _told(self, reading: RecognisedTurn, num_known: int, newest: int) -> PlacementFacts:
+    def _placement_facts(self, reading: RecognisedTurn, num_known: int, newest: int) -> PlacementFacts:
         """The messages and the tool layouts of the part that is known and shown to be its client's."""
         identity = reading.identity
         layouts = self._stores.turns.tool_layouts(identity.chains[:num_known])

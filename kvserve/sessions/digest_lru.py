@@ -47,7 +47,7 @@ class DigestLru[Value]:
 class UnambiguousLru[Value]:
     """At most `max_entries` digests, the least recently used is dropped first. Thread-safe.
 
-    A digest that gets two different values is ambiguous until it is dropped: nobody can say which of them is meant.
+    A digest that gets two different values is ambiguous until it is dropped: which of them is meant is unknown.
     """
 
     def __init__(self, max_entries: int = 4_096) -> None:

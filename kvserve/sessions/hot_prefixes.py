@@ -121,7 +121,7 @@ class HotPrefixes(JournaledStore[bytes, _PrefixEntry]):
     def _stored(self, row_key: bytes, body: bytes) -> tuple[float, bytes, _PrefixEntry]:
         known = _known_of(body)
         if _key(known.packed, known.owner) != row_key:
-            raise ValueError("a beginning has another name than its tokens")
+            raise ValueError("the row of a prefix has the key of other tokens")
         return known.used_at, row_key, known
 
 
@@ -132,11 +132,11 @@ def _key(packed: bytes, owner: str) -> bytes:
 def _known_of(body: bytes) -> _PrefixEntry:
     """Raises ValueError for a row of another form."""
     if len(body) < _HEAD.size:
-        raise ValueError("a beginning without its head")
+        raise ValueError("the row of a prefix has no head")
     num_uses, first_message, used_at, until, num_owner_bytes = _HEAD.unpack(body[: _HEAD.size])
     owner, packed = body[_HEAD.size :][:num_owner_bytes].decode(), body[_HEAD.size + num_owner_bytes :]
     if len(packed) % PACKED_BYTES or not packed:
-        raise ValueError("a beginning is no run of tokens")
+        raise ValueError("the row of a prefix does not hold whole tokens")
     if first_message * PACKED_BYTES >= len(packed):
-        raise ValueError("a beginning has no message")
+        raise ValueError("the row of a prefix has no message")
     return _PrefixEntry(packed, owner, first_message, num_uses, used_at, until=until, num_bytes=len(packed))

@@ -131,7 +131,7 @@ class SessionIndex:
         if not chains or len(chains) != len(ends):
             raise ValueError(f"{len(chains)} messages with {len(ends)} ends")
         first_ends: dict[bytes, int] = {}
-        for chain, end in zip(chains, ends, strict=True):  # a message that is no part of the identity repeats its chain
+        for chain, end in zip(chains, ends, strict=True):  # a message without identity repeats the chain
             first_ends.setdefault(chain, end)
         path, path_ends = list(first_ends), list(first_ends.values())
         with self._lock:

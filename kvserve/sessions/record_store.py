@@ -89,8 +89,8 @@ class RecordStore:
         assert self.num_bytes == sum(size for _, size in self._by_leaf.values()), "bytes do not add up"
         assert self.num_bytes <= self._max_bytes, "over the limit"
         records = {record for record, _ in self._by_leaf.values()}
-        assert records == set(self._newest_through.values()), "a record that nobody can reach, or one that is gone"
-        assert set(self._newest_of.values()) <= records, "a session's record that is gone"
+        assert records == set(self._newest_through.values()), "a record is unreachable or was dropped"
+        assert set(self._newest_of.values()) <= records, "a session has a record that was dropped"
 
 
 def record_bytes(record: TurnRecord) -> int:

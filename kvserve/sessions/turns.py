@@ -387,7 +387,7 @@ class TurnStore:
             assert kept.num_children == sum(map(len, kept.children.values())), "a child that is gone"
             assert node.parent is None or node.parent in self._kept, "a path with a hole"
             assert kept.num_children == num_children[node], "children miscounted"
-            assert kept.num_children or state.newest is node, "a node that nobody can reach"
+            assert kept.num_children or state.newest is node, "a node that no lookup can reach"
             assert kept.num_children or node in waiting, "a leaf that would never leave"
             assert kept.num_bytes == node_bytes(node), "a node that was changed"
         assert sum(len(state.nodes) for state in self._states.values()) == len(self._kept), "a place without its node"

@@ -144,7 +144,7 @@ def test_a_row_that_does_not_fit_is_refused(change: object) -> None:
     used(HotPrefixes(journal=book), 1, 2, until=10_000.0)
     [(place, body)] = book.bodies.items()
     book.bodies[place] = change(body)  # type: ignore[operator]
-    with pytest.raises(ValueError, match="beginning"):
+    with pytest.raises(ValueError, match="row of a prefix"):
         HotPrefixes().load(book.rows())
 
 
