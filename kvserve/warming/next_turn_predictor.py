@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from kvserve.canonical.canonicalise import canonicalise
 from kvserve.core import Block, Message, Principal, RequestId, TextBlock, ToolCallBlock, ToolResultBlock, Turn
 from kvserve.engine.warming import WarmJob
-from kvserve.identity.reading import Reading
+from kvserve.identity.reading import RecognisedTurn
 from kvserve.requests.prompt_of_turn import SharedBeginning, shared_beginning
 from kvserve.requests.served_model import ServedModel
 from kvserve.requests.turn_facts import FinishedTurn, WatchedTurn
@@ -49,7 +49,7 @@ class Over:
     answered, and the model's name."""
 
     turn: Turn
-    reading: Reading
+    reading: RecognisedTurn
     running: WatchedTurn
     model: str
 
