@@ -63,7 +63,7 @@ def over(finished: FinishedTurn, running: WatchedTurn) -> Over | None:
     return Over(turn, finished.reading, running, finished.facts.model) if running.said.blocks else None
 
 
-class Foresight:
+class NextTurnPredictor:
     """What is known of conversations and their clients, bounded, the least recently used first. One thread at a time
     asks for jobs; `clear` may come from any."""
 
