@@ -1,10 +1,10 @@
-"""Which small records should become one, and how their nodes join afterwards. It moves no payload."""
+"""Which small records become one, and how one replaces them. It joins no arrays: the engine brings the payload."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvserve.cache.node import Node
-from kvserve.cache.records import Piece
+from kvserve.cache.records import Payload, Piece
 from kvserve.cache.store import Store
 from kvserve.cache.trie import Trie
 
@@ -32,9 +32,9 @@ class CoalesceRun:
         return self.pieces[-1].end - self.pieces[0].start
 
 
-def plan_run(trie: Trie, store: Store, max_tokens: int) -> CoalesceRun | None:
+def plan_run(store: Store, max_tokens: int) -> CoalesceRun | None:
     """The first run of records that are worth joining, or None."""
-    for chain in _chains(trie, max_tokens // STUB_SHARE):
+    for chain in _chains(store.trie, max_tokens // STUB_SHARE):
         for nodes in _groups(chain, max_tokens):
             pieces = tuple(store.piece_of(node, node.end) for node in nodes)
             if all(piece.payload is not None for piece in pieces):
@@ -42,7 +42,15 @@ def plan_run(trie: Trie, store: Store, max_tokens: int) -> CoalesceRun | None:
     return None
 
 
-def merge_nodes(trie: Trie, nodes: tuple[Node, ...]) -> None:
+def replace_run(store: Store, run: CoalesceRun, payload: Payload) -> None:
+    """Put `payload` in the place of the records of `run`. Raises ValueError for a plan that is old."""
+    if any(node.segment is not piece.segment for node, piece in zip(run.nodes, run.pieces, strict=True)):
+        raise ValueError("The tree has changed since this plan: plan again.")
+    store.replace_rows(run.nodes, payload)
+    _merge(store.trie, run.nodes)
+
+
+def _merge(trie: Trie, nodes: tuple[Node, ...]) -> None:
     """Join neighbours that hold one record and between which nothing ends and no state is kept."""
     upper = nodes[0]
     for node in nodes[1:]:

@@ -6,10 +6,12 @@ import contextlib
 import errno
 import hashlib
 import time
+from collections import deque
 from collections.abc import Buffer, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
+from kvserve.cache.disk_age import seconds_since_boot
 from kvserve.cache.disk_blob import DIGEST_BYTES, Blob, BlobName, DamagedBlob, num_bytes_of, pack_blob, unpack_blob
 from kvserve.cache.disk_catalog import Catalog
 from kvserve.cache.disk_entries import Entry
@@ -18,15 +20,42 @@ from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_ledger import Ledger
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Write
 from kvserve.cache.disk_scratch import BlobStore
-from kvserve.cache.disk_wear import Wear
 
 READ_RATE = "read bytes"
 RATE_WEIGHT = 0.3
+DAY_SECONDS = 86400.0
+NUM_DAY_PARTS = 96
+"""A day is counted in quarters of an hour."""
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 type Written = Literal["written", "refused", "no room", "failed"]
 """What became of a blob: it is there; it is not wanted any more, or the cap has no place for it; the volume has none
 now; the disk did not take it, and may take it later."""
+
+
+class WriteVolume:
+    """Bytes written, in all and in the last day: disks wear with each. One thread adds, any thread may read."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._parts: deque[tuple[int, int]] = deque(maxlen=NUM_DAY_PARTS + 1)
+
+    def add(self, num_bytes: int) -> None:
+        """So many were written now."""
+        self.num_bytes += num_bytes
+        part = _part_now()
+        before = self._parts.pop()[1] if self._parts and self._parts[-1][0] == part else 0
+        self._parts.append((part, before + num_bytes))
+
+    def last_day_bytes(self) -> int:
+        """Those of the last 24 hours, to a quarter of an hour."""
+        first = _part_now() - NUM_DAY_PARTS
+        return sum(num_bytes for part, num_bytes in tuple(self._parts) if part > first)
+
+
+def _part_now() -> int:
+    return int(seconds_since_boot() / DAY_SECONDS * NUM_DAY_PARTS)
 
 
 class DiskHand:
@@ -46,7 +75,7 @@ class DiskHand:
         self._look_for_locks()
         self._has_written = False
         self.num_written = self.num_read = self.num_read_bytes = 0
-        self.wear = Wear()
+        self.write_volume = WriteVolume()
         self.num_refused = 0
         self.read_rate = self.ledger.books.ask(Catalog.rate, READ_RATE)
         self._prefill_name = f"prefill tokens {index.model}"
@@ -152,7 +181,7 @@ class DiskHand:
         self._store.write(write.entry.name, parts)
         self._has_written = True
         self.num_written += 1
-        self.wear.add(num_bytes)
+        self.write_volume.add(num_bytes)
         if not self.ledger.wrote(write.entry.head, num_bytes, above):
             return "failed"
         self._faults.is_over("full", "The disk has room again: KV is written.")
@@ -197,8 +226,8 @@ class DiskHand:
             num_segments=self._index.num_of("segment"),
             num_checkpoints=self._index.num_of("checkpoint"),
             num_written=self.num_written,
-            num_written_bytes=self.wear.num_bytes,
-            last_day_written_bytes=self.wear.last_day_bytes(),
+            num_written_bytes=self.write_volume.num_bytes,
+            last_day_written_bytes=self.write_volume.last_day_bytes(),
             num_read=self.num_read,
             num_read_bytes=self.num_read_bytes,
             num_refused=num_refused + self.num_refused,

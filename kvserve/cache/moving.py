@@ -95,9 +95,7 @@ class Mover:
             self._sweep.before_leaving(self._leaving(nodes))
         counters = replace(self._store.counters)
         self._store.remove_leaves(nodes)
-        self._store.take_departures()
-        self._store.counters.num_evicted_tokens = counters.num_evicted_tokens
-        self._store.counters.num_evicted_checkpoints = counters.num_evicted_checkpoints
+        self._store.counters = counters  # nothing was evicted
         return Extracted(first.start, pieces, boundaries)
 
     def _move_lease(self, lease: Lease, first: Node) -> None:

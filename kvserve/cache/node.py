@@ -3,6 +3,7 @@ They know no index and do not change the shape.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import HashChain
@@ -110,6 +111,14 @@ class Node:
         for user, depth in behind.users.items():
             note_use(self.users, user, min(depth, self.end))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state at its end, and its share of the record that it is in."""
+        num_bytes = self.checkpoint.num_bytes if self.checkpoint is not None else 0
+        if self.segment is not None:
+            num_bytes += self.segment.num_bytes * (self.end - self.start) // len(self.segment.tokens)
+        return num_bytes
+
     def root(self) -> "Node":
         node = self
         while node.parent is not None:
@@ -179,3 +188,8 @@ class Lease:
             above.is_guess = False
             above = above.parent
         return above if above is not node else None
+
+
+def leased_bytes(leases: Iterable[Lease]) -> int:
+    """Bytes of all rows and states on the paths of these leases, each once: they cannot be evicted."""
+    return sum(node.num_bytes for node in {node for lease in leases for node in lease.node.path()})

@@ -5,12 +5,13 @@ It knows nodes, records and tiers; not when something is added or which record s
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from kvserve.cache.node import Node
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.records import (
     BoundaryKind,
+    CacheStats,
     Checkpoint,
     Payload,
     Piece,
@@ -27,7 +28,7 @@ type CutPayload = Callable[[Payload, int, int], Payload]
 
 @dataclass(slots=True)
 class Counters:
-    """Running totals."""
+    """Running totals, named as in `CacheStats`."""
 
     num_lookups: int = 0
     num_hits: int = 0
@@ -103,13 +104,15 @@ class Store:
         self.departures.checkpoints.append(state)
 
     def remove_leaves(self, nodes: Sequence[Node]) -> None:
-        """Let a leaf leave, then its ancestors in this order, each with its checkpoint; cut what remains to size."""
+        """Remove a leaf, then its ancestors in this order, each with its checkpoint, and drop their payloads; cut what
+        remains to size."""
         self.loosen_leaves(nodes)
         self.fit()
+        self.take_departures()
 
     def loosen_leaves(self, nodes: Sequence[Node]) -> None:
-        """The same, but what remains of their records is cut by the next `fit`: a record of which many nodes leave, one
-        after the other, is copied once."""
+        """Remove them so that whoever takes the departures drops the payloads. What remains of their records is cut by
+        the next `fit`: a record that loses many nodes, one after the other, is copied once."""
         for node in nodes:
             piece = self.piece_of(node, node.end)
             self.drop_checkpoint(node)
@@ -212,6 +215,22 @@ class Store:
         """The size of the record at a node's end: its state, or the rows that it is in."""
         record = node.checkpoint or node.segment
         return record.num_bytes if record is not None else 0
+
+    def stats(self, *, live_bytes: int, num_leases: int) -> CacheStats:
+        """What is held and was done; looks at every node. `live_bytes` are those of the live rows' own caches."""
+        return CacheStats(
+            num_nodes=self.trie.num_nodes,
+            num_segments=len(self.trie.holders),
+            num_checkpoints=self.num_checkpoints,
+            num_entries=len(self.trie.entries),
+            num_stored_tokens=sum(node.end - node.start for node in self.trie.nodes()),
+            ram_bytes=self.ram.num_bytes,
+            checkpoint_bytes=self.checkpoint_bytes,
+            live_bytes=live_bytes,
+            num_leases=num_leases,
+            num_hash_collisions=self.trie.num_collisions,
+            **asdict(self.counters),
+        )
 
     # --- records ------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from kvserve.cache.node import Lease, Node, SequenceEnd
 from kvserve.cache.records import Limits, Room
 from kvserve.cache.store import Store
 from kvserve.cache.tails import exclusive_tail
-from kvserve.cache.worth import SURPLUS, num_bytes_of
+from kvserve.cache.worth import SURPLUS
 
 SHORT_CLASS_SECONDS = 300.0
 """The shortest lifetime that clients ask for by a cache mark: an agent's user thinks longer than that now and then."""
@@ -362,7 +362,7 @@ class Sweep:
 
 
 def _num_pieces(node: Node) -> float:
-    return 1 + num_bytes_of(node) / BYTES_PER_PIECE
+    return 1 + node.num_bytes / BYTES_PER_PIECE
 
 
 def _last_use(node: Node) -> tuple[float, int, int]:

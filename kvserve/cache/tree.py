@@ -1,14 +1,13 @@
-"""The prefix tree: what of a prompt is known, who stands on it, and how a row's KV is added to it.
+"""The prefix tree: what is stored of a prompt, which live rows use it, and how a row's KV is added.
 
-It knows tokens, records and limits; payloads are opaque, arrays are the engine's business. Everything here belongs to
-the engine thread; what `stats()` returned may be read anywhere.
+It knows tokens, records and limits; payloads are opaque. The engine thread owns it; any thread may read `stats()`.
 
     match = tree.lookup(prompt)                    how much is known, and from what it is restored; changes counters
-    lease = tree.acquire(match, owner=session)     the row stands on [0, match.num_usable_tokens) and keeps it
+    lease = tree.acquire(match, owner=session)     the row holds [0, match.num_usable_tokens): it stays
     tree.extend(lease, tokens, end, take_rows, take_state, kind)     adds what is new of [lease.num_tokens, end)
     tree.mark_end(lease)                           the row ended here: an entry of its owner
-    tree.release(lease)                            the row left; what it stood on may be evicted
-    tree.mover.take(match, lease, nodes)           what nobody else needs leaves the tree, and is the row's alone
+    tree.release(lease)                            the row is over; what it held may be evicted
+    tree.mover.extract(match, lease, nodes)        what no other row needs is moved out of the tree
     tree.account_live(num_bytes); tree.evict()     back within the limits
 """
 
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvserve.cache.block_hash import BlockHasher
-from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, merge_nodes, plan_run
+from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, plan_run, replace_run
 from kvserve.cache.eviction import Score, value_score
 from kvserve.cache.forgetting import IsForgotten, forget_users
 from kvserve.cache.integrity import check_shape, check_totals
@@ -29,11 +28,9 @@ from kvserve.cache.node import Lease, NamedPrompt, Node, Position, SequenceEnd, 
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.recent_names import RecentNames
 from kvserve.cache.records import BoundaryKind, CacheStats, Eviction, Extension, Limits, MatchCause, Payload, Room
-from kvserve.cache.renaming import rename
 from kvserve.cache.store import CutPayload, Store
 from kvserve.cache.sweep import Sweep
 from kvserve.cache.tails import added_tail, exclusive_nodes
-from kvserve.cache.tally import stats_of
 from kvserve.cache.token_run import TokenRun, image_around, pack
 from kvserve.cache.trie import Trie
 from kvserve.core import TokenSequence
@@ -310,7 +307,6 @@ class PrefixTree:
         gone = exclusive_nodes(self._trie.nodes(), is_owned)
         paths = [self._kept(node) for node in gone if not node.children]
         self._store.remove_leaves(gone)
-        self._store.take_departures()
         return paths
 
     def forget(self, is_forgotten: IsForgotten) -> int:
@@ -319,7 +315,6 @@ class PrefixTree:
         for lease in [lease for lease in self._leases if lease.user and is_forgotten(lease.user)]:
             self.release(lease)
         num_tokens = forget_users(self._store, is_forgotten, self._hasher.block_size)
-        self._store.take_departures()
         self._names.clear()
         self._sweep.expect_change()  # owners without entries are forgotten too
         return num_tokens
@@ -335,7 +330,6 @@ class PrefixTree:
         self.release(lease)
         if path is not None and lease.num_tokens == lease.node.end:
             self._store.remove_leaves(added_tail(lease.node, start))
-            self._store.take_departures()
         return path
 
     def account_live(self, num_bytes: int) -> None:
@@ -364,7 +358,7 @@ class PrefixTree:
 
     def rename(self, hasher: BlockHasher) -> None:
         """From now on prefixes are named by this, those that are kept too; its block size is the same."""
-        rename(self._trie, self._leases, hasher)
+        self._trie.rename(self._leases, hasher)
         self._hasher, self._names = hasher, RecentNames(hasher)
 
     def clear(self) -> None:
@@ -379,14 +373,11 @@ class PrefixTree:
 
     def plan_coalesce(self, max_tokens: int = MAX_RECORD_TOKENS) -> CoalesceRun | None:
         """An unbranched run of small records that is worth one record of at most `max_tokens`; changes nothing."""
-        return plan_run(self._trie, self._store, max_tokens)
+        return plan_run(self._store, max_tokens)
 
     def replace(self, run: CoalesceRun, payload: Payload) -> None:
         """Put `payload`, the rows of `run.pieces` joined, in their place. Raises ValueError for a plan that is old."""
-        if any(node.segment is not piece.segment for node, piece in zip(run.nodes, run.pieces, strict=True)):
-            raise ValueError("The tree has changed since this plan: plan again.")
-        self._store.replace_rows(run.nodes, payload)
-        merge_nodes(self._trie, run.nodes)
+        replace_run(self._store, run, payload)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
@@ -397,7 +388,7 @@ class PrefixTree:
 
     def stats(self) -> CacheStats:
         """A snapshot of what is held and was done."""
-        return stats_of(self._store, live_bytes=self._live_bytes, num_leases=len(self._leases))
+        return self._store.stats(live_bytes=self._live_bytes, num_leases=len(self._leases))
 
     def sequences(self) -> list[Sequence[Node]]:
         """Every path from below a root to a leaf: for tests and dumps."""

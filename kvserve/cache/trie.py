@@ -4,14 +4,14 @@ root -- [0, 40) -- [40, 64) -- [64, 90)        a node is the tokens [start, end)
              `---- [40, 55)                    its rows are a range of a record, so a split copies nothing
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from kvserve.cache.block_hash import HashChain
+from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.changes import Changes
 from kvserve.cache.entries import Entries
 from kvserve.cache.node import Copies, Lease, Node, Position
 from kvserve.cache.records import BoundaryKind, RecordId, Segment
-from kvserve.cache.token_run import TokenRun, common_end
+from kvserve.cache.token_run import TokenRun, common_end, join
 
 
 class Trie:
@@ -249,8 +249,16 @@ class Trie:
         self._let_go(leaf, leaf.segment)
         self._changed(-1)
 
-    def index_anew(self) -> None:
-        """The nodes have other names now."""
+    def rename(self, leases: Iterable[Lease], hasher: BlockHasher) -> None:
+        """Name all blocks, those of leases too, as `hasher` does, which has the same block size: the fingerprint of the
+        model became known after the first prefixes were stored."""
+        for leaf in [node for node in self.nodes() if not node.children]:
+            chain = _chain_to(leaf, hasher)
+            for node in leaf.path():
+                first, last = node.start // hasher.block_size, node.end // hasher.block_size
+                node.hashes = chain.hashes[first:last]
+        for lease in leases:
+            lease.chain = _chain_to(lease.node, hasher).truncated(lease.num_tokens)
         self._index.clear()
         for node in self.nodes():
             self._point(node.hashes, node)
@@ -306,3 +314,9 @@ class Trie:
     def _changed(self, num_nodes: int) -> None:
         self.num_nodes += num_nodes
         self.version += 1
+
+
+def _chain_to(last: Node, hasher: BlockHasher) -> HashChain:
+    """The names of the whole blocks up to the end of a node."""
+    chain, path = hasher.start(last.root().partition), last.path()
+    return chain.extended(join([node.tokens.part(node.start, node.end) for node in path])) if path else chain

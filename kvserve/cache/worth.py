@@ -54,7 +54,7 @@ class Worth:
 
     def of_entry(self, leaf: Node, tail: list[Node]) -> Ageing:
         """An entry with all that serves only it."""
-        num_bytes, brief = sum(num_bytes_of(node) for node in tail), is_brief(leaf)
+        num_bytes, brief = sum(node.num_bytes for node in tail), is_brief(leaf)
         start, end = tail[-1].start, leaf.end
         return self._score(Candidate(start, end, num_bytes, leaf.num_uses, leaf.last_used_at, is_brief=brief))
 
@@ -67,7 +67,7 @@ class Worth:
         if self._needs_checkpoints:
             start = _previous_checkpoint(node) if node.checkpoint is not None else end
         brief = is_brief(node)
-        return Candidate(start, end, num_bytes_of(node), node.num_uses, node.last_used_at, is_brief=brief)
+        return Candidate(start, end, node.num_bytes, node.num_uses, node.last_used_at, is_brief=brief)
 
     def _state_candidate(self, node: Node) -> Candidate:
         return Candidate(
@@ -196,11 +196,3 @@ def _previous_checkpoint(node: Node) -> int:
     while above is not None and above.checkpoint is None:
         above = above.parent
     return above.end if above is not None else 0
-
-
-def num_bytes_of(node: Node) -> int:
-    """A node's state, and its share of the record that it is in."""
-    num_bytes = node.checkpoint.num_bytes if node.checkpoint is not None else 0
-    if node.segment is not None:
-        num_bytes += node.segment.num_bytes * (node.end - node.start) // len(node.segment.tokens)
-    return num_bytes

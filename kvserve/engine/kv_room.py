@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from kvserve.cache.leased import leased_bytes
+from kvserve.cache.node import leased_bytes
 from kvserve.cache.records import Room
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence

@@ -1,4 +1,4 @@
-"""What the disk thread does with one blob: it is read and hashed at once."""
+"""What the disk thread does with one blob: it is read and hashed at once. How much it has written of late."""
 
 import hashlib
 import threading
@@ -13,7 +13,7 @@ from kvserve.cache import disk_hand, disk_store
 from kvserve.cache.disk_blob import NO_PARENT, BlobHead, Tensor, pack_blob
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_hand import DiskHand
+from kvserve.cache.disk_hand import DiskHand, WriteVolume
 from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_scratch import BlobStore, ScratchStore
 from kvserve.cache.disk_store import FolderStore
@@ -150,3 +150,29 @@ def test_a_blob_whose_reading_raises_anything_is_not_asked_for_again(
         assert disk.found(range(8)).depth == 0
         assert disk.tier._order(disk.tier._clean, WAIT_SECONDS)
         assert disk.recall(range(8))[0] == list(range(8)), "its file is found again"
+
+
+def test_a_day_later_it_is_no_longer_of_the_last_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes leave the figure a day after they were written, to a quarter of an hour, and stay in the sum."""
+    now = 10 * disk_hand.DAY_SECONDS
+    monkeypatch.setattr(disk_hand, "seconds_since_boot", lambda: now)
+    volume = WriteVolume()
+    seen = []
+    for hours, num_bytes in ((0, 100), (1, 10), (22.5, 1), (0.5, 0), (0.5, 0), (0.5, 0), (30, 0)):
+        now += hours * 3600
+        if num_bytes:
+            volume.add(num_bytes)
+        seen.append(volume.last_day_bytes())
+    assert seen == [100, 110, 111, 11, 11, 1, 0] and volume.num_bytes == 111
+
+
+def test_however_long_a_server_runs_it_counts_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte a minute for a week."""
+    now = 0.0
+    monkeypatch.setattr(disk_hand, "seconds_since_boot", lambda: now)
+    volume = WriteVolume()
+    for _ in range(7 * 24 * 60):
+        volume.add(1)
+        now += 60
+    assert volume.num_bytes == 7 * 24 * 60 and 24 * 60 - 15 <= volume.last_day_bytes() <= 24 * 60
+    assert len(volume._parts) <= disk_hand.NUM_DAY_PARTS + 1
