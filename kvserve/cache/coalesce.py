@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvserve.cache.node import Node
-from kvserve.cache.records import Payload, Piece
+from kvserve.cache.records import KvPiece, Payload
 from kvserve.cache.store import Store
 from kvserve.cache.trie import Trie
 
@@ -25,7 +25,7 @@ class CoalesceRun:
     """Consecutive nodes of a chain that branches into stubs only; `pieces[i]` are the rows of `nodes[i]`."""
 
     nodes: tuple[Node, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[KvPiece, ...]
 
     @property
     def num_tokens(self) -> int:

@@ -14,8 +14,8 @@ def seconds_since_boot() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A moment as a server saw it: its `age` (seconds since the epoch when the books were begun, and all time that went
-    by since), the machine's clock, and the seconds since the machine's start."""
+    """A moment as a server saw it: its `age` (the machine's clock when the catalog was created, plus all seconds that
+    passed since), the machine's clock, and the seconds since the machine's start."""
 
     age: float
     wall: float
@@ -38,7 +38,7 @@ class AgeClock:
     def __init__(self, max_unknown_seconds: float) -> None:
         self._max_unknown_seconds = max_unknown_seconds
         self._tick = Tick(time.time(), time.time(), seconds_since_boot())
-        self._has_books = False
+        self._has_catalog = False
 
     def now(self) -> float:
         """Goes on with the time since the machine's start, which nobody sets."""
@@ -46,13 +46,13 @@ class AgeClock:
 
     def tick(self, kept: Tick | None) -> Tick:
         """What is to be put down now, where `kept` was: whoever begins goes on from it, and of several servers with the
-        same books each follows the one that is furthest on."""
+        same catalog each follows the one that is furthest on."""
         wall, boot = time.time(), seconds_since_boot()
         age = self.now()
         if kept is not None:
             at_least = kept.age + kept.seconds_to(wall, boot, self._max_unknown_seconds)
-            age = max(age, kept.age) if self._has_books else at_least
-        self._has_books = True
+            age = max(age, kept.age) if self._has_catalog else at_least
+        self._has_catalog = True
         self._tick = Tick(age, wall, boot)
         return self._tick
 

@@ -1,7 +1,7 @@
-"""The books of all blobs of all models in one SQLite file: what is there, when it was used, what leaves first.
+"""The catalog of all blobs of all models in one SQLite file: what is there, when it was used, what is evicted first.
 
-It is a copy of what the blobs say of themselves, so it may be thrown away. Times are ages (`disk_age`). Every
-method of `Catalog` may raise sqlite3.Error; `OpenBooks` says what that costs.
+The files say the same of themselves, so it may be thrown away. Times are ages (`disk_age`). Every method of `Catalog`
+may raise sqlite3.Error; `OpenCatalog` says what that costs.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from kvserve.cache.disk_age import Tick
 from kvserve.cache.disk_blob import BlobHead, BlobName, make_head
 from kvserve.cache.disk_entries import Unused
 from kvserve.cache.disk_faults import Faults
-from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
+from kvserve.cache.forget_users import IsForgotten, is_needed, remaining
 
 VERSION = 2
 BUSY_SECONDS = 1.0
@@ -94,8 +94,8 @@ class Victim:
 
 
 class Catalog:
-    """Open books. Used by one thread at a time. `fault` says why they were begun anew; None where they were found as
-    they should be."""
+    """An open catalog, for one thread at a time. `fault` says why it was created anew; None where a sound one was
+    found."""
 
     def __init__(self, path: Path | None) -> None:
         """Opens them; what is of another version or no database is made anew. None: in RAM, gone with the process."""
@@ -227,15 +227,15 @@ class Catalog:
         for name, user, depth in self.users(model):
             depths[name][user] = depth
         users = {user for of_blob in depths.values() for user in of_blob if is_forgotten(user)}
-        doomed: dict[str, int] = {}
+        deleted: dict[str, int] = {}
         for row in self.listed(model):  # parents before children
             if not isinstance(row, Listed):
-                doomed[row] = 0
+                deleted[row] = 0
                 continue
             others = remaining(depths[row.head.name], users.__contains__)
-            if row.head.parent in doomed or row.head.base in doomed or not is_needed(others, row.head.tokens.end):
-                doomed[row.head.name] = row.num_bytes
-        return Unused(tuple(map(BlobName, doomed)), tuple(sorted(users)), sum(doomed.values()))
+            if row.head.parent in deleted or row.head.base in deleted or not is_needed(others, row.head.tokens.end):
+                deleted[row.head.name] = row.num_bytes
+        return Unused(tuple(map(BlobName, deleted)), tuple(sorted(users)), sum(deleted.values()))
 
     def rate(self, name: str) -> float | None:
         """A measured rate per second, None where none was put down."""
@@ -303,45 +303,45 @@ class Catalog:
             self._db.execute("INSERT OR REPLACE INTO clock VALUES (1, ?, ?, ?)", (tick.age, tick.wall, tick.boot))
 
 
-class OpenBooks:
-    """The books as far as they can be had: what is locked or broken costs order and speed, never a blob. Says of each
-    question and change whether that could be. `begin_anew` is called where they had to be emptied."""
+class OpenCatalog:
+    """The catalog where it can be used: a locked or broken one costs order and speed, never a blob. Each question and
+    change says whether it could be done. `begin_anew` is called after the catalog had to be emptied."""
 
-    def __init__(self, open_books: Callable[[], Catalog], faults: Faults, begin_anew: Callable[[], None]) -> None:
-        self._open_books = open_books
+    def __init__(self, open_catalog: Callable[[], Catalog], faults: Faults, begin_anew: Callable[[], None]) -> None:
+        self._open_catalog = open_catalog
         self._faults = faults
         self._begin_anew = begin_anew
-        self._books: Catalog | None = None
+        self._catalog: Catalog | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether they can be asked."""
-        return self._books is not None
+        return self._catalog is not None
 
     def open(self) -> Catalog | None:
         """Open them, if they are not; None where that cannot be now."""
-        if self._books is None:
+        if self._catalog is None:
             try:
-                self._books = self._open_books()
+                self._catalog = self._open_catalog()
             except (sqlite3.Error, OSError) as error:
                 self._faults.add("index", error)
-        return self._books
+        return self._catalog
 
     def do[**P](self, change: Callable[Concatenate[Catalog, P], None], *what: P.args, **named: P.kwargs) -> bool:
         """Change them; whether that could be."""
 
-        def done(books: Catalog) -> bool:
-            change(books, *what, **named)
+        def done(catalog: Catalog) -> bool:
+            change(catalog, *what, **named)
             return True
 
         return self.ask(done) is not None
 
     def ask[**P, T](self, question: Callable[Concatenate[Catalog, P], T], *what: P.args, **named: P.kwargs) -> T | None:
         """Ask them; None where they cannot be used."""
-        if self._books is None:
+        if self._catalog is None:
             return None
         try:
-            return question(self._books, *what, **named)
+            return question(self._catalog, *what, **named)
         except sqlite3.Error as error:
             self._faults.add("index", error)
             if not is_passing(error):
@@ -349,20 +349,20 @@ class OpenBooks:
             return None
 
     def _begin_with_empty_ones(self) -> None:
-        """`Ledger.settle` puts the files into them again."""
+        """`DiskAccount.reconcile` puts the files into them again."""
         try:
             self._begin_anew()
-            if self._books is not None:
-                self._books.reset()
+            if self._catalog is not None:
+                self._catalog.reset()
         except (sqlite3.Error, OSError) as again:
             self._faults.add("index", again)
-            self._books = None
+            self._catalog = None
 
     def close(self) -> None:
         """They may be opened again."""
-        if self._books is not None:
-            self._books.close()
-            self._books = None
+        if self._catalog is not None:
+            self._catalog.close()
+            self._catalog = None
 
 
 def _row(blob: Listed) -> tuple[object, ...]:

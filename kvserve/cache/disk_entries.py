@@ -1,5 +1,5 @@
-"""The nouns of the disk's index: a blob as it is known there, what a prefix consists of, and who used what since the
-books were written. No trie and no file.
+"""The nouns of the disk's index: a blob as the index knows it, the blobs of a prefix, and uses that the catalog does
+not have. No trie and no file.
 """
 
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BlobStep:
     """The tokens `[start, end)` of a prefix are in `segment`; `checkpoint` is the state behind `end`, if any."""
 
     segment: Entry
@@ -61,18 +61,18 @@ class Found:
     """What is known of a prefix: `steps` cover it from its first token to `depth`, in order."""
 
     depth: int = 0
-    steps: tuple[Step, ...] = field(default=())
+    steps: tuple[BlobStep, ...] = field(default=())
 
     def written(self) -> "Found":
         """The part that is on disk already."""
-        steps: list[Step] = []
+        steps: list[BlobStep] = []
         for step in self.steps:
             if not step.segment.is_written:
                 break
             state = step.checkpoint
             if state is not None and not all(each.is_written for each in state.chain):
                 state = None
-            steps.append(Step(step.segment, step.start, step.end, state))
+            steps.append(BlobStep(step.segment, step.start, step.end, state))
         return Found(steps[-1].end if steps else 0, tuple(steps))
 
 

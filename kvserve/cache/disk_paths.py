@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
-from kvserve.cache.disk_entries import Entry, Step
-from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
+from kvserve.cache.disk_entries import BlobStep, Entry
+from kvserve.cache.forget_users import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position
 from kvserve.cache.records import Copy, RecordId
 from kvserve.cache.token_run import ID_BYTES, TokenRun, image_around, join
@@ -17,7 +17,7 @@ MAX_NODES_BEHIND_STATE = 4
 """Nobody looks further up for the last state before a place; there it is known from when the blob was made known."""
 
 
-class Ways:
+class BlobPaths:
     """The blobs that are known, on a trie. Whoever calls holds the index's lock, and owns what is in it."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Ways:
         holders = self.trie.holders.get(entry.record_id, ())
         return next((Position(node, offset) for node in holders if node.start < offset <= node.end), None)
 
-    def steps(self, position: Position, start: int = 0) -> Iterator[Step]:
+    def steps(self, position: Position, start: int = 0) -> Iterator[BlobStep]:
         """What the path to a place consists of, from the first step that ends behind `start`."""
         nodes, above = list[Node](), position.node
         while above.parent is not None and above.end > start:
@@ -49,7 +49,7 @@ class Ways:
             end = min(node.end, position.depth)
             is_whole = node.checkpoint is not None and end == node.end
             state = self.entries[node.checkpoint.record_id] if node.checkpoint is not None and is_whole else None
-            yield Step(self.entry_of(node), node.start, end, state)
+            yield BlobStep(self.entry_of(node), node.start, end, state)
 
     def entry_of(self, node: Node) -> Entry:
         if node.segment is None:
@@ -117,7 +117,7 @@ def _shifted(run: TokenRun, by: int) -> TokenRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Endangered:
+class SharedPrefix:
     """A prefix of a partition that `users`, who stay, used up to these offsets."""
 
     tokens: TokenSequence
@@ -125,24 +125,26 @@ class Endangered:
     users: Mapping[str, int]
 
 
-def endangered(trie: Trie, users_of: Callable[[Node], dict[str, int]], is_forgotten: IsForgotten) -> list[Endangered]:
+def shared_prefixes(
+    trie: Trie, users_of: Callable[[Node], dict[str, int]], is_forgotten: IsForgotten
+) -> list[SharedPrefix]:
     """The longest prefixes that others used and that stand on what goes; `users_of` are those of a node's blob.
 
     blob of one    |-----------------------------|      goes, as its end is of nobody else
     others               |----- blob             |      stood on it: what they used is to be written anew
     """
     users: dict[Node, dict[str, int]] = {}
-    doomed: set[Node] = set()
+    deleted: set[Node] = set()
     for node in trie.nodes():  # parents before children
         staying = remaining(users_of(node), is_forgotten)
         users[node] = {user: min(depth, node.end) for user, depth in staying.items() if depth > node.start}
-        if not is_needed(staying, node.tokens.end) or node.parent in doomed:
-            doomed.add(node)
-    ends = (node for node in doomed if users[node] and not any(users[child] for child in node.children.values()))
-    return [_endangered(node, users) for node in ends]
+        if not is_needed(staying, node.tokens.end) or node.parent in deleted:
+            deleted.add(node)
+    ends = (node for node in deleted if users[node] and not any(users[child] for child in node.children.values()))
+    return [_shared_prefix(node, users) for node in ends]
 
 
-def _endangered(last: Node, users: Mapping[Node, Mapping[str, int]]) -> Endangered:
+def _shared_prefix(last: Node, users: Mapping[Node, Mapping[str, int]]) -> SharedPrefix:
     path = last.path()
     depths = {user: depth for node in path for user, depth in users[node].items()}  # the deepest of each
     run = join([node.tokens.part(node.start, node.end) for node in path])
@@ -150,4 +152,6 @@ def _endangered(last: Node, users: Mapping[Node, Mapping[str, int]]) -> Endanger
     if (image := image_around(run.images, end)) is not None:
         end = image.start
     part = run.part(0, end)
-    return Endangered(TokenSequence(tuple(memoryview(part.ids).cast("I")), part.images), last.root().partition, depths)
+    return SharedPrefix(
+        TokenSequence(tuple(memoryview(part.ids).cast("I")), part.images), last.root().partition, depths
+    )

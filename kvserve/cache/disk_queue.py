@@ -42,7 +42,7 @@ class WriteQueue:
         if is_own:
             self._hold(write)
 
-    def left_ram(self, entries: Collection[Entry]) -> None:
+    def evicted_from_ram(self, entries: Collection[Entry]) -> None:
         """These have left what RAM keeps: until they are written, their bytes are here only."""
         pending = [*self._waiting, *([self._writing] if self._writing is not None else ())]
         for write in pending:

@@ -42,7 +42,7 @@ class ScratchStore:
         """Length of the file, free parts included."""
         return self._end
 
-    def open_books(self) -> Catalog:
+    def open_catalog(self) -> Catalog:
         """An index that is in no file."""
         return Catalog(None)
 

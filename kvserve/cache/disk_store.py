@@ -96,7 +96,7 @@ class FolderStore:
         """Where blobs are, for a person."""
         return str(self._root)
 
-    def open_books(self) -> Catalog:
+    def open_catalog(self) -> Catalog:
         """The index of all models. Raises sqlite3.Error or OSError."""
         return Catalog(self._root / INDEX_NAME)
 

@@ -18,12 +18,12 @@ from functools import partial
 from kvserve.cache.disk_blob import Blob, BlobName, Tensor, num_bytes_of
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_hand import DiskHand, Written
-from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_queue import STUCK_SECONDS, ReadAhead, WriteQueue
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Load, Removal, Write
 from kvserve.cache.disk_scratch import BlobStore
-from kvserve.cache.forgetting import IsForgotten
+from kvserve.cache.disk_trie import BlobTrie
+from kvserve.cache.disk_worker import DiskWorker, Written
+from kvserve.cache.forget_users import IsForgotten
 from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.records import Copy
 
@@ -31,7 +31,7 @@ RETRY_SECONDS = 30.0
 """What could not be written is tried again so much later."""
 
 FULL_CHECK_SECONDS = 5.0
-JANITOR_SECONDS = 30.0
+RECONCILE_SECONDS = 30.0
 MEASURE_SECONDS = 30.0
 COMMIT_SECONDS = 0.5
 """A blob that is written is in the index at the latest this much later; a crash before costs a look at its header."""
@@ -40,26 +40,26 @@ COMMIT_SECONDS = 0.5
 class DiskTier:
     """The blobs of one model on disk. Methods belong to the engine thread unless they say otherwise."""
 
-    def __init__(self, store: BlobStore, index: DiskIndex, limits: DiskLimits, faults: Faults) -> None:
+    def __init__(self, store: BlobStore, index: BlobTrie, limits: DiskLimits, faults: Faults) -> None:
         """Learns what is there; starts the thread. Raises OSError where the folder cannot be used."""
         self.index = index
         self.faults = faults
         self._store = store
         self._limits = limits
-        self._hand = DiskHand(store, index, limits, faults)
+        self._worker = DiskWorker(store, index, limits, faults)
         self._wake = threading.Condition()
         self._loads: deque[Load] = deque()
         self._writes = WriteQueue(limits.max_queued_bytes)
         self._ahead = ReadAhead(limits.max_read_ahead_bytes)
         self._orders: deque[Callable[[], None]] = deque()
-        self._stood_on: list[tuple[Sequence[Copy], int]] = []
+        self._restored: list[tuple[Sequence[Copy], int]] = []
         self._is_closing = False
         self._is_full = False
         self._has_lost = False
         self._has_news = True
         self._has_arrived = False
         self._measure_at = 0.0
-        self._commit_at = self._janitor_at = self._full_check_at = self._retry_at = 0.0
+        self._commit_at = self._reconcile_at = self._full_check_at = self._retry_at = 0.0
         self._num_refused = 0
         self._thread = threading.Thread(target=self._run, name="kvserve-disk", daemon=True)
         self._thread.start()
@@ -87,11 +87,11 @@ class DiskTier:
             self._writes.put(Write(entry, note, tuple(tensors), num_bytes), is_own=is_own)
             self._wake.notify_all()
 
-    def left_ram(self, copies: Iterable[Copy]) -> None:
+    def evicted_from_ram(self, copies: Iterable[Copy]) -> None:
         """What these are copies of has left RAM: its bytes are in the queue only, for as long as they are not
         written."""
         with self._wake:
-            self._writes.left_ram({copy for copy in copies if isinstance(copy, Entry)})
+            self._writes.evicted_from_ram({copy for copy in copies if isinstance(copy, Entry)})
 
     def moving_bytes(self) -> tuple[int, int]:
         """Bytes that RAM has in the queue of writes only, and those that were read and not taken. From any thread."""
@@ -186,13 +186,13 @@ class DiskTier:
         with self._wake:
             if now >= self._measure_at:
                 self._measure_at = now + MEASURE_SECONDS
-                self._orders.append(partial(self._hand.measure, entry))
+                self._orders.append(partial(self._worker.measure, entry))
                 self._wake.notify_all()
 
-    def stands_on(self, rows: Sequence[Copy], end: int) -> None:
+    def note_restored(self, rows: Sequence[Copy], end: int) -> None:
         """A row starts from `end` tokens, the last of which are in one of these: what it stands on is used now."""
         with self._wake:
-            self._stood_on.append((rows, end))
+            self._restored.append((rows, end))
             self._has_news = True
 
     def note_users(self, path: KeptPath) -> None:
@@ -204,16 +204,16 @@ class DiskTier:
     @property
     def read_rate(self) -> float | None:
         """Bytes per second, checksum included; None as long as nothing was ever read on this disk."""
-        return self._hand.read_rate
+        return self._worker.read_rate
 
     @property
     def prefill_rate(self) -> float | None:
         """Tokens per second that the engine measured, in this run or another; None as long as it has not."""
-        return self._hand.prefill_rate
+        return self._worker.prefill_rate
 
     @prefill_rate.setter
     def prefill_rate(self, tokens_per_second: float) -> None:
-        self._hand.prefill_rate = tokens_per_second
+        self._worker.prefill_rate = tokens_per_second
 
     # --- all of it ----------------------------------------------------------------------------------------------------
 
@@ -228,11 +228,11 @@ class DiskTier:
             for load in self._loads:
                 self._ahead.cancelled(load)
         self.index.clear()
-        return self._order(self._hand.ledger.clear, timeout_seconds)
+        return self._order(self._worker.account.clear, timeout_seconds)
 
     def discard(self, names: Iterable[BlobName]) -> None:
         """Forget blobs and what stands on them; the files go a moment later, behind what waits to be written."""
-        gone = [each for name in names for each in self.index.doom(name)]
+        gone = [each for name in names for each in self.index.mark_deleted(name)]
         with self._wake:
             self._orders.extend(partial(self._delete, name) for name in gone)
             self._wake.notify_all()
@@ -240,11 +240,11 @@ class DiskTier:
     def forget(self, is_forgotten: IsForgotten, timeout_seconds: float = 10.0) -> Removal:
         """Delete what only these users are known to have used, and what is of nobody who is known. It is the disk
         thread that forgets: what it finds in the folder meanwhile is not taken in again."""
-        return self._removed(lambda: self._hand.ledger.forget(is_forgotten), timeout_seconds)
+        return self._removed(lambda: self._worker.account.forget(is_forgotten), timeout_seconds)
 
     def forget_of_others(self, is_forgotten: IsForgotten, timeout_seconds: float = 10.0) -> Removal:
-        """The same of all other models that wrote here, behind `forget`: all their books are read. From any thread."""
-        return self._removed(lambda: self._hand.ledger.forget_of_others(is_forgotten), timeout_seconds)
+        """The same for all other models in this folder, after `forget`; reads all their rows. From any thread."""
+        return self._removed(lambda: self._worker.account.forget_of_others(is_forgotten), timeout_seconds)
 
     def _removed(self, remove: Callable[[], Removal], timeout_seconds: float) -> Removal:
         done = list[Removal]()
@@ -263,7 +263,7 @@ class DiskTier:
     def stats(self) -> DiskStats:
         """From any thread."""
         with self._wake:
-            return self._hand.stats(self._num_refused, self._writes.num_bytes, is_full=self._is_full)
+            return self._worker.stats(self._num_refused, self._writes.num_bytes, is_full=self._is_full)
 
     def _order(self, order: Callable[[], object], timeout_seconds: float) -> bool:
         """Have something done by the disk thread once nothing waits to be written, and wait for it."""
@@ -285,14 +285,14 @@ class DiskTier:
     # --- the disk thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        job: Callable[[], None] | None = self._clean
+        job: Callable[[], None] | None = self._reconcile
         while job is not None:
             try:
                 job()
             except Exception as error:  # noqa: BLE001 - the thread must outlive whatever a disk can do
                 self.faults.add("unwritable", f"{type(error).__name__}: {error}")
             job = self._next_job()
-        self._hand.close()
+        self._worker.close()
 
     def _next_job(self) -> Callable[[], None] | None:
         """Reads before writes, writes before orders, then what is due by the clock; None at the end."""
@@ -311,12 +311,12 @@ class DiskTier:
                     return self._commit
                 if self._is_full and now >= self._full_check_at:
                     return self._look_for_room
-                if now >= self._janitor_at:
-                    return self._clean
+                if now >= self._reconcile_at:
+                    return self._reconcile
                 self._wake.wait(self._seconds_to_next(now))
 
     def _seconds_to_next(self, now: float) -> float:
-        due = [self._janitor_at]
+        due = [self._reconcile_at]
         if self._has_news:
             due.append(self._commit_at)
         if self._is_full:
@@ -335,7 +335,7 @@ class DiskTier:
     def _read_next(self, load: Load) -> None:
         entry, blob, has_raised = load.entries[load.num_read], None, True
         try:
-            blob = self._hand.read(entry)
+            blob = self._worker.read(entry)
             has_raised = False
         finally:
             if has_raised:  # whoever waits for it would ask for it once more, and so on
@@ -352,7 +352,7 @@ class DiskTier:
     def _write(self, write: Write) -> None:
         outcome: Written = "refused"
         try:
-            outcome = self._hand.write(write)
+            outcome = self._worker.write(write)
         finally:
             if outcome != "written":
                 self.index.forget_entry(write.entry)  # with what was to stand on it
@@ -372,24 +372,24 @@ class DiskTier:
 
     def _look_for_room(self) -> None:
         self._full_check_at = time.monotonic() + FULL_CHECK_SECONDS
-        if self._hand.has_room():
+        if self._worker.has_room():
             self._is_full = False
-            self._janitor_at = 0.0  # the cap may depend on what is free
+            self._reconcile_at = 0.0  # the cap may depend on what is free
 
     def _delete(self, name: BlobName) -> None:
         """The file of a blob that was forgotten, unless it was put again."""
-        if self.index.is_doomed(name):
-            self._hand.ledger.take_back(name)
+        if self.index.unmark_deleted(name):
+            self._worker.account.take_back(name)
 
     def _commit(self) -> None:
         with self._wake:
-            stood_on, self._stood_on = self._stood_on, []
+            restored, self._restored = self._restored, []
             self._has_news = False
-        used = [name for rows, end in stood_on for name in self.index.stood_on(rows, end)]
-        if not (is_listed := self._hand.commit(used)):
+        used = [name for rows, end in restored for name in self.index.restored_names(rows, end)]
+        if not (is_listed := self._worker.commit(used)):
             self._has_news = True
         self._commit_at = time.monotonic() + (COMMIT_SECONDS if is_listed else FULL_CHECK_SECONDS)
 
-    def _clean(self) -> None:
-        self._hand.ledger.settle()
-        self._janitor_at = time.monotonic() + JANITOR_SECONDS
+    def _reconcile(self) -> None:
+        self._worker.account.reconcile()
+        self._reconcile_at = time.monotonic() + RECONCILE_SECONDS

@@ -6,10 +6,10 @@ import math
 
 from kvserve.cache.eviction import Score
 from kvserve.cache.eviction_queue import EvictionQueue
+from kvserve.cache.eviction_rank import PLAIN, EvictionRank, fallen_by_anchor, fallen_by_parting, fallen_by_state
 from kvserve.cache.last_users import LastUsers
 from kvserve.cache.node import Node, SequenceEnd
 from kvserve.cache.trie import Trie
-from kvserve.cache.worth import PLAIN, Worth, fallen_by_anchor, fallen_by_parting, fallen_by_state
 
 
 class EvictionOrder:
@@ -18,7 +18,7 @@ class EvictionOrder:
 
     def __init__(self, trie: Trie, score: Score, *, needs_checkpoints: bool) -> None:
         self._last_users = LastUsers(trie.is_held)
-        self.worth = Worth(score, self._last_users.is_last, needs_checkpoints=needs_checkpoints)
+        self.ranks = EvictionRank(score, self._last_users.is_last, needs_checkpoints=needs_checkpoints)
         self.over_number: set[SequenceEnd] = set()
         self._trie = trie
         self._all, self._states = EvictionQueue(), EvictionQueue()
@@ -40,7 +40,7 @@ class EvictionOrder:
         when this is asked next. How many were."""
         self.forget_gone()
         changes, again = self._trie.changes, self._again
-        again |= dict.fromkeys((*changes.nodes, *self._all.lapsed(self.worth.now)))
+        again |= dict.fromkeys((*changes.nodes, *self._all.lapsed(self.ranks.now)))
         again |= dict.fromkeys(self._last_users.known_by((*changes.nodes, *changes.parted)))
         for node in changes.states:
             fallen = dict.fromkeys(fallen_by_state(node))
@@ -78,7 +78,7 @@ class EvictionOrder:
 
     def _next_of(self, queue: EvictionQueue) -> Node | None:
         self.update()
-        while (node := queue.first(self.worth.now)) is not None:
+        while (node := queue.first(self.ranks.now)) is not None:
             before = queue.rank(node)
             self._rank(node)
             if queue.rank(node) == before:
@@ -87,16 +87,16 @@ class EvictionOrder:
 
     def _rank(self, node: Node) -> None:
         """Let a node have the places that it has now, if any."""
-        may_leave = node.parent is not None and not node.leases and self._trie.is_held(node)
-        state = self.worth.of_state(node) if may_leave and node.checkpoint is not None else None
+        is_evictable = node.parent is not None and not node.leases and self._trie.is_held(node)
+        state = self.ranks.of_state(node) if is_evictable and node.checkpoint is not None else None
         if state is None:
             self._last_users.forget(node)
             self._states.discard(node)
         else:
             self._states.put(node, state)
-        if may_leave and not node.children:
+        if is_evictable and not node.children:
             is_surplus = node.sequence_end in self.over_number
-            self._all.put(node, self.worth.of_leaf(node, is_surplus=is_surplus))
+            self._all.put(node, self.ranks.of_leaf(node, is_surplus=is_surplus))
         elif state is not None and state.level <= PLAIN:
             self._all.put(node, state)
         else:

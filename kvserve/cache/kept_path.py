@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.node import Copies, Lease, Node
-from kvserve.cache.records import BoundaryKind, Copy, Piece, State
+from kvserve.cache.records import BoundaryKind, Copy, KvPiece, State
 from kvserve.cache.store import Store
 from kvserve.cache.token_run import TokenRun, join
 
@@ -15,7 +15,7 @@ class KeptPart:
     """Rows of a path, with the state behind them and why there is a border; `kind` None: none was given. `copies` is
     the tree's own note of what the other tier has of them, for that tier to keep."""
 
-    piece: Piece
+    piece: KvPiece
     state: State | None
     kind: BoundaryKind | None
     copies: Copies

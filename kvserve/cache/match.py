@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import HashChain
 from kvserve.cache.node import NamedPrompt, Node
-from kvserve.cache.records import MatchCause, Piece, State
+from kvserve.cache.records import KvPiece, MatchCause, State
 from kvserve.cache.store import Store
 from kvserve.cache.token_run import TokenRun
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PrefixMatch:
     """What the tree knows of a prompt; to be acquired before the tree changes.
 
     `[0, num_matched_tokens)` is stored, token by token the same. `[0, num_usable_tokens)` can be restored: from
@@ -30,7 +30,7 @@ class Match:
     version: int = field(repr=False)
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[KvPiece, ...]:
         """Read from the tree when they are asked for: most lookups only want to know how much there is."""
         return self.store.pieces_to(self.node, self.num_usable_tokens)
 

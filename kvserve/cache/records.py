@@ -59,7 +59,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class KvPiece:
     """Rows `[first_row, end_row)` of a segment's payload; their tokens begin at `start`."""
 
     segment: Segment
@@ -108,7 +108,7 @@ class Eviction:
     """What left the tree: rows, and states. `is_within_limits` is False if live rows need too much, or if it was only a
     piece; `is_over`: another one finds nothing more to do."""
 
-    segments: tuple[Piece, ...]
+    segments: tuple[KvPiece, ...]
     checkpoints: tuple[State, ...]
     num_freed_bytes: int
     is_within_limits: bool

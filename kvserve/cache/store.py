@@ -13,8 +13,8 @@ from kvserve.cache.records import (
     BoundaryKind,
     CacheStats,
     Checkpoint,
+    KvPiece,
     Payload,
-    Piece,
     RecordId,
     Segment,
     State,
@@ -49,10 +49,10 @@ class Counters:
 
 
 @dataclass(slots=True)
-class Departures:
+class Evicted:
     """What left since somebody began to collect."""
 
-    segments: list[Piece] = field(default_factory=list)
+    segments: list[KvPiece] = field(default_factory=list)
     checkpoints: list[State] = field(default_factory=list)
 
 
@@ -63,7 +63,7 @@ class Store:
         self.trie = trie
         self.ram = ram
         self.counters = Counters()
-        self.departures = Departures()
+        self.evicted = Evicted()
         self._cut_payload = cut_payload
         self._loose: dict[RecordId, Segment] = {}
         self._loose_bytes: Counter[RecordId] = Counter()
@@ -101,14 +101,14 @@ class Store:
         self.checkpoint_bytes -= state.checkpoint.num_bytes
         self.num_checkpoints -= 1
         self.counters.num_evicted_checkpoints += 1
-        self.departures.checkpoints.append(state)
+        self.evicted.checkpoints.append(state)
 
     def remove_leaves(self, nodes: Sequence[Node]) -> None:
         """Remove a leaf, then its ancestors in this order, each with its checkpoint, and drop their payloads; cut what
         remains to size."""
         self.loosen_leaves(nodes)
         self.fit()
-        self.take_departures()
+        self.take_evicted()
 
     def loosen_leaves(self, nodes: Sequence[Node]) -> None:
         """Remove them so that whoever takes the departures drops the payloads. What remains of their records is cut by
@@ -117,7 +117,7 @@ class Store:
             piece = self.piece_of(node, node.end)
             self.drop_checkpoint(node)
             self.trie.detach(node)
-            self.departures.segments.append(piece)
+            self.evicted.segments.append(piece)
             self.counters.num_evicted_tokens += node.end - node.start
             segment = piece.segment
             if segment.record_id in self.trie.holders:
@@ -164,10 +164,10 @@ class Store:
         for record in old.values():
             self._fit(record)
 
-    def take_departures(self) -> Departures:
+    def take_evicted(self) -> Evicted:
         """What left since the last call."""
-        departures, self.departures = self.departures, Departures()
-        return departures
+        evicted, self.evicted = self.evicted, Evicted()
+        return evicted
 
     def clear(self) -> None:
         """Forget everything."""
@@ -178,15 +178,15 @@ class Store:
         self.trie.clear()
         self._loose.clear()
         self._loose_bytes.clear()
-        self.departures = Departures()
+        self.evicted = Evicted()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def piece_of(self, node: Node, end: int) -> Piece:
+    def piece_of(self, node: Node, end: int) -> KvPiece:
         """A node's rows up to `end`."""
         return self._rows(node, node, end)
 
-    def pieces_to(self, node: Node, end: int) -> tuple[Piece, ...]:
+    def pieces_to(self, node: Node, end: int) -> tuple[KvPiece, ...]:
         """The rows `[0, end)` of the path to a node, `end` inside it. Neighbours in one record are one piece, because a
         restore pays for each: states stand inside records."""
         spans: list[tuple[Node, Node]] = []
@@ -197,13 +197,13 @@ class Store:
                 spans.append((each, each))
         return tuple(self._rows(first, last, end) for first, last in spans)
 
-    def _rows(self, first: Node, last: Node, end: int) -> Piece:
+    def _rows(self, first: Node, last: Node, end: int) -> KvPiece:
         """The rows up to `end` of nodes that follow one another in one record."""
         if first.segment is None:
             raise ValueError("The root has no rows.")
         begin = first.segment.tokens.start
         payload = self.ram.get(first.segment.record_id)
-        return Piece(first.segment, payload, first.start - begin, min(last.end, end) - begin)
+        return KvPiece(first.segment, payload, first.start - begin, min(last.end, end) - begin)
 
     def state_of(self, node: Node) -> State | None:
         """The checkpoint at a node's end with its payload."""

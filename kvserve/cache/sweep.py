@@ -15,15 +15,15 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from kvserve.cache.evicted_nodes import EvictedNodes
 from kvserve.cache.eviction import Score
 from kvserve.cache.eviction_order import EvictionOrder
+from kvserve.cache.eviction_rank import SURPLUS
+from kvserve.cache.exclusive_nodes import exclusive_suffix
 from kvserve.cache.kept_path import KeptPath
-from kvserve.cache.leaving import Leaving
 from kvserve.cache.node import Lease, Node, SequenceEnd
 from kvserve.cache.records import Limits, Room
 from kvserve.cache.store import Store
-from kvserve.cache.tails import exclusive_tail
-from kvserve.cache.worth import SURPLUS
 
 SHORT_CLASS_SECONDS = 300.0
 """The shortest lifetime that clients ask for by a cache mark: an agent's user thinks longer than that now and then."""
@@ -57,7 +57,7 @@ class Sweep:
         self._leases = leases
         self._needs_checkpoints = needs_checkpoints
         self._order = EvictionOrder(store.trie, score, needs_checkpoints=needs_checkpoints)
-        self._worth = self._order.worth
+        self._ranks = self._order.ranks
         self._is_number_known = False
         self._unlooked: deque[tuple[Node, float | None]] = deque()
         self._is_interval_look = False
@@ -67,7 +67,7 @@ class Sweep:
         self._check_at = -math.inf
         self._due_at = math.inf
         self._keep_alive_at = -math.inf
-        self.before_leaving: Callable[[Leaving], None] | None = None
+        self.before_eviction: Callable[[EvictedNodes], None] | None = None
 
     def expect_change(self) -> None:
         """Something may be too old, or may leave, that could not before: the next run looks at every node."""
@@ -83,7 +83,7 @@ class Sweep:
     ) -> bool:
         """Let leave what must, about `max_pieces` leaves and states at a time. `reserved_bytes` are held by others;
         owners without entries are forgotten. Whether no more is to be done."""
-        self._now = self._worth.now = now
+        self._now = self._ranks.now = now
         self._pieces_left = max_pieces
         self._order.forget_gone()
         self._finish()
@@ -130,7 +130,7 @@ class Sweep:
             else:
                 self._unlooked.append((node, None))
 
-    def _remove(self, nodes: Sequence[Node]) -> None:
+    def _evict(self, nodes: Sequence[Node]) -> None:
         """A leaf leaves, then its ancestors in this order."""
         self._pieces_left -= sum(map(_num_pieces, nodes))
         self._tell(nodes, is_state_only=False)
@@ -142,9 +142,9 @@ class Sweep:
         self._store.drop_checkpoint(node)
 
     def _tell(self, nodes: Sequence[Node], *, is_state_only: bool) -> None:
-        if self.before_leaving is not None:
+        if self.before_eviction is not None:
             num_bytes = self._store.last_bytes(nodes[0])
-            self.before_leaving(Leaving(nodes, is_state_only, num_bytes, self._kept))
+            self.before_eviction(EvictedNodes(nodes, is_state_only, num_bytes, self._kept))
 
     # --- time ---------------------------------------------------------------------------------------------------------
 
@@ -162,15 +162,15 @@ class Sweep:
 
     def _give_up(self, leaf: Node) -> None:
         """An entry whose owner has gone leaves; what there is no time for is still that entry."""
-        tail, end = exclusive_tail(leaf), leaf.sequence_end
-        num_leaving, left = 0, self._pieces_left
-        while num_leaving < len(tail) and left > 0:
-            left -= _num_pieces(tail[num_leaving])
-            num_leaving += 1
-        self._remove(tail[:num_leaving])
-        if num_leaving < len(tail):
-            self._store.trie.entries.set(tail[num_leaving], end)
-            self._unlooked.appendleft((tail[num_leaving], None))
+        tail, end = exclusive_suffix(leaf), leaf.sequence_end
+        num_evicted, left = 0, self._pieces_left
+        while num_evicted < len(tail) and left > 0:
+            left -= _num_pieces(tail[num_evicted])
+            num_evicted += 1
+        self._evict(tail[:num_evicted])
+        if num_evicted < len(tail):
+            self._store.trie.entries.set(tail[num_evicted], end)
+            self._unlooked.appendleft((tail[num_evicted], None))
 
     def _expire_leaf(self, leaf: Node, own: float | None, owners_seen_at: dict[str, float]) -> None:
         node = leaf
@@ -180,7 +180,7 @@ class Sweep:
                 self._unlooked.appendleft((node, own))
                 return
             parent = node.parent
-            self._remove([node])
+            self._evict([node])
             node = parent
             self._note_due(node, own, owners_seen_at)
 
@@ -216,7 +216,7 @@ class Sweep:
         self._keep_alive_at = self._now + seconds * KEEP_ALIVE_LOOK
         for leaf in self._store.trie.entries:
             own = leaf.sequence_end.ttl_seconds if leaf.sequence_end else None
-            is_due = own is not None and seconds < own <= SHORT_CLASS_SECONDS and self._worth.is_pinned(leaf)
+            is_due = own is not None and seconds < own <= SHORT_CLASS_SECONDS and self._ranks.is_pinned(leaf)
             is_due = is_due and self._now - leaf.last_used_at >= seconds
             if is_due and not (self._is_owner_idle(leaf, owners_seen_at) or self._is_forsaken(leaf)):
                 for node in leaf.path():
@@ -239,7 +239,7 @@ class Sweep:
         """Until checkpoints fit their budget: entries over their number go with theirs, then others by their rank."""
         is_first = True
         while self._pieces_left > 0 and self._has_too_many_states:
-            is_first = is_first and self._leave(max_level=SURPLUS)
+            is_first = is_first and self._evict_next(max_level=SURPLUS)
             if is_first:
                 continue
             if (node := self._order.next_state()) is None:
@@ -258,7 +258,7 @@ class Sweep:
                 return
             node, parent = parent, parent.parent
             was_guess, end = node.is_guess, end if node.kind != "system" else None
-            self._remove([node])
+            self._evict([node])
             if parent is not None:
                 self._rejoin(parent, was_guess=was_guess)
         if end is None or parent is None or parent.parent is None or parent.kind == "system":
@@ -295,13 +295,13 @@ class Sweep:
         ram, is_more = self._store.ram, True
         while self._pieces_left > 0 and (self._store.has_loose or (is_more and ram.num_bytes > budget)):
             if is_more and self._store.num_bytes_once_fit > budget:
-                is_more = self._leave()
+                is_more = self._evict_next()
             else:
                 self._pieces_left -= 1 + self._store.fit_next() / BYTES_PER_PIECE
         while self._pieces_left > 0 and ram.num_bytes > budget and (node := self._order.next_state()) is not None:
             self._drop_state(node)
 
-    def _leave(self, max_level: float = math.inf) -> bool:
+    def _evict_next(self, max_level: float = math.inf) -> bool:
         """Let the next leaf or inner checkpoint go; False where there is none up to this level."""
         self._count_entries()
         node = self._order.next_of_all()
@@ -311,13 +311,13 @@ class Sweep:
         if node.children:
             self._drop_state(node)
         else:
-            self._let_go(node, node.parent, is_surplus=level == SURPLUS)
+            self._evict_leaf(node, node.parent, is_surplus=level == SURPLUS)
         return True
 
-    def _let_go(self, leaf: Node, parent: Node, *, is_surplus: bool) -> None:
+    def _evict_leaf(self, leaf: Node, parent: Node, *, is_surplus: bool) -> None:
         """A leaf leaves; `parent`, its own, may be a leaf then."""
         was_guess, end = leaf.is_guess, leaf.sequence_end if is_surplus else None
-        self._remove([leaf])
+        self._evict([leaf])
         self._rejoin(parent, was_guess=was_guess)
         self._cull_dead_tail(parent, end)
 
@@ -349,11 +349,11 @@ class Sweep:
         return surplus
 
     def _urgency(self, leaf: Node) -> tuple[float, int, int]:
-        urgency = self._worth.of_entry(leaf, exclusive_tail(leaf)).urgency(self._now)
+        urgency = self._ranks.of_entry(leaf, exclusive_suffix(leaf)).urgency(self._now)
         return urgency, -leaf.number, -leaf.start
 
     def _may_be_surplus(self, leaf: Node) -> bool:
-        return not (leaf.leases or self._worth.is_pinned(leaf))
+        return not (leaf.leases or self._ranks.is_pinned(leaf))
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 

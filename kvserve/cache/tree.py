@@ -17,20 +17,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, plan_run, replace_run
+from kvserve.cache.evicted_nodes import EvictedNodes
 from kvserve.cache.eviction import Score, value_score
-from kvserve.cache.forgetting import IsForgotten, forget_users
+from kvserve.cache.exclusive_nodes import added_suffix, exclusive_nodes
+from kvserve.cache.forget_users import IsForgotten, forget_users
 from kvserve.cache.integrity import check_shape, check_totals
 from kvserve.cache.kept_path import KeptPath, kept_end, kept_path
-from kvserve.cache.leaving import Leaving
-from kvserve.cache.match import Match
-from kvserve.cache.moving import Mover
+from kvserve.cache.match import PrefixMatch
+from kvserve.cache.move_nodes import Mover
 from kvserve.cache.node import Lease, NamedPrompt, Node, Position, SequenceEnd, note_use
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.recent_names import RecentNames
 from kvserve.cache.records import BoundaryKind, CacheStats, Eviction, Extension, Limits, MatchCause, Payload, Room
 from kvserve.cache.store import CutPayload, Store
 from kvserve.cache.sweep import Sweep
-from kvserve.cache.tails import added_tail, exclusive_nodes
 from kvserve.cache.token_run import TokenRun, image_around, pack
 from kvserve.cache.trie import Trie
 from kvserve.core import TokenSequence
@@ -66,20 +66,20 @@ class PrefixTree:
 
     # --- finding ------------------------------------------------------------------------------------------------------
 
-    def lookup(self, tokens: TokenSequence, *, partition: str = "") -> Match:
+    def lookup(self, tokens: TokenSequence, *, partition: str = "") -> PrefixMatch:
         """How much of a prompt is known and from what it can be restored."""
         match = self.peek(tokens, partition=partition)
         note = self._store.counters.note_lookup
         note(match.num_matched_tokens, match.num_usable_tokens, is_image_retreat=match.cause == "inside_image")
         return match
 
-    def peek(self, tokens: TokenSequence, *, partition: str = "") -> Match:
+    def peek(self, tokens: TokenSequence, *, partition: str = "") -> PrefixMatch:
         """The same, of whoever does not begin with it: no use, and not counted."""
         named = self._names.name(tokens, partition)
         position = self._find(named)
         usable, cause = self._usable(position, tokens)
         state = self._store.state_of(usable.node) if self._needs_checkpoints else None
-        return Match(
+        return PrefixMatch(
             num_prompt_tokens=len(tokens),
             num_matched_tokens=position.depth,
             num_usable_tokens=usable.depth,
@@ -138,7 +138,7 @@ class PrefixTree:
 
     def acquire(
         self,
-        match: Match,
+        match: PrefixMatch,
         *,
         owner: str | None = None,
         ttl_seconds: float | None = None,
@@ -258,7 +258,7 @@ class PrefixTree:
     def release(self, lease: Lease) -> None:
         """The row left. Idempotent."""
         self._leases.discard(lease)
-        self._trie.leave(lease)
+        self._trie.drop_lease(lease)
         lease.is_detached = True
         self._trie.changed[lease.node] = None
 
@@ -284,12 +284,12 @@ class PrefixTree:
     def _kept(self, last: Node) -> KeptPath:
         return kept_path(self._store, self._hasher, last)
 
-    def before_leaving(self, tell: Callable[[Leaving], None]) -> None:
+    def before_eviction(self, tell: Callable[[EvictedNodes], None]) -> None:
         """From now on `tell` hears of all that the limits let leave, before it does; what another tier had is void."""
         self._trie.forget_copies()
         for lease in self._leases:
             lease.num_told_tokens = 0
-        self._sweep.before_leaving = tell
+        self._sweep.before_eviction = tell
 
     # --- limits -------------------------------------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class PrefixTree:
         path = self.kept(lease)
         self.release(lease)
         if path is not None and lease.num_tokens == lease.node.end:
-            self._store.remove_leaves(added_tail(lease.node, start))
+            self._store.remove_leaves(added_suffix(lease.node, start))
         return path
 
     def account_live(self, num_bytes: int) -> None:
@@ -347,7 +347,7 @@ class PrefixTree:
         held = self._ram.num_bytes
         reserved = self._live_bytes + num_needed_bytes
         is_over = self._sweep.run(self._clock(), reserved, self._owners_seen_at, max_pieces)
-        left = self._store.take_departures()
+        left = self._store.take_evicted()
         return Eviction(
             segments=tuple(left.segments),
             checkpoints=tuple(left.checkpoints),

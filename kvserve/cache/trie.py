@@ -246,7 +246,7 @@ class Trie:
         for name in leaf.hashes:
             if self._index.get(name) is leaf:
                 del self._index[name]
-        self._let_go(leaf, leaf.segment)
+        self._unhold(leaf, leaf.segment)
         self._changed(-1)
 
     def rename(self, leases: Iterable[Lease], hasher: BlockHasher) -> None:
@@ -267,7 +267,7 @@ class Trie:
     def rehold(self, node: Node, segment: Segment) -> None:
         """Give a node another record that has its tokens."""
         if node.segment is not None:
-            self._let_go(node, node.segment)
+            self._unhold(node, node.segment)
         node.segment = segment
         self.holders.setdefault(segment.record_id, {})[node] = None
         if not node.children:
@@ -276,7 +276,7 @@ class Trie:
 
     def move(self, lease: Lease, position: Position) -> None:
         """Let a lease stand elsewhere."""
-        self.leave(lease)
+        self.drop_lease(lease)
         lease.node, lease.num_tokens = position.node, position.depth
         position.node.leases.add(lease)
 
@@ -292,12 +292,12 @@ class Trie:
             if kind == "system":
                 self.changes.note_anchor(node)
 
-    def leave(self, lease: Lease) -> None:
+    def drop_lease(self, lease: Lease) -> None:
         """Let a lease stand nowhere."""
         lease.node.leases.discard(lease)
         self.changes.note(lease.node)
 
-    def _let_go(self, node: Node, segment: Segment) -> None:
+    def _unhold(self, node: Node, segment: Segment) -> None:
         holders = self.holders[segment.record_id]
         del holders[node]
         if not holders:

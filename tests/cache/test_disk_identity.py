@@ -116,7 +116,7 @@ def test_what_is_put_again_while_the_folder_is_looked_through_stays(
         [path] = disk.files()
         os.unlink(path)
         with held(monkeypatch, "beside_bytes") as (is_looking, let_go):  # behind the list of files
-            disk.tier._janitor_at = 0.0
+            disk.tier._reconcile_at = 0.0
             with disk.tier._wake:
                 disk.tier._wake.notify_all()
             assert is_looking.wait(WAIT_SECONDS)

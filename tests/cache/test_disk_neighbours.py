@@ -25,7 +25,7 @@ LONG = list(range(100, 140))
 
 def look(disk: Disk) -> None:
     """The janitor goes through the folder once."""
-    assert disk.tier._order(disk.tier._hand.ledger.settle, WAIT_SECONDS)
+    assert disk.tier._order(disk.tier._worker.account.reconcile, WAIT_SECONDS)
 
 
 def rows(folder: Path) -> dict[str, float]:

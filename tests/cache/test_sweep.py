@@ -8,7 +8,7 @@ import pytest
 
 from kvserve.cache import kept_path
 from kvserve.cache import tree as tree_module
-from kvserve.cache.leaving import Leaving
+from kvserve.cache.evicted_nodes import EvictedNodes
 from kvserve.cache.node import Node
 from kvserve.cache.records import Payload
 from kvserve.cache.tree import PrefixTree
@@ -570,11 +570,11 @@ class Copied:
     is_forgotten: bool = False
 
 
-def long_tree(num_nodes: int, clock: Clock) -> tuple[PrefixTree, list[Leaving]]:
+def long_tree(num_nodes: int, clock: Clock) -> tuple[PrefixTree, list[EvictedNodes]]:
     """A conversation of so many nodes, each with a state, and what left it so far."""
     tree = make_tree(replace(ROOMY, max_bytes=1), needs_checkpoints=True, clock=clock)
-    left: list[Leaving] = []
-    tree.before_leaving(left.append)
+    left: list[EvictedNodes] = []
+    tree.before_eviction(left.append)
     prompt = tokens(*range(3 * num_nodes))
     store(tree, prompt, range(3, 3 * num_nodes + 1, 3))
     return tree, left
@@ -629,11 +629,11 @@ def test_a_record_that_is_not_in_the_other_tier_is_told(
     nodes[11].copies.state = copy
     told: list[tuple[int, bool, int]] = []
 
-    def tell(leaving: Leaving) -> None:
+    def tell(leaving: EvictedNodes) -> None:
         if not leaving.is_copied or leaving.unwritten():
             told.append((leaving.path().run.end, leaving.is_copied, len(leaving.unwritten())))
 
-    tree._sweep.before_leaving = tell
+    tree._sweep.before_eviction = tell
     tree.evict()
     assert not left and tree.stats().num_nodes == 0
     assert set(told) == (set() if is_copied and not num_unwritten else {(36, is_copied, num_unwritten)})

@@ -343,7 +343,7 @@ def test_a_disk_that_was_slow_once_is_measured_again(tmp_path: Path, monkeypatch
         def make_slow(scheduler: Scheduler) -> None:
             disk = scheduler.cache._disk
             assert disk is not None
-            disk.tier._hand.read_rate = 10.0
+            disk.tier._worker.read_rate = 10.0
             scheduler.cache.clear()
 
         engine._ask(make_slow)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from kvserve.cache.node import Node
 
 
-def exclusive_tail(leaf: Node) -> list[Node]:
+def exclusive_suffix(leaf: Node) -> list[Node]:
     """A leaf and the ancestors that serve only it, upwards to a branch, a live row or the end of system and tools."""
     tail = [leaf]
     node = leaf.parent
@@ -21,7 +21,7 @@ def exclusive_tail(leaf: Node) -> list[Node]:
     return tail
 
 
-def added_tail(last: Node, start: int) -> list[Node]:
+def added_suffix(last: Node, start: int) -> list[Node]:
     """A place and its ancestors that begin at `start` or behind it, upwards to one that somebody else needs."""
     tail: list[Node] = []
     node = last

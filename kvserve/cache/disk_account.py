@@ -1,8 +1,9 @@
-"""What is on disk, over all models, and what leaves: the index file kept true to the blobs, bounds of age and size.
+"""What is on disk, over all models, and what is evicted: keeps the catalog true to the files, and the bounds of age and
+size.
 
-One thread at a time. Other servers have the same folder: what is there may leave, and come back, at any time but within
-`BlobStore.locked`, and whoever has written says so only once it is in the books as well. Where these cannot be had now,
-its row follows: until then a neighbour that lets the oldest leave does not know what stands on it.
+One thread at a time. Other servers share the folder: a file may go, and come back, at any time but within
+`BlobStore.locked`. A blob counts as written once the catalog has its row. Where the catalog cannot be used now, the row
+follows later: until then another server may evict the parents of that blob.
 """
 
 import contextlib
@@ -10,31 +11,31 @@ from collections.abc import Collection, Iterable, Iterator
 
 from kvserve.cache.disk_age import AgeClock
 from kvserve.cache.disk_blob import BlobHead, BlobName, DamagedBlob, partition_of_first
-from kvserve.cache.disk_catalog import Catalog, Listed, OpenBooks, Victim
+from kvserve.cache.disk_catalog import Catalog, Listed, OpenCatalog, Victim
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_records import DiskLimits, Removal
 from kvserve.cache.disk_scratch import BlobStore
 from kvserve.cache.disk_store import StoredFile
-from kvserve.cache.forgetting import IsForgotten
+from kvserve.cache.disk_trie import BlobTrie
+from kvserve.cache.forget_users import IsForgotten
 
 VICTIMS_AT_ONCE = 64
 AUTO_MAX_BYTES = 500 * 10**9
 AUTO_SHARE_OF_FREE = 0.2
 
 
-class Ledger:
-    """The books of a folder of blobs, as the server of one model keeps them."""
+class DiskAccount:
+    """Catalog and files of a folder, as the server of one model sees them."""
 
-    def __init__(self, store: BlobStore, index: DiskIndex, limits: DiskLimits, faults: Faults) -> None:
+    def __init__(self, store: BlobStore, index: BlobTrie, limits: DiskLimits, faults: Faults) -> None:
         self._store = store
         self._index = index
         self._limits = limits
         self._faults = faults
         self._clock = AgeClock(limits.ttl_seconds / 2)
         self._seen: set[tuple[str, BlobName]] = set()
-        self.books = OpenBooks(store.open_books, faults, self._seen.clear)  # all of it is to be put down again
+        self.catalog = OpenCatalog(store.open_catalog, faults, self._seen.clear)  # all of it is to be put down again
         self._unlisted: list[Listed] = []
         self._touched: dict[BlobName, float] = {}
         self._users: dict[tuple[BlobName, str], int | None] = {}
@@ -60,20 +61,20 @@ class Ledger:
         self._take_users()
 
     def _open_catalog(self) -> None:
-        books = self.books.open()
+        catalog = self.catalog.open()
         self._tick()
-        if books is not None and books.fault is not None and self.total_bytes:  # an empty folder needs none
-            self._faults.add("index", books.fault)
+        if catalog is not None and catalog.fault is not None and self.total_bytes:  # an empty folder needs none
+            self._faults.add("index", catalog.fault)
 
     def _tick(self) -> None:
-        """Follow the books' time, and let them follow ours."""
-        self.books.do(lambda books: books.set_clock(self._clock.tick(books.clock())))
+        """Take the later of the catalog's time and ours, and write it down."""
+        self.catalog.do(lambda catalog: catalog.set_clock(self._clock.tick(catalog.clock())))
 
     def _take_rows(self, files: dict[BlobName, StoredFile]) -> None:
         """Rows that agree with their own names and whose file is there."""
         false, missing = list[tuple[str, BlobName]](), set[tuple[str, BlobName]]()
         now, model = self._clock.now(), self._index.model
-        for row in self.books.ask(lambda books: list(books.listed(model))) or ():
+        for row in self.catalog.ask(lambda catalog: list(catalog.listed(model))) or ():
             if not isinstance(row, Listed):
                 self._faults.add("index", "a row contradicts its name")
                 false.append((model, row))
@@ -82,14 +83,14 @@ class Ledger:
             elif self._index.adopt(row.head, files[row.head.name].num_bytes) and row.used_at > now:
                 self._touched[row.head.name] = now
         if false:
-            self.books.do(Catalog.drop, false)
+            self.catalog.do(Catalog.drop, false)
         for _, name in self._drop_missing(missing):
             self._faults.add("missing", name)
 
     def _take_users(self) -> None:
         """Who used the blobs; of those that nobody put down for it is not known."""
-        for name, user, depth in self.books.ask(lambda books: list(books.users(self._index.model))) or ():
-            self._index.own(name, user, depth)
+        for name, user, depth in self.catalog.ask(lambda catalog: list(catalog.users(self._index.model))) or ():
+            self._index.add_user(name, user, depth)
 
     def _adopt(self, files: Iterable[StoredFile]) -> None:
         """Files that no row names: what was written last before a crash, or everything when the index is new."""
@@ -115,7 +116,7 @@ class Ledger:
             self._faults.add("unreadable", error)
         return None
 
-    def settle(self) -> None:
+    def reconcile(self) -> None:
         """Bring the index up to date with the files of all models, also those of another server. Then the bounds."""
         before = self._index.written()
         try:
@@ -129,9 +130,9 @@ class Ledger:
         for entry in missing:
             if self._index.forget_entry(entry):
                 self._faults.add("missing", entry.name)
-        self._seen.intersection_update(files.keys())  # the same set, which the books empty: `&=` makes another one
+        self._seen.intersection_update(files.keys())  # the same set, which the catalog empties: `&=` makes another one
         self.commit()
-        known = self.books.ask(Catalog.names)
+        known = self.catalog.ask(Catalog.names)
         if known is not None:
             self._drop_missing(known - files.keys())
             if news := [file for key, file in files.items() if self._is_news(key, known)]:
@@ -149,7 +150,7 @@ class Ledger:
         try:
             with self._store.locked():
                 gone = [key for key in keys if not self._store.has(*key)]
-                self.books.do(Catalog.drop, gone)
+                self.catalog.do(Catalog.drop, gone)
         except OSError as error:
             self._faults.add("unreadable", error)
             return []
@@ -218,7 +219,7 @@ class Ledger:
 
     def commit(self) -> bool:
         """Put down what happened since the last time. What cannot be put down now is kept for the next time."""
-        if not self.books.is_open:
+        if not self.catalog.is_open:
             self._open_catalog()
         self._users |= self._index.take_uses()
         if not self._put_down():
@@ -229,7 +230,7 @@ class Ledger:
     def _put_down(self) -> bool:
         """What was written, and used."""
         news = self._unlisted, self._index.model, self._touched, self._users
-        if (self._unlisted or self._touched or self._users) and not self.books.do(Catalog.put, *news):
+        if (self._unlisted or self._touched or self._users) and not self.catalog.do(Catalog.put, *news):
             return False
         self._unlisted, self._touched, self._users = [], {}, {}
         return True
@@ -239,8 +240,8 @@ class Ledger:
     def expire(self) -> None:
         """What nobody used for too long leaves."""
         moment = self._clock.now() - self._limits.ttl_seconds
-        for victim in self.books.ask(Catalog.unused_since, moment) or ():
-            self._leave(victim)
+        for victim in self.catalog.ask(Catalog.unused_since, moment) or ():
+            self._evict(victim)
 
     def make_room(self, num_bytes: int, keep: Collection[BlobName] = ()) -> bool:
         """Let the oldest leave, but none of `keep`, until so many bytes more fit under the cap. Whether they do."""
@@ -248,7 +249,7 @@ class Ledger:
             return True
         for victim in self._victims():
             if victim.name not in keep:
-                self._leave(victim)
+                self._evict(victim)
             if self._fits(num_bytes):
                 return True
         return False
@@ -257,26 +258,26 @@ class Ledger:
         """Least recently used first, as long as somebody asks. Those that stay are not named twice."""
         seen: set[BlobName] = set()
         while self.total_bytes and self.commit():
-            oldest = self.books.ask(Catalog.least_recent, len(seen) + VICTIMS_AT_ONCE) or ()
+            oldest = self.catalog.ask(Catalog.least_recent, len(seen) + VICTIMS_AT_ONCE) or ()
             fresh = [victim for victim in oldest if victim.name not in seen]
             if not fresh:
                 return
             seen |= {victim.name for victim in fresh}
             yield from fresh
 
-    def _leave(self, victim: Victim) -> None:
+    def _evict(self, victim: Victim) -> None:
         """A blob leaves with all that stand on it, if nobody has used it since it was named. Rows first: a crash in
         between leaves files, which are found; of these what stands on others first: it leaves no file without them."""
         try:
             with self._store.locked():
-                if self.books.ask(Catalog.used_at, victim) == victim.used_at:
-                    self._leave_now(victim)
+                if self.catalog.ask(Catalog.used_at, victim) == victim.used_at:
+                    self._evict_now(victim)
         except OSError as error:
             self._faults.add("unwritable", error)
 
-    def _leave_now(self, victim: Victim) -> None:
-        gone = self.books.ask(Catalog.with_descendants, victim) or [victim]
-        self.books.do(Catalog.drop, [(each.model, each.name) for each in gone])
+    def _evict_now(self, victim: Victim) -> None:
+        gone = self.catalog.ask(Catalog.with_descendants, victim) or [victim]
+        self.catalog.do(Catalog.drop, [(each.model, each.name) for each in gone])
         for each in reversed(gone):
             if each.model == self._index.model:
                 self._index.forget_written(each.name)
@@ -297,23 +298,23 @@ class Ledger:
         victim = Victim(self._index.model, name, 0, 0.0)
         try:
             with self._store.locked():
-                if len(self.books.ask(Catalog.with_descendants, victim) or ()) <= 1:
+                if len(self.catalog.ask(Catalog.with_descendants, victim) or ()) <= 1:
                     self.remove([name])
         except OSError as error:
             self._faults.add("unwritable", error)
 
     def remove(self, gone: Collection[BlobName]) -> None:
         """Files of this model go that nothing is known of any more."""
-        self.books.do(Catalog.drop, [(self._index.model, each) for each in gone])
+        self.catalog.do(Catalog.drop, [(self._index.model, each) for each in gone])
         for each in gone:
             self._delete(self._index.model, each)
 
     def forget(self, is_forgotten: IsForgotten) -> Removal:
         """Users of this model are forgotten, and the blobs that nobody else needs leave."""
-        self.settle()  # what is listed nowhere is of nobody who is known, and listed from here on
+        self.reconcile()  # what is listed nowhere is of nobody who is known, and listed from here on
         model, unused, is_done = self._index.model, self._index.forget_users(is_forgotten), self.commit()
         gone, users = [name for name in unused.names if not self._index.is_known(name)], unused.users
-        listed = self.books.ask(Catalog.unused, model, is_forgotten)
+        listed = self.catalog.ask(Catalog.unused, model, is_forgotten)
         if listed is not None:  # the index has no place for what lost what it stood on, nor for a second state
             gone += [name for name in listed.names if (model, name) in self._seen and self._index.head_of(name) is None]
             users = (*users, *listed.users)
@@ -321,13 +322,13 @@ class Ledger:
         return Removal(unused.num_bytes, is_done & self._remove(model, gone, users))
 
     def forget_of_others(self, is_forgotten: IsForgotten) -> Removal:
-        """The same of models that are not loaded here: who used their blobs is put down in the books."""
-        listed = self.books.ask(Catalog.names)
+        """The same for models that are not loaded here: the catalog knows who used their blobs."""
+        listed = self.catalog.ask(Catalog.names)
         if listed is None:
             return Removal(0, is_done=False)
         num_bytes, is_done = 0, True
         for model in sorted({model for model, _ in listed} - {self._index.model}):
-            unused = self.books.ask(Catalog.unused, model, is_forgotten)
+            unused = self.catalog.ask(Catalog.unused, model, is_forgotten)
             is_done &= unused is not None and self._remove(model, unused.names, unused.users)
             num_bytes += unused.num_bytes if unused is not None else 0
         self.total_bytes -= num_bytes
@@ -336,8 +337,8 @@ class Ledger:
     def _remove(self, model: str, names: Collection[BlobName], users: Collection[str]) -> bool:
         """Whether all of it is gone. Files first: another server's janitor takes in those that no row names."""
         is_done = all([self._delete(model, name) is not None for name in names])
-        is_done &= self.books.do(Catalog.drop, [(model, name) for name in names])
-        return is_done & self.books.do(Catalog.forget_users, model, users)
+        is_done &= self.catalog.do(Catalog.drop, [(model, name) for name in names])
+        return is_done & self.catalog.do(Catalog.forget_users, model, users)
 
     def clear(self) -> None:
         """Everything of this model leaves."""
@@ -348,7 +349,7 @@ class Ledger:
         except OSError as error:
             self._faults.add("unreadable", error)
             return
-        self.books.do(Catalog.drop, [(file.model, file.name) for file in gone])
+        self.catalog.do(Catalog.drop, [(file.model, file.name) for file in gone])
         for file in gone:
             if self._delete(file.model, file.name):
                 self.total_bytes -= file.num_bytes
@@ -357,7 +358,7 @@ class Ledger:
         """Put down what is left and close the index."""
         self.commit()
         self._tick()
-        self.books.close()
+        self.catalog.close()
 
     def _delete(self, model: str, name: BlobName) -> bool | None:
         """Whether a file was there and is gone now; None where it could not be deleted. One of this name that is

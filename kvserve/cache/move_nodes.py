@@ -8,11 +8,11 @@ root -- [0, 3000) system -- [3000, 20000) -- [20000, 20400)      a row that goes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from kvserve.cache.evicted_nodes import EvictedNodes
 from kvserve.cache.kept_path import KeptPath
-from kvserve.cache.leaving import Leaving
-from kvserve.cache.match import Match
+from kvserve.cache.match import PrefixMatch
 from kvserve.cache.node import Lease, Node, Position
-from kvserve.cache.records import BoundaryKind, Payload, Piece
+from kvserve.cache.records import BoundaryKind, KvPiece, Payload
 from kvserve.cache.store import Store
 from kvserve.cache.sweep import Sweep
 
@@ -40,7 +40,7 @@ class Extracted:
     references, and the places that had states."""
 
     start: int
-    pieces: list[Piece]
+    pieces: list[KvPiece]
     boundaries: list[Boundary]
 
 
@@ -53,7 +53,7 @@ class Mover:
         self._kept = kept
 
     def nodes(
-        self, match: Match, requester: Requester, may_stay: Callable[[int], bool], own: Lease | None = None
+        self, match: PrefixMatch, requester: Requester, may_stay: Callable[[int], bool], own: Lease | None = None
     ) -> list[Node]:
         """The nodes that could leave for a row that begins with this match, deepest first. What others need stays, and
         the end of system and tools where so many tokens may; none where more would stay than may. What is behind the
@@ -63,27 +63,27 @@ class Mover:
         is_ours = all(_is_only(node, requester, own) and _is_entry_of(node, requester) for node in behind)
         if match.num_matched_tokens < found.end:  # what ends here is not what the row goes on from
             is_ours &= _is_entry_of(found, requester)
-        num_leaving, node = 0, found
-        leaving: list[Node] = []
+        num_moving, node = 0, found
+        moving: list[Node] = []
         while is_ours and node.parent is not None and _is_only(node, requester, own):
-            is_shared = len(node.children) > 1 or (node.kind == "system" and num_leaving > 0)
-            if leaving and is_shared:
+            is_shared = len(node.children) > 1 or (node.kind == "system" and num_moving > 0)
+            if moving and is_shared:
                 break
-            leaving.append(node)
+            moving.append(node)
             parent = node.parent
             if parent.segment is not node.segment and (parent.parent is None or may_stay(parent.end)):
-                num_leaving = len(leaving)
+                num_moving = len(moving)
             node = parent
         num_behind = sum(each.end - each.start for each in behind) + found.end - end
-        if not num_leaving or num_behind > end - leaving[num_leaving - 1].start:
+        if not num_moving or num_behind > end - moving[num_moving - 1].start:
             return []
-        return [*behind, *leaving[:num_leaving]]
+        return [*behind, *moving[:num_moving]]
 
     def unwritten(self, nodes: Sequence[Node]) -> bool:
         """Whether another tier still reads some of these from RAM."""
-        return bool(nodes) and bool(self._leaving(nodes).unwritten())
+        return bool(nodes) and bool(self._evicted(nodes).unwritten())
 
-    def extract(self, match: Match, lease: Lease, nodes: Sequence[Node]) -> Extracted:
+    def extract(self, match: PrefixMatch, lease: Lease, nodes: Sequence[Node]) -> Extracted:
         """Let `nodes` leave for the row with this lease, which stands on what stays from then on."""
         pieces, boundaries = list(match.pieces), []
         first = nodes[-1]
@@ -91,8 +91,8 @@ class Mover:
             if (state := self._store.state_of(node)) is not None and first.start < node.end <= match.num_usable_tokens:
                 boundaries.append(Boundary(node.end, state.checkpoint.kind, state.payload))
         self._move_lease(lease, first)
-        if self._sweep.before_leaving is not None:
-            self._sweep.before_leaving(self._leaving(nodes))
+        if self._sweep.before_eviction is not None:
+            self._sweep.before_eviction(self._evicted(nodes))
         counters = replace(self._store.counters)
         self._store.remove_leaves(nodes)
         self._store.counters = counters  # nothing was evicted
@@ -105,8 +105,8 @@ class Mover:
         lease.chain = lease.chain.truncated(first.start)
         lease.num_told_tokens = min(lease.num_told_tokens, first.start)
 
-    def _leaving(self, nodes: Sequence[Node]) -> Leaving:
-        return Leaving(nodes, False, self._store.last_bytes(nodes[0]), self._kept)
+    def _evicted(self, nodes: Sequence[Node]) -> EvictedNodes:
+        return EvictedNodes(nodes, False, self._store.last_bytes(nodes[0]), self._kept)
 
 
 def _behind(node: Node) -> list[Node]:

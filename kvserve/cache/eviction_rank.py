@@ -29,7 +29,7 @@ PINNED = 1
 NUM_NEWEST_KEPT = 2
 
 
-class Worth:
+class EvictionRank:
     """Ranks at one moment, `now`, which its owner sets. `is_last_user` tells of a state behind a user message whether a
     branch ends behind it with no other one."""
 

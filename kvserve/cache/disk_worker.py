@@ -11,15 +11,15 @@ from collections.abc import Buffer, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
+from kvserve.cache.disk_account import DiskAccount
 from kvserve.cache.disk_age import seconds_since_boot
 from kvserve.cache.disk_blob import DIGEST_BYTES, Blob, BlobName, DamagedBlob, num_bytes_of, pack_blob, unpack_blob
 from kvserve.cache.disk_catalog import Catalog
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_index import DiskIndex
-from kvserve.cache.disk_ledger import Ledger
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Write
 from kvserve.cache.disk_scratch import BlobStore
+from kvserve.cache.disk_trie import BlobTrie
 
 READ_RATE = "read bytes"
 RATE_WEIGHT = 0.3
@@ -58,28 +58,28 @@ def _part_now() -> int:
     return int(seconds_since_boot() / DAY_SECONDS * NUM_DAY_PARTS)
 
 
-class DiskHand:
+class DiskWorker:
     """The one that touches the files. `prefill_rate` are tokens per second that the engine measured: put down here, so
     that the next run knows it."""
 
-    def __init__(self, store: BlobStore, index: DiskIndex, limits: DiskLimits, faults: Faults) -> None:
+    def __init__(self, store: BlobStore, index: BlobTrie, limits: DiskLimits, faults: Faults) -> None:
         """Learns what is there. Raises OSError where the folder cannot be used."""
         self._store = store
         self._index = index
         self._limits = limits
         self._faults = faults
         self._hashing = ThreadPoolExecutor(1, "kvserve-disk-hash")
-        self.ledger = Ledger(store, index, limits, faults)
-        self.ledger.open()
+        self.account = DiskAccount(store, index, limits, faults)
+        self.account.open()
         self._hashing.submit(bool)  # starts its thread, or fails: a piece that waits for one keeps a whole blob
         self._look_for_locks()
         self._has_written = False
         self.num_written = self.num_read = self.num_read_bytes = 0
         self.write_volume = WriteVolume()
         self.num_refused = 0
-        self.read_rate = self.ledger.books.ask(Catalog.rate, READ_RATE)
+        self.read_rate = self.account.catalog.ask(Catalog.rate, READ_RATE)
         self._prefill_name = f"prefill tokens {index.model}"
-        self.prefill_rate = self.ledger.books.ask(Catalog.rate, self._prefill_name)
+        self.prefill_rate = self.account.catalog.ask(Catalog.rate, self._prefill_name)
 
     def _look_for_locks(self) -> None:
         with contextlib.suppress(OSError):  # nothing is written there
@@ -128,7 +128,7 @@ class DiskHand:
         try:
             with self._store.locked():
                 if not self._is_sound(entry.name):
-                    self.ledger.discard(entry)
+                    self.account.discard(entry)
         except OSError as error:
             self._faults.add("unwritable", error)
             self._index.forget_entry(entry)
@@ -175,18 +175,18 @@ class DiskHand:
             self._faults.add("full", f"{num_free_bytes / 2**30:.1f} GiB are free")
             return "no room"
         above = self._index.ancestors(write.entry)
-        if not self.ledger.make_room(num_bytes, above):
+        if not self.account.make_room(num_bytes, above):
             self.num_refused += 1
             return "refused"
         self._store.write(write.entry.name, parts)
         self._has_written = True
         self.num_written += 1
         self.write_volume.add(num_bytes)
-        if not self.ledger.wrote(write.entry.head, num_bytes, above):
+        if not self.account.wrote(write.entry.head, num_bytes, above):
             return "failed"
         self._faults.is_over("full", "The disk has room again: KV is written.")
         if not self._index.confirm(write.entry, num_bytes) and not self._index.is_known(write.entry.name):
-            self.ledger.take_back(write.entry.name)
+            self.account.take_back(write.entry.name)
         return "written"
 
     def has_room(self) -> bool:
@@ -199,12 +199,12 @@ class DiskHand:
 
     def commit(self, used: Iterable[BlobName]) -> bool:
         """Put down what was written and used, and the measured rates. False where the index cannot be had now."""
-        self.ledger.used(used)
-        is_listed = self.ledger.commit()
+        self.account.used(used)
+        is_listed = self.account.commit()
         self._sync()
         for name, rate in ((READ_RATE, self.read_rate), (self._prefill_name, self.prefill_rate)):
             if rate is not None:
-                self.ledger.books.do(Catalog.set_rate, name, rate)
+                self.account.catalog.do(Catalog.set_rate, name, rate)
         return is_listed
 
     def _sync(self) -> None:
@@ -221,8 +221,8 @@ class DiskHand:
         return DiskStats(
             place=self._store.place,
             num_bytes=self._index.num_bytes(),
-            total_bytes=self.ledger.total_bytes,
-            max_bytes=self.ledger.max_bytes,
+            total_bytes=self.account.total_bytes,
+            max_bytes=self.account.max_bytes,
             num_segments=self._index.num_of("segment"),
             num_checkpoints=self._index.num_of("checkpoint"),
             num_written=self.num_written,
@@ -231,7 +231,7 @@ class DiskHand:
             num_read=self.num_read,
             num_read_bytes=self.num_read_bytes,
             num_refused=num_refused + self.num_refused,
-            num_evicted=self.ledger.num_evicted,
+            num_evicted=self.account.num_evicted,
             num_queued_bytes=num_queued_bytes,
             is_full=is_full,
             read_bytes_per_second=self.read_rate,
@@ -241,5 +241,5 @@ class DiskHand:
     def close(self) -> None:
         """Put down what is left; nothing is done afterwards."""
         self._hashing.shutdown()
-        self.ledger.close()
+        self.account.close()
         self._store.close()

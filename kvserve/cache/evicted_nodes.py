@@ -11,7 +11,7 @@ from kvserve.cache.records import Copy
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class EvictedNodes:
     """A leaf and the ancestors that go with it or, with `is_state_only`, one node's state. `num_bytes` is the size of
     the record at its end; `kept` builds all that is kept up to a node, which costs the path's length."""
 
