@@ -12,17 +12,17 @@ MAX_RECORD_TOKENS = 4096
 """500 turns of 64 tokens restore in 1.12 times the time of one record; with 2048 in 1.21, never joined in 4."""
 
 MIN_PIECES = 8
-"""So many records are joined even if they stay short together: what costs at a restore is their number."""
+"""This many records are joined even if they are short together: their number is what a restore pays for."""
 
 
 STUB_SHARE = 8
-"""A dead end of at most this part of a record is no branch: what a client left of an answer before it went on. Agents
-leave one at every turn, and a conversation would restore from as many records as it has turns."""
+"""A dead end of at most this part of a record is no branch: it is the end of an answer that a client did not send back.
+Agents make one at every turn, and a conversation would restore from as many records as it has turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoalesceRun:
-    """Consecutive nodes of a chain that branches into stubs only; `pieces[i]` are the rows of `nodes[i]`."""
+    """Consecutive nodes of a chain whose branches are stubs; `pieces[i]` are the rows of `nodes[i]`."""
 
     nodes: tuple[Node, ...]
     pieces: tuple[KvPiece, ...]
@@ -74,7 +74,7 @@ def _chains(trie: Trie, stub_tokens: int) -> Iterator[list[Node]]:
 
 
 def _next(node: Node, stub_tokens: int) -> Node | None:
-    """Where a chain goes on behind a node; None where it ends or branches."""
+    """The next node of a chain; None where it ends or branches."""
     if len(node.children) == 1:
         return next(iter(node.children.values()))
     going_on = [each for each in node.children.values() if each.children or each.end - each.start > stub_tokens]

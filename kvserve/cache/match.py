@@ -1,4 +1,4 @@
-"""What a lookup in the prefix tree found. A value; it knows the tree's records and where it was found."""
+"""What a lookup in the prefix tree found: a value that knows the tree's records and its node."""
 
 from dataclasses import dataclass, field
 
@@ -31,7 +31,7 @@ class PrefixMatch:
 
     @property
     def pieces(self) -> tuple[KvPiece, ...]:
-        """Read from the tree when they are asked for: most lookups only want to know how much there is."""
+        """Read from the tree on demand: most callers only need to know how much there is."""
         return self.store.pieces_to(self.node, self.num_usable_tokens)
 
     @property
@@ -41,7 +41,7 @@ class PrefixMatch:
 
     @property
     def chain(self) -> HashChain:
-        """The names of its whole blocks."""
+        """The hashes of its whole blocks."""
         return self.prompt.chain
 
     @property

@@ -1,8 +1,8 @@
-"""Kept rows that leave the tree for the one live row that needs them. It knows nodes and records; who holds their
-arrays meanwhile is the engine's business.
+"""Stored rows that are moved out of the tree to the one live request that needs them. It knows nodes and records; the
+engine holds their arrays meanwhile.
 
-root -- [0, 3000) system -- [3000, 20000) -- [20000, 20400)      a row that goes on from 20400 takes what is behind the
-                       `--- [3000, 9000) another row's           branch; it stands on [0, 3000) from then on
+root -- [0, 3000) system -- [3000, 20000) -- [20000, 20400)      a request that continues from 20400 takes what is
+                       `--- [3000, 9000) another request's       behind the branch; its lease ends at 3000 then
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from kvserve.cache.sweep import Sweep
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """A place where a row stopped, at `offset`, with the state that was there."""
+    """A place where a request stopped, at `offset`, with the state that was there."""
 
     offset: int
     kind: BoundaryKind
@@ -28,7 +28,7 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Requester:
-    """For whom KV would leave: whose entry it becomes, and who asks."""
+    """The request that KV is moved to: the owner of its entry, and its user."""
 
     owner: str | None
     user: str
@@ -36,8 +36,8 @@ class Requester:
 
 @dataclass(slots=True)
 class Extracted:
-    """What has left the tree, in order: rows from `start` on, of which whoever consumes `pieces` holds the last
-    references, and the places that had states."""
+    """What was moved out of the tree, in order: rows from `start` on, to which `pieces` holds the last references, and
+    the places that had states."""
 
     start: int
     pieces: list[KvPiece]
@@ -45,7 +45,7 @@ class Extracted:
 
 
 class Mover:
-    """Extracts rows from a store. Every change is the store's own; what leaves is told as if it were evicted."""
+    """Extracts rows from a store, which makes every change itself. The other tier is told as of an eviction."""
 
     def __init__(self, store: Store, sweep: Sweep, kept: Callable[[Node], KeptPath]) -> None:
         self._store = store
@@ -55,13 +55,14 @@ class Mover:
     def nodes(
         self, match: PrefixMatch, requester: Requester, may_stay: Callable[[int], bool], own: Lease | None = None
     ) -> list[Node]:
-        """The nodes that could leave for a row that begins with this match, deepest first. What others need stays, and
-        the end of system and tools where so many tokens may; none where more would stay than may. What is behind the
-        match, an answer that its own client left, goes too where it is less than what moves."""
+        """The nodes that can be moved to a request that begins with this match, deepest first. What others need stays,
+        and the end of system and tools too if `may_stay` allows its length; no node moves where more would have to
+        stay than that allows. What follows the match, an answer that its own client dropped, goes with them where it is
+        shorter than what moves."""
         found, end = match.node, match.num_usable_tokens
         behind = _behind(found)
         is_ours = all(_is_only(node, requester, own) and _is_entry_of(node, requester) for node in behind)
-        if match.num_matched_tokens < found.end:  # what ends here is not what the row goes on from
+        if match.num_matched_tokens < found.end:  # the request does not continue what ends here
             is_ours &= _is_entry_of(found, requester)
         num_moving, node = 0, found
         moving: list[Node] = []
@@ -80,11 +81,11 @@ class Mover:
         return [*behind, *moving[:num_moving]]
 
     def unwritten(self, nodes: Sequence[Node]) -> bool:
-        """Whether another tier still reads some of these from RAM."""
+        """Whether the other tier still reads some of these from RAM."""
         return bool(nodes) and bool(self._evicted(nodes).unwritten())
 
     def extract(self, match: PrefixMatch, lease: Lease, nodes: Sequence[Node]) -> Extracted:
-        """Let `nodes` leave for the row with this lease, which stands on what stays from then on."""
+        """Move `nodes` to the request with this lease, which ends at what stays from then on."""
         pieces, boundaries = list(match.pieces), []
         first = nodes[-1]
         for node in match.node.path():
@@ -110,7 +111,7 @@ class Mover:
 
 
 def _behind(node: Node) -> list[Node]:
-    """Everything behind a node, children before parents."""
+    """All descendants of a node, children before parents."""
     todo, found = list(node.children.values()), list[Node]()
     while todo:
         found.append(below := todo.pop())
@@ -119,10 +120,10 @@ def _behind(node: Node) -> list[Node]:
 
 
 def _is_only(node: Node, requester: Requester, own: Lease | None) -> bool:
-    """Whether nobody but who asks stands here or is known to have used it."""
+    """Whether no other lease ends here and no other user is known."""
     return all(lease is own for lease in node.leases) and node.users.keys() <= {requester.user}
 
 
 def _is_entry_of(node: Node, requester: Requester) -> bool:
-    """Whether what ends here is nobody else's entry."""
+    """Whether a node is not another owner's entry."""
     return node.sequence_end is None or node.sequence_end.owner in (None, requester.owner)

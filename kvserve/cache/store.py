@@ -1,6 +1,6 @@
-"""The tree's records: every change of what is kept goes through here, so that bytes and references always add up.
+"""The tree's records: every change of what is stored is made here, so that bytes and references always add up.
 
-It knows nodes, records and tiers; not when something is added or which record should leave.
+It knows nodes, records and tiers; not when something is added or which record is evicted.
 """
 
 from collections import Counter
@@ -50,7 +50,7 @@ class Counters:
 
 @dataclass(slots=True)
 class Evicted:
-    """What left since somebody began to collect."""
+    """What was removed since the last `take_evicted`."""
 
     segments: list[KvPiece] = field(default_factory=list)
     checkpoints: list[State] = field(default_factory=list)
@@ -72,14 +72,14 @@ class Store:
         self.num_checkpoints = 0
 
     def add_segment(self, parent: Node, tokens: TokenRun, hashes: tuple[bytes, ...], payload: Payload | None) -> Node:
-        """A new leaf below `parent`. What ended at `parent` is a mere prefix from now on."""
+        """Add a leaf below `parent`, which is no entry any more but a prefix of one."""
         if parent.sequence_end is not None:
             self.trie.entries.set(parent, None)
             self.counters.num_culled_prefixes += 1
         return self.trie.attach(parent, self._new_segment(tokens, payload), hashes)
 
     def add_checkpoint(self, node: Node, payload: Payload, kind: BoundaryKind, now: float) -> None:
-        """The state at a node's end, which has none yet."""
+        """Add the state at a node's end, which has none yet."""
         if node.checkpoint is not None:
             raise ValueError(f"There is a checkpoint at {node.end} already.")
         record_id = self._new_id()
@@ -91,7 +91,7 @@ class Store:
         self.trie.changes.note_state(node)
 
     def drop_checkpoint(self, node: Node) -> None:
-        """Let a node's checkpoint leave, if it has one."""
+        """Remove a node's checkpoint, if it has one."""
         state = self.state_of(node)
         if state is None:
             return
@@ -111,8 +111,8 @@ class Store:
         self.take_evicted()
 
     def loosen_leaves(self, nodes: Sequence[Node]) -> None:
-        """Remove them so that whoever takes the departures drops the payloads. What remains of their records is cut by
-        the next `fit`: a record that loses many nodes, one after the other, is copied once."""
+        """Remove them, and keep their payloads for `take_evicted`. What remains of their records is cut by the next
+        `fit`: a record that loses many nodes, one after the other, is copied once."""
         for node in nodes:
             piece = self.piece_of(node, node.end)
             self.drop_checkpoint(node)
@@ -131,32 +131,32 @@ class Store:
 
     @property
     def num_bytes_once_fit(self) -> int:
-        """About what RAM holds after the next `fit`."""
+        """About the bytes in RAM after the next `fit`."""
         return self.ram.num_bytes - self._loose_bytes.total()
 
     def is_loose(self, record_id: RecordId) -> bool:
-        """Whether a record is larger than what nodes hold of it, until the next `fit`."""
+        """Whether the next `fit` cuts this record, which is larger than what nodes hold of it."""
         return record_id in self._loose
 
     @property
     def has_loose(self) -> bool:
-        """Whether there is anything to be cut."""
+        """Whether `fit` has anything to cut."""
         return bool(self._loose)
 
     def fit(self) -> None:
-        """Cut to size what was loosened. What a failed allocation leaves uncut is cut by the next call."""
+        """Cut all loose records to size. If an allocation fails, the next call cuts the rest."""
         while self._loose:
             self.fit_next()
 
     def fit_next(self) -> int:
-        """The same, of one record. How many bytes were copied."""
+        """Cut one loose record to size. Returns the number of copied bytes."""
         record_id, segment = next(reversed(self._loose.items()))
         num_bytes = self._fit(segment)
         del self._loose[record_id], self._loose_bytes[record_id]
         return num_bytes
 
     def replace_rows(self, nodes: Sequence[Node], payload: Payload) -> None:
-        """Let consecutive nodes of one chain share a new record; their old ones shrink or leave."""
+        """Give consecutive nodes of one chain a new record together; their old ones are cut or dropped."""
         old = {node.segment.record_id: node.segment for node in nodes if node.segment is not None}
         segment = self._new_segment(join([node.tokens.part(node.start, node.end) for node in nodes]), payload)
         for node in nodes:
@@ -165,12 +165,12 @@ class Store:
             self._fit(record)
 
     def take_evicted(self) -> Evicted:
-        """What left since the last call."""
+        """What was removed since the last call."""
         evicted, self.evicted = self.evicted, Evicted()
         return evicted
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove everything."""
         for node in list(self.trie.nodes()):
             self.drop_checkpoint(node)
         for record_id in list(self.trie.holders):
@@ -187,8 +187,8 @@ class Store:
         return self._rows(node, node, end)
 
     def pieces_to(self, node: Node, end: int) -> tuple[KvPiece, ...]:
-        """The rows `[0, end)` of the path to a node, `end` inside it. Neighbours in one record are one piece, because a
-        restore pays for each: states stand inside records."""
+        """The rows `[0, end)` of the path to a node, `end` inside it. Neighbours in one record are one piece, as a
+        restore pays for each piece: nodes end inside records where there are states."""
         spans: list[tuple[Node, Node]] = []
         for each in node.path():
             if spans and spans[-1][1].segment is each.segment:
@@ -212,7 +212,7 @@ class Store:
         return State(node.checkpoint, payload)
 
     def last_bytes(self, node: Node) -> int:
-        """The size of the record at a node's end: its state, or the rows that it is in."""
+        """The size of the record at a node's end: its state, or else its segment."""
         record = node.checkpoint or node.segment
         return record.num_bytes if record is not None else 0
 
@@ -245,8 +245,8 @@ class Store:
         return segment
 
     def _fit(self, segment: Segment) -> int:
-        """Drop a record that no node holds; cut one of which nodes hold only parts, one record for each. How many bytes
-        were copied."""
+        """Drop a record that no node holds; cut one of which nodes hold parts, one record for each. Returns the number
+        of copied bytes."""
         num_bytes = 0
         holders = sorted(self.trie.holders.get(segment.record_id, ()), key=lambda node: node.start)
         tokens, payload = segment.tokens, self.ram.get(segment.record_id)
@@ -264,7 +264,7 @@ class Store:
 
 
 def _parts(holders: Sequence[Node]) -> list[list[Node]]:
-    """Nodes of one record, by offset, as runs without a gap: what stood between two may have got another record."""
+    """Nodes of one record, by offset, as runs without a gap: a node between two may have got another record."""
     parts: list[list[Node]] = []
     for node in holders:
         if parts and parts[-1][-1].end == node.start:

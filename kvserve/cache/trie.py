@@ -15,9 +15,9 @@ from kvserve.cache.token_run import TokenRun, common_end, join
 
 
 class Trie:
-    """All nodes, the holders of each record, the entries and the block index. `version` counts the changes of shape,
-    `changed` are nodes that a row has left or that became its entry, for whoever lets leave; `changes` are for whoever
-    ranks, if anybody does."""
+    """All nodes, the holders of each record, the entries and the block index. `version` counts the changes of shape.
+    The sweep reads `changed`: nodes that a request released or that became its entry. The eviction order, if there is
+    one, reads `changes`."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class Trie:
         return self._roots[partition]
 
     def prune(self) -> None:
-        """Forget the partitions that hold nothing and that nobody stands in: those who ask once are many."""
+        """Drop partitions without nodes and leases: every user who asks once makes one."""
         for root in self.roots():
             self.prune_root(root)
 
     def prune_root(self, root: Node) -> None:
-        """Forget this one if it is such."""
+        """Drop this one if it has neither."""
         if not (root.children or root.leases) and self._roots.get(root.partition) is root:
             del self._roots[root.partition]
             self.version += 1  # a lookup may have found this root
@@ -79,12 +79,12 @@ class Trie:
                 yield node
 
     def forget_copies(self) -> None:
-        """There is another tier now, which has nothing of this."""
+        """Forget all copies: there is another tier now, which has none."""
         for node in self.nodes():
             node.copies = Copies()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove everything."""
         for node in self.nodes():
             self.changes.note_gone(node)
         self.entries.clear()
@@ -98,16 +98,16 @@ class Trie:
     # --- finding ------------------------------------------------------------------------------------------------------
 
     def find(self, root: Node, run: TokenRun, chain: HashChain, known: Position | None = None) -> Position:
-        """The deepest place whose tokens are the first ones of `run`, every token compared. Those up to `known`, a
-        place below `root` that may have left or been cut since, were compared before."""
+        """The deepest position whose tokens begin `run`, every token compared. Tokens up to `known`, a position below
+        `root` that may have been removed or split since, were compared before."""
         start = self.still_there(known) if known is not None else None
         if start is None and self._use_index:
             start = self._by_hash(root, run, chain)
         return self.walk(start or Position(root, 0), run, run.end)
 
     def still_there(self, known: Position) -> Position | None:
-        """What is left of a place that was found before: what leads to a node never changes while it is held, nor do
-        its own tokens up to where it was ever cut."""
+        """What is left of an earlier position: while a node is held, the path to it never changes, nor do its tokens up
+        to its first split."""
         node: Node | None = known.node if self.is_held(known.node) else None
         while node is not None and node.start >= known.depth:
             node = node.parent
@@ -181,7 +181,7 @@ class Trie:
         return node
 
     def split(self, node: Node, at: int, block_size: int) -> None:
-        """Cut a node in two: it keeps `[start, at)`, a new child gets the rest and all that belongs to the end."""
+        """Split a node: it keeps `[start, at)`, a new child gets the rest and all that belongs to the end."""
         num_hashes = at // block_size - node.start // block_size
         lower = Node(node, at, node.end, node.segment, node.hashes[num_hashes:], node.children, number=node.number)
         lower.checkpoint, lower.kind = node.checkpoint, node.kind
@@ -235,9 +235,9 @@ class Trie:
         self._changed(-1)
 
     def detach(self, leaf: Node) -> None:
-        """Take a leaf without leases out."""
+        """Remove a leaf without leases."""
         if leaf.parent is None or leaf.children or leaf.leases or leaf.segment is None:
-            raise ValueError("Only a leaf that nobody stands on can leave.")
+            raise ValueError("Only a leaf without leases can be removed.")
         del leaf.parent.children[leaf.tokens.key_at(leaf.start)]
         leaf.parent.inherit(leaf)
         self.entries.set(leaf, None)
@@ -275,25 +275,25 @@ class Trie:
         self.version += 1
 
     def move(self, lease: Lease, position: Position) -> None:
-        """Let a lease stand elsewhere."""
+        """Move a lease to another position."""
         self.drop_lease(lease)
         lease.node, lease.num_tokens = position.node, position.depth
         position.node.leases.add(lease)
 
     def use(self, lease: Lease, now: float, num_uses: int = 1) -> None:
-        """A row uses where it stands."""
+        """Note that a request uses the path of its lease."""
         if (above := lease.touch(now, num_uses)) is not None:
             self.changes.note_parted(above)
 
     def mark(self, node: Node, kind: BoundaryKind) -> None:
-        """Say why rows stop at a node's end. Where system and tools end it stays said."""
+        """Note why requests stop at a node's end. The end of system and tools stays marked as that."""
         if node.kind != "system":
             node.kind = kind
             if kind == "system":
                 self.changes.note_anchor(node)
 
     def drop_lease(self, lease: Lease) -> None:
-        """Let a lease stand nowhere."""
+        """Take a lease off its node."""
         lease.node.leases.discard(lease)
         self.changes.note(lease.node)
 
