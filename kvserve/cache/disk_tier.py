@@ -1,12 +1,12 @@
-"""KV on disk: one thread writes behind and reads ahead, so that nobody who computes waits for a file.
+"""KV on disk: one thread writes behind and reads ahead, so that the engine thread never waits for a file.
 
     engine thread                                    disk thread
-    find(prefix) -> steps                            reads before writes, in the order they were asked for
+    find(prefix) -> steps                            reads before writes, in the order of the calls
     load(entries) -> Load; take() what is there      reads, verifies
     put(entry, note, tensors)                        hashes, writes, renames, then confirms
-    flush, clear, close                              janitor after each flush
+    flush, clear, close                              commits, reconciles every half minute
 
-Payloads are opaque. Whatever goes wrong is a miss, counted in `faults`; no method raises for a fault of the disk.
+Payloads are opaque. Every failure is a miss, counted in `faults`; no method raises for a fault of the disk.
 """
 
 import threading
@@ -28,20 +28,20 @@ from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.records import Copy
 
 RETRY_SECONDS = 30.0
-"""What could not be written is tried again so much later."""
+"""A failed write is tried again so much later."""
 
 FULL_CHECK_SECONDS = 5.0
 RECONCILE_SECONDS = 30.0
 MEASURE_SECONDS = 30.0
 COMMIT_SECONDS = 0.5
-"""A blob that is written is in the index at the latest this much later; a crash before costs a look at its header."""
+"""A written blob is in the catalog after this time at most; a crash before that costs a look at its header."""
 
 
 class DiskTier:
     """The blobs of one model on disk. Methods belong to the engine thread unless they say otherwise."""
 
     def __init__(self, store: BlobStore, index: BlobTrie, limits: DiskLimits, faults: Faults) -> None:
-        """Learns what is there; starts the thread. Raises OSError where the folder cannot be used."""
+        """Finds what is there; starts the thread. Raises OSError where the folder cannot be used."""
         self.index = index
         self.faults = faults
         self._store = store
@@ -67,8 +67,8 @@ class DiskTier:
     # --- writing behind -----------------------------------------------------------------------------------------------
 
     def can_take(self, num_bytes: int, until: float = 0.0) -> bool:
-        """Whether a payload of this size may be put; a queue that is full is waited for, `until` then
-        (`time.monotonic`). One that is refused is asked for again: see `take_lost`."""
+        """Whether a payload of this size may be put; waits for a full queue until `until` (`time.monotonic`). The
+        caller puts a refused one again later: see `take_lost`."""
         with self._wake:
             while not (self._is_full or self._is_closing):
                 if self._writes.has_room(num_bytes):
@@ -81,24 +81,23 @@ class DiskTier:
         return False
 
     def put(self, entry: Entry, note: str, tensors: Sequence[Tensor], *, is_own: bool = False) -> None:
-        """Write a blob that the index knows. Its bytes must not change until then; `is_own`: they are nowhere else."""
+        """Write a blob that the index knows. Its bytes must not change until then; `is_own`: RAM has them only here."""
         num_bytes = sum(num_bytes_of(tensor.data) for tensor in tensors)
         with self._wake:
             self._writes.put(Write(entry, note, tuple(tensors), num_bytes), is_own=is_own)
             self._wake.notify_all()
 
     def evicted_from_ram(self, copies: Iterable[Copy]) -> None:
-        """What these are copies of has left RAM: its bytes are in the queue only, for as long as they are not
-        written."""
+        """Note that the records of these copies were evicted: only the queue has their bytes until they are written."""
         with self._wake:
             self._writes.evicted_from_ram({copy for copy in copies if isinstance(copy, Entry)})
 
     def moving_bytes(self) -> tuple[int, int]:
-        """Bytes that RAM has in the queue of writes only, and those that were read and not taken. From any thread."""
+        """Bytes that are only in the queue of writes, and bytes that were read and not taken. From any thread."""
         return self._writes.num_own_bytes, self._ahead.num_bytes
 
     def await_written(self, entries: Sequence[Copy], until: float) -> bool:
-        """Wait until none of these is on its way any more, at most `until` then. Whether that is so."""
+        """Wait until all of these are written or forgotten, at most until `until`. Whether they are."""
         with self._wake:
             while any(not (entry.is_written or entry.is_forgotten) for entry in entries):
                 if self._is_closing or (seconds := until - time.monotonic()) <= 0:
@@ -108,35 +107,35 @@ class DiskTier:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all that was ever to be written is on disk."""
+        """Whether no write waits, none was refused, and the volume has room."""
         with self._wake:
             return not (self._writes.num_bytes or self._writes or self._has_lost or self._is_full)
 
     @property
     def is_writing(self) -> bool:
-        """Whether something waits to be written, or is."""
+        """Whether a write waits or is in progress."""
         with self._wake:
             return bool(self._writes.num_bytes or self._writes)
 
     @property
     def is_full(self) -> bool:
-        """Whether the volume has no room; then nothing is taken."""
+        """Whether the volume has no room; then every write is refused."""
         return self._is_full
 
     @property
     def is_behind(self) -> bool:
-        """Whether something was refused because too much waits already."""
+        """Whether a write was refused because the queue is full."""
         with self._wake:
             return self._has_lost and not self._is_full and bool(self._writes.num_bytes)
 
     @property
     def has_lost(self) -> bool:
-        """Whether something that was to be written was refused since the last `take_lost`."""
+        """Whether a write was refused since the last `take_lost`."""
         with self._wake:
             return self._has_lost
 
     def take_lost(self) -> bool:
-        """Whether something that was to be written was not, and now there would be room: ask once more for all."""
+        """Whether a write was refused and there is room now: then the caller puts all again."""
         with self._wake:
             is_ready = not (self._is_full or self._writes) and time.monotonic() >= self._retry_at
             has_lost = self._has_lost and is_ready
@@ -167,7 +166,7 @@ class DiskTier:
             return (load.is_read or load.is_cancelled) and not load.ready
 
     def cancel(self, load: Load) -> None:
-        """Nobody wants the rest."""
+        """Drop a load."""
         with self._wake:
             self._ahead.cancelled(load)
             self._has_arrived = False
@@ -180,8 +179,8 @@ class DiskTier:
                 self._wake.wait(seconds)
 
     def measure(self, entry: Entry) -> None:
-        """A rate that speaks against reading may be of another time: see whether it still holds, behind all that is
-        waited for, and not all the time."""
+        """Measure the read rate again, after all waiting work and not too often: an old rate may wrongly speak against
+        reading."""
         now = time.monotonic()
         with self._wake:
             if now >= self._measure_at:
@@ -190,13 +189,13 @@ class DiskTier:
                 self._wake.notify_all()
 
     def note_restored(self, rows: Sequence[Copy], end: int) -> None:
-        """A row starts from `end` tokens, the last of which are in one of these: what it stands on is used now."""
+        """Note that a request starts from `end` tokens, the last of which are in one of these: the path is used now."""
         with self._wake:
             self._restored.append((rows, end))
             self._has_news = True
 
     def note_users(self, path: KeptPath) -> None:
-        """Whoever used this path used the blobs that it is in."""
+        """Note the users of this path as users of its blobs."""
         if self.index.use(path.run, path.chain, path.users, path.above, path.num_told_tokens):
             with self._wake:
                 self._has_news = True
@@ -218,11 +217,11 @@ class DiskTier:
     # --- all of it ----------------------------------------------------------------------------------------------------
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until all that was put is on disk and in the index. False after the timeout. From any thread."""
+        """Wait until all that was put is on disk and in the catalog. False after the timeout. From any thread."""
         return self._order(self._commit, timeout_seconds)
 
     def clear(self, timeout_seconds: float = 10.0) -> bool:
-        """Delete everything of this model; what waits is not written."""
+        """Delete everything of this model, and drop waiting writes."""
         with self._wake:
             self._writes.clear()
             for load in self._loads:
@@ -231,15 +230,15 @@ class DiskTier:
         return self._order(self._worker.account.clear, timeout_seconds)
 
     def discard(self, names: Iterable[BlobName]) -> None:
-        """Forget blobs and what stands on them; the files go a moment later, behind what waits to be written."""
+        """Forget blobs and their descendants; the files are deleted later, after waiting writes."""
         gone = [each for name in names for each in self.index.mark_deleted(name)]
         with self._wake:
             self._orders.extend(partial(self._delete, name) for name in gone)
             self._wake.notify_all()
 
     def forget(self, is_forgotten: IsForgotten, timeout_seconds: float = 10.0) -> Removal:
-        """Delete what only these users are known to have used, and what is of nobody who is known. It is the disk
-        thread that forgets: what it finds in the folder meanwhile is not taken in again."""
+        """Delete what only these users, or no known user, have used. The disk thread does it, so that it does not adopt
+        the files again meanwhile."""
         return self._removed(lambda: self._worker.account.forget(is_forgotten), timeout_seconds)
 
     def forget_of_others(self, is_forgotten: IsForgotten, timeout_seconds: float = 10.0) -> Removal:
@@ -252,7 +251,7 @@ class DiskTier:
         return done[0] if is_over and done else Removal(0, is_done=False)
 
     def close(self, timeout_seconds: float) -> bool:
-        """Write what waits, then end the thread. False if that took too long: what was not written is lost."""
+        """Write what waits, then end the thread. False after the timeout: what was not written is lost."""
         is_flushed = self.flush(timeout_seconds)
         with self._wake:
             self._is_closing = True
@@ -266,7 +265,7 @@ class DiskTier:
             return self._worker.stats(self._num_refused, self._writes.num_bytes, is_full=self._is_full)
 
     def _order(self, order: Callable[[], object], timeout_seconds: float) -> bool:
-        """Have something done by the disk thread once nothing waits to be written, and wait for it."""
+        """Have the disk thread call `order` once no write waits, and wait for it."""
         is_done = threading.Event()
 
         def done() -> None:
@@ -289,7 +288,7 @@ class DiskTier:
         while job is not None:
             try:
                 job()
-            except Exception as error:  # noqa: BLE001 - the thread must outlive whatever a disk can do
+            except Exception as error:  # noqa: BLE001 - the thread must survive every fault of a disk
                 self.faults.add("unwritable", f"{type(error).__name__}: {error}")
             job = self._next_job()
         self._worker.close()
@@ -326,7 +325,7 @@ class DiskTier:
         return max(0.01, min(due) - now)
 
     def _next_load(self) -> Load | None:
-        """The first that somebody still waits for and takes from: one that is far ahead keeps no write waiting."""
+        """The first load that may continue: one that is far ahead does not hold up writes."""
         for load in [load for load in self._loads if load.is_cancelled or self._is_closing]:
             load.is_read = True
             self._loads.remove(load)
@@ -338,7 +337,7 @@ class DiskTier:
             blob = self._worker.read(entry)
             has_raised = False
         finally:
-            if has_raised:  # whoever waits for it would ask for it once more, and so on
+            if has_raised:  # else the waiting request would load it again and again
                 self.index.forget_entry(entry)
             with self._wake:
                 load.num_read += 1
@@ -355,7 +354,7 @@ class DiskTier:
             outcome = self._worker.write(write)
         finally:
             if outcome != "written":
-                self.index.forget_entry(write.entry)  # with what was to stand on it
+                self.index.forget_entry(write.entry)  # with its descendants
             with self._wake:
                 self._note_outcome(outcome)
                 self._writes.done(write)
@@ -377,7 +376,7 @@ class DiskTier:
             self._reconcile_at = 0.0  # the cap may depend on what is free
 
     def _delete(self, name: BlobName) -> None:
-        """The file of a blob that was forgotten, unless it was put again."""
+        """Delete the file of a forgotten blob, unless it was put again."""
         if self.index.unmark_deleted(name):
             self._worker.account.take_back(name)
 

@@ -1,10 +1,10 @@
 """Which prefixes of one model are on disk: a trie of blobs in memory, every token compared. It touches no file.
 
-    blob A [0, 40) ---- blob C [40, 64)         a blob stands on a place inside another one, so a branch that leaves
-             `---- blob B [24, 31)              in the middle of what is written rewrites nothing
+    blob A [0, 40) ---- blob C [40, 64)         a blob begins at a position inside its parent, so a branch in the middle
+             `---- blob B [24, 31)              of a written blob rewrites nothing
 
-A blob is known from the moment it is to be written, so that nothing is written twice; it is there once it is
-confirmed. Every method may be called from any thread.
+A blob is known before it is written, so that none is written twice; it is on disk once it is confirmed. Any thread may
+call any method.
 """
 
 import threading
@@ -23,7 +23,8 @@ from kvserve.cache.records import BoundaryKind, Checkpoint, Copy, RecordId, Segm
 from kvserve.cache.token_run import TokenRun
 
 NUM_TOUCHED_CHECKPOINTS = 2
-"""Of a path's states, the deepest ones that a row could start from count as used; the others age and leave first."""
+"""Of a path's states, the deepest ones that a request could start from count as used; the others age and are evicted
+first."""
 
 
 class BlobTrie:
@@ -49,15 +50,15 @@ class BlobTrie:
     # --- finding ------------------------------------------------------------------------------------------------------
 
     def find(self, run: TokenRun, chain: HashChain, above: Sequence[Copy] = ()) -> Found:
-        """The longest prefix of `run` (`chain` names its blocks) that is known. A run that does not begin at 0 follows
-        on tokens that are in `above`, of which no step tells; where they are known no more the depth is 0."""
+        """The longest known prefix of `run`, whose block hashes are `chain`. A run that does not begin at 0 follows on
+        tokens that are in `above`, which are not among the steps; where those are forgotten the depth is 0."""
         with self._lock:
             position = self._paths.find(run, chain, above)
             return Found(position.depth, tuple(self._paths.steps(position, run.start)))
 
     def state_behind(self, rows: Sequence[Copy], end: int) -> tuple[Entry | None, int]:
-        """The last state before `end`, and how many tokens are between, at least; None where it is far up. The last of
-        the tokens before `end` are in one of `rows`."""
+        """The last state before `end`, and how many tokens are between, at least; None where it is far above. The last
+        tokens before `end` are in one of `rows`."""
         with self._lock:
             if (position := self._paths.inside(rows, end)) is None:
                 return None, end
@@ -65,8 +66,8 @@ class BlobTrie:
             return state, end - offset
 
     def restored_names(self, rows: Sequence[Copy], end: int) -> list[BlobName]:
-        """What a row stands on that starts from `end` tokens, the last of which are in one of `rows`: all rows, the
-        newest states, and the anchor that branches share."""
+        """The blobs that a request uses which starts from `end` tokens, the last of which are in one of `rows`: all
+        segments, the newest states, and the state at the end of system and tools, which branches share."""
         with self._lock:
             position = self._paths.inside(rows, end)
             steps = list(self._paths.steps(position)) if position is not None else []
@@ -77,7 +78,7 @@ class BlobTrie:
         return [*aliases, *(entry.name for entry in (*(step.segment for step in steps), *chains))]
 
     def partitions(self) -> list[str]:
-        """Those that hold something, or were asked for."""
+        """The partitions that hold something, or were asked for."""
         with self._lock:
             return [root.partition for root in self._trie.roots()]
 
@@ -86,8 +87,8 @@ class BlobTrie:
     def add_segment(
         self, run: TokenRun, chain: HashChain, start: int, end: int, kind: BoundaryKind, above: Sequence[Copy] = ()
     ) -> Entry | None:
-        """Make `[start, end)` of a prefix known; None where it is known already, or what comes before it is not. The
-        tokens before `start` are in `above`; without it they are looked for."""
+        """Add `[start, end)` of a prefix; None where it is known already, or what precedes it is not. The tokens before
+        `start` are in `above`; without it they are looked for."""
         with self._lock:
             part = run.part(start if above else run.start, end)
             position = self._paths.find(part, chain, above)
@@ -105,9 +106,8 @@ class BlobTrie:
         above: Sequence[Copy] = (),
         base: Entry | None = None,
     ) -> Entry | None:
-        """Make the state behind `offset` tokens known; None where it is known already, or the tokens are not, or the
-        state `base` from which its windows go on is no more. The tokens are in `above`; without it they are looked
-        for."""
+        """Add the state behind `offset` tokens; None where it is known already, or the tokens are not, or the state
+        `base`, whose windows it continues, is forgotten. The tokens are in `above`; without it they are looked for."""
         with self._lock:
             position = self._paths.find(run.part(offset if above else run.start, offset), chain, above)
             if position.depth != offset or offset == 0:
@@ -116,8 +116,8 @@ class BlobTrie:
             return self._stand(position, replace(head, base=base.name) if base is not None else head)
 
     def adopt(self, head: BlobHead, num_bytes: int) -> bool:
-        """Take in a blob that is on disk. False where its parent is not known, the same tokens are known already, or it
-        is to go (`mark_deleted`)."""
+        """Add a blob that is on disk. False where its parent is not known, the same tokens are known already, or it is
+        marked deleted."""
         with self._lock:
             position = self._place(head)
             is_taken = head.name in self._by_name or head.name in self._marked_deleted
@@ -130,7 +130,7 @@ class BlobTrie:
             return entry is not None
 
     def _adopt_rows(self, position: Position, head: BlobHead) -> Entry | None:
-        """Of a segment at its place what is not known from others."""
+        """Add the tokens of a segment that are not known from others."""
         end = self._trie.walk(position, head.tokens, head.tokens.end)
         entry, is_whole = None, False
         if end.depth < head.tokens.end:
@@ -143,7 +143,7 @@ class BlobTrie:
         return entry
 
     def confirm(self, entry: Entry, num_bytes: int) -> bool:
-        """A blob is on disk now. False if it was forgotten meanwhile."""
+        """Note that a blob is on disk. False if it was forgotten meanwhile."""
         with self._lock:
             if not entry.is_forgotten:
                 self._count(entry, num_bytes)
@@ -160,7 +160,7 @@ class BlobTrie:
         return BlobHead(self.model, kind, parent, tokens, boundary)
 
     def _attach(self, position: Position, head: BlobHead, hashes: tuple[bytes, ...]) -> Entry:
-        """The tokens of a segment from its place on are new."""
+        """Add a segment, whose tokens from its position on are new."""
         self._split_at(position)
         entry = self._new_entry(head)
         _, entry.state_end = self._paths.last_state(position, position.depth + 1)
@@ -183,7 +183,7 @@ class BlobTrie:
         return entry
 
     def _base(self, head: BlobHead) -> Entry | None:
-        """The state that this one goes on from, or another server's at the same place."""
+        """The state whose windows this one continues, or another server's at the same position."""
         known = self._by_name.get(BlobName(head.base))
         if known is None and (place := self._aliases.state_place(head.base)) is not None and place.node.checkpoint:
             return self._entries[place.node.checkpoint.record_id] if place.depth == place.node.end else None
@@ -201,7 +201,7 @@ class BlobTrie:
         return entry
 
     def _place(self, head: BlobHead) -> Position | None:
-        """Where a blob stands: at the root, or inside its parent."""
+        """The position where a blob begins: at the root, or inside its parent."""
         offset = head.tokens.start
         if (partition := partition_of_first(head.parent)) is not None:
             return Position(self._trie.root(partition), 0) if offset == 0 and head.kind == "segment" else None
@@ -211,12 +211,12 @@ class BlobTrie:
         return found or self._aliases.place(name, offset)
 
     def written(self) -> list[Entry]:
-        """All that is on disk, as far as is known."""
+        """All blobs that are on disk, as far as is known."""
         with self._lock:
             return [entry for entry in self._entries.values() if entry.is_written]
 
     def ancestors(self, entry: Entry) -> set[BlobName]:
-        """The segments that a blob stands on, and the states that it goes on from."""
+        """The segments above a blob, and the states whose windows it continues."""
         with self._lock:
             found, head = {each.name for each in entry.chain[:-1]}, self.head_of(entry.head.parent)
             while head is not None:
@@ -225,7 +225,7 @@ class BlobTrie:
             return found
 
     def head_of(self, name: str) -> BlobHead | None:
-        """What is known of a blob that has a place here."""
+        """The head of a blob or alias."""
         entry = self._by_name.get(BlobName(name))
         return entry.head if entry is not None else self._aliases.head(name)
 
@@ -239,8 +239,8 @@ class BlobTrie:
         above: Sequence[Copy] = (),
         num_told_tokens: int = 0,
     ) -> bool:
-        """These have used a prefix, each up to an offset; of `num_told_tokens` that was said before. Whether any of it
-        is new."""
+        """Note users of a prefix, each up to an offset; of its first `num_told_tokens` they were noted before. Whether
+        any use is new."""
         with self._lock:
             for step in self._paths.steps(self._paths.find(run, chain, above), num_told_tokens):
                 for user, depth in users.items():
@@ -251,24 +251,24 @@ class BlobTrie:
             return self._uses.are_new
 
     def take_uses(self) -> dict[tuple[BlobName, str], int | None]:
-        """What is new of users since the last call: (blob, user) -> how far it came, None where it is noted no more."""
+        """New uses since the last call: (blob, user) -> how far it came; None where the user was dropped."""
         with self._lock:
             return self._uses.take()
 
     def add_user(self, name: BlobName, user: str, depth: int) -> None:
-        """Take in what was put down of a blob's users; nothing where the blob is not known."""
+        """Add a user that the catalog has of a blob; nothing where the blob is not known."""
         with self._lock:
             if (entry := self._by_name.get(name)) is not None:
                 note_use(entry.users, user, depth)
 
     def shared_prefixes(self, is_forgotten: IsForgotten) -> list[SharedPrefix]:
-        """What others used and would lose with these users' blobs."""
+        """The prefixes that others used and would lose with these users' blobs."""
         with self._lock:
             return shared_prefixes(self._trie, lambda node: self._paths.entry_of(node).users, is_forgotten)
 
     def forget_users(self, is_forgotten: IsForgotten) -> Unused:
-        """Forget the blobs with tokens that only these users are known to have used, or nobody, and what stands on
-        them; and these users of the others."""
+        """Forget the blobs with tokens that only these users, or no known user, have used, and their descendants; and
+        these users of all other blobs."""
         with self._lock:
             users = {user for entry in self._by_name.values() for user in entry.users if is_forgotten(user)}
             before, deleted = self._num_bytes, list[BlobName]()
@@ -289,7 +289,7 @@ class BlobTrie:
             return [self._entries[record_id].name for record_id in records]
 
     def forget(self, name: BlobName) -> list[BlobName]:
-        """Forget a blob and all that stand on it, whose names this returns; nothing where it is not known."""
+        """Forget a blob and its descendants, and return their names; nothing where it is not known."""
         with self._lock:
             entry = self._by_name.get(name)
             if entry is None:
@@ -301,12 +301,12 @@ class BlobTrie:
             return gone
 
     def forget_entry(self, entry: Entry) -> list[BlobName]:
-        """The same of this very blob, not of another one that has its name by now."""
+        """Forget this very blob, not a newer one of the same name."""
         with self._lock:
             return self.forget(entry.name) if not entry.is_forgotten else []
 
     def forget_written(self, name: BlobName) -> list[BlobName]:
-        """The same where it is on disk: one that waits to be written will be there."""
+        """Forget a blob if it is on disk: one that waits to be written will be there."""
         with self._lock:
             self._aliases.forget(name)
             entry = self._by_name.get(name)
@@ -328,7 +328,7 @@ class BlobTrie:
 
     def _forget_checkpoint(self, entry: Entry) -> list[BlobName]:
         place = self._place(entry.head)
-        # Without a place, what it stood on has left before it: it is looked for.
+        # Without a position its parent was forgotten before it: look at all nodes.
         for node in [place.node] if place is not None else self._trie.nodes():
             if node.checkpoint is not None and node.checkpoint.record_id == entry.record_id:
                 node.checkpoint = None

@@ -1,5 +1,5 @@
-"""What is done to the blobs of one model on disk, one thing after the other: read and verified, written within the
-bounds, put down in the index. It knows no queue; the disk thread alone calls it, its figures may be read anywhere.
+"""The work of the disk thread on the blobs of one model: reads and verifies, writes within the bounds, commits to the
+catalog. It knows no queue; only the disk thread calls it, any thread may read its figures.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ NUM_DAY_PARTS = 96
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 type Written = Literal["written", "refused", "no room", "failed"]
-"""What became of a blob: it is there; it is not wanted any more, or the cap has no place for it; the volume has none
-now; the disk did not take it, and may take it later."""
+"""What became of a blob: it is on disk; it is not wanted any more, or over the cap; the volume has no room now; the
+write failed, and may succeed later."""
 
 
 class WriteVolume:
@@ -42,14 +42,14 @@ class WriteVolume:
         self._parts: deque[tuple[int, int]] = deque(maxlen=NUM_DAY_PARTS + 1)
 
     def add(self, num_bytes: int) -> None:
-        """So many were written now."""
+        """Add what was written now."""
         self.num_bytes += num_bytes
         part = _part_now()
         before = self._parts.pop()[1] if self._parts and self._parts[-1][0] == part else 0
         self._parts.append((part, before + num_bytes))
 
     def last_day_bytes(self) -> int:
-        """Those of the last 24 hours, to a quarter of an hour."""
+        """Bytes written in the last 24 hours, to a quarter of an hour."""
         first = _part_now() - NUM_DAY_PARTS
         return sum(num_bytes for part, num_bytes in tuple(self._parts) if part > first)
 
@@ -59,11 +59,11 @@ def _part_now() -> int:
 
 
 class DiskWorker:
-    """The one that touches the files. `prefill_rate` are tokens per second that the engine measured: put down here, so
-    that the next run knows it."""
+    """Touches the files. `prefill_rate` are tokens per second that the engine measured; the catalog keeps it for the
+    next run."""
 
     def __init__(self, store: BlobStore, index: BlobTrie, limits: DiskLimits, faults: Faults) -> None:
-        """Learns what is there. Raises OSError where the folder cannot be used."""
+        """Finds what is there. Raises OSError where the folder cannot be used."""
         self._store = store
         self._index = index
         self._limits = limits
@@ -71,7 +71,7 @@ class DiskWorker:
         self._hashing = ThreadPoolExecutor(1, "kvserve-disk-hash")
         self.account = DiskAccount(store, index, limits, faults)
         self.account.open()
-        self._hashing.submit(bool)  # starts its thread, or fails: a piece that waits for one keeps a whole blob
+        self._hashing.submit(bool)  # starts its thread, or fails now: a waiting piece would keep a whole blob in RAM
         self._look_for_locks()
         self._has_written = False
         self.num_written = self.num_read = self.num_read_bytes = 0
@@ -87,14 +87,14 @@ class DiskWorker:
                 self._faults.add("unlocked", self._store.place)
 
     def read(self, entry: Entry) -> Blob | None:
-        """A verified blob. One that is not what it should be is removed: it would never be of use."""
+        """A verified blob. A damaged one is deleted: it would never be of use."""
         started = time.perf_counter()
         try:
             blob, num_bytes = self._verified(entry.name)
         except DamagedBlob as error:
             self._faults.add("damaged", f"{entry.name}: {error}")
         except FileNotFoundError:
-            if not entry.is_forgotten:  # else it left for the cap meanwhile
+            if not entry.is_forgotten:  # else it was evicted meanwhile
                 self._faults.add("missing", entry.name)
         except OSError as error:
             self._faults.add("unreadable", error)
@@ -116,7 +116,7 @@ class DiskWorker:
         def arrived(data: memoryview, start: int, end: int) -> None:
             nonlocal is_in_pieces
             is_in_pieces |= end - start < len(data)
-            if is_in_pieces:  # nothing is left to be read while all of it is hashed: no thread is waited for
+            if is_in_pieces:  # a single piece is hashed where it is read: there is nothing to read meanwhile
                 self._hashing.submit(digest.update, data[start : min(end, len(data) - DIGEST_BYTES)])
 
         data = self._store.read(name, arrived)
@@ -124,7 +124,7 @@ class DiskWorker:
         return unpack_blob(data, name, of_pieces), len(data)
 
     def _give_up(self, entry: Entry) -> None:
-        """A blob goes that could not be read, unless another server has written it anew meanwhile."""
+        """Delete a blob that could not be read, unless another server has written it anew meanwhile."""
         try:
             with self._store.locked():
                 if not self._is_sound(entry.name):
@@ -141,12 +141,12 @@ class DiskWorker:
         return True
 
     def measure(self, entry: Entry) -> None:
-        """See how fast this disk reads now, for nobody."""
+        """Measure how fast this disk reads now; the blob is dropped."""
         started = time.perf_counter()
         try:
             _, num_bytes = self._verified(entry.name)
         except (DamagedBlob, OSError):
-            return  # whoever needs it will tell
+            return  # the next `read` reports it
         self._note_rate(num_bytes, time.perf_counter() - started)
 
     def _note_rate(self, num_bytes: int, seconds: float) -> None:
@@ -198,7 +198,7 @@ class DiskWorker:
             return False
 
     def commit(self, used: Iterable[BlobName]) -> bool:
-        """Put down what was written and used, and the measured rates. False where the index cannot be had now."""
+        """Write uses, new blobs and measured rates into the catalog. False where it cannot be used now."""
         self.account.used(used)
         is_listed = self.account.commit()
         self._sync()
@@ -217,7 +217,7 @@ class DiskWorker:
             self._faults.add("unwritable", error)
 
     def stats(self, num_refused: int, num_queued_bytes: int, *, is_full: bool) -> DiskStats:
-        """What is on disk and was done; what the queue in front of it refused, and holds."""
+        """What is on disk and was done, with what the queue in front of it refused and holds."""
         return DiskStats(
             place=self._store.place,
             num_bytes=self._index.num_bytes(),
@@ -239,7 +239,7 @@ class DiskWorker:
         )
 
     def close(self) -> None:
-        """Put down what is left; nothing is done afterwards."""
+        """Commit what is left. Nothing may be called afterwards."""
         self._hashing.shutdown()
         self.account.close()
         self._store.close()

@@ -24,7 +24,7 @@ PLAIN, BRANCH_POINT, NEWEST = 0, 1, 2
 """Levels of a checkpoint. NEWEST: the last two of a branch, its last user message, and the end of system and tools."""
 
 PINNED = 1
-"""The level of a leaf that was asked to be kept; other leaves are PLAIN."""
+"""The level of an entry within its own lifetime; other leaves are PLAIN."""
 
 NUM_NEWEST_KEPT = 2
 

@@ -197,7 +197,7 @@ class PrefixTree:
         """
         start = lease.num_tokens
         if not start <= end <= len(tokens):
-            raise ValueError(f"A row of {len(tokens)} tokens that stands at {start} cannot be extended to {end}.")
+            raise ValueError(f"A request of {len(tokens)} tokens cannot be extended from {start} to {end}.")
         if lease.is_detached:
             return Extension(start, end, end, False)
         run = pack(tokens, lease.chain.num_tokens, end)

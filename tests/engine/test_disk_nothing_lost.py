@@ -204,7 +204,7 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_long(tmp_path: Path, monkey
         assert engine.cache_report().stats.ram_bytes <= NUM_RAM_BYTES
         faults = disk_of(engine).stats.faults
         assert set(faults) == {"behind"} and faults["behind"] >= 2 and len(lines) == 1
-        assert "before the disk could take it" in lines[0] and kept(engine, PROMPTS[1]) == (0, 0)
+        assert "before it could be written" in lines[0] and kept(engine, PROMPTS[1]) == (0, 0)
         is_open.append(True)
 
 
