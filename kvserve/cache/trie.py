@@ -4,7 +4,7 @@ root -- [0, 40) -- [40, 64) -- [64, 90)        a node is the tokens [start, end)
              `---- [40, 55)                    its rows are a range of a record, so a split copies nothing
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.changes import Changes
@@ -19,15 +19,8 @@ class Trie:
     The sweep reads `changed`: nodes that a request released or that became its entry. The eviction order, if there is
     one, reads `changes`."""
 
-    def __init__(
-        self,
-        *,
-        use_index: bool,
-        verify: Callable[[TokenRun, TokenRun, int, int], int] = common_end,
-        is_ranked: bool = False,
-    ) -> None:
+    def __init__(self, *, use_index: bool, is_ranked: bool = False) -> None:
         self._use_index = use_index
-        self._verify = verify
         self._index: dict[bytes, Node] = {}
         self._roots: dict[str, Node] = {}
         self.holders: dict[RecordId, dict[Node, None]] = {}
@@ -160,7 +153,7 @@ class Trie:
             return False
         for step in path:
             stop = min(step.end, depth)
-            if self._verify(step.tokens, run, step.start, stop) != stop:
+            if common_end(step.tokens, run, step.start, stop) != stop:
                 return False
         return True
 
