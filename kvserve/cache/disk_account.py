@@ -318,7 +318,7 @@ class DiskAccount:
             gone += [name for name in listed.names if (model, name) in self._seen and self._index.head_of(name) is None]
             users = (*users, *listed.users)
         self.total_bytes -= unused.num_bytes
-        return Removal(unused.num_bytes, is_done & self._remove(model, gone, users))
+        return Removal(unused.num_bytes, is_done & self._delete_blobs(model, gone, users))
 
     def forget_of_others(self, is_forgotten: IsForgotten) -> Removal:
         """The same for models that are not loaded here: the catalog knows who used their blobs."""
@@ -328,12 +328,12 @@ class DiskAccount:
         num_bytes, is_done = 0, True
         for model in sorted({model for model, _ in listed} - {self._index.model}):
             unused = self.catalog.ask(Catalog.unused, model, is_forgotten)
-            is_done &= unused is not None and self._remove(model, unused.names, unused.users)
+            is_done &= unused is not None and self._delete_blobs(model, unused.names, unused.users)
             num_bytes += unused.num_bytes if unused is not None else 0
         self.total_bytes -= num_bytes
         return Removal(num_bytes, is_done)
 
-    def _remove(self, model: str, names: Collection[BlobName], users: Collection[str]) -> bool:
+    def _delete_blobs(self, model: str, names: Collection[BlobName], users: Collection[str]) -> bool:
         """Delete blobs; whether all are gone. Files first: another server adopts a file without a row."""
         is_done = all([self._delete(model, name) is not None for name in names])
         is_done &= self.catalog.do(Catalog.drop, [(model, name) for name in names])

@@ -44,8 +44,6 @@ class DiskTier:
         """Finds what is there; starts the thread. Raises OSError where the folder cannot be used."""
         self.index = index
         self.faults = faults
-        self._store = store
-        self._limits = limits
         self._worker = DiskWorker(store, index, limits, faults)
         self._wake = threading.Condition()
         self._loads: deque[Load] = deque()

@@ -120,7 +120,7 @@ class Sweep:
             self._pieces_left -= num_ranked / RANKED_PER_PIECE
 
     def _look_at_changed(self) -> None:
-        """Nodes that requests have released since may have expired, and their partition may be empty."""
+        """Look at the nodes that requests released: they may have expired, or their partition may be empty."""
         for changed in self._store.trie.changed:
             node = changed
             while node.parent is not None and not self._store.trie.is_held(node):

@@ -44,7 +44,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
 
 def look(disk: Disk) -> None:
-    """The janitor goes through the folder once more, and once again to see what the first look has left."""
+    """The folder is reconciled twice: the second time shows what the first has left."""
     for _ in range(2):
         assert disk.tier._order(disk.tier._worker.account.reconcile, WAIT_SECONDS)
 

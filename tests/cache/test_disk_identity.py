@@ -110,7 +110,7 @@ def test_what_is_put_again_while_the_first_cannot_be_read_stays(
 def test_what_is_put_again_while_the_folder_is_looked_through_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The janitor saw a row without a file; by the time that it acts the blob is wanted again."""
+    """A reconciliation saw a row without a file; by the time that it acts the blob is wanted again."""
     with Disk(tmp_path) as disk:
         disk.say(LONG)
         [path] = disk.files()

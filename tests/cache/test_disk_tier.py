@@ -377,7 +377,7 @@ def test_what_must_stay_free_stays_free(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def look(disk: Disk) -> None:
-    """Let the janitor look at the folder now, after the look that may be under way since the start."""
+    """Reconcile the folder now, after the look that may be under way since the start."""
     disk.tier.flush(WAIT_SECONDS)
     disk.tier._reconcile_at = 0.0
     disk.tier.flush(WAIT_SECONDS)
