@@ -104,11 +104,9 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """The evicted rows and states. `is_within_limits` is False if live requests need too much, or if this was only a
+    """The result of an eviction. `is_within_limits` is False if live requests need too much, or if this was only a
     slice of the work; `is_over`: no work is left."""
 
-    segments: tuple[KvPiece, ...]
-    checkpoints: tuple[State, ...]
     num_freed_bytes: int
     is_within_limits: bool
     is_over: bool

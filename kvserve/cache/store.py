@@ -5,7 +5,7 @@ It knows nodes, records and tiers; not when something is added or which record i
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from kvserve.cache.node import Node
 from kvserve.cache.ram_tier import RamTier
@@ -48,14 +48,6 @@ class Counters:
         self.num_image_retreats += is_image_retreat
 
 
-@dataclass(slots=True)
-class Evicted:
-    """What was removed since the last `take_evicted`."""
-
-    segments: list[KvPiece] = field(default_factory=list)
-    checkpoints: list[State] = field(default_factory=list)
-
-
 class Store:
     """Nodes with their records. One owner per payload: the tier; one count per byte: the tier's."""
 
@@ -63,7 +55,6 @@ class Store:
         self.trie = trie
         self.ram = ram
         self.counters = Counters()
-        self.evicted = Evicted()
         self._cut_payload = cut_payload
         self._loose: dict[RecordId, Segment] = {}
         self._loose_bytes: Counter[RecordId] = Counter()
@@ -92,34 +83,27 @@ class Store:
 
     def drop_checkpoint(self, node: Node) -> None:
         """Remove a node's checkpoint, if it has one."""
-        state = self.state_of(node)
-        if state is None:
+        if (checkpoint := node.checkpoint) is None:
             return
         node.checkpoint = node.copies.state = None
         self.trie.changes.note(node)
-        self.ram.drop(state.checkpoint.record_id)
-        self.checkpoint_bytes -= state.checkpoint.num_bytes
+        self.ram.drop(checkpoint.record_id)
+        self.checkpoint_bytes -= checkpoint.num_bytes
         self.num_checkpoints -= 1
         self.counters.num_evicted_checkpoints += 1
-        self.evicted.checkpoints.append(state)
 
     def remove_leaves(self, nodes: Sequence[Node]) -> None:
-        """Remove a leaf, then its ancestors in this order, each with its checkpoint, and drop their payloads; cut what
-        remains to size."""
+        """Remove a leaf, then its ancestors in this order, each with its checkpoint; cut what remains to size."""
         self.loosen_leaves(nodes)
         self.fit()
-        self.take_evicted()
 
     def loosen_leaves(self, nodes: Sequence[Node]) -> None:
-        """Remove them, and keep their payloads for `take_evicted`. What remains of their records is cut by the next
-        `fit`: a record that loses many nodes, one after the other, is copied once."""
+        """Remove them; what remains of their records is cut by the next `fit`: a record that loses many nodes, one
+        after the other, is copied once."""
         for node in nodes:
-            piece = self.piece_of(node, node.end)
             self.drop_checkpoint(node)
-            self.trie.detach(node)
-            self.evicted.segments.append(piece)
+            segment = self.trie.detach(node)
             self.counters.num_evicted_tokens += node.end - node.start
-            segment = piece.segment
             if segment.record_id in self.trie.holders:
                 self._loose[segment.record_id] = segment
                 num_gone = node.end - node.start
@@ -164,11 +148,6 @@ class Store:
         for record in old.values():
             self._fit(record)
 
-    def take_evicted(self) -> Evicted:
-        """What was removed since the last call."""
-        evicted, self.evicted = self.evicted, Evicted()
-        return evicted
-
     def clear(self) -> None:
         """Remove everything."""
         for node in list(self.trie.nodes()):
@@ -178,7 +157,6 @@ class Store:
         self.trie.clear()
         self._loose.clear()
         self._loose_bytes.clear()
-        self.evicted = Evicted()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

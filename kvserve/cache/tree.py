@@ -342,14 +342,11 @@ class PrefixTree:
 
     def evict(self, num_needed_bytes: int = 0, max_pieces: float = math.inf) -> Eviction:
         """Evict until RAM is within its limits with room for `num_needed_bytes` more, about `max_pieces` leaves and
-        states at a time. Leased paths stay. The caller drops the result before it empties the device's buffer cache."""
+        states at a time. Leased paths stay."""
         held = self._ram.num_bytes
         reserved = self._live_bytes + num_needed_bytes
         is_over = self._sweep.run(self._clock(), reserved, self._owners_seen_at, max_pieces)
-        left = self._store.take_evicted()
         return Eviction(
-            segments=tuple(left.segments),
-            checkpoints=tuple(left.checkpoints),
             num_freed_bytes=held - self._ram.num_bytes,
             is_within_limits=self._ram.num_bytes + reserved <= self._limits.max_bytes,
             is_over=is_over,

@@ -227,8 +227,8 @@ class Trie:
         self.changes.note(node)
         self._changed(-1)
 
-    def detach(self, leaf: Node) -> None:
-        """Remove a leaf without leases."""
+    def detach(self, leaf: Node) -> Segment:
+        """Remove a leaf without leases; returns its segment."""
         if leaf.parent is None or leaf.children or leaf.leases or leaf.segment is None:
             raise ValueError("Only a leaf without leases can be removed.")
         del leaf.parent.children[leaf.tokens.key_at(leaf.start)]
@@ -241,6 +241,7 @@ class Trie:
                 del self._index[name]
         self._unhold(leaf, leaf.segment)
         self._changed(-1)
+        return leaf.segment
 
     def rename(self, leases: Iterable[Lease], hasher: BlockHasher) -> None:
         """Name all blocks, those of leases too, as `hasher` does, which has the same block size: the fingerprint of the
