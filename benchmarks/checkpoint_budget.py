@@ -13,7 +13,7 @@ from benchmarks.figure import Bound, Figure
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline, plan_stops
 from kvserve.cache.records import CacheStats, Limits
-from kvserve.cache.tree import Match, PrefixTree
+from kvserve.cache.tree import PrefixMatch, PrefixTree
 from kvserve.core import Role, TokenSequence
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -64,7 +64,7 @@ class ToolLoop:
         self.ids += [next(self._tokens) for _ in range(num_tokens)]
         self.ends.append(MessageEnd(len(self.ids), role, is_genuine_user=role == "user"))
 
-    def turn(self, *, num_answer_tokens: int, num_result_tokens: int, num_tail_tokens: int = 3) -> Match:
+    def turn(self, *, num_answer_tokens: int, num_result_tokens: int, num_tail_tokens: int = 3) -> PrefixMatch:
         """One request: prompt, answer, then the tool's result, which the next request brings."""
         tail = [next(self._tokens) for _ in range(num_tail_tokens)]
         prompt = TokenSequence((*self.ids, *tail))
@@ -89,7 +89,7 @@ class ToolLoop:
         self.ends[index:] = [replace(each, offset=each.offset - moved) for each in self.ends[index:]]
         return start
 
-    def _serve(self, prompt: TokenSequence, outline: PromptOutline, whole: TokenSequence) -> Match:
+    def _serve(self, prompt: TokenSequence, outline: PromptOutline, whole: TokenSequence) -> PrefixMatch:
         """Prefill `prompt` with the planned stops; `whole` is the prompt with the answer, which is replayed later."""
         match = self.tree.lookup(prompt)
         lease = self.tree.acquire(match, owner="loop")
@@ -135,9 +135,9 @@ class LoopReport:
     num_new_prompt_tokens: int
     system_end: int
     last_user_end: int
-    next_turn: Match
-    again_from_user: Match
-    new_conversation: Match
+    next_turn: PrefixMatch
+    again_from_user: PrefixMatch
+    new_conversation: PrefixMatch
 
     @property
     def num_lost_tokens(self) -> int:

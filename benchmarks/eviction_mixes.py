@@ -33,8 +33,8 @@ from benchmarks.eviction_simulator import (
     render,
 )
 from kvserve.cache.checkpoints import MessageEnd, PromptOutline
+from kvserve.cache.evicted_nodes import EvictedNodes
 from kvserve.cache.eviction import AGEING_POWER, Ageing, Candidate, Score, value_score
-from kvserve.cache.leaving import Leaving
 from kvserve.core import TokenSequence
 
 RESULTS = Path(__file__).parent / "results" / "eviction_mixes.md"
@@ -221,13 +221,13 @@ def num_reused_by_greedy_dual(events: Sequence[Event], sizes: ModelSizes, max_by
     """The same with GreedyDual, which hears of what leaves."""
     score = GreedyDual()
     simulation = Simulation(score, max_bytes, sizes)
-    worth = simulation.tree._sweep._worth
+    ranks = simulation.tree._sweep._ranks
 
-    def tell(leaving: Leaving) -> None:
-        node = leaving.nodes[0]
-        score.note((worth.of_state(node) if leaving.is_state_only else worth.of_leaf(node)).ageing.since)
+    def tell(evicted: EvictedNodes) -> None:
+        node = evicted.nodes[0]
+        score.note((ranks.of_state(node) if evicted.is_state_only else ranks.of_leaf(node)).ageing.since)
 
-    simulation.tree.before_leaving(tell)
+    simulation.tree.before_eviction(tell)
     for now, owner, request in events:
         score.now = now
         simulation.serve(now, owner, request)

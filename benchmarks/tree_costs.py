@@ -25,10 +25,10 @@ from statistics import median
 from benchmarks.figure import Bound, Figure
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_records import DiskLimits
 from kvserve.cache.disk_scratch import ScratchStore
 from kvserve.cache.disk_tier import DiskTier
+from kvserve.cache.disk_trie import BlobTrie
 from kvserve.cache.node import Lease
 from kvserve.cache.records import Limits, Payload
 from kvserve.cache.tree import PrefixTree
@@ -125,7 +125,7 @@ class Kept:
 
     def _use_disk(self, folder: Path) -> None:
         limits = DiskLimits(max_bytes=2**40, min_free_bytes=0, ttl_seconds=3600, max_queued_bytes=2**40)
-        index = DiskIndex(BlockHasher(16, "benchmark"), MODEL)
+        index = BlobTrie(BlockHasher(16, "benchmark"), MODEL)
         self.tier = DiskTier(ScratchStore(folder, MODEL), index, limits, Faults(print))
         self._disk = DiskCache(
             self.tier,

@@ -1,5 +1,5 @@
-"""What the servers of one folder of KV have said to be written, looked up naively: names from the books, all else from
-the files. It uses no index and no tier."""
+"""What the servers of one folder of KV have said to be written, looked up naively: names from the catalog, all else
+from the files. It uses no index and no tier."""
 
 import contextlib
 import sqlite3
@@ -13,7 +13,7 @@ from tests.agents import common_length
 
 
 class SaidOnDisk:
-    """All that was ever in the books of `folder`, where nothing is to leave."""
+    """All that was ever in the catalog of `folder`, where nothing is to leave."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -21,13 +21,13 @@ class SaidOnDisk:
         self._heads: dict[BlobName, BlobHead] = {}
 
     def look(self) -> None:
-        """Note what the books say now, and see that all that they ever said is there: a row and a whole file of each.
+        """Note what the catalog say now, and see that all that they ever said is there: a row and a whole file of each.
 
         A file that is no whole blob raises DamagedBlob.
         """
-        with contextlib.closing(sqlite3.connect(self._folder / "index.sqlite", timeout=60)) as books:
-            listed = {BlobName(name) for (name,) in books.execute("SELECT name FROM blobs")}
-            assert books.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        with contextlib.closing(sqlite3.connect(self._folder / "index.sqlite", timeout=60)) as catalog:
+            listed = {BlobName(name) for (name,) in catalog.execute("SELECT name FROM blobs")}
+            assert catalog.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         assert listed >= self.names, "a row that was put down has gone"
         self.names |= listed
         files = {BlobName(path.stem): path for path in self._folder.rglob("*.safetensors")}

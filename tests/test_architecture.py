@@ -120,7 +120,7 @@ DOORS = (
             "kvserve/engine/worker.py",
             "kvserve/engine/courier.py",
             "kvserve/engine/model_digest.py",
-            "kvserve/cache/disk_hand.py",
+            "kvserve/cache/disk_worker.py",
             "kvserve/cache/disk_tier.py",
             "kvserve/sessions/archive.py",
             "kvserve/warming/speculative_prefill.py",

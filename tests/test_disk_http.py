@@ -49,11 +49,11 @@ def test_records_and_index_count_in_the_cap(tmp_path: Path) -> None:
         def is_seen() -> bool:
             disk = app.served.engine._ask(lambda scheduler: scheduler.cache._disk)
             assert disk is not None
-            disk.tier._order(disk.tier._clean, 30.0)
+            disk.tier._order(disk.tier._reconcile, 30.0)
             files = [*(tmp_path / "kv").glob("index.sqlite*"), *(tmp_path / "kv").glob("records-*/*")]
             assert {path.name for path in files} >= {"index.sqlite", "records.sqlite"}
             with contextlib.suppress(FileNotFoundError):  # SQLite has taken one away meanwhile
-                return bool(disk.tier._hand.ledger.beside_bytes == sum(path.stat().st_size for path in files))
+                return bool(disk.tier._worker.account.beside_bytes == sum(path.stat().st_size for path in files))
             return False
 
         assert eventually(is_seen)

@@ -24,7 +24,7 @@ import pytest
 
 import kvserve.app.server
 from kvserve.app.process import main
-from kvserve.cache.disk_hand import DiskHand
+from kvserve.cache.disk_worker import DiskWorker
 from tests.e2e.servers import ROOT, ChatStream, ServerProcess, environment, serving, spawn, wait_until
 from tests.models import tiny_model
 from tests.proxy.stubs import free_port
@@ -362,9 +362,9 @@ def test_a_signal_while_the_model_loads(tmp_path: Path) -> None:
 
 SLOW_DISK = """
 import time
-from kvserve.cache.disk_hand import DiskHand
-write = DiskHand.write
-DiskHand.write = lambda hand, blob: (time.sleep({seconds}), write(hand, blob))[1]
+from kvserve.cache.disk_worker import DiskWorker
+write = DiskWorker.write
+DiskWorker.write = lambda worker, blob: (time.sleep({seconds}), write(worker, blob))[1]
 """
 
 
@@ -398,14 +398,14 @@ def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> N
 def test_a_stop_that_takes_its_time_writes_all_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that has not begun when the engine was to have ended is waited for; nothing is lost, and the last line
     says so."""
-    write = DiskHand.write
+    write = DiskWorker.write
     with serving_app(tmp_path) as app:
 
-        def slow(hand: DiskHand, blob: Any) -> Any:
+        def slow(worker: DiskWorker, blob: Any) -> Any:
             assert eventually(lambda: "writing KV to disk: " in app.screen.getvalue())
-            return write(hand, blob)
+            return write(worker, blob)
 
-        monkeypatch.setattr(DiskHand, "write", slow)
+        monkeypatch.setattr(DiskWorker, "write", slow)
         monkeypatch.setattr(kvserve.app.server, "ENGINE_STOP_SECONDS", 1.0)
         app.chat(max_tokens=2)
         app.app.stop(is_told=True)

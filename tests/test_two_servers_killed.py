@@ -240,11 +240,11 @@ def later(self, name, parts):
 FolderStore.write, FolderStore.has = later, lambda self, model, name: True
 """
 DELETES_WHAT_IT_DOES_NOT_KNOW = """
-disk_tier.JANITOR_SECONDS = 0.05
+disk_tier.RECONCILE_SECONDS = 0.05
 def delete(self, files):
     for file in files:
         self._delete(file.model, file.name)
-Ledger._adopt = delete
+DiskAccount._adopt = delete
 """
 
 
@@ -257,7 +257,7 @@ def test_servers_that_lose_what_they_said_are_found_out(
 ) -> None:
     """The same with a fault in both: one says that a blob is written before its file is there; one deletes what another
     server has written since it looked last."""
-    imports = "from kvserve.cache import disk_tier\nfrom kvserve.cache.disk_ledger import Ledger\n"
+    imports = "from kvserve.cache import disk_tier\nfrom kvserve.cache.disk_account import DiskAccount\n"
     start = (ROOT / "start_llm.py").read_text("utf-8")
     path = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
     store = "from kvserve.cache.disk_store import FolderStore\n"
@@ -309,7 +309,7 @@ def test_what_was_said_and_is_not_there_shows(tmp_path: Path) -> None:
         on_disk.look()
     file.write_bytes(whole)
     on_disk.look()
-    with contextlib.closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as books:
-        books.execute("DELETE FROM blobs WHERE name = ?", (file.stem,))
+    with contextlib.closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as catalog:
+        catalog.execute("DELETE FROM blobs WHERE name = ?", (file.stem,))
     with pytest.raises(AssertionError, match="a row that was put down"):
         on_disk.look()

@@ -1,1 +1,1 @@
-"""The prefix cache: which KV is kept, how it is found again and what leaves; it never sees an array."""
+"""The prefix cache: which KV is stored, how it is found again and what is evicted; it never sees an array."""

@@ -1,7 +1,7 @@
-"""Names for prefixes: a SHA-256 chain over blocks of model tokens. It knows tokens and images, not what is cached.
+"""Block hashes: a SHA-256 chain over blocks of model tokens. It knows tokens and images, not what is cached.
 
-A block's name depends on everything before it, on the model's fingerprint and on the partition, so two equal names
-mean equal prefixes. They are names, not proof: who finds something by name compares the tokens.
+A block's hash depends on everything before it, on the model's fingerprint and on the partition, so equal hashes mean
+equal prefixes. They are no proof: what is found by its hash is compared token by token.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from kvserve.cache.token_run import ID_BYTES, TokenRun, pack, touching
 from kvserve.core import TokenSequence
 
 FORMAT = b"kvserve prefix blocks, version 1"
-"""Changes whenever what is hashed changes, so that names from before mean nothing."""
+"""Changes whenever what is hashed changes, so that old hashes match nothing."""
 
 type Digest = Callable[[bytes], bytes]
 
@@ -24,9 +24,8 @@ def sha256(data: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class HashChain:
-    """The names of a sequence's whole blocks, first to last; `num_tokens` leading tokens are named. `partition` is the
-    one that they are names in. A chain may begin behind `num_dropped` blocks, of which `seed` is the last one's name.
-    """
+    """The hashes of a sequence's whole blocks, first to last, over its first `num_tokens` tokens, in `partition`. A
+    chain may begin behind `num_dropped` blocks; then `seed` is the hash of the last of them."""
 
     block_size: int
     seed: bytes
@@ -40,14 +39,14 @@ class HashChain:
         return (self.num_dropped + len(self.hashes)) * self.block_size
 
     def between(self, start: int, end: int) -> tuple[bytes, ...]:
-        """The names of the blocks that end in `(start, end]`."""
+        """The hashes of the blocks that end in `(start, end]`."""
         first, last = start // self.block_size, end // self.block_size
         return self.hashes[first - self.num_dropped : last - self.num_dropped]
 
     def extended(self, run: TokenRun | TokenSequence, end: int | None = None) -> "HashChain":
-        """The chain of the tokens `[0, end)`; only blocks that are new are hashed.
+        """The chain of the tokens `[0, end)`; only new blocks are hashed.
 
-        `run` continues what the chain has named: a whole sequence or a run from at or before `num_tokens` on.
+        `run` continues the chain: a whole sequence, or a run that begins at or before `num_tokens`.
         """
         if isinstance(run, TokenSequence):
             run = pack(run, min(self.num_tokens, len(run)))
@@ -88,7 +87,7 @@ def _image_suffixes(run: TokenRun, start: int, end: int, block_size: int) -> dic
 
 @dataclass(frozen=True, slots=True)
 class BlockHasher:
-    """How one model's prefixes are named.
+    """How one model's prefixes are hashed.
 
     `fingerprint` stands for weights, configuration, tokenizer, template and KV settings. Raises ValueError for a
     block size below 1.
@@ -103,7 +102,7 @@ class BlockHasher:
             raise ValueError(f"A block has at least one token, not {self.block_size}.")
 
     def start(self, partition: str = "") -> HashChain:
-        """The empty chain; sequences of different partitions never share a name."""
+        """The empty chain; sequences of different partitions never share a hash."""
         fields = [FORMAT, str(self.block_size).encode(), self.fingerprint.encode(), partition.encode()]
         seed = b"".join(struct.pack("<Q", len(field)) + field for field in fields)
         return HashChain(self.block_size, self.digest(seed), digest=self.digest, partition=partition)

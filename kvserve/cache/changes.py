@@ -1,6 +1,6 @@
-"""What has changed in the tree since somebody who ranks its nodes looked: noted by the tree, read and cleared by them.
+"""What changed in the tree since its nodes were ranked: the tree notes it, the eviction order reads and clears it.
 
-Only what may make a node worth less is noted, with new nodes: what makes one worth more is seen when its turn comes.
+New nodes are noted, and what may lower a node's rank. What raises a rank is seen when the node's turn comes.
 """
 
 from dataclasses import dataclass, field
@@ -10,11 +10,11 @@ from kvserve.cache.node import Node
 
 @dataclass(slots=True)
 class Changes:
-    """Nodes, each once. `nodes`: new ones, and those with other children, rows or rows' bytes, or that a row has left.
-    `states`: those that got one. `parted`: those behind which something has left, or was used first. `anchors`: those
-    that became the end of system and tools. `gone`: those that left the tree, which are nowhere else.
+    """Nodes, each once. `nodes`: new ones, and those whose children, rows, record size or leases changed. `states`:
+    those that got one. `parted`: those that lost a descendant, or of which one was first used. `anchors`: those that
+    became the end of system and tools. `gone`: removed ones, which are in no other list.
 
-    `is_noted` False: nobody will look, so nothing is noted.
+    `is_noted` False: no order reads this, so nothing is noted.
     """
 
     is_noted: bool = True
@@ -29,19 +29,19 @@ class Changes:
         self._add(self.nodes, node)
 
     def note_state(self, node: Node) -> None:
-        """It has a state now: those above are not the newest any more, those below save fewer tokens."""
+        """It has a state now: states above may not be among the newest any more, those below save fewer tokens."""
         self._add(self.states, node)
 
     def note_parted(self, node: Node) -> None:
-        """Of what stands behind it some has left, or was a guess and is none."""
+        """A descendant was removed, or was a guess and was used."""
         self._add(self.parted, node)
 
     def note_anchor(self, node: Node) -> None:
-        """System and tools end here: what stands shortly behind may be brief."""
+        """System and tools end here: what follows within a few tokens may be brief."""
         self._add(self.anchors, node)
 
     def note_gone(self, node: Node, heir: Node | None = None) -> None:
-        """It left the tree; `heir` has all that was its."""
+        """It was removed; `heir` took over what belonged to it."""
         if not self.is_noted:
             return
         for noted in (self.nodes, self.states, self.parted, self.anchors):
@@ -52,7 +52,7 @@ class Changes:
         self.gone.append(node)
 
     def note_cut(self, node: Node, lower: Node) -> None:
-        """What belongs to its end is `lower`'s now."""
+        """It was split: what belongs to its end is `lower`'s now."""
         for noted in (self.states, self.parted, self.anchors):
             if node in noted:
                 self._add(noted, lower)
@@ -60,7 +60,7 @@ class Changes:
         self._add(self.nodes, lower)
 
     def clear(self) -> None:
-        """They were read."""
+        """Drop all but `gone`: they were read."""
         for noted in (self.nodes, self.states, self.parted, self.anchors):
             noted.clear()
 

@@ -1,4 +1,4 @@
-"""Where a prefill stops to keep what it has: a pure plan from message boundaries. It knows offsets, not arrays.
+"""Where a prefill stops to store what it has: a pure plan from message boundaries. It knows offsets, not arrays.
 
 system + tools | user | call | result | call | result | user | ... | newest message | generation tail
                ^      ^      ^        ^      ^        ^      ^     ^                ^
@@ -20,7 +20,7 @@ MAX_STRIDE_TOKENS = 2048
 class MessageEnd:
     """A message of the rendered prompt ends before model token `offset`.
 
-    `is_genuine_user`: a person's message, not a tool result or a reminder that wears the user's role.
+    `is_genuine_user`: a person's message, not a tool result or a reminder that has the user's role.
     """
 
     offset: int
@@ -56,7 +56,7 @@ def _users(outline: PromptOutline) -> Iterator[int]:
 
 
 def _tail(outline: PromptOutline) -> Iterator[int]:
-    """Before what makes the model answer. A raw prompt has no messages: it goes on behind its end."""
+    """Before what makes the model answer. A raw prompt has no messages: the next one continues at its end."""
     if not outline.message_ends:
         yield outline.num_tokens - 1
     yield from (end.offset for end in outline.message_ends[-1:])
@@ -67,7 +67,7 @@ def _newest(outline: PromptOutline) -> Iterator[int]:
 
 
 def _before_images(outline: PromptOutline) -> Iterator[int]:
-    """Before the first image of each message: the images of one message come and go together."""
+    """Before the first image of each message: clients add and drop the images of one message together."""
     if not outline.images:
         return
     ends = [0, *(end.offset for end in outline.message_ends), outline.num_tokens]
@@ -84,11 +84,11 @@ RULES: tuple[tuple[BoundaryKind, Callable[[PromptOutline], Iterator[int]]], ...]
     ("message", _newest),
     ("image", _before_images),
 )
-"""Where several rules name one offset, the first gives its kind."""
+"""Where several rules give one offset, the first gives its kind."""
 
 CUTTABLE_KINDS: frozenset[BoundaryKind] = frozenset({"system"})
-"""Where every layer can be cut, any offset can be restored: only the anchor that outlives its branches is marked. No
-rule of these asks where messages end."""
+"""Where every layer can be cut, any offset can be restored: only the end of system and tools is marked, which outlives
+its branches. These rules do not need the ends of messages."""
 
 
 def plan_stops(
@@ -102,9 +102,9 @@ def plan_stops(
     """The ascending offsets in `(num_usable_tokens, outline.num_tokens - 1]` where a prefill that starts at
     `num_usable_tokens` stops, no two of them further apart than `max_stride`.
 
-    `num_matched_tokens` is where the lookup found that this prompt leaves what is stored: others will leave there too.
-    With `needs_checkpoints` a state is to be kept at each stop, else the stops merely end segments. The last token is
-    never prefilled. Raises ValueError for a stride below 1.
+    `num_matched_tokens` is where this prompt parts from what is stored: other prompts will part there too. With
+    `needs_checkpoints` a state is stored at each stop, else the stops only end segments. The last token is never
+    prefilled. Raises ValueError for a stride below 1.
     """
     if max_stride < 1:
         raise ValueError(f"A stride has at least one token, not {max_stride}.")
@@ -124,7 +124,7 @@ def plan_stops(
 
 
 def _is_whole(outline: PromptOutline, offset: int) -> bool:
-    """An image's tokens attend to each other in some families: no state in the middle of one is of use."""
+    """An image's tokens attend to each other in some families: a state in the middle of one is of no use."""
     return image_around(outline.images, offset) is None
 
 

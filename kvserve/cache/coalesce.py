@@ -1,10 +1,10 @@
-"""Which small records should become one, and how their nodes join afterwards. It moves no payload."""
+"""Which small records become one, and how one replaces them. It joins no arrays: the engine brings the payload."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvserve.cache.node import Node
-from kvserve.cache.records import Piece
+from kvserve.cache.records import KvPiece, Payload
 from kvserve.cache.store import Store
 from kvserve.cache.trie import Trie
 
@@ -12,29 +12,29 @@ MAX_RECORD_TOKENS = 4096
 """500 turns of 64 tokens restore in 1.12 times the time of one record; with 2048 in 1.21, never joined in 4."""
 
 MIN_PIECES = 8
-"""So many records are joined even if they stay short together: what costs at a restore is their number."""
+"""This many records are joined even if they are short together: their number is what a restore pays for."""
 
 
 STUB_SHARE = 8
-"""A dead end of at most this part of a record is no branch: what a client left of an answer before it went on. Agents
-leave one at every turn, and a conversation would restore from as many records as it has turns."""
+"""A dead end of at most this part of a record is no branch: it is the end of an answer that a client did not send back.
+Agents make one at every turn, and a conversation would restore from as many records as it has turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoalesceRun:
-    """Consecutive nodes of a chain that branches into stubs only; `pieces[i]` are the rows of `nodes[i]`."""
+    """Consecutive nodes of a chain whose branches are stubs; `pieces[i]` are the rows of `nodes[i]`."""
 
     nodes: tuple[Node, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[KvPiece, ...]
 
     @property
     def num_tokens(self) -> int:
         return self.pieces[-1].end - self.pieces[0].start
 
 
-def plan_run(trie: Trie, store: Store, max_tokens: int) -> CoalesceRun | None:
+def plan_run(store: Store, max_tokens: int) -> CoalesceRun | None:
     """The first run of records that are worth joining, or None."""
-    for chain in _chains(trie, max_tokens // STUB_SHARE):
+    for chain in _chains(store.trie, max_tokens // STUB_SHARE):
         for nodes in _groups(chain, max_tokens):
             pieces = tuple(store.piece_of(node, node.end) for node in nodes)
             if all(piece.payload is not None for piece in pieces):
@@ -42,7 +42,15 @@ def plan_run(trie: Trie, store: Store, max_tokens: int) -> CoalesceRun | None:
     return None
 
 
-def merge_nodes(trie: Trie, nodes: tuple[Node, ...]) -> None:
+def replace_run(store: Store, run: CoalesceRun, payload: Payload) -> None:
+    """Put `payload` in the place of the records of `run`. Raises ValueError for a plan that is old."""
+    if any(node.segment is not piece.segment for node, piece in zip(run.nodes, run.pieces, strict=True)):
+        raise ValueError("The tree has changed since this plan: plan again.")
+    store.replace_rows(run.nodes, payload)
+    _merge(store.trie, run.nodes)
+
+
+def _merge(trie: Trie, nodes: tuple[Node, ...]) -> None:
     """Join neighbours that hold one record and between which nothing ends and no state is kept."""
     upper = nodes[0]
     for node in nodes[1:]:
@@ -66,7 +74,7 @@ def _chains(trie: Trie, stub_tokens: int) -> Iterator[list[Node]]:
 
 
 def _next(node: Node, stub_tokens: int) -> Node | None:
-    """Where a chain goes on behind a node; None where it ends or branches."""
+    """The next node of a chain; None where it ends or branches."""
     if len(node.children) == 1:
         return next(iter(node.children.values()))
     going_on = [each for each in node.children.values() if each.children or each.end - each.start > stub_tokens]

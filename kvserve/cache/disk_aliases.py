@@ -1,6 +1,6 @@
-"""Blobs whose tokens are known from other blobs already: another server wrote the same beginning in pieces of its own.
+"""Blobs whose tokens are known from other blobs already: another server wrote the same prefix in pieces of its own.
 
-They are of no use themselves, but others stand on them, and whoever names such a blob as its parent is to be placed.
+They serve no request themselves, but other blobs have them as parents, and these need their positions.
 """
 
 from collections.abc import Iterator
@@ -13,25 +13,25 @@ from kvserve.cache.trie import Trie
 
 @dataclass(slots=True)
 class _Alias:
-    """A blob, and the place behind its last token when that was looked for last."""
+    """A blob, and the position behind its last token when that was looked for last."""
 
     head: BlobHead
     end: Position
 
 
 class Aliases:
-    """The places of such blobs on a trie. Whoever calls holds the index's lock."""
+    """The positions of such blobs on a trie. The caller holds the index's lock."""
 
     def __init__(self, trie: Trie) -> None:
         self._trie = trie
         self._aliases: dict[BlobName, _Alias] = {}
 
     def add(self, head: BlobHead, end: Position) -> None:
-        """The tokens of a blob end at this place, with those before it."""
+        """Note that a blob's tokens end at this position."""
         self._aliases[head.name] = _Alias(head, end)
 
     def place(self, name: BlobName, offset: int) -> Position | None:
-        """The place behind `offset` tokens, which is inside this blob; None where it leads nowhere any more."""
+        """The position behind `offset` tokens, which is inside this blob; None where its path is not known any more."""
         alias = self._aliases.get(name)
         if alias is None or not alias.head.tokens.start < offset <= alias.head.tokens.end:
             return None
@@ -45,29 +45,29 @@ class Aliases:
         return found if found.depth == offset else None
 
     def state_place(self, name: str) -> Position | None:
-        """The place of a state of which another server's is known."""
+        """The position of a state where another server's is known."""
         alias = self._aliases.get(BlobName(name))
         position = self._trie.still_there(alias.end) if alias is not None else None
         is_there = alias is not None and position is not None and position.depth == alias.head.tokens.start
         return position if is_there else None
 
     def head(self, name: str) -> BlobHead | None:
-        """What is known of one of these."""
+        """An alias's head."""
         alias = self._aliases.get(BlobName(name))
         return alias.head if alias is not None else None
 
     def parents(self, name: str) -> Iterator[BlobName]:
-        """This blob, if it is one of these, and those of them that it stands on."""
+        """This blob, if it is an alias, and the aliases among its ancestors."""
         while (alias := self._aliases.get(BlobName(name))) is not None:
             yield alias.head.name
             name = alias.head.parent
 
     def forget(self, name: BlobName) -> None:
-        """It is gone, or is to go."""
+        """Forget an alias."""
         self._aliases.pop(name, None)
 
     def lost(self) -> list[BlobName]:
-        """Those whose tokens are not known to their end any more: they are forgotten, and named."""
+        """Forget the aliases whose tokens are not known to their end any more; returns their names."""
         lost = [name for name, each in self._aliases.items() if not self._is_whole(each.head)]
         for name in lost:
             del self._aliases[name]

@@ -1,4 +1,4 @@
-"""One blob: the KV of a run of tokens, or a state behind them, as a safetensors file that proves itself.
+"""One blob: the KV of a run of tokens, or a state behind them, as a safetensors file with its own checksum.
 
     8 bytes header length | JSON header, padded to 8 | tokens | the payload's tensors | SHA-256 of all bytes before it
 
@@ -18,25 +18,25 @@ from kvserve.cache.token_run import ID_BYTES, TokenRun
 from kvserve.core import ImageSpan
 
 FORMAT = "kvserve blob 2"
-"""Changes whenever the meaning of a blob's bytes changes: blobs of before are then not found."""
+"""Changes whenever the meaning of a blob's bytes changes: older blobs are then not found."""
 
 DIGEST_BYTES = 32
 GATHERED_BYTES = 256 * 1024
-"""Arrays that are smaller are copied together before they are hashed and written."""
+"""Smaller arrays are copied together before they are hashed and written."""
 MAX_HEADER_BYTES = 64 * 2**20
 NO_PARENT = ""
 PARTITION_MARK = "partition "
-"""What the first blob of a prefix stands on in a partition with a name: this and the name, so that the names of all
-that stand on it are other ones too, and without partitions every name is what it was before there were any."""
+"""The parent of a prefix's first blob in a named partition is this and the partition's name, so that all blobs there
+have other names. Without a partition every name is what it was before there were partitions."""
 
 
 def parent_of_first(partition: str) -> str:
-    """What the blobs that begin at the first token say of their parent."""
+    """The parent of blobs that begin at the first token."""
     return PARTITION_MARK + partition if partition else NO_PARENT
 
 
 def partition_of_first(parent: str) -> str | None:
-    """The partition that this parent stands for; None where it is a blob."""
+    """The partition whose first blobs have this parent; None where the parent is a blob."""
     if parent == NO_PARENT:
         return ""
     return parent.removeprefix(PARTITION_MARK) if parent.startswith(PARTITION_MARK) else None
@@ -47,7 +47,7 @@ BlobKind = Literal["segment", "checkpoint"]
 
 
 class DamagedBlob(Exception):
-    """A file that is not what its name says: cut off, altered, of another format or another model."""
+    """A file that does not match its name: cut off, altered, of another format or another model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class BlobHead:
-    """What a blob is of: the tokens `[tokens.start, tokens.end)` behind a place inside the segment `parent`.
+    """What a blob holds: the tokens `[tokens.start, tokens.end)` behind a position inside the segment `parent`.
 
-    A checkpoint has no tokens of its own and stands at `tokens.start`. Its `base` is a state before it on its path,
-    from which its windows go on: it has their rows since then only. The name binds the whole path, the model and that.
+    A checkpoint has no tokens of its own and is the state behind `tokens.start`. Its `base` is an earlier state on its
+    path: of sliding windows it has only the rows since then. The name depends on the whole path, the model and `base`.
     """
 
     model: str
@@ -120,8 +120,8 @@ def pack_blob(head: BlobHead, note: str, tensors: Sequence[Tensor]) -> list[Buff
 
 
 def _gathered(parts: Iterable[Buffer]) -> Iterator[Buffer]:
-    """The same bytes in fewer parts. Each is hashed and written by itself, and the interpreter's lock is given up and
-    asked for again each time: dozens of small arrays would have the engine's thread hand it over as often."""
+    """The same bytes in fewer parts. Hashing and writing each part releases the interpreter's lock and takes it again:
+    dozens of small arrays would have the engine's thread hand it over as often."""
     small: list[Buffer] = []
     num_bytes = 0
     for part in parts:
@@ -152,8 +152,8 @@ def _metadata(head: BlobHead, note: str) -> dict[str, str]:
 
 
 def unpack_blob(data: Buffer, name: BlobName, digest: bytes | None = None) -> Blob:
-    """Verify a whole file against its digest and its name. `digest`: what was computed of all bytes before the file's
-    own while they were read. Raises DamagedBlob."""
+    """Verify a whole file against its digest and its name. `digest` was computed while the bytes before the file's own
+    digest were read. Raises DamagedBlob."""
     view = memoryview(data).cast("B")
     if len(view) < 8 + DIGEST_BYTES:
         raise DamagedBlob("it is cut off")
@@ -172,9 +172,9 @@ def unpack_blob(data: Buffer, name: BlobName, digest: bytes | None = None) -> Bl
 
 
 def read_head(beginning: bytes, name: BlobName) -> BlobHead | int:
-    """What a file is of, from its first bytes, or how many bytes that takes. The payload stays unread and unverified.
+    """A file's head, from its first bytes, or how many bytes that takes. The payload is not read and not verified.
 
-    Raises DamagedBlob for a file that is not what its name says.
+    Raises DamagedBlob for a file that does not match its name.
     """
     if len(beginning) < 8:
         return 8
@@ -197,7 +197,7 @@ def read_head(beginning: bytes, name: BlobName) -> BlobHead | int:
 
 
 def _header(view: memoryview) -> tuple[int, dict[str, dict[str, object]]]:
-    """Where the data begins, and the JSON before it."""
+    """The offset of the data, and the JSON before it."""
     (length,) = struct.unpack("<Q", view[:8])
     try:
         header = json.loads(bytes(view[8 : 8 + length]))
@@ -226,7 +226,7 @@ def _head(header: dict[str, dict[str, object]], ids: bytes) -> BlobHead:
 def make_head(
     model: str, kind: str, parent: str, start: int, ids: bytes, images: str, boundary: str, base: str
 ) -> BlobHead:
-    """A head from its parts as they are written down. Raises ValueError for parts that none can have."""
+    """A head from its written parts. Raises ValueError for parts that no head can have."""
     if kind not in get_args(BlobKind) or boundary not in get_args(BoundaryKind):
         raise ValueError(f"There is no {kind!r} at a {boundary!r}.")
     spans = tuple(ImageSpan(int(first), int(end), str(digest)) for first, end, digest in json.loads(images))

@@ -1,7 +1,7 @@
-"""The books of all blobs of all models in one SQLite file: what is there, when it was used, what leaves first.
+"""The catalog of all blobs of all models in one SQLite file: what is there, when it was used, what is evicted first.
 
-It is a copy of what the blobs say of themselves, so it may be thrown away. Times are ages (`disk_age`). Every
-method of `Catalog` may raise sqlite3.Error; `OpenBooks` says what that costs.
+The files say the same of themselves, so it may be thrown away. Times are ages (`disk_age`). Every method of `Catalog`
+may raise sqlite3.Error; `OpenCatalog` says what that costs.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from kvserve.cache.disk_age import Tick
 from kvserve.cache.disk_blob import BlobHead, BlobName, make_head
 from kvserve.cache.disk_entries import Unused
 from kvserve.cache.disk_faults import Faults
-from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
+from kvserve.cache.forget_users import IsForgotten, is_needed, remaining
 
 VERSION = 2
 BUSY_SECONDS = 1.0
 
 LOG_PAGES = 128
-"""The log of the index counts in the cap like any file."""
+"""The catalog's log counts in the cap like any file."""
 
 _SCHEMA = """
 CREATE TABLE blobs (
@@ -45,7 +45,7 @@ CREATE TABLE IF NOT EXISTS users (
     PRIMARY KEY (model, name, user)
 ) WITHOUT ROWID
 """
-"""Beside the version: an index without this table is as good as any, and one with it as good for a server of before."""
+"""Outside of the version: a catalog without this table is valid, and one with it is valid for an older server."""
 
 _CLOCK = """
 CREATE TABLE IF NOT EXISTS clock (one INTEGER PRIMARY KEY CHECK (one = 1), age REAL, wall REAL, boot REAL)
@@ -70,13 +70,13 @@ _PASSING = frozenset(
 
 
 def is_passing(error: sqlite3.Error) -> bool:
-    """Whether the index itself is not to blame: somebody holds it, the disk is full or cannot be written."""
+    """Whether the catalog itself is sound: another process holds it, or the disk is full or cannot be written."""
     return getattr(error, "sqlite_errorcode", -1) & 0xFF in _PASSING
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A blob as the index has it."""
+    """A blob as the catalog has it."""
 
     head: BlobHead
     num_bytes: int
@@ -85,7 +85,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A blob that may leave: whose it is, its name, its bytes, and when it was used."""
+    """A blob that may be evicted: its model and name, its bytes, and when it was used."""
 
     model: str
     name: BlobName
@@ -94,11 +94,12 @@ class Victim:
 
 
 class Catalog:
-    """Open books. Used by one thread at a time. `fault` says why they were begun anew; None where they were found as
-    they should be."""
+    """An open catalog, for one thread at a time. `fault` says why it was created anew; None where a sound one was
+    found."""
 
     def __init__(self, path: Path | None) -> None:
-        """Opens them; what is of another version or no database is made anew. None: in RAM, gone with the process."""
+        """Opens or creates it; a file of another version, or that is no database, is made anew. None: in RAM, gone with
+        the process."""
         self._path = path
         is_found = path is not None and path.exists() and path.stat().st_size
         self.fault: str | None = None if is_found else "there is none"
@@ -139,7 +140,7 @@ class Catalog:
                     db.execute(f"PRAGMA user_version={VERSION}")
                 db.execute(_USERS)
                 db.execute(_CLOCK)
-        except UnicodeDecodeError as error:  # the complaint has the broken name of a table in it
+        except UnicodeDecodeError as error:  # SQLite's message has the broken name of a table in it
             db.close()
             raise sqlite3.DatabaseError("the index is damaged: its tables have no names") from error
         except BaseException:
@@ -169,7 +170,7 @@ class Catalog:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def listed(self, model: str) -> Iterator[Listed | BlobName]:
-        """A model's blobs, parents before children; of a row that contradicts its own name only that name."""
+        """A model's blobs, parents before children; only the name of a row that contradicts it."""
         columns = "name, kind, parent, start, tokens, images, boundary, base, num_bytes, used_at"
         rows = self._db.execute(f"SELECT {columns} FROM blobs WHERE model = ? ORDER BY start", (model,))
         for name, kind, parent, start, tokens, images, boundary, base, num_bytes, used_at in rows:
@@ -188,20 +189,20 @@ class Catalog:
         return {(model, BlobName(name)) for model, name in self._db.execute("SELECT model, name FROM blobs")}
 
     def unused_since(self, moment: float) -> list[Victim]:
-        """Blobs that nobody used after a moment."""
+        """Blobs that were not used after a moment."""
         return self._victims("WHERE used_at < ? ORDER BY used_at", (moment,))
 
     def least_recent(self, limit: int) -> list[Victim]:
-        """What leaves first: the least recently used, of one moment the deepest."""
+        """What is evicted first: the least recently used, of one moment the deepest."""
         return self._victims("ORDER BY used_at, start DESC, kind, name LIMIT ?", (limit,))
 
     def used_at(self, victim: Victim) -> float | None:
-        """When a blob was used, as it stands here now; None where it is not here."""
+        """When a blob was used; None where it has no row."""
         found = self._victims("WHERE model = ? AND name = ?", (victim.model, victim.name))
         return found[0].used_at if found else None
 
     def with_descendants(self, victim: Victim) -> list[Victim]:
-        """A blob and all that stand on it: without it they lead nowhere."""
+        """A blob and its descendants, which are of no use without it."""
         found, todo, seen = [victim], [victim], {victim.name}
         while todo:
             parent = todo.pop()
@@ -220,32 +221,32 @@ class Catalog:
                 yield BlobName(name), user, depth
 
     def unused(self, model: str, is_forgotten: IsForgotten) -> Unused:
-        """The blobs with tokens that only these users are known to have used, or nobody, and what stands on them: of a
-        model that nobody has loaded no trie says more, and nobody can read what others have there and write it anew. A
-        row that contradicts its own name goes too."""
+        """The blobs with tokens that only these users, or no known user, have used, and their descendants. There is no
+        trie of a model that is not loaded, so what others used of such a blob cannot be written anew. Rows that
+        contradict their names are among them."""
         depths: defaultdict[BlobName, dict[str, int]] = defaultdict(dict)
         for name, user, depth in self.users(model):
             depths[name][user] = depth
         users = {user for of_blob in depths.values() for user in of_blob if is_forgotten(user)}
-        doomed: dict[str, int] = {}
+        deleted: dict[str, int] = {}
         for row in self.listed(model):  # parents before children
             if not isinstance(row, Listed):
-                doomed[row] = 0
+                deleted[row] = 0
                 continue
             others = remaining(depths[row.head.name], users.__contains__)
-            if row.head.parent in doomed or row.head.base in doomed or not is_needed(others, row.head.tokens.end):
-                doomed[row.head.name] = row.num_bytes
-        return Unused(tuple(map(BlobName, doomed)), tuple(sorted(users)), sum(doomed.values()))
+            if row.head.parent in deleted or row.head.base in deleted or not is_needed(others, row.head.tokens.end):
+                deleted[row.head.name] = row.num_bytes
+        return Unused(tuple(map(BlobName, deleted)), tuple(sorted(users)), sum(deleted.values()))
 
     def rate(self, name: str) -> float | None:
-        """A measured rate per second, None where none was put down."""
+        """A measured rate per second; None where none was written."""
         row = self._db.execute("SELECT per_second FROM rates WHERE name = ?", (name,)).fetchone()
         is_rate = row is not None and isinstance(row[0], float) and 0 < row[0] < math.inf
         return row[0] if is_rate else None
 
     def clock(self) -> Tick | None:
-        """The moment that was put down last. Where none was, as by servers of before, the last use of any blob: how
-        long ago that is nobody knows but the machine's clock."""
+        """The moment that was written last. A catalog of an older server has none: then the last use of any blob, whose
+        age only the machine's clock tells."""
         row = self._db.execute("SELECT age, wall, boot FROM clock").fetchone()
         is_tick = row is not None and all(isinstance(each, float) and 0 <= each < math.inf for each in row)
         if is_tick:
@@ -269,8 +270,8 @@ class Catalog:
         used_at: Mapping[BlobName, float],
         depths: Mapping[tuple[BlobName, str], int | None],
     ) -> None:
-        """Put down, all or none: blobs (one that is there, as another server may know it too, is as young as it was),
-        when blobs of a model were used, and by whom, up to which offset; None: not noted any more."""
+        """Write, all or none: blobs (one that is there, of another server perhaps, gets no older), when blobs of a
+        model were used, and by whom, up to which offset; None: that user is dropped."""
         with _transaction(self._db):
             self._db.executemany(_PUT, map(_row, blobs))
             moments = ((moment, model, name) for name, moment in used_at.items())
@@ -281,88 +282,88 @@ class Catalog:
             self._db.executemany("DELETE FROM users WHERE model = ? AND name = ? AND user = ?", gone)
 
     def drop(self, blobs: Collection[tuple[str, BlobName]]) -> None:
-        """Forget blobs by (model, name)."""
+        """Delete the rows of blobs, by (model, name)."""
         with _transaction(self._db):
             self._db.executemany("DELETE FROM blobs WHERE model = ? AND name = ?", blobs)
             self._db.executemany("DELETE FROM users WHERE model = ? AND name = ?", blobs)
 
     def forget_users(self, model: str, users: Collection[str]) -> None:
-        """Note nothing of these any more, and leave no trace of what was deleted: neither here nor in the log."""
+        """Delete these users, and every trace of deleted rows in file and log."""
         with _transaction(self._db):
             self._db.executemany("DELETE FROM users WHERE model = ? AND user = ?", [(model, user) for user in users])
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def set_rate(self, name: str, per_second: float) -> None:
-        """Put a measured rate down."""
+        """Write a measured rate."""
         with _transaction(self._db):
             self._db.execute("INSERT OR REPLACE INTO rates VALUES (?, ?)", (name, per_second))
 
     def set_clock(self, tick: Tick) -> None:
-        """Put a moment down."""
+        """Write a moment."""
         with _transaction(self._db):
             self._db.execute("INSERT OR REPLACE INTO clock VALUES (1, ?, ?, ?)", (tick.age, tick.wall, tick.boot))
 
 
-class OpenBooks:
-    """The books as far as they can be had: what is locked or broken costs order and speed, never a blob. Says of each
-    question and change whether that could be. `begin_anew` is called where they had to be emptied."""
+class OpenCatalog:
+    """The catalog where it can be used: a locked or broken one costs order and speed, never a blob. Each question and
+    change says whether it could be done. `begin_anew` is called after the catalog had to be emptied."""
 
-    def __init__(self, open_books: Callable[[], Catalog], faults: Faults, begin_anew: Callable[[], None]) -> None:
-        self._open_books = open_books
+    def __init__(self, open_catalog: Callable[[], Catalog], faults: Faults, begin_anew: Callable[[], None]) -> None:
+        self._open_catalog = open_catalog
         self._faults = faults
         self._begin_anew = begin_anew
-        self._books: Catalog | None = None
+        self._catalog: Catalog | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether they can be asked."""
-        return self._books is not None
+        """Whether it can be asked."""
+        return self._catalog is not None
 
     def open(self) -> Catalog | None:
-        """Open them, if they are not; None where that cannot be now."""
-        if self._books is None:
+        """Open it, if it is not; None where that fails now."""
+        if self._catalog is None:
             try:
-                self._books = self._open_books()
+                self._catalog = self._open_catalog()
             except (sqlite3.Error, OSError) as error:
                 self._faults.add("index", error)
-        return self._books
+        return self._catalog
 
     def do[**P](self, change: Callable[Concatenate[Catalog, P], None], *what: P.args, **named: P.kwargs) -> bool:
-        """Change them; whether that could be."""
+        """Change it; whether that was possible."""
 
-        def done(books: Catalog) -> bool:
-            change(books, *what, **named)
+        def done(catalog: Catalog) -> bool:
+            change(catalog, *what, **named)
             return True
 
         return self.ask(done) is not None
 
     def ask[**P, T](self, question: Callable[Concatenate[Catalog, P], T], *what: P.args, **named: P.kwargs) -> T | None:
-        """Ask them; None where they cannot be used."""
-        if self._books is None:
+        """Ask it; None where it cannot be used."""
+        if self._catalog is None:
             return None
         try:
-            return question(self._books, *what, **named)
+            return question(self._catalog, *what, **named)
         except sqlite3.Error as error:
             self._faults.add("index", error)
             if not is_passing(error):
-                self._begin_with_empty_ones()
+                self._reset()
             return None
 
-    def _begin_with_empty_ones(self) -> None:
-        """`Ledger.settle` puts the files into them again."""
+    def _reset(self) -> None:
+        """`DiskAccount.reconcile` writes rows for the files again."""
         try:
             self._begin_anew()
-            if self._books is not None:
-                self._books.reset()
+            if self._catalog is not None:
+                self._catalog.reset()
         except (sqlite3.Error, OSError) as again:
             self._faults.add("index", again)
-            self._books = None
+            self._catalog = None
 
     def close(self) -> None:
-        """They may be opened again."""
-        if self._books is not None:
-            self._books.close()
-            self._books = None
+        """Close it; it may be opened again."""
+        if self._catalog is not None:
+            self._catalog.close()
+            self._catalog = None
 
 
 def _row(blob: Listed) -> tuple[object, ...]:

@@ -1,5 +1,5 @@
-"""The nouns of the disk's index: a blob as it is known there, what a prefix consists of, and who used what since the
-books were written. No trie and no file.
+"""The nouns of the disk's index: a blob as the index knows it, the blobs of a prefix, and uses that the catalog does
+not have. No trie and no file.
 """
 
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from kvserve.cache.records import RecordId
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A blob that is on disk, or will be. `users`: who used its tokens, and up to which offset; `state_end`: where the
-    last state before its tokens was when it was made known. `base`: the state from which this one's windows go on;
-    `leaning`: those that go on from this one. Once one `is_forgotten` another one may have its name. Changed by the
-    index only."""
+    """A blob that is on disk, or will be. `users`: who used its tokens, up to which offset; `state_end`: where the last
+    state before its tokens was when it was added. `base`: the state whose windows this one continues; `leaning`: the
+    states that continue this one. After it `is_forgotten` another entry may have its name. Changed by the index
+    only."""
 
     record_id: RecordId
     head: BlobHead
@@ -28,7 +28,7 @@ class Entry:
 
     @property
     def chain(self) -> "tuple[Entry, ...]":
-        """This state and all that it goes on from, the whole one first."""
+        """This state and all that it continues, the whole one first."""
         return (*self.base.chain, self) if self.base is not None else (self,)
 
     @property
@@ -47,7 +47,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BlobStep:
     """The tokens `[start, end)` of a prefix are in `segment`; `checkpoint` is the state behind `end`, if any."""
 
     segment: Entry
@@ -61,24 +61,24 @@ class Found:
     """What is known of a prefix: `steps` cover it from its first token to `depth`, in order."""
 
     depth: int = 0
-    steps: tuple[Step, ...] = field(default=())
+    steps: tuple[BlobStep, ...] = field(default=())
 
     def written(self) -> "Found":
         """The part that is on disk already."""
-        steps: list[Step] = []
+        steps: list[BlobStep] = []
         for step in self.steps:
             if not step.segment.is_written:
                 break
             state = step.checkpoint
             if state is not None and not all(each.is_written for each in state.chain):
                 state = None
-            steps.append(Step(step.segment, step.start, step.end, state))
+            steps.append(BlobStep(step.segment, step.start, step.end, state))
         return Found(steps[-1].end if steps else 0, tuple(steps))
 
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """What nobody needs once these users are forgotten: blobs, and the bytes of those that were on disk."""
+    """What no other user needs once these are forgotten: blobs, and the bytes of those that were on disk."""
 
     names: tuple[BlobName, ...]
     users: tuple[str, ...]
@@ -86,7 +86,7 @@ class Unused:
 
 
 class DiskUses:
-    """What is new of the blobs' users since it was last taken. Whoever calls holds the index's lock."""
+    """New uses of blobs since they were last taken. The caller holds the index's lock."""
 
     def __init__(self) -> None:
         self._unsaved: dict[tuple[BlobName, str], int | None] = {}
@@ -97,7 +97,7 @@ class DiskUses:
         return bool(self._unsaved)
 
     def note(self, entry: Entry, user: str, depth: int) -> None:
-        """A user came `depth` tokens far inside a blob."""
+        """Note that a user came `depth` tokens far inside a blob."""
         if entry.users.get(user, 0) >= depth:
             return
         oldest = note_use(entry.users, user, depth)
@@ -106,6 +106,6 @@ class DiskUses:
             self._unsaved[entry.name, oldest] = None
 
     def take(self) -> dict[tuple[BlobName, str], int | None]:
-        """(blob, user) -> how far it came, None where it is noted no more."""
+        """(blob, user) -> how far it came; None where the user was dropped."""
         unsaved, self._unsaved = self._unsaved, {}
         return unsaved

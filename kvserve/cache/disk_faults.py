@@ -1,4 +1,4 @@
-"""What went wrong with the disk: counted by kind, told once. No fault of the disk is ever more than a miss."""
+"""Faults of the disk: counted by kind, reported once. A fault of the disk never costs more than a miss."""
 
 import threading
 from collections import Counter
@@ -15,9 +15,9 @@ _CONSEQUENCE: Mapping[FaultKind, str] = {
     "unreadable": "KV on disk could not be read and is computed again",
     "unwritable": "KV could not be written to disk and stays in RAM only",
     "full": "The disk has no room for more KV; nothing is written until there is",
-    "behind": "KV left RAM before the disk could take it and is computed again",
+    "behind": "KV was evicted from RAM before it could be written to disk and is computed again",
     "index": "The index of the KV on disk could not be used; it is made again from the files",
-    "unlocked": "This volume locks no files: two servers on one folder may delete what the other has just written",
+    "unlocked": "This volume has no file locks: two servers on one folder may delete what the other has just written",
     "unsupported": "A state of this model cannot be written to disk and stays in RAM only",
 }
 
@@ -32,7 +32,7 @@ class Faults:
         self._told: set[FaultKind] = set()
 
     def add(self, kind: FaultKind, reason: object) -> None:
-        """Count a fault; the first of its kind is told with its reason."""
+        """Count a fault; report the first of its kind with its reason."""
         with self._lock:
             self._counts[kind] += 1
             is_first = kind not in self._told
@@ -41,7 +41,7 @@ class Faults:
             self._report(f"{_CONSEQUENCE[kind]} ({reason}). Counted in GET /v1/cache; not told again.")
 
     def is_over(self, kind: FaultKind, line: str) -> None:
-        """A condition has ended: say so, and tell the next fault of this kind again."""
+        """Report that a condition has ended, and report the next fault of this kind again."""
         with self._lock:
             was_told = kind in self._told
             self._told.discard(kind)

@@ -1,12 +1,12 @@
-"""The trie of blobs and the ways on it: where a prefix leads, the last state on it, what its blocks are called, what
-serves it only, and what others would lose with it. No files."""
+"""The trie of blobs and the paths on it: where a prefix ends, the last state on it, the hashes of its blocks, what
+serves only this prefix, and what others would lose with it. No files."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
-from kvserve.cache.disk_entries import Entry, Step
-from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
+from kvserve.cache.disk_entries import BlobStep, Entry
+from kvserve.cache.forget_users import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position
 from kvserve.cache.records import Copy, RecordId
 from kvserve.cache.token_run import ID_BYTES, TokenRun, image_around, join
@@ -14,11 +14,12 @@ from kvserve.cache.trie import Trie
 from kvserve.core import ImageSpan, TokenSequence
 
 MAX_NODES_BEHIND_STATE = 4
-"""Nobody looks further up for the last state before a place; there it is known from when the blob was made known."""
+"""The last state before a position is looked for on so many nodes; above them it is known from when the blob was
+added."""
 
 
-class Ways:
-    """The blobs that are known, on a trie. Whoever calls holds the index's lock, and owns what is in it."""
+class BlobPaths:
+    """The known blobs on a trie. The caller holds the index's lock, and owns the content."""
 
     def __init__(self) -> None:
         self.trie = Trie(use_index=True)
@@ -32,15 +33,15 @@ class Ways:
         return self.trie.walk(start, run, run.end) if start is not None else Position(root, 0)
 
     def inside(self, rows: Sequence[Copy], offset: int) -> Position | None:
-        """The place behind `offset` tokens of a prefix: in the last one of its blobs that begins before it."""
+        """The position behind `offset` tokens of a prefix: in the last one of its blobs that begins before it."""
         entry = next((each for each in reversed(rows) if isinstance(each, Entry) and each.start < offset), None)
         if entry is None or entry.is_forgotten:
             return None
         holders = self.trie.holders.get(entry.record_id, ())
         return next((Position(node, offset) for node in holders if node.start < offset <= node.end), None)
 
-    def steps(self, position: Position, start: int = 0) -> Iterator[Step]:
-        """What the path to a place consists of, from the first step that ends behind `start`."""
+    def steps(self, position: Position, start: int = 0) -> Iterator[BlobStep]:
+        """The steps of the path to a position, from the first that ends behind `start`."""
         nodes, above = list[Node](), position.node
         while above.parent is not None and above.end > start:
             nodes.append(above)
@@ -49,7 +50,7 @@ class Ways:
             end = min(node.end, position.depth)
             is_whole = node.checkpoint is not None and end == node.end
             state = self.entries[node.checkpoint.record_id] if node.checkpoint is not None and is_whole else None
-            yield Step(self.entry_of(node), node.start, end, state)
+            yield BlobStep(self.entry_of(node), node.start, end, state)
 
     def entry_of(self, node: Node) -> Entry:
         if node.segment is None:
@@ -57,9 +58,9 @@ class Ways:
         return self.entries[node.segment.record_id]
 
     def last_state(self, position: Position, limit: int) -> tuple[Entry | None, int]:
-        """The last state on the way to a place that ends before `limit`, and where; None and 0 where there is none.
+        """The last state on the path to a position that ends before `limit`, and where; None and 0 where there is none.
 
-        Further up than some nodes it is not looked for: it is where it was when the last of these was made known.
+        Above a few nodes it is not looked for: it is where it was when the last of these nodes was added.
         """
         node = below = position.node
         for _ in range(MAX_NODES_BEHIND_STATE):
@@ -72,14 +73,14 @@ class Ways:
 
 
 def tops(nodes: Collection[Node]) -> list[Node]:
-    """Of the nodes that have tokens of one segment those that do not follow on another one of it."""
+    """Of the nodes of one segment those whose parent is not one of them."""
     return [node for node in nodes if node.parent not in nodes]
 
 
 def serving_only(trie: Trie, entry_of: Callable[[Node], Entry], position: Position, start: int) -> list[RecordId]:
-    """What serves only the path to a place, from its end up to a branch or to the end of system and tools, and begins
-    at `start` or behind it: states, and segments that no other node has. Nothing where what is known goes on with other
-    tokens."""
+    """The records that serve only the path to a position, from its end up to a branch or to the end of system and
+    tools, and begin at `start` or behind it: states, and segments that no other node has. None where known tokens
+    follow the position."""
     node, tail = position.node, list[Node]()
     while node.parent is not None and len(node.children) == bool(tail) and node.start >= start:
         entry = entry_of(node)
@@ -93,7 +94,7 @@ def serving_only(trie: Trie, entry_of: Callable[[Node], Entry], position: Positi
 
 
 def hashes_at(hasher: BlockHasher, position: Position, tokens: TokenRun) -> tuple[bytes, ...]:
-    """The names of the blocks that end inside `tokens`, which stand at `position`."""
+    """The hashes of the blocks that end inside `tokens`, which follow `position`."""
     size = hasher.block_size
     border = position.depth // size * size
     chain, before = hasher.start(position.node.root().partition), [tokens]
@@ -109,40 +110,42 @@ def hashes_at(hasher: BlockHasher, position: Position, tokens: TokenRun) -> tupl
 
 
 def _shifted(run: TokenRun, by: int) -> TokenRun:
-    """The same tokens `by` places earlier: names of blocks depend on what comes before, not on where they stand."""
+    """The same tokens `by` places earlier: block hashes depend on what comes before, not on the offset."""
     images = tuple(ImageSpan(span.start - by, span.end - by, span.digest) for span in run.images)
     if run.start < by or len(run.ids) % ID_BYTES:
-        raise ValueError("Tokens before the border cannot be named.")
+        raise ValueError("Tokens before the border cannot be hashed.")
     return TokenRun(run.start - by, run.ids, images)
 
 
 @dataclass(frozen=True, slots=True)
-class Endangered:
-    """A prefix of a partition that `users`, who stay, used up to these offsets."""
+class SharedPrefix:
+    """A prefix of a partition that `users`, who are not forgotten, used up to these offsets."""
 
     tokens: TokenSequence
     partition: str
     users: Mapping[str, int]
 
 
-def endangered(trie: Trie, users_of: Callable[[Node], dict[str, int]], is_forgotten: IsForgotten) -> list[Endangered]:
-    """The longest prefixes that others used and that stand on what goes; `users_of` are those of a node's blob.
+def shared_prefixes(
+    trie: Trie, users_of: Callable[[Node], dict[str, int]], is_forgotten: IsForgotten
+) -> list[SharedPrefix]:
+    """The longest prefixes that other users have in deleted blobs; `users_of` gives the users of a node's blob.
 
-    blob of one    |-----------------------------|      goes, as its end is of nobody else
-    others               |----- blob             |      stood on it: what they used is to be written anew
+    blob of one    |-----------------------------|      is deleted, as only that user came to its end
+    others               |----- blob             |      has it as its parent: what they used is to be written anew
     """
     users: dict[Node, dict[str, int]] = {}
-    doomed: set[Node] = set()
+    deleted: set[Node] = set()
     for node in trie.nodes():  # parents before children
         staying = remaining(users_of(node), is_forgotten)
         users[node] = {user: min(depth, node.end) for user, depth in staying.items() if depth > node.start}
-        if not is_needed(staying, node.tokens.end) or node.parent in doomed:
-            doomed.add(node)
-    ends = (node for node in doomed if users[node] and not any(users[child] for child in node.children.values()))
-    return [_endangered(node, users) for node in ends]
+        if not is_needed(staying, node.tokens.end) or node.parent in deleted:
+            deleted.add(node)
+    ends = (node for node in deleted if users[node] and not any(users[child] for child in node.children.values()))
+    return [_shared_prefix(node, users) for node in ends]
 
 
-def _endangered(last: Node, users: Mapping[Node, Mapping[str, int]]) -> Endangered:
+def _shared_prefix(last: Node, users: Mapping[Node, Mapping[str, int]]) -> SharedPrefix:
     path = last.path()
     depths = {user: depth for node in path for user, depth in users[node].items()}  # the deepest of each
     run = join([node.tokens.part(node.start, node.end) for node in path])
@@ -150,4 +153,6 @@ def _endangered(last: Node, users: Mapping[Node, Mapping[str, int]]) -> Endanger
     if (image := image_around(run.images, end)) is not None:
         end = image.start
     part = run.part(0, end)
-    return Endangered(TokenSequence(tuple(memoryview(part.ids).cast("I")), part.images), last.root().partition, depths)
+    return SharedPrefix(
+        TokenSequence(tuple(memoryview(part.ids).cast("I")), part.images), last.root().partition, depths
+    )

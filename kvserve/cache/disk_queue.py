@@ -1,7 +1,6 @@
-"""How many bytes are between RAM and the disk: blobs that wait to be written, and those that were read and not taken
-yet.
+"""The blobs between RAM and disk: those that wait to be written, and those that were read and not taken yet.
 
-Figures and order only. The disk tier's lock guards both; single numbers may be read from any thread.
+Order and bytes only. The disk tier's lock guards both; any thread may read single numbers.
 """
 
 import time
@@ -13,12 +12,12 @@ from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_records import Load, Write
 
 STUCK_SECONDS = 0.2
-"""Whoever waits for the disk takes what was read between two steps; somebody who is away for so long is not waited
-for."""
+"""A request that waits for the disk takes what was read between two steps; one that takes nothing for so long blocks no
+other."""
 
 
 class WriteQueue:
-    """Blobs that are to be written, in order. One that was taken out counts until it is done."""
+    """Blobs to write, in order. One that was taken out counts until it is done."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -32,35 +31,35 @@ class WriteQueue:
         return bool(self._waiting)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether a payload may be put: one that is larger than the whole queue waits in it alone."""
+        """Whether a payload may be put; a payload larger than the whole queue waits in it alone."""
         return not self._waiting or self.num_bytes + num_bytes <= self._max_bytes
 
     def put(self, write: Write, *, is_own: bool = False) -> None:
-        """`is_own`: RAM has these bytes here only, not in what it keeps."""
+        """Add a write. `is_own`: these bytes are not in the RAM tier any more."""
         self._waiting.append(write)
         self.num_bytes += write.num_bytes
         if is_own:
             self._hold(write)
 
-    def left_ram(self, entries: Collection[Entry]) -> None:
-        """These have left what RAM keeps: until they are written, their bytes are here only."""
+    def evicted_from_ram(self, entries: Collection[Entry]) -> None:
+        """These were evicted from RAM: until they are written, only the queue has their bytes."""
         pending = [*self._waiting, *([self._writing] if self._writing is not None else ())]
         for write in pending:
             if write.entry in entries:
                 self._hold(write)
 
     def take(self) -> Write:
-        """The first; call `done` for it."""
+        """Take the first write; call `done` for it."""
         self._writing = self._waiting.popleft()
         return self._writing
 
     def done(self, write: Write) -> None:
-        """It is written, or given up."""
+        """Drop a write: it is written, or failed."""
         self._writing = None
         self._forget(write)
 
     def clear(self) -> None:
-        """Nothing that waits is written."""
+        """Drop all that waits."""
         for write in self._waiting:
             self._forget(write)
         self._waiting.clear()
@@ -76,7 +75,7 @@ class WriteQueue:
 
 
 class ReadAhead:
-    """Bytes that were read for all who wait, and not taken yet."""
+    """Blobs that were read for waiting requests and not taken yet."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -84,9 +83,8 @@ class ReadAhead:
         self.num_bytes = 0
 
     def next_of(self, loads: Iterable[Load]) -> Load | None:
-        """The first load that may go on: its next blob fits beside all that is there, or nothing is. Where nobody has
-        taken anything for a while, those of whom nothing is there have a blob each: whoever takes waits for nobody who
-        does not."""
+        """The first load that may continue: its next blob fits beside all that is there, or nothing is there. If none
+        was taken for a while, each load without a blob gets one: a request that takes waits for none that does not."""
         is_stuck = time.monotonic() - self._moved_at >= STUCK_SECONDS
         for load in loads:
             num_next_bytes = load.entries[load.num_read].num_bytes
@@ -96,7 +94,7 @@ class ReadAhead:
         return None
 
     def arrived(self, load: Load, blob: Blob | None, num_bytes: int) -> None:
-        """A blob was read; nobody wants that of a load that was given up meanwhile."""
+        """Add a blob that was read, unless its load was cancelled meanwhile."""
         if load.is_cancelled:
             return
         self._moved_at = time.monotonic()
@@ -105,7 +103,7 @@ class ReadAhead:
         self.num_bytes += num_bytes
 
     def taken(self, load: Load) -> list[Blob | None]:
-        """The first that is there; nothing where none is."""
+        """Take the first blob that is there, if any."""
         if not load.ready:
             return []
         blob, num_bytes = load.ready.popleft()
@@ -115,7 +113,7 @@ class ReadAhead:
         return [blob]
 
     def cancelled(self, load: Load) -> None:
-        """Nobody wants the rest."""
+        """Drop a load and what was read for it."""
         load.is_cancelled = True
         load.ready.clear()
         self.num_bytes -= load.ready_bytes

@@ -1,4 +1,4 @@
-"""What the disk tier hands out: blobs on their way, limits, and its own figures. Values without behaviour."""
+"""The nouns of the disk tier: limits, reads and writes in progress, figures. Values without behaviour."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from kvserve.cache.disk_entries import Entry
 @dataclass(frozen=True, slots=True)
 class DiskLimits:
     """Bounds over all models; `max_bytes` None takes the smaller of 500 GB and 20 % of what is free. What was read and
-    not yet taken is bounded over all who wait: then reading waits for them."""
+    not yet taken is bounded over all loads: then reading waits."""
 
     max_bytes: int | None
     min_free_bytes: int
@@ -21,8 +21,8 @@ class DiskLimits:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """Blobs on their way from the disk, in order; a None among them ends it: it could not be had. `num_read` of them
-    were read, `ready` was not taken yet, each with its bytes."""
+    """Blobs to read, in order; a None in `ready` ends it: that blob could not be read. `num_read` of them were read,
+    `ready` was not taken yet, each with its bytes."""
 
     entries: tuple[Entry, ...]
     ready: deque[tuple[Blob | None, int]] = field(default_factory=deque)
@@ -48,7 +48,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Blobs that somebody wanted gone: bytes of them, and whether all are, from the index too."""
+    """The result of a deletion: bytes of the blobs, and whether files and rows of all are gone."""
 
     num_bytes: int
     is_done: bool

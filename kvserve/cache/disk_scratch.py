@@ -1,6 +1,6 @@
-"""Blobs in one scratch file without a name, with an index in RAM: gone with the process, however it ends.
+"""Blobs in one scratch file without a name, with a catalog in RAM: gone with the process, however it ends.
 
-    | blob | free | blob | blob |          what leaves makes room inside; a free tail is cut off
+    | blob | free | blob | blob |          a deleted blob's room is used again; a free tail is cut off
 
 It has the contract of `FolderStore`. One thread at a time.
 """
@@ -19,7 +19,7 @@ from kvserve.cache.disk_store import Arrived, FolderStore, StoredFile, check_own
 
 
 class ScratchStore:
-    """Blobs of one model in a file that has no name in `folder` any more."""
+    """Blobs of one model in an unlinked file of `folder`."""
 
     def __init__(self, folder: Path, model: str) -> None:
         """Raises OSError where no file can be made there."""
@@ -42,12 +42,12 @@ class ScratchStore:
         """Length of the file, free parts included."""
         return self._end
 
-    def open_books(self) -> Catalog:
-        """An index that is in no file."""
+    def open_catalog(self) -> Catalog:
+        """A catalog in RAM."""
         return Catalog(None)
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Nobody else has this file."""
+        """No lock is needed: no other server has this file."""
         return contextlib.nullcontext()
 
     def free_bytes(self) -> int:
@@ -59,7 +59,7 @@ class ScratchStore:
         return 0
 
     def write(self, name: BlobName, parts: Sequence[Buffer]) -> int:
-        """Write a blob where there is room, else at the end. Raises OSError; nothing is held then."""
+        """Write a blob where there is room, else at the end. Raises OSError, with nothing changed."""
         num_bytes = sum(map(num_bytes_of, parts))
         offset = self._allocate(num_bytes)
         try:
@@ -82,7 +82,7 @@ class ScratchStore:
         return read_pieces(self._file.fileno(), *self._places[name], arrived)
 
     def read_head(self, file: StoredFile) -> BlobHead:
-        """Nothing is ever found that was not written by this process."""
+        """Raises FileNotFoundError: every blob here was written by this process and has a row."""
         raise FileNotFoundError(file.name)
 
     def has(self, model: str, name: BlobName) -> bool:
@@ -101,13 +101,13 @@ class ScratchStore:
         return (StoredFile(self._model, name, size, time.time()) for name, (_, size) in list(self._places.items()))
 
     def sync(self) -> None:
-        """Nothing has to outlive the process."""
+        """Do nothing: no blob outlives the process."""
 
     def sweep(self) -> None:
-        """Nobody else can leave anything here."""
+        """Do nothing: no other process writes here."""
 
     def has_locks(self) -> bool:
-        """Nobody shares this file."""
+        """True: no other server shares this file."""
         return True
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Files of blobs: a private folder per model, complete files only, written beside and renamed.
+"""Files of blobs: a private folder per model, complete files only, written under another name and renamed.
 
 It knows names and bytes, not what is in them.
 """
@@ -19,30 +19,30 @@ from kvserve.cache.disk_blob import BlobHead, BlobName, num_bytes_of, read_head
 from kvserve.cache.disk_catalog import Catalog
 
 FOLDER_NAME, FILE_NAME = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{40}\.safetensors")
-"""What is ours below the root. Nothing else is ever looked at: the root may hold other things, model weights too."""
+"""The names of our files below the root. Nothing else is ever touched: the root may hold model weights too."""
 
 SUFFIX = ".safetensors"
 INDEX_NAME = "index.sqlite"
 LOCK_NAME = "kv.lock"
 SCRATCH_SUFFIX = ".part"
 ABANDONED_SECONDS = 600.0
-"""A half-written file this old belongs to nobody, unless somebody holds it."""
+"""A half-written file this old is abandoned, unless a process has it locked."""
 
 LOCK_SECONDS = 2.0
-"""So long another server is waited for that holds the folder. It needs a moment, unless it was stopped just then."""
+"""How long to wait for another server's lock. It holds the lock for a moment, unless it was stopped just then."""
 
 HELD_SECONDS = 30.0
-"""After it was waited for in vain nobody waits again for so long: the one thread of the disk reads for all."""
+"""After such a wait failed, the lock is only tried for so long: the one disk thread reads for all requests."""
 
 POLL_SECONDS = 0.002
 FIRST_READ_BYTES = 65536
 
 NUM_PIECES = 8
 MIN_PIECE_BYTES = 2**20
-"""A blob is read in so many pieces, unless they were too small: each has the interpreter's lock handed over."""
+"""A blob is read in so many pieces, or fewer larger ones: the interpreter's lock is handed over for each."""
 
 type Arrived = Callable[[memoryview, int, int], object]
-"""Hears of each piece of a blob as it comes: the bytes of all of it, and which of them are there now."""
+"""Called for each piece of a blob as it is read: the whole blob's bytes, and which of them are new."""
 
 
 class ForeignFolder(OSError):
@@ -50,7 +50,7 @@ class ForeignFolder(OSError):
 
 
 class FolderHeld(OSError):
-    """Another server has held the folder for longer than it ever needs to: it was stopped in the middle, or hangs."""
+    """Another server has held the lock for longer than it needs: it was stopped meanwhile, or hangs."""
 
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -58,7 +58,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A complete file: whose it is, how large, and when it was written (seconds since the epoch)."""
+    """A complete file: its model, name, size, and when it was written (seconds since the epoch)."""
 
     model: str
     name: BlobName
@@ -67,7 +67,7 @@ class StoredFile:
 
 
 def ignored(data: memoryview, start: int, end: int) -> None:
-    """Nothing is done with what is not there as a whole."""
+    """Ignore the pieces: the caller uses the whole blob."""
 
 
 class FolderStore:
@@ -88,7 +88,7 @@ class FolderStore:
         for folder in (root, root / model):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_owner(folder)
-        if stat.S_IMODE((root / model).stat().st_mode) != 0o700:  # a volume that is read-only refuses to be asked
+        if stat.S_IMODE((root / model).stat().st_mode) != 0o700:  # a read-only volume refuses even the same mode
             (root / model).chmod(0o700)
 
     @property
@@ -96,15 +96,14 @@ class FolderStore:
         """Where blobs are, for a person."""
         return str(self._root)
 
-    def open_books(self) -> Catalog:
-        """The index of all models. Raises sqlite3.Error or OSError."""
+    def open_catalog(self) -> Catalog:
+        """The catalog of all models. Raises sqlite3.Error or OSError."""
         return Catalog(self._root / INDEX_NAME)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """No other server looks which files are there to name or to delete them, for a moment; the one who has this may
-        ask again. Let go of with the process. On a volume without locks it keeps nobody away. Raises OSError, also
-        where another one does not let go of it."""
+        """Hold the folder's lock, under which servers write rows and delete files; re-entrant. It ends with the
+        process, and does nothing on a volume without locks. Raises OSError, also where another server keeps it."""
         if self._has_lock:
             yield
             return
@@ -139,12 +138,12 @@ class FolderStore:
         return total
 
     def write(self, name: BlobName, parts: Sequence[Buffer]) -> int:
-        """Write a file, wait until it is on the disk, let it appear; says its bytes. Raises OSError."""
+        """Write a file, sync it, then rename it to its name; returns its bytes. Raises OSError."""
         self._num_written += 1
         scratch = self._root / self._model / f"{name}.{os.getpid()}.{self._num_written}{SCRATCH_SUFFIX}"
         scratch.parent.mkdir(mode=0o700, exist_ok=True)  # another server may have removed it, as it was empty
         try:
-            # A share locks to read what can be read.
+            # A network share allows a shared lock only on a file that is open for reading.
             with _opened(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
                 _try_lock(descriptor, fcntl.LOCK_SH)  # until it has its name: see `sweep`
                 for part in parts:
@@ -158,9 +157,9 @@ class FolderStore:
         return sum(map(num_bytes_of, parts))
 
     def sync(self) -> None:
-        """Wait until the names of the files are on the disk too. Raises OSError."""
+        """Sync the folder, so that the names of the files are on the disk too. Raises OSError."""
         with (
-            contextlib.suppress(FileNotFoundError),  # all that was in it has left
+            contextlib.suppress(FileNotFoundError),  # it was empty and is removed
             _opened(self._root / self._model, os.O_RDONLY) as descriptor,
         ):
             os.fsync(descriptor)
@@ -171,7 +170,7 @@ class FolderStore:
             return read_pieces(descriptor, 0, os.fstat(descriptor).st_size, arrived)
 
     def read_head(self, file: StoredFile) -> BlobHead:
-        """What a file is of, without its payload. Raises OSError or DamagedBlob."""
+        """A file's head, without its payload. Raises OSError or DamagedBlob."""
         with self._path(file.model, file.name).open("rb") as opened:
             beginning = opened.read(FIRST_READ_BYTES)
             while isinstance(head := read_head(beginning, file.name), int):
@@ -198,10 +197,7 @@ class FolderStore:
         return True
 
     def files(self) -> Iterator[StoredFile]:
-        """Every complete file of every model. Raises OSError.
-
-        What another server deletes during the walk is left out.
-        """
+        """Every complete file of every model, but those that another server deletes meanwhile. Raises OSError."""
         for path in self._blob_paths():
             try:
                 found = path.stat(follow_symlinks=False)
@@ -219,7 +215,7 @@ class FolderStore:
             yield from (folder / name for name in names if FILE_NAME.fullmatch(name))
 
     def sweep(self) -> None:
-        """Remove what writers that died left half-written, and empty folders of other models."""
+        """Remove abandoned half-written files, and empty folders of other models."""
         for folder in self._folders():
             for path in folder.glob(f"*{SCRATCH_SUFFIX}"):
                 with contextlib.suppress(OSError):
@@ -235,7 +231,7 @@ class FolderStore:
             return _try_lock(descriptor, fcntl.LOCK_SH) is not None
 
     def close(self) -> None:
-        """Nothing is open between calls."""
+        """Do nothing: no file is open between calls."""
 
     def _folders(self) -> list[Path]:
         found = (folder for folder in self._root.iterdir() if FOLDER_NAME.fullmatch(folder.name))
@@ -246,14 +242,14 @@ class FolderStore:
 
 
 def check_owner(folder: Path) -> None:
-    """Refuse what is not ours. Raises OSError."""
+    """Refuse another user's folder. Raises OSError."""
     if folder.stat().st_uid != os.getuid():
         raise ForeignFolder(f"{folder} belongs to another user")
 
 
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
-    """The descriptor of a file; a new one is its owner's. Raises OSError."""
+    """The descriptor of a file; a new one is readable by its owner alone. Raises OSError."""
     descriptor = os.open(path, flags, 0o600)
     try:
         yield descriptor
@@ -262,7 +258,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def _try_lock(descriptor: int, operation: int) -> bool | None:
-    """Whether a lock could be had now; None where the volume knows none. Raises another OSError."""
+    """Whether the lock was taken; None on a volume without locks. Raises another OSError."""
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -275,13 +271,13 @@ def _try_lock(descriptor: int, operation: int) -> bool | None:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether somebody writes on a file. Raises OSError."""
-    with _opened(path, os.O_RDWR) as descriptor:  # and to write what can be written
+    """Whether another process writes a file. Raises OSError."""
+    with _opened(path, os.O_RDWR) as descriptor:  # and an exclusive lock only on one that is open for writing
         return _try_lock(descriptor, fcntl.LOCK_EX) is False
 
 
 def read_pieces(descriptor: int, offset: int, num_bytes: int, arrived: Arrived) -> bytearray:
-    """So many bytes of a file from an offset on, in pieces, each of which is told. Raises OSError where it ends."""
+    """Read bytes of a file from an offset on, in pieces, and call `arrived` for each. Raises OSError where it ends."""
     data = bytearray(num_bytes)
     view, start = memoryview(data), 0
     piece_bytes = max(MIN_PIECE_BYTES, num_bytes // NUM_PIECES)

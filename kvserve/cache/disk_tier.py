@@ -1,12 +1,12 @@
-"""KV on disk: one thread writes behind and reads ahead, so that nobody who computes waits for a file.
+"""KV on disk: one thread writes behind and reads ahead, so that the engine thread never waits for a file.
 
     engine thread                                    disk thread
-    find(prefix) -> steps                            reads before writes, in the order they were asked for
+    find(prefix) -> steps                            reads before writes, in the order of the calls
     load(entries) -> Load; take() what is there      reads, verifies
     put(entry, note, tensors)                        hashes, writes, renames, then confirms
-    flush, clear, close                              janitor after each flush
+    flush, clear, close                              commits, reconciles every half minute
 
-Payloads are opaque. Whatever goes wrong is a miss, counted in `faults`; no method raises for a fault of the disk.
+Payloads are opaque. Every failure is a miss, counted in `faults`; no method raises for a fault of the disk.
 """
 
 import threading
@@ -18,48 +18,46 @@ from functools import partial
 from kvserve.cache.disk_blob import Blob, BlobName, Tensor, num_bytes_of
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_hand import DiskHand, Written
-from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_queue import STUCK_SECONDS, ReadAhead, WriteQueue
 from kvserve.cache.disk_records import DiskLimits, DiskStats, Load, Removal, Write
 from kvserve.cache.disk_scratch import BlobStore
-from kvserve.cache.forgetting import IsForgotten
+from kvserve.cache.disk_trie import BlobTrie
+from kvserve.cache.disk_worker import DiskWorker, Written
+from kvserve.cache.forget_users import IsForgotten
 from kvserve.cache.kept_path import KeptPath
 from kvserve.cache.records import Copy
 
 RETRY_SECONDS = 30.0
-"""What could not be written is tried again so much later."""
+"""A failed write is tried again so much later."""
 
 FULL_CHECK_SECONDS = 5.0
-JANITOR_SECONDS = 30.0
+RECONCILE_SECONDS = 30.0
 MEASURE_SECONDS = 30.0
 COMMIT_SECONDS = 0.5
-"""A blob that is written is in the index at the latest this much later; a crash before costs a look at its header."""
+"""A written blob is in the catalog after this time at most; a crash before that costs a look at its header."""
 
 
 class DiskTier:
     """The blobs of one model on disk. Methods belong to the engine thread unless they say otherwise."""
 
-    def __init__(self, store: BlobStore, index: DiskIndex, limits: DiskLimits, faults: Faults) -> None:
-        """Learns what is there; starts the thread. Raises OSError where the folder cannot be used."""
+    def __init__(self, store: BlobStore, index: BlobTrie, limits: DiskLimits, faults: Faults) -> None:
+        """Finds what is there; starts the thread. Raises OSError where the folder cannot be used."""
         self.index = index
         self.faults = faults
-        self._store = store
-        self._limits = limits
-        self._hand = DiskHand(store, index, limits, faults)
+        self._worker = DiskWorker(store, index, limits, faults)
         self._wake = threading.Condition()
         self._loads: deque[Load] = deque()
         self._writes = WriteQueue(limits.max_queued_bytes)
         self._ahead = ReadAhead(limits.max_read_ahead_bytes)
         self._orders: deque[Callable[[], None]] = deque()
-        self._stood_on: list[tuple[Sequence[Copy], int]] = []
+        self._restored: list[tuple[Sequence[Copy], int]] = []
         self._is_closing = False
         self._is_full = False
         self._has_lost = False
         self._has_news = True
         self._has_arrived = False
         self._measure_at = 0.0
-        self._commit_at = self._janitor_at = self._full_check_at = self._retry_at = 0.0
+        self._commit_at = self._reconcile_at = self._full_check_at = self._retry_at = 0.0
         self._num_refused = 0
         self._thread = threading.Thread(target=self._run, name="kvserve-disk", daemon=True)
         self._thread.start()
@@ -67,8 +65,8 @@ class DiskTier:
     # --- writing behind -----------------------------------------------------------------------------------------------
 
     def can_take(self, num_bytes: int, until: float = 0.0) -> bool:
-        """Whether a payload of this size may be put; a queue that is full is waited for, `until` then
-        (`time.monotonic`). One that is refused is asked for again: see `take_lost`."""
+        """Whether a payload of this size may be put; waits for a full queue until `until` (`time.monotonic`). The
+        caller puts a refused one again later: see `take_lost`."""
         with self._wake:
             while not (self._is_full or self._is_closing):
                 if self._writes.has_room(num_bytes):
@@ -81,24 +79,23 @@ class DiskTier:
         return False
 
     def put(self, entry: Entry, note: str, tensors: Sequence[Tensor], *, is_own: bool = False) -> None:
-        """Write a blob that the index knows. Its bytes must not change until then; `is_own`: they are nowhere else."""
+        """Write a blob that the index knows. Its bytes must not change until then; `is_own`: RAM has them only here."""
         num_bytes = sum(num_bytes_of(tensor.data) for tensor in tensors)
         with self._wake:
             self._writes.put(Write(entry, note, tuple(tensors), num_bytes), is_own=is_own)
             self._wake.notify_all()
 
-    def left_ram(self, copies: Iterable[Copy]) -> None:
-        """What these are copies of has left RAM: its bytes are in the queue only, for as long as they are not
-        written."""
+    def evicted_from_ram(self, copies: Iterable[Copy]) -> None:
+        """Note that the records of these copies were evicted: only the queue has their bytes until they are written."""
         with self._wake:
-            self._writes.left_ram({copy for copy in copies if isinstance(copy, Entry)})
+            self._writes.evicted_from_ram({copy for copy in copies if isinstance(copy, Entry)})
 
     def moving_bytes(self) -> tuple[int, int]:
-        """Bytes that RAM has in the queue of writes only, and those that were read and not taken. From any thread."""
+        """Bytes that are only in the queue of writes, and bytes that were read and not taken. From any thread."""
         return self._writes.num_own_bytes, self._ahead.num_bytes
 
     def await_written(self, entries: Sequence[Copy], until: float) -> bool:
-        """Wait until none of these is on its way any more, at most `until` then. Whether that is so."""
+        """Wait until all of these are written or forgotten, at most until `until`. Whether they are."""
         with self._wake:
             while any(not (entry.is_written or entry.is_forgotten) for entry in entries):
                 if self._is_closing or (seconds := until - time.monotonic()) <= 0:
@@ -108,35 +105,35 @@ class DiskTier:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all that was ever to be written is on disk."""
+        """Whether no write waits, none was refused, and the volume has room."""
         with self._wake:
             return not (self._writes.num_bytes or self._writes or self._has_lost or self._is_full)
 
     @property
     def is_writing(self) -> bool:
-        """Whether something waits to be written, or is."""
+        """Whether a write waits or is in progress."""
         with self._wake:
             return bool(self._writes.num_bytes or self._writes)
 
     @property
     def is_full(self) -> bool:
-        """Whether the volume has no room; then nothing is taken."""
+        """Whether the volume has no room; then every write is refused."""
         return self._is_full
 
     @property
     def is_behind(self) -> bool:
-        """Whether something was refused because too much waits already."""
+        """Whether a write was refused because the queue is full."""
         with self._wake:
             return self._has_lost and not self._is_full and bool(self._writes.num_bytes)
 
     @property
     def has_lost(self) -> bool:
-        """Whether something that was to be written was refused since the last `take_lost`."""
+        """Whether a write was refused since the last `take_lost`."""
         with self._wake:
             return self._has_lost
 
     def take_lost(self) -> bool:
-        """Whether something that was to be written was not, and now there would be room: ask once more for all."""
+        """Whether a write was refused and there is room now: then the caller puts all again."""
         with self._wake:
             is_ready = not (self._is_full or self._writes) and time.monotonic() >= self._retry_at
             has_lost = self._has_lost and is_ready
@@ -167,7 +164,7 @@ class DiskTier:
             return (load.is_read or load.is_cancelled) and not load.ready
 
     def cancel(self, load: Load) -> None:
-        """Nobody wants the rest."""
+        """Drop a load."""
         with self._wake:
             self._ahead.cancelled(load)
             self._has_arrived = False
@@ -180,23 +177,23 @@ class DiskTier:
                 self._wake.wait(seconds)
 
     def measure(self, entry: Entry) -> None:
-        """A rate that speaks against reading may be of another time: see whether it still holds, behind all that is
-        waited for, and not all the time."""
+        """Measure the read rate again, after all waiting work and not too often: an old rate may wrongly speak against
+        reading."""
         now = time.monotonic()
         with self._wake:
             if now >= self._measure_at:
                 self._measure_at = now + MEASURE_SECONDS
-                self._orders.append(partial(self._hand.measure, entry))
+                self._orders.append(partial(self._worker.measure, entry))
                 self._wake.notify_all()
 
-    def stands_on(self, rows: Sequence[Copy], end: int) -> None:
-        """A row starts from `end` tokens, the last of which are in one of these: what it stands on is used now."""
+    def note_restored(self, rows: Sequence[Copy], end: int) -> None:
+        """Note that a request starts from `end` tokens, the last of which are in one of these: the path is used now."""
         with self._wake:
-            self._stood_on.append((rows, end))
+            self._restored.append((rows, end))
             self._has_news = True
 
     def note_users(self, path: KeptPath) -> None:
-        """Whoever used this path used the blobs that it is in."""
+        """Note the users of this path as users of its blobs."""
         if self.index.use(path.run, path.chain, path.users, path.above, path.num_told_tokens):
             with self._wake:
                 self._has_news = True
@@ -204,47 +201,47 @@ class DiskTier:
     @property
     def read_rate(self) -> float | None:
         """Bytes per second, checksum included; None as long as nothing was ever read on this disk."""
-        return self._hand.read_rate
+        return self._worker.read_rate
 
     @property
     def prefill_rate(self) -> float | None:
         """Tokens per second that the engine measured, in this run or another; None as long as it has not."""
-        return self._hand.prefill_rate
+        return self._worker.prefill_rate
 
     @prefill_rate.setter
     def prefill_rate(self, tokens_per_second: float) -> None:
-        self._hand.prefill_rate = tokens_per_second
+        self._worker.prefill_rate = tokens_per_second
 
     # --- all of it ----------------------------------------------------------------------------------------------------
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until all that was put is on disk and in the index. False after the timeout. From any thread."""
+        """Wait until all that was put is on disk and in the catalog. False after the timeout. From any thread."""
         return self._order(self._commit, timeout_seconds)
 
     def clear(self, timeout_seconds: float = 10.0) -> bool:
-        """Delete everything of this model; what waits is not written."""
+        """Delete everything of this model, and drop waiting writes."""
         with self._wake:
             self._writes.clear()
             for load in self._loads:
                 self._ahead.cancelled(load)
         self.index.clear()
-        return self._order(self._hand.ledger.clear, timeout_seconds)
+        return self._order(self._worker.account.clear, timeout_seconds)
 
     def discard(self, names: Iterable[BlobName]) -> None:
-        """Forget blobs and what stands on them; the files go a moment later, behind what waits to be written."""
-        gone = [each for name in names for each in self.index.doom(name)]
+        """Forget blobs and their descendants; the files are deleted later, after waiting writes."""
+        gone = [each for name in names for each in self.index.mark_deleted(name)]
         with self._wake:
             self._orders.extend(partial(self._delete, name) for name in gone)
             self._wake.notify_all()
 
     def forget(self, is_forgotten: IsForgotten, timeout_seconds: float = 10.0) -> Removal:
-        """Delete what only these users are known to have used, and what is of nobody who is known. It is the disk
-        thread that forgets: what it finds in the folder meanwhile is not taken in again."""
-        return self._removed(lambda: self._hand.ledger.forget(is_forgotten), timeout_seconds)
+        """Delete what only these users, or no known user, have used. The disk thread does it, so that it does not adopt
+        the files again meanwhile."""
+        return self._removed(lambda: self._worker.account.forget(is_forgotten), timeout_seconds)
 
     def forget_of_others(self, is_forgotten: IsForgotten, timeout_seconds: float = 10.0) -> Removal:
-        """The same of all other models that wrote here, behind `forget`: all their books are read. From any thread."""
-        return self._removed(lambda: self._hand.ledger.forget_of_others(is_forgotten), timeout_seconds)
+        """The same for all other models in this folder, after `forget`; reads all their rows. From any thread."""
+        return self._removed(lambda: self._worker.account.forget_of_others(is_forgotten), timeout_seconds)
 
     def _removed(self, remove: Callable[[], Removal], timeout_seconds: float) -> Removal:
         done = list[Removal]()
@@ -252,7 +249,7 @@ class DiskTier:
         return done[0] if is_over and done else Removal(0, is_done=False)
 
     def close(self, timeout_seconds: float) -> bool:
-        """Write what waits, then end the thread. False if that took too long: what was not written is lost."""
+        """Write what waits, then end the thread. False after the timeout: what was not written is lost."""
         is_flushed = self.flush(timeout_seconds)
         with self._wake:
             self._is_closing = True
@@ -263,10 +260,10 @@ class DiskTier:
     def stats(self) -> DiskStats:
         """From any thread."""
         with self._wake:
-            return self._hand.stats(self._num_refused, self._writes.num_bytes, is_full=self._is_full)
+            return self._worker.stats(self._num_refused, self._writes.num_bytes, is_full=self._is_full)
 
     def _order(self, order: Callable[[], object], timeout_seconds: float) -> bool:
-        """Have something done by the disk thread once nothing waits to be written, and wait for it."""
+        """Have the disk thread call `order` once no write waits, and wait for it."""
         is_done = threading.Event()
 
         def done() -> None:
@@ -285,14 +282,14 @@ class DiskTier:
     # --- the disk thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        job: Callable[[], None] | None = self._clean
+        job: Callable[[], None] | None = self._reconcile
         while job is not None:
             try:
                 job()
-            except Exception as error:  # noqa: BLE001 - the thread must outlive whatever a disk can do
+            except Exception as error:  # noqa: BLE001 - the thread must survive every fault of a disk
                 self.faults.add("unwritable", f"{type(error).__name__}: {error}")
             job = self._next_job()
-        self._hand.close()
+        self._worker.close()
 
     def _next_job(self) -> Callable[[], None] | None:
         """Reads before writes, writes before orders, then what is due by the clock; None at the end."""
@@ -311,12 +308,12 @@ class DiskTier:
                     return self._commit
                 if self._is_full and now >= self._full_check_at:
                     return self._look_for_room
-                if now >= self._janitor_at:
-                    return self._clean
+                if now >= self._reconcile_at:
+                    return self._reconcile
                 self._wake.wait(self._seconds_to_next(now))
 
     def _seconds_to_next(self, now: float) -> float:
-        due = [self._janitor_at]
+        due = [self._reconcile_at]
         if self._has_news:
             due.append(self._commit_at)
         if self._is_full:
@@ -326,7 +323,7 @@ class DiskTier:
         return max(0.01, min(due) - now)
 
     def _next_load(self) -> Load | None:
-        """The first that somebody still waits for and takes from: one that is far ahead keeps no write waiting."""
+        """The first load that may continue: one that is far ahead does not hold up writes."""
         for load in [load for load in self._loads if load.is_cancelled or self._is_closing]:
             load.is_read = True
             self._loads.remove(load)
@@ -335,10 +332,10 @@ class DiskTier:
     def _read_next(self, load: Load) -> None:
         entry, blob, has_raised = load.entries[load.num_read], None, True
         try:
-            blob = self._hand.read(entry)
+            blob = self._worker.read(entry)
             has_raised = False
         finally:
-            if has_raised:  # whoever waits for it would ask for it once more, and so on
+            if has_raised:  # else the waiting request would load it again and again
                 self.index.forget_entry(entry)
             with self._wake:
                 load.num_read += 1
@@ -352,10 +349,10 @@ class DiskTier:
     def _write(self, write: Write) -> None:
         outcome: Written = "refused"
         try:
-            outcome = self._hand.write(write)
+            outcome = self._worker.write(write)
         finally:
             if outcome != "written":
-                self.index.forget_entry(write.entry)  # with what was to stand on it
+                self.index.forget_entry(write.entry)  # with its descendants
             with self._wake:
                 self._note_outcome(outcome)
                 self._writes.done(write)
@@ -372,24 +369,24 @@ class DiskTier:
 
     def _look_for_room(self) -> None:
         self._full_check_at = time.monotonic() + FULL_CHECK_SECONDS
-        if self._hand.has_room():
+        if self._worker.has_room():
             self._is_full = False
-            self._janitor_at = 0.0  # the cap may depend on what is free
+            self._reconcile_at = 0.0  # the cap may depend on what is free
 
     def _delete(self, name: BlobName) -> None:
-        """The file of a blob that was forgotten, unless it was put again."""
-        if self.index.is_doomed(name):
-            self._hand.ledger.take_back(name)
+        """Delete the file of a forgotten blob, unless it was put again."""
+        if self.index.unmark_deleted(name):
+            self._worker.account.take_back(name)
 
     def _commit(self) -> None:
         with self._wake:
-            stood_on, self._stood_on = self._stood_on, []
+            restored, self._restored = self._restored, []
             self._has_news = False
-        used = [name for rows, end in stood_on for name in self.index.stood_on(rows, end)]
-        if not (is_listed := self._hand.commit(used)):
+        used = [name for rows, end in restored for name in self.index.restored_names(rows, end)]
+        if not (is_listed := self._worker.commit(used)):
             self._has_news = True
         self._commit_at = time.monotonic() + (COMMIT_SECONDS if is_listed else FULL_CHECK_SECONDS)
 
-    def _clean(self) -> None:
-        self._hand.ledger.settle()
-        self._janitor_at = time.monotonic() + JANITOR_SECONDS
+    def _reconcile(self) -> None:
+        self._worker.account.reconcile()
+        self._reconcile_at = time.monotonic() + RECONCILE_SECONDS

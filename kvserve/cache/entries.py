@@ -1,4 +1,4 @@
-"""Which nodes are entries, and whose: kept where an end is set, so that nobody has to look for them."""
+"""Which nodes are entries, and whose: noted where an end is set, so that no walk over the tree has to find them."""
 
 from collections.abc import Iterator
 
@@ -16,19 +16,19 @@ class Entries:
         return len(self._nodes)
 
     def __iter__(self) -> Iterator[Node]:
-        """A copy: who looks may change them."""
+        """Over a copy: the caller may change entries meanwhile."""
         return iter(list(self._nodes))
 
     def owners(self) -> set[str]:
-        """Those who have entries."""
+        """The owners that have entries."""
         return set(self._owned)
 
     def by_owner(self) -> Iterator[list[Node]]:
-        """Those of one owner, then of the next."""
+        """The entries of one owner, then of the next."""
         return (list(nodes) for nodes in self._owned.values())
 
     def set(self, node: Node, end: SequenceEnd | None) -> None:
-        """A row ends at this node, or none does any more."""
+        """Make a node an entry, or no entry any more."""
         if node.sequence_end is not None:
             self._drop(node, node.sequence_end.owner)
         node.sequence_end = end
@@ -38,13 +38,13 @@ class Entries:
                 self._owned.setdefault(end.owner, {})[node] = None
 
     def move(self, node: Node, other: Node) -> None:
-        """What ended at this node ends at the other one, and nothing else does."""
+        """Give a node's entry to another node, in place of what that had."""
         end = node.sequence_end
         self.set(node, None)
         self.set(other, end)
 
     def clear(self) -> None:
-        """There are none."""
+        """Forget all."""
         self._nodes.clear()
         self._owned.clear()
 

@@ -1,14 +1,14 @@
-"""How much each thing that could leave is worth: the score that decides it. It knows figures, not the tree.
+"""The score of each eviction candidate. It knows figures, not the tree.
 
-The order in which candidates leave is that of their urgency, a line over time, slope x (now - since):
+Candidates are evicted in the order of their urgency, a line over time, slope x (now - since):
 
-    worth = tokens x chance x (1 + age / 60 s)^-4 / bytes          the lowest leaves first: as the highest of
+    value = tokens x chance x (1 + age / 60 s)^-4 / bytes          the lowest is evicted first, as the highest of
     urgency = (tokens x chance / bytes)^-1/4 x (age + 60 s)
 
-So nothing has to be ranked again because time goes by: two lines of one slope never cross (`eviction_queue.py`).
+So no rank changes because time passes: two lines of one slope never cross (`eviction_queue.py`).
 
-Reuse of prompt tokens on 56 recorded agent conversations, six at a time, beside what was tried instead
-(benchmarks/eviction_scores.py; benchmarks/results/eviction.md has it all):
+Reuse of prompt tokens on 56 recorded agent conversations, six at a time, beside other scores
+(benchmarks/eviction_scores.py; benchmarks/results/eviction.md has all figures):
 
     RAM per user in tokens of KV     value   given   LRU     LFU (negative control)
     dense, 25,000                    0.923   0.922   0.923   0.145
@@ -22,29 +22,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 RECENT_SECONDS = 60.0
-"""Within this time of its last use nothing is yet less likely to be used again: an agent's tool runs that long."""
+"""For about this long after its last use KV is as likely to be used again: an agent's tool runs that long."""
 
 AGEING_POWER = 4
-"""How steeply the chance of reuse falls beyond RECENT_SECONDS. Below 2 big old conversations push out running ones."""
+"""How steeply the chance of reuse falls beyond RECENT_SECONDS. Below 2 big old conversations displace running ones."""
 
 REWIND_CHANCE = 0.05
-"""How often an agent comes back to a given place inside a branch, relative to going on at its end."""
+"""How often an agent returns to a given place inside a branch, relative to continuing at its end."""
 
 BRIEF_TOKENS = 512
-"""Fewer tokens behind system and tools are a request that is seldom gone on from: a title, a file's name, a first try.
-To compute it again is a moment's work."""
+"""Fewer tokens behind system and tools are a request that is seldom continued: a title, a file's name, a first try.
+It takes a moment to compute again."""
 
 BRIEF_HANDICAP_SECONDS = 1800.0
-"""What is brief counts as last used so much earlier: a conversation outlives it for as long as KV stays in RAM by
+"""A brief request counts as used so much earlier: a conversation outlives it for as long as KV stays in RAM by
 default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Something that could leave: the tokens `[start, end)` would be prefilled again, `num_bytes` would be free.
+    """An eviction candidate: the tokens `[start, end)` would be prefilled again, `num_bytes` would be freed.
 
-    `is_end`: nothing that is stored goes on from `end`. `is_brief`: it is the whole of a request of few tokens behind
-    the end of its system prompt and tools, or a part of that.
+    `is_end`: no stored tokens follow `end`. `is_brief`: it is all or a part of a request of few tokens behind the end
+    of its system prompt and tools.
     """
 
     start: int
@@ -58,27 +58,27 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Ageing:
-    """How urgent it is that a candidate leaves, as a line over time. `slope` is positive, or infinite for what serves
-    nobody; `since` is then of no account."""
+    """How urgent a candidate's eviction is, as a line over time. `slope` is positive, or infinite for what no request
+    can use; then `since` does not matter."""
 
     slope: float
     since: float
 
     def urgency(self, now: float) -> float:
-        """The highest leaves first."""
+        """The highest is evicted first."""
         return self.slope * (now - self.since)
 
 
 type Score = Callable[[Candidate], Ageing]
-"""How urgent it is that a candidate leaves, at any time."""
+"""How urgent a candidate's eviction is, at any time."""
 
 
 def value_score(candidate: Candidate) -> Ageing:
-    """Tokens to compute again x chance of reuse / bytes: what has least of that leaves first.
+    """Tokens to compute again x chance of reuse / bytes: the lowest is evicted first.
 
-    That deep tokens take longer does not count: they would push out whole conversations that are not as long. The
-    chance falls with the time since the last use. How often something was used before does not help: the busiest
-    places of a conversation that is over would stay.
+    The longer time that deep tokens take does not count: they would displace whole shorter conversations. The chance
+    falls with the time since the last use. The number of uses does not count: the busiest places of a conversation that
+    is over would stay.
     """
     num_tokens = candidate.end - candidate.start
     if num_tokens <= 0:

@@ -1,31 +1,31 @@
-"""What may leave, in its order, kept up to date with the tree: whose rank may have fallen its changes tell, whose has
-risen is seen when its turn comes. It lets nothing leave.
+"""What may be evicted, in its order, kept up to date with the tree: the tree notes whose rank may have fallen; a rank
+that has risen is seen when the node's turn comes. It evicts nothing.
 """
 
 import math
 
 from kvserve.cache.eviction import Score
 from kvserve.cache.eviction_queue import EvictionQueue
+from kvserve.cache.eviction_rank import PLAIN, EvictionRank, fallen_by_anchor, fallen_by_parting, fallen_by_state
 from kvserve.cache.last_users import LastUsers
 from kvserve.cache.node import Node, SequenceEnd
 from kvserve.cache.trie import Trie
-from kvserve.cache.worth import PLAIN, Worth, fallen_by_anchor, fallen_by_parting, fallen_by_state
 
 
 class EvictionOrder:
-    """Two queues: of all that may leave for bytes, leaves and plain states inside a branch, and of all states.
-    `over_number` are the entries that are more than there may be, which its owner counts."""
+    """Two queues: of all that may be evicted for bytes, leaves and plain states inside a branch, and of all states. The
+    sweep sets `over_number`, the entries over their number."""
 
     def __init__(self, trie: Trie, score: Score, *, needs_checkpoints: bool) -> None:
         self._last_users = LastUsers(trie.is_held)
-        self.worth = Worth(score, self._last_users.is_last, needs_checkpoints=needs_checkpoints)
+        self.ranks = EvictionRank(score, self._last_users.is_last, needs_checkpoints=needs_checkpoints)
         self.over_number: set[SequenceEnd] = set()
         self._trie = trie
         self._all, self._states = EvictionQueue(), EvictionQueue()
         self._again: dict[Node, None] = {}
 
     def forget_gone(self) -> None:
-        """Keep nothing of what has left the tree."""
+        """Drop the nodes that were removed from the tree."""
         gone = self._trie.changes.gone
         self._again |= dict.fromkeys(self._last_users.known_by(gone))
         for node in gone:
@@ -36,11 +36,11 @@ class EvictionOrder:
         gone.clear()
 
     def update(self, max_nodes: float = math.inf) -> int:
-        """Rank what has changed since this was asked, or since anything left, at most so many nodes: the rest is ranked
-        when this is asked next. How many were."""
+        """Rank the nodes that have changed since the last call, at most so many: the next call ranks the rest. Returns
+        how many were ranked."""
         self.forget_gone()
         changes, again = self._trie.changes, self._again
-        again |= dict.fromkeys((*changes.nodes, *self._all.lapsed(self.worth.now)))
+        again |= dict.fromkeys((*changes.nodes, *self._all.lapsed(self.ranks.now)))
         again |= dict.fromkeys(self._last_users.known_by((*changes.nodes, *changes.parted)))
         for node in changes.states:
             fallen = dict.fromkeys(fallen_by_state(node))
@@ -60,25 +60,25 @@ class EvictionOrder:
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether all that was noted when this was updated has been ranked."""
+        """Whether the last update ranked all that had changed."""
         return not self._again
 
     def next_of_all(self) -> Node | None:
-        """The leaf, or the node inside a branch whose state, leaves next for bytes."""
+        """The leaf to evict next for bytes, or the node inside a branch whose state is."""
         return self._next_of(self._all)
 
     def next_state(self) -> Node | None:
-        """The node whose state leaves next."""
+        """The node whose state is evicted next."""
         return self._next_of(self._states)
 
     def level(self, node: Node) -> int | None:
-        """That of a node in the order of all."""
+        """A node's level in the order of all."""
         rank = self._all.rank(node)
         return rank.level if rank is not None else None
 
     def _next_of(self, queue: EvictionQueue) -> Node | None:
         self.update()
-        while (node := queue.first(self.worth.now)) is not None:
+        while (node := queue.first(self.ranks.now)) is not None:
             before = queue.rank(node)
             self._rank(node)
             if queue.rank(node) == before:
@@ -86,17 +86,17 @@ class EvictionOrder:
         return node
 
     def _rank(self, node: Node) -> None:
-        """Let a node have the places that it has now, if any."""
-        may_leave = node.parent is not None and not node.leases and self._trie.is_held(node)
-        state = self.worth.of_state(node) if may_leave and node.checkpoint is not None else None
+        """Give a node its present places in both queues, if any."""
+        is_evictable = node.parent is not None and not node.leases and self._trie.is_held(node)
+        state = self.ranks.of_state(node) if is_evictable and node.checkpoint is not None else None
         if state is None:
             self._last_users.forget(node)
             self._states.discard(node)
         else:
             self._states.put(node, state)
-        if may_leave and not node.children:
+        if is_evictable and not node.children:
             is_surplus = node.sequence_end in self.over_number
-            self._all.put(node, self.worth.of_leaf(node, is_surplus=is_surplus))
+            self._all.put(node, self.ranks.of_leaf(node, is_surplus=is_surplus))
         elif state is not None and state.level <= PLAIN:
             self._all.put(node, state)
         else:

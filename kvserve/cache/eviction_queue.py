@@ -1,9 +1,9 @@
-"""A queue of what may leave: by level, then urgency, then the node's number. It knows ranks and no reasons for them.
+"""A queue of eviction candidates: by level, then urgency, then the node's number. It knows ranks, not their reasons.
 
     level -> slope, in steps -> a heap of (since, number, start)          the most urgent of the heaps' first is next
 
-Urgency is a line over time, so those of one slope keep their order for ever: the least recently used one is first. What
-is ranked anew or discarded leaves its old item behind, to be passed over; these are never many more than the others.
+Urgency is a line over time, so nodes of one slope keep their order: the least recently used is first. A node that is
+ranked anew or discarded leaves a stale item in its heap, which is skipped; stale items never outnumber others by much.
 """
 
 import heapq
@@ -14,15 +14,15 @@ from kvserve.cache.eviction import Ageing
 from kvserve.cache.node import Node
 
 STEPS_PER_OCTAVE = 64
-"""Slopes are rounded to so many steps: what is worth up to a twentieth more than something else counts as that much."""
+"""Slopes are rounded to so many steps: a value up to a twentieth higher than another one counts as the same."""
 
 MIN_STALE_ITEMS = 64
-"""With fewer it is not worth the while to tidy up."""
+"""With fewer stale items the heaps are not rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A lower level leaves first, whatever it is worth. Nobody needs to look before `until` has passed."""
+    """A lower level is evicted first, whatever its urgency. The rank holds until `until`."""
 
     level: int
     ageing: Ageing
@@ -34,7 +34,7 @@ type _Item = tuple[float, int, int, int]
 
 
 class EvictionQueue:
-    """Each node at most once. Which of two goes first depends on them and on the time, not on when they were put."""
+    """Each node at most once. The order of two depends on them and on the time, not on when they were put."""
 
     def __init__(self) -> None:
         self._ranks: dict[Node, Rank] = {}
@@ -49,11 +49,11 @@ class EvictionQueue:
         return len(self._ranks)
 
     def rank(self, node: Node) -> Rank | None:
-        """What it was put with; None where it is not in the queue."""
+        """A node's rank; None where it is not in the queue."""
         return self._ranks.get(node)
 
     def put(self, node: Node, rank: Rank) -> None:
-        """Let a node take the place that this rank gives it, and no other."""
+        """Put a node at the place of this rank, instead of its old one."""
         if self._ranks.get(node) == rank:
             return
         self.discard(node)
@@ -64,12 +64,12 @@ class EvictionQueue:
         self._push(node)
 
     def discard(self, node: Node) -> None:
-        """A node is no longer in the queue."""
+        """Take a node out, if it is in the queue."""
         if self._ranks.pop(node, None) is not None:
             del self._nodes[self._tickets.pop(node)]
 
     def first(self, now: float) -> Node | None:
-        """Who would leave now."""
+        """The node to evict now."""
         for level in sorted(self._levels):
             buckets, found, highest = self._levels[level], None, -math.inf
             for slope, heap in list(buckets.items()):
@@ -86,7 +86,7 @@ class EvictionQueue:
         return None
 
     def lapsed(self, now: float) -> list[Node]:
-        """Those whose ranks held until a time that has passed, each once."""
+        """Nodes whose ranks have lapsed, each once."""
         nodes = []
         while self._ends and self._ends[0][0] < now:
             node = self._nodes.get(heapq.heappop(self._ends)[1])

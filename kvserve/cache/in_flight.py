@@ -1,7 +1,7 @@
-"""Which prefill in progress a new row waits for instead of computing the same tokens. Pure; it knows offsets only.
+"""Which prefill in progress a new request waits for instead of computing the same tokens. Pure; it knows offsets only.
 
 in flight   |----- computed -----|~~~~~ to come ~~~~~|
-new         |-- usable --|                  ^ the prompts part here: the new row starts from there
+new         |-- usable --|                  ^ the prompts part here: the new request starts from there
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ MIN_GAIN_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A row that prefills: it has computed `num_done_tokens` and stored `num_stored_tokens` of its prompt.
+    """A request in prefill: it has computed `num_done_tokens` and stored `num_stored_tokens` of its prompt.
 
-    `prompt` is packed once per row. `stops` are offsets at which it will store what it has.
+    `prompt` is packed once per request. `stops` are offsets at which it will store what it has.
     """
 
     prompt: TokenRun
@@ -39,10 +39,10 @@ class Wait:
 def plan_wait(
     tokens: TokenSequence, num_usable_tokens: int, rows: Sequence[InFlight], *, needs_checkpoints: bool
 ) -> Wait | None:
-    """The row whose prefill will give this prompt the longest start beyond `num_usable_tokens`; None: start now.
+    """The request whose prefill will give this prompt the longest start beyond `num_usable_tokens`; None: start now.
 
-    `rows` are prefilling, none of them waits, so nobody ever waits in a circle. Ask again when the wait is over, when
-    the awaited row left, and for other rows that wait.
+    `rows` are in prefill and none of them waits, so waits never form a circle. Ask again when the wait is over, when
+    the awaited request has ended, and for other requests that wait.
     """
     run = pack(tokens)
     best: Wait | None = None
@@ -56,13 +56,13 @@ def plan_wait(
 
 
 def _wait_for(number: int, row: InFlight, run: TokenRun, needs_checkpoints: bool) -> Wait | None:
-    # Neither row prefills its last token, so the state behind it never exists in a prefill.
+    # Neither request prefills its last token, so the state behind it never exists in a prefill.
     limit = min(len(run), len(row.prompt)) - 1
     offset = common_end(run, row.prompt, 0, limit) if limit > 0 else 0
     if (image := image_around(run.images, offset)) is not None:
         offset = image.start
     if needs_checkpoints and offset < row.num_done_tokens:
-        # The state at `offset` is gone unless it was stored: then the lookup has found it.
+        # The state at `offset` was overwritten unless it was stored: then the lookup has found it.
         return None
     if offset <= row.num_stored_tokens:
         return None

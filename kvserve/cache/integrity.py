@@ -13,7 +13,7 @@ def expect(holds: bool, what: str) -> None:
 
 
 def check_shape(trie: Trie, leases: set[Lease], block_size: int) -> None:
-    """Ranges tile their paths, children differ at once, every block is indexed, every lease stands somewhere."""
+    """Ranges tile their paths, siblings differ in their first token, every block is indexed, every lease has a node."""
     num_nodes = 0
     standing: set[Lease] = {lease for root in trie.roots() for lease in root.leases}
     reachable: set[Node] = set()
@@ -23,7 +23,7 @@ def check_shape(trie: Trie, leases: set[Lease], block_size: int) -> None:
         standing |= node.leases
         _check_node(trie, node, block_size)
     expect(num_nodes == trie.num_nodes, f"{trie.num_nodes} nodes are counted, {num_nodes} can be reached")
-    expect(standing == leases, "the leases that stand on nodes are not those that were handed out")
+    expect(standing == leases, "the leases at nodes are not those that were handed out")
     for name, node in trie.index.items():
         expect(node in reachable and name in node.hashes, "the index names a node that is gone or a foreign block")
     entries = {node for node in reachable if node.sequence_end is not None}
@@ -31,7 +31,7 @@ def check_shape(trie: Trie, leases: set[Lease], block_size: int) -> None:
     for lease in leases:
         node = lease.node
         is_there = node.start < lease.num_tokens <= node.end or (node.parent is None and lease.num_tokens == 0)
-        expect(is_there and not lease.is_detached and lease in node.leases, "a lease stands outside of its node")
+        expect(is_there and not lease.is_detached and lease in node.leases, "a lease ends outside of its node")
         expect(lease.chain.num_tokens <= lease.num_tokens, "a lease's chain names tokens that it does not hold")
 
 
@@ -54,8 +54,8 @@ def _check_node(trie: Trie, node: Node, block_size: int) -> None:
 
 
 def check_totals(store: Store) -> None:
-    """References and bytes add up, nothing is held that no node needs, no record is larger than its holders but one
-    that is still to be cut."""
+    """References and bytes add up, no payload is held that no node needs, and only a loose record is larger than its
+    holders."""
     segments = {node.segment.record_id: node.segment for node in store.trie.nodes() if node.segment is not None}
     checkpoints = [node.checkpoint for node in store.trie.nodes() if node.checkpoint is not None]
     expect(segments.keys() == store.trie.holders.keys(), "records and holders differ")

@@ -1,21 +1,21 @@
-"""All that is kept of a prefix, for another tier: values, and how they are read off the tree's records."""
+"""All that is stored of a prefix, for the other tier: values, and how they are read off the tree's records."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.node import Copies, Lease, Node
-from kvserve.cache.records import BoundaryKind, Copy, Piece, State
+from kvserve.cache.records import BoundaryKind, Copy, KvPiece, State
 from kvserve.cache.store import Store
 from kvserve.cache.token_run import TokenRun, join
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPart:
-    """Rows of a path, with the state behind them and why there is a border; `kind` None: none was given. `copies` is
-    the tree's own note of what the other tier has of them, for that tier to keep."""
+    """Rows of a path, with the state behind them and why they end there (`kind` None: not known). `copies` is the
+    tree's own note of what the other tier has of them, for that tier to set."""
 
-    piece: Piece
+    piece: KvPiece
     state: State | None
     kind: BoundaryKind | None
     copies: Copies
@@ -23,11 +23,11 @@ class KeptPart:
 
 @dataclass(frozen=True, slots=True)
 class KeptPath:
-    """All that is kept of a prefix: its tokens, the names of their blocks, the parts that cover them in order, and who
-    used it up to which offset.
+    """All that is stored of a prefix: its tokens, the hashes of their blocks, the parts that cover them in order, and
+    who used it up to which offset.
 
-    The end of one has in `run`, `chain` and `parts` only what follows on tokens that the other tier has in `above`, and
-    that tier was told up to `num_told_tokens` who used it.
+    It may be the end of a path: then `run`, `chain` and `parts` have only what follows on tokens that the other tier
+    has in `above`. That tier was told the users of the first `num_told_tokens`.
     """
 
     run: TokenRun
@@ -39,13 +39,13 @@ class KeptPath:
 
 
 def kept_path(store: Store, hasher: BlockHasher, last: Node) -> KeptPath:
-    """What is kept up to the end of a node, which is no root."""
+    """What is stored up to the end of a node, which is no root."""
     return _path_of(store, last.path(), hasher.start(last.root().partition))
 
 
 def kept_end(store: Store, hasher: BlockHasher, lease: Lease, behind: int) -> KeptPath:
-    """What is kept where a row stands: all that ends `behind` so many tokens, or there, and what the other tier lacks
-    before."""
+    """The end of a lease's path: all that ends at or behind `behind` tokens, and before that what the other tier
+    lacks."""
     nodes, above = [lease.node], lease.node.parent
     while above is not None and above.parent is not None and (above.end >= behind or not above.copies.has_rows):
         nodes.append(above)
@@ -66,7 +66,7 @@ def _path_of(store: Store, nodes: Sequence[Node], before: HashChain) -> KeptPath
 
 
 def _named_before(empty: HashChain, node: Node | None) -> HashChain:
-    """A chain that goes on behind the last whole block up to a node's end."""
+    """A chain that continues from the last whole block up to a node's end."""
     while node is not None and not node.hashes:
         node = node.parent
     return replace(empty, seed=node.hashes[-1]) if node is not None else empty

@@ -1,5 +1,5 @@
-"""Which states are the last ones behind a user message: of a branch that goes on to its end with no other one. It looks
-for such an end once, and remembers it, because a branch may go on for thousands of nodes.
+"""Which states are the last ones behind a user message on some branch: no later one follows up to the branch's end. It
+looks for such an end once and remembers it, because a branch may have thousands of nodes.
 """
 
 from collections.abc import Callable, Iterable
@@ -8,12 +8,12 @@ from kvserve.cache.node import Node
 
 
 def used_children(node: Node) -> list[Node]:
-    """Those that are no guesses."""
+    """The children that are no guesses."""
     return [child for child in node.children.values() if not child.is_guess]
 
 
 def end_without_user(node: Node) -> Node | None:
-    """Where a branch ends that goes on from a node with no state behind a user message; None where there is none."""
+    """The end of a branch below a node that has no state behind a user message; None where there is no such branch."""
     todo = [node]
     while todo:
         each = todo.pop()
@@ -24,7 +24,8 @@ def end_without_user(node: Node) -> Node | None:
 
 
 class LastUsers:
-    """By which end each state is known to be the last one. An end that has moved is followed, not looked for anew."""
+    """The branch end by which each state is known to be the last one. An end that has moved is followed, not looked for
+    anew."""
 
     def __init__(self, is_held: Callable[[Node], bool]) -> None:
         self._is_held = is_held
@@ -47,11 +48,11 @@ class LastUsers:
         return end is not None
 
     def known_by(self, nodes: Iterable[Node]) -> list[Node]:
-        """The states that are known to be last by an end that is one of these."""
+        """The states that are known to be last by one of these ends."""
         return [state for node in nodes for state in self._states_of.get(node, ())]
 
     def forget(self, state: Node) -> None:
-        """Look for an end anew when that is asked next."""
+        """Forget a state's end: the next question looks for it anew."""
         if (end := self._end_of.pop(state, None)) is not None:
             del self._states_of[end][state]
             if not self._states_of[end]:

@@ -1,16 +1,16 @@
-"""What a lookup in the prefix tree found. A value; it knows the tree's records and where it was found."""
+"""What a lookup in the prefix tree found: a value that knows the tree's records and its node."""
 
 from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import HashChain
 from kvserve.cache.node import NamedPrompt, Node
-from kvserve.cache.records import MatchCause, Piece, State
+from kvserve.cache.records import KvPiece, MatchCause, State
 from kvserve.cache.store import Store
 from kvserve.cache.token_run import TokenRun
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PrefixMatch:
     """What the tree knows of a prompt; to be acquired before the tree changes.
 
     `[0, num_matched_tokens)` is stored, token by token the same. `[0, num_usable_tokens)` can be restored: from
@@ -30,8 +30,8 @@ class Match:
     version: int = field(repr=False)
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """Read from the tree when they are asked for: most lookups only want to know how much there is."""
+    def pieces(self) -> tuple[KvPiece, ...]:
+        """Read from the tree on demand: most callers only need to know how much there is."""
         return self.store.pieces_to(self.node, self.num_usable_tokens)
 
     @property
@@ -41,7 +41,7 @@ class Match:
 
     @property
     def chain(self) -> HashChain:
-        """The names of its whole blocks."""
+        """The hashes of its whole blocks."""
         return self.prompt.chain
 
     @property

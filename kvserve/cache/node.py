@@ -1,8 +1,9 @@
-"""The nouns of the tree: a node and what belongs to its end, a place, a prompt that was looked up, and a lease.
-They know no index and do not change the shape.
+"""The nouns of the tree: a node and what belongs to its end, a position, a prompt that was looked up, and a lease. They
+know no index and do not change the shape.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvserve.cache.block_hash import HashChain
@@ -10,12 +11,12 @@ from kvserve.cache.records import BoundaryKind, Checkpoint, Copy, Segment
 from kvserve.cache.token_run import TokenKey, TokenRun, common_end
 
 MAX_USERS = 64
-"""So many are remembered of those who used the same tokens, the last ones. What many share goes with the last of them:
-whoever is not remembered any more cannot be told apart from those who are, and what only one used has only one."""
+"""The latest users of the same tokens that are remembered. What many share is removed when the last remembered one is
+forgotten; what a single user used is never affected by this bound."""
 
 
 def note_use(users: dict[str, int], user: str, depth: int) -> str | None:
-    """A user came `depth` tokens far, on its own way: noted as the newest of these. Whom there is no place for then."""
+    """Note that a user's own requests came `depth` tokens far, as the latest user. Returns the one dropped for it."""
     users[user] = max(depth, users.pop(user, 0))
     if len(users) <= MAX_USERS:
         return None
@@ -26,7 +27,7 @@ def note_use(users: dict[str, int], user: str, depth: int) -> str | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceEnd:
-    """A row ended here: one entry of its owner's, last at `ended_at`. `ttl_seconds` None means the general limit. It is
+    """An entry of `owner`: a request ended here, last at `ended_at`. `ttl_seconds` None means the general limit. It is
     the same entry wherever the tree moves it."""
 
     owner: str | None
@@ -36,15 +37,15 @@ class SequenceEnd:
 
 @dataclass(slots=True, eq=False)
 class Copies:
-    """What another tier has, or will have, of one node: the copies that cover its rows together (none: not all of them
-    are known there), and that of its state. That tier notes them; one that it forgets says so itself."""
+    """What the other tier has, or will have, of one node: the copies that together cover its rows (none: the tier lacks
+    some), and that of its state. That tier sets them; a forgotten copy says so itself."""
 
     rows: tuple[Copy, ...] = ()
     state: Copy | None = None
 
     @property
     def has_rows(self) -> bool:
-        """Whether that tier has the node's rows, or will have them: then what they stand on too."""
+        """Whether that tier has the node's rows, or will have them: then also those of its ancestors."""
         return bool(self.rows) and not any(copy.is_forgotten for copy in self.rows)
 
 
@@ -52,15 +53,15 @@ class Copies:
 class Node:
     """The tokens `[start, end)` behind `parent`; `checkpoint`, `kind` and `sequence_end` belong to its end.
 
-    A restore is a row that began at its end (or ended there, and may go on). `hashes` name the blocks that end in
-    `(start, end]`. Children differ in their first token. `partition` is a root's. `number` grows with each segment that
-    the tree gets; both parts of a node that was cut have that of the whole.
+    A restore is a request that began at its end (or ended there, and may go on). `hashes` name the blocks that end in
+    `(start, end]`. Children differ in their first token. `partition` is set on roots only. `number` grows with each
+    segment that the tree gets; both parts of a split node have that of the whole.
 
-    A row that uses a path is noted where it stands, in `last_used_at`, `num_uses` and `users` (who, and up to which
-    offset; rows of which that is not known are not in it). What stands behind a node used the node too: it is noted
-    there when that leaves (`inherit`), so a leaf's notes are whole, and those of other nodes lack what is behind them.
-    `first_cut`: the nearest to its start that it was ever cut; behind it other tokens may stand since (`Trie.merge`).
-    `is_guess`: computed, or read from disk, ahead of requests; none has used it, and so none what is behind it.
+    A use of a path is noted at its last node only, in `last_used_at`, `num_uses` and `users` (who, up to which offset;
+    unknown users are not in it). Descendants used the node too: their notes reach it when they are removed (`inherit`).
+    So a leaf's notes are complete, and those of inner nodes lack their descendants'. `first_cut`: the lowest offset at
+    which it was ever split; other tokens may follow there since (`Trie.merge`). `is_guess`: computed, or read from
+    disk, ahead of requests; no request has used it, nor any descendant.
     """
 
     parent: "Node | None"
@@ -101,7 +102,7 @@ class Node:
         return nodes[::-1]
 
     def inherit(self, behind: "Node") -> None:
-        """A node behind this one leaves: whoever used it came through here."""
+        """Take over the uses of a child that is removed: they came through here."""
         if self.parent is None:
             return
         if not behind.is_guess:
@@ -109,6 +110,14 @@ class Node:
             self.num_uses += behind.num_uses
         for user, depth in behind.users.items():
             note_use(self.users, user, min(depth, self.end))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state at its end, and its share of the record that it is in."""
+        num_bytes = self.checkpoint.num_bytes if self.checkpoint is not None else 0
+        if self.segment is not None:
+            num_bytes += self.segment.num_bytes * (self.end - self.start) // len(self.segment.tokens)
+        return num_bytes
 
     def root(self) -> "Node":
         node = self
@@ -119,7 +128,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place on the tree: `depth` tokens from the root, `node.start <= depth <= node.end`."""
+    """A position on the tree: `depth` tokens from the root, `node.start <= depth <= node.end`."""
 
     node: Node
     depth: int
@@ -127,8 +136,8 @@ class Position:
 
 @dataclass(slots=True, eq=False)
 class NamedPrompt:
-    """A whole prompt, packed, and the names of its blocks. `place` is the last place whose tokens were compared with it
-    and are its first ones; that may have left the tree since, or have been cut. Changed by the tree only."""
+    """A whole prompt, packed, and the hashes of its blocks. `place` is the last position that was found to begin it;
+    its node may have been removed or split since. Changed by the tree only."""
 
     partition: str
     run: TokenRun
@@ -136,7 +145,7 @@ class NamedPrompt:
     place: Position | None = None
 
     def follow(self, place: Position, run: TokenRun, start: int) -> None:
-        """A row with this prompt stands at `place` now. `run` has its tokens from `start` on, before which it stood."""
+        """Move on to `place`, where a request with this prompt is now. `run` has its tokens from `start` on."""
         num_known, end = self.place.depth if self.place is not None else 0, min(place.depth, self.run.end)
         if start <= num_known < end and common_end(self.run, run, start, end) == end:
             self.place = Position(place.node, end)
@@ -144,11 +153,11 @@ class NamedPrompt:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A live row's hold on the path of its first `num_tokens` tokens, which end in `node`. Changed by the tree only.
+    """Pins the path of a live request's first `num_tokens` tokens, which end in `node`. Changed by the tree only.
 
-    `owner` is whose entry it becomes, `user` who asks ("": not known); of a guess nobody asks yet. `chain` names the
-    row's whole blocks so far, `prompt` is what it was looked up by; another tier was told of the first
-    `num_told_tokens` that the row used them. A lease is detached once its path is gone: released, or all cleared.
+    `owner` gets the entry, `user` is the request's user ("": not known). `chain` has the hashes of the request's whole
+    blocks so far, `prompt` is what was looked up. The other tier was told that the first `num_told_tokens` were used.
+    A lease is detached once it was released or the tree was cleared.
     """
 
     node: Node
@@ -163,8 +172,8 @@ class Lease:
     num_told_tokens: int = 0
 
     def touch(self, now: float, num_uses: int = 1) -> Node | None:
-        """Note a use where the row stands. A guess is none, but for whom its tokens are stays known. Returns the node
-        above what was a guess until now, if anything was."""
+        """Note a use at the lease's node; of a guess only for which user it is. Returns the node above those that were
+        guesses until now, if any were."""
         node = self.node
         if node.parent is None:
             return None
@@ -179,3 +188,8 @@ class Lease:
             above.is_guess = False
             above = above.parent
         return above if above is not node else None
+
+
+def leased_bytes(leases: Iterable[Lease]) -> int:
+    """Bytes of all rows and states on the paths of these leases, each once: they cannot be evicted."""
+    return sum(node.num_bytes for node in {node for lease in leases for node in lease.node.path()})

@@ -1,10 +1,10 @@
-"""Where payloads live in memory. It knows keys and sizes, not prefixes."""
+"""Payloads in RAM, by key. It knows keys and sizes, not prefixes."""
 
 from kvserve.cache.records import Payload, RecordId
 
 
 class RamTier:
-    """Payloads by key. A payload never changes and has one key for ever: what is trimmed or merged is a new record."""
+    """Payloads by key. A payload never changes and keeps its key: what is trimmed or merged gets a new record."""
 
     def __init__(self) -> None:
         self._payloads: dict[RecordId, Payload] = {}

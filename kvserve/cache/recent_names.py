@@ -1,8 +1,8 @@
-"""The prompts that were looked up last: one that repeats or continues such a prompt is hashed, and compared with what
-is stored, from its first new token on.
+"""The prompts that were looked up last: a prompt that repeats or continues one of them is hashed, and compared with the
+stored tokens, from its first new token on.
 
 An agent's prompt of 100k tokens is looked up several times and differs from its last one in its end. It knows tokens,
-names and places, not what is stored there.
+hashes and positions, not what is stored there.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ NUM_KEPT = 8
 
 
 class RecentNames:
-    """Names prompts for a tree; remembers the last few."""
+    """Hashes prompts for a tree; remembers the last few."""
 
     def __init__(self, hasher: BlockHasher) -> None:
         self._hasher = hasher
@@ -24,7 +24,7 @@ class RecentNames:
         self._last_tokens: TokenSequence | None = None
 
     def name(self, tokens: TokenSequence, partition: str) -> NamedPrompt:
-        """The prompt's names, as hashing all of it would give them."""
+        """The hashes of a prompt's blocks, as hashing all of it would give them."""
         if tokens is self._last_tokens and self._kept[-1].partition == partition:
             return self._kept[-1]
         run = pack(tokens)
@@ -51,7 +51,7 @@ class RecentNames:
         """The remembered prompt with the longest common beginning, and its length in tokens."""
         best, num_common = None, 0
         for named in reversed(self._kept):
-            # Nobody who differs where the best one ends can be better.
+            # One that differs where the best one ends cannot be better.
             next_id = run.packed(num_common, num_common + 1)
             if named.partition == partition and next_id and named.run.packed(num_common, num_common + 1) == next_id:
                 end = common_end(named.run, run, 0, min(named.run.end, run.end))

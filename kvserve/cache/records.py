@@ -1,7 +1,7 @@
-"""What the prefix cache keeps and what it answers: immutable records, matches and limits, without behaviour.
+"""What the prefix cache stores and returns: immutable records, pieces and limits, without behaviour.
 
-A payload is whatever the engine stores: opaque here but for its size. Payloads live in a tier, records carry their
-key and their tokens.
+A payload is what the engine stores: opaque here but for its size. Payloads are in a tier; records have their key and
+their tokens.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,7 @@ class Payload(Protocol):
 
 
 class Copy(Protocol):
-    """A record's copy in another tier: it is there once it is written, and no longer once it is forgotten. Both happen
-    there and are seen here."""
+    """A record's copy in the other tier: there once it is written, gone once it is forgotten. That tier sets both."""
 
     @property
     def is_written(self) -> bool: ...
@@ -32,12 +31,12 @@ class Copy(Protocol):
 
 BoundaryKind = Literal["system", "user", "message", "tail", "image", "divergence", "answer", "stride"]
 """Why a prefill stops at an offset: end of system and tools, of a user message, of another message, of the newest
-message before the generation tail, before an image, where a stored branch leaves, end of an answer, else distance."""
+message before the generation tail, before an image, where a stored branch parts, end of an answer, else distance."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """KV of the tokens `[tokens.start, tokens.end)` of every layer that can be cut; row i belongs to `start + i`.
+    """KV of the tokens `[tokens.start, tokens.end)` for every layer that can be cut; row i is of token `start + i`.
 
     `num_bytes` is 0 where the model has no such layer; there is no payload then.
     """
@@ -59,7 +58,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class KvPiece:
     """Rows `[first_row, end_row)` of a segment's payload; their tokens begin at `start`."""
 
     segment: Segment
@@ -85,13 +84,13 @@ class State:
 
 
 MatchCause = Literal["nothing", "whole", "ended", "diverged", "no_checkpoint", "inside_image"]
-"""Why no more was usable: nothing is stored, all but the last token is reused, what is stored ends here, what is
-stored goes on differently, it matches further but only a checkpoint could serve it, the cut would divide an image."""
+"""Why no more was usable: nothing is stored, all but the last token is reused, what is stored ends here, it continues
+with other tokens, it matches further but has no checkpoint there, the cut would divide an image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """What an `extend` did with `[start, end)`: `[start, first_new)` was there already, `[first_new, end)` is new."""
+    """What `extend` did with `[start, end)`: `[start, first_new)` was stored already, `[first_new, end)` is new."""
 
     start: int
     first_new: int
@@ -105,11 +104,9 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """What left the tree: rows, and states. `is_within_limits` is False if live rows need too much, or if it was only a
-    piece; `is_over`: another one finds nothing more to do."""
+    """The result of an eviction. `is_within_limits` is False if live requests need too much, or if this was only a
+    slice of the work; `is_over`: no work is left."""
 
-    segments: tuple[Piece, ...]
-    checkpoints: tuple[State, ...]
     num_freed_bytes: int
     is_within_limits: bool
     is_over: bool
@@ -117,11 +114,11 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of the RAM tier. `max_bytes` counts live rows too; 0 seconds mean no limit. Numbers of entries bind where
-    bytes are over their bound, or those of checkpoints: entries over their number leave first.
+    """Bounds of the RAM tier. `max_bytes` counts live requests too; 0 seconds mean no limit. Numbers of entries bind
+    only where bytes, or those of checkpoints, are over their bound: entries over their number are evicted first.
 
-    What is too old is looked for when the first is due, at least every `check_seconds`. Entries of the
-    short class count as used again after `keep_alive_seconds` while their owner is not idle; 0 means never.
+    Expired nodes are looked for when the first is due, at least every `check_seconds`. Entries of the short class count
+    as used again after `keep_alive_seconds` while their owner is not idle; 0 means never.
 
     Raises ValueError for a bound that leaves no room at all.
     """
@@ -143,7 +140,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that may be added before anything leaves for it, and how many of them in states."""
+    """Bytes that may be added before anything is evicted for it, and how many of them in states."""
 
     num_bytes: float
     num_state_bytes: float

@@ -1,19 +1,20 @@
-"""The tree's records: every change of what is kept goes through here, so that bytes and references always add up.
+"""The tree's records: every change of what is stored is made here, so that bytes and references always add up.
 
-It knows nodes, records and tiers; not when something is added or which record should leave.
+It knows nodes, records and tiers; not when something is added or which record is evicted.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 
 from kvserve.cache.node import Node
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.records import (
     BoundaryKind,
+    CacheStats,
     Checkpoint,
+    KvPiece,
     Payload,
-    Piece,
     RecordId,
     Segment,
     State,
@@ -27,7 +28,7 @@ type CutPayload = Callable[[Payload, int, int], Payload]
 
 @dataclass(slots=True)
 class Counters:
-    """Running totals."""
+    """Running totals, named as in `CacheStats`."""
 
     num_lookups: int = 0
     num_hits: int = 0
@@ -47,14 +48,6 @@ class Counters:
         self.num_image_retreats += is_image_retreat
 
 
-@dataclass(slots=True)
-class Departures:
-    """What left since somebody began to collect."""
-
-    segments: list[Piece] = field(default_factory=list)
-    checkpoints: list[State] = field(default_factory=list)
-
-
 class Store:
     """Nodes with their records. One owner per payload: the tier; one count per byte: the tier's."""
 
@@ -62,7 +55,6 @@ class Store:
         self.trie = trie
         self.ram = ram
         self.counters = Counters()
-        self.departures = Departures()
         self._cut_payload = cut_payload
         self._loose: dict[RecordId, Segment] = {}
         self._loose_bytes: Counter[RecordId] = Counter()
@@ -71,14 +63,14 @@ class Store:
         self.num_checkpoints = 0
 
     def add_segment(self, parent: Node, tokens: TokenRun, hashes: tuple[bytes, ...], payload: Payload | None) -> Node:
-        """A new leaf below `parent`. What ended at `parent` is a mere prefix from now on."""
+        """Add a leaf below `parent`, which is no entry any more but a prefix of one."""
         if parent.sequence_end is not None:
             self.trie.entries.set(parent, None)
             self.counters.num_culled_prefixes += 1
         return self.trie.attach(parent, self._new_segment(tokens, payload), hashes)
 
     def add_checkpoint(self, node: Node, payload: Payload, kind: BoundaryKind, now: float) -> None:
-        """The state at a node's end, which has none yet."""
+        """Add the state at a node's end, which has none yet."""
         if node.checkpoint is not None:
             raise ValueError(f"There is a checkpoint at {node.end} already.")
         record_id = self._new_id()
@@ -90,33 +82,28 @@ class Store:
         self.trie.changes.note_state(node)
 
     def drop_checkpoint(self, node: Node) -> None:
-        """Let a node's checkpoint leave, if it has one."""
-        state = self.state_of(node)
-        if state is None:
+        """Remove a node's checkpoint, if it has one."""
+        if (checkpoint := node.checkpoint) is None:
             return
         node.checkpoint = node.copies.state = None
         self.trie.changes.note(node)
-        self.ram.drop(state.checkpoint.record_id)
-        self.checkpoint_bytes -= state.checkpoint.num_bytes
+        self.ram.drop(checkpoint.record_id)
+        self.checkpoint_bytes -= checkpoint.num_bytes
         self.num_checkpoints -= 1
         self.counters.num_evicted_checkpoints += 1
-        self.departures.checkpoints.append(state)
 
     def remove_leaves(self, nodes: Sequence[Node]) -> None:
-        """Let a leaf leave, then its ancestors in this order, each with its checkpoint; cut what remains to size."""
+        """Remove a leaf, then its ancestors in this order, each with its checkpoint; cut what remains to size."""
         self.loosen_leaves(nodes)
         self.fit()
 
     def loosen_leaves(self, nodes: Sequence[Node]) -> None:
-        """The same, but what remains of their records is cut by the next `fit`: a record of which many nodes leave, one
+        """Remove them; what remains of their records is cut by the next `fit`: a record that loses many nodes, one
         after the other, is copied once."""
         for node in nodes:
-            piece = self.piece_of(node, node.end)
             self.drop_checkpoint(node)
-            self.trie.detach(node)
-            self.departures.segments.append(piece)
+            segment = self.trie.detach(node)
             self.counters.num_evicted_tokens += node.end - node.start
-            segment = piece.segment
             if segment.record_id in self.trie.holders:
                 self._loose[segment.record_id] = segment
                 num_gone = node.end - node.start
@@ -128,32 +115,32 @@ class Store:
 
     @property
     def num_bytes_once_fit(self) -> int:
-        """About what RAM holds after the next `fit`."""
+        """About the bytes in RAM after the next `fit`."""
         return self.ram.num_bytes - self._loose_bytes.total()
 
     def is_loose(self, record_id: RecordId) -> bool:
-        """Whether a record is larger than what nodes hold of it, until the next `fit`."""
+        """Whether the next `fit` cuts this record, which is larger than what nodes hold of it."""
         return record_id in self._loose
 
     @property
     def has_loose(self) -> bool:
-        """Whether there is anything to be cut."""
+        """Whether `fit` has anything to cut."""
         return bool(self._loose)
 
     def fit(self) -> None:
-        """Cut to size what was loosened. What a failed allocation leaves uncut is cut by the next call."""
+        """Cut all loose records to size. If an allocation fails, the next call cuts the rest."""
         while self._loose:
             self.fit_next()
 
     def fit_next(self) -> int:
-        """The same, of one record. How many bytes were copied."""
+        """Cut one loose record to size. Returns the number of copied bytes."""
         record_id, segment = next(reversed(self._loose.items()))
         num_bytes = self._fit(segment)
         del self._loose[record_id], self._loose_bytes[record_id]
         return num_bytes
 
     def replace_rows(self, nodes: Sequence[Node], payload: Payload) -> None:
-        """Let consecutive nodes of one chain share a new record; their old ones shrink or leave."""
+        """Give consecutive nodes of one chain a new record together; their old ones are cut or dropped."""
         old = {node.segment.record_id: node.segment for node in nodes if node.segment is not None}
         segment = self._new_segment(join([node.tokens.part(node.start, node.end) for node in nodes]), payload)
         for node in nodes:
@@ -161,13 +148,8 @@ class Store:
         for record in old.values():
             self._fit(record)
 
-    def take_departures(self) -> Departures:
-        """What left since the last call."""
-        departures, self.departures = self.departures, Departures()
-        return departures
-
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove everything."""
         for node in list(self.trie.nodes()):
             self.drop_checkpoint(node)
         for record_id in list(self.trie.holders):
@@ -175,17 +157,16 @@ class Store:
         self.trie.clear()
         self._loose.clear()
         self._loose_bytes.clear()
-        self.departures = Departures()
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def piece_of(self, node: Node, end: int) -> Piece:
+    def piece_of(self, node: Node, end: int) -> KvPiece:
         """A node's rows up to `end`."""
         return self._rows(node, node, end)
 
-    def pieces_to(self, node: Node, end: int) -> tuple[Piece, ...]:
-        """The rows `[0, end)` of the path to a node, `end` inside it. Neighbours in one record are one piece, because a
-        restore pays for each: states stand inside records."""
+    def pieces_to(self, node: Node, end: int) -> tuple[KvPiece, ...]:
+        """The rows `[0, end)` of the path to a node, `end` inside it. Neighbours in one record are one piece, as a
+        restore pays for each piece: nodes end inside records where there are states."""
         spans: list[tuple[Node, Node]] = []
         for each in node.path():
             if spans and spans[-1][1].segment is each.segment:
@@ -194,13 +175,13 @@ class Store:
                 spans.append((each, each))
         return tuple(self._rows(first, last, end) for first, last in spans)
 
-    def _rows(self, first: Node, last: Node, end: int) -> Piece:
+    def _rows(self, first: Node, last: Node, end: int) -> KvPiece:
         """The rows up to `end` of nodes that follow one another in one record."""
         if first.segment is None:
             raise ValueError("The root has no rows.")
         begin = first.segment.tokens.start
         payload = self.ram.get(first.segment.record_id)
-        return Piece(first.segment, payload, first.start - begin, min(last.end, end) - begin)
+        return KvPiece(first.segment, payload, first.start - begin, min(last.end, end) - begin)
 
     def state_of(self, node: Node) -> State | None:
         """The checkpoint at a node's end with its payload."""
@@ -209,9 +190,25 @@ class Store:
         return State(node.checkpoint, payload)
 
     def last_bytes(self, node: Node) -> int:
-        """The size of the record at a node's end: its state, or the rows that it is in."""
+        """The size of the record at a node's end: its state, or else its segment."""
         record = node.checkpoint or node.segment
         return record.num_bytes if record is not None else 0
+
+    def stats(self, *, live_bytes: int, num_leases: int) -> CacheStats:
+        """What is held and was done; looks at every node. `live_bytes` are those of the live rows' own caches."""
+        return CacheStats(
+            num_nodes=self.trie.num_nodes,
+            num_segments=len(self.trie.holders),
+            num_checkpoints=self.num_checkpoints,
+            num_entries=len(self.trie.entries),
+            num_stored_tokens=sum(node.end - node.start for node in self.trie.nodes()),
+            ram_bytes=self.ram.num_bytes,
+            checkpoint_bytes=self.checkpoint_bytes,
+            live_bytes=live_bytes,
+            num_leases=num_leases,
+            num_hash_collisions=self.trie.num_collisions,
+            **asdict(self.counters),
+        )
 
     # --- records ------------------------------------------------------------------------------------------------------
 
@@ -226,8 +223,8 @@ class Store:
         return segment
 
     def _fit(self, segment: Segment) -> int:
-        """Drop a record that no node holds; cut one of which nodes hold only parts, one record for each. How many bytes
-        were copied."""
+        """Drop a record that no node holds; cut one of which nodes hold parts, one record for each. Returns the number
+        of copied bytes."""
         num_bytes = 0
         holders = sorted(self.trie.holders.get(segment.record_id, ()), key=lambda node: node.start)
         tokens, payload = segment.tokens, self.ram.get(segment.record_id)
@@ -245,7 +242,7 @@ class Store:
 
 
 def _parts(holders: Sequence[Node]) -> list[list[Node]]:
-    """Nodes of one record, by offset, as runs without a gap: what stood between two may have got another record."""
+    """Nodes of one record, by offset, as runs without a gap: a node between two may have got another record."""
     parts: list[list[Node]] = []
     for node in holders:
         if parts and parts[-1][-1].end == node.start:

@@ -1,7 +1,7 @@
 """Runs of model tokens in a form that compares at memory speed; knows tokens and images, nothing of caches.
 
-Positions are absolute: a token stands at the same offset in every sequence that shares its prefix. A token of an image
-is told by (content digest, index inside the image), because two images of one size have equal ids.
+Positions are absolute: a token has the same offset in every sequence that shares its prefix. An image's token is
+identified by (content digest, index inside the image), because two images of one size have equal ids.
 """
 
 import sys
@@ -16,7 +16,7 @@ from kvserve.core import ImageSpan, TokenSequence
 ID_BYTES = 4
 
 type TokenKey = int | tuple[int, str, int]
-"""What tells one token from another at the same place: its id or, inside an image, (id, digest, index)."""
+"""What identifies a token at its place: its id or, inside an image, (id, digest, index)."""
 
 _end_of = attrgetter("end")
 

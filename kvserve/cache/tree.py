@@ -1,15 +1,14 @@
-"""The prefix tree: what of a prompt is known, who stands on it, and how a row's KV is added to it.
+"""The prefix tree: what is stored of a prompt, which live rows use it, and how a row's KV is added.
 
-It knows tokens, records and limits; payloads are opaque, arrays are the engine's business. Everything here belongs to
-the engine thread; what `stats()` returned may be read anywhere.
+It knows tokens, records and limits; payloads are opaque. The engine thread owns it; any thread may read `stats()`.
 
     match = tree.lookup(prompt)                    how much is known, and from what it is restored; changes counters
-    lease = tree.acquire(match, owner=session)     the row stands on [0, match.num_usable_tokens) and keeps it
+    lease = tree.acquire(match, owner=session)     pins [0, match.num_usable_tokens) for a request
     tree.extend(lease, tokens, end, take_rows, take_state, kind)     adds what is new of [lease.num_tokens, end)
-    tree.mark_end(lease)                           the row ended here: an entry of its owner
-    tree.release(lease)                            the row left; what it stood on may be evicted
-    tree.mover.take(match, lease, nodes)           what nobody else needs leaves the tree, and is the row's alone
-    tree.account_live(num_bytes); tree.evict()     back within the limits
+    tree.mark_end(lease)                           the request ended here: an entry of its owner
+    tree.release(lease)                            unpins it
+    tree.mover.extract(match, lease, nodes)        moves out of the tree what no other request needs
+    tree.account_live(num_bytes); tree.evict()     brings RAM back within the limits
 """
 
 import math
@@ -17,23 +16,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvserve.cache.block_hash import BlockHasher
-from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, merge_nodes, plan_run
+from kvserve.cache.coalesce import MAX_RECORD_TOKENS, CoalesceRun, plan_run, replace_run
+from kvserve.cache.evicted_nodes import EvictedNodes
 from kvserve.cache.eviction import Score, value_score
-from kvserve.cache.forgetting import IsForgotten, forget_users
+from kvserve.cache.exclusive_nodes import added_suffix, exclusive_nodes
+from kvserve.cache.forget_users import IsForgotten, forget_users
 from kvserve.cache.integrity import check_shape, check_totals
 from kvserve.cache.kept_path import KeptPath, kept_end, kept_path
-from kvserve.cache.leaving import Leaving
-from kvserve.cache.match import Match
-from kvserve.cache.moving import Mover
+from kvserve.cache.match import PrefixMatch
+from kvserve.cache.move_nodes import Mover
 from kvserve.cache.node import Lease, NamedPrompt, Node, Position, SequenceEnd, note_use
 from kvserve.cache.ram_tier import RamTier
 from kvserve.cache.recent_names import RecentNames
 from kvserve.cache.records import BoundaryKind, CacheStats, Eviction, Extension, Limits, MatchCause, Payload, Room
-from kvserve.cache.renaming import rename
 from kvserve.cache.store import CutPayload, Store
 from kvserve.cache.sweep import Sweep
-from kvserve.cache.tails import added_tail, exclusive_nodes
-from kvserve.cache.tally import stats_of
 from kvserve.cache.token_run import TokenRun, image_around, pack
 from kvserve.cache.trie import Trie
 from kvserve.core import TokenSequence
@@ -69,20 +66,20 @@ class PrefixTree:
 
     # --- finding ------------------------------------------------------------------------------------------------------
 
-    def lookup(self, tokens: TokenSequence, *, partition: str = "") -> Match:
+    def lookup(self, tokens: TokenSequence, *, partition: str = "") -> PrefixMatch:
         """How much of a prompt is known and from what it can be restored."""
         match = self.peek(tokens, partition=partition)
         note = self._store.counters.note_lookup
         note(match.num_matched_tokens, match.num_usable_tokens, is_image_retreat=match.cause == "inside_image")
         return match
 
-    def peek(self, tokens: TokenSequence, *, partition: str = "") -> Match:
-        """The same, of whoever does not begin with it: no use, and not counted."""
+    def peek(self, tokens: TokenSequence, *, partition: str = "") -> PrefixMatch:
+        """The same for a caller that computes nothing now: it is no use, and not counted."""
         named = self._names.name(tokens, partition)
         position = self._find(named)
         usable, cause = self._usable(position, tokens)
         state = self._store.state_of(usable.node) if self._needs_checkpoints else None
-        return Match(
+        return PrefixMatch(
             num_prompt_tokens=len(tokens),
             num_matched_tokens=position.depth,
             num_usable_tokens=usable.depth,
@@ -95,14 +92,14 @@ class PrefixTree:
         )
 
     def _find(self, named: NamedPrompt) -> Position:
-        """The deepest place of a prompt, found from where it was found before."""
+        """The deepest position of a prompt, searched from where it was found before."""
         root = self._trie.root(named.partition)
         position = self._trie.find(root, named.run, named.chain, known=named.place)
         named.place = position if position.node is not root else None
         return position
 
     def _usable(self, position: Position, tokens: TokenSequence) -> tuple[Position, MatchCause]:
-        """The deepest place at or before `position` that a row can start from, and what kept it from starting later."""
+        """The deepest position at or before this one that a request can start from, and why it cannot start later."""
         # The last token is always computed again: its logits, which nothing stores, give the first answer token.
         limit = min(position.depth, max(len(tokens) - 1, 0))
         cause: MatchCause = "whole"
@@ -126,40 +123,40 @@ class PrefixTree:
         return is_there and image_around(tokens.images, node.end) is None
 
     def partitions(self) -> list[str]:
-        """Those that hold something, or did a moment ago."""
+        """The partitions that hold something, or did a moment ago."""
         return [root.partition for root in self._trie.roots()]
 
     def name(self, tokens: TokenSequence, partition: str) -> NamedPrompt:
-        """A prompt packed, and the names of its blocks: from memory where it was looked up a moment ago."""
+        """A prompt packed, and the hashes of its blocks; remembered where it was looked up a moment ago."""
         return self._names.name(tokens, partition)
 
     def known_depth(self, tokens: TokenSequence, *, partition: str = "") -> int:
-        """Tokens of a prompt that a row could start from; to ask is no use of them, and counts nowhere."""
+        """Tokens of a prompt that a request could start from. It is no use of them, and not counted."""
         return self._usable(self._find(self._names.name(tokens, partition)), tokens)[0].depth
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def acquire(
         self,
-        match: Match,
+        match: PrefixMatch,
         *,
         owner: str | None = None,
         ttl_seconds: float | None = None,
         user: str = "",
         is_guess: bool = False,
     ) -> Lease:
-        """Stand on what a match can use; marks the path as used.
+        """Pin what a match can use, and mark the path as used.
 
-        `owner` is whose entry the row will be (a session's branch), `ttl_seconds` the owner's own time limit, `user`
-        who asks. `is_guess`: nobody asked yet, so it is no use of what it stands on. Raises ValueError if the tree has
-        changed since the lookup.
+        `owner` gets the entry where the request ends (a session's branch), `ttl_seconds` is the owner's own time limit,
+        `user` the user of the request. `is_guess`: computed ahead of any request, so it is no use of the path. Raises
+        ValueError if the tree has changed since the lookup.
         """
         if match.version != self._trie.version:
             raise ValueError("The tree has changed since this lookup: look up again.")
         now = self._clock()
         is_parting = match.num_matched_tokens < min(match.num_prompt_tokens, match.node.end)
         if is_parting and match.num_usable_tokens > match.node.start:
-            # The row leaves what is stored inside this node: what lies behind was of no use to it.
+            # The prompt parts from what is stored inside this node: the rest of the node was not used.
             self._trie.split(match.node, match.num_usable_tokens, self._hasher.block_size)
         chain = match.chain.truncated(match.num_usable_tokens)
         lease = Lease(match.node, match.num_usable_tokens, chain, match.prompt, owner, ttl_seconds, user, is_guess)
@@ -174,7 +171,7 @@ class PrefixTree:
         return lease
 
     def follow(self, lease: Lease, tokens: TokenSequence) -> None:
-        """Stand on what others have added since of the prompt that the lease was looked up by; no use of it yet."""
+        """Pin what other requests have added of the lease's prompt since the lookup. It is no use yet."""
         if lease.is_detached:
             return
         usable = self._usable(self._find(lease.prompt), tokens)[0]
@@ -191,22 +188,22 @@ class PrefixTree:
         take_state: Callable[[], Payload] | None = None,
         kind: BoundaryKind = "stride",
     ) -> Extension:
-        """Add the row's KV up to `end` and, with `take_state`, its state there; the lease moves to `end`.
+        """Add the request's KV up to `end` and, with `take_state`, its state there; the lease moves to `end`.
 
-        `tokens` are all tokens of the row, at least up to `end`; the first `lease.num_tokens` are those it stands on.
+        `tokens` are the request's tokens, at least up to `end`; the first `lease.num_tokens` are pinned already.
         `take_rows(start, end)` is called at most once, with the part that is not stored yet (offsets in `tokens`);
         `take_state()` only if there is no checkpoint at `end` yet. A detached lease adds nothing. Raises ValueError for
         an `end` before the lease or behind the tokens.
         """
         start = lease.num_tokens
         if not start <= end <= len(tokens):
-            raise ValueError(f"A row of {len(tokens)} tokens that stands at {start} cannot be extended to {end}.")
+            raise ValueError(f"A request of {len(tokens)} tokens cannot be extended from {start} to {end}.")
         if lease.is_detached:
             return Extension(start, end, end, False)
         run = pack(tokens, lease.chain.num_tokens, end)
         known = self._trie.walk(Position(lease.node, start), run, end)
         first_new = known.depth
-        # Before the lease moves: where rows cannot be had it stays whole, and the row's next stop tries again.
+        # Before the lease moves: if this raises, the tree is as it was, and the request's next stop tries again.
         rows = take_rows(first_new, end) if first_new < end else None
         self._trie.move(lease, known)
         lease.chain = lease.chain.extended(run)
@@ -218,7 +215,7 @@ class PrefixTree:
         return Extension(start, first_new, end, has_new_checkpoint)
 
     def _grow(self, lease: Lease, run: TokenRun, payload: Payload | None) -> None:
-        """Add the tokens behind the lease as a new leaf, which the lease then stands on."""
+        """Add the tokens behind the lease as a new leaf, and move the lease to its end."""
         start, end = lease.num_tokens, run.end
         if start < lease.node.end:
             self._trie.split(lease.node, start, self._hasher.block_size)
@@ -228,7 +225,7 @@ class PrefixTree:
         self._trie.move(lease, Position(leaf, end))
 
     def _finish_at(self, lease: Lease, take_state: Callable[[], Payload] | None, kind: BoundaryKind) -> bool:
-        """Note at the lease's place why the row stopped there, with its state if that is wanted and new."""
+        """Note why the request stopped where the lease ends, with its state if that is wanted and new."""
         node = lease.node
         wants_state = take_state is not None and self._needs_checkpoints
         if node.parent is None or (lease.num_tokens < node.end and not wants_state and kind != "system"):
@@ -242,7 +239,7 @@ class PrefixTree:
         return True
 
     def mark_end(self, lease: Lease) -> None:
-        """The row's tokens end here: one entry of its owner. A place that others continue is no entry."""
+        """Note an entry of the owner where the request ends, unless stored tokens follow there."""
         node, now = lease.node, self._clock()
         if lease.owner is not None:
             self._owners_seen_at[lease.owner] = now
@@ -252,28 +249,28 @@ class PrefixTree:
         self._trie.changed[node] = None
 
     def note_users(self, lease: Lease, users: Mapping[str, int]) -> None:
-        """These have used what a row stands on too, each up to an offset."""
+        """Note further users of a lease's path, each up to an offset."""
         for node in lease.node.path():
             for user, depth in users.items():
                 if (end := min(depth, lease.num_tokens, node.end)) > node.start:
                     note_use(node.users, user, end)
 
     def release(self, lease: Lease) -> None:
-        """The row left. Idempotent."""
+        """Unpin the path: the request is over. Idempotent."""
         self._leases.discard(lease)
-        self._trie.leave(lease)
+        self._trie.drop_lease(lease)
         lease.is_detached = True
         self._trie.changed[lease.node] = None
 
     # --- what is kept, for another tier ------------------------------------------------------------------------------
 
     def kept(self, lease: Lease) -> KeptPath | None:
-        """All that is kept of what a row stands on; None where it stands on nothing."""
+        """All that is stored of a lease's path; None where it is empty."""
         return self._kept(lease.node) if lease.node.parent is not None and not lease.is_detached else None
 
     def kept_end(self, lease: Lease, behind: int) -> KeptPath | None:
-        """The end of it that another tier does not have or was not told of yet, at least what ends `behind` so many
-        tokens; who asks tells that tier."""
+        """The end of that path that the other tier lacks or was not told of, at least all that ends `behind` so many
+        tokens. The caller tells that tier."""
         if lease.node.parent is None or lease.is_detached:
             return None
         path = kept_end(self._store, self._hasher, lease, behind)
@@ -281,25 +278,25 @@ class PrefixTree:
         return path
 
     def kept_paths(self) -> Iterator[KeptPath]:
-        """The same for every path from a root to a leaf. The tree must not change in between."""
+        """The stored path to each leaf. The tree must not change in between."""
         return (self._kept(node) for node in self._trie.nodes() if not node.children)
 
     def _kept(self, last: Node) -> KeptPath:
         return kept_path(self._store, self._hasher, last)
 
-    def before_leaving(self, tell: Callable[[Leaving], None]) -> None:
-        """From now on `tell` hears of all that the limits let leave, before it does; what another tier had is void."""
+    def before_eviction(self, tell: Callable[[EvictedNodes], None]) -> None:
+        """Call `tell` before each eviction from now on, and forget which copies the other tier had."""
         self._trie.forget_copies()
         for lease in self._leases:
             lease.num_told_tokens = 0
-        self._sweep.before_leaving = tell
+        self._sweep.before_eviction = tell
 
     # --- limits -------------------------------------------------------------------------------------------------------
 
     def discard(self, tokens: TokenSequence, is_owner: Callable[[str], bool]) -> list[KeptPath]:
-        """Forget what serves only the conversation of `tokens`, in whichever partition, and the entries of these
-        owners: each up to a branch of others, a live row, or the end of system and tools. Returns the paths as they
-        were; drop them soon."""
+        """Remove what serves only the conversation of `tokens`, in any partition, and the entries of these owners: each
+        up to a branch of others, a live request, or the end of system and tools. Returns the removed paths, which hold
+        their payloads: drop them soon."""
         positions = [self._find(self._names.name(tokens, partition)) for partition in self.partitions()]
         last = {position.node for position in positions if position.depth == position.node.end}
 
@@ -310,65 +307,58 @@ class PrefixTree:
         gone = exclusive_nodes(self._trie.nodes(), is_owned)
         paths = [self._kept(node) for node in gone if not node.children]
         self._store.remove_leaves(gone)
-        self._store.take_departures()
         return paths
 
     def forget(self, is_forgotten: IsForgotten) -> int:
-        """Forget what only these users are known to have used, and what is of nobody who is known; their live rows go
-        on, but what they compute is not kept. Returns how many tokens left."""
+        """Remove what only these users, or no known user, have used; their live requests go on, and what those compute
+        is not stored. Returns the number of removed tokens."""
         for lease in [lease for lease in self._leases if lease.user and is_forgotten(lease.user)]:
             self.release(lease)
         num_tokens = forget_users(self._store, is_forgotten, self._hasher.block_size)
-        self._store.take_departures()
         self._names.clear()
         self._sweep.expect_change()  # owners without entries are forgotten too
         return num_tokens
 
     def forget_names(self) -> None:
-        """Forget which prompts were looked up last."""
+        """Forget the prompts that were looked up last."""
         self._names.clear()
 
     def retract(self, lease: Lease, start: int) -> KeptPath | None:
-        """The row left, and what it added from `start` on goes with it, up to where others go on, stand or ended.
-        Returns the path as it was; drop it soon."""
+        """Release a lease and remove what its request added from `start` on, up to what others share, pin or ended at.
+        Returns the path as it was: drop it soon."""
         path = self.kept(lease)
         self.release(lease)
         if path is not None and lease.num_tokens == lease.node.end:
-            self._store.remove_leaves(added_tail(lease.node, start))
-            self._store.take_departures()
+            self._store.remove_leaves(added_suffix(lease.node, start))
         return path
 
     def account_live(self, num_bytes: int) -> None:
-        """Say how many bytes the live rows' own caches hold: they count in the limit."""
+        """Set the bytes of the live requests' own caches: they count in the limit."""
         self._live_bytes = num_bytes
 
     def room(self) -> Room:
-        """What may be added beside the live rows' own caches before anything leaves for it."""
+        """What may be added, beside the live requests' own caches, before anything is evicted for it."""
         return self._sweep.room(self._live_bytes)
 
     def evict(self, num_needed_bytes: int = 0, max_pieces: float = math.inf) -> Eviction:
-        """Bring the RAM tier within its limits, with room for `num_needed_bytes` more, about `max_pieces` leaves and
-        states at a time. What live rows stand on stays. The caller drops the result before it empties the device's
-        buffer cache."""
+        """Evict until RAM is within its limits with room for `num_needed_bytes` more, about `max_pieces` leaves and
+        states at a time. Leased paths stay."""
         held = self._ram.num_bytes
         reserved = self._live_bytes + num_needed_bytes
         is_over = self._sweep.run(self._clock(), reserved, self._owners_seen_at, max_pieces)
-        left = self._store.take_departures()
         return Eviction(
-            segments=tuple(left.segments),
-            checkpoints=tuple(left.checkpoints),
             num_freed_bytes=held - self._ram.num_bytes,
             is_within_limits=self._ram.num_bytes + reserved <= self._limits.max_bytes,
             is_over=is_over,
         )
 
     def rename(self, hasher: BlockHasher) -> None:
-        """From now on prefixes are named by this, those that are kept too; its block size is the same."""
-        rename(self._trie, self._leases, hasher)
+        """Hash all prefixes, stored ones too, with this hasher from now on; its block size is the same."""
+        self._trie.rename(self._leases, hasher)
         self._hasher, self._names = hasher, RecentNames(hasher)
 
     def clear(self) -> None:
-        """Forget everything; live rows go on, but what they compute is not kept."""
+        """Remove everything; live requests go on, and what they compute is not stored."""
         for lease in list(self._leases):
             self.release(lease)
         self._store.clear()
@@ -378,26 +368,23 @@ class PrefixTree:
     # --- idle work ----------------------------------------------------------------------------------------------------
 
     def plan_coalesce(self, max_tokens: int = MAX_RECORD_TOKENS) -> CoalesceRun | None:
-        """An unbranched run of small records that is worth one record of at most `max_tokens`; changes nothing."""
-        return plan_run(self._trie, self._store, max_tokens)
+        """An unbranched run of small records to join into one of at most `max_tokens`; changes nothing."""
+        return plan_run(self._store, max_tokens)
 
     def replace(self, run: CoalesceRun, payload: Payload) -> None:
-        """Put `payload`, the rows of `run.pieces` joined, in their place. Raises ValueError for a plan that is old."""
-        if any(node.segment is not piece.segment for node, piece in zip(run.nodes, run.pieces, strict=True)):
-            raise ValueError("The tree has changed since this plan: plan again.")
-        self._store.replace_rows(run.nodes, payload)
-        merge_nodes(self._trie, run.nodes)
+        """Replace `run.pieces` by `payload`, their rows joined. Raises ValueError for a plan that is out of date."""
+        replace_run(self._store, run, payload)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
     @property
     def num_ram_bytes(self) -> int:
-        """Bytes that RAM keeps, also for rows."""
+        """Bytes in RAM, leased ones too."""
         return self._ram.num_bytes
 
     def stats(self) -> CacheStats:
         """A snapshot of what is held and was done."""
-        return stats_of(self._store, live_bytes=self._live_bytes, num_leases=len(self._leases))
+        return self._store.stats(live_bytes=self._live_bytes, num_leases=len(self._leases))
 
     def sequences(self) -> list[Sequence[Node]]:
         """Every path from below a root to a leaf: for tests and dumps."""

@@ -4,30 +4,23 @@ root -- [0, 40) -- [40, 64) -- [64, 90)        a node is the tokens [start, end)
              `---- [40, 55)                    its rows are a range of a record, so a split copies nothing
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
-from kvserve.cache.block_hash import HashChain
+from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.changes import Changes
 from kvserve.cache.entries import Entries
 from kvserve.cache.node import Copies, Lease, Node, Position
 from kvserve.cache.records import BoundaryKind, RecordId, Segment
-from kvserve.cache.token_run import TokenRun, common_end
+from kvserve.cache.token_run import TokenRun, common_end, join
 
 
 class Trie:
-    """All nodes, the holders of each record, the entries and the block index. `version` counts the changes of shape,
-    `changed` are nodes that a row has left or that became its entry, for whoever lets leave; `changes` are for whoever
-    ranks, if anybody does."""
+    """All nodes, the holders of each record, the entries and the block index. `version` counts the changes of shape.
+    The sweep reads `changed`: nodes that a request released or that became its entry. The eviction order, if there is
+    one, reads `changes`."""
 
-    def __init__(
-        self,
-        *,
-        use_index: bool,
-        verify: Callable[[TokenRun, TokenRun, int, int], int] = common_end,
-        is_ranked: bool = False,
-    ) -> None:
+    def __init__(self, *, use_index: bool, is_ranked: bool = False) -> None:
         self._use_index = use_index
-        self._verify = verify
         self._index: dict[bytes, Node] = {}
         self._roots: dict[str, Node] = {}
         self.holders: dict[RecordId, dict[Node, None]] = {}
@@ -51,12 +44,12 @@ class Trie:
         return self._roots[partition]
 
     def prune(self) -> None:
-        """Forget the partitions that hold nothing and that nobody stands in: those who ask once are many."""
+        """Drop partitions without nodes and leases: every user who asks once makes one."""
         for root in self.roots():
             self.prune_root(root)
 
     def prune_root(self, root: Node) -> None:
-        """Forget this one if it is such."""
+        """Drop this one if it has neither."""
         if not (root.children or root.leases) and self._roots.get(root.partition) is root:
             del self._roots[root.partition]
             self.version += 1  # a lookup may have found this root
@@ -79,12 +72,12 @@ class Trie:
                 yield node
 
     def forget_copies(self) -> None:
-        """There is another tier now, which has nothing of this."""
+        """Forget all copies: there is another tier now, which has none."""
         for node in self.nodes():
             node.copies = Copies()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove everything."""
         for node in self.nodes():
             self.changes.note_gone(node)
         self.entries.clear()
@@ -98,16 +91,16 @@ class Trie:
     # --- finding ------------------------------------------------------------------------------------------------------
 
     def find(self, root: Node, run: TokenRun, chain: HashChain, known: Position | None = None) -> Position:
-        """The deepest place whose tokens are the first ones of `run`, every token compared. Those up to `known`, a
-        place below `root` that may have left or been cut since, were compared before."""
+        """The deepest position whose tokens begin `run`, every token compared. Tokens up to `known`, a position below
+        `root` that may have been removed or split since, were compared before."""
         start = self.still_there(known) if known is not None else None
         if start is None and self._use_index:
             start = self._by_hash(root, run, chain)
         return self.walk(start or Position(root, 0), run, run.end)
 
     def still_there(self, known: Position) -> Position | None:
-        """What is left of a place that was found before: what leads to a node never changes while it is held, nor do
-        its own tokens up to where it was ever cut."""
+        """What is left of an earlier position: while a node is held, the path to it never changes, nor do its tokens up
+        to its first split."""
         node: Node | None = known.node if self.is_held(known.node) else None
         while node is not None and node.start >= known.depth:
             node = node.parent
@@ -160,7 +153,7 @@ class Trie:
             return False
         for step in path:
             stop = min(step.end, depth)
-            if self._verify(step.tokens, run, step.start, stop) != stop:
+            if common_end(step.tokens, run, step.start, stop) != stop:
                 return False
         return True
 
@@ -181,7 +174,7 @@ class Trie:
         return node
 
     def split(self, node: Node, at: int, block_size: int) -> None:
-        """Cut a node in two: it keeps `[start, at)`, a new child gets the rest and all that belongs to the end."""
+        """Split a node: it keeps `[start, at)`, a new child gets the rest and all that belongs to the end."""
         num_hashes = at // block_size - node.start // block_size
         lower = Node(node, at, node.end, node.segment, node.hashes[num_hashes:], node.children, number=node.number)
         lower.checkpoint, lower.kind = node.checkpoint, node.kind
@@ -234,10 +227,10 @@ class Trie:
         self.changes.note(node)
         self._changed(-1)
 
-    def detach(self, leaf: Node) -> None:
-        """Take a leaf without leases out."""
+    def detach(self, leaf: Node) -> Segment:
+        """Remove a leaf without leases; returns its segment."""
         if leaf.parent is None or leaf.children or leaf.leases or leaf.segment is None:
-            raise ValueError("Only a leaf that nobody stands on can leave.")
+            raise ValueError("Only a leaf without leases can be removed.")
         del leaf.parent.children[leaf.tokens.key_at(leaf.start)]
         leaf.parent.inherit(leaf)
         self.entries.set(leaf, None)
@@ -246,11 +239,20 @@ class Trie:
         for name in leaf.hashes:
             if self._index.get(name) is leaf:
                 del self._index[name]
-        self._let_go(leaf, leaf.segment)
+        self._unhold(leaf, leaf.segment)
         self._changed(-1)
+        return leaf.segment
 
-    def index_anew(self) -> None:
-        """The nodes have other names now."""
+    def rename(self, leases: Iterable[Lease], hasher: BlockHasher) -> None:
+        """Name all blocks, those of leases too, as `hasher` does, which has the same block size: the fingerprint of the
+        model became known after the first prefixes were stored."""
+        for leaf in [node for node in self.nodes() if not node.children]:
+            chain = _chain_to(leaf, hasher)
+            for node in leaf.path():
+                first, last = node.start // hasher.block_size, node.end // hasher.block_size
+                node.hashes = chain.hashes[first:last]
+        for lease in leases:
+            lease.chain = _chain_to(lease.node, hasher).truncated(lease.num_tokens)
         self._index.clear()
         for node in self.nodes():
             self._point(node.hashes, node)
@@ -259,7 +261,7 @@ class Trie:
     def rehold(self, node: Node, segment: Segment) -> None:
         """Give a node another record that has its tokens."""
         if node.segment is not None:
-            self._let_go(node, node.segment)
+            self._unhold(node, node.segment)
         node.segment = segment
         self.holders.setdefault(segment.record_id, {})[node] = None
         if not node.children:
@@ -267,29 +269,29 @@ class Trie:
         self.version += 1
 
     def move(self, lease: Lease, position: Position) -> None:
-        """Let a lease stand elsewhere."""
-        self.leave(lease)
+        """Move a lease to another position."""
+        self.drop_lease(lease)
         lease.node, lease.num_tokens = position.node, position.depth
         position.node.leases.add(lease)
 
     def use(self, lease: Lease, now: float, num_uses: int = 1) -> None:
-        """A row uses where it stands."""
+        """Note that a request uses the path of its lease."""
         if (above := lease.touch(now, num_uses)) is not None:
             self.changes.note_parted(above)
 
     def mark(self, node: Node, kind: BoundaryKind) -> None:
-        """Say why rows stop at a node's end. Where system and tools end it stays said."""
+        """Note why requests stop at a node's end. The end of system and tools stays marked as that."""
         if node.kind != "system":
             node.kind = kind
             if kind == "system":
                 self.changes.note_anchor(node)
 
-    def leave(self, lease: Lease) -> None:
-        """Let a lease stand nowhere."""
+    def drop_lease(self, lease: Lease) -> None:
+        """Take a lease off its node."""
         lease.node.leases.discard(lease)
         self.changes.note(lease.node)
 
-    def _let_go(self, node: Node, segment: Segment) -> None:
+    def _unhold(self, node: Node, segment: Segment) -> None:
         holders = self.holders[segment.record_id]
         del holders[node]
         if not holders:
@@ -306,3 +308,9 @@ class Trie:
     def _changed(self, num_nodes: int) -> None:
         self.num_nodes += num_nodes
         self.version += 1
+
+
+def _chain_to(last: Node, hasher: BlockHasher) -> HashChain:
+    """The names of the whole blocks up to the end of a node."""
+    chain, path = hasher.start(last.root().partition), last.path()
+    return chain.extended(join([node.tokens.part(node.start, node.end) for node in path])) if path else chain

@@ -1,7 +1,8 @@
-"""What was computed ahead of requests and what came of it: used, or in vain. It knows tokens and counts, no arrays.
+"""Tokens that were computed ahead of requests, and how many of them were used or wasted. It knows tokens and counts, no
+arrays.
 
-A token counts once: as used when a request first starts from it, as wasted when it leaves unused or when what was to
-come instead of it is known.
+A token counts once: as used when a request first starts from it, as wasted when it was evicted from RAM and disk
+unused, or when it is known that something else follows in its place.
 """
 
 from collections.abc import Callable
@@ -12,15 +13,15 @@ from kvserve.cache.token_run import TokenRun, common_end
 from kvserve.core import TokenSequence
 
 MAX_RUNS = 128
-"""What was warmed longer ago than so many times, and never used, was in vain."""
+"""A run that is still unused after this many later ones is wasted."""
 
 NUM_RUNS_PER_LOOK = 4
-"""To ask where a long prefix is costs a millisecond, and nobody is in a hurry."""
+"""Looking up a long prefix takes a millisecond, and these counts are not urgent."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmedTotals:
-    """Tokens computed ahead, those of them that a request started from, and those that nobody will."""
+    """Tokens computed ahead, those of them that a request started from, and those that no request can start from."""
 
     num_warmed_tokens: int = 0
     num_used_tokens: int = 0
@@ -28,7 +29,7 @@ class WarmedTotals:
 
     @property
     def num_unused_tokens(self) -> int:
-        """Still there, and not used yet."""
+        """Still stored, and not used yet."""
         return self.num_warmed_tokens - self.num_used_tokens - self.num_wasted_tokens
 
 
@@ -49,7 +50,7 @@ class WarmedTokens:
     """The one owner of these counts. Belongs to the engine thread; totals may be read anywhere."""
 
     def __init__(self, known_depth: Callable[[TokenSequence, str], int]) -> None:
-        """`known_depth` says how much of a prompt a request of a partition could start from now, in RAM or on disk."""
+        """`known_depth` tells how much of a prompt a request of a partition could start from now, in RAM or on disk."""
         self._known_depth = known_depth
         self._runs: list[_Run] = []
         self._totals = WarmedTotals()
@@ -64,8 +65,8 @@ class WarmedTokens:
         key: str | None,
         owner: str = "",
     ) -> None:
-        """The tokens `[start, end)` of `tokens` were computed and are kept. `run` and `chain` reach at least to `end`;
-        `key` is which next request it is for, `owner` whose ("": not known)."""
+        """Count `[start, end)` of `tokens` as warmed. `run` and `chain` reach at least to `end`; `key` says which next
+        request it is for, `owner` whose ("": not known)."""
         if end <= start:
             return
         self._count(num_warmed_tokens=end - start)
@@ -74,7 +75,8 @@ class WarmedTokens:
             self._waste(old, old.first_unused)
 
     def use(self, run: TokenRun, chain: HashChain, num_tokens: int) -> int:
-        """A request starts from `[0, num_tokens)` of this: how many of them were warmed and not used before."""
+        """Count what a request starts from, `[0, num_tokens)` of this. Returns how many of these were warmed and not
+        used before."""
         num_used = 0
         for each in list(self._runs):
             common = min(num_tokens, _common(each, run, chain))
@@ -86,12 +88,12 @@ class WarmedTokens:
         return num_used
 
     def replace(self, key: str, run: TokenRun, chain: HashChain) -> None:
-        """Whoever `key` names will go on with this instead: what it does not begin with was in vain."""
+        """Count as wasted what was warmed for `key` and is no prefix of this, which follows instead."""
         for each in [each for each in self._runs if each.key == key]:
             self._waste(each, max(each.first_unused, _common(each, run, chain)))
 
     def look(self) -> None:
-        """Ask of a few whether they are still there; those that are go to the end of the line."""
+        """Look whether a few are still stored; those that are go to the end of the list."""
         for each in self._runs[:NUM_RUNS_PER_LOOK]:
             self._waste(each, max(each.first_unused, self._known_depth(each.tokens, each.chain.partition)))
             if each in self._runs:
@@ -99,31 +101,31 @@ class WarmedTokens:
                 self._runs.append(each)
 
     def rename(self, hasher: BlockHasher) -> None:
-        """Prefixes are named by this from now on."""
+        """Hash prefixes by this from now on."""
         for each in self._runs:
             each.chain = hasher.start(each.chain.partition).extended(each.run)
 
     def clear(self) -> None:
-        """Nothing is there any more."""
+        """Count all as wasted: nothing is stored any more."""
         for each in list(self._runs):
             self._waste(each, each.first_unused)
 
     def forget_owners(self, is_forgotten: Callable[[str], bool]) -> None:
-        """What was warmed for these, or for nobody who is known, was in vain."""
+        """Count as wasted what was warmed for these owners, or for no known one."""
         for each in [each for each in self._runs if not each.owner or is_forgotten(each.owner)]:
             self._waste(each, each.first_unused)
 
     def forget(self) -> None:
-        """Begin anew: nothing counted."""
+        """Set all counts to zero."""
         self._runs.clear()
         self._totals = WarmedTotals()
 
     def totals(self) -> WarmedTotals:
-        """What was counted so far."""
+        """The counts so far."""
         return self._totals
 
     def _waste(self, run: _Run, end: int) -> None:
-        """What lies behind `end` is gone or not wanted."""
+        """Count what is behind `end` as wasted."""
         self._count(num_wasted_tokens=max(0, run.end - end))
         run.end = min(run.end, end)
         self._forget_if_over(run)
@@ -141,7 +143,7 @@ class WarmedTokens:
 
 
 def _common(one: _Run, run: TokenRun, chain: HashChain) -> int:
-    """How many tokens a prefix has in common with another one, at most to its own end."""
+    """How many tokens a warmed run has in common with a prefix, at most to the run's end."""
     if one.chain.partition != chain.partition:
         return 0
     limit = min(one.end, run.end)

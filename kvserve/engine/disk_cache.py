@@ -17,9 +17,9 @@ from kvserve.cache.disk_blob import Blob, BlobName
 from kvserve.cache.disk_entries import Entry, Found
 from kvserve.cache.disk_records import DiskStats, Load, Removal
 from kvserve.cache.disk_tier import DiskTier
-from kvserve.cache.forgetting import IsForgotten
+from kvserve.cache.forget_users import IsForgotten
 from kvserve.cache.kept_path import KeptPath
-from kvserve.cache.match import Match
+from kvserve.cache.match import PrefixMatch
 from kvserve.cache.node import Lease, NamedPrompt
 from kvserve.cache.records import Copy
 from kvserve.cache.token_run import pack
@@ -157,7 +157,7 @@ class DiskCache:
     def _rescued(self, is_forgotten: IsForgotten, max_bytes: int) -> Iterator[Hold]:
         """What others would lose, in RAM: as much of it as can be read in a moment."""
         until = time.monotonic() + RESCUE_SECONDS
-        for each in self.tier.index.endangered(is_forgotten):
+        for each in self.tier.index.shared_prefixes(is_forgotten):
             if time.monotonic() >= until or self._tree.num_ram_bytes >= max_bytes:
                 return
             hold = self.hold(TokenSequence((*each.tokens.ids, ANY_TOKEN), each.tokens.images), each.partition)
@@ -252,10 +252,10 @@ class DiskCache:
         hold.lease = lease
         self._begin(hold, match)
 
-    def _begin(self, hold: Hold, match: Match) -> None:
+    def _begin(self, hold: Hold, match: PrefixMatch) -> None:
         rows, found = self._beyond(match)
         goal = self._goal(found, match, hold)
-        self.tier.stands_on(rows, max(match.num_usable_tokens, goal.end if goal is not None else 0))
+        self.tier.note_restored(rows, max(match.num_usable_tokens, goal.end if goal is not None else 0))
         hold.goal, hold.load, hold.base, hold.is_settled = goal, None, None, goal is None
         if match.num_matched_tokens > hold.num_matched_tokens:  # by what another row reads, if not by ours
             hold.num_matched_tokens, hold.last_news_at = match.num_matched_tokens, time.monotonic()
@@ -269,7 +269,7 @@ class DiskCache:
         hold.load, hold.num_taken = self.tier.load(goal.entries), 0
         hold.last_news_at = time.monotonic()
 
-    def _beyond(self, match: Match) -> tuple[Sequence[Copy], Found]:
+    def _beyond(self, match: PrefixMatch) -> tuple[Sequence[Copy], Found]:
         """What the disk has beyond what RAM can use, and the blobs that have what a row would stand on."""
         rows, depth = _on_disk(match)
         index, run = self.tier.index, match.run
@@ -360,7 +360,7 @@ class DiskCache:
 
     # --- what is worth reading ----------------------------------------------------------------------------------------
 
-    def _goal(self, found: Found, match: Match, hold: Hold) -> Goal | None:
+    def _goal(self, found: Found, match: PrefixMatch, hold: Hold) -> Goal | None:
         """What to read so that the row starts soonest; None where computing is as fast, or RAM has as much."""
         best, best_saved, declined = None, 0.0, None
         for goal in goals(found, match, hold.tokens, needs_checkpoints=self._needs_checkpoints):
@@ -383,7 +383,7 @@ class DiskCache:
         return num_tokens / prefill_rate - num_bytes / read_rate
 
 
-def _on_disk(match: Match) -> tuple[Sequence[Copy], int]:
+def _on_disk(match: PrefixMatch) -> tuple[Sequence[Copy], int]:
     """The deepest place that a row can start from in RAM of which the disk has all tokens too, and the blobs that have
     the last of them."""
     node, offset = match.node, match.num_usable_tokens

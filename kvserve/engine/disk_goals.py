@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvserve.cache.disk_entries import Entry, Found
-from kvserve.cache.match import Match
+from kvserve.cache.match import PrefixMatch
 from kvserve.cache.token_run import image_around
 from kvserve.core import TokenSequence
 
@@ -29,7 +29,7 @@ class Goal:
         return sum(entry.num_bytes for entry in self.entries)
 
 
-def goals(found: Found, match: Match, tokens: TokenSequence, *, needs_checkpoints: bool) -> Iterator[Goal]:
+def goals(found: Found, match: PrefixMatch, tokens: TokenSequence, *, needs_checkpoints: bool) -> Iterator[Goal]:
     """Every place that the row could start from if everything before it were read."""
     limit = min(found.depth, max(len(tokens) - 1, 0))
     if (image := image_around(tokens.images, limit)) is not None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.disk_blob import FORMAT
 from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_records import DiskLimits, Removal
 from kvserve.cache.disk_scratch import BlobStore, ScratchStore
 from kvserve.cache.disk_store import INDEX_NAME, FolderStore
 from kvserve.cache.disk_tier import DiskTier
-from kvserve.cache.forgetting import IsForgotten
+from kvserve.cache.disk_trie import BlobTrie
+from kvserve.cache.forget_users import IsForgotten
 from kvserve.engine.borders import costs_the_disk_only
 from kvserve.engine.memory_plan import READ_AHEAD_CAP, WRITE_QUEUE_CAP
 from kvserve.engine.prefix_cache import PrefixCache
@@ -53,7 +53,7 @@ def open_disk(settings: DiskSettings, hasher: BlockHasher, report: Callable[[str
     model = folder_name(hasher.fingerprint)
     try:
         store = _open_store(settings, model)
-        return DiskTier(store, DiskIndex(hasher, model), limits, Faults(report))
+        return DiskTier(store, BlobTrie(hasher, model), limits, Faults(report))
     except Exception as error:  # noqa: BLE001 - whatever is wrong with the disk, a server without it serves
         report(f"KV is not kept on disk: {settings.folder} cannot be used ({error}). Set DISK_CACHE_DIR.")
         return None

@@ -10,8 +10,8 @@ from functools import partial
 
 from kvserve.cache.disk_entries import Entry, Found
 from kvserve.cache.disk_tier import DiskTier
+from kvserve.cache.evicted_nodes import EvictedNodes
 from kvserve.cache.kept_path import KeptPart, KeptPath
-from kvserve.cache.leaving import Leaving
 from kvserve.cache.node import Lease
 from kvserve.cache.records import Copy
 from kvserve.cache.tree import PrefixTree
@@ -59,7 +59,7 @@ class DiskWriting:
         self._is_storable = True
         self._num_left_bytes = 0
         self._patient_from = self._window_ends_at = self._waited_seconds = 0.0
-        tree.before_leaving(self.secure)
+        tree.before_eviction(self.secure)
 
     def save_end(self, lease: Lease, behind: int) -> None:
         """Put what a row has added behind so many tokens, in time that does not depend on what lies before."""
@@ -143,7 +143,7 @@ class DiskWriting:
             self._num_left_bytes = self._tree.num_ram_bytes
         return is_all
 
-    def secure(self, leaving: Leaving) -> None:
+    def secure(self, leaving: EvictedNodes) -> None:
         """This leaves RAM now: the disk is waited for a moment until it has all of it. What it refuses is counted. What
         it has already is told at what leaves, and costs nothing."""
         if not self._is_storable or self._tier.is_settled:
@@ -154,14 +154,14 @@ class DiskWriting:
         with costs_the_disk_only(partial(self._tier.faults.add, "unwritable")):
             self._secure(leaving, is_lost=is_lost)
 
-    def _secure(self, leaving: Leaving, *, is_lost: bool) -> None:
+    def _secure(self, leaving: EvictedNodes, *, is_lost: bool) -> None:
         now = time.monotonic()
         patience_seconds = self._patience_seconds(now)
         until = now + patience_seconds
         # A queue without room is asked before the path is built: nothing of it could be put.
         is_put = not is_lost or (self._tier.can_take(leaving.num_bytes, until) and self.save(leaving.path(), 0, until))
         is_there = self._tier.await_written(leaving.unwritten(), until)
-        self._tier.left_ram(leaving.unwritten())
+        self._tier.evicted_from_ram(leaving.unwritten())
         over = time.monotonic()
         self._waited_seconds += over - now
         if patience_seconds and over >= until and not (is_put and is_there):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from kvserve.cache.leased import leased_bytes
+from kvserve.cache.node import leased_bytes
 from kvserve.cache.records import Room
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
@@ -92,7 +92,6 @@ class KvRoom:
         self.has_more = not eviction.is_over
         is_made = eviction.is_over or eviction.is_within_limits
         self._freed_bytes += eviction.num_freed_bytes
-        del eviction  # it holds the last references
         if self._freed_bytes >= CLEAR_AFTER_BYTES:
             self._freed_bytes = 0
             mx.clear_cache()

@@ -16,8 +16,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from kvserve.cache.match import Match
-from kvserve.cache.moving import Boundary, Requester
+from kvserve.cache.match import PrefixMatch
+from kvserve.cache.move_nodes import Boundary, Requester
 from kvserve.cache.node import Lease, Node
 from kvserve.cache.records import BoundaryKind, Extension
 from kvserve.cache.tree import PrefixTree
@@ -103,7 +103,7 @@ class Moving:
         stays = not num_staying or self._sizes.kept(0, num_staying) <= restorable_bytes
         return self._sizes.kept(num_staying, known()) if stays else 0.0
 
-    def nodes(self, row: Row, match: Match, lease: Lease | None = None) -> list[Node]:
+    def nodes(self, row: Row, match: PrefixMatch, lease: Lease | None = None) -> list[Node]:
         """What leaves the tree for a row that begins now, deepest first; nothing where it fits beside the row, where
         others need it, or the disk still reads it from RAM."""
         if not row.moved_bytes or self._sizes.kept(0, match.num_usable_tokens) <= row.restorable_bytes:
@@ -111,7 +111,7 @@ class Moving:
         nodes = self._nodes(row, match, row.restorable_bytes, lease)
         return [] if self._tree.mover.unwritten(nodes) else nodes
 
-    def _nodes(self, row: Row, match: Match, restorable_bytes: float, lease: Lease | None = None) -> list[Node]:
+    def _nodes(self, row: Row, match: PrefixMatch, restorable_bytes: float, lease: Lease | None = None) -> list[Node]:
         def may_stay(num_tokens: int) -> bool:
             return self._sizes.kept(0, num_tokens) <= restorable_bytes
 
@@ -125,7 +125,9 @@ class Moving:
         match = self._tree.peek(tokens_of(row), partition=row.request.partition)
         return self._tree.mover.unwritten(self._nodes(row, match, row.restorable_bytes, hold.lease))
 
-    def restore(self, row: Row, match: Match, lease: Lease, nodes: Sequence[Node], num_next_tokens: int) -> list[Any]:
+    def restore(
+        self, row: Row, match: PrefixMatch, lease: Lease, nodes: Sequence[Node], num_next_tokens: int
+    ) -> list[Any]:
         """Live caches from what is kept, of which `nodes` leave the tree; each layer's kept arrays go before the next
         one is filled. The lease stands on what stays."""
         extracted = self._tree.mover.extract(match, lease, nodes)

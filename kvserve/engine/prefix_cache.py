@@ -20,9 +20,9 @@ from kvserve.cache.block_hash import BlockHasher
 from kvserve.cache.checkpoints import Stop, plan_stops
 from kvserve.cache.disk_records import Removal
 from kvserve.cache.disk_tier import DiskTier
-from kvserve.cache.forgetting import IsForgotten
+from kvserve.cache.forget_users import IsForgotten
 from kvserve.cache.in_flight import InFlight, Wait, plan_wait
-from kvserve.cache.match import Match
+from kvserve.cache.match import PrefixMatch
 from kvserve.cache.node import Lease
 from kvserve.cache.records import Limits
 from kvserve.cache.token_run import image_around, pack
@@ -133,7 +133,7 @@ class PrefixCache:
             self._tree.release(lease)
             raise
 
-    def _found(self, row: Row, tokens: TokenSequence) -> Match:
+    def _found(self, row: Row, tokens: TokenSequence) -> PrefixMatch:
         """What a row begins with: all that is kept of it, or as much as fits beside it."""
         partition = row.request.partition
         if row.moved_bytes and self.moving.nodes(row, self._tree.peek(tokens, partition=partition)):
@@ -143,7 +143,9 @@ class PrefixCache:
         self.kv_room.note_cut(tokens, within, match.num_matched_tokens)
         return match
 
-    def _restored(self, row: Row, tokens: TokenSequence, match: Match, lease: Lease) -> tuple[Tenancy, list[Any], int]:
+    def _restored(
+        self, row: Row, tokens: TokenSequence, match: PrefixMatch, lease: Lease
+    ) -> tuple[Tenancy, list[Any], int]:
         num_next = expected_tokens(row) - match.num_usable_tokens
         if moving := self.moving.nodes(row, match, lease):
             caches = self.moving.restore(row, match, lease, moving, num_next)
@@ -259,7 +261,7 @@ class PrefixCache:
         if wait.is_new_stop:
             tenancy.stops = sorted([*tenancy.stops, Stop(wait.offset, "divergence")], key=lambda stop: stop.offset)
 
-    def _note_reuse(self, row: Row, match: Match) -> None:
+    def _note_reuse(self, row: Row, match: PrefixMatch) -> None:
         """Say on the row what it starts from, and count where a checkpoint was missing."""
         tail = len(row.request.prompt) - row.request.message_starts[-1].offset if row.request.message_starts else 0
         is_trim_miss = match.num_trim_missed_tokens > TRIM_MISS_TOLERANCE_TOKENS + tail

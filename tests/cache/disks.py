@@ -12,11 +12,11 @@ from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.disk_blob import Blob, BlobName, Tensor
 from kvserve.cache.disk_entries import Found
 from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_records import DiskLimits
 from kvserve.cache.disk_scratch import BlobStore, ScratchStore
 from kvserve.cache.disk_store import FolderStore
 from kvserve.cache.disk_tier import DiskTier
+from kvserve.cache.disk_trie import BlobTrie
 from kvserve.cache.token_run import TokenRun, pack
 from kvserve.core import TokenSequence
 
@@ -55,7 +55,7 @@ class Disk(AbstractContextManager["Disk"]):
     def __post_init__(self) -> None:
         folder, model = self.folder, self.model
         self.store = ScratchStore(folder, model) if self.is_scratch else FolderStore(folder, model, self.beside)
-        self.tier = DiskTier(self.store, DiskIndex(HASHER, self.model), self.limits, Faults(self.lines.append))
+        self.tier = DiskTier(self.store, BlobTrie(HASHER, self.model), self.limits, Faults(self.lines.append))
 
     def __enter__(self) -> Self:
         return self

@@ -6,9 +6,9 @@ from hashlib import sha256
 
 from kvserve.cache.block_hash import BlockHasher, Digest
 from kvserve.cache.eviction import Score, value_score
-from kvserve.cache.match import Match
+from kvserve.cache.match import PrefixMatch
 from kvserve.cache.node import Lease
-from kvserve.cache.records import BoundaryKind, Limits, Payload, Piece
+from kvserve.cache.records import BoundaryKind, KvPiece, Limits, Payload
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import ImageSpan, TokenSequence
 
@@ -56,7 +56,7 @@ def cut_rows(payload: Payload, start: int, end: int) -> Payload:
     return Rows(payload.keys[start:end])
 
 
-def joined(pieces: Sequence[Piece]) -> Rows:
+def joined(pieces: Sequence[KvPiece]) -> Rows:
     """The rows of pieces that follow one another."""
     keys: list[Key] = []
     for piece in pieces:
@@ -147,7 +147,7 @@ def store(
     return lease
 
 
-def assert_exact(match: Match, tokens: TokenSequence) -> None:
+def assert_exact(match: PrefixMatch, tokens: TokenSequence) -> None:
     """The pieces are the rows of the usable prefix, in order and without a gap, and the state is that of its end."""
     keys = keys_of(tokens)[: match.num_usable_tokens]
     restored: list[Key] = []

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.cache.disk_index import DiskIndex
+from kvserve.cache.disk_trie import BlobTrie
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
 from tests.cache.disks import HASHER, MODEL, named
 from tests.cache.payloads import make_tree, store
-from tests.cache.test_disk_index import add, common
+from tests.cache.test_disk_trie import add, common
 from tests.laws import num_examples
 
 SYSTEM = list(range(10))
@@ -106,7 +106,7 @@ def test_only_what_nobody_else_has_leaves(said: list[tuple[str, list[int]]]) -> 
 @settings(max_examples=num_examples(60))
 def test_the_disk_lets_go_of_one_conversation(said: list[list[int]]) -> None:
     """Afterwards all others are known as deep as before, but for what only it had."""
-    index, heads = DiskIndex(HASHER, MODEL), []
+    index, heads = BlobTrie(HASHER, MODEL), []
     for ids in said:
         add(index, ids, heads, (len(ids),))
     first, *rest = said

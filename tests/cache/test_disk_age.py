@@ -44,9 +44,9 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
 
 def look(disk: Disk) -> None:
-    """The janitor goes through the folder once more, and once again to see what the first look has left."""
+    """The folder is reconciled twice: the second time shows what the first has left."""
     for _ in range(2):
-        assert disk.tier._order(disk.tier._hand.ledger.settle, WAIT_SECONDS)
+        assert disk.tier._order(disk.tier._worker.account.reconcile, WAIT_SECONDS)
 
 
 @pytest.mark.parametrize("hours", [48, -48])
@@ -70,7 +70,7 @@ def test_a_clock_that_leaps_deletes_nothing(tmp_path: Path, clocks: Clocks, hour
 
 
 def test_a_neighbour_that_starts_under_another_clock_deletes_nothing(tmp_path: Path, clocks: Clocks) -> None:
-    """It finds in the books when somebody was last there."""
+    """It finds in the catalog when somebody was last there."""
     with Disk(tmp_path, DAY) as disk:
         disk.say(LONG)
         look(disk)
@@ -138,7 +138,7 @@ def test_what_is_used_stays_as_young_as_it_is_used(tmp_path: Path, clocks: Clock
         clocks.leap(-48)
         for _ in range(3):
             clocks.pass_(10)
-            disk.tier.stands_on([step.segment for step in disk.found(LONG).steps], len(LONG))
+            disk.tier.note_restored([step.segment for step in disk.found(LONG).steps], len(LONG))
             assert disk.tier.flush(WAIT_SECONDS)
             look(disk)
         assert disk.recall(LONG)[0] == LONG and disk.recall([1, 2, 3])[0] == []

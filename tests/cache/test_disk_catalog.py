@@ -1,4 +1,4 @@
-"""The books and a plain dict: the same answers, whatever is put down, touched and dropped."""
+"""The catalog and a plain dict: the same answers, whatever is put down, touched and dropped."""
 
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -26,8 +26,8 @@ steps = st.lists(
 )
 
 
-class PlainBooks:
-    """What the books are to say, by a dict."""
+class PlainCatalog:
+    """What the catalog are to say, by a dict."""
 
     def __init__(self) -> None:
         self._blobs: dict[tuple[str, BlobName], Listed] = {}
@@ -74,16 +74,16 @@ def _victim(blob: Listed) -> Victim:
     return Victim(blob.head.model, blob.head.name, blob.num_bytes, blob.used_at)
 
 
-def answers(books: Catalog | PlainBooks) -> object:
+def answers(catalog: Catalog | PlainCatalog) -> object:
     """All that can be asked."""
     listed = [
-        [row if isinstance(row, str) else (row.head, row.num_bytes, row.used_at) for row in books.listed(model)]
+        [row if isinstance(row, str) else (row.head, row.num_bytes, row.used_at) for row in catalog.listed(model)]
         for model in "mn"
     ]
-    victims = [victim for limit in (1, 9) for victim in books.least_recent(limit)]
-    families = [sorted(each.name for each in books.with_descendants(victim)) for victim in victims]
-    old = sorted(victim.name for victim in books.unused_since(3.0))
-    return listed, books.names(), [victim.name for victim in victims], families, old
+    victims = [victim for limit in (1, 9) for victim in catalog.least_recent(limit)]
+    families = [sorted(each.name for each in catalog.with_descendants(victim)) for victim in victims]
+    old = sorted(victim.name for victim in catalog.unused_since(3.0))
+    return listed, catalog.names(), [victim.name for victim in victims], families, old
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=num_examples(30))
@@ -92,15 +92,15 @@ def test_the_books_say_what_a_dict_says(tmp_path: Path, todo: list[tuple[str, Bl
     """Also after the file was closed and opened again."""
     for path in tmp_path.iterdir():
         path.unlink()
-    file, plain = Catalog(tmp_path / "index.sqlite"), PlainBooks()
+    file, plain = Catalog(tmp_path / "index.sqlite"), PlainCatalog()
     for action, head, number in todo:
-        for books in (file, plain):
+        for catalog in (file, plain):
             if action == "put":
-                books.put([Listed(head, number, float(number))], head.model, {}, {})
+                catalog.put([Listed(head, number, float(number))], head.model, {}, {})
             elif action == "touch":
-                books.put([], head.model, {head.name: float(number)}, {})
+                catalog.put([], head.model, {head.name: float(number)}, {})
             else:
-                books.drop([(head.model, head.name)])
+                catalog.drop([(head.model, head.name)])
     file.close()
     again = Catalog(tmp_path / "index.sqlite")
     assert answers(again) == answers(plain)
@@ -111,47 +111,47 @@ def test_books_in_ram_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """They say the same, and end with their connection."""
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        books = Catalog(None)
-        assert books.names() == set()
-        books.put([Listed(head, 1, 2.0) for head in HEADS], "m", {}, {})
-        plain = PlainBooks()
+        catalog = Catalog(None)
+        assert catalog.names() == set()
+        catalog.put([Listed(head, 1, 2.0) for head in HEADS], "m", {}, {})
+        plain = PlainCatalog()
         plain.put([Listed(head, 1, 2.0) for head in HEADS], "m", {}, {})
-        assert answers(books) == answers(plain)
-        books.reset()
-        assert books.names() == set() and list(tmp_path.iterdir()) == []
-        books.put([Listed(ROOT, 1, 2.0)], "m", {}, {})
-        books.close()
+        assert answers(catalog) == answers(plain)
+        catalog.reset()
+        assert catalog.names() == set() and list(tmp_path.iterdir()) == []
+        catalog.put([Listed(ROOT, 1, 2.0)], "m", {}, {})
+        catalog.close()
 
 
 def test_rates_outlive_the_process(tmp_path: Path) -> None:
     """What was measured once is known the next time."""
-    books = Catalog(tmp_path / "index.sqlite")
-    assert books.rate("read") is None
-    books.set_rate("read", 5.5)
-    books.close()
-    books = Catalog(tmp_path / "index.sqlite")
-    assert books.rate("read") == 5.5
-    books.close()
+    catalog = Catalog(tmp_path / "index.sqlite")
+    assert catalog.rate("read") is None
+    catalog.set_rate("read", 5.5)
+    catalog.close()
+    catalog = Catalog(tmp_path / "index.sqlite")
+    assert catalog.rate("read") == 5.5
+    catalog.close()
 
 
 def test_a_lock_is_told_from_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A held index is not thrown away; rubbish is."""
     monkeypatch.setattr("kvserve.cache.disk_catalog.BUSY_SECONDS", 0.01)
-    books = Catalog(tmp_path / "index.sqlite")
-    books.put([Listed(ROOT, 1, 1.0)], "m", {}, {})
+    catalog = Catalog(tmp_path / "index.sqlite")
+    catalog.put([Listed(ROOT, 1, 1.0)], "m", {}, {})
     holder = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
     with pytest.raises(sqlite3.OperationalError) as raised:
-        books.put([Listed(CHILD, 1, 1.0)], "m", {}, {})
+        catalog.put([Listed(CHILD, 1, 1.0)], "m", {}, {})
     assert is_passing(raised.value)
     holder.close()
-    assert books.names() == {("m", ROOT.name)}
-    books.close()
+    assert catalog.names() == {("m", ROOT.name)}
+    catalog.close()
     assert not is_passing(sqlite3.DatabaseError("malformed"))
     (tmp_path / "index.sqlite").write_bytes(b"rubbish" * 999)
-    books = Catalog(tmp_path / "index.sqlite")
-    assert books.names() == set()
-    books.close()
+    catalog = Catalog(tmp_path / "index.sqlite")
+    assert catalog.names() == set()
+    catalog.close()
 
 
 def test_an_index_whose_tables_have_broken_names_is_made_anew(tmp_path: Path) -> None:

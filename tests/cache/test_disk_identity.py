@@ -110,13 +110,13 @@ def test_what_is_put_again_while_the_first_cannot_be_read_stays(
 def test_what_is_put_again_while_the_folder_is_looked_through_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The janitor saw a row without a file; by the time that it acts the blob is wanted again."""
+    """A reconciliation saw a row without a file; by the time that it acts the blob is wanted again."""
     with Disk(tmp_path) as disk:
         disk.say(LONG)
         [path] = disk.files()
         os.unlink(path)
         with held(monkeypatch, "beside_bytes") as (is_looking, let_go):  # behind the list of files
-            disk.tier._janitor_at = 0.0
+            disk.tier._reconcile_at = 0.0
             with disk.tier._wake:
                 disk.tier._wake.notify_all()
             assert is_looking.wait(WAIT_SECONDS)

@@ -24,8 +24,8 @@ LONG = list(range(100, 140))
 
 
 def look(disk: Disk) -> None:
-    """The janitor goes through the folder once."""
-    assert disk.tier._order(disk.tier._hand.ledger.settle, WAIT_SECONDS)
+    """The folder is reconciled once."""
+    assert disk.tier._order(disk.tier._worker.account.reconcile, WAIT_SECONDS)
 
 
 def rows(folder: Path) -> dict[str, float]:
@@ -74,7 +74,7 @@ def test_a_row_is_put_down_once_its_file_is_there(tmp_path: Path, monkeypatch: p
 
 
 def test_the_folder_of_a_model_that_has_nothing_yet_stays_writable(tmp_path: Path) -> None:
-    """A neighbour's janitor removes empty folders of other models; whoever writes makes its own again."""
+    """Another server removes empty folders of other models; whoever writes makes its own again."""
     with Disk(tmp_path) as one, Disk(tmp_path, model=OTHER) as other:
         look(other)
         one.say(LONG)

@@ -40,7 +40,7 @@ def test_only_what_ram_has_nowhere_else_counts_as_the_queues_own() -> None:
     queue.put(copy, is_own=True)
     assert (queue.num_bytes, queue.num_own_bytes) == (70, 30) and queue.has_room(30) and not queue.has_room(31)
     first = queue.take()
-    queue.left_ram({view.entry, copy.entry, write("view", 1).entry})
+    queue.evicted_from_ram({view.entry, copy.entry, write("view", 1).entry})
     assert (queue.num_bytes, queue.num_own_bytes) == (70, 70)
     queue.done(first)
     assert (queue.num_bytes, queue.num_own_bytes) == (30, 30) and queue

@@ -21,7 +21,7 @@ LONGER, LONGEST = [*LONG, 1, 2, 3], [*LONG, 1, 2, 3, 4, 5]
 
 
 def make_old(folder: Path, condition: str) -> None:
-    """Nobody has used these blobs for very long, as far as the books know."""
+    """Nobody has used these blobs for very long, as far as the catalog know."""
     with contextlib.closing(sqlite3.connect(folder / "index.sqlite")) as db, db:
         assert db.execute(f"UPDATE blobs SET used_at = 1.0 WHERE {condition}").rowcount
 
@@ -186,7 +186,7 @@ def test_who_is_forgotten_leaves_no_second_state_of_a_neighbour(tmp_path: Path) 
 
 
 def test_a_second_state_that_somebody_else_used_stays(tmp_path: Path) -> None:
-    """The books say who used it."""
+    """The catalog say who used it."""
     with Disk(tmp_path) as one, Disk(tmp_path) as other:
         one.say(LONG, states=(40,))
         use(one, LONG, "gone")

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvserve.cache import disk_ledger, disk_store, disk_tier
+from kvserve.cache import disk_account, disk_store, disk_tier
 from kvserve.cache.disk_blob import BlobName
 from kvserve.cache.disk_store import FolderStore
 from tests.cache.disks import MODEL, OTHER, ROOMY, WAIT_SECONDS, Disk, named, names_of
@@ -377,11 +377,11 @@ def test_what_must_stay_free_stays_free(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def look(disk: Disk) -> None:
-    """Let the janitor look at the folder now, after the look that may be under way since the start."""
+    """Reconcile the folder now, after the look that may be under way since the start."""
     disk.tier.flush(WAIT_SECONDS)
-    disk.tier._janitor_at = 0.0
+    disk.tier._reconcile_at = 0.0
     disk.tier.flush(WAIT_SECONDS)
-    wait_until(lambda: disk.tier._janitor_at > 0)
+    wait_until(lambda: disk.tier._reconcile_at > 0)
     disk.tier.flush(WAIT_SECONDS)
 
 
@@ -462,7 +462,7 @@ def test_a_disk_that_raises_anything_leaves_the_thread_alive(full: Path, monkeyp
     with Disk(full) as disk:
         assert disk.tier.flush(WAIT_SECONDS)
         with monkeypatch.context() as patch:
-            patch.setattr(disk_ledger.Ledger, "make_room", lambda *_: 1 / 0)
+            patch.setattr(disk_account.DiskAccount, "make_room", lambda *_: 1 / 0)
             disk.say([1, 2, 3])
         assert disk.faults == {"unwritable": 1}
         disk.say([1, 2, 4])
@@ -493,7 +493,7 @@ def test_what_is_used_stays(tmp_path: Path) -> None:
         cap = 4 * disk.tier.stats().total_bytes
     with Disk(tmp_path, replace(ROOMY, max_bytes=cap)) as disk:
         for number in range(12):
-            disk.tier.stands_on([step.segment for step in disk.found(LONG).steps], len(LONG))
+            disk.tier.note_restored([step.segment for step in disk.found(LONG).steps], len(LONG))
             disk.say([number, *range(50)])
         assert disk.recall(LONG)[0] == LONG
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.eviction_scores import SCORES
-from kvserve.cache import eviction_order, worth
+from kvserve.cache import eviction_order, eviction_rank
 from kvserve.cache.changes import Changes
+from kvserve.cache.evicted_nodes import EvictedNodes
 from kvserve.cache.eviction_order import EvictionOrder
 from kvserve.cache.eviction_queue import EvictionQueue
 from kvserve.cache.last_users import LastUsers
-from kvserve.cache.leaving import Leaving
 from kvserve.cache.node import Lease, Node
 from kvserve.cache.records import BoundaryKind, Limits
 from kvserve.cache.tree import PrefixTree
@@ -135,12 +135,12 @@ class World:
         self.tree = make_tree(limits, needs_checkpoints=needs_checkpoints, clock=self.clock, score=SCORES[score])
         if is_anew:
             self.tree._sweep._order.__class__ = OrderAnew
-        self.tree.before_leaving(self._hear)
+        self.tree.before_eviction(self._hear)
         self.left: list[tuple[tuple[Any, ...], bool]] = []
         self.prompts: list[TokenSequence] = [TokenSequence((0,))]
         self.live: list[tuple[Row, TokenSequence, Lease]] = []
 
-    def _hear(self, leaving: Leaving) -> None:
+    def _hear(self, leaving: EvictedNodes) -> None:
         path = leaving.nodes[0].path()
         keys = tuple(node.tokens.key_at(place) for node in path for place in range(node.start, node.end))
         self.left.append((keys, leaving.is_state_only))
@@ -232,10 +232,10 @@ def remembered(tree: PrefixTree) -> set[Node]:
 def check_order(tree: PrefixTree) -> None:
     """Nothing that may leave is missing, or in a place from which it would leave later than it should, now or ever."""
     kept = tree._sweep._order
-    kept.worth.now = tree._clock()
+    kept.ranks.now = tree._clock()
     kept.update()
-    anew = OrderAnew(tree._trie, kept.worth._score, needs_checkpoints=tree._needs_checkpoints)
-    anew.worth.now, anew.over_number = kept.worth.now, kept.over_number
+    anew = OrderAnew(tree._trie, kept.ranks._score, needs_checkpoints=tree._needs_checkpoints)
+    anew.ranks.now, anew.over_number = kept.ranks.now, kept.over_number
     anew.update()
     for node in tree._trie.nodes():
         for one, other in ((kept._all, anew._all), (kept._states, anew._states)):
@@ -249,7 +249,7 @@ def check_order(tree: PrefixTree) -> None:
 
 def differ(steps: Sequence[Step], limits: Limits, score: str, *, needs_checkpoints: bool) -> bool:
     """Whether the kept order is not that of a look at all nodes."""
-    with patch.object(worth, "BRIEF_TOKENS", BRIEF_TOKENS):
+    with patch.object(eviction_rank, "BRIEF_TOKENS", BRIEF_TOKENS):
         try:
             kept, anew = (
                 World(limits, score, needs_checkpoints=needs_checkpoints, is_anew=is_anew).play(steps).left
@@ -268,7 +268,7 @@ def test_what_leaves_is_what_a_look_at_all_nodes_would_choose(
 ) -> None:
     """Any traffic with guesses, pins, live rows, branches, states in the middle of a path, evictions, joined records,
     forgetting and time that passes: leaf by leaf and state by state, to the last of them."""
-    with patch.object(worth, "BRIEF_TOKENS", BRIEF_TOKENS):
+    with patch.object(eviction_rank, "BRIEF_TOKENS", BRIEF_TOKENS):
         kept, anew = (
             World(limits, score, needs_checkpoints=needs_checkpoints, is_anew=is_anew).play(steps)
             for is_anew in (False, True)
@@ -284,7 +284,7 @@ def test_in_pieces_the_same_leaves_in_the_same_order(
     needs_checkpoints: bool, steps: list[Step], limits: Limits, max_pieces: float
 ) -> None:
     """However little a run does, with the next ones it lets leave what one would, and the tree is whole in between."""
-    with patch.object(worth, "BRIEF_TOKENS", BRIEF_TOKENS):
+    with patch.object(eviction_rank, "BRIEF_TOKENS", BRIEF_TOKENS):
         whole, pieces = (
             World(limits, "value", needs_checkpoints=needs_checkpoints, max_pieces=each).play(steps)
             for each in (math.inf, max_pieces)
@@ -299,7 +299,7 @@ def itself(node: Node) -> Iterator[Node]:
 
 def above_alone(node: Node) -> Iterator[Node]:
     if node.checkpoint is not None:
-        yield from worth._newest_above(node, of_user=node.checkpoint.kind == "user")
+        yield from eviction_rank._newest_above(node, of_user=node.checkpoint.kind == "user")
 
 
 def used(_trie: Trie, lease: Lease, now: float, num_uses: int = 1) -> None:

@@ -8,7 +8,6 @@ import pytest
 from kvserve.cache import sweep
 from kvserve.cache.eviction_order import EvictionOrder
 from kvserve.cache.node import Node
-from kvserve.cache.records import Eviction
 from kvserve.cache.sweep import RANKED_PER_PIECE
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
@@ -35,13 +34,15 @@ def filled(*, needs_checkpoints: bool, has_owners: bool = False, is_ranked: bool
     return tree, clock
 
 
-def pieces(tree: PrefixTree, num_bytes: int = 0) -> Iterator[Eviction]:
-    """One run after the other, until there is nothing more to do."""
-    while True:
-        yield (eviction := tree.evict(num_bytes, MAX_PIECES))
+def pieces(tree: PrefixTree, num_bytes: int = 0) -> Iterator[tuple[int, int]]:
+    """One run after the other, until there is nothing more to do: how many nodes and states each evicts."""
+    is_over = False
+    while not is_over:
+        before, is_over = tree.stats(), tree.evict(num_bytes, MAX_PIECES).is_over
+        after = tree.stats()
+        num_states = after.num_evicted_checkpoints - before.num_evicted_checkpoints
+        yield before.num_nodes - after.num_nodes, num_states
         tree.check_integrity()
-        if eviction.is_over:
-            return
 
 
 def everything(tree: PrefixTree, clock: Clock) -> int:
@@ -69,7 +70,7 @@ def test_a_piece_lets_few_leave_however_many_must(
     """A hundred and twenty nodes, of which none may stay: a stream that runs gets its step between any two pieces."""
     tree, clock = filled(needs_checkpoints=needs_checkpoints, has_owners=because is of_nobody)
     num_bytes = because(tree, clock)
-    left = [len(each.segments) + len(each.checkpoints) for each in pieces(tree, num_bytes)]
+    left = [num_nodes + num_states for num_nodes, num_states in pieces(tree, num_bytes)]
     assert tree.num_ram_bytes == 0
     assert max(left) <= 2 * (MAX_PIECES + 1), left  # with a node goes its state, and with a state the rows behind it
 
@@ -82,7 +83,7 @@ def test_large_ones_leave_one_at_a_time(
     monkeypatch.setattr(sweep, "BYTES_PER_PIECE", 1)
     tree, clock = filled(needs_checkpoints=True, has_owners=because is of_nobody)
     num_bytes = because(tree, clock)
-    left = [len(each.checkpoints) for each in pieces(tree, num_bytes)]
+    left = [num_states for _, num_states in pieces(tree, num_bytes)]
     assert tree.num_ram_bytes == 0 and max(left) == 1, left
 
 
@@ -90,7 +91,7 @@ def test_too_many_states_leave_in_pieces_too() -> None:
     """Where states alone are over their bound."""
     tree, _clock = filled(needs_checkpoints=True)
     tree._sweep._limits = replace(LIMITS, max_checkpoint_bytes=1)
-    left = [len(each.checkpoints) for each in pieces(tree)]
+    left = [num_states for _, num_states in pieces(tree)]
     assert tree.stats().num_checkpoints == 0 and max(left) <= MAX_PIECES, left
 
 
@@ -102,9 +103,9 @@ def test_rows_that_serve_nobody_leave_to_the_last_of_them() -> None:
     for node in tree.sequences()[0][:-1]:
         tree._store.drop_checkpoint(node)
     first = tree.evict(LIMITS.max_bytes - tree.num_ram_bytes + 1, 2 * MAX_PIECES)
-    num_left = len(first.segments)
+    num_left = NUM_STOPS - tree.stats().num_nodes
     assert 1 < num_left < NUM_STOPS and first.is_within_limits and not first.is_over
-    assert sum(len(each.segments) for each in pieces(tree)) == NUM_STOPS - num_left
+    assert sum(num_nodes for num_nodes, _ in pieces(tree)) == NUM_STOPS - num_left
     assert tree.num_ram_bytes == 0
 
 
@@ -173,10 +174,10 @@ def test_a_tree_that_was_filled_at_once_is_ranked_in_pieces(monkeypatch: pytest.
 
     monkeypatch.setattr(EvictionOrder, "_rank", counted)
     seen: list[int] = []
-    for eviction in pieces(tree, num_bytes):
+    for _, num_states in pieces(tree, num_bytes):
         seen.append(num_ranked)
         num_ranked = 0
-        if eviction.checkpoints:
+        if num_states:
             break
     assert sum(seen) >= NUM_ROWS * NUM_STOPS
     assert max(seen) <= 2 * MAX_PIECES * RANKED_PER_PIECE, seen

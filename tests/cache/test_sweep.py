@@ -8,7 +8,7 @@ import pytest
 
 from kvserve.cache import kept_path
 from kvserve.cache import tree as tree_module
-from kvserve.cache.leaving import Leaving
+from kvserve.cache.evicted_nodes import EvictedNodes
 from kvserve.cache.node import Node
 from kvserve.cache.records import Payload
 from kvserve.cache.tree import PrefixTree
@@ -46,11 +46,11 @@ def test_nothing_leaves_within_the_limits() -> None:
     tree = make_tree()
     store(tree, conversation(1))
     eviction = tree.evict()
-    assert (eviction.segments, eviction.num_freed_bytes, eviction.is_within_limits) == ((), 0, True)
+    assert (eviction.num_freed_bytes, eviction.is_within_limits, tree.stats().num_evicted_tokens) == (0, True, 0)
 
 
-def test_bytes_leave_from_the_leaves_and_report_their_rows() -> None:
-    """The least recently used branch leaves down to the shared prefix, which stays; what left is handed out."""
+def test_bytes_leave_from_the_leaves() -> None:
+    """The least recently used branch leaves down to the shared prefix, which stays."""
     clock = Clock()
     tree = make_tree(replace(ROOMY, max_bytes=ROW_BYTES * 30), clock=clock)
     for number in range(3):
@@ -58,7 +58,7 @@ def test_bytes_leave_from_the_leaves_and_report_their_rows() -> None:
         clock.now += 100
     eviction = tree.evict()
     assert eviction.num_freed_bytes == ROW_BYTES * 10
-    assert [(piece.start, piece.end) for piece in eviction.segments] == [(5, 15)]
+    assert tree.stats().num_evicted_tokens == 10
     assert [depth(tree, conversation(number)) for number in range(3)] == [5, 15, 15]
     tree.check_integrity()
 
@@ -357,12 +357,13 @@ def test_checkpoints_are_thinned_and_anchors_stay() -> None:
     tree = make_tree(replace(ROOMY, max_checkpoint_bytes=STATE_BYTES * 5), needs_checkpoints=True)
     row = tokens(*range(100))
     store(tree, row, range(10, 101, 10), kinds={10: "system", 20: "user", 30: "user"})
-    eviction = tree.evict()
+    tree.evict()
     kept = {node.end for path in tree.sequences() for node in path if node.checkpoint}
     assert {10, 30, 90, 100} <= kept and len(kept) == 5
-    assert len(eviction.checkpoints) == 5
+    assert tree.stats().num_evicted_checkpoints == 5
     assert tree.stats().num_stored_tokens == 100
-    assert tree.evict().checkpoints == ()
+    tree.evict()
+    assert tree.stats().num_evicted_checkpoints == 5
     tree.check_integrity()
 
 
@@ -570,11 +571,11 @@ class Copied:
     is_forgotten: bool = False
 
 
-def long_tree(num_nodes: int, clock: Clock) -> tuple[PrefixTree, list[Leaving]]:
+def long_tree(num_nodes: int, clock: Clock) -> tuple[PrefixTree, list[EvictedNodes]]:
     """A conversation of so many nodes, each with a state, and what left it so far."""
     tree = make_tree(replace(ROOMY, max_bytes=1), needs_checkpoints=True, clock=clock)
-    left: list[Leaving] = []
-    tree.before_leaving(left.append)
+    left: list[EvictedNodes] = []
+    tree.before_eviction(left.append)
     prompt = tokens(*range(3 * num_nodes))
     store(tree, prompt, range(3, 3 * num_nodes + 1, 3))
     return tree, left
@@ -629,11 +630,11 @@ def test_a_record_that_is_not_in_the_other_tier_is_told(
     nodes[11].copies.state = copy
     told: list[tuple[int, bool, int]] = []
 
-    def tell(leaving: Leaving) -> None:
+    def tell(leaving: EvictedNodes) -> None:
         if not leaving.is_copied or leaving.unwritten():
             told.append((leaving.path().run.end, leaving.is_copied, len(leaving.unwritten())))
 
-    tree._sweep.before_leaving = tell
+    tree._sweep.before_eviction = tell
     tree.evict()
     assert not left and tree.stats().num_nodes == 0
     assert set(told) == (set() if is_copied and not num_unwritten else {(36, is_copied, num_unwritten)})

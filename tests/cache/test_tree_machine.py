@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from kvserve.cache.match import Match
+from kvserve.cache.match import PrefixMatch
 from kvserve.cache.node import Lease, Node
 from kvserve.cache.records import Limits
 from kvserve.cache.tree import PrefixTree
@@ -101,7 +101,7 @@ class TreeMachine(RuleBasedStateMachine):
             for tree in self.trees:
                 self.check_match(tree.lookup(tokens), tokens)
 
-    def check_match(self, match: Match, tokens: TokenSequence) -> None:
+    def check_match(self, match: PrefixMatch, tokens: TokenSequence) -> None:
         keys = keys_of(tokens)
         matched = max((n for n in range(len(keys) + 1) if keys[:n] in self.stored), default=0)
         inside = {n for span in tokens.images for n in range(span.start + 1, span.end)}

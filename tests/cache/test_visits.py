@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvserve.cache import worth
+from kvserve.cache import eviction_rank
 from kvserve.cache.node import Lease
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
@@ -120,7 +120,7 @@ def test_what_leaves_is_found_without_a_look_at_what_stays(
     monkeypatch: pytest.MonkeyPatch, needs_checkpoints: bool, num_nodes: int
 ) -> None:
     """In a full cache each stop of a row lets a leaf or a state leave, and so does what comes after its end."""
-    monkeypatch.setattr(worth, "BRIEF_TOKENS", 2 * STOP_TOKENS)  # as many stops as are usual within 512 tokens
+    monkeypatch.setattr(eviction_rank, "BRIEF_TOKENS", 2 * STOP_TOKENS)  # as many stops as are usual within 512 tokens
     tree, ids = grown(num_nodes, needs_checkpoints=needs_checkpoints)
     tree.evict(ROOMY.max_bytes - tree.num_ram_bytes + 1)
     visits = counting(monkeypatch)

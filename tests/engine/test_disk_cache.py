@@ -262,8 +262,8 @@ def test_a_disk_that_is_slower_than_computing_is_not_read(tmp_path: Path) -> Non
         def slow(scheduler: Any) -> None:
             tier = disk_cache_of(scheduler.cache).tier
             assert tier.prefill_rate is not None
-            tier._hand.read_rate = 10.0
-            tier.stands_on((), 0)
+            tier._worker.read_rate = 10.0
+            tier.note_restored((), 0)
 
         engine._ask(slow)
         settle(engine)

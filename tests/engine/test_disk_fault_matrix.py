@@ -222,6 +222,6 @@ def found_by(engine: Engine) -> None:
 
     def look(scheduler: object) -> None:
         tier = scheduler.cache._disk.tier  # type: ignore[attr-defined]
-        tier._order(tier._clean, 60.0)
+        tier._order(tier._reconcile, 60.0)
 
     engine._ask(look)

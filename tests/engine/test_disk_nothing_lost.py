@@ -204,7 +204,7 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_long(tmp_path: Path, monkey
         assert engine.cache_report().stats.ram_bytes <= NUM_RAM_BYTES
         faults = disk_of(engine).stats.faults
         assert set(faults) == {"behind"} and faults["behind"] >= 2 and len(lines) == 1
-        assert "before the disk could take it" in lines[0] and kept(engine, PROMPTS[1]) == (0, 0)
+        assert "before it could be written" in lines[0] and kept(engine, PROMPTS[1]) == (0, 0)
         is_open.append(True)
 
 
@@ -343,7 +343,7 @@ def test_a_disk_that_was_slow_once_is_measured_again(tmp_path: Path, monkeypatch
         def make_slow(scheduler: Scheduler) -> None:
             disk = scheduler.cache._disk
             assert disk is not None
-            disk.tier._hand.read_rate = 10.0
+            disk.tier._worker.read_rate = 10.0
             scheduler.cache.clear()
 
         engine._ask(make_slow)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.cache.disk_ledger import Ledger
+from kvserve.cache.disk_account import DiskAccount
 from kvserve.cache.disk_records import Removal
 from kvserve.core import GenerationRequest, TokenSequence
 from kvserve.engine.cache_records import ForgottenKv
@@ -171,14 +171,14 @@ def test_what_only_the_disk_has_of_another_one_stays(family: str, tmp_path: Path
 
 def test_the_engine_goes_on_while_other_models_books_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may be long; whoever forgets waits for the end of them, and no row does."""
-    real, is_reading, may_end = Ledger.forget_of_others, threading.Event(), threading.Event()
+    real, is_reading, may_end = DiskAccount.forget_of_others, threading.Event(), threading.Event()
 
-    def slowly(self: Ledger, owners: Callable[[str], bool]) -> Removal:
+    def slowly(self: DiskAccount, owners: Callable[[str], bool]) -> Removal:
         is_reading.set()
         assert may_end.wait(WAIT_SECONDS)
         return real(self, owners) + Removal(7, is_done=True)
 
-    monkeypatch.setattr(Ledger, "forget_of_others", slowly)
+    monkeypatch.setattr(DiskAccount, "forget_of_others", slowly)
     with running_engine(disk=on(tmp_path)) as engine, ThreadPoolExecutor(1) as pool:
         generate(engine, asked(ONE, MINE))
         settle(engine)

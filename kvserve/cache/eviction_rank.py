@@ -1,9 +1,9 @@
-"""How well what could leave is protected, and how urgent it is: candidates of leaves, states and entries, as ranks; and
-which others' ranks may fall with a change of one node.
+"""The rank of what may be evicted: how well leaves, states and entries are protected, and how urgent their eviction is;
+and which ranks may fall with a change of one node.
 
-    GUESS < SURPLUS < PLAIN < BRANCH_POINT, PINNED < NEWEST        a lower level leaves first, whatever it is worth
+    GUESS < SURPLUS < PLAIN < BRANCH_POINT, PINNED < NEWEST        a lower level is evicted first, whatever its urgency
 
-It reads nodes; it changes nothing and lets nothing leave.
+It reads nodes; it changes and evicts none.
 """
 
 import math
@@ -15,23 +15,23 @@ from kvserve.cache.last_users import end_without_user, used_children
 from kvserve.cache.node import Node
 
 GUESS = -2
-"""Computed ahead of requests and used by none: it has no place that anybody else could use."""
+"""Computed ahead of requests and used by none: it takes no room from what was used."""
 
 SURPLUS = -1
-"""A leaf that is more than its owner, or all owners, may have where bytes are short."""
+"""A leaf over the number that its owner, or all owners, may have where bytes are short."""
 
 PLAIN, BRANCH_POINT, NEWEST = 0, 1, 2
 """Levels of a checkpoint. NEWEST: the last two of a branch, its last user message, and the end of system and tools."""
 
 PINNED = 1
-"""The level of a leaf that was asked to be kept; other leaves are PLAIN."""
+"""The level of an entry within its own lifetime; other leaves are PLAIN."""
 
 NUM_NEWEST_KEPT = 2
 
 
-class Worth:
-    """Ranks at one moment, `now`, which its owner sets. `is_last_user` tells of a state behind a user message whether a
-    branch ends behind it with no other one."""
+class EvictionRank:
+    """Ranks nodes at one moment, `now`, which the sweep sets. `is_last_user` says whether a state behind a user message
+    is the last such state on some branch."""
 
     def __init__(self, score: Score, is_last_user: Callable[[Node], bool], *, needs_checkpoints: bool) -> None:
         self.now = 0.0
@@ -40,7 +40,7 @@ class Worth:
         self._needs_checkpoints = needs_checkpoints
 
     def of_leaf(self, node: Node, *, is_surplus: bool = False) -> Rank:
-        """A leaf with all that leaves with it. `is_surplus` counts only where nobody asked for it to be kept."""
+        """The rank of a leaf with its state. A pinned leaf is no surplus."""
         ageing = self._score(self._leaf_candidate(node))
         if node.is_guess:
             return Rank(GUESS, ageing)
@@ -49,17 +49,17 @@ class Worth:
         return Rank(SURPLUS if is_surplus else PLAIN, ageing)
 
     def of_state(self, node: Node) -> Rank:
-        """A node's checkpoint alone."""
+        """The rank of a node's checkpoint alone."""
         return Rank(level_of(node, self._is_last_user), self._score(self._state_candidate(node)))
 
     def of_entry(self, leaf: Node, tail: list[Node]) -> Ageing:
-        """An entry with all that serves only it."""
-        num_bytes, brief = sum(num_bytes_of(node) for node in tail), is_brief(leaf)
+        """The ageing of an entry with all that serves only it."""
+        num_bytes, brief = sum(node.num_bytes for node in tail), is_brief(leaf)
         start, end = tail[-1].start, leaf.end
         return self._score(Candidate(start, end, num_bytes, leaf.num_uses, leaf.last_used_at, is_brief=brief))
 
     def is_pinned(self, leaf: Node) -> bool:
-        """Whether an entry was asked to be kept for a time that is not over."""
+        """Whether an entry has its own lifetime and that is not over."""
         return self.now <= _pinned_until(leaf)
 
     def _leaf_candidate(self, node: Node) -> Candidate:
@@ -67,7 +67,7 @@ class Worth:
         if self._needs_checkpoints:
             start = _previous_checkpoint(node) if node.checkpoint is not None else end
         brief = is_brief(node)
-        return Candidate(start, end, num_bytes_of(node), node.num_uses, node.last_used_at, is_brief=brief)
+        return Candidate(start, end, node.num_bytes, node.num_uses, node.last_used_at, is_brief=brief)
 
     def _state_candidate(self, node: Node) -> Candidate:
         return Candidate(
@@ -87,7 +87,7 @@ def _pinned_until(leaf: Node) -> float:
 
 
 def is_brief(node: Node) -> bool:
-    """Whether all that goes through a node ends few tokens behind system and tools; no more than that is looked at."""
+    """Whether all paths through a node end few tokens behind system and tools; it looks no further than that."""
     above = node
     while above.parent is not None and above.kind != "system":
         if node.end - above.start >= BRIEF_TOKENS:
@@ -120,8 +120,8 @@ def level_of(node: Node, is_last_user: Callable[[Node], bool] = _ends_without_us
 
 
 def fallen_by_state(node: Node) -> Iterator[Node]:
-    """A node got a state: those above that were among the newest until now, and the next ones below, which save fewer
-    tokens."""
+    """After a node got a state: states above that were among the newest until now, and the next ones below, which save
+    fewer tokens."""
     if node.checkpoint is None:
         return
     yield node
@@ -136,8 +136,8 @@ def fallen_by_state(node: Node) -> Iterator[Node]:
 
 
 def fallen_by_parting(node: Node) -> Iterator[Node]:
-    """Some of what stands behind a node left, or was a guess until now: those above that were the newest of a branch
-    that ended there, and those that were not brief because of it."""
+    """After a node lost a descendant, or one that was a guess was used: states above that were the newest of a branch
+    that ended there, and nodes that were not brief because of it."""
     yield node
     if used_children(node):
         yield from _newest_above(node, of_user=False)
@@ -154,7 +154,7 @@ def fallen_by_parting(node: Node) -> Iterator[Node]:
 
 
 def fallen_by_anchor(node: Node) -> Iterator[Node]:
-    """System and tools end at a node: what stands shortly behind may be brief."""
+    """After a node became the end of system and tools: what follows within a few tokens may be brief."""
     todo = list(node.children.values())
     while todo:
         each = todo.pop()
@@ -164,7 +164,7 @@ def fallen_by_anchor(node: Node) -> Iterator[Node]:
 
 
 def _newest_above(node: Node | None, *, of_user: bool) -> Iterator[Node]:
-    """The deepest states of a path and, `of_user`, the deepest one behind a user message."""
+    """The deepest states of a path and, with `of_user`, the deepest one behind a user message."""
     num_states = 0
     while node is not None and node.parent is not None and (num_states < NUM_NEWEST_KEPT or of_user):
         if node.checkpoint is not None:
@@ -177,8 +177,8 @@ def _newest_above(node: Node | None, *, of_user: bool) -> Iterator[Node]:
 
 
 def _is_newest(node: Node) -> bool:
-    """Whether a leaf is below of whose path this is one of the deepest checkpoints. No path is followed further than it
-    takes to know."""
+    """Whether this is one of the deepest checkpoints on the path to some leaf. It follows paths no further than
+    needed."""
     todo = [(node, 0)]
     while todo:
         each, num_deeper = todo.pop()
@@ -196,11 +196,3 @@ def _previous_checkpoint(node: Node) -> int:
     while above is not None and above.checkpoint is None:
         above = above.parent
     return above.end if above is not None else 0
-
-
-def num_bytes_of(node: Node) -> int:
-    """A node's state, and its share of the record that it is in."""
-    num_bytes = node.checkpoint.num_bytes if node.checkpoint is not None else 0
-    if node.segment is not None:
-        num_bytes += node.segment.num_bytes * (node.end - node.start) // len(node.segment.tokens)
-    return num_bytes

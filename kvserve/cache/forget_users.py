@@ -1,8 +1,8 @@
-"""What goes when somebody is forgotten: all that nobody else is known to have used, cut where others left it. It knows
-nodes and their users, no bytes and no policy.
+"""What is removed when users are forgotten: all that no other known user has used, split where the others parted. It
+knows nodes and their users, no bytes and no policy.
 
-    one    |-----------------------------|            forgotten: [60, 90) goes
-    other  |------------------|                       came 60 tokens far: [0, 60) stays
+    one    |-----------------------------|            forgotten: [60, 90) is removed
+    other  |------------------|                       used 60 tokens: [0, 60) stays
 """
 
 from collections.abc import Callable, Mapping
@@ -21,14 +21,14 @@ def remaining(users: dict[str, int], is_forgotten: IsForgotten) -> dict[str, int
 
 
 def is_needed(users: Mapping[str, int], end: int) -> bool:
-    """Whether somebody of those who stay, each of whom came so many tokens far, has used a blob up to its end: it goes
-    or stays whole."""
+    """Whether one of the remaining users, who came so many tokens far each, has used a blob up to its end: a blob is
+    removed or stays whole."""
     return max(users.values(), default=0) >= end
 
 
 def forget_users(store: Store, is_forgotten: IsForgotten, block_size: int) -> int:
-    """Let these users' own tokens leave, and what is of nobody who is known: it may be theirs. What a live row stands
-    on stays. Returns how many tokens left."""
+    """Remove these users' own tokens, and those without a known user, which may be theirs. Leased paths stay. Returns
+    the number of removed tokens."""
     asked = cache(is_forgotten)
     ordered = sorted(store.trie.nodes(), key=lambda node: -node.start)  # children before their parents
     needed: dict[Node, int] = {}

@@ -1,10 +1,10 @@
 """Which prefixes of one model are on disk: a trie of blobs in memory, every token compared. It touches no file.
 
-    blob A [0, 40) ---- blob C [40, 64)         a blob stands on a place inside another one, so a branch that leaves
-             `---- blob B [24, 31)              in the middle of what is written rewrites nothing
+    blob A [0, 40) ---- blob C [40, 64)         a blob begins at a position inside its parent, so a branch in the middle
+             `---- blob B [24, 31)              of a written blob rewrites nothing
 
-A blob is known from the moment it is to be written, so that nothing is written twice; it is there once it is
-confirmed. Every method may be called from any thread.
+A blob is known before it is written, so that none is written twice; it is on disk once it is confirmed. Any thread may
+call any method.
 """
 
 import threading
@@ -16,31 +16,32 @@ from kvserve.cache.block_hash import BlockHasher, HashChain
 from kvserve.cache.disk_aliases import Aliases
 from kvserve.cache.disk_blob import BlobHead, BlobKind, BlobName, parent_of_first, partition_of_first
 from kvserve.cache.disk_entries import DiskUses, Entry, Found, Unused
-from kvserve.cache.disk_paths import Endangered, Ways, endangered, hashes_at, serving_only, tops
-from kvserve.cache.forgetting import IsForgotten, is_needed, remaining
+from kvserve.cache.disk_paths import BlobPaths, SharedPrefix, hashes_at, serving_only, shared_prefixes, tops
+from kvserve.cache.forget_users import IsForgotten, is_needed, remaining
 from kvserve.cache.node import Node, Position, note_use
 from kvserve.cache.records import BoundaryKind, Checkpoint, Copy, RecordId, Segment
 from kvserve.cache.token_run import TokenRun
 
 NUM_TOUCHED_CHECKPOINTS = 2
-"""Of a path's states, the deepest ones that a row could start from count as used; the others age and leave first."""
+"""Of a path's states, the deepest ones that a request could start from count as used; the others age and are evicted
+first."""
 
 
-class DiskIndex:
+class BlobTrie:
     """All blobs of one model, by prefix. `model` is the name of its folder."""
 
     def __init__(self, hasher: BlockHasher, model: str) -> None:
         self.model = model
         self._hasher = hasher
         self._lock = threading.RLock()
-        self._ways = Ways()
-        self._trie, self._entries = self._ways.trie, self._ways.entries
+        self._paths = BlobPaths()
+        self._trie, self._entries = self._paths.trie, self._paths.entries
         self._by_name: dict[BlobName, Entry] = {}
         self._next_id = 0
         self._num_written: Counter[BlobKind] = Counter()
         self._num_bytes = 0
         self._uses = DiskUses()
-        self._doomed: set[BlobName] = set()
+        self._marked_deleted: set[BlobName] = set()
         self._aliases = Aliases(self._trie)
 
     def is_known(self, name: BlobName) -> bool:
@@ -49,27 +50,27 @@ class DiskIndex:
     # --- finding ------------------------------------------------------------------------------------------------------
 
     def find(self, run: TokenRun, chain: HashChain, above: Sequence[Copy] = ()) -> Found:
-        """The longest prefix of `run` (`chain` names its blocks) that is known. A run that does not begin at 0 follows
-        on tokens that are in `above`, of which no step tells; where they are known no more the depth is 0."""
+        """The longest known prefix of `run`, whose block hashes are `chain`. A run that does not begin at 0 follows on
+        tokens that are in `above`, which are not among the steps; where those are forgotten the depth is 0."""
         with self._lock:
-            position = self._ways.find(run, chain, above)
-            return Found(position.depth, tuple(self._ways.steps(position, run.start)))
+            position = self._paths.find(run, chain, above)
+            return Found(position.depth, tuple(self._paths.steps(position, run.start)))
 
     def state_behind(self, rows: Sequence[Copy], end: int) -> tuple[Entry | None, int]:
-        """The last state before `end`, and how many tokens are between, at least; None where it is far up. The last of
-        the tokens before `end` are in one of `rows`."""
+        """The last state before `end`, and how many tokens are between, at least; None where it is far above. The last
+        tokens before `end` are in one of `rows`."""
         with self._lock:
-            if (position := self._ways.inside(rows, end)) is None:
+            if (position := self._paths.inside(rows, end)) is None:
                 return None, end
-            state, offset = self._ways.last_state(position, end)
+            state, offset = self._paths.last_state(position, end)
             return state, end - offset
 
-    def stood_on(self, rows: Sequence[Copy], end: int) -> list[BlobName]:
-        """What a row stands on that starts from `end` tokens, the last of which are in one of `rows`: all rows, the
-        newest states, and the anchor that branches share."""
+    def restored_names(self, rows: Sequence[Copy], end: int) -> list[BlobName]:
+        """The blobs that a request uses which starts from `end` tokens, the last of which are in one of `rows`: all
+        segments, the newest states, and the state at the end of system and tools, which branches share."""
         with self._lock:
-            position = self._ways.inside(rows, end)
-            steps = list(self._ways.steps(position)) if position is not None else []
+            position = self._paths.inside(rows, end)
+            steps = list(self._paths.steps(position)) if position is not None else []
             aliases = {name for step in steps for name in self._aliases.parents(step.segment.head.parent)}
         states = [step.checkpoint for step in reversed(steps) if step.checkpoint is not None]
         used = [state for place, state in enumerate(states) if place < NUM_TOUCHED_CHECKPOINTS or state.is_anchor]
@@ -77,7 +78,7 @@ class DiskIndex:
         return [*aliases, *(entry.name for entry in (*(step.segment for step in steps), *chains))]
 
     def partitions(self) -> list[str]:
-        """Those that hold something, or were asked for."""
+        """The partitions that hold something, or were asked for."""
         with self._lock:
             return [root.partition for root in self._trie.roots()]
 
@@ -86,11 +87,11 @@ class DiskIndex:
     def add_segment(
         self, run: TokenRun, chain: HashChain, start: int, end: int, kind: BoundaryKind, above: Sequence[Copy] = ()
     ) -> Entry | None:
-        """Make `[start, end)` of a prefix known; None where it is known already, or what comes before it is not. The
-        tokens before `start` are in `above`; without it they are looked for."""
+        """Add `[start, end)` of a prefix; None where it is known already, or what precedes it is not. The tokens before
+        `start` are in `above`; without it they are looked for."""
         with self._lock:
             part = run.part(start if above else run.start, end)
-            position = self._ways.find(part, chain, above)
+            position = self._paths.find(part, chain, above)
             if position.depth != start or start >= end:
                 return None
             head = self._head("segment", position, run.part(start, end), kind)
@@ -105,22 +106,21 @@ class DiskIndex:
         above: Sequence[Copy] = (),
         base: Entry | None = None,
     ) -> Entry | None:
-        """Make the state behind `offset` tokens known; None where it is known already, or the tokens are not, or the
-        state `base` from which its windows go on is no more. The tokens are in `above`; without it they are looked
-        for."""
+        """Add the state behind `offset` tokens; None where it is known already, or the tokens are not, or the state
+        `base`, whose windows it continues, is forgotten. The tokens are in `above`; without it they are looked for."""
         with self._lock:
-            position = self._ways.find(run.part(offset if above else run.start, offset), chain, above)
+            position = self._paths.find(run.part(offset if above else run.start, offset), chain, above)
             if position.depth != offset or offset == 0:
                 return None
             head = self._head("checkpoint", position, TokenRun(offset, b""), kind)
             return self._stand(position, replace(head, base=base.name) if base is not None else head)
 
     def adopt(self, head: BlobHead, num_bytes: int) -> bool:
-        """Take in a blob that is on disk. False where its parent is not known, the same tokens are known already, or it
-        is to go (`doom`)."""
+        """Add a blob that is on disk. False where its parent is not known, the same tokens are known already, or it is
+        marked deleted."""
         with self._lock:
             position = self._place(head)
-            is_taken = head.name in self._by_name or head.name in self._doomed
+            is_taken = head.name in self._by_name or head.name in self._marked_deleted
             if position is None or is_taken or head.model != self.model:
                 return False
             adopted = self._stand if head.kind == "checkpoint" else self._adopt_rows
@@ -130,7 +130,7 @@ class DiskIndex:
             return entry is not None
 
     def _adopt_rows(self, position: Position, head: BlobHead) -> Entry | None:
-        """Of a segment at its place what is not known from others."""
+        """Add the tokens of a segment that are not known from others."""
         end = self._trie.walk(position, head.tokens, head.tokens.end)
         entry, is_whole = None, False
         if end.depth < head.tokens.end:
@@ -143,7 +143,7 @@ class DiskIndex:
         return entry
 
     def confirm(self, entry: Entry, num_bytes: int) -> bool:
-        """A blob is on disk now. False if it was forgotten meanwhile."""
+        """Note that a blob is on disk. False if it was forgotten meanwhile."""
         with self._lock:
             if not entry.is_forgotten:
                 self._count(entry, num_bytes)
@@ -156,14 +156,14 @@ class DiskIndex:
 
     def _head(self, kind: BlobKind, position: Position, tokens: TokenRun, boundary: BoundaryKind) -> BlobHead:
         is_first = position.node.parent is None
-        parent = parent_of_first(position.node.partition) if is_first else self._ways.entry_of(position.node).name
+        parent = parent_of_first(position.node.partition) if is_first else self._paths.entry_of(position.node).name
         return BlobHead(self.model, kind, parent, tokens, boundary)
 
     def _attach(self, position: Position, head: BlobHead, hashes: tuple[bytes, ...]) -> Entry:
-        """The tokens of a segment from its place on are new."""
+        """Add a segment, whose tokens from its position on are new."""
         self._split_at(position)
         entry = self._new_entry(head)
-        _, entry.state_end = self._ways.last_state(position, position.depth + 1)
+        _, entry.state_end = self._paths.last_state(position, position.depth + 1)
         tokens = head.tokens.part(position.depth, head.tokens.end)
         self._trie.attach(position.node, Segment(entry.record_id, tokens, 0), hashes)
         return entry
@@ -183,7 +183,7 @@ class DiskIndex:
         return entry
 
     def _base(self, head: BlobHead) -> Entry | None:
-        """The state that this one goes on from, or another server's at the same place."""
+        """The state whose windows this one continues, or another server's at the same position."""
         known = self._by_name.get(BlobName(head.base))
         if known is None and (place := self._aliases.state_place(head.base)) is not None and place.node.checkpoint:
             return self._entries[place.node.checkpoint.record_id] if place.depth == place.node.end else None
@@ -197,26 +197,26 @@ class DiskIndex:
         self._next_id += 1
         entry = Entry(RecordId(self._next_id), head)
         self._entries[entry.record_id] = self._by_name[head.name] = entry
-        self._doomed.discard(head.name)
+        self._marked_deleted.discard(head.name)
         return entry
 
     def _place(self, head: BlobHead) -> Position | None:
-        """Where a blob stands: at the root, or inside its parent."""
+        """The position where a blob begins: at the root, or inside its parent."""
         offset = head.tokens.start
         if (partition := partition_of_first(head.parent)) is not None:
             return Position(self._trie.root(partition), 0) if offset == 0 and head.kind == "segment" else None
         name = BlobName(head.parent)
         parent = self._by_name.get(name)
-        found = self._ways.inside([parent], offset) if parent is not None else None
+        found = self._paths.inside([parent], offset) if parent is not None else None
         return found or self._aliases.place(name, offset)
 
     def written(self) -> list[Entry]:
-        """All that is on disk, as far as is known."""
+        """All blobs that are on disk, as far as is known."""
         with self._lock:
             return [entry for entry in self._entries.values() if entry.is_written]
 
     def ancestors(self, entry: Entry) -> set[BlobName]:
-        """The segments that a blob stands on, and the states that it goes on from."""
+        """The segments above a blob, and the states whose windows it continues."""
         with self._lock:
             found, head = {each.name for each in entry.chain[:-1]}, self.head_of(entry.head.parent)
             while head is not None:
@@ -225,7 +225,7 @@ class DiskIndex:
             return found
 
     def head_of(self, name: str) -> BlobHead | None:
-        """What is known of a blob that has a place here."""
+        """The head of a blob or alias."""
         entry = self._by_name.get(BlobName(name))
         return entry.head if entry is not None else self._aliases.head(name)
 
@@ -239,10 +239,10 @@ class DiskIndex:
         above: Sequence[Copy] = (),
         num_told_tokens: int = 0,
     ) -> bool:
-        """These have used a prefix, each up to an offset; of `num_told_tokens` that was said before. Whether any of it
-        is new."""
+        """Note users of a prefix, each up to an offset; of its first `num_told_tokens` they were noted before. Whether
+        any use is new."""
         with self._lock:
-            for step in self._ways.steps(self._ways.find(run, chain, above), num_told_tokens):
+            for step in self._paths.steps(self._paths.find(run, chain, above), num_told_tokens):
                 for user, depth in users.items():
                     if depth > step.start:
                         self._uses.note(step.segment, user, min(depth, step.end))
@@ -251,32 +251,32 @@ class DiskIndex:
             return self._uses.are_new
 
     def take_uses(self) -> dict[tuple[BlobName, str], int | None]:
-        """What is new of users since the last call: (blob, user) -> how far it came, None where it is noted no more."""
+        """New uses since the last call: (blob, user) -> how far it came; None where the user was dropped."""
         with self._lock:
             return self._uses.take()
 
-    def own(self, name: BlobName, user: str, depth: int) -> None:
-        """Take in what was put down of a blob's users; nothing where the blob is not known."""
+    def add_user(self, name: BlobName, user: str, depth: int) -> None:
+        """Add a user that the catalog has of a blob; nothing where the blob is not known."""
         with self._lock:
             if (entry := self._by_name.get(name)) is not None:
                 note_use(entry.users, user, depth)
 
-    def endangered(self, is_forgotten: IsForgotten) -> list[Endangered]:
-        """What others used and would lose with these users' blobs."""
+    def shared_prefixes(self, is_forgotten: IsForgotten) -> list[SharedPrefix]:
+        """The prefixes that others used and would lose with these users' blobs."""
         with self._lock:
-            return endangered(self._trie, lambda node: self._ways.entry_of(node).users, is_forgotten)
+            return shared_prefixes(self._trie, lambda node: self._paths.entry_of(node).users, is_forgotten)
 
     def forget_users(self, is_forgotten: IsForgotten) -> Unused:
-        """Forget the blobs with tokens that only these users are known to have used, or nobody, and what stands on
-        them; and these users of the others."""
+        """Forget the blobs with tokens that only these users, or no known user, have used, and their descendants; and
+        these users of all other blobs."""
         with self._lock:
             users = {user for entry in self._by_name.values() for user in entry.users if is_forgotten(user)}
-            before, doomed = self._num_bytes, list[BlobName]()
+            before, deleted = self._num_bytes, list[BlobName]()
             for entry in self._by_name.values():
                 entry.users = remaining(entry.users, users.__contains__)
                 if not is_needed(entry.users, entry.head.tokens.end):
-                    doomed.append(entry.name)
-            gone = tuple(each for name in doomed for each in self.forget(name))
+                    deleted.append(entry.name)
+            gone = tuple(each for name in deleted for each in self.forget(name))
             return Unused((*gone, *self._aliases.lost()), tuple(users), before - self._num_bytes)
 
     # --- removing -----------------------------------------------------------------------------------------------------
@@ -285,11 +285,11 @@ class DiskIndex:
         """The blobs that serve only a prefix: from its end up to a branch, or to the end of system and tools; with
         `start` only those that begin there or behind it."""
         with self._lock:
-            records = serving_only(self._trie, self._ways.entry_of, self._ways.find(run, chain), start)
+            records = serving_only(self._trie, self._paths.entry_of, self._paths.find(run, chain), start)
             return [self._entries[record_id].name for record_id in records]
 
     def forget(self, name: BlobName) -> list[BlobName]:
-        """Forget a blob and all that stand on it, whose names this returns; nothing where it is not known."""
+        """Forget a blob and its descendants, and return their names; nothing where it is not known."""
         with self._lock:
             entry = self._by_name.get(name)
             if entry is None:
@@ -301,34 +301,34 @@ class DiskIndex:
             return gone
 
     def forget_entry(self, entry: Entry) -> list[BlobName]:
-        """The same of this very blob, not of another one that has its name by now."""
+        """Forget this very blob, not a newer one of the same name."""
         with self._lock:
             return self.forget(entry.name) if not entry.is_forgotten else []
 
     def forget_written(self, name: BlobName) -> list[BlobName]:
-        """The same where it is on disk: one that waits to be written will be there."""
+        """Forget a blob if it is on disk: one that waits to be written will be there."""
         with self._lock:
             self._aliases.forget(name)
             entry = self._by_name.get(name)
             return self.forget(name) if entry is not None and entry.is_written else []
 
-    def doom(self, name: BlobName) -> list[BlobName]:
-        """The same, and none of these is taken in from disk until `is_doomed` was asked, or it is made known again."""
+    def mark_deleted(self, name: BlobName) -> list[BlobName]:
+        """Forget it, and adopt none of the files of these until `unmark_deleted`, or until one is added again."""
         with self._lock:
             gone = self.forget(name)
-            self._doomed.update(gone)
+            self._marked_deleted.update(gone)
             return gone
 
-    def is_doomed(self, name: BlobName) -> bool:
-        """Whether the file of a blob is still to go. To be asked once, by whoever deletes it then."""
+    def unmark_deleted(self, name: BlobName) -> bool:
+        """Take the mark off a blob whose file is deleted now. False where it has none."""
         with self._lock:
-            is_doomed = name in self._doomed
-            self._doomed.discard(name)
-            return is_doomed
+            is_marked = name in self._marked_deleted
+            self._marked_deleted.discard(name)
+            return is_marked
 
     def _forget_checkpoint(self, entry: Entry) -> list[BlobName]:
         place = self._place(entry.head)
-        # Without a place, what it stood on has left before it: it is looked for.
+        # Without a position its parent was forgotten before it: look at all nodes.
         for node in [place.node] if place is not None else self._trie.nodes():
             if node.checkpoint is not None and node.checkpoint.record_id == entry.record_id:
                 node.checkpoint = None
@@ -344,7 +344,7 @@ class DiskIndex:
             todo.extend(node.children.values())
         names: dict[BlobName, None] = {}
         for node in reversed(nodes):
-            gone = [self._ways.entry_of(node)]
+            gone = [self._paths.entry_of(node)]
             if node.checkpoint is not None:
                 gone.append(self._entries[node.checkpoint.record_id])
             self._trie.detach(node)

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_records import Removal
+from kvserve.cache.disk_trie import BlobTrie
 from kvserve.cache.node import MAX_USERS
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
 from tests.cache.disks import HASHER, MODEL, Disk, named, names_of
 from tests.cache.payloads import joined, make_tree, store
-from tests.cache.test_disk_index import add
+from tests.cache.test_disk_trie import add
 from tests.laws import num_examples
 
 SYSTEM = list(range(10))
@@ -126,7 +126,7 @@ def test_the_tree_keeps_what_others_used_and_nothing_else(said: list[tuple[str, 
 @settings(max_examples=num_examples(80))
 def test_the_index_knows_nothing_of_who_is_forgotten(said: list[tuple[str, list[int]]]) -> None:
     """No blob is left with a token that only that one used; what others wrote for themselves is there."""
-    index, heads = DiskIndex(HASHER, MODEL), []
+    index, heads = BlobTrie(HASHER, MODEL), []
     for user, ids in said:
         add(index, ids, heads)
         index.use(*named(ids), {user: len(ids)})
@@ -192,12 +192,12 @@ def test_whose_a_blob_is_outlives_the_process(tmp_path: Path, is_scratch: bool) 
         assert disk.tier.index.use(*named(ONE), users)
         disk.tier._has_news = True
         assert disk.tier.flush(60)
-        books = disk.tier._hand.ledger.books.open()
-        assert books is not None
-        assert {(user, depth) for _, user, depth in books.users(MODEL)} == set(users.items())
+        catalog = disk.tier._worker.account.catalog.open()
+        assert catalog is not None
+        assert {(user, depth) for _, user, depth in catalog.users(MODEL)} == set(users.items())
         if is_scratch:
             assert disk.tier.forget(lambda user: user == "a").num_bytes == 0
-            assert {user for _, user, _ in books.users(MODEL)} == {"b"}
+            assert {user for _, user, _ in catalog.users(MODEL)} == {"b"}
     if not is_scratch:
         with Disk(tmp_path) as disk:
             [entry] = disk.tier.index._by_name.values()

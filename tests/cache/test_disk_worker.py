@@ -1,4 +1,4 @@
-"""What the disk thread does with one blob: it is read and hashed at once."""
+"""What the disk thread does with one blob: it is read and hashed at once. How much it has written of late."""
 
 import hashlib
 import threading
@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvserve.cache import disk_hand, disk_store
+from kvserve.cache import disk_store, disk_worker
 from kvserve.cache.disk_blob import NO_PARENT, BlobHead, Tensor, pack_blob
 from kvserve.cache.disk_entries import Entry
 from kvserve.cache.disk_faults import Faults
-from kvserve.cache.disk_hand import DiskHand
-from kvserve.cache.disk_index import DiskIndex
 from kvserve.cache.disk_scratch import BlobStore, ScratchStore
 from kvserve.cache.disk_store import FolderStore
+from kvserve.cache.disk_trie import BlobTrie
+from kvserve.cache.disk_worker import DiskWorker, WriteVolume
 from kvserve.cache.records import RecordId
 from tests.cache.disks import HASHER, MODEL, ROOMY, WAIT_SECONDS, Disk, named
 
@@ -32,7 +32,7 @@ class Meeting:
         self._barrier, self._wait_seconds = threading.Barrier(2), wait_seconds
         self._num_hashed, self._num_read = 0, 0
         self._real_read = disk_store.os.preadv
-        patch.setattr(disk_hand, "hashlib", SimpleNamespace(sha256=self._sum))
+        patch.setattr(disk_worker, "hashlib", SimpleNamespace(sha256=self._sum))
         patch.setattr(disk_store.os, "preadv", self._read)
         patch.setattr(disk_store, "MIN_PIECE_BYTES", 1)
 
@@ -66,11 +66,11 @@ class OneAfterTheOther:
         pass
 
 
-def hand_with_a_blob(store: BlobStore) -> tuple[DiskHand, Entry]:
+def worker_with_a_blob(store: BlobStore) -> tuple[DiskWorker, Entry]:
     head = BlobHead(MODEL, "segment", NO_PARENT, named(range(8))[0], "stride")
-    hand = DiskHand(store, DiskIndex(HASHER, MODEL), ROOMY, Faults(lambda line: None))
+    worker = DiskWorker(store, BlobTrie(HASHER, MODEL), ROOMY, Faults(lambda line: None))
     store.write(head.name, pack_blob(head, "rows", [Tensor("U8", (len(DATA),), DATA)]))
-    return hand, Entry(RecordId(1), head)
+    return worker, Entry(RecordId(1), head)
 
 
 @pytest.mark.parametrize("kind", [FolderStore, ScratchStore])
@@ -78,46 +78,46 @@ def test_a_piece_is_read_while_the_one_before_is_hashed(
     kind: type[FolderStore] | type[ScratchStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second is asked for before the first is hashed; what comes of it is the blob that was written."""
-    hand, entry = hand_with_a_blob(kind(tmp_path, MODEL))
+    worker, entry = worker_with_a_blob(kind(tmp_path, MODEL))
     with monkeypatch.context() as patch:
         Meeting(patch, WAIT_SECONDS)
-        blob = hand.read(entry)
+        blob = worker.read(entry)
     assert blob is not None and bytes(blob.tensors[0].data) == DATA
-    hand.close()
+    worker.close()
 
 
 def test_hashing_in_between_would_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: where each piece is hashed before the next one is read, they do not meet."""
-    hand, entry = hand_with_a_blob(FolderStore(tmp_path, MODEL))
-    monkeypatch.setattr(hand, "_hashing", OneAfterTheOther())
+    worker, entry = worker_with_a_blob(FolderStore(tmp_path, MODEL))
+    monkeypatch.setattr(worker, "_hashing", OneAfterTheOther())
     Meeting(monkeypatch, NO_SECONDS)
     with pytest.raises(threading.BrokenBarrierError):
-        hand.read(entry)
+        worker.read(entry)
 
 
 def test_a_blob_of_one_piece_waits_for_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read while it is hashed; a thread that computes would keep the other one for milliseconds."""
-    hand, entry = hand_with_a_blob(FolderStore(tmp_path, MODEL))
+    worker, entry = worker_with_a_blob(FolderStore(tmp_path, MODEL))
     with monkeypatch.context() as patch:
-        patch.setattr(hand, "_hashing", None)
-        blob = hand.read(entry)
+        patch.setattr(worker, "_hashing", None)
+        blob = worker.read(entry)
     assert blob is not None and bytes(blob.tensors[0].data) == DATA
-    hand.close()
+    worker.close()
 
 
 def test_a_damaged_piece_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever it is in: also the last one, of which a part is the checksum itself."""
     monkeypatch.setattr(disk_store, "MIN_PIECE_BYTES", 1)
     store = FolderStore(tmp_path, MODEL)
-    hand, entry = hand_with_a_blob(store)
+    worker, entry = worker_with_a_blob(store)
     [path] = tmp_path.rglob("*.safetensors")
     sound = path.read_bytes()
     for place in range(0, len(sound), len(sound) // 40):
         path.write_bytes(sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :])
-        assert hand.read(entry) is None
+        assert worker.read(entry) is None
     path.write_bytes(sound)
-    assert hand.read(entry) is not None
-    hand.close()
+    assert worker.read(entry) is not None
+    worker.close()
 
 
 def test_the_thread_that_hashes_is_there_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,5 +148,31 @@ def test_a_blob_whose_reading_raises_anything_is_not_asked_for_again(
             patch.setattr(FolderStore, "read", fail)
             assert disk.recall(range(8))[0] == []
         assert disk.found(range(8)).depth == 0
-        assert disk.tier._order(disk.tier._clean, WAIT_SECONDS)
+        assert disk.tier._order(disk.tier._reconcile, WAIT_SECONDS)
         assert disk.recall(range(8))[0] == list(range(8)), "its file is found again"
+
+
+def test_a_day_later_it_is_no_longer_of_the_last_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes leave the figure a day after they were written, to a quarter of an hour, and stay in the sum."""
+    now = 10 * disk_worker.DAY_SECONDS
+    monkeypatch.setattr(disk_worker, "seconds_since_boot", lambda: now)
+    volume = WriteVolume()
+    seen = []
+    for hours, num_bytes in ((0, 100), (1, 10), (22.5, 1), (0.5, 0), (0.5, 0), (0.5, 0), (30, 0)):
+        now += hours * 3600
+        if num_bytes:
+            volume.add(num_bytes)
+        seen.append(volume.last_day_bytes())
+    assert seen == [100, 110, 111, 11, 11, 1, 0] and volume.num_bytes == 111
+
+
+def test_however_long_a_server_runs_it_counts_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte a minute for a week."""
+    now = 0.0
+    monkeypatch.setattr(disk_worker, "seconds_since_boot", lambda: now)
+    volume = WriteVolume()
+    for _ in range(7 * 24 * 60):
+        volume.add(1)
+        now += 60
+    assert volume.num_bytes == 7 * 24 * 60 and 24 * 60 - 15 <= volume.last_day_bytes() <= 24 * 60
+    assert len(volume._parts) <= disk_worker.NUM_DAY_PARTS + 1

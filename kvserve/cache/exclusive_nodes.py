@@ -1,12 +1,12 @@
-"""Which nodes leave together: those that serve one leaf, one row or some owners, and nobody else. It changes none."""
+"""Which nodes are removed together: those that serve only one leaf, one request or some owners. It changes none."""
 
 from collections.abc import Callable, Iterable
 
 from kvserve.cache.node import Node
 
 
-def exclusive_tail(leaf: Node) -> list[Node]:
-    """A leaf and the ancestors that serve only it, upwards to a branch, a live row or the end of system and tools."""
+def exclusive_suffix(leaf: Node) -> list[Node]:
+    """A leaf and the ancestors that serve only it, up to a branch, a lease or the end of system and tools."""
     tail = [leaf]
     node = leaf.parent
     while (
@@ -21,8 +21,8 @@ def exclusive_tail(leaf: Node) -> list[Node]:
     return tail
 
 
-def added_tail(last: Node, start: int) -> list[Node]:
-    """A place and its ancestors that begin at `start` or behind it, upwards to one that somebody else needs."""
+def added_suffix(last: Node, start: int) -> list[Node]:
+    """A node and its ancestors that begin at `start` or behind it, up to a branch, a lease or an entry."""
     tail: list[Node] = []
     node = last
     while node.parent is not None and node.start >= start and len(node.children) == bool(tail):
@@ -34,8 +34,8 @@ def added_tail(last: Node, start: int) -> list[Node]:
 
 
 def exclusive_nodes(nodes: Iterable[Node], is_owned: Callable[[Node], bool]) -> list[Node]:
-    """The nodes that lead to owned leaves and to nobody else's, deepest first: no live row is behind them, nor the end
-    of system and tools. A leaf that is nobody's entry stays or goes with what it stands on."""
+    """The nodes that lead to owned leaves only, deepest first: no lease and no end of system and tools is behind them.
+    A leaf that is no owner's entry is removed with its parent, or stays."""
     ours: set[Node] = set()
     others: set[Node] = set()
     ordered = sorted((node for node in nodes if node.parent is not None), key=lambda node: -node.start)
@@ -49,7 +49,7 @@ def exclusive_nodes(nodes: Iterable[Node], is_owned: Callable[[Node], bool]) -> 
         elif is_ours:
             ours.add(node)
     gone: set[Node] = set()
-    for node in reversed(ordered):  # what is nobody's goes with its parent
+    for node in reversed(ordered):  # what has no owner is removed with its parent
         if node in ours or node.parent in gone:
             gone.add(node)
     return [node for node in ordered if node in gone]

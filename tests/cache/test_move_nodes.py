@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.cache.moving import Requester
+from kvserve.cache.move_nodes import Requester
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
 from tests.cache.payloads import assert_exact, joined, keys_of, make_tree, rows_of, store

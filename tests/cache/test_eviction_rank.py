@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.cache.eviction import BRIEF_TOKENS
+from kvserve.cache.eviction_rank import BRANCH_POINT, NEWEST, PLAIN, is_brief, level_of
 from kvserve.cache.node import Node
 from kvserve.cache.records import BoundaryKind
 from kvserve.cache.tree import PrefixTree
-from kvserve.cache.worth import BRANCH_POINT, NEWEST, PLAIN, is_brief, level_of
 from kvserve.core import TokenSequence
 from tests.cache.payloads import make_tree, store
 from tests.laws import IS_FULL, num_examples

@@ -1,5 +1,5 @@
-"""What is about to leave RAM, as another tier needs to see it: which copies it has of that, told at the nodes that
-leave, and the whole path only for whoever must write it. It knows nodes and their copies, no policy and no disk.
+"""What is about to be evicted from RAM, for the other tier: the copies that it has of these nodes, and the whole path
+only where it must write it. It knows nodes and their copies, no policy and no disk.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +11,9 @@ from kvserve.cache.records import Copy
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
-    """A leaf and the ancestors that go with it or, with `is_state_only`, one node's state. `num_bytes` is the size of
-    the record at its end; `kept` builds all that is kept up to a node, which costs the path's length."""
+class EvictedNodes:
+    """A leaf and the ancestors evicted with it or, with `is_state_only`, one node's state. `num_bytes` is the size of
+    the record at its end; `kept` builds the stored path to a node, which takes time in the path's length."""
 
     nodes: Sequence[Node]
     is_state_only: bool
@@ -21,21 +21,21 @@ class Leaving:
     kept: Callable[[Node], KeptPath]
 
     def path(self) -> KeptPath:
-        """All that is kept up to where this ends."""
+        """All that is stored up to the end of these nodes."""
         return self.kept(self.nodes[0])
 
     @property
     def is_copied(self) -> bool:
-        """Whether all of it is in the other tier, or on its way there: what it stands on is too."""
+        """Whether the other tier has all of it, or will have it: then also its ancestors."""
         return all(copy is not None and not copy.is_forgotten for copy in self._copies())
 
     def unwritten(self) -> list[Copy]:
-        """The copies that are still on their way."""
+        """The copies that wait to be written."""
         copies = [copy for copy in self._copies() if copy is not None]
         return [copy for copy in copies if not (copy.is_written or copy.is_forgotten)]
 
     def _copies(self) -> Iterator[Copy | None]:
-        """One of each record that leaves; None where none is known."""
+        """The copies of each evicted record; None for a record without one."""
         for node in self.nodes:
             if not self.is_state_only:
                 yield from node.copies.rows or (None,)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvserve.cache.disk_blob import BlobHead
 from kvserve.cache.disk_entries import Entry
-from kvserve.cache.disk_index import DiskIndex
+from kvserve.cache.disk_trie import BlobTrie
 from kvserve.cache.token_run import pack
 from kvserve.core import ImageSpan, TokenSequence
 from tests.cache.disks import HASHER, MODEL, named, names_of
@@ -14,7 +14,7 @@ from tests.laws import num_examples
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=1, max_size=8)
 
 
-def add(index: DiskIndex, ids: list[int], heads: list[BlobHead], states: tuple[int, ...] = ()) -> None:
+def add(index: BlobTrie, ids: list[int], heads: list[BlobHead], states: tuple[int, ...] = ()) -> None:
     """Make a prompt known as one more segment, and states on it; `heads` takes what was new."""
     run, chain = named(ids)
     depth = index.find(run, chain).depth
@@ -37,7 +37,7 @@ def common(one: list[int], other: list[int]) -> int:
 @settings(max_examples=num_examples(50))
 def test_the_longest_prefix_is_found(said: list[list[int]], asked: list[int]) -> None:
     """As deep as the best of all prompts, in steps that follow one another."""
-    index, heads = DiskIndex(HASHER, MODEL), []
+    index, heads = BlobTrie(HASHER, MODEL), []
     for ids in said:
         add(index, ids, heads)
     found = index.find(*named(asked)).written()
@@ -50,7 +50,7 @@ def test_the_longest_prefix_is_found(said: list[list[int]], asked: list[int]) ->
 @settings(max_examples=num_examples(50))
 def test_shared_tokens_are_on_disk_once(said: list[list[int]]) -> None:
     """Blobs hold as many tokens as there are different prefixes."""
-    index, heads = DiskIndex(HASHER, MODEL), []
+    index, heads = BlobTrie(HASHER, MODEL), []
     for ids in said:
         add(index, ids, heads)
     prefixes = {tuple(ids[:end]) for ids in said for end in range(1, len(ids) + 1)}
@@ -61,11 +61,11 @@ def test_shared_tokens_are_on_disk_once(said: list[list[int]]) -> None:
 @settings(max_examples=num_examples(50))
 def test_a_restart_knows_the_same(said: list[list[int]], random: object) -> None:
     """An index that adopts the blobs, parents first, finds what the one found that wrote them, states too."""
-    first, heads = DiskIndex(HASHER, MODEL), []
+    first, heads = BlobTrie(HASHER, MODEL), []
     for number, ids in enumerate(said):
         add(first, ids, heads, states=(len(ids),) if number % 2 else (max(1, len(ids) // 2),))
     random.shuffle(heads)  # type: ignore[attr-defined]
-    second = DiskIndex(HASHER, MODEL)
+    second = BlobTrie(HASHER, MODEL)
     for head in sorted(heads, key=lambda head: (head.tokens.start, head.kind != "segment")):
         assert second.adopt(head, 10)
     for ids in said:
@@ -81,7 +81,7 @@ def test_a_restart_knows_the_same(said: list[list[int]], random: object) -> None
 @settings(max_examples=num_examples(50))
 def test_what_is_forgotten_takes_along_what_stands_on_it(said: list[list[int]], which: int) -> None:
     """Every name that is left leads back to the root, and nothing else was forgotten."""
-    index, heads = DiskIndex(HASHER, MODEL), []
+    index, heads = BlobTrie(HASHER, MODEL), []
     for ids in said:
         add(index, ids, heads, states=(len(ids),))
     victim = heads[which % len(heads)]
@@ -102,7 +102,7 @@ def test_what_is_forgotten_takes_along_what_stands_on_it(said: list[list[int]], 
 
 def test_a_blob_that_is_not_written_yet_is_no_hit() -> None:
     """It is known, so that nobody writes it again, and it is not read before it is there."""
-    index = DiskIndex(HASHER, MODEL)
+    index = BlobTrie(HASHER, MODEL)
     run, chain = named([1, 2, 3])
     entry = index.add_segment(run, chain, 0, 3, "user")
     assert entry is not None and index.find(run, chain).depth == 3
@@ -115,7 +115,7 @@ def test_a_blob_that_is_not_written_yet_is_no_hit() -> None:
 
 def test_a_blob_of_another_model_or_without_its_parent_finds_no_place() -> None:
     """What cannot be verified from the first token on is not taken in."""
-    index = DiskIndex(HASHER, MODEL)
+    index = BlobTrie(HASHER, MODEL)
     run, _ = named([1, 2, 3])
     assert not index.adopt(BlobHead("other", "segment", "", run, "user"), 1)
     assert not index.adopt(BlobHead(MODEL, "segment", "ab", run.part(1, 3), "user"), 1)
@@ -127,7 +127,7 @@ def test_a_blob_of_another_model_or_without_its_parent_finds_no_place() -> None:
 def test_images_part_by_content_after_a_restart() -> None:
     """Two images of one size lead to two blobs, and each is found by its own digest only."""
     ids = (5, 9, 9, 9, 9, 9, 9, 6)
-    index, second = DiskIndex(HASHER, MODEL), DiskIndex(HASHER, MODEL)
+    index, second = BlobTrie(HASHER, MODEL), BlobTrie(HASHER, MODEL)
     for digest in ("cat", "dog"):
         run = pack(TokenSequence(ids, (ImageSpan(1, 7, digest),)))
         chain = HASHER.start().extended(run)
@@ -139,7 +139,7 @@ def test_images_part_by_content_after_a_restart() -> None:
 
 def test_whoever_has_an_entry_sees_that_it_was_forgotten() -> None:
     """Alone, with what it stands on, or with all there is; put again it is another one."""
-    index = DiskIndex(HASHER, MODEL)
+    index = BlobTrie(HASHER, MODEL)
     run, chain = named([1, 2, 3, 4])
     first, last = index.add_segment(run, chain, 0, 2, "user"), index.add_segment(run, chain, 2, 4, "user")
     state = index.add_checkpoint(run, chain, 4, "user")
@@ -153,7 +153,7 @@ def test_whoever_has_an_entry_sees_that_it_was_forgotten() -> None:
     assert again is not None and not again.is_forgotten and first.is_forgotten
 
 
-def chain_of(index: DiskIndex) -> list[Entry]:
+def chain_of(index: BlobTrie) -> list[Entry]:
     """Three states of one prompt, each of which goes on from the one before."""
     run, chain = named(list(range(30)))
     rows = index.add_segment(run, chain, 0, 30, "user")
@@ -168,7 +168,7 @@ def chain_of(index: DiskIndex) -> list[Entry]:
 
 def test_a_state_is_there_once_all_that_it_goes_on_from_is() -> None:
     """And it is read with them, the whole one first."""
-    index = DiskIndex(HASHER, MODEL)
+    index = BlobTrie(HASHER, MODEL)
     first, second, third = chain_of(index)
     assert third.chain == (first, second, third)
     ends = []
@@ -181,7 +181,7 @@ def test_a_state_is_there_once_all_that_it_goes_on_from_is() -> None:
 
 def test_states_leave_with_the_one_that_they_go_on_from() -> None:
     """Those before it stay."""
-    index = DiskIndex(HASHER, MODEL)
+    index = BlobTrie(HASHER, MODEL)
     first, second, third = chain_of(index)
     assert set(index.forget(second.name)) == {second.name, third.name}
     assert [each.is_forgotten for each in (first, second, third)] == [False, True, True]
@@ -190,7 +190,7 @@ def test_states_leave_with_the_one_that_they_go_on_from() -> None:
 
 def test_a_restart_finds_chains_of_states_also_of_two_servers() -> None:
     """One whole state at a place is as good as another server's: what goes on from either is taken in."""
-    one, other, third = (DiskIndex(HASHER, MODEL) for _ in range(3))
+    one, other, third = (BlobTrie(HASHER, MODEL) for _ in range(3))
     heads = [each.head for each in chain_of(one)]
     run, chain = named(list(range(30)))
     rows = [index.add_segment(run, chain, 0, end, "user") for index, end in ((other, 10),)]
@@ -205,7 +205,7 @@ def test_a_restart_finds_chains_of_states_also_of_two_servers() -> None:
     ):
         third.adopt(head, 1)
     assert [step.end for step in third.find(run, chain).written().steps if step.checkpoint] == [10, 20, 25, 30]
-    lost = DiskIndex(HASHER, MODEL)
+    lost = BlobTrie(HASHER, MODEL)
     for head in segments:
         lost.adopt(head, 1)
     assert not lost.adopt(heads[1], 1), "what it goes on from is not there"
