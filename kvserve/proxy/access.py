@@ -1,5 +1,5 @@
 """Who may speak to either port: Host (against DNS rebinding), Origin (against foreign web pages) and the API key, and
-what a browser is told of it. Pure functions over header values, also of `web/guard.py`; it knows no sockets.
+what a browser is told of it. Pure functions over header values; it knows no sockets.
 """
 
 import hmac
@@ -15,8 +15,8 @@ from kvserve.errors import Forbidden, Unauthorized
 type Headers = Mapping[str, Sequence[str]]
 type HeaderLines = tuple[tuple[str, str], ...]
 
-READ_HEADERS = ("host", "origin", "authorization", "x-api-key")
-"""All that decides who may speak."""
+READ_HEADERS = ("host", "origin", "authorization", "x-api-key", "access-control-request-headers")
+"""All that is read here."""
 
 # Names that no public name server gives out, so that no page of the web can have one of them and then point it at this
 # machine: those of this machine, those by which a container calls its host, and those of the local network (RFC 6762).

@@ -1,27 +1,38 @@
-"""The child process: LiteLLM's application inside our guard, served until the parent asks or is gone. LiteLLM reads its
-own configuration from the environment that the parent composed; this file reads only its arguments.
+"""The child process: LiteLLM's application inside our guard, served until the parent asks or is gone; what the guard
+passes on past LiteLLM; and a log without the words of requests. LiteLLM reads its own configuration from the
+environment that the parent composed; this file reads only its arguments.
 """
 
 import argparse
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 
+import httpx
 import uvicorn
 
-from kvserve.proxy.backend import Backend
+from kvserve.errors import NotReady
+from kvserve.proxy.asgi import App, HeaderList, Receive, Scope, Send
 from kvserve.proxy.guard import Guard, GuardRules
-from kvserve.proxy.wordless import WordlessLog
 
 _DRAIN_SECONDS = 1
 _LAST_RESORT_SECONDS = 4.0
 _KEEP_ALIVE_SECONDS = 75
+_CONNECT_SECONDS = 10.0
+_MAX_CAUSES = 16
+# What belongs to one connection, and what the server of this one says itself.
+_OF_A_CONNECTION = frozenset(
+    {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length", b"expect"}
+)
+_SAID_ANEW = frozenset({*(_OF_A_CONNECTION - {b"content-length"}), b"date", b"vary"})
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -58,6 +69,99 @@ def end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_LAST_RESORT_SECONDS)
     os._exit(1)
+
+
+# --- what the guard passes on past LiteLLM ---------------------------------------------------------------------------
+
+
+class Backend:
+    """Passes each request on as it is and its answer back piece by piece. A connection serves one request: to this very
+    machine it costs little, and none is ever found closed."""
+
+    def __init__(self, url: str) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)  # an answer takes as long as it takes
+        self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
+        self._url = url
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request whose body comes in one piece. Raises NotReady if kvserve gives no answer at all; one that
+        breaks off raises httpx's own error, upon which this side's connection breaks off, too."""
+        request = self._request(scope, (await receive()).get("body", b""))
+        try:
+            response = await self._client.send(request, stream=True)
+        except httpx.TransportError as error:
+            raise NotReady("kvserve itself gives no answer.") from error
+        try:
+            lines = [(name.lower(), value) for name, value in response.headers.raw]
+            headers = [line for line in lines if line[0] not in _SAID_ANEW]
+            await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+            async for piece in response.aiter_raw():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            await response.aclose()
+
+    def _request(self, scope: Scope, body: bytes) -> httpx.Request:
+        query = scope.get("query_string", b"")
+        target = scope["raw_path"] + (b"?" + query if query else b"")
+        headers: HeaderList = [pair for pair in scope["headers"] if pair[0].lower() not in _OF_A_CONNECTION | {b"host"}]
+        # As a URL the path would be tidied up, and might then be another one than the guard has judged.
+        return httpx.Request(
+            scope["method"],
+            self._url,
+            headers=[*headers, (b"connection", b"close")],
+            content=body,
+            extensions={"target": target},
+        )
+
+
+# --- the log ---------------------------------------------------------------------------------------------------------
+
+
+class WordlessLog:
+    """Serves an application, and from its first request on keeps words out of every log record of this process. What
+    fails before, at the start, is told in full: nobody has said anything yet."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._is_wordless = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one connection scope."""
+        if scope["type"] == "http" and not self._is_wordless:
+            self._is_wordless = True
+            keep_words_out()
+        await self._app(scope, receive, send)
+
+
+def keep_words_out() -> None:
+    """From now on a record has its time, level and place, and in the place of its text the kinds and the places of its
+    exceptions. Changes the record factory of this process."""
+    make = logging.getLogRecordFactory()
+
+    def make_wordless(*args: object, **kwargs: object) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        error = record.exc_info[1] if record.exc_info else None
+        record.msg = _describe(error) if error is not None else "(its text is not kept: it may quote a request)"
+        record.args, record.exc_info, record.exc_text, record.stack_info = (), None, None, None
+        return record
+
+    logging.setLogRecordFactory(make_wordless)
+
+
+def _describe(error: BaseException) -> str:
+    """An exception and its causes, the first one last: their types, and where each was raised, without their texts."""
+    told: list[str] = []
+    cause: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if cause is None:
+            break
+        kind = f"{type(cause).__module__}.{type(cause).__qualname__}"
+        places = [f"  {at.filename}:{at.lineno} in {at.name}" for at in traceback.extract_tb(cause.__traceback__)]
+        told.append("\n".join([kind, *places]))
+        cause = cause.__cause__ or cause.__context__
+    return "\n".join(told)
 
 
 if __name__ == "__main__":

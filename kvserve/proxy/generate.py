@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvserve.proxy.envelope import pass_through_endpoint
 from kvserve.proxy.guard import GuardRules
-from kvserve.proxy.native import pass_through_endpoint
 from kvserve.proxy.settings import ProxyFiles, ProxySettings
 
 type Json = dict[str, object]

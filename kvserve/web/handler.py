@@ -4,19 +4,29 @@ The border of a request is here: nothing that a route raises leaves it. Built on
 parser is replaced: it has no deadline over a whole head and tolerates what invites request smuggling.
 """
 
+import hmac
 import socket
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler
 from socketserver import BaseServer
 from typing import Any
 
+from kvserve.core import KEY_HEADER
 from kvserve.errors import LengthRequired, MethodNotAllowed, NotFound, RequestError
-from kvserve.web import guard
+from kvserve.proxy.access import (
+    READ_HEADERS,
+    Headers,
+    check_host,
+    check_key,
+    check_origin,
+    preflight_headers,
+    sharing_headers,
+)
 from kvserve.web.connections import ConnectionTable, OpenConnection, Phase
 from kvserve.web.exchange import Exchange
-from kvserve.web.head import BodyFraming, body_framing, parse_head
+from kvserve.web.head import BodyFraming, RequestHead, body_framing, parse_head
 from kvserve.web.reader import ClientGone, ConnectionReader, check_body_size
 from kvserve.web.router import Match, Route, Router
 from kvserve.web.settings import WebSettings
@@ -102,7 +112,7 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         settings = self._front.settings
         raw = self._reader.read_head(settings.max_header_bytes, settings.header_timeout_seconds)
         self._enter_phase("receiving")
-        exchange.head = head = guard.with_told_key(parse_head(raw, settings.max_header_count), settings)
+        exchange.head = head = with_told_key(parse_head(raw, settings.max_header_count), settings)
         framing = body_framing(head)
         self._owes_bytes = framing.kind == "chunked" or framing.num_bytes > 0
         keeps = head.version >= (1, 1) and "close" not in head.tokens("connection")
@@ -131,15 +141,16 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         if form is not None and form.encode_error is not None:
             exchange.encode_error = form.encode_error
             exchange.own_statuses = form.statuses
-        guard.check_host(head, settings)
-        exchange.sharing = guard.sharing_headers(guard.check_origin(head, settings))
+        sent, rules = access_headers(head), settings.access
+        check_host(sent, rules)
+        exchange.sharing = sharing_headers(check_origin(sent, rules))
         allow = ("Allow", ", ".join(match.methods))
         if head.method == "OPTIONS" and (match.rows or head.path == "*"):
-            granted = guard.preflight_headers(head, match.methods) if guard.is_preflight(head) else ()
+            granted = preflight_headers(sent, match.methods) if is_preflight(head) else ()
             exchange.send_nothing(204, [allow, *granted])
             return None
         if route is None or route.needs_key:
-            guard.check_key(head, settings)
+            check_key(sent, rules)
         if not match.rows:
             raise NotFound(f"Unknown path {head.path!r}.")
         if route is None:
@@ -158,3 +169,32 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         body = self._reader.read_body(framing, settings.max_body_bytes, settings.body_timeout_seconds)
         self._owes_bytes = False
         return body
+
+
+# --- who may speak ---------------------------------------------------------------------------------------------------
+
+
+def access_headers(head: RequestHead) -> Headers:
+    """What the rules of `proxy/access.py` read; an absolute target's authority counts in the place of Host."""
+    sent = {name: head.values(name) for name in READ_HEADERS}
+    return sent if head.authority is None else {**sent, "host": (head.authority,)}
+
+
+def with_told_key(head: RequestHead, settings: WebSettings) -> RequestHead:
+    """The head with the digest that the proxy tells of a client's key, less the proof that the proxy tells it. What
+    others tell is left out: a principal's name stands in its explanations, and is no key."""
+    told = head.values(KEY_HEADER)
+    if not told:
+        return head
+    proof, _, digest = told[0].partition(" ")
+    secret = settings.proxy_secret.encode("utf-8")
+    is_proxy = bool(secret) and len(told) == 1 and hmac.compare_digest(proof.encode("latin-1"), secret)
+    rest = tuple(pair for pair in head.headers if pair[0] != KEY_HEADER)
+    return replace(head, headers=(*rest, (KEY_HEADER, digest)) if is_proxy else rest)
+
+
+def is_preflight(head: RequestHead) -> bool:
+    """Whether a browser asks for permission on behalf of a page of another origin."""
+    return (
+        head.method == "OPTIONS" and bool(head.values("origin")) and bool(head.values("access-control-request-method"))
+    )

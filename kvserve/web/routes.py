@@ -3,9 +3,10 @@
 import time
 from urllib.parse import parse_qs, parse_qsl
 
-from kvserve.core import key_digest
-from kvserve.errors import BadRequest, NotFound
+from kvserve.core import JsonObject, key_digest
+from kvserve.errors import BadRequest, NotFound, NotReady
 from kvserve.pipeline import collect
+from kvserve.prewarming import WAIT_SECONDS, Prewarming, raise_for
 from kvserve.protocols import (
     anthropic_errors,
     anthropic_messages,
@@ -17,12 +18,12 @@ from kvserve.protocols import (
 from kvserve.protocols.anthropic_answers import MessageStreamEncoder, PromptCounts, whole_message
 from kvserve.protocols.fields import decode_body
 from kvserve.protocols.openai_errors import encode_error
+from kvserve.protocols.prewarm import encode_prewarmed, parse_prewarm, speaks_anthropic
 from kvserve.protocols.unserved import answer_in_words
 from kvserve.telemetry.metrics import CONTENT_TYPE as METRICS_TYPE
 from kvserve.web.agents import AGENT_ROUTES
 from kvserve.web.dashboard_pages import get_asset, get_events, get_page
 from kvserve.web.exchange import Exchange
-from kvserve.web.prewarm import post_prewarm
 from kvserve.web.responses import delete_response, get_response, post_response
 from kvserve.web.router import Route, Router
 from kvserve.web.service import WebService
@@ -142,9 +143,9 @@ def get_model(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(200, (anthropic_models if is_anthropic else openai_models).encode_model(card))
 
 
-def _speaks_anthropic(exchange: Exchange) -> bool:
+def _speaks_anthropic(exchange: Exchange, body: JsonObject | None = None) -> bool:
     """Whether the client speaks Anthropic's API, where a path belongs to both; its errors take that form then."""
-    if exchange.head.get(anthropic_models.VERSION_HEADER) is None:
+    if not speaks_anthropic(body or {}, exchange.head.as_mapping()):
         return False
     exchange.encode_error, exchange.own_statuses = anthropic_errors.encode_error, anthropic_errors.STATUSES
     return True
@@ -159,6 +160,40 @@ def get_health(exchange: Exchange, service: WebService) -> None:
 def get_cache(exchange: Exchange, service: WebService) -> None:
     """GET /v1/cache."""
     exchange.send_json(200, service.cache_report())
+
+
+def post_prewarm(exchange: Exchange, service: WebService) -> None:
+    """POST /v1/cache/prewarm, in the form of the API that the client speaks. It waits as long as its client does."""
+    _speaks_anthropic(exchange)  # the errors of the body take the form, too
+    body = decode_body(exchange.body)
+    _speaks_anthropic(exchange, body)
+    turn = parse_prewarm(body, exchange.head.as_mapping(), service.defaults, exchange.request_id)
+    wanted = service.prewarm(turn, service.begin(turn))
+    exchange.send_json(200, _prewarmed(exchange, wanted))
+
+
+def _prewarmed(exchange: Exchange, wanted: Prewarming) -> JsonObject:
+    """The answer, once the prompt is computed. Raises ClientGone, NotReady, EngineFailure."""
+    give_up_at = time.monotonic() + WAIT_SECONDS
+    try:
+        while not wanted.wait(exchange.settings.poll_seconds):
+            exchange.check_client()
+            if exchange.must_stop or time.monotonic() > give_up_at:
+                raise NotReady("The model found no time for it.", retry_after_seconds=10)
+    finally:
+        wanted.cancel()
+    raise_for(wanted.warming)
+    result = wanted.warming.result
+    if result is None:
+        raise NotReady("The model found no time for it.", retry_after_seconds=10)
+    return encode_prewarmed(
+        wanted.model,
+        num_tokens=result.num_tokens,
+        num_cached_tokens=result.num_cached_tokens,
+        num_computed_tokens=result.num_computed_tokens,
+        seconds=result.seconds,
+        reason=result.reason,
+    )
 
 
 def get_explanation(exchange: Exchange, service: WebService) -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvserve.proxy.access import AccessRules
+
 
 @dataclass(frozen=True, slots=True)
 class WebSettings:
@@ -30,3 +32,8 @@ class WebSettings:
     linger_seconds: float = 1.0
     keep_alive_seconds: float = 10.0
     poll_seconds: float = 0.03
+
+    @property
+    def access(self) -> AccessRules:
+        """The part that says who may speak."""
+        return AccessRules(self.host, self.api_key, self.allowed_origins, self.allowed_hosts)
