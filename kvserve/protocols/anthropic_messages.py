@@ -6,11 +6,12 @@ Every field may also stand in `extra_body`; what stands at the top level counts.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvserve.core import (
     JsonObject,
+    Message,
     RequestDefaults,
     RequestId,
     SessionHint,
@@ -21,7 +22,6 @@ from kvserve.core import (
     offered_tools,
 )
 from kvserve.errors import BadRequest
-from kvserve.protocols.anthropic_cache_control import CacheMarks, read_cache_marks
 from kvserve.protocols.anthropic_content import read_effort, read_messages, read_system, wire_blocks
 from kvserve.protocols.anthropic_tool_blocks import with_definitions
 from kvserve.protocols.anthropic_tools import (
@@ -43,11 +43,12 @@ from kvserve.protocols.fields import (
     mapping,
     text,
     with_extra_body,
+    word,
 )
 from kvserve.protocols.openai_chat import read_template_arguments
 from kvserve.protocols.renaming import FieldNames
 from kvserve.protocols.sampling import read_sampling, read_stop_strings, refuse_unsupported
-from kvserve.protocols.session import read_session
+from kvserve.protocols.session import read_session, read_ttl
 from kvserve.protocols.thinking import read_thinking
 from kvserve.protocols.unserved import unserved_words
 
@@ -69,6 +70,7 @@ _TOLERATED: Mapping[str, Reader[object]] = {
 
 _KEEPS_THINKING = "clear_thinking_20251015"
 _SESSION_IN_USER_ID = re.compile(r"_session_([0-9A-Za-z-]{8,})\Z")
+_DEFAULT_TTL = "5m"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def _read(body: JsonObject, headers: Mapping[str, str], defaults: RequestDefault
         stop_strings=read_stop_strings(fields, "stop_sequences"),
         thinking=_thinking(fields, body),
         template_arguments=read_template_arguments(body),
-        session=_session(body, headers, read_cache_marks(body, system, messages)),
+        session=_session(body, headers, _read_cache_marks(body, system, messages)),
         unserved_tools=sent.unserved,
     )
     return _Read(turn, sent, offered, is_vain)
@@ -198,7 +200,7 @@ def _keeps_all_thinking(fields: Fields) -> bool:
 # --- session ---------------------------------------------------------------------------------------------------------
 
 
-def _session(body: JsonObject, headers: Mapping[str, str], marks: CacheMarks) -> SessionHint:
+def _session(body: JsonObject, headers: Mapping[str, str], marks: "_CacheMarks") -> SessionHint:
     """The hint as in every protocol, with the session in `metadata.user_id` and the cache marks."""
     hint = read_session(body, headers)
     metadata = Fields(body).optional("metadata", mapping)
@@ -223,3 +225,60 @@ def _session_in(user_id: str) -> str | None:
     except BadRequest:
         return None
     return session if isinstance(session, str) and session else None
+
+
+# --- cache marks -----------------------------------------------------------------------------------------------------
+#
+# A mark may stand on tools, on blocks of the system text, on blocks of messages, or on the request itself, which means
+# its last message. Of several marks the last place and the longest time count: what is kept up to there serves all.
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheMarks:
+    """The last mark stands behind `num_messages` messages (None: there is none); `ttl_seconds` is the longest asked
+    for."""
+
+    num_messages: int | None = None
+    ttl_seconds: float | None = None
+
+
+def _read_cache_marks(
+    body: JsonObject, system: Sequence[Message], messages: Sequence[Sequence[Message]]
+) -> _CacheMarks:
+    """The marks of a body whose `tools`, `system` and `messages` were read; `messages` are those of each wire message.
+
+    Raises BadRequest for a mistyped mark.
+    """
+    places: list[int] = []
+    seconds: list[float] = []
+    for num_messages, holder in _marked_places(body, system, messages):
+        ttl_seconds = holder.optional("cache_control", _read_mark)
+        if ttl_seconds is not None:
+            places.append(num_messages)
+            seconds.append(ttl_seconds)
+    return _CacheMarks(max(places), max(seconds)) if places else _CacheMarks()
+
+
+def _marked_places(
+    body: JsonObject, system: Sequence[Message], messages: Sequence[Sequence[Message]]
+) -> Iterator[tuple[int, Fields]]:
+    """Whatever may carry a mark, with the number of messages up to it."""
+    num_messages = len(system)
+    for key in ("tools", "system"):
+        for index, block in enumerate(wire_blocks(body.get(key))):
+            yield num_messages, Fields(block, f"{key}[{index}]")
+    sent = body.get("messages")
+    for number, message in enumerate(sent if isinstance(sent, list | tuple) else ()):
+        num_messages += len(messages[number])
+        for block in wire_blocks(message.get("content")):
+            yield num_messages, Fields(block, f"messages[{number}].content")
+    yield num_messages, Fields(body)
+
+
+def _read_mark(value: object, path: str) -> float:
+    """Seconds: 5 minutes unless the mark says otherwise."""
+    mark = mapping(value, path)
+    mark.required("type", word("ephemeral"))
+    mark.optional("scope", text)
+    ttl = mark.optional("ttl", read_ttl)
+    return read_ttl(_DEFAULT_TTL, path) if ttl is None else ttl

@@ -5,7 +5,9 @@ results without a call, empty content, an assistant message last. Empty text mak
 missing `content` are the same message. The name of the reasoning field is forgotten, its text is kept.
 """
 
+import base64
 import json
+import re
 from collections.abc import Callable, Mapping
 
 from kvserve.core import (
@@ -19,8 +21,18 @@ from kvserve.core import (
     ToolResultBlock,
 )
 from kvserve.errors import BadRequest
-from kvserve.protocols.fields import Fields, Reader, filled_text, list_of, mapping, mistyped, single_keys, text, word
-from kvserve.protocols.openai_files import read_file_part, read_input_file
+from kvserve.protocols.fields import (
+    Fields,
+    Reader,
+    child_path,
+    filled_text,
+    list_of,
+    mapping,
+    mistyped,
+    single_keys,
+    text,
+    word,
+)
 from kvserve.protocols.placeholders import NOT_HEARD, NOT_READ, words, words_of_unknown
 
 ROLES: Mapping[str, Role] = {
@@ -32,6 +44,9 @@ ROLES: Mapping[str, Role] = {
     "function": "tool",
 }
 REASONING_FIELDS = ("reasoning_content", "reasoning", "reasoning_text")
+
+_FILE_DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
+_ELSEWHERE = ("file_id", "file_url")
 
 type PlainBlock = TextBlock | ImageBlock
 
@@ -69,6 +84,35 @@ def _read_thinking_part(part: Fields) -> ThinkingBlock:
     return ThinkingBlock(part.required("thinking", text), part.optional("signature", text))
 
 
+def _read_file_part(part: Fields) -> TextBlock:
+    """The file of a `file` part, as chat/completions has it. Raises BadRequest."""
+    return _read_input_file(part.required("file", mapping))
+
+
+def _read_input_file(part: Fields) -> TextBlock:
+    """`file_data`, a data URL or plain base64, as the text that it holds, below `filename` if there is one; words for a
+    file that is not here or holds no text. Raises BadRequest."""
+    name = part.optional("filename", text)
+    if part.values.get("file_data") is None and any(part.optional(place, text) for place in _ELSEWHERE):
+        return _unread_file(part)
+    said = _FILE_DATA_URL.sub("", part.required("file_data", filled_text), count=1)
+    try:
+        content = base64.b64decode(said, validate=True).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return _unread_file(part)
+    except ValueError as error:  # binascii's own error is one too
+        path = child_path(part.path, "file_data")
+        raise BadRequest(f"{path}: expected base64 or a data URL with it ({error}).", param=path) from error
+    if "\0" in content:
+        return _unread_file(part)
+    return TextBlock("\n".join(line for line in (name, content) if line))
+
+
+def _unread_file(part: Fields) -> TextBlock:
+    told = {name: part.values.get(name) for name in ("filename", "file_url")}
+    return TextBlock(words(Fields({"type": "file", **told}, part.path), NOT_READ))
+
+
 PLAIN_PARTS: Mapping[str, Callable[[Fields], PlainBlock]] = {
     "text": _read_text_part,
     "input_text": _read_text_part,
@@ -78,8 +122,8 @@ PLAIN_PARTS: Mapping[str, Callable[[Fields], PlainBlock]] = {
     "input_image": _read_image_part,
     "computer_screenshot": _read_image_part,
     "input_audio": _read_audio_part,
-    "file": read_file_part,
-    "input_file": read_input_file,
+    "file": _read_file_part,
+    "input_file": _read_input_file,
 }
 ASSISTANT_PARTS: Mapping[str, Callable[[Fields], PlainBlock | ThinkingBlock]] = {
     **PLAIN_PARTS,

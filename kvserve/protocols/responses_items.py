@@ -1,4 +1,5 @@
-"""Items of `/v1/responses` -> `core.Message`. Knows the items' fields, not what a template makes of them.
+"""Items of `/v1/responses` -> `core.Message`, and pages that list them. Knows the items' fields, not what a template
+makes of them.
 
 What one answer consists of on the wire (reasoning, text, calls: an item each) is one assistant message here, the one
 that `/v1/chat/completions` makes of it. Ids of items say which answer they come from and are forgotten otherwise.
@@ -29,6 +30,9 @@ from kvserve.protocols.placeholders import read as read_words
 from kvserve.protocols.placeholders import words, words_of_unknown
 from kvserve.protocols.responses_reasoning import unseal_reasoning
 from kvserve.protocols.responses_tools import custom_arguments, model_name
+
+MAX_LIMIT = 100
+_DEFAULT_LIMIT = 20
 
 ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -255,3 +259,29 @@ def resolve_references(items: Sequence[JsonObject], find: Callable[[str], JsonOb
         find(Fields(item, f"input[{index}]").required("id", filled_text)) if _is_reference(item) else item
         for index, item in enumerate(items)
     ]
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def list_items(items: Sequence[JsonObject], query: Mapping[str, str]) -> dict[str, object]:
+    """A page of `items` (oldest first): `order`, `limit` and `after` are as in the query. Raises BadRequest."""
+    order, limit, after = query.get("order", "desc"), query.get("limit", str(_DEFAULT_LIMIT)), query.get("after")
+    if order not in ("asc", "desc"):
+        raise BadRequest('order: expected "asc" or "desc".', param="order")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= MAX_LIMIT):
+        raise BadRequest(f"limit: expected an integer from 1 to {MAX_LIMIT}.", param="limit")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    ids = [item.get("id") for item in ordered]
+    if after is not None:
+        if after not in ids:
+            raise BadRequest(f"after: there is no item {after!r}.", param="after")
+        ordered = ordered[ids.index(after) + 1 :]
+    page = ordered[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0].get("id") if page else None,
+        "last_id": page[-1].get("id") if page else None,
+        "has_more": len(page) < len(ordered),
+    }

@@ -10,7 +10,7 @@ from kvserve.core import AnswerEvent, Finished, JsonObject, key_digest
 from kvserve.errors import BadRequest, NotFound
 from kvserve.protocols.fields import decode_body
 from kvserve.protocols.principal import read_principal
-from kvserve.protocols.responses_listing import list_items
+from kvserve.protocols.responses_items import list_items
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
 from kvserve.protocols.responses_store import OwnResponses, ResponseStore, StoredResponse
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
