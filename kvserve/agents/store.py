@@ -4,21 +4,24 @@ A turn is written in one transaction before its client hears of its end, so the 
 finished turn whatever happens to the process. It knows no wire form and no model.
 """
 
+import dataclasses
 import json
 import sqlite3
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from kvserve.agents.message_json import decode_messages, encode_messages
 from kvserve.agents.records import Agent, NewAgent, TurnDone
-from kvserve.core import ImageSpan, Message, TokenSequence
+from kvserve.core import Block, ImageSpan, Message, TokenSequence
 from kvserve.errors import Conflict, NotFound, StorageFailure
 
 BUSY_SECONDS = 5.0
+
+_KIND = "kind"
+_BLOCKS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Block.__value__)}
 
 _PRAGMAS = """
 PRAGMA journal_mode = WAL;
@@ -187,7 +190,7 @@ class _Shelf:
             self._connection.close()
             self._connection = None
 
-    # --- the database -------------------------------------------------------------------------------------------------
+    # --- the database ------------------------------------------------------------------------------------------------
 
     def _read(self, statement: str, *values: object) -> list[Any]:
         try:
@@ -272,3 +275,41 @@ def _add_later_column(connection: sqlite3.Connection) -> None:
 
 def _unknown(agent_id: str) -> NotFound:
     return NotFound(f"There is no agent {agent_id!r}.", param="agent_id")
+
+
+# --- messages as JSON ------------------------------------------------------------------------------------------------
+#
+# The nouns of `core` are known by their fields, none by its name: a new kind of block needs no line here.
+
+
+def encode_messages(messages: Sequence[Message]) -> str:
+    """One line of JSON."""
+    return json.dumps([_plain(message) for message in messages], ensure_ascii=False, separators=(",", ":"))
+
+
+def decode_messages(text: str) -> tuple[Message, ...]:
+    """The messages that `encode_messages` wrote. Raises ValueError for what it cannot have written."""
+    try:
+        return tuple(
+            Message(row["role"], tuple(_block(block) for block in row["blocks"]), row.get("name"))
+            for row in json.loads(text)
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a list of messages: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return fields if isinstance(value, Message) else {_KIND: type(value).__name__, **fields}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _block(row: Mapping[str, Any]) -> Any:
+    """A block, and the blocks inside it: everything that is a list is a tuple of blocks."""
+    fields = {
+        name: tuple(_block(item) for item in value) if isinstance(value, list) else value
+        for name, value in row.items()
+        if name != _KIND
+    }
+    return _BLOCKS[row[_KIND]](**fields)

@@ -27,8 +27,7 @@ from collections.abc import Callable, Sequence
 
 from kvserve.core import OutputDelta, ToolSpec
 from kvserve.output import harmony
-from kvserve.output.attempt import Attempt, Found, Reading
-from kvserve.output.following import NOTHING, Following, reading_of
+from kvserve.output.attempt import NOTHING, Attempt, Following, Found, Reading, reading_of
 from kvserve.output.formats import OutputFormat
 from kvserve.output.harmony import Channel, ChannelOpened
 from kvserve.output.record import Piece, PieceKind, Record, random_call_id
