@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kvserve.agents.store import AgentStore
+from kvserve.agents.agent_store import AgentStore
 from kvserve.canonical.rules import select
 from kvserve.canonical.settable import policies_in
 from kvserve.catalogue import CatalogueSettings

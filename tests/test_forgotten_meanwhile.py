@@ -12,7 +12,7 @@ import pytest
 
 import kvserve.app
 from kvserve.app import App
-from kvserve.canonical import layout
+from kvserve.canonical import message_layout as layout
 from kvserve.engine.worker import Engine
 from kvserve.foresight import Foresight
 from kvserve.identity.conversations import Conversations

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
-from kvserve.canonical.layout import Layout, canonical_blocks, is_dropped, lay_out
+from kvserve.canonical.message_layout import Layout, canonical_blocks, is_dropped, lay_out
 from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.rules import DEFAULT_RULES
 from kvserve.canonical.spans import meaning_text

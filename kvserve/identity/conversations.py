@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from kvserve.canonical.canonicalise import canonicalise, chain
-from kvserve.canonical.familiar import Familiar
+from kvserve.canonical.message_cache import Familiar
 from kvserve.core import Message, MessageStart, RequestId, SessionHint, TokenSequence, Turn, Written
 from kvserve.identity.earlier import Earlier
 from kvserve.identity.owner import Owner, belongs_to

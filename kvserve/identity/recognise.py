@@ -15,8 +15,8 @@ from kvserve.canonical.canonicalise import (
     is_shortened_too_much,
     num_chars,
 )
-from kvserve.canonical.familiar import Familiar
-from kvserve.canonical.layout import same_arguments
+from kvserve.canonical.message_cache import Familiar
+from kvserve.canonical.message_layout import same_arguments
 from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.shared_values import with_shared_values
 from kvserve.canonical.write_calls import with_write_content_digested

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from kvserve.core import CallParts, CallRow, CallSlot, ToolCallBlock, ToolSpec
 from kvserve.prompt.compiled import CompiledTemplate, Refusal
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, talk
-from kvserve.prompt.replay import Said
 from kvserve.prompt.steps import Kind, Step, WireForm, message_dict, tool_dicts, wire_id
 from kvserve.prompt.switches import keep_arguments
+from kvserve.prompt.token_replay import Said
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.prompt.writing import REASONING_TAGS
 

@@ -16,11 +16,11 @@ from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.control import ControlTokens, shown
 from kvserve.prompt.cuts import Cutter, Piece
 from kvserve.prompt.images_text import Runs, encode_marked
-from kvserve.prompt.layout import TurnLayout, learn_layout
 from kvserve.prompt.memo import Memo
-from kvserve.prompt.replay import Places, Said, Says, Unit, behind_header, find_units
 from kvserve.prompt.template import ChatTemplate, PromptText
+from kvserve.prompt.token_replay import Places, Said, Says, Unit, behind_header, find_units
 from kvserve.prompt.tokenizer import Tokenizer
+from kvserve.prompt.turn_layout import TurnLayout, learn_layout
 from kvserve.prompt.writing import open_tag
 
 MEMO_BYTES = 128 * 2**20

@@ -32,6 +32,7 @@ from kvserve.protocols.anthropic_tools import (
     read_tools,
     wants_only_unserved,
 )
+from kvserve.protocols.field_names import FieldNames
 from kvserve.protocols.fields import (
     MAX_TOKEN_COUNT,
     Fields,
@@ -46,8 +47,7 @@ from kvserve.protocols.fields import (
     word,
 )
 from kvserve.protocols.openai_chat import read_template_arguments
-from kvserve.protocols.renaming import FieldNames
-from kvserve.protocols.sampling import read_sampling, read_stop_strings, refuse_unsupported
+from kvserve.protocols.sampling_fields import read_sampling, read_stop_strings, refuse_unsupported
 from kvserve.protocols.session import read_session, read_ttl
 from kvserve.protocols.thinking import read_thinking
 from kvserve.protocols.unserved import unserved_words

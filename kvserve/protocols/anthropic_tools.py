@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from kvserve.core import ResponseFormat, ToolChoice, ToolSpec
 from kvserve.errors import BadRequest
+from kvserve.protocols.field_names import FieldNames
 from kvserve.protocols.fields import Fields, filled_text, flag, list_of, mapping, mistyped, single_keys, text, word
 from kvserve.protocols.json_schema import read_schema
 from kvserve.protocols.openai_tools import read_parameters, tool_name
-from kvserve.protocols.renaming import FieldNames
 
 _SERVER_KINDS = re.compile(
     r"(web_search|web_fetch|code_execution|advisor|mcp_toolset|tool_search_tool_\w+?)(_[0-9]{8})?"

@@ -26,6 +26,7 @@ from kvserve.core import (
     Waiting,
 )
 from kvserve.errors import BadRequest, RequestError
+from kvserve.protocols.field_names import FieldNames
 from kvserve.protocols.fields import flag, places, text, with_extra_body
 from kvserve.protocols.logprobs import chat_logprobs, read_chat_logprobs
 from kvserve.protocols.openai_errors import encode_error
@@ -38,8 +39,7 @@ from kvserve.protocols.openai_tools import (
     read_tools,
 )
 from kvserve.protocols.openai_usage import encode_usage
-from kvserve.protocols.renaming import FieldNames
-from kvserve.protocols.sampling import (
+from kvserve.protocols.sampling_fields import (
     check_tolerated,
     read_max_tokens,
     read_sampling,

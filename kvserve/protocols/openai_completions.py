@@ -20,13 +20,13 @@ from kvserve.core import (
     Waiting,
 )
 from kvserve.errors import BadRequest, RequestError
+from kvserve.protocols.field_names import FieldNames
 from kvserve.protocols.fields import MAX_TOKEN_COUNT, filled_text, integer, list_of, mistyped, text, with_extra_body
 from kvserve.protocols.logprobs import completion_logprobs, read_completion_logprobs
 from kvserve.protocols.openai_errors import encode_error
 from kvserve.protocols.openai_tools import content_names, read_response_format
 from kvserve.protocols.openai_usage import encode_usage
-from kvserve.protocols.renaming import FieldNames
-from kvserve.protocols.sampling import (
+from kvserve.protocols.sampling_fields import (
     check_tolerated,
     read_max_tokens,
     read_sampling,

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from kvserve.core import JsonObject, ResponseFormat, ToolChoice, ToolSpec
 from kvserve.errors import BadRequest
+from kvserve.protocols.field_names import FieldNames
 from kvserve.protocols.fields import Fields, filled_text, flag, list_of, mapping, mistyped, text, word
 from kvserve.protocols.json_schema import read_schema
-from kvserve.protocols.renaming import FieldNames
 
 _TOOL_NAME = re.compile(r"""[^\s<>{}"'`]{1,128}""")
 _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvserve.core import JsonObject, Message, RequestDefaults, RequestId, TextBlock, ToolChoice, Turn
 from kvserve.errors import BadRequest
+from kvserve.protocols.field_names import FieldNames
 from kvserve.protocols.fields import (
     MAX_INTEGER,
     Fields,
@@ -24,7 +25,6 @@ from kvserve.protocols.fields import (
 )
 from kvserve.protocols.logprobs import read_response_logprobs
 from kvserve.protocols.openai_chat import read_template_arguments
-from kvserve.protocols.renaming import FieldNames
 from kvserve.protocols.responses_items import input_items, read_items, resolve_references
 from kvserve.protocols.responses_tools import (
     OfferedTools,
@@ -33,7 +33,7 @@ from kvserve.protocols.responses_tools import (
     read_tools,
     wants_only_unserved,
 )
-from kvserve.protocols.sampling import (
+from kvserve.protocols.sampling_fields import (
     NO_LIMIT,
     read_max_tokens,
     read_sampling,

@@ -33,7 +33,7 @@ from kvserve.proxy.asgi import (
     with_request_id,
 )
 from kvserve.proxy.envelope import ENVELOPE, native_scope, run_while_wanted
-from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange
+from kvserve.proxy.handover import CURRENT_EXCHANGE, Exchange
 from kvserve.proxy.paths import Envelope, Route, find_route, versioned
 
 _WARM_UP_TIMEOUT_SECONDS = 10.0

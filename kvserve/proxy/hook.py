@@ -9,7 +9,7 @@ import httpx
 from fastapi import HTTPException
 from litellm.integrations.custom_logger import CustomLogger
 
-from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange, UpstreamError
+from kvserve.proxy.handover import CURRENT_EXCHANGE, Exchange, UpstreamError
 
 # LiteLLM chooses the backend's name for the model.
 _LITELLM_DECIDES = frozenset({"model"})

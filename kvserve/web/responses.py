@@ -16,9 +16,9 @@ from kvserve.protocols.responses_store import OwnResponses, ResponseStore, Store
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
 from kvserve.protocols.unserved import answer_in_words
 from kvserve.web.exchange import Exchange
+from kvserve.web.send_turn import send_events, stream_turn, whole_answer_events
 from kvserve.web.service import WebService
 from kvserve.web.sse import NAMED
-from kvserve.web.turns import send_events, stream_turn, whole_answer_events
 
 
 def post_response(exchange: Exchange, service: WebService) -> None:

@@ -21,14 +21,14 @@ from kvserve.protocols.openai_errors import encode_error
 from kvserve.protocols.prewarm import encode_prewarmed, parse_prewarm, speaks_anthropic
 from kvserve.protocols.unserved import answer_in_words
 from kvserve.telemetry.metrics import CONTENT_TYPE as METRICS_TYPE
-from kvserve.web.agents import AGENT_ROUTES
+from kvserve.web.agent_routes import AGENT_ROUTES
 from kvserve.web.dashboard_pages import get_asset, get_events, get_page
 from kvserve.web.exchange import Exchange
 from kvserve.web.responses import delete_response, get_response, post_response
 from kvserve.web.router import Route, Router
+from kvserve.web.send_turn import send_events, stream_turn, whole_answer_events
 from kvserve.web.service import WebService
 from kvserve.web.sse import NAMED
-from kvserve.web.turns import send_events, stream_turn, whole_answer_events
 
 
 def post_chat(exchange: Exchange, service: WebService) -> None:

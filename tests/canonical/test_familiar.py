@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.canonical.canonicalise import canonicalise
-from kvserve.canonical.familiar import Familiar
-from kvserve.canonical.replay import replay
+from kvserve.canonical.message_cache import Familiar
+from kvserve.canonical.message_replay import replay
 from kvserve.canonical.rules import DEFAULT_RULES
 from kvserve.core import Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
 from tests.laws import num_examples

@@ -16,8 +16,8 @@ from kvserve.core import Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolR
 from kvserve.output.said import Said, Says
 from kvserve.output.tool_parsers.form import ParsedCall
 from kvserve.prompt.control import shown
-from kvserve.prompt.replay import MAX_MESSAGES_PER_TURN, Places, Span, Unit
 from kvserve.prompt.stitch import Stitched
+from kvserve.prompt.token_replay import MAX_MESSAGES_PER_TURN, Places, Span, Unit
 from tests.laws import THREE_KINDS, num_examples, sampled_cells
 from tests.prompt.test_cuts import added_names
 from tests.prompt.turns import (

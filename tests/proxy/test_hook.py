@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange
+from kvserve.proxy.handover import CURRENT_EXCHANGE, Exchange
 
 
 @cache

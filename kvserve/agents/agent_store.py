@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from kvserve.agents.records import Agent, NewAgent, TurnDone
+from kvserve.agents.agent_nouns import Agent, NewAgent, TurnDone
 from kvserve.core import Block, ImageSpan, Message, TokenSequence
 from kvserve.errors import Conflict, NotFound, StorageFailure
 

@@ -8,7 +8,7 @@ is rendered as the client sent it.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvserve.canonical.layout import Layout, Part, canonical_blocks, lay_out, trimmed
+from kvserve.canonical.message_layout import Layout, Part, canonical_blocks, lay_out, trimmed
 from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.rules import DEFAULT_RULES
 from kvserve.canonical.spans import Span

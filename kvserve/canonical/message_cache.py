@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvserve.canonical.canonicalise import Canonical, canonicalise
-from kvserve.canonical.layout import forget_arguments
-from kvserve.canonical.replay import Replayed, replay
+from kvserve.canonical.message_layout import forget_arguments
+from kvserve.canonical.message_replay import Replayed, replay
 from kvserve.canonical.rule import RuleSet
 from kvserve.core import (
     Block,

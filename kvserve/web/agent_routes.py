@@ -7,8 +7,8 @@ from kvserve.protocols import agents, openai_chat
 from kvserve.protocols.fields import decode_body
 from kvserve.web.exchange import Exchange
 from kvserve.web.router import Route
+from kvserve.web.send_turn import stream_turn, whole_answer_events
 from kvserve.web.service import WebService
-from kvserve.web.turns import stream_turn, whole_answer_events
 
 
 def post_agents(exchange: Exchange, service: WebService) -> None:

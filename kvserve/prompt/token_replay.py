@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvserve.prompt.cuts import Piece
-from kvserve.prompt.layout import TurnLayout
+from kvserve.prompt.turn_layout import TurnLayout
 
 type Said = tuple[str, str, tuple[tuple[str, str], ...]]
 """Reasoning, content and calls (name, arguments), in a form that is equal for texts that say the same."""
