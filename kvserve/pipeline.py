@@ -50,13 +50,13 @@ from kvserve.output.answer import AnswerReader
 from kvserve.output.content_tokens import ContentTokens
 from kvserve.output.formats import OutputFormat
 from kvserve.output.grammar import AnswerStart, Promise, build_grammar, build_raw_grammar
-from kvserve.output.said import Says
+from kvserve.output.said import MessageReader
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
 from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.images import Images
 from kvserve.prompt.images_text import SEES_NOTHING, with_marks
-from kvserve.prompt.images_unseen import without_sight
+from kvserve.prompt.images_unseen import without_images_seen
 from kvserve.prompt.stitch import Stitched, Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
 from kvserve.prompt.tokenizer import Tokenizer
@@ -242,7 +242,7 @@ def without_images(turn: Turn) -> Turn:
 
 def _looked_at(turn: Turn, served: ServedModel) -> Turn:
     """The turn with its images named by what they show; to a model that sees none they are words."""
-    return without_sight(turn) if served.images is None else served.images.look(turn)
+    return without_images_seen(turn) if served.images is None else served.images.look(turn)
 
 
 def collect(events: Iterable[AnswerEvent]) -> Answer:
@@ -345,7 +345,7 @@ def _stitch(turn: Turn, reading: Reading, served: ServedModel) -> tuple[PromptTe
     if images is not None:
         text = images.worded(text, turn.images)
     called = known_tools(tools, reading.rendered) if turn.tool_choice.mode != "none" else ()
-    return text, served.stitcher.tokens(text, reading.writings, Says.under(served.output_format, called))
+    return text, served.stitcher.tokens(text, reading.writings, MessageReader.under(served.output_format, called))
 
 
 def _call_ids(reading: Reading, served: ServedModel) -> Mapping[str, str]:

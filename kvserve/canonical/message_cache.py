@@ -60,7 +60,7 @@ class Known:
     last: tuple[_Asked, Replayed] | None = None
 
 
-class Familiar:
+class CanonicalMessageCache:
     """What is known of messages under one set of rules. Safe for several threads."""
 
     def __init__(self, rules: RuleSet, max_bytes: int = MAX_BYTES) -> None:

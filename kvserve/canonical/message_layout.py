@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NoReturn
 
 from kvserve.canonical.rule import RuleSet
-from kvserve.canonical.spans import Span, canonical_text, find_spans
+from kvserve.canonical.spans import RuleSpan, canonical_text, find_spans
 from kvserve.core import (
     Block,
     ImageBlock,
@@ -38,7 +38,7 @@ class Part:
     block: Block
     canonical: Block | None
     fired: tuple[str, ...] = ()
-    spans: tuple[Span, ...] = ()
+    spans: tuple[RuleSpan, ...] = ()
 
 
 type Layout = tuple[Part, ...]
@@ -108,7 +108,7 @@ def _text_part(block: TextBlock, role: Role, names: frozenset[str], rules: RuleS
     return Part(block, TextBlock(text) if fired else block, fired)
 
 
-def _fired(spans: tuple[Span, ...]) -> tuple[str, ...]:
+def _fired(spans: tuple[RuleSpan, ...]) -> tuple[str, ...]:
     whole = [span.rule.name for span in spans if span.canonical != span.text]
     return (*whole, *(name for span in spans for name, moved in span.volatile if moved))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvserve.canonical.message_layout import Layout, Part, canonical_blocks, lay_out, trimmed
 from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.rules import DEFAULT_RULES
-from kvserve.canonical.spans import Span
+from kvserve.canonical.spans import RuleSpan
 from kvserve.core import Block, Message, TextBlock, ThinkingBlock, ToolCallBlock
 
 
@@ -130,7 +130,7 @@ class _Item:
     """What can be replayed or put back in one piece at one place: a span, or a block that is nothing but spans (an
     empty block has none)."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[RuleSpan, ...]
     text: str
 
     @property
@@ -139,7 +139,7 @@ class _Item:
 
 
 @dataclass(slots=True)
-class _Place:
+class _SpanPlace:
     """The items at one place of the canonical message, with the partner of each of `fresh` in `seen`."""
 
     fresh: list[_Item] = field(default_factory=list)
@@ -177,11 +177,11 @@ class _SpanReplay:
         self._in_history = in_history
         self._puts_back = may_put_back
         self._notes = _Notes()
-        self._places: dict[tuple[int, int], _Place] = {}
+        self._places: dict[tuple[int, int], _SpanPlace] = {}
         for position, item in _items(fresh_layout):
-            self._places.setdefault(position, _Place()).fresh.append(item)
+            self._places.setdefault(position, _SpanPlace()).fresh.append(item)
         for position, item in _items(seen_layout):
-            self._places.setdefault(position, _Place()).seen.append(item)
+            self._places.setdefault(position, _SpanPlace()).seen.append(item)
         for place in self._places.values():
             place.pair()
         self._edited = {
@@ -227,7 +227,7 @@ class _SpanReplay:
                 canonical = offset + len(item.spans[0].canonical)
         return TextBlock("".join([*pieces, text[raw:]]))
 
-    def _said(self, place: _Place | None, *, may_insert: bool) -> list[str]:
+    def _said(self, place: _SpanPlace | None, *, may_insert: bool) -> list[str]:
         """The texts at one place. Something that is not known from before keeps all of it as sent: the order of what
         would be put back beside it is unknown."""
         if place is None:

@@ -14,7 +14,7 @@ _MAX_SPANS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RuleSpan:
     """The half-open run `[start, end)` of characters of one text block that a rule speaks for.
 
     `canonical` stands for it in identity; `meaning` is the span without its volatile parts; `volatile` are those,
@@ -42,7 +42,7 @@ class Span:
         return text
 
 
-def find_spans(text: str, role: Role, rules: RuleSet) -> tuple[Span, ...]:
+def find_spans(text: str, role: Role, rules: RuleSet) -> tuple[RuleSpan, ...]:
     """The spans in `text`, in order, none overlapping another.
 
     A text whose canonical form would change again is left alone as a whole: two pieces that only meet because a span
@@ -62,19 +62,19 @@ def find_spans(text: str, role: Role, rules: RuleSet) -> tuple[Span, ...]:
     return spans
 
 
-def canonical_text(text: str, spans: tuple[Span, ...]) -> str:
+def canonical_text(text: str, spans: tuple[RuleSpan, ...]) -> str:
     """`text` with the canonical form of each span in its place."""
     if not spans:
         return text
     return _with_spans_as(text, [(span, span.canonical) for span in spans])
 
 
-def meaning_text(text: str, spans: tuple[Span, ...]) -> str:
+def meaning_text(text: str, spans: tuple[RuleSpan, ...]) -> str:
     """`text` with only the volatile parts taken out."""
     return _with_spans_as(text, [(span, span.meaning) for span in spans])
 
 
-def _with_spans_as(text: str, replaced: list[tuple[Span, str]]) -> str:
+def _with_spans_as(text: str, replaced: list[tuple[RuleSpan, str]]) -> str:
     pieces: list[str] = []
     done = 0
     for span, replacement in replaced:
@@ -83,7 +83,7 @@ def _with_spans_as(text: str, replaced: list[tuple[Span, str]]) -> str:
     return "".join([*pieces, text[done:]])
 
 
-def _scan(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> Iterator[Span]:
+def _scan(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> Iterator[RuleSpan]:
     leading = _leading_spans(text, span_rules, rules)
     yield from leading
     done = leading[-1].end if leading else 0
@@ -99,8 +99,8 @@ def _scan(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> Iterator[S
             done = span.end
 
 
-def _leading_spans(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> list[Span]:
-    spans: list[Span] = []
+def _leading_spans(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> list[RuleSpan]:
+    spans: list[RuleSpan] = []
     position, found = 0, True
     while found:
         found = False
@@ -120,7 +120,7 @@ def _leading_spans(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> l
     return spans
 
 
-def _spans_of(rule: Rule, form: Form, text: str, start: int, rules: RuleSet) -> Iterator[Span]:
+def _spans_of(rule: Rule, form: Form, text: str, start: int, rules: RuleSet) -> Iterator[RuleSpan]:
     """The spans of one rule from `start`, where the leading ones end; its place is none of theirs."""
     if form.heading is not None and form.heading.match(text, start) is None:
         return
@@ -156,7 +156,7 @@ def _end_of_scope(text: str, position: int, rule: Rule) -> int:
     return len(text) if line_end < 0 else line_end
 
 
-def _match_at(text: str, start: int, end: int, rule: Rule, form: Form, rules: RuleSet) -> Span | None:
+def _match_at(text: str, start: int, end: int, rule: Rule, form: Form, rules: RuleSet) -> RuleSpan | None:
     """The span of `rule` at `start`, no further than `end`; None where the text has not the recorded form."""
     match = form.pattern.match(text, start, end)
     if match is None or match.end() == start:
@@ -170,7 +170,7 @@ def _match_at(text: str, start: int, end: int, rule: Rule, form: Form, rules: Ru
         return None
     meaning, volatile = _without_volatile(span_text, form, rules)
     canonical = "" if form.is_omitted else meaning
-    return Span(start, match.end(), rule, span_text, canonical, meaning, volatile)
+    return RuleSpan(start, match.end(), rule, span_text, canonical, meaning, volatile)
 
 
 def _without_volatile(text: str, form: Form, rules: RuleSet) -> tuple[str, tuple[tuple[str, str], ...]]:

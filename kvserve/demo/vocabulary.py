@@ -22,7 +22,7 @@ type _Sentence = Callable[[random.Random], str]
 
 
 @dataclass(frozen=True, slots=True)
-class ControlTokens:
+class DemoControlTokens:
     """The tokens of one family that are not text.
 
     `hidden` are dropped by `decode(skip_special_tokens=True)`; `visible` (thinking, tool markers) are kept, as in the
@@ -43,13 +43,13 @@ class ControlTokens:
         return self.hidden + self.visible
 
 
-QWEN = ControlTokens(
+QWEN = DemoControlTokens(
     hidden=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
     visible=("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
     ends=("<|im_end|>", "<|endoftext|>"),
     pad="<|endoftext|>",
 )
-GLM = ControlTokens(
+GLM = DemoControlTokens(
     hidden=("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
     visible=(
         "<think>",
@@ -66,14 +66,14 @@ GLM = ControlTokens(
     ends=("<|user|>", "<|endoftext|>", "<|observation|>"),
     pad="<|endoftext|>",
 )
-GEMMA3 = ControlTokens(
+GEMMA3 = DemoControlTokens(
     hidden=("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>"),
     visible=(),
     ends=("<end_of_turn>", "<eos>"),
     pad="<pad>",
     bos="<bos>",
 )
-GEMMA4 = ControlTokens(
+GEMMA4 = DemoControlTokens(
     hidden=("<pad>", "<eos>", "<bos>", "<|turn>", "<turn|>", "<|think|>", "<|image>", "<image|>", "<|image|>"),
     visible=(
         "<|channel>",
@@ -90,7 +90,7 @@ GEMMA4 = ControlTokens(
     pad="<pad>",
     bos="<bos>",
 )
-HARMONY = ControlTokens(
+HARMONY = DemoControlTokens(
     hidden=(
         "<|startoftext|>",
         "<|endoftext|>",
@@ -106,7 +106,7 @@ HARMONY = ControlTokens(
     ends=("<|return|>", "<|endoftext|>", "<|call|>"),
     pad="<|endoftext|>",
 )
-LLAMA = ControlTokens(
+LLAMA = DemoControlTokens(
     hidden=(
         "<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "<|start_header_id|>", "<|end_header_id|>",
         "<|eom_id|>", "<|eot_id|>", "<|python_tag|>",
@@ -123,7 +123,7 @@ class Vocabulary:
     """A trained tokenizer and the ids that the model's configuration and weights need."""
 
     tokenizer: Tokenizer = field(repr=False)
-    control: ControlTokens
+    control: DemoControlTokens
 
     @property
     def num_rows(self) -> int:
@@ -158,7 +158,7 @@ def _trained_bpe(num_text_tokens: int) -> str:
     return str(tokenizer.to_str())
 
 
-def train(control: ControlTokens, num_text_tokens: int) -> Vocabulary:
+def train(control: DemoControlTokens, num_text_tokens: int) -> Vocabulary:
     """Build the vocabulary of a family: at most `num_text_tokens` tokens of text, then the control tokens.
 
     No normaliser is set, so that any text comes back exactly from `decode(encode(text))`.

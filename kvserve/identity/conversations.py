@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from kvserve.canonical.canonicalise import canonicalise, chain
-from kvserve.canonical.message_cache import Familiar
+from kvserve.canonical.message_cache import CanonicalMessageCache
 from kvserve.core import Message, MessageStart, RequestId, SessionHint, TokenSequence, Turn, Written
 from kvserve.identity.earlier import Earlier
 from kvserve.identity.owner import Owner, belongs_to
@@ -70,7 +70,7 @@ class Conversations:
         """With an `archive` it begins with what was kept there, and outlives the process in it; `awaits_archive`: from
         `attach` on."""
         self._parts_sessions = settings.is_partitioned
-        self._familiar = Familiar(settings.rules, settings.limits.familiar_bytes)
+        self._familiar = CanonicalMessageCache(settings.rules, settings.limits.familiar_bytes)
         self._stores = Stores(settings.limits, archive, awaits_archive=awaits_archive)
         self._earlier = Earlier()
         self._earlier.recall(self._stores.turns.records())

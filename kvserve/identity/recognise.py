@@ -15,7 +15,7 @@ from kvserve.canonical.canonicalise import (
     is_shortened_too_much,
     num_chars,
 )
-from kvserve.canonical.message_cache import Familiar
+from kvserve.canonical.message_cache import CanonicalMessageCache
 from kvserve.canonical.message_layout import same_arguments
 from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.shared_values import with_shared_values
@@ -63,7 +63,9 @@ class _Recognised(NamedTuple):
 class Recogniser:
     """Reads turns by what the stores hold. Safe for several threads."""
 
-    def __init__(self, settings: IdentitySettings, familiar: Familiar, stores: Stores, earlier: Earlier) -> None:
+    def __init__(
+        self, settings: IdentitySettings, familiar: CanonicalMessageCache, stores: Stores, earlier: Earlier
+    ) -> None:
         self._settings = settings
         self._familiar = familiar
         self._stores = stores

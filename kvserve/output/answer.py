@@ -23,12 +23,12 @@ from kvserve.core import (
     Usage,
 )
 from kvserve.output.content_tokens import ContentTokens
-from kvserve.output.record import Piece, joined
+from kvserve.output.record import TextPiece, joined
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
 
 
-class Detokenizer(Protocol):
+class TokenText(Protocol):
     """Turns one answer's tokens into text."""
 
     def add(self, token: int) -> str:
@@ -55,7 +55,7 @@ class AnswerReader:
     With `content_tokens` its content comes with the tokens that it was written with.
     """
 
-    detokenizer: Detokenizer
+    detokenizer: TokenText
     scanner: StopScanner
     splitter: Splitter | None
     allows_many_calls: bool = True
@@ -192,7 +192,7 @@ def _num_alike(first: str, second: str) -> int:
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _up_to_call(pieces: Iterable[Piece]) -> str | None:
+def _up_to_call(pieces: Iterable[TextPiece]) -> str | None:
     """The text up to and with the first call; None without one."""
     text: list[str] = []
     for piece in pieces:
@@ -202,7 +202,7 @@ def _up_to_call(pieces: Iterable[Piece]) -> str | None:
     return None
 
 
-def _up_to_content(pieces: Iterable[Piece], num_characters: int) -> str:
+def _up_to_content(pieces: Iterable[TextPiece], num_characters: int) -> str:
     """The text before the content's character with this number, from zero; all of it where there are fewer."""
     text: list[str] = []
     for piece in pieces:

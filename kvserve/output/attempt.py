@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvserve.core import CallParts, ToolSpec
 from kvserve.output.harmony import ChannelOpened
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import END, FindsEnd, NotACall, ParsedCall, Scan, ToolForm, text_before
+from kvserve.output.tool_parsers.form import END, CallForm, FindsEnd, NotACall, ParsedCall, Scan, text_before
 
 type Found = ChannelOpened | list[ParsedCall]
 type Broken = Callable[[str], FindsEnd]
@@ -16,7 +16,7 @@ type Broken = Callable[[str], FindsEnd]
 
 
 @dataclass(slots=True)
-class Reading:
+class CallReading:
     """One way to read the text: a scan, what it is certain of, and the tags that end such a call."""
 
     scan: Generator[None, str, Found]
@@ -64,7 +64,7 @@ def _to_end_of_broken(draft: Draft, end: FindsEnd) -> Generator[None, str, Found
     return []
 
 
-class Attempt:
+class CallAttempt:
     """The source of a possible call (or harmony header) so far, and the readings that still accept it.
 
     Once the call has begun for the client, one reading is left, and the text is a call whatever follows.
@@ -73,9 +73,9 @@ class Attempt:
     def __init__(
         self,
         tag: str,
-        readings: Sequence[Reading],
+        readings: Sequence[CallReading],
         stray_close: str | None,
-        form: ToolForm | None = None,
+        form: CallForm | None = None,
         *,
         is_following: bool = False,
     ) -> None:
@@ -115,7 +115,7 @@ class Attempt:
     def feed(self, char: str) -> Found | None:
         """What was found, or None while it is open. Raises NotACall when no reading is left."""
         self.source.append(char)
-        alive: list[Reading] = []
+        alive: list[CallReading] = []
         error = NotACall()
         for reading in self._readings:
             try:
@@ -134,7 +134,7 @@ class Attempt:
             raise error
         return None
 
-    def _send(self, reading: Reading, char: str) -> None:
+    def _send(self, reading: CallReading, char: str) -> None:
         try:
             reading.send(char)
         except NotACall:
@@ -142,7 +142,7 @@ class Attempt:
                 raise
             reading.go_on_as_written("".join(self.source[self._arguments_start :]))
 
-    def _take_from(self, reading: Reading) -> None:
+    def _take_from(self, reading: CallReading) -> None:
         """What the reading that came to its end says of what follows."""
         self.closing = reading.draft.closing
         if num_behind := reading.draft.num_behind:
@@ -183,24 +183,24 @@ class Attempt:
 # --- behind a call ---------------------------------------------------------------------------------------------------
 
 
-def reading_of(form: ToolForm, scan: Scan, tools: Sequence[ToolSpec], draft: Draft) -> Reading:
+def reading_of(form: CallForm, scan: Scan, tools: Sequence[ToolSpec], draft: Draft) -> CallReading:
     """One way to read a call of the form."""
     broken = form.broken
     if broken is None:
-        return Reading(scan, draft, form.close_tags)
-    return Reading(scan, draft, form.close_tags, lambda text: broken(text, tools))
+        return CallReading(scan, draft, form.close_tags)
+    return CallReading(scan, draft, form.close_tags, lambda text: broken(text, tools))
 
 
 @dataclass(frozen=True, slots=True)
 class Following:
     """Reads on behind a call of `form`, from one of `tags` on; `is_closed`: behind one that is closed already."""
 
-    form: ToolForm | None = None
+    form: CallForm | None = None
     is_closed: bool = False
     tags: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, form: ToolForm | None, *, is_closed: bool = False) -> "Following":
+    def of(cls, form: CallForm | None, *, is_closed: bool = False) -> "Following":
         """What may follow a call of the form, if anything."""
         now = form.closed if is_closed and form is not None else form
         return cls(form, is_closed, now.follow_tags) if now is not None and now.follow_tags else NOTHING
@@ -209,7 +209,7 @@ class Following:
         """What may follow where the call is closed."""
         return Following.of(self.form, is_closed=True) if not self.is_closed else self
 
-    def attempt(self, tag: str, tools: Sequence[ToolSpec], draft: Draft) -> Attempt | None:
+    def attempt(self, tag: str, tools: Sequence[ToolSpec], draft: Draft) -> CallAttempt | None:
         """What begins with the tag; None where the tag alone closes the calls."""
         form = self.form
         now = form.closed if form is not None and self.is_closed else form
@@ -218,7 +218,7 @@ class Following:
         if scan is None:
             return None
         reading = reading_of(form, scan, tools, draft)
-        return Attempt(tag, [reading], form.stray_close, form, is_following=True)
+        return CallAttempt(tag, [reading], form.stray_close, form, is_following=True)
 
 
 NOTHING = Following()

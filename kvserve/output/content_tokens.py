@@ -30,7 +30,7 @@ class _Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ContentRun:
     """The text's characters `[start, end)` are content, `content_start` of which stand before them."""
 
     start: int
@@ -49,7 +49,7 @@ class ContentTokens:
         self._pending: list[tuple[int, TokenLogprobs]] = []
         self._begun = b""
         self._placed: deque[_Placed] = deque()
-        self._runs: deque[_Run] = deque()
+        self._runs: deque[_ContentRun] = deque()
         self._num_characters = self._num_known_characters = 0
         self._num_known_pieces = self._num_known_content = self._num_out = 0
 
@@ -115,7 +115,7 @@ class ContentTokens:
         start = self._num_known_characters
         self._num_known_characters += num_characters
         if kind == "content":
-            self._runs.append(_Run(start, self._num_known_characters, self._num_known_content))
+            self._runs.append(_ContentRun(start, self._num_known_characters, self._num_known_content))
             self._num_known_content += num_characters
 
     def _offset(self, placed: _Placed) -> int | None:

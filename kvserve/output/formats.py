@@ -7,8 +7,8 @@ from typing import Literal
 from kvserve.core import CallRow
 from kvserve.output import harmony
 from kvserve.output.tool_parsers import derived
-from kvserve.output.tool_parsers.foreign import ForeignToolForm
-from kvserve.output.tool_parsers.form import ToolForm
+from kvserve.output.tool_parsers.foreign import ForeignCallForm
+from kvserve.output.tool_parsers.form import CallForm
 from kvserve.output.tool_parsers.glm import GLM
 from kvserve.output.tool_parsers.hermes import HERMES
 from kvserve.output.tool_parsers.qwen_coder import QWEN_CODER, QWEN_CODER_BARE
@@ -34,7 +34,7 @@ class OutputFormat:
 
     name: str
     thinking: ThinkingTags | None
-    tool_forms: tuple[ToolForm, ...]
+    tool_forms: tuple[CallForm, ...]
     silent_tags: tuple[str, ...] = ()
     channels: Literal["tags", "harmony"] = "tags"
 
@@ -112,7 +112,7 @@ def select_format(
     model_family: str,
     template_text: str,
     special_tokens: Collection[str],
-    foreign: ForeignToolForm | None,
+    foreign: ForeignCallForm | None,
     row: CallRow | None = None,
 ) -> OutputFormat:
     """The format of a model. `special_tokens` are the tokenizer's added tokens, special or not.
@@ -137,7 +137,7 @@ def select_format(
     return OutputFormat(forms[0].name, THINK, forms)
 
 
-def _own_forms(model_family: str, template_text: str) -> tuple[ToolForm, ...]:
+def _own_forms(model_family: str, template_text: str) -> tuple[CallForm, ...]:
     if model_family == "glm4" or (model_family == "auto" and "<arg_key>" in template_text):
         return _GLM_FIRST
     if model_family in ("auto", "qwen3") and "<function=" in template_text:

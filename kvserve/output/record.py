@@ -20,7 +20,7 @@ PieceKind = Literal["reasoning", "content", "call", "tag", "space"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """A run of the answer's text. All pieces in order are the text that the model wrote, character by character.
 
     `call` is the source of one or more calls, `tag` a tag, `space` white space that only forms the page.
@@ -91,12 +91,14 @@ class Record:
         return self._written[start:]
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[TextPiece, ...]:
         """All pieces so far; neighbours of one kind are joined, except calls."""
-        pieces: list[Piece] = []
+        pieces: list[TextPiece] = []
         for kind, group in groupby(self._written, key=lambda item: item[0]):
             texts = [text for _, text in group]
-            pieces.extend([Piece(kind, text) for text in texts] if kind == "call" else [Piece(kind, "".join(texts))])
+            pieces.extend(
+                [TextPiece(kind, text) for text in texts] if kind == "call" else [TextPiece(kind, "".join(texts))]
+            )
         return tuple(pieces)
 
 

@@ -16,7 +16,7 @@ from kvserve.output.splitter import Splitter
 from kvserve.output.written_ids import written_ids
 
 
-class Said(NamedTuple):
+class GeneratedMessage(NamedTuple):
     """What a turn says. `calls` are name and arguments, these as JSON in one spelling; 1, 1.0 and "1" differ."""
 
     reasoning: str
@@ -25,7 +25,7 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Says:
+class MessageReader:
     """Reads turns of one model under one set of tools. `key` is equal where every text says the same.
 
     The tools decide how arguments that are written as bare text are typed. Without tools there are no calls.
@@ -36,12 +36,12 @@ class Says:
     key: bytes
 
     @classmethod
-    def under(cls, output_format: OutputFormat, tools: Sequence[ToolSpec]) -> "Says":
+    def under(cls, output_format: OutputFormat, tools: Sequence[ToolSpec]) -> "MessageReader":
         """The reader for a request with these tools."""
         signature = json.dumps([[tool.name, tool.parameters] for tool in tools], default=_plain, sort_keys=True)
         return cls(output_format, tuple(tools), hashlib.sha256(signature.encode()).digest())
 
-    def __call__(self, text: str) -> Said:
+    def __call__(self, text: str) -> GeneratedMessage:
         """What `text` says: a whole turn as it stands behind its header, thinking tags included."""
         splitter = Splitter(
             self.output_format,
@@ -51,7 +51,7 @@ class Says:
             allow_calls=bool(self.tools),
         )
         deltas = [*splitter.feed(text), *splitter.finish(cut=False)]
-        return Said(
+        return GeneratedMessage(
             "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)).strip(),
             "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta)).strip(),
             tuple(_call(delta.call) for delta in deltas if isinstance(delta, ToolCallEnd)),

@@ -27,10 +27,10 @@ from collections.abc import Callable, Sequence
 
 from kvserve.core import OutputDelta, ToolSpec
 from kvserve.output import harmony
-from kvserve.output.attempt import NOTHING, Attempt, Following, Found, Reading, reading_of
+from kvserve.output.attempt import NOTHING, CallAttempt, CallReading, Following, Found, reading_of
 from kvserve.output.formats import OutputFormat
 from kvserve.output.harmony import Channel, ChannelOpened
-from kvserve.output.record import Piece, PieceKind, Record, random_call_id
+from kvserve.output.record import PieceKind, Record, TextPiece, random_call_id
 from kvserve.output.tag_table import Handlers, TagTable, TagTables
 from kvserve.output.tool_parsers.derived import closing_text
 from kvserve.output.tool_parsers.draft import Draft
@@ -65,7 +65,7 @@ class Splitter:
         self._something_said = False
         self._tag_seen = starts_in_reasoning
         self._stray_close: str | None = None
-        self._attempt: Attempt | None = None
+        self._attempt: CallAttempt | None = None
         self._behind = NOTHING
         self.closing: str | None = None
         """What the template writes behind the first call's arguments to close it; nothing in most forms."""
@@ -78,7 +78,7 @@ class Splitter:
         return self._reasoning
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[TextPiece, ...]:
         """Where each character so far went; after `finish` all of them."""
         return self._record.pieces
 
@@ -170,7 +170,7 @@ class Splitter:
             return
         draft = self._draft()
         scan = harmony.scan_message(tag, self._allow_calls, draft)
-        self._attempt = Attempt(tag, [Reading(scan, draft, harmony.ENDS)], None)
+        self._attempt = CallAttempt(tag, [CallReading(scan, draft, harmony.ENDS)], None)
 
     def _on_call(self, tag: str) -> None:
         forms = [form for form in self._format.tool_forms if form.open_tag == tag]
@@ -182,7 +182,7 @@ class Splitter:
             reading_of(form, form.scan(self._tools, draft), self._tools, draft)
             for form, draft in zip(forms, drafts, strict=True)
         ]
-        self._attempt = Attempt(tag, readings, forms[0].stray_close, forms[0])
+        self._attempt = CallAttempt(tag, readings, forms[0].stray_close, forms[0])
 
     def _on_following(self, tag: str) -> None:
         self._attempt = self._behind.attempt(tag, self._tools, self._draft())
@@ -216,7 +216,7 @@ class Splitter:
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
-    def _step_attempt(self, attempt: Attempt, char: str) -> None:
+    def _step_attempt(self, attempt: CallAttempt, char: str) -> None:
         closing = self._format.thinking.closing if self._reasoning and self._format.thinking else None
         try:
             found = attempt.feed(char)
@@ -238,26 +238,26 @@ class Splitter:
             self._write_all(attempt.text().removesuffix(closing))
             self._on_think_close(closing)
 
-    def _begin_call(self, attempt: Attempt, draft: Draft) -> None:
+    def _begin_call(self, attempt: CallAttempt, draft: Draft) -> None:
         self._record.write("space", self._take_space())
         self._reasoning = False
         for name, arguments in draft.before:
             self._record.add_call(self._new_call_id(), name, arguments)
         attempt.begin(self._record.begin_call(self._new_call_id(), str(draft.name)))
 
-    def _send_arguments(self, attempt: Attempt) -> None:
+    def _send_arguments(self, attempt: CallAttempt) -> None:
         """What was written of a call that has begun."""
         if attempt.call_id is not None and attempt.draft is not None:
             self._record.write_arguments(attempt.draft.take())
 
-    def _end_call(self, attempt: Attempt, *, is_cut: bool) -> None:
+    def _end_call(self, attempt: CallAttempt, *, is_cut: bool) -> None:
         self._send_arguments(attempt)
         self._record.end_call(attempt.text(), is_cut=is_cut)
         self._start_segment()
         self._something_said = True
         self._stray_close = attempt.stray_close
 
-    def _accept(self, attempt: Attempt, found: Found) -> None:
+    def _accept(self, attempt: CallAttempt, found: Found) -> None:
         is_call = attempt.call_id is not None or (found and isinstance(found, list))
         if attempt.call_id is not None:
             self._end_call(attempt, is_cut=False)
@@ -301,7 +301,7 @@ class Splitter:
         for source, _ in suspended:
             self._write_all(source)
 
-    def _finish_attempt(self, attempt: Attempt, cut: bool) -> None:
+    def _finish_attempt(self, attempt: CallAttempt, cut: bool) -> None:
         self._attempt = None
         if attempt.call_id is not None:
             self._end_call(attempt, is_cut=not attempt.finish(cut=cut))

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from kvserve.core import CallParts, CallRow, CallSlot, ToolCallBlock, ToolSpec
 from kvserve.prompt.compiled import CompiledTemplate, Refusal
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, talk
-from kvserve.prompt.steps import Kind, Step, WireForm, message_dict, tool_dicts, wire_id
+from kvserve.prompt.steps import Kind, PromptStep, WireForm, message_dict, tool_dicts, wire_id
 from kvserve.prompt.switches import keep_arguments
-from kvserve.prompt.token_replay import Said
+from kvserve.prompt.token_replay import MessageParts
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.prompt.writing import REASONING_TAGS
 
@@ -61,7 +61,7 @@ class _Asker:
 
     def answer(self) -> tuple[str, str]:
         """What stands before and behind a plain answer."""
-        before, found, behind = self._rendered([Step("assistant", ANSWER)]).partition(ANSWER)
+        before, found, behind = self._rendered([PromptStep("assistant", ANSWER)]).partition(ANSWER)
         if not found:
             raise _Unlike("it writes no plain answer there")
         return before, behind
@@ -70,7 +70,7 @@ class _Asker:
         """A message of calls with these arguments as it is written, and the calls with the ids they got."""
         given = zip(NAMES, arguments, strict=False)
         made = tuple(ToolCallBlock(f"zqid{index}", name, text) for index, (name, text) in enumerate(given))
-        text = self._rendered([Step("calls", calls=made)])
+        text = self._rendered([PromptStep("calls", calls=made)])
         ids = (wire_id(self.form.call_ids, call.call_id, call.name, index) for index, call in enumerate(made))
         return text, tuple(replace(call, call_id=call_id) for call, call_id in zip(made, ids, strict=True))
 
@@ -78,12 +78,12 @@ class _Asker:
         """What stands behind a user's message where an answer begins."""
         return _behind_user(self._written(talk(["user"]), tail=True))
 
-    def _rendered(self, said: Sequence[Step]) -> str:
-        steps = [*talk(["user"]), *said, *(Step(kind, NEXT) for kind in self.ending)]
+    def _rendered(self, said: Sequence[PromptStep]) -> str:
+        steps = [*talk(["user"]), *said, *(PromptStep(kind, NEXT) for kind in self.ending)]
         text = self._written(steps, tail=False)
         return text.partition(NEXT)[0] if self.ending else text
 
-    def _written(self, steps: Sequence[Step], *, tail: bool) -> str:
+    def _written(self, steps: Sequence[PromptStep], *, tail: bool) -> str:
         messages = [message_dict(step, self.form) for step in steps]
         template, arguments = self.prober.template, self.prober.arguments or {}
         tools = tool_dicts(self.prober.tools)
@@ -93,7 +93,7 @@ class _Asker:
         return text
 
 
-type ReadsCalls = Callable[[CallRow, Sequence[ToolSpec], str], Said]
+type ReadsCalls = Callable[[CallRow, Sequence[ToolSpec], str], MessageParts]
 """What a text says to a model whose calls are in this row, under these tools."""
 
 

@@ -20,8 +20,8 @@ from kvserve.prompt.steps import (
     ROLES,
     DescribeTools,
     Kind,
+    PromptStep,
     Speaker,
-    Step,
     WireForm,
     hermes_result,
     message_dict,
@@ -82,7 +82,7 @@ class Conformed:
     `continues` where the last one, an assistant's, is to be continued. `notes` for the log.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[PromptStep, ...]
     dicts: tuple[MessageDict, ...]
     continues: bool
     notes: tuple[str, ...]
@@ -92,7 +92,7 @@ def conform(
     messages: Sequence[Message],
     tools: Sequence[ToolSpec],
     dialect: Dialect,
-    memory: "Memory | None" = None,
+    memory: "ConformMemo | None" = None,
     control: ControlTokens | None = None,
     describe: DescribeTools = AS_JSON,
     call_ids: Mapping[str, str] | None = None,
@@ -134,44 +134,44 @@ def conform(
     return Conformed(tuple(placing.steps), tuple(placing.dicts), continues, tuple(placing.notes()))
 
 
-def _says_nothing(step: Step, dialect: Dialect) -> bool:
+def _says_nothing(step: PromptStep, dialect: Dialect) -> bool:
     """Whether a last step gives the model nothing to continue: no text, and no thinking that the template takes."""
     return step.kind == "assistant" and not step.text and not (step.reasoning and dialect.form.reasoning)
 
 
-def _with_tools_described(steps: Sequence[Step], description: str) -> Iterator[Step]:
+def _with_tools_described(steps: Sequence[PromptStep], description: str) -> Iterator[PromptStep]:
     """The steps with the tools at the end of the first system message, or in one of their own before everything."""
     if steps and steps[0].kind == "system":
         text = f"{steps[0].text}\n\n{description}" if steps[0].text else description
         yield replace(steps[0], text=text)
         yield from steps[1:]
     else:
-        yield Step("system", description)
+        yield PromptStep("system", description)
         yield from steps
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _PlacedTalk:
     """A conversation as far as it was placed, its last step said whole. Nobody changes `placing`: it is copied."""
 
     messages: tuple[Message, ...]
     placing: "_Placing"
 
 
-class Memory:
+class ConformMemo:
     """The beginnings of conversations in one dialect as they were placed, within a number of bytes.
 
     Found by the very message objects: a next turn has those of the last one, as long as these are remembered.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._known: Memo[_Known] = Memo(max_bytes)
+        self._known: Memo[_PlacedTalk] = Memo(max_bytes)
 
     def clear(self) -> None:
         """Forget all of them."""
         self._known.clear()
 
-    def find(self, messages: Sequence[Message], call_ids: Mapping[str, str]) -> _Known | None:
+    def find(self, messages: Sequence[Message], call_ids: Mapping[str, str]) -> _PlacedTalk | None:
         """The longest beginning that is known, its calls being written with these ids."""
         for index in range(len(messages) - 1, -1, -1):
             known = self._known.get((index, id(messages[index])))
@@ -181,10 +181,10 @@ class Memory:
                 return known
         return None
 
-    def keep(self, messages: Sequence[Message], placing: "_Placing", new: Sequence[Step]) -> None:
+    def keep(self, messages: Sequence[Message], placing: "_Placing", new: Sequence[PromptStep]) -> None:
         """These messages are placed, all but the `new` steps of them having been found here."""
         num_bytes = _BYTES_PER_PLACED * len(messages) + sum(map(_num_bytes, new))
-        self._known.put((len(messages) - 1, id(messages[-1])), _Known(tuple(messages), placing.copy()), num_bytes)
+        self._known.put((len(messages) - 1, id(messages[-1])), _PlacedTalk(tuple(messages), placing.copy()), num_bytes)
 
 
 _BYTES_PER_PLACED = 128
@@ -194,7 +194,7 @@ _BYTES_PER_STEP = 1_024
 """A message, a step and a dict, beside the texts that they share."""
 
 
-def _num_bytes(step: Step) -> int:
+def _num_bytes(step: PromptStep) -> int:
     return _BYTES_PER_STEP + len(step.text) + len(step.reasoning) + 4 * sum(len(call.arguments) for call in step.calls)
 
 
@@ -203,7 +203,7 @@ class _Placing:
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
-        self.steps: list[Step] = []
+        self.steps: list[PromptStep] = []
         self.dicts: list[MessageDict] = []
         self._names: dict[str, str] = {}
         self._numbers: dict[str, tuple[int, int]] = {}
@@ -239,14 +239,14 @@ class _Placing:
             where = ", ".join(str(index) for index in dict.fromkeys(indices[:8]))
             yield f"{change} (message {where}{', ...' if len(indices) > 8 else ''})"
 
-    def with_name(self, step: Step) -> Step:
+    def with_name(self, step: PromptStep) -> PromptStep:
         """The step with its name in the text, if the template would not write it."""
         if not step.name or ROLES[step.kind] in self._dialect.form.named_roles:
             return step
         self.note("name put before the text", step.index)
         return replace(step, text=named(step.text, step.name))
 
-    def lowered(self, step: Step) -> Iterator[Step]:
+    def lowered(self, step: PromptStep) -> Iterator[PromptStep]:
         """One assistant's step as the steps that the template can write without losing a part."""
         if step.kind != "calls":
             yield step
@@ -270,7 +270,7 @@ class _Placing:
             return
         yield step
 
-    def place(self, step: Step) -> None:
+    def place(self, step: PromptStep) -> None:
         """Append the step, or what stands for it."""
         step = self._settled(step)
         if self._takes(step.kind):
@@ -296,7 +296,7 @@ class _Placing:
             self.note(f"empty {ROLES[filler]} message put before", index)
             pending = self._pending[0] if self._pending else ""
             text = NO_RESULT if filler == "result" else ""
-            self._append(self._settled(Step(filler, text, call_id=pending, index=index)))
+            self._append(self._settled(PromptStep(filler, text, call_id=pending, index=index)))
 
     def bridge_to_answer(self, index: int) -> None:
         """Put the fillers before the generation tail that the answer will have before it once it is history."""
@@ -309,7 +309,7 @@ class _Placing:
     def _takes(self, kind: Kind) -> bool:
         return ((self._speaker, self.last_kind), kind) in self._dialect.order
 
-    def _settled(self, step: Step) -> Step:
+    def _settled(self, step: PromptStep) -> PromptStep:
         """The step with its kind as it depends on what stands before."""
         if step.kind == "system" and self.steps:
             return replace(step, kind="later_system")
@@ -321,7 +321,7 @@ class _Placing:
             return replace(step, kind=kind, call_name=name, call_number=number, call_place=place)
         return step
 
-    def _can_merge(self, step: Step) -> bool:
+    def _can_merge(self, step: PromptStep) -> bool:
         last = self.last_kind
         if step.kind == "later_system":
             return last == "system"
@@ -330,7 +330,7 @@ class _Placing:
             return last == "assistant" and (self._dialect.text_with_calls or not joint)
         return step.kind == last and step.kind in ("user", "assistant")
 
-    def _append(self, step: Step) -> None:
+    def _append(self, step: PromptStep) -> None:
         if step.kind == "calls":
             if self.last_kind != "calls":
                 self._pending.clear()
@@ -343,7 +343,7 @@ class _Placing:
         self.steps.append(step)
         self.dicts.append(message_dict(self._as_written(step), self._dialect.form))
 
-    def _as_written(self, step: Step) -> Step:
+    def _as_written(self, step: PromptStep) -> PromptStep:
         """The step with the ids that its calls, or the call that it answers, are written with; where the template
         numbers calls, a result with the number that the model wrote."""
         if not self.call_ids or not (step.calls or step.call_id):
@@ -354,7 +354,7 @@ class _Placing:
         calls = tuple(replace(call, call_id=self.call_ids.get(call.call_id, call.call_id)) for call in step.calls)
         return replace(step, calls=calls, call_id=self.call_ids.get(step.call_id, step.call_id))
 
-    def _merge(self, step: Step) -> None:
+    def _merge(self, step: PromptStep) -> None:
         """Join the step to the last one; only what follows the last one's text changes."""
         last = self.steps.pop()
         self.dicts.pop()

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from kvserve.core import ToolCallBlock, ToolSpec
 from kvserve.prompt.control import ControlTokens
-from kvserve.prompt.steps import Step, WireForm, parsed_arguments, plain_data
+from kvserve.prompt.steps import PromptStep, WireForm, parsed_arguments, plain_data
 
 
-def guarded_steps(steps: Sequence[Step], form: WireForm, control: ControlTokens) -> Iterator[Step]:
+def guarded_steps(steps: Sequence[PromptStep], form: WireForm, control: ControlTokens) -> Iterator[PromptStep]:
     """The steps of one or more messages with a client's spellings marked; the same objects where there are none."""
     for step in steps:
         text = _guarded_text(step, control)
@@ -39,7 +39,7 @@ def guarded_steps(steps: Sequence[Step], form: WireForm, control: ControlTokens)
             )
 
 
-def _guarded_text(step: Step, control: ControlTokens) -> str:
+def _guarded_text(step: PromptStep, control: ControlTokens) -> str:
     """The text of a step: what the template itself says in it is left alone."""
     if step.kind in ("assistant", "calls"):
         return control.marked_answer(step.text)

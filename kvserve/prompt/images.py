@@ -59,7 +59,7 @@ INPUT_BYTES = 512 * 2**20
 """Of what the towers of running and waiting requests may still look at: one picture of 16 megapixels takes 400 MB."""
 
 
-type Reader = Callable[[Image.Image], MeasuredImage]
+type MeasuresImage = Callable[[Image.Image], MeasuredImage]
 """Raises BadRequest for a picture that the model's processor refuses."""
 
 
@@ -68,7 +68,7 @@ class Images:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: MeasuresImage,
         words: ImageWords,
         limits: ImageLimits = LIMITS,
         remote: RemotePictures | None = None,

@@ -17,7 +17,7 @@ _UNSEEN_OF_ASSISTANT = TextBlock(f"\n{_WORDS}\n")
 """On a line of its own: nothing goes between the pieces of an assistant's text."""
 
 
-def without_sight(turn: Turn) -> Turn:
+def without_images_seen(turn: Turn) -> Turn:
     """The turn with words for all images, and a note of how many there are. The same object where there are none."""
     num_images = _num_images(turn.messages)
     if not num_images:

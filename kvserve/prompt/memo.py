@@ -7,7 +7,7 @@ from threading import Lock
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry[V]:
+class _MemoEntry[V]:
     value: V
     num_bytes: int
 
@@ -18,7 +18,7 @@ class Memo[V]:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._entries: OrderedDict[Hashable, _Entry[V]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, _MemoEntry[V]] = OrderedDict()
         self._lock = Lock()
 
     @property
@@ -43,7 +43,7 @@ class Memo[V]:
                 return
             while self._num_bytes + num_bytes > self._max_bytes:
                 self._drop(next(iter(self._entries)))
-            self._entries[key] = _Entry(value, num_bytes)
+            self._entries[key] = _MemoEntry(value, num_bytes)
             self._num_bytes += num_bytes
 
     def take(self, key: Hashable) -> V | None:

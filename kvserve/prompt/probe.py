@@ -18,7 +18,7 @@ from kvserve.prompt.steps import (
     THINKING_PART,
     CallIds,
     Kind,
-    Step,
+    PromptStep,
     WireForm,
     message_dict,
     tool_dicts,
@@ -73,18 +73,20 @@ class Prober:
     tools: tuple[ToolSpec, ...] = ()
     arguments: Mapping[str, object] | None = None
 
-    def render(self, steps: Sequence[Step], form: WireForm, *, tail: bool = True, keep: bool = False) -> str | Refusal:
+    def render(
+        self, steps: Sequence[PromptStep], form: WireForm, *, tail: bool = True, keep: bool = False
+    ) -> str | Refusal:
         """The steps as text; `tail`: with the generation tail, `keep`: with the arguments that keep reasoning."""
         messages = [message_dict(step, form) for step in steps]
         arguments = (self.arguments or {}) if keep else {}
         return self.template.render(messages, tool_dicts(self.tools), add_generation_prompt=tail, arguments=arguments)
 
-    def shows(self, steps: Sequence[Step], form: WireForm, *, tail: bool = True) -> bool:
+    def shows(self, steps: Sequence[PromptStep], form: WireForm, *, tail: bool = True) -> bool:
         """Whether every text and call of the steps is written, in order (reasoning aside)."""
         text = self.render(steps, form, tail=tail)
         return isinstance(text, str) and in_order(text, _words(steps))
 
-    def shows_reasoning(self, steps: Sequence[Step], form: WireForm) -> bool:
+    def shows_reasoning(self, steps: Sequence[PromptStep], form: WireForm) -> bool:
         """Whether the reasoning of the steps is written in some setting, and their texts behind it."""
         words = [word for step in steps for word in (step.reasoning, step.text) if word]
         settings = ((tail, keep) for tail in (False, True) for keep in (False, True))
@@ -104,7 +106,7 @@ def in_order(text: str, words: Iterable[str]) -> bool:
     return True
 
 
-def _words(steps: Iterable[Step]) -> Iterator[str]:
+def _words(steps: Iterable[PromptStep]) -> Iterator[str]:
     for step in steps:
         if step.text:
             yield step.text
@@ -112,23 +114,25 @@ def _words(steps: Iterable[Step]) -> Iterator[str]:
             yield call.arguments.partition(":")[2].strip('"}') or call.arguments
 
 
-def talk(kinds: Iterable[Kind], *, text_with_calls: bool = False, calls_each: int = 1) -> list[Step]:
+def talk(kinds: Iterable[Kind], *, text_with_calls: bool = False, calls_each: int = 1) -> list[PromptStep]:
     """Steps of these kinds with a marker word each; a result answers the first call that has none yet."""
-    steps: list[Step] = []
+    steps: list[PromptStep] = []
     calls: list[ToolCallBlock] = []
     num_results = 0
     for number, kind in enumerate(kinds):
         text = f"kwtext{number}end"
         if kind == "calls":
             made = tuple(_call(f"kwcall{number}of{i}") for i in range(calls_each))
-            steps.append(Step("calls", text if text_with_calls else "", calls=made, call_number=len(calls)))
+            steps.append(PromptStep("calls", text if text_with_calls else "", calls=made, call_number=len(calls)))
             calls += made
         elif kind == "result" and num_results < len(calls):
             answered = calls[num_results]
-            steps.append(Step(kind, text, call_id=answered.call_id, call_name=answered.name, call_number=num_results))
+            steps.append(
+                PromptStep(kind, text, call_id=answered.call_id, call_name=answered.name, call_number=num_results)
+            )
             num_results += 1
         else:
-            steps.append(Step(kind, text, call_id="kwnone" if kind == "orphan" else ""))
+            steps.append(PromptStep(kind, text, call_id="kwnone" if kind == "orphan" else ""))
     return steps
 
 
@@ -232,11 +236,11 @@ def _probe_numbers(prober: Prober, form: WireForm) -> WireForm:
 
 def _names_results(prober: Prober, form: WireForm) -> bool:
     """Whether no id stands with a result alone, of two calls that follow one another."""
-    steps: list[Step] = [*talk(["user"])]
+    steps: list[PromptStep] = [*talk(["user"])]
     for number in range(2):
         call = ToolCallBlock(f"kwid{number}", PROBE_TOOL.name, '{"kwparameter":"kwvalue"}')
-        steps.append(Step("calls", calls=(call,), call_number=number))
-        steps.append(Step("result", "kwtext", call_id=call.call_id, call_name=call.name, call_number=number))
+        steps.append(PromptStep("calls", calls=(call,), call_number=number))
+        steps.append(PromptStep("result", "kwtext", call_id=call.call_id, call_name=call.name, call_number=number))
     text = prober.render(steps, form)
     if not isinstance(text, str):
         return False
@@ -261,7 +265,7 @@ def _probe_raw_arguments(prober: Prober, form: WireForm, kinds: tuple[Kind, ...]
 
 def _probe_reasoning(prober: Prober, dialect: Dialect) -> WireForm:
     form = dialect.form
-    answer = [talk(["user"])[0], Step("assistant", "kwtext1end", "kwreasoning")]
+    answer = [talk(["user"])[0], PromptStep("assistant", "kwtext1end", "kwreasoning")]
     places = [answer, [*answer, *talk(["user"])]]
     if dialect.calls:
         user, calls, result = talk(["user", "calls", "result" if dialect.results else "user"])
@@ -276,7 +280,7 @@ def _probe_reasoning(prober: Prober, dialect: Dialect) -> WireForm:
 
 def _keeps_think_tags(prober: Prober, form: WireForm) -> bool:
     """Whether a literal </think> in an answer costs the text before it, and an empty reasoning field saves it."""
-    steps = [*talk(["user"]), Step("assistant", "kwbefore</think>kwafter"), *talk(["user"])]
+    steps = [*talk(["user"]), PromptStep("assistant", "kwbefore</think>kwafter"), *talk(["user"])]
     return not prober.shows(steps, form) and prober.shows(steps, replace(form, keeps_think_tags=True))
 
 

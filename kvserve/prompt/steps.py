@@ -51,7 +51,7 @@ THINK_OPEN = "<think>"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PromptStep:
     """One message as a template knows it; `index` is that of the message it came from.
 
     A template writes `reasoning`, `text` and `calls` in this order. `call_id` and `call_name` belong to tool results;
@@ -113,29 +113,29 @@ class WireForm:
     named_roles: frozenset[str] = frozenset()
 
 
-def steps_of(message: Message, index: int, describe: DescribeTools) -> Iterator[Step]:
+def steps_of(message: Message, index: int, describe: DescribeTools) -> Iterator[PromptStep]:
     """The steps of one message, in the order of its blocks. Raises BadRequest for an image."""
     is_answer = message.role == "assistant"
     steps = _assistant_steps(message, index, describe) if is_answer else _other_steps(message, index, describe)
     first = next(steps, None)
     if first is None:
-        yield Step("orphan" if message.role == "tool" else message.role, name=message.name, index=index)
+        yield PromptStep("orphan" if message.role == "tool" else message.role, name=message.name, index=index)
         return
     yield first
     yield from steps
 
 
-def _assistant_steps(message: Message, index: int, describe: DescribeTools) -> Iterator[Step]:
+def _assistant_steps(message: Message, index: int, describe: DescribeTools) -> Iterator[PromptStep]:
     """Cut wherever a block would be written before one that the assistant said earlier, e.g. text behind a call."""
     thinking: list[str] = []
     texts: list[str] = []
     calls: list[ToolCallBlock] = []
 
-    def cut() -> Iterator[Step]:
+    def cut() -> Iterator[PromptStep]:
         if thinking or texts or calls:
             kind: Kind = "calls" if calls else "assistant"
             # An assistant's text in several blocks is one text in pieces (citations cut it so): nothing goes between.
-            yield Step(kind, "".join(texts), "\n\n".join(thinking), tuple(calls), name=message.name, index=index)
+            yield PromptStep(kind, "".join(texts), "\n\n".join(thinking), tuple(calls), name=message.name, index=index)
         for parts in (thinking, texts, calls):
             parts.clear()
 
@@ -158,25 +158,25 @@ def _assistant_steps(message: Message, index: int, describe: DescribeTools) -> I
                 yield _result_step(block, index, message.name, describe)
             case ToolBlock():  # no words of the assistant's, whoever brought the tool in
                 yield from cut()
-                yield _with_text(Step("system", index=index), (block,), describe)
+                yield _with_text(PromptStep("system", index=index), (block,), describe)
             case ImageBlock():
                 raise _no_images()
     yield from cut()
 
 
-def _other_steps(message: Message, index: int, describe: DescribeTools) -> Iterator[Step]:
+def _other_steps(message: Message, index: int, describe: DescribeTools) -> Iterator[PromptStep]:
     """Steps of a system, user or tool message: each tool result is one, the text between them one each."""
     kind: Kind = "orphan" if message.role == "tool" else message.role
     for is_result, group in groupby(message.blocks, key=lambda block: isinstance(block, ToolResultBlock)):
         if not is_result:
-            yield _with_text(Step(kind, name=message.name, index=index), tuple(group), describe)
+            yield _with_text(PromptStep(kind, name=message.name, index=index), tuple(group), describe)
             continue
         for block in group:
             if isinstance(block, ToolResultBlock):
                 yield _result_step(block, index, message.name, describe)
 
 
-def _with_text(step: Step, blocks: Sequence[Block], describe: DescribeTools, *before: str) -> Step:
+def _with_text(step: PromptStep, blocks: Sequence[Block], describe: DescribeTools, *before: str) -> PromptStep:
     """The step with what the blocks say behind `before`: blocks are parts of their own, a line each."""
     texts, own, end = list(before), list[tuple[int, int]](), sum(len(text) + 1 for text in before)
     for text, is_own in _texts(blocks, describe):
@@ -213,10 +213,10 @@ def _text_of(block: Block) -> str:
             raise _no_images()
 
 
-def _result_step(block: ToolResultBlock, index: int, name: str | None, describe: DescribeTools) -> Step:
+def _result_step(block: ToolResultBlock, index: int, name: str | None, describe: DescribeTools) -> PromptStep:
     """The step of a tool result; an error is marked, since no template has a field for it. `name` is what the message
     calls the tool: its call says it too, where there is one."""
-    step = Step("result", call_id=block.call_id, call_name=name or "", index=index)
+    step = PromptStep("result", call_id=block.call_id, call_name=name or "", index=index)
     said = _with_text(step, block.blocks, describe, *(["[error]"] if block.is_error else []))
     return replace(said, text="[error]\n") if block.is_error and not block.blocks else said
 
@@ -233,7 +233,7 @@ def _no_images() -> BadRequest:
 # --- dicts as templates read them ------------------------------------------------------------------------------------
 
 
-def message_dict(step: Step, form: WireForm) -> MessageDict:
+def message_dict(step: PromptStep, form: WireForm) -> MessageDict:
     """The dict for the template. No key has the value None: many templates write it out as "None"."""
     role = ROLES[step.kind]
     text = step.text or ("" if step.calls and not form.fills_calls else form.empty_text.get(role, ""))
@@ -369,7 +369,7 @@ def hermes_result(text: str) -> str:
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
-def transcript(steps: Iterable[Step], say_calls: Callable[[Sequence[ToolCallBlock]], str]) -> str:
+def transcript(steps: Iterable[PromptStep], say_calls: Callable[[Sequence[ToolCallBlock]], str]) -> str:
     """The steps as plain text, each part under a label: the form that needs nothing from a template."""
     parts: list[str] = []
     for step in steps:

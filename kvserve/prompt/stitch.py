@@ -18,7 +18,7 @@ from kvserve.prompt.cuts import Cutter, Piece
 from kvserve.prompt.images_text import Runs, encode_marked
 from kvserve.prompt.memo import Memo
 from kvserve.prompt.template import ChatTemplate, PromptText
-from kvserve.prompt.token_replay import Places, Said, Says, Unit, behind_header, find_units
+from kvserve.prompt.token_replay import MessageParts, ReadsMessages, ReplayPlaces, Unit, behind_header, find_units
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.prompt.turn_layout import TurnLayout, learn_layout
 from kvserve.prompt.writing import open_tag
@@ -46,7 +46,7 @@ class Stitched:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
+class _PieceTokens:
     """The ids of a piece, which messages start in it and where its images are, counted from its own start."""
 
     ids: tuple[int, ...]
@@ -60,8 +60,8 @@ class _Emitted:
 
     written: Written
     text: str
-    said: Said | None
-    tokens: _Tokens
+    said: MessageParts | None
+    tokens: _PieceTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class Stitcher:
         self._cut_ids = {tokenizer.token_id(token) for token in self._cutter.tokens}
         self._starts_are_local = self._cut_ids.isdisjoint(markers.user_header[1:])
         self._shared: dict[int, int] = {}
-        self._known: Memo[_Tokens] = Memo(max_bytes // 2)
-        self._said: Memo[Said] = Memo(max_bytes // 4)
+        self._known: Memo[_PieceTokens] = Memo(max_bytes // 2)
+        self._said: Memo[MessageParts] = Memo(max_bytes // 4)
         self._emitted: Memo[_Emitted] = Memo(max_bytes // 4)
 
     @classmethod
@@ -121,7 +121,9 @@ class Stitcher:
         """Whether emitted ids are used at all: the template's turns can be told apart and end in a token."""
         return bool(self._layout.header)
 
-    def tokens(self, prompt: PromptText, writings: Sequence[Written | None] = (), says: Says | None = None) -> Stitched:
+    def tokens(
+        self, prompt: PromptText, writings: Sequence[Written | None] = (), says: ReadsMessages | None = None
+    ) -> Stitched:
         """The prompt's ids. `writings`: per assistant message of the conversation, in order, what was written there.
 
         A written turn keeps its ids where `says` reads the same in the text; without `says` none does.
@@ -145,7 +147,7 @@ class Stitcher:
 
     def _joined(self, pieces: Sequence[Piece], replays: Mapping[int, _Replay], tail: int, runs: Runs) -> Stitched:
         """The ids of the pieces in order, replays in their places; `tail` is the piece that the tail begins with."""
-        rows: list[_Tokens] = []
+        rows: list[_PieceTokens] = []
         num_new_chars = num_rows_before_tail = index = 0
         while index < len(pieces):
             replay = replays.get(index)
@@ -167,16 +169,16 @@ class Stitcher:
         tail_ids = _ids(rows[num_rows_before_tail:])
         return Stitched(ids, starts, tail_ids, len(replays), num_new_chars, tuple(_images(rows)))
 
-    def _tokenised(self, text: str, runs: Runs) -> _Tokens:
+    def _tokenised(self, text: str, runs: Runs) -> _PieceTokens:
         """The ids of one piece, from now on known: marks of images and of a client's words are part of its text."""
         marked = encode_marked(self._encode, text, runs)
         tokens = replace(self._with_starts(marked.ids), images=marked.images)
         self._known.put(text, tokens, _num_bytes(text, tokens))
         return tokens
 
-    def _with_starts(self, ids: tuple[int, ...]) -> _Tokens:
+    def _with_starts(self, ids: tuple[int, ...]) -> _PieceTokens:
         shared = tuple(map(self._shared.setdefault, ids, ids))
-        return _Tokens(shared, self._markers.message_starts(ids))
+        return _PieceTokens(shared, self._markers.message_starts(ids))
 
     # --- turns that the model wrote -----------------------------------------------------------------------------------
 
@@ -185,7 +187,7 @@ class Stitcher:
         pieces: Sequence[Piece],
         units: Sequence[Unit],
         writings: Sequence[Written | None],
-        says: Says,
+        says: ReadsMessages,
         *,
         continues: bool,
     ) -> dict[int, _Replay]:
@@ -193,7 +195,7 @@ class Stitcher:
         replays: dict[int, _Replay] = {}
         if not units or not any(writings):
             return replays
-        places = Places.of(units, len(writings), _Remembering(says, self._said))
+        places = ReplayPlaces.of(units, len(writings), _Remembering(says, self._said))
         unit = 0
         for message, written in enumerate(writings):
             emitted = self._read(written, says) if written is not None else None
@@ -215,7 +217,7 @@ class Stitcher:
             unit = span.stop
         return replays
 
-    def _read(self, written: Written, says: Says) -> _Emitted:
+    def _read(self, written: Written, says: ReadsMessages) -> _Emitted:
         """What a turn's emitted ids say. Remembered by the object, which is kept, so that its name stays its own."""
         key = (says.key, id(written))
         known = self._emitted.get(key)
@@ -246,14 +248,14 @@ class Stitcher:
 class _Remembering:
     """A reader that reads each text once; ids are of those texts only that are said again."""
 
-    says: Says
-    memo: Memo[Said]
+    says: ReadsMessages
+    memo: Memo[MessageParts]
 
     @property
     def key(self) -> object:
         return self.says.key
 
-    def __call__(self, text: str) -> Said:
+    def __call__(self, text: str) -> MessageParts:
         key = (self.says.key, text)
         said = self.memo.get(key)
         if said is None:
@@ -261,11 +263,11 @@ class _Remembering:
             self.memo.put(key, said, 3 * len(text) + 256)
         return said
 
-    def ids(self, text: str, said: Said) -> tuple[str, ...]:
+    def ids(self, text: str, said: MessageParts) -> tuple[str, ...]:
         return self.says.ids(text, said)
 
 
-def _names_alike(emitted: _Emitted, turn: Sequence[Unit], says: Says) -> bool:
+def _names_alike(emitted: _Emitted, turn: Sequence[Unit], says: ReadsMessages) -> bool:
     """Whether calls have in the prompt the ids that the model wrote, which their results name; what it wrote without an
     id has any."""
     if emitted.said is None or not emitted.said[2]:
@@ -277,7 +279,7 @@ def _names_alike(emitted: _Emitted, turn: Sequence[Unit], says: Says) -> bool:
     return all(mine in ("", theirs) for mine, theirs in pairs)
 
 
-def _closing(emitted: _Emitted, last: Unit, says: Says) -> str | None:
+def _closing(emitted: _Emitted, last: Unit, says: ReadsMessages) -> str | None:
     """What the template closes an answer with that was cut in its thinking, or the model would go on with it in a later
     message; "" for any other answer, None where that cannot be told.
 
@@ -305,7 +307,7 @@ def _last_opener(pieces: Sequence[Piece], layout: TurnLayout) -> int:
     return next((index for index in range(len(pieces) - 1, 0, -1) if pieces[index][0] in layout.openers), 0)
 
 
-def _ids(rows: Sequence[_Tokens]) -> tuple[int, ...]:
+def _ids(rows: Sequence[_PieceTokens]) -> tuple[int, ...]:
     """The ids of all rows, by copying them in bulk."""
     ids: list[int] = []
     for row in rows:
@@ -313,7 +315,7 @@ def _ids(rows: Sequence[_Tokens]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _starts(rows: Sequence[_Tokens]) -> Iterator[MessageStart]:
+def _starts(rows: Sequence[_PieceTokens]) -> Iterator[MessageStart]:
     """The starts of all rows, counted from the first one's start."""
     offset = 0
     for row in rows:
@@ -322,7 +324,7 @@ def _starts(rows: Sequence[_Tokens]) -> Iterator[MessageStart]:
         offset += len(row.ids)
 
 
-def _images(rows: Sequence[_Tokens]) -> Iterator[ImageSpan]:
+def _images(rows: Sequence[_PieceTokens]) -> Iterator[ImageSpan]:
     """The images of all rows, likewise."""
     offset = 0
     for row in rows:
@@ -335,5 +337,5 @@ def _text(pieces: Sequence[Piece]) -> str:
     return "".join(token + body for token, body in pieces)
 
 
-def _num_bytes(text: str, tokens: _Tokens) -> int:
+def _num_bytes(text: str, tokens: _PieceTokens) -> int:
     return 4 * len(text) + _BYTES_PER_TOKEN * len(tokens.ids) + 256

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from kvserve.prompt.compiled import CompiledTemplate
 from kvserve.prompt.probe import Prober, talk
-from kvserve.prompt.steps import Step, WireForm
+from kvserve.prompt.steps import PromptStep, WireForm
 
 UNSET = object()
 """A value that is set by not passing the argument."""
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class ThinkingSwitch:
     """A template's argument with the value for on and the value for off."""
 
     name: str
@@ -28,18 +28,18 @@ class Switch:
 
 
 THINKING_SWITCHES = (
-    Switch("enable_thinking", True, False),
-    Switch("thinking", True, False),
-    Switch("reasoning", True, False),
-    Switch("thinking_budget", UNSET, 0),
+    ThinkingSwitch("enable_thinking", True, False),
+    ThinkingSwitch("thinking", True, False),
+    ThinkingSwitch("reasoning", True, False),
+    ThinkingSwitch("thinking_budget", UNSET, 0),
 )
 # On keeps the thinking of earlier turns.
 PRESERVE_SWITCHES = (
-    Switch("preserve_thinking", True, False),
-    Switch("clear_thinking", False, True),
-    Switch("keep_past_thinking", True, False),
-    Switch("truncate_history_thinking", False, True),
-    Switch("drop_thinking", False, True),
+    ThinkingSwitch("preserve_thinking", True, False),
+    ThinkingSwitch("clear_thinking", False, True),
+    ThinkingSwitch("keep_past_thinking", True, False),
+    ThinkingSwitch("truncate_history_thinking", False, True),
+    ThinkingSwitch("drop_thinking", False, True),
 )
 EFFORT_ARGUMENT = "reasoning_effort"
 EFFORT_LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -50,8 +50,8 @@ USUAL_LEVELS = ("low", "medium", "high")
 class Switches:
     """The switches that work. `efforts` are the levels that the template knows, lowest first; empty: it knows none."""
 
-    thinking: tuple[Switch, ...] = ()
-    preserve: tuple[Switch, ...] = ()
+    thinking: tuple[ThinkingSwitch, ...] = ()
+    preserve: tuple[ThinkingSwitch, ...] = ()
     efforts: tuple[str, ...] = ()
 
     @property
@@ -109,7 +109,7 @@ def find_switches(prober: Prober, form: WireForm) -> Switches:
     )
 
 
-def _thoughtful_talk() -> Sequence[Step]:
+def _thoughtful_talk() -> Sequence[PromptStep]:
     user, assistant, later = talk(["user", "assistant", "user"])
     return user, replace(assistant, reasoning="kwreasoning"), later
 
@@ -120,14 +120,14 @@ def _render(prober: Prober, form: WireForm, arguments: Mapping[str, object]) -> 
     return tuple(tried.render(steps, form, keep=True) for steps in (talk(["user"]), _thoughtful_talk()))
 
 
-def _works(prober: Prober, form: WireForm, switch: Switch) -> bool:
+def _works(prober: Prober, form: WireForm, switch: ThinkingSwitch) -> bool:
     if switch.name not in prober.template.reads:
         return False
     on, off = (_render(prober, form, switch.arguments(is_on)) for is_on in (True, False))
     return on != off and all(isinstance(text, str) for text in (*on, *off))
 
 
-def _preserves(prober: Prober, form: WireForm, switch: Switch) -> bool:
+def _preserves(prober: Prober, form: WireForm, switch: ThinkingSwitch) -> bool:
     """Whether earlier thinking is written with the switch on and gone with it off, thinking itself being on."""
     if switch.name not in prober.template.reads:
         return False

@@ -11,17 +11,17 @@ from kvserve.core import CallRow, Message, TextBlock, TokenSequence, ToolSpec
 from kvserve.errors import BadRequest
 from kvserve.prompt.call_words import EXAMPLES, CallWords
 from kvserve.prompt.compiled import CompiledTemplate, MessageDict
-from kvserve.prompt.conform import Dialect, Memory, conform
+from kvserve.prompt.conform import ConformMemo, Dialect, conform
 from kvserve.prompt.control import ControlTokens, Sample, control_tokens, shown, spared_tags
 from kvserve.prompt.guarding import guarded_data, guarded_steps, guarded_tools
 from kvserve.prompt.images_text import Runs, without_barriers
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, sample
-from kvserve.prompt.steps import Step, WireForm, steps_of, tool_dicts, transcript
+from kvserve.prompt.steps import PromptStep, WireForm, steps_of, tool_dicts, transcript
 from kvserve.prompt.switches import Switches, find_switches, keep_arguments
 from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
 from kvserve.prompt.tool_form import find_tool_form, shown_call
-from kvserve.prompt.tool_words import ToolForm, ToolWords
-from kvserve.prompt.writing import REASONING_TAGS, Writer, Written
+from kvserve.prompt.tool_words import ToolDescriber, ToolWords
+from kvserve.prompt.writing import REASONING_TAGS, RenderedText, Writer
 
 ARGUMENTS_FIELD = "chat_template_kwargs"
 
@@ -69,7 +69,7 @@ class RenderedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Voice:
+class _TemplateProfile:
     """A template together with what it accepts: without tools, with tools (None: it writes none), its switches, and how
     it describes a tool (None: that could not be told)."""
 
@@ -78,7 +78,7 @@ class _Voice:
     tool_dialect: Dialect | None
     switches: Switches
     sample: Sample
-    tool_form: ToolForm | None
+    tool_form: ToolDescriber | None
     shown_call: str | None
 
     @property
@@ -88,7 +88,7 @@ class _Voice:
         return replace(self.dialect, tools=False, calls=False, results=False, words=words)
 
 
-def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _Voice | None:
+def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _TemplateProfile | None:
     """What the template accepts, None where it cannot even render one user message; `row` is how it writes calls."""
     prober = Prober(template, arguments=keep_arguments(template))
     dialect = probe(prober)
@@ -103,7 +103,7 @@ def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _Voice | 
     called = shown_call(asked, spoken) if row is None else CallWords(row).calls(EXAMPLES[:1])
     dialect = replace(dialect, words=CallWords(row, called if row is None and dialect.calls else None))
     switches = find_switches(prober, dialect.form)
-    return _Voice(template, dialect, tool_dialect, switches, sample(asked, spoken), form, called)
+    return _TemplateProfile(template, dialect, tool_dialect, switches, sample(asked, spoken), form, called)
 
 
 class ChatTemplate:
@@ -124,11 +124,11 @@ class ChatTemplate:
         self._words = CallWords(row)
         source = tokenizer.chat_template
         compiled = CompiledTemplate(source, tokenizer.template_variables) if source is not None else None
-        self._voice = _probed(compiled, row) if compiled is not None else None
-        dialects = (self._voice.dialect, self._voice.tool_dialect) if self._voice is not None else ()
+        self._profile = _probed(compiled, row) if compiled is not None else None
+        dialects = (self._profile.dialect, self._profile.tool_dialect) if self._profile is not None else ()
         spoken = [dialect for dialect in dialects if dialect is not None]
-        self._memories = [(dialect, Memory(max_bytes // len(spoken))) for dialect in spoken]
-        self.control = _control_of(tokenizer, self._voice.sample if self._voice is not None else None, tags)
+        self._memories = [(dialect, ConformMemo(max_bytes // len(spoken))) for dialect in spoken]
+        self.control = _control_of(tokenizer, self._profile.sample if self._profile is not None else None, tags)
 
     def clear(self) -> None:
         """Forget earlier conversations."""
@@ -138,29 +138,29 @@ class ChatTemplate:
     @property
     def accepts_tools(self) -> bool:
         """Whether the template writes tools itself; else they are described in the system message."""
-        return self._voice is not None and self._voice.tool_dialect is not None
+        return self._profile is not None and self._profile.tool_dialect is not None
 
     @property
     def counts_calls(self) -> bool:
         """Whether the template numbers calls itself, and results name these numbers."""
-        dialect = (self._voice.tool_dialect or self._voice.dialect) if self._voice is not None else None
+        dialect = (self._profile.tool_dialect or self._profile.dialect) if self._profile is not None else None
         return dialect is not None and dialect.form.call_ids in ("numbered", "numbered_in_message")
 
     @property
     def shown_call(self) -> str | None:
         """How the template writes the first of `EXAMPLES`; None where calls are text in its conversations."""
-        return self._voice.shown_call if self._voice is not None else None
+        return self._profile.shown_call if self._profile is not None else None
 
     @property
     def image_words(self) -> str | None:
         """What the template writes for an image among the parts of a message; None where it writes nothing."""
-        if self._voice is None:
+        if self._profile is None:
             return None
         left, right = "kvserve-left", "kvserve-right"
         content = [{"type": "text", "text": left}, {"type": "image"}, {"type": "text", "text": right}]
-        arguments = self._voice.switches.arguments({}, thinking=False, preserve=None, effort=None)
+        arguments = self._profile.switches.arguments({}, thinking=False, preserve=None, effort=None)
         messages: list[MessageDict] = [{"role": "user", "content": content}]
-        text = self._voice.template.render(messages, None, add_generation_prompt=False, arguments=arguments)
+        text = self._profile.template.render(messages, None, add_generation_prompt=False, arguments=arguments)
         if not isinstance(text, str) or left not in text or right not in text:
             return None
         return text.partition(left)[2].partition(right)[0] or None
@@ -168,24 +168,24 @@ class ChatTemplate:
     @property
     def accepts_thinking(self) -> bool:
         """Whether the template can be asked to switch thinking on and off."""
-        return self._voice is not None and bool(self._voice.switches.thinking)
+        return self._profile is not None and bool(self._profile.switches.thinking)
 
     def thinks_unasked(self, tags: Collection[str]) -> bool:
         """Whether its model may think where the prompt was written without thinking: the template names one of these
         tags, which stand around thinking, and cannot be told to do without."""
-        if self._voice is None or self._voice.switches.turn_thinking_off:
+        if self._profile is None or self._profile.switches.turn_thinking_off:
             return False
-        return any(tag in self._voice.template.source for tag in tags)
+        return any(tag in self._profile.template.source for tag in tags)
 
     @property
     def accepts_preserve_thinking(self) -> bool:
         """Whether the template can be asked to keep the thinking of earlier turns."""
-        return self._voice is not None and bool(self._voice.switches.preserve)
+        return self._profile is not None and bool(self._profile.switches.preserve)
 
     @property
     def efforts(self) -> tuple[str, ...]:
         """The reasoning efforts that the template knows, lowest first."""
-        return self._voice.switches.efforts if self._voice is not None else ()
+        return self._profile.switches.efforts if self._profile is not None else ()
 
     def write(
         self,
@@ -205,26 +205,26 @@ class ChatTemplate:
         `call_ids` are those that calls are written with, by the ones that they have here.
         Raises BadRequest for an image, and for template arguments that the template fails with.
         """
-        voice = self._voice
+        profile = self._profile
         tools = guarded_tools(tools, self.control)
-        if voice is None:
+        if profile is None:
             return self._plain(messages, tools, ())
-        given = self._free_arguments(voice, template_arguments or {})
-        arguments = voice.switches.arguments(given, thinking=thinking, preserve=preserve_thinking, effort=effort)
-        switched = voice.switches.arguments({}, thinking=thinking, preserve=preserve_thinking, effort=effort)
+        given = self._free_arguments(profile, template_arguments or {})
+        arguments = profile.switches.arguments(given, thinking=thinking, preserve=preserve_thinking, effort=effort)
+        switched = profile.switches.arguments({}, thinking=thinking, preserve=preserve_thinking, effort=effort)
         refusals: list[str] = []
-        for dialect, said in _attempts(voice, messages, tools):
+        for dialect, said in _attempts(profile, messages, tools):
             words = self._tool_words(dialect, tools)
             conformed = conform(said, tools, dialect, self._memory_of(dialect), self.control, words.said, call_ids)
-            writer = Writer(voice.template, dialect.form, tool_dicts(tools) if dialect.tools else None, arguments)
+            writer = Writer(profile.template, dialect.form, tool_dicts(tools) if dialect.tools else None, arguments)
             written = writer.write(conformed)
-            if isinstance(written, Written):
+            if isinstance(written, RenderedText):
                 notes = (*refusals, *conformed.notes)
                 # A chat template writes every special token itself, BOS included; that is how they are all written.
                 text = self.control.settled(without_surrogates(written.text))
                 begun = without_barriers(shown(without_surrogates(written.begun)))
                 return PromptText(text, written.opens_reasoning, notes, continues=conformed.continues, begun=begun)
-            if given and isinstance(replace(writer, arguments=switched).write(conformed), Written):
+            if given and isinstance(replace(writer, arguments=switched).write(conformed), RenderedText):
                 reason = f"The chat template fails with these arguments: {shown(written.reason)}"
                 raise BadRequest(reason, param=ARGUMENTS_FIELD)
             refusals.append(f"the chat template refused ({shown(written.reason)}): a plainer form was tried")
@@ -256,7 +256,7 @@ class ChatTemplate:
         """The conversation as labelled text, without the model's template."""
         describe = ToolWords(explains=not tools, control=self.control, calls=self._words).said
         said = [step for index, message in enumerate(messages) for step in steps_of(message, index, describe)]
-        steps = [Step("system", self._words.tools(tools))] if tools else []
+        steps = [PromptStep("system", self._words.tools(tools))] if tools else []
         steps += guarded_steps(said, WireForm(), self.control)
         continues = bool(steps) and steps[-1].kind == "assistant" and bool(steps[-1].text)
         text = without_surrogates(transcript(steps, self._words.calls) + ("" if continues else "\n\n[assistant]\n"))
@@ -267,15 +267,15 @@ class ChatTemplate:
 
     def _tool_words(self, dialect: Dialect, tools: tuple[ToolSpec, ...]) -> ToolWords:
         """What is said where tools change: in the form of those in front; without any, how to call one too."""
-        form = self._voice.tool_form if self._voice is not None and dialect.tools else None
+        form = self._profile.tool_form if self._profile is not None and dialect.tools else None
         return ToolWords(form, explains=not tools, control=self.control, calls=dialect.words)
 
-    def _free_arguments(self, voice: _Voice, given: Mapping[str, object]) -> dict[str, object]:
+    def _free_arguments(self, profile: _TemplateProfile, given: Mapping[str, object]) -> dict[str, object]:
         """The request's arguments less the names that the rendering itself needs."""
-        free = {name: value for name, value in given.items() if voice.template.is_free(name)}
+        free = {name: value for name, value in given.items() if profile.template.is_free(name)}
         return {name: guarded_data(value, self.control) for name, value in free.items()}
 
-    def _memory_of(self, dialect: Dialect) -> Memory | None:
+    def _memory_of(self, dialect: Dialect) -> ConformMemo | None:
         """The memory of a dialect that was probed; one that is tried because of a refusal has none."""
         return next((memory for known, memory in self._memories if known is dialect), None)
 
@@ -287,14 +287,14 @@ def _control_of(tokenizer: Tokenizer, sample: Sample | None, tags: Collection[st
 
 
 def _attempts(
-    voice: _Voice, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
+    profile: _TemplateProfile, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
 ) -> Iterator[tuple[Dialect, tuple[Message, ...]]]:
     """Ways to say it, nearest first: as probed; tools in words; everything in one user message."""
-    yield (voice.tool_dialect if tools and voice.tool_dialect is not None else voice.dialect), messages
-    yield voice.in_words, messages
+    yield (profile.tool_dialect if tools and profile.tool_dialect is not None else profile.dialect), messages
+    yield profile.in_words, messages
     is_answer = bool(messages) and messages[-1].role == "assistant"
     told, answer = (messages[:-1], messages[-1:]) if is_answer else (messages, ())
-    words = voice.in_words.words
+    words = profile.in_words.words
     describe = ToolWords(explains=not tools, calls=words).said
     steps = (step for index, message in enumerate(told) for step in steps_of(message, index, describe))
-    yield voice.in_words, (Message("user", (TextBlock(transcript(steps, words.calls)),)), *answer)
+    yield profile.in_words, (Message("user", (TextBlock(transcript(steps, words.calls)),)), *answer)

@@ -11,24 +11,24 @@ from typing import NamedTuple, Protocol
 from kvserve.prompt.cuts import Piece
 from kvserve.prompt.turn_layout import TurnLayout
 
-type Said = tuple[str, str, tuple[tuple[str, str], ...]]
+type MessageParts = tuple[str, str, tuple[tuple[str, str], ...]]
 """Reasoning, content and calls (name, arguments), in a form that is equal for texts that say the same."""
 
 MAX_MESSAGES_PER_TURN = 8
 """How many rendered messages one answer is looked for in: its reasoning, its text, and then a message per call."""
 
 
-class Says(Protocol):
+class ReadsMessages(Protocol):
     """Reads turns; `key` is equal for readers that read alike."""
 
     @property
     def key(self) -> Hashable: ...
 
-    def __call__(self, text: str) -> Said:
+    def __call__(self, text: str) -> MessageParts:
         """What `text`, a whole assistant's message behind its header, says."""
         ...
 
-    def ids(self, text: str, said: Said) -> tuple[str, ...]:
+    def ids(self, text: str, said: MessageParts) -> tuple[str, ...]:
         """The ids that the calls of such a text, which says this, are written with; "" for one without."""
         ...
 
@@ -47,7 +47,7 @@ class Unit:
     text: str
 
 
-class Span(NamedTuple):
+class ReplaySpan(NamedTuple):
     """The units `[start, stop)`."""
 
     start: int
@@ -81,42 +81,42 @@ def find_units(pieces: Sequence[Piece], layout: TurnLayout) -> list[Unit]:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ReplayPlaces:
     """Where what is said in a prompt: spans of units by their slot and what they say.
 
     The k-th assistant's message of the conversation is looked for in slot k if there are as many runs (or else units)
     as messages; else all spans are in slot 0 and looked through in order.
     """
 
-    spans: Mapping[tuple[int, Said], Sequence[Span]]
+    spans: Mapping[tuple[int, MessageParts], Sequence[ReplaySpan]]
     is_aligned: bool
 
     @classmethod
-    def of(cls, units: Sequence[Unit], num_messages: int, says: Says) -> "Places":
+    def of(cls, units: Sequence[Unit], num_messages: int, says: ReadsMessages) -> "ReplayPlaces":
         """The places of these units; each unit is read."""
         by_run = units and units[-1].run + 1 == num_messages
         by_unit = len(units) == num_messages
-        found: dict[tuple[int, Said], list[Span]] = {}
+        found: dict[tuple[int, MessageParts], list[ReplaySpan]] = {}
         said = [says(unit.text) for unit in units]
         for start, unit in enumerate(units):
             slot = unit.run if by_run else start if by_unit else 0
-            together: Said = ("", "", ())
+            together: MessageParts = ("", "", ())
             for stop in range(start + 1, min(start + MAX_MESSAGES_PER_TURN, len(units)) + 1):
                 joined = _together(together, said[stop - 1])
                 if joined is None or units[stop - 1].run != unit.run:
                     break
                 together = joined
-                found.setdefault((slot, together), []).append(Span(start, stop))
+                found.setdefault((slot, together), []).append(ReplaySpan(start, stop))
         return cls(found, bool(by_run or by_unit))
 
-    def find(self, message: int, said: Said, at_or_after: int) -> Span | None:
+    def find(self, message: int, said: MessageParts, at_or_after: int) -> ReplaySpan | None:
         """The first span that says what the assistant's message with this number does, from a unit on."""
         spans = self.spans.get((message if self.is_aligned else 0, said), ())
-        first = bisect_left(spans, Span(at_or_after, 0))
+        first = bisect_left(spans, ReplaySpan(at_or_after, 0))
         return spans[first] if first < len(spans) else None
 
 
-def _together(first: Said, second: Said) -> Said | None:
+def _together(first: MessageParts, second: MessageParts) -> MessageParts | None:
     """What two messages say together, None where that is more than one answer can: each has one text at most."""
     if (first[0] and second[0]) or (first[1] and second[1]):
         return None

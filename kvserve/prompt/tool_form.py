@@ -10,7 +10,7 @@ from kvserve.prompt.call_words import ARGUMENT, EXAMPLES, FUNCTION, VALUE
 from kvserve.prompt.compiled import MessageDict, ToolDict
 from kvserve.prompt.conform import Dialect
 from kvserve.prompt.probe import Prober, in_order, talk
-from kvserve.prompt.steps import Step, WireForm, function_dict, message_dict, tool_dicts
+from kvserve.prompt.steps import PromptStep, WireForm, function_dict, message_dict, tool_dicts
 from kvserve.prompt.tool_words import OPENING
 
 
@@ -109,8 +109,8 @@ def _own_place(found: ProbedForm) -> tuple[str, str] | None:
 def shown_call(prober: Prober, dialect: Dialect) -> str | None:
     """How the prober's template writes the first of `EXAMPLES`; None where it writes no calls."""
     user, [call, *_] = talk(["user"]), EXAMPLES
-    said = prober.render([*user, Step("calls", calls=(call,))], dialect.form, tail=False)
-    plain = prober.render([*user, Step("assistant", _PLAIN)], dialect.form, tail=False)
+    said = prober.render([*user, PromptStep("calls", calls=(call,))], dialect.form, tail=False)
+    plain = prober.render([*user, PromptStep("assistant", _PLAIN)], dialect.form, tail=False)
     if not dialect.calls or not isinstance(said, str) or not isinstance(plain, str):
         return None
     before, _, behind = plain.partition(_PLAIN)

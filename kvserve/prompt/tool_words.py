@@ -20,7 +20,7 @@ NOT_DEFINED = "The tool {name} is named here, but nobody defines it: it cannot b
 REMOVED = "The tool {name} was removed: it cannot be called from here on."
 
 
-class ToolForm(Protocol):
+class ToolDescriber(Protocol):
     """How a chat template describes tools; `opening` and `closing` stand around descriptions in a conversation."""
 
     @property
@@ -38,7 +38,7 @@ class ToolWords:
     """What a model reads where its tools change. `form` None describes them as JSON; `explains`: the model was told of
     no tools yet, nor how to call one, which `calls` knows. With `control` the client's own words are guarded."""
 
-    form: ToolForm | None = None
+    form: ToolDescriber | None = None
     explains: bool = False
     control: ControlTokens | None = None
     calls: CallWords = HERMES

@@ -111,7 +111,7 @@ def parse_counted(
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _ReadBody:
     """A body that was read: its turn, its tools, and those that can be called where the conversation stands now."""
 
     turn: Turn
@@ -120,7 +120,7 @@ class _Read:
     wants_only_unserved: bool
 
 
-def _read(body: JsonObject, headers: Mapping[str, str], defaults: RequestDefaults, request_id: RequestId) -> _Read:
+def _read(body: JsonObject, headers: Mapping[str, str], defaults: RequestDefaults, request_id: RequestId) -> _ReadBody:
     fields = with_extra_body(body)
     refuse_unsupported(fields, _UNSUPPORTED)
     for name, reader in _TOLERATED.items():
@@ -147,7 +147,7 @@ def _read(body: JsonObject, headers: Mapping[str, str], defaults: RequestDefault
         session=_session(body, headers, _read_cache_marks(body, system, messages)),
         unserved_tools=sent.unserved,
     )
-    return _Read(turn, sent, offered, is_vain)
+    return _ReadBody(turn, sent, offered, is_vain)
 
 
 # --- thinking --------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def _is_part(value: object) -> bool:
     return isinstance(value, Mapping) and value.get("type") in PLAIN_PARTS
 
 
-def _read_aside(item: Fields) -> _Item:
+def _read_separately(item: Fields) -> _Item:
     """What a server did between the assistant's words, on lines of its own: nothing goes between pieces of its text."""
     return _Said("aside", (TextBlock(f"\n{words(item)}\n"),))
 
@@ -168,7 +168,7 @@ _ITEMS: Mapping[str, Callable[[Fields], _Item]] = {
     "custom_tool_call_output": _read_output,
     **dict.fromkeys((f"{tool}_call" for tool in _CLIENT_TOOLS), _read_client_call),
     **dict.fromkeys((f"{tool}_call_output" for tool in _CLIENT_TOOLS), _read_client_output),
-    **dict.fromkeys(_OF_A_SERVER, _read_aside),
+    **dict.fromkeys(_OF_A_SERVER, _read_separately),
     "mcp_approval_response": _read_answer_to_server,
 }
 

@@ -1,6 +1,6 @@
 """A body of `/v1/responses` -> `Turn`, and what of the request its response repeats. Knows the wire form only.
 
-What was said before comes from whoever keeps responses (`History`): as items, read anew like those of the body.
+What was said before comes from whoever keeps responses (`SentHistory`): as items, read anew like those of the body.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ _TOLERATED: Mapping[str, Reader[object]] = {
 _SEALED_REASONING = "reasoning.encrypted_content"
 
 
-class History(Protocol):
+class SentHistory(Protocol):
     """Where the responses of former requests are."""
 
     def items_until(self, response_id: str) -> Sequence[JsonObject]:
@@ -111,7 +111,7 @@ def parse_responses(
     headers: Mapping[str, str],
     defaults: RequestDefaults,
     request_id: RequestId,
-    history: History,
+    history: SentHistory,
 ) -> ResponsesRequest:
     """The request that `body` and `headers` (lower-case names) make.
 
@@ -158,7 +158,7 @@ def parse_responses(
 
 
 def _read_messages(
-    fields: Fields, previous: str | None, items: Sequence[JsonObject], history: History
+    fields: Fields, previous: str | None, items: Sequence[JsonObject], history: SentHistory
 ) -> tuple[Message, ...]:
     """Instructions, what was said before, and the input."""
     instructions = fields.optional("instructions", text)

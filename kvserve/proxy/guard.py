@@ -33,8 +33,8 @@ from kvserve.proxy.asgi import (
     with_request_id,
 )
 from kvserve.proxy.envelope import ENVELOPE, native_scope, run_while_wanted
-from kvserve.proxy.handover import CURRENT_EXCHANGE, Exchange
-from kvserve.proxy.paths import Envelope, Route, find_route, versioned
+from kvserve.proxy.handover import CURRENT_EXCHANGE, ProxyExchange
+from kvserve.proxy.paths import Envelope, ProxyRoute, find_route, versioned
 
 _WARM_UP_TIMEOUT_SECONDS = 10.0
 _MODEL_PLACE = "/v1/models/"
@@ -129,7 +129,7 @@ class Guard:
             body = error_body(error, versioned(scope["path"]))
             await answer(send, error.status, body, [*json_header(), *encoded(sharing_headers(origin))])
 
-    async def _pass_on(self, route: Route, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
+    async def _pass_on(self, route: ProxyRoute, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
         if route.way == "direct":
             await self._pass_directly(scope, receive, send)
         elif route.way == "as it is":
@@ -145,7 +145,7 @@ class Guard:
             return
         shown = json.dumps(envelope(body, self._rules.default_model)).encode("utf-8")
         inner = {**scope, "headers": inner_headers(scope, len(shown), self._rules.secret)}
-        send.exchange = Exchange(body, forwarded_headers(read_headers(scope)))
+        send.exchange = ProxyExchange(body, forwarded_headers(read_headers(scope)))
         CURRENT_EXCHANGE.set(send.exchange)
         await self._app(inner, replay(shown, receive), send)
 
@@ -188,7 +188,7 @@ class Guard:
         with suppress(TimeoutError), socket.socket() as refusing:
             refusing.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{refusing.getsockname()[1]}/v1"
-            CURRENT_EXCHANGE.set(Exchange(body, {}, instead_of_backend=url))
+            CURRENT_EXCHANGE.set(ProxyExchange(body, {}, instead_of_backend=url))
             async with asyncio.timeout(_WARM_UP_TIMEOUT_SECONDS):
                 await self._app(inner, replay(json.dumps(body).encode("utf-8"), _say_nothing), _discard)
         logging.disable(logging.NOTSET)
@@ -209,7 +209,7 @@ class AnswerFilter:
         self._send = send
         self._origin = origin
         self._is_replaced = False
-        self.exchange: Exchange | None = None
+        self.exchange: ProxyExchange | None = None
 
     async def __call__(self, message: Message) -> None:
         """Passes on, or replaces, one ASGI message of the answer."""

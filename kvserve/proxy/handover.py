@@ -19,7 +19,7 @@ class UpstreamError:
 
 
 @dataclass(slots=True)
-class Exchange:
+class ProxyExchange:
     """One request on its way through LiteLLM.
 
     `body` is the JSON object as the client sent it; `headers` are those that LiteLLM would not forward. The hook fills
@@ -34,4 +34,4 @@ class Exchange:
     has_begun: bool = False
 
 
-CURRENT_EXCHANGE: ContextVar[Exchange | None] = ContextVar("current_exchange", default=None)
+CURRENT_EXCHANGE: ContextVar[ProxyExchange | None] = ContextVar("current_exchange", default=None)

@@ -9,7 +9,7 @@ import httpx
 from fastapi import HTTPException
 from litellm.integrations.custom_logger import CustomLogger
 
-from kvserve.proxy.handover import CURRENT_EXCHANGE, Exchange, UpstreamError
+from kvserve.proxy.handover import CURRENT_EXCHANGE, ProxyExchange, UpstreamError
 
 # LiteLLM chooses the backend's name for the model.
 _LITELLM_DECIDES = frozenset({"model"})
@@ -54,7 +54,7 @@ class RawBodyHook(CustomLogger):
         return HTTPException(found.status, message_of(found)) if found is not None and exchange.has_begun else None
 
 
-def outgoing_fields(exchange: Exchange, data: Mapping[str, object]) -> dict[str, object]:
+def outgoing_fields(exchange: ProxyExchange, data: Mapping[str, object]) -> dict[str, object]:
     """The fields that overwrite LiteLLM's: the client's own, with one exception.
 
     To count, LiteLLM asks the backend for the usage of every stream and takes it out of the answer again. Where it did,

@@ -20,7 +20,7 @@ from kvserve.proxy.generate import child_command, child_environment, write_files
 from kvserve.proxy.ownership import claim_port, is_port_free, record_child
 from kvserve.proxy.settings import ProxySettings
 
-type Status = Literal["starting", "ready", "restarting", "stopped"]
+type ProxyStatus = Literal["starting", "ready", "restarting", "stopped"]
 
 _POLL_SECONDS = 0.2
 _PROBE_SECONDS = 1.0
@@ -39,7 +39,7 @@ _MAX_LINE_BYTES = 2000
 class ProxyState:
     """How the proxy is. `last_error` is why it died last, None if it never did."""
 
-    status: Status
+    status: ProxyStatus
     pid: int | None = None
     num_restarts: int = 0
     last_error: str | None = None

@@ -15,7 +15,7 @@ type Way = Literal["litellm", "as it is", "direct"]
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ProxyRoute:
     """A path that the proxy serves. With `envelope` the body is a JSON object of which LiteLLM sees only that. `path`,
     which `find_route` fills in, is the request's path with its `/v1`."""
 
@@ -31,33 +31,33 @@ _GET = ("GET", "HEAD")
 # LiteLLM has some hundred paths more. Some change its configuration, some send what they get to a cloud provider, and
 # its /health runs a generation per call. What kvserve tells of itself needs no LiteLLM, which keeps in memory all that
 # it passes on of a stream: the dashboard's has no end.
-ROUTES: Mapping[str, Route] = {
-    "/v1/chat/completions": Route(("POST",), "litellm", chat_envelope),
-    "/v1/models": Route(("GET",), "litellm"),
-    "/health/readiness": Route(("GET",), "litellm", needs_key=False),
-    "/health/liveliness": Route(("GET",), "litellm", needs_key=False),
-    "/v1/completions": Route(("POST",), "as it is"),
-    "/v1/messages": Route(("POST",), "as it is"),
-    "/v1/messages/count_tokens": Route(("POST",), "as it is"),
-    "/v1/responses": Route(("POST",), "as it is"),
-    "/v1/responses/*": Route(("GET", "DELETE"), "as it is"),
-    "/v1/agents": Route(("GET", "POST"), "as it is"),
-    "/v1/agents/*": Route(("GET", "POST", "DELETE"), "as it is"),
-    "/v1/models/*": Route(_GET, "direct"),
-    "/v1/cache": Route((*_GET, "DELETE"), "direct"),
-    "/v1/cache/explain": Route(_GET, "direct"),
-    "/v1/cache/explain/*": Route(_GET, "direct"),
-    "/v1/cache/prewarm": Route(("POST",), "direct"),
-    "/metrics": Route(_GET, "direct"),
-    "/health": Route(_GET, "direct", needs_key=False),
-    "/dashboard": Route(_GET, "direct", needs_key=False),
-    "/dashboard/events": Route(_GET, "direct"),
-    "/dashboard/*": Route(_GET, "direct", needs_key=False),
+ROUTES: Mapping[str, ProxyRoute] = {
+    "/v1/chat/completions": ProxyRoute(("POST",), "litellm", chat_envelope),
+    "/v1/models": ProxyRoute(("GET",), "litellm"),
+    "/health/readiness": ProxyRoute(("GET",), "litellm", needs_key=False),
+    "/health/liveliness": ProxyRoute(("GET",), "litellm", needs_key=False),
+    "/v1/completions": ProxyRoute(("POST",), "as it is"),
+    "/v1/messages": ProxyRoute(("POST",), "as it is"),
+    "/v1/messages/count_tokens": ProxyRoute(("POST",), "as it is"),
+    "/v1/responses": ProxyRoute(("POST",), "as it is"),
+    "/v1/responses/*": ProxyRoute(("GET", "DELETE"), "as it is"),
+    "/v1/agents": ProxyRoute(("GET", "POST"), "as it is"),
+    "/v1/agents/*": ProxyRoute(("GET", "POST", "DELETE"), "as it is"),
+    "/v1/models/*": ProxyRoute(_GET, "direct"),
+    "/v1/cache": ProxyRoute((*_GET, "DELETE"), "direct"),
+    "/v1/cache/explain": ProxyRoute(_GET, "direct"),
+    "/v1/cache/explain/*": ProxyRoute(_GET, "direct"),
+    "/v1/cache/prewarm": ProxyRoute(("POST",), "direct"),
+    "/metrics": ProxyRoute(_GET, "direct"),
+    "/health": ProxyRoute(_GET, "direct", needs_key=False),
+    "/dashboard": ProxyRoute(_GET, "direct", needs_key=False),
+    "/dashboard/events": ProxyRoute(_GET, "direct"),
+    "/dashboard/*": ProxyRoute(_GET, "direct", needs_key=False),
 }
 """By path, or by its beginning where it ends with `*`."""
 
 ANTHROPIC_VERSION = "anthropic-version"
-ANTHROPIC_ROUTES: Mapping[str, Route] = {"/v1/models": Route(_GET, "direct")}
+ANTHROPIC_ROUTES: Mapping[str, ProxyRoute] = {"/v1/models": ProxyRoute(_GET, "direct")}
 """The same for requests with this header: LiteLLM lists its models as OpenAI does, whoever asks."""
 _ALL_ANTHROPIC_ROUTES = {**ROUTES, **ANTHROPIC_ROUTES}
 
@@ -68,7 +68,7 @@ UNVERSIONED = ("/chat/completions", "/completions", "/models", "/messages", "/re
 _KEY_MANAGEMENT = ("/key", "/user", "/team", "/organization", "/budget", "/customer", "/sso", "/spend")
 
 
-def find_route(method: str, path: str, headers: Container[str] = ()) -> Route:
+def find_route(method: str, path: str, headers: Container[str] = ()) -> ProxyRoute:
     """The route of a path, for a request with headers of these names. Raises NotFound or MethodNotAllowed."""
     whole = versioned(path)
     routes = _ALL_ANTHROPIC_ROUTES if ANTHROPIC_VERSION in headers else ROUTES

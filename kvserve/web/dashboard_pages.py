@@ -10,7 +10,7 @@ from pathlib import Path
 from kvserve.core import JsonObject
 from kvserve.errors import NotFound, NotReady, RequestError
 from kvserve.protocols.openai_errors import encode_error
-from kvserve.web.exchange import Exchange, Header
+from kvserve.web.exchange import Header, HttpExchange
 from kvserve.web.service import WebService
 
 FILES: Mapping[str, str] = {
@@ -40,19 +40,19 @@ LOOK_SECONDS = 0.1
 _FOLDER = Path(__file__).parent / "dashboard"
 
 
-def get_page(exchange: Exchange, service: WebService) -> None:
+def get_page(exchange: HttpExchange, service: WebService) -> None:
     """GET /dashboard."""
     _send_file(exchange, "index.html")
 
 
-def get_asset(exchange: Exchange, service: WebService) -> None:
+def get_asset(exchange: HttpExchange, service: WebService) -> None:
     """GET /dashboard/{file}."""
     if exchange.path_rest not in FILES:
         raise NotFound(f"The dashboard has no file {exchange.path_rest!r}.")
     _send_file(exchange, exchange.path_rest)
 
 
-def get_events(exchange: Exchange, service: WebService) -> None:
+def get_events(exchange: HttpExchange, service: WebService) -> None:
     """GET /dashboard/events: what the page shows, once per second, until its reader leaves or the server ends.
 
     A server that drains does not wait for it. Raises NotReady where too many watch already.
@@ -66,7 +66,7 @@ def get_events(exchange: Exchange, service: WebService) -> None:
         watchers.release()
 
 
-def _watch(exchange: Exchange, service: WebService) -> None:
+def _watch(exchange: HttpExchange, service: WebService) -> None:
     exchange.may_keep_connection = False
     stream = exchange.open_stream(_error_chunk)
     while not exchange.is_last:
@@ -82,5 +82,5 @@ def _error_chunk(error: RequestError) -> JsonObject:
     return encode_error(error)
 
 
-def _send_file(exchange: Exchange, name: str) -> None:
+def _send_file(exchange: HttpExchange, name: str) -> None:
     exchange.send_body(200, FILES[name], (_FOLDER / name).read_bytes(), PAGE_HEADERS)

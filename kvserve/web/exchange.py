@@ -36,7 +36,7 @@ def new_request_id() -> RequestId:
     return RequestId("req" + secrets.token_hex(12))
 
 
-class Exchange:
+class HttpExchange:
     """What a route gets: the request, and the one answer it may give. One thread at a time uses it: its connection's
     or, while that one waits, the one that brings the tokens.
 

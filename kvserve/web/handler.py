@@ -25,10 +25,10 @@ from kvserve.proxy.access import (
     sharing_headers,
 )
 from kvserve.web.connections import ConnectionTable, OpenConnection, Phase
-from kvserve.web.exchange import Exchange
+from kvserve.web.exchange import HttpExchange
 from kvserve.web.head import BodyFraming, RequestHead, body_framing, parse_head
 from kvserve.web.reader import ClientGone, ConnectionReader, check_body_size
-from kvserve.web.router import Match, Route, Router
+from kvserve.web.router import Route, RouteMatch, Router
 from kvserve.web.settings import WebSettings
 
 type Report = Callable[[str], None]
@@ -84,10 +84,10 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         elif self._owes_bytes:
             self._reader.discard_rest(settings.linger_seconds)
 
-    def _new_exchange(self) -> Exchange:
+    def _new_exchange(self) -> HttpExchange:
         front = self._front
         router = front.router
-        return Exchange(
+        return HttpExchange(
             self.connection,
             self._reader,
             front.settings,
@@ -96,7 +96,7 @@ class ConnectionHandler(BaseHTTPRequestHandler):
             router.service.count_error,
         )
 
-    def _serve(self, exchange: Exchange) -> None:
+    def _serve(self, exchange: HttpExchange) -> None:
         try:
             self._answer(exchange)
         except ClientGone:
@@ -108,7 +108,7 @@ class ConnectionHandler(BaseHTTPRequestHandler):
             exchange.may_keep_connection = False
             exchange.fail(RequestError(f"Internal error; the server's log has the reason under {exchange.request_id}."))
 
-    def _answer(self, exchange: Exchange) -> None:
+    def _answer(self, exchange: HttpExchange) -> None:
         settings = self._front.settings
         raw = self._reader.read_head(settings.max_header_bytes, settings.header_timeout_seconds)
         self._enter_phase("receiving")
@@ -131,7 +131,7 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         if not self._front.connections.enter_phase(self._entry, phase):
             raise ClientGone
 
-    def _admit(self, exchange: Exchange, match: Match) -> Route | None:
+    def _admit(self, exchange: HttpExchange, match: RouteMatch) -> Route | None:
         """The row to run, or None if the request is answered already (OPTIONS, 405). Raises 401, 403 and 404."""
         head, settings = exchange.head, self._front.settings
         route = match.row(head.method)
@@ -157,7 +157,7 @@ class ConnectionHandler(BaseHTTPRequestHandler):
             exchange.fail(MethodNotAllowed(f"{head.method} is not possible on {head.path!r}."), [allow])
         return route
 
-    def _read_body(self, exchange: Exchange, framing: BodyFraming, route: Route) -> bytes:
+    def _read_body(self, exchange: HttpExchange, framing: BodyFraming, route: Route) -> bytes:
         settings = self._front.settings
         if framing.kind == "none":
             if route.needs_body:

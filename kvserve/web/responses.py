@@ -15,13 +15,13 @@ from kvserve.protocols.responses_request import ResponsesRequest, parse_response
 from kvserve.protocols.responses_store import OwnResponses, ResponseStore, StoredResponse
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
 from kvserve.protocols.unserved import answer_in_words
-from kvserve.web.exchange import Exchange
+from kvserve.web.exchange import HttpExchange
 from kvserve.web.send_turn import send_events, stream_turn, whole_answer_events
 from kvserve.web.service import WebService
 from kvserve.web.sse import NAMED
 
 
-def post_response(exchange: Exchange, service: WebService) -> None:
+def post_response(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/responses."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     own = service.responses.of(read_principal(body, headers))
@@ -44,7 +44,7 @@ def post_response(exchange: Exchange, service: WebService) -> None:
 
 
 def _send_words(
-    exchange: Exchange, request: ResponsesRequest, encoder: ResponseStreamEncoder, keeping: "_KeepingEncoder"
+    exchange: HttpExchange, request: ResponsesRequest, encoder: ResponseStreamEncoder, keeping: "_KeepingEncoder"
 ) -> None:
     """Answer at once what no model can."""
     events = answer_in_words(request.words or "")
@@ -56,7 +56,7 @@ def _send_words(
     exchange.send_json(200, encoder.response)
 
 
-def get_response(exchange: Exchange, service: WebService) -> None:
+def get_response(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/responses/{id} and /v1/responses/{id}/input_items."""
     wanted, _, what = exchange.path_rest.partition("/")
     query = dict(parse_qsl(exchange.head.query))
@@ -73,13 +73,13 @@ def get_response(exchange: Exchange, service: WebService) -> None:
         raise NotFound(f"Unknown path {exchange.head.path!r}.")
 
 
-def delete_response(exchange: Exchange, service: WebService) -> None:
+def delete_response(exchange: HttpExchange, service: WebService) -> None:
     """DELETE /v1/responses/{id}."""
     _own_responses(exchange, service).delete(exchange.path_rest)
     exchange.send_json(200, {"id": exchange.path_rest, "object": "response", "deleted": True})
 
 
-def _own_responses(exchange: Exchange, service: WebService) -> OwnResponses:
+def _own_responses(exchange: HttpExchange, service: WebService) -> OwnResponses:
     """Those of the key that asks: a path names no user."""
     return service.responses.of_key(key_digest(exchange.head.as_mapping()))
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from kvserve.web.exchange import EncodeError, Exchange
+from kvserve.web.exchange import EncodeError, HttpExchange
 from kvserve.web.service import WebService
 
-type Handle = Callable[[Exchange, WebService], None]
+type Handle = Callable[[HttpExchange, WebService], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class RouteMatch:
     """The rows of one path by method; none if the path is unknown. GET rows answer HEAD too."""
 
     rows: Mapping[str, Route] = field(default_factory=dict)
@@ -71,20 +71,20 @@ class Router:
         nearest = max((known for known in self._exact if path.startswith(f"{known}/")), key=len, default=None)
         return next(iter(self._exact[nearest].values())) if nearest is not None else None
 
-    def find(self, path: str) -> Match:
+    def find(self, path: str) -> RouteMatch:
         """The exact row, else the longest pattern that leaves something for its star, else an empty match."""
         found = self._found(path)
         return found if found.rows else self._found(self._prefix + path)
 
-    def _found(self, path: str) -> Match:
+    def _found(self, path: str) -> RouteMatch:
         if rows := self._exact.get(path):
-            return Match(rows)
+            return RouteMatch(rows)
         fitting = [
             (begin, end)
             for begin, end in self._patterns
             if path.startswith(begin) and path.endswith(end) and len(path) > len(begin) + len(end)
         ]
         if not fitting:
-            return Match()
+            return RouteMatch()
         begin, end = max(fitting, key=lambda pattern: len(pattern[0]) + len(pattern[1]))
-        return Match(self._patterns[begin, end], path[len(begin) : len(path) - len(end)])
+        return RouteMatch(self._patterns[begin, end], path[len(begin) : len(path) - len(end)])

@@ -23,7 +23,7 @@ from kvserve.protocols.unserved import answer_in_words
 from kvserve.telemetry.metrics import CONTENT_TYPE as METRICS_TYPE
 from kvserve.web.agent_routes import AGENT_ROUTES
 from kvserve.web.dashboard_pages import get_asset, get_events, get_page
-from kvserve.web.exchange import Exchange
+from kvserve.web.exchange import HttpExchange
 from kvserve.web.responses import delete_response, get_response, post_response
 from kvserve.web.router import Route, Router
 from kvserve.web.send_turn import send_events, stream_turn, whole_answer_events
@@ -31,7 +31,7 @@ from kvserve.web.service import WebService
 from kvserve.web.sse import NAMED
 
 
-def post_chat(exchange: Exchange, service: WebService) -> None:
+def post_chat(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/chat/completions."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = openai_chat.parse_chat(body, headers, service.defaults, exchange.request_id)
@@ -62,7 +62,7 @@ def post_chat(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(200, whole)
 
 
-def post_completion(exchange: Exchange, service: WebService) -> None:
+def post_completion(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/completions."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = openai_completions.parse_completion(body, headers, service.defaults, exchange.request_id)
@@ -83,7 +83,7 @@ def post_completion(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(200, body)
 
 
-def post_messages(exchange: Exchange, service: WebService) -> None:
+def post_messages(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/messages."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = anthropic_messages.parse_messages(body, headers, service.defaults, exchange.request_id)
@@ -107,7 +107,7 @@ def post_messages(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(200, whole_message(events))
 
 
-def _send_words(exchange: Exchange, request: anthropic_messages.MessagesRequest, model: str) -> None:
+def _send_words(exchange: HttpExchange, request: anthropic_messages.MessagesRequest, model: str) -> None:
     """Answer at once what no model can."""
     encoder = MessageStreamEncoder(exchange.request_id, model, lambda: PromptCounts(0), shows_thinking=False)
     events = answer_in_words(request.words or "")
@@ -117,14 +117,14 @@ def _send_words(exchange: Exchange, request: anthropic_messages.MessagesRequest,
         exchange.send_json(200, whole_message(made for event in events for made in encoder.encode(event)))
 
 
-def post_count_tokens(exchange: Exchange, service: WebService) -> None:
+def post_count_tokens(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/messages/count_tokens."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     turn = anthropic_messages.parse_counted(body, headers, service.defaults, exchange.request_id)
     exchange.send_json(200, {"input_tokens": service.count_tokens(turn, service.begin(turn))})
 
 
-def get_models(exchange: Exchange, service: WebService) -> None:
+def get_models(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/models, in the form of the API that the client speaks."""
     if _speaks_anthropic(exchange):
         query = dict(parse_qsl(exchange.head.query))
@@ -133,7 +133,7 @@ def get_models(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(200, openai_models.encode_model_list(service.list_models()))
 
 
-def get_model(exchange: Exchange, service: WebService) -> None:
+def get_model(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/models/{name}; names contain slashes."""
     is_anthropic = _speaks_anthropic(exchange)
     cards = {card.name: card for card in service.list_models()}
@@ -143,7 +143,7 @@ def get_model(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(200, (anthropic_models if is_anthropic else openai_models).encode_model(card))
 
 
-def _speaks_anthropic(exchange: Exchange, body: JsonObject | None = None) -> bool:
+def _speaks_anthropic(exchange: HttpExchange, body: JsonObject | None = None) -> bool:
     """Whether the client speaks Anthropic's API, where a path belongs to both; its errors take that form then."""
     if not speaks_anthropic(body or {}, exchange.head.as_mapping()):
         return False
@@ -151,18 +151,18 @@ def _speaks_anthropic(exchange: Exchange, body: JsonObject | None = None) -> boo
     return True
 
 
-def get_health(exchange: Exchange, service: WebService) -> None:
+def get_health(exchange: HttpExchange, service: WebService) -> None:
     """GET /health."""
     status, body = service.health()
     exchange.send_json(status, body)
 
 
-def get_cache(exchange: Exchange, service: WebService) -> None:
+def get_cache(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/cache."""
     exchange.send_json(200, service.cache_report())
 
 
-def post_prewarm(exchange: Exchange, service: WebService) -> None:
+def post_prewarm(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/cache/prewarm, in the form of the API that the client speaks. It waits as long as its client does."""
     _speaks_anthropic(exchange)  # the errors of the body take the form, too
     body = decode_body(exchange.body)
@@ -172,7 +172,7 @@ def post_prewarm(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(200, _prewarmed(exchange, wanted))
 
 
-def _prewarmed(exchange: Exchange, wanted: Prewarming) -> JsonObject:
+def _prewarmed(exchange: HttpExchange, wanted: Prewarming) -> JsonObject:
     """The answer, once the prompt is computed. Raises ClientGone, NotReady, EngineFailure."""
     give_up_at = time.monotonic() + WAIT_SECONDS
     try:
@@ -196,23 +196,23 @@ def _prewarmed(exchange: Exchange, wanted: Prewarming) -> JsonObject:
     )
 
 
-def get_explanation(exchange: Exchange, service: WebService) -> None:
+def get_explanation(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/cache/explain/{request_id}: also the `id` of an answer, which contains it, and what
     either begins with, as the terminal shows it."""
     exchange.send_json(200, service.explain(exchange.path_rest, key_digest(exchange.head.as_mapping())))
 
 
-def get_last_explanation(exchange: Exchange, service: WebService) -> None:
+def get_last_explanation(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/cache/explain, also with `?last`: the newest request that is over."""
     exchange.send_json(200, service.explain(None, key_digest(exchange.head.as_mapping())))
 
 
-def get_metrics(exchange: Exchange, service: WebService) -> None:
+def get_metrics(exchange: HttpExchange, service: WebService) -> None:
     """GET /metrics."""
     exchange.send_body(200, METRICS_TYPE, service.metrics())
 
 
-def delete_cache(exchange: Exchange, service: WebService) -> None:
+def delete_cache(exchange: HttpExchange, service: WebService) -> None:
     """DELETE /v1/cache; with `?session=ID`, `?principal=NAME` or both, what is kept of these alone."""
     wanted = _read_forgotten(exchange.head.query)
     if not wanted:

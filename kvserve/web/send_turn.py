@@ -11,7 +11,7 @@ from typing import Protocol
 from kvserve.core import AnswerEvent, Finished, JsonObject, Waiting
 from kvserve.deferred import RunningTurn
 from kvserve.errors import EngineFailure, NotReady, RequestError
-from kvserve.web.exchange import Exchange
+from kvserve.web.exchange import HttpExchange
 from kvserve.web.sse import UNNAMED, EventStream, Framing
 
 _STOPPED = "The server is shutting down; the answer was not finished."
@@ -31,7 +31,7 @@ class StreamEncoder(Protocol):
 
 
 def stream_turn(
-    exchange: Exchange,
+    exchange: HttpExchange,
     running: RunningTurn,
     encoder: StreamEncoder,
     first: Sequence[JsonObject],
@@ -52,7 +52,7 @@ def stream_turn(
 
 
 def send_events(
-    exchange: Exchange,
+    exchange: HttpExchange,
     events: Iterable[AnswerEvent],
     encoder: StreamEncoder,
     framing: Framing = UNNAMED,
@@ -68,7 +68,9 @@ class _Streaming:
     """An answer on its way to its client. It runs on the connection's thread; while that one waits, tokens are sent by
     the thread that brings them, never by both at once."""
 
-    def __init__(self, exchange: Exchange, running: RunningTurn, encoder: StreamEncoder, stream: EventStream) -> None:
+    def __init__(
+        self, exchange: HttpExchange, running: RunningTurn, encoder: StreamEncoder, stream: EventStream
+    ) -> None:
         self._exchange = exchange
         self._running = running
         self._encoder = encoder
@@ -121,7 +123,7 @@ class _Streaming:
             self._last_output = now
 
 
-def complete_events(exchange: Exchange, running: RunningTurn, poll_seconds: float) -> Generator[AnswerEvent]:
+def complete_events(exchange: HttpExchange, running: RunningTurn, poll_seconds: float) -> Generator[AnswerEvent]:
     """The events up to `Finished`.
 
     Raises NotReady where the server stops before that, so that nobody takes what was sent for the whole, EngineFailure
@@ -142,7 +144,7 @@ def complete_events(exchange: Exchange, running: RunningTurn, poll_seconds: floa
             running.cancel()
 
 
-def whole_answer_events(exchange: Exchange, running: RunningTurn) -> Generator[AnswerEvent]:
+def whole_answer_events(exchange: HttpExchange, running: RunningTurn) -> Generator[AnswerEvent]:
     """The same for an answer that is sent whole, with a look at the client before each event: ClientGone is raised when
     nobody listens."""
     with closing(complete_events(exchange, running, exchange.settings.poll_seconds)) as events:

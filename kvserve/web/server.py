@@ -17,7 +17,7 @@ from typing import Any
 
 from kvserve.errors import NotReady
 from kvserve.web.connections import ConnectionTable, OpenConnection
-from kvserve.web.exchange import Exchange
+from kvserve.web.exchange import HttpExchange
 from kvserve.web.handler import ConnectionHandler, Front, Report
 from kvserve.web.port_holder import error_of_binding, family_of, refuse_taken_port, unusable_address
 from kvserve.web.reader import ClientGone, ConnectionReader
@@ -202,7 +202,7 @@ class _Listener(ThreadingHTTPServer):
 
     def _refuse(self, connection: socket.socket) -> None:
         front = self._front
-        exchange = Exchange(
+        exchange = HttpExchange(
             connection,
             ConnectionReader(connection),
             front.settings,

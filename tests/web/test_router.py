@@ -1,13 +1,13 @@
 """The endpoint table's lookup."""
 
 from kvserve.protocols.openai_errors import encode_error
-from kvserve.web.exchange import Exchange
+from kvserve.web.exchange import HttpExchange
 from kvserve.web.router import Route, Router
 from kvserve.web.service import WebService
 from tests.web.fakes import FakeService
 
 
-def nothing(exchange: Exchange, service: WebService) -> None:
+def nothing(exchange: HttpExchange, service: WebService) -> None:
     """A row's function."""
 
 

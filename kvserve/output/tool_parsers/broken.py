@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvserve.output.tool_parsers.form import SPACE
-from kvserve.output.tool_parsers.row_paths import Path, Place, Word, after
+from kvserve.output.tool_parsers.row_paths import Path, PathPlace, Word, after
 
 _LINE_END_BEHIND_BRACKET = re.compile(r"(?<=\})[ \t]*\r?\n(?!\s*[}\]\",])")
 _LINE_END = re.compile(r"\r?\n")
@@ -41,7 +41,7 @@ class _Brackets:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class CallContext:
     """What tells where a call ends: tags that close it or open others, other marks behind it that no JSON has, the ways
     to another call's arguments and the names of tools, and the characters that something behind a call begins with."""
 
@@ -66,11 +66,11 @@ class EndOfBroken:
     the end, with their line. A string that nobody closed may have taken the end before the text was found to be none.
     """
 
-    def __init__(self, text: str, around: Surroundings) -> None:
+    def __init__(self, text: str, around: CallContext) -> None:
         self._around = around
         self._brackets = _Brackets()
         self._seen: list[str] = []
-        self._starts: list[tuple[int, Place]] = []
+        self._starts: list[tuple[int, PathPlace]] = []
         self._broke_at = len(text[:-1].rstrip())
         self._string = _last_string(text)
         for index, char in enumerate(text):
@@ -134,7 +134,7 @@ class EndOfBroken:
         """The next call may begin with any character that stands outside of quotes or behind a bracket."""
         seen, starts = self._seen, self._starts
         if not self._brackets.in_quotes or char == "}" or _ends_in_bracket(seen, len(seen)):
-            starts += [(len(seen), Place(path)) for path in self._around.calls if _begins(path, char)]
+            starts += [(len(seen), PathPlace(path)) for path in self._around.calls if _begins(path, char)]
         self._starts = [(start, moved) for start, place in starts for moved in after(place, char)]
 
 

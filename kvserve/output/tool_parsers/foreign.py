@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import END, NotACall, ParsedCall, Scan, ToolForm
+from kvserve.output.tool_parsers.form import END, CallForm, NotACall, ParsedCall, Scan
 from kvserve.output.tool_parsers.hermes import read_arguments
 from kvserve.output.tool_parsers.json_text import read_json, write_json
 
@@ -13,7 +13,7 @@ type ForeignParse = Callable[[str, list[dict[str, object]] | None], object]
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignToolForm:
+class ForeignCallForm:
     """`parse(text, tools)` reads the text between the first `open_tag` and the next `close_tag`.
 
     It answers one call as a dict with `name` and `arguments`, or a list of them; whatever it raises means that the
@@ -24,9 +24,9 @@ class ForeignToolForm:
     close_tag: str
     parse: ForeignParse
 
-    def form(self) -> ToolForm:
+    def form(self) -> CallForm:
         """This form as the splitter uses it."""
-        return ToolForm("foreign", self.open_tag, self._scan, inner_tags=(self.close_tag,))
+        return CallForm("foreign", self.open_tag, self._scan, inner_tags=(self.close_tag,))
 
     def _scan(self, tools: Sequence[ToolSpec], _: Draft) -> Scan:
         """The draft stays empty: only the whole text can be given to the parser."""

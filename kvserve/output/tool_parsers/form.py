@@ -62,7 +62,7 @@ class FindsEnd(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ToolForm:
+class CallForm:
     """A form: `scan(tools, draft)` reads what follows `open_tag` and writes to the draft what is certain already;
     `stray_close` is a tag some models write after it.
 
@@ -86,12 +86,12 @@ class ToolForm:
     at_start: bool = False
     follow_tags: tuple[str, ...] = ()
     follow: Callable[[str, Sequence[ToolSpec], Draft], Scan | None] | None = None
-    closed: "ToolForm | None" = None
+    closed: "CallForm | None" = None
     broken: Callable[[str, Sequence[ToolSpec]], FindsEnd] | None = None
     row: CallRow | None = None
 
 
-def parse_text(form: ToolForm, text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
+def parse_text(form: CallForm, text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
     """The calls of `text`, which must be one element of `form` and nothing else but white space around it.
 
     Raises:
@@ -158,7 +158,7 @@ def text_until(char: str, closing_tag: str) -> Reader[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ChainPlace:
     """Text from `start` on may be `chain`: all before its tag `index` was there, and `offset` characters of that."""
 
     start: int
@@ -174,13 +174,13 @@ class _Place:
     def lacks_end(self) -> bool:
         return self.index == len(self.chain) - 1
 
-    def after(self, char: str) -> "_Place | None":
+    def after(self, char: str) -> "_ChainPlace | None":
         """The place behind `char`; None where the chain does not go on like that."""
         tag = self.chain[self.index]
         if char != tag[self.offset]:
             return self if self.offset == 0 and self.index and char in SPACE else None
         is_whole = self.offset + 1 == len(tag)
-        return _Place(self.start, self.chain, self.index + is_whole, 0 if is_whole else self.offset + 1)
+        return _ChainPlace(self.start, self.chain, self.index + is_whole, 0 if is_whole else self.offset + 1)
 
 
 def text_before(
@@ -193,7 +193,7 @@ def text_before(
     """
     firsts = frozenset(chain[0][0] for chain in chains)
     held, num_put = "", 0
-    places: list[_Place] = []
+    places: list[_ChainPlace] = []
     while True:
         char = yield
         if char == END:
@@ -207,7 +207,7 @@ def text_before(
             num_put += 1
             put(char)
             continue
-        here = [*places, *(_Place(num_put + len(held), chain) for chain in chains)]
+        here = [*places, *(_ChainPlace(num_put + len(held), chain) for chain in chains)]
         places = [moved for place in here if (moved := place.after(char)) is not None]
         held += char
         end = next((place for place in places if place.is_end), None)
@@ -222,7 +222,7 @@ def text_before(
 def end_of_call(endings: Sequence[Chain]) -> Reader[Chain | None]:
     """The one of `endings` that stands behind arguments that are whole; None where the end of the turn comes first."""
     char = yield from skip_space((yield))
-    places = [_Place(0, chain) for chain in endings]
+    places = [_ChainPlace(0, chain) for chain in endings]
     while char != END:
         places = [moved for place in places if (moved := place.after(char)) is not None]
         if not places:

@@ -11,11 +11,11 @@ from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers.arguments import TypedArguments, write_argument
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import (
+    CallForm,
     NotACall,
     ParsedCall,
     Reader,
     Scan,
-    ToolForm,
     one_of,
     parse_text,
     skip_space,
@@ -51,7 +51,7 @@ def _name(char: str) -> Reader[tuple[str, str]]:
     return "".join(name), char
 
 
-GLM = ToolForm("glm", OPEN, scan, inner_tags=(KEY_OPEN, KEY_CLOSE, VALUE_OPEN, VALUE_CLOSE, CLOSE), close_tags=(CLOSE,))
+GLM = CallForm("glm", OPEN, scan, inner_tags=(KEY_OPEN, KEY_CLOSE, VALUE_OPEN, VALUE_CLOSE, CLOSE), close_tags=(CLOSE,))
 
 
 def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:

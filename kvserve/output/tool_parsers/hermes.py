@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import (
+    CallForm,
     NotACall,
     ParsedCall,
     Scan,
-    ToolForm,
     end_of_call,
     one_of,
     parse_text,
@@ -86,7 +86,7 @@ def read_arguments(value: object) -> dict[str, object]:
     return value
 
 
-HERMES = ToolForm("hermes", OPEN, scan, inner_tags=(CLOSE,), close_tags=(CLOSE,))
+HERMES = CallForm("hermes", OPEN, scan, inner_tags=(CLOSE,), close_tags=(CLOSE,))
 
 
 def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:

@@ -12,11 +12,11 @@ from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers.arguments import TypedArguments, write_argument
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import (
+    CallForm,
     Chain,
     NotACall,
     ParsedCall,
     Scan,
-    ToolForm,
     end_of_call,
     one_of,
     parse_text,
@@ -58,8 +58,8 @@ def _function(tools: Sequence[ToolSpec], closing: Chain, draft: Draft) -> Scan:
 
 
 _INNER_TAGS = (PARAMETER_OPEN, PARAMETER_CLOSE, FUNCTION_CLOSE)
-QWEN_CODER = ToolForm("qwen_coder", OPEN, scan, inner_tags=(FUNCTION_OPEN, *_INNER_TAGS, CLOSE), close_tags=(CLOSE,))
-QWEN_CODER_BARE = ToolForm(
+QWEN_CODER = CallForm("qwen_coder", OPEN, scan, inner_tags=(FUNCTION_OPEN, *_INNER_TAGS, CLOSE), close_tags=(CLOSE,))
+QWEN_CODER_BARE = CallForm(
     "qwen_coder_bare",
     FUNCTION_OPEN,
     scan_bare,
