@@ -1,4 +1,4 @@
-"""The rows of `/v1/agents`: wire body -> agent or turn -> answer."""
+"""The routes of `/v1/agents`."""
 
 import time
 

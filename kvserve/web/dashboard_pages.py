@@ -1,6 +1,6 @@
-"""The dashboard on the wire: its static files, and the stream of what it shows. It knows no value of it.
+"""Serves the dashboard: its static files, and the stream of its values. It knows none of the values.
 
-The files hold nothing of any request, so they need no key; the stream does. Nothing outside of this server is loaded.
+The files hold nothing of any request, so they need no key; the stream does. The page loads nothing from other servers.
 """
 
 import time
@@ -20,7 +20,7 @@ FILES: Mapping[str, str] = {
     "draw.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
-"""The files of the page with their content types; no other path is looked at."""
+"""The files of the page with their content types; no other path is read."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -35,7 +35,7 @@ PAGE_HEADERS: tuple[Header, ...] = (
 
 INTERVAL_SECONDS = 1.0
 LOOK_SECONDS = 0.1
-"""How often a stream looks whether its reader is there and whether the server ends."""
+"""How often a stream checks whether its reader has left or the server ends."""
 
 _FOLDER = Path(__file__).parent / "dashboard"
 
@@ -53,9 +53,9 @@ def get_asset(exchange: HttpExchange, service: WebService) -> None:
 
 
 def get_events(exchange: HttpExchange, service: WebService) -> None:
-    """GET /dashboard/events: what the page shows, once per second, until its reader leaves or the server ends.
+    """GET /dashboard/events: the page's values once per second, until the reader leaves or the server ends.
 
-    A server that drains does not wait for it. Raises NotReady where too many watch already.
+    A server that drains does not wait for it. Raises NotReady if too many pages watch.
     """
     watchers = service.watchers
     if not watchers.acquire(blocking=False):

@@ -1,7 +1,7 @@
-"""One connection from its first byte to its last: reads requests, guards them, hands them to routes, answers errors.
+"""Serves one connection: reads requests, checks who may speak, calls routes, answers errors.
 
-The border of a request is here: nothing that a route raises leaves it. Built on the standard library's handler, whose
-parser is replaced: it has no deadline over a whole head and tolerates what invites request smuggling.
+This is the border of a request: it catches everything that a route raises. It replaces the parser of the standard
+library's handler, which has no deadline over a whole head and accepts heads that allow request smuggling.
 """
 
 import hmac
@@ -36,7 +36,7 @@ type Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What all connections share. `report` gets unexpected errors as text with their traceback, from any thread."""
+    """What all connections share. Any thread calls `report` with an unexpected error's text and traceback."""
 
     settings: WebSettings
     router: Router
@@ -63,7 +63,7 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
 
     def finish(self) -> None:
-        """Nothing is left to flush; the server closes the socket."""
+        """Do nothing: there is nothing to flush, and the server closes the socket."""
 
     def handle_one_request(self) -> None:
         """Serve one request; `close_connection` tells whether another may follow."""
@@ -132,10 +132,10 @@ class ConnectionHandler(BaseHTTPRequestHandler):
             raise ClientGone
 
     def _admit(self, exchange: HttpExchange, match: RouteMatch) -> Route | None:
-        """The row to run, or None if the request is answered already (OPTIONS, 405). Raises 401, 403 and 404."""
+        """The route to call, or None if the request is answered already (OPTIONS, 405). Raises 401, 403 and 404."""
         head, settings = exchange.head, self._front.settings
-        route = match.row(head.method)
-        form = route or next(iter(match.rows.values()), None)
+        route = match.route(head.method)
+        form = route or next(iter(match.routes.values()), None)
         exchange.endpoint = form.path if form is not None else ""
         form = form or self._front.router.above(head.path)
         if form is not None and form.encode_error is not None:
@@ -145,13 +145,13 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         check_host(sent, rules)
         exchange.sharing = sharing_headers(check_origin(sent, rules))
         allow = ("Allow", ", ".join(match.methods))
-        if head.method == "OPTIONS" and (match.rows or head.path == "*"):
+        if head.method == "OPTIONS" and (match.routes or head.path == "*"):
             granted = preflight_headers(sent, match.methods) if is_preflight(head) else ()
             exchange.send_nothing(204, [allow, *granted])
             return None
         if route is None or route.needs_key:
             check_key(sent, rules)
-        if not match.rows:
+        if not match.routes:
             raise NotFound(f"Unknown path {head.path!r}.")
         if route is None:
             exchange.fail(MethodNotAllowed(f"{head.method} is not possible on {head.path!r}."), [allow])
@@ -175,14 +175,14 @@ class ConnectionHandler(BaseHTTPRequestHandler):
 
 
 def access_headers(head: RequestHead) -> Headers:
-    """What the rules of `proxy/access.py` read; an absolute target's authority counts in the place of Host."""
+    """The headers for the rules of `proxy/access.py`; an absolute target's authority replaces Host."""
     sent = {name: head.values(name) for name in READ_HEADERS}
     return sent if head.authority is None else {**sent, "host": (head.authority,)}
 
 
 def with_told_key(head: RequestHead, settings: WebSettings) -> RequestHead:
-    """The head with the digest that the proxy tells of a client's key, less the proof that the proxy tells it. What
-    others tell is left out: a principal's name stands in its explanations, and is no key."""
+    """The head with the key digest that the proxy sent, without the proxy's proof. A digest without the proof is
+    removed: a digest is no key, since a principal's explanations show it."""
     told = head.values(KEY_HEADER)
     if not told:
         return head
@@ -194,7 +194,7 @@ def with_told_key(head: RequestHead, settings: WebSettings) -> RequestHead:
 
 
 def is_preflight(head: RequestHead) -> bool:
-    """Whether a browser asks for permission on behalf of a page of another origin."""
+    """Whether it is a browser's preflight for a page of another origin."""
     return (
         head.method == "OPTIONS" and bool(head.values("origin")) and bool(head.values("access-control-request-method"))
     )

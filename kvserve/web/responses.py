@@ -1,6 +1,4 @@
-"""The rows of `/v1/responses`: wire body -> turn -> answer, and the responses that are kept. It joins `protocols/` with
-the service.
-"""
+"""The routes of `/v1/responses`, and the storing of responses. It joins `protocols/` with the service."""
 
 import time
 from collections.abc import Sequence
@@ -46,7 +44,7 @@ def post_response(exchange: HttpExchange, service: WebService) -> None:
 def _send_words(
     exchange: HttpExchange, request: ResponsesRequest, encoder: ResponseStreamEncoder, keeping: "_KeepingEncoder"
 ) -> None:
-    """Answer at once what no model can."""
+    """Send the answer that needs no model."""
     events = answer_in_words(request.words or "")
     if request.stream:
         send_events(exchange, events, keeping, NAMED, first=encoder.first_events())
@@ -80,12 +78,12 @@ def delete_response(exchange: HttpExchange, service: WebService) -> None:
 
 
 def _own_responses(exchange: HttpExchange, service: WebService) -> OwnResponses:
-    """Those of the key that asks: a path names no user."""
+    """The responses of the request's key: a path names no user."""
     return service.responses.of_key(key_digest(exchange.head.as_mapping()))
 
 
 class _KeepingEncoder:
-    """The encoder, which keeps the response before the client hears of its end: it may be named at once."""
+    """An encoder that stores the response before the client receives its end: the next request may name it at once."""
 
     def __init__(self, encoder: ResponseStreamEncoder, request: ResponsesRequest, store: ResponseStore) -> None:
         self._encoder = encoder
@@ -95,7 +93,7 @@ class _KeepingEncoder:
         self.error_chunk = encoder.error_chunk
 
     def encode(self, event: AnswerEvent) -> Sequence[JsonObject]:
-        """The events of the wire."""
+        """The wire's events."""
         events = self._encoder.encode(event)
         if isinstance(event, Finished) and self._request.store:
             with self._request.turn.keeping as may_keep:

@@ -1,4 +1,4 @@
-"""The endpoint table, and one function per row: wire body -> turn -> answer. It joins `protocols/` with the service."""
+"""The endpoint table, with one function per route. It joins `protocols/` with the service."""
 
 import time
 from urllib.parse import parse_qs, parse_qsl
@@ -108,7 +108,7 @@ def post_messages(exchange: HttpExchange, service: WebService) -> None:
 
 
 def _send_words(exchange: HttpExchange, request: anthropic_messages.MessagesRequest, model: str) -> None:
-    """Answer at once what no model can."""
+    """Send the answer that needs no model."""
     encoder = MessageStreamEncoder(exchange.request_id, model, lambda: PromptCounts(0), shows_thinking=False)
     events = answer_in_words(request.words or "")
     if request.stream:
@@ -144,7 +144,7 @@ def get_model(exchange: HttpExchange, service: WebService) -> None:
 
 
 def _speaks_anthropic(exchange: HttpExchange, body: JsonObject | None = None) -> bool:
-    """Whether the client speaks Anthropic's API, where a path belongs to both; its errors take that form then."""
+    """Whether the client speaks Anthropic's API on a path of both APIs; its errors then take that form."""
     if not speaks_anthropic(body or {}, exchange.head.as_mapping()):
         return False
     exchange.encode_error, exchange.own_statuses = anthropic_errors.encode_error, anthropic_errors.STATUSES
@@ -164,7 +164,7 @@ def get_cache(exchange: HttpExchange, service: WebService) -> None:
 
 def post_prewarm(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/cache/prewarm, in the form of the API that the client speaks. It waits as long as its client does."""
-    _speaks_anthropic(exchange)  # the errors of the body take the form, too
+    _speaks_anthropic(exchange)  # before the body is parsed, so that its errors take the form
     body = decode_body(exchange.body)
     _speaks_anthropic(exchange, body)
     turn = parse_prewarm(body, exchange.head.as_mapping(), service.defaults, exchange.request_id)
@@ -197,13 +197,13 @@ def _prewarmed(exchange: HttpExchange, wanted: Prewarming) -> JsonObject:
 
 
 def get_explanation(exchange: HttpExchange, service: WebService) -> None:
-    """GET /v1/cache/explain/{request_id}: also the `id` of an answer, which contains it, and what
-    either begins with, as the terminal shows it."""
+    """GET /v1/cache/explain/{request_id}: takes a request's id, an answer's `id`, which contains it, or the beginning
+    of either, as the terminal shows it."""
     exchange.send_json(200, service.explain(exchange.path_rest, key_digest(exchange.head.as_mapping())))
 
 
 def get_last_explanation(exchange: HttpExchange, service: WebService) -> None:
-    """GET /v1/cache/explain, also with `?last`: the newest request that is over."""
+    """GET /v1/cache/explain, also with `?last`: the newest finished request."""
     exchange.send_json(200, service.explain(None, key_digest(exchange.head.as_mapping())))
 
 
@@ -213,7 +213,7 @@ def get_metrics(exchange: HttpExchange, service: WebService) -> None:
 
 
 def delete_cache(exchange: HttpExchange, service: WebService) -> None:
-    """DELETE /v1/cache; with `?session=ID`, `?principal=NAME` or both, what is kept of these alone."""
+    """DELETE /v1/cache; with `?session=ID`, `?principal=NAME` or both, only their data."""
     wanted = _read_forgotten(exchange.head.query)
     if not wanted:
         service.clear_cache()
@@ -224,8 +224,8 @@ def delete_cache(exchange: HttpExchange, service: WebService) -> None:
 
 
 def _read_forgotten(query: str) -> dict[str, str]:
-    """Whose words are to be forgotten; everybody's where nobody is named. A name that is misspelt or empty, as of a
-    variable that is not set, is refused: it must not cost everybody theirs. Raises BadRequest."""
+    """The session and principal to forget; empty means all of them. Raises BadRequest for a misspelt name or an empty
+    value (an unset variable, say), which must not delete everyone's data."""
     wanted: dict[str, str] = {}
     for name, values in parse_qs(query, keep_blank_values=True).items():
         if name not in ("session", "principal"):
@@ -275,6 +275,6 @@ ROUTES = (
 
 
 def make_router(service: WebService) -> Router:
-    """The table bound to a service; errors outside every row take OpenAI's form. A client may leave the version out of
-    its base URL: those of local servers are configured either way."""
+    """The table bound to a service. Errors outside every route take OpenAI's form. Clients may leave `/v1` out of their
+    base URL, as many do with local servers."""
     return Router(ROUTES, service, encode_error, prefix="/v1")
