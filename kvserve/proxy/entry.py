@@ -1,6 +1,6 @@
-"""The child process: LiteLLM's application inside our guard, served until the parent asks or is gone; what the guard
-passes on past LiteLLM; and a log without the words of requests. LiteLLM reads its own configuration from the
-environment that the parent composed; this file reads only its arguments.
+"""Runs the child process: LiteLLM's application inside our guard, until the parent asks or is gone; the requests that
+bypass LiteLLM; and a log without requests' text. LiteLLM reads its configuration from the environment that the parent
+composed; this file reads only its arguments.
 """
 
 import argparse
@@ -28,15 +28,15 @@ _LAST_RESORT_SECONDS = 4.0
 _KEEP_ALIVE_SECONDS = 75
 _CONNECT_SECONDS = 10.0
 _MAX_CAUSES = 16
-# What belongs to one connection, and what the server of this one says itself.
+# Headers of one connection, and headers that this server sets itself.
 _OF_A_CONNECTION = frozenset(
     {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"content-length", b"expect"}
 )
-_SAID_ANEW = frozenset({*(_OF_A_CONNECTION - {b"content-length"}), b"date", b"vary"})
+_SET_HERE = frozenset({*(_OF_A_CONNECTION - {b"content-length"}), b"date", b"vary"})
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves until SIGTERM, or until standard input ends because the parent is gone, however it ended."""
+    """Serves until SIGTERM, or until standard input ends because the parent is gone."""
     options = parse_arguments(arguments)
     Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
     rules = GuardRules.from_json(json.loads(Path(options.guard).read_text(encoding="utf-8")))
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """`--config` is only there to be seen: it tells whose process this is."""
+    """The options. `--config` is not read: on the command line it proves whose process this is."""
     parser = argparse.ArgumentParser(prog="kvserve.proxy.entry")
     for name in ("--config", "--guard", "--host"):
         parser.add_argument(name, required=True)
@@ -64,19 +64,19 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def end_with_parent() -> None:
-    """Waits for the end of standard input, whose other end only the parent holds, and then ends this process."""
+    """Ends this process when standard input ends, whose other end only the parent holds."""
     sys.stdin.buffer.read()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_LAST_RESORT_SECONDS)
     os._exit(1)
 
 
-# --- what the guard passes on past LiteLLM ---------------------------------------------------------------------------
+# --- requests that bypass LiteLLM ------------------------------------------------------------------------------------
 
 
 class Backend:
-    """Passes each request on as it is and its answer back piece by piece. A connection serves one request: to this very
-    machine it costs little, and none is ever found closed."""
+    """Passes requests to kvserve's own port and streams the answers back. Each request has its own connection: on one
+    machine that costs little, and no kept connection can turn out to be closed."""
 
     def __init__(self, url: str) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -85,8 +85,8 @@ class Backend:
         self._url = url
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request whose body comes in one piece. Raises NotReady if kvserve gives no answer at all; one that
-        breaks off raises httpx's own error, upon which this side's connection breaks off, too."""
+        """Serves one request whose body comes in one piece. Raises NotReady if kvserve gives no answer, and httpx's own
+        error if the answer breaks off, which breaks off the client's connection, too."""
         request = self._request(scope, (await receive()).get("body", b""))
         try:
             response = await self._client.send(request, stream=True)
@@ -94,7 +94,7 @@ class Backend:
             raise NotReady("kvserve itself gives no answer.") from error
         try:
             lines = [(name.lower(), value) for name, value in response.headers.raw]
-            headers = [line for line in lines if line[0] not in _SAID_ANEW]
+            headers = [line for line in lines if line[0] not in _SET_HERE]
             await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
             async for piece in response.aiter_raw():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -106,7 +106,7 @@ class Backend:
         query = scope.get("query_string", b"")
         target = scope["raw_path"] + (b"?" + query if query else b"")
         headers: HeaderList = [pair for pair in scope["headers"] if pair[0].lower() not in _OF_A_CONNECTION | {b"host"}]
-        # As a URL the path would be tidied up, and might then be another one than the guard has judged.
+        # As a URL the path would be normalised and could differ from the one that the guard checked.
         return httpx.Request(
             scope["method"],
             self._url,
@@ -120,8 +120,8 @@ class Backend:
 
 
 class WordlessLog:
-    """Serves an application, and from its first request on keeps words out of every log record of this process. What
-    fails before, at the start, is told in full: nobody has said anything yet."""
+    """Serves an application, and from the first request on keeps text out of every log record of this process: an error
+    that LiteLLM logs quotes the backend's answer, which may quote the request. Earlier records stay whole."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -136,8 +136,8 @@ class WordlessLog:
 
 
 def keep_words_out() -> None:
-    """From now on a record has its time, level and place, and in the place of its text the kinds and the places of its
-    exceptions. Changes the record factory of this process."""
+    """Replaces this process's record factory: a record keeps its time, level and place, and its text becomes the types
+    and places of its exceptions."""
     make = logging.getLogRecordFactory()
 
     def make_wordless(*args: object, **kwargs: object) -> logging.LogRecord:
@@ -151,7 +151,7 @@ def keep_words_out() -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """An exception and its causes, the first one last: their types, and where each was raised, without their texts."""
+    """The types of an exception and of its causes, and where each was raised, without their texts."""
     told: list[str] = []
     cause: BaseException | None = error
     for _ in range(_MAX_CAUSES):

@@ -1,6 +1,6 @@
-"""What the guard around LiteLLM and the hook inside it tell each other about one request. It knows neither of them.
+"""The data that the guard around LiteLLM and the hook inside it share about one request.
 
-LiteLLM hands a hook no request, so both meet in a context variable: each request runs in its own context.
+LiteLLM passes no request to a hook, so the data is in a context variable: each request runs in its own context.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ class UpstreamError:
 class ProxyExchange:
     """One request on its way through LiteLLM.
 
-    `body` is the JSON object as the client sent it; `headers` are those that LiteLLM would not forward. The hook fills
-    in `upstream_error`, the guard reads it, and notes when the client's answer `has_begun`. With `instead_of_backend`
-    the request goes to that URL.
+    `body` is the client's JSON object; `headers` are those that LiteLLM would not forward. The hook sets
+    `upstream_error` for the guard; the guard sets `has_begun` when the client's answer begins. `instead_of_backend` is
+    another URL for the request.
     """
 
     body: Mapping[str, object]
