@@ -1,4 +1,4 @@
-"""Forms of other families, read by a parser function that is handed in; knows only its tags and its answer."""
+"""Reads forms of other families with a parser function that is handed in; knows only its tags and its answer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ type ForeignParse = Callable[[str, list[dict[str, object]] | None], object]
 class ForeignCallForm:
     """`parse(text, tools)` reads the text between the first `open_tag` and the next `close_tag`.
 
-    It answers one call as a dict with `name` and `arguments`, or a list of them; whatever it raises means that the
-    text is not a call. An empty `close_tag` means the end of the turn.
+    It returns one call as a dict with `name` and `arguments`, or a list of them; any error means that the text is not a
+    call. An empty `close_tag` means the end of the turn.
     """
 
     open_tag: str
@@ -25,11 +25,11 @@ class ForeignCallForm:
     parse: ForeignParse
 
     def form(self) -> CallForm:
-        """This form as the splitter uses it."""
+        """This form for the splitter."""
         return CallForm("foreign", self.open_tag, self._scan, inner_tags=(self.close_tag,))
 
     def _scan(self, tools: Sequence[ToolSpec], _: Draft) -> Scan:
-        """The draft stays empty: only the whole text can be given to the parser."""
+        """Read the whole text; the draft stays empty, because the parser needs all of it."""
         chars: list[str] = []
         while True:
             char = yield

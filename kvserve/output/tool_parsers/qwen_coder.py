@@ -1,9 +1,9 @@
 """Qwen-coder's form: `<tool_call>` `<function=name>` `<parameter=key>` value `</parameter>` ... and the closing tags.
 
-Each tag stands on its own line; one line end on either side of a value belongs to the form, the rest is exact. Models
-also leave the outer tags out. A value ends at the first `</parameter>` that the next `<parameter=` or the closing tags
-follow (white space aside), so what cannot be told apart is a string value that contains that very sequence. At the end
-of the turn a function that is closed is whole without `</tool_call>`.
+Each tag is on its own line; one line end on either side of a value belongs to the form, the rest is exact. Models may
+leave the outer tags out. A value ends at the first `</parameter>` that the next `<parameter=` or the closing tags
+follow (white space aside), so a string value must not contain that sequence. At the end of the turn a closed function
+is whole without `</tool_call>`.
 """
 
 from collections.abc import Sequence
@@ -70,13 +70,13 @@ QWEN_CODER_BARE = CallForm(
 
 
 def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
-    """The call that `text` is, with or without the outer tags. Raises NotACall."""
+    """The call in `text`, with or without the outer tags. Raises NotACall."""
     bare = text.lstrip().startswith(FUNCTION_OPEN)
     return parse_text(QWEN_CODER_BARE if bare else QWEN_CODER, text, tools)
 
 
 def render(call: ParsedCall, tools: Sequence[ToolSpec]) -> str:
-    """The call as the template of Qwen's coder models writes it."""
+    """The call in the spelling of Qwen-coder's template."""
     pairs = (
         f"{PARAMETER_OPEN}{key}>\n{write_argument(value)}\n{PARAMETER_CLOSE}\n" for key, value in call.arguments.items()
     )
