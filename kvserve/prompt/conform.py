@@ -1,8 +1,8 @@
-"""A conversation in the nearest form that one template accepts: in place, nothing hoisted, nothing dropped.
+"""Brings a conversation into the nearest form that one template accepts; every part stays in place, none is dropped.
 
-It knows which neighbours a template takes (`Dialect`, found out by `probe.py`) and a remedy for each of the others.
-Every decision looks backwards only, so a longer conversation begins with the steps of the shorter one, and a next turn
-goes on from what its memory has of the last one.
+It knows which neighbours a template accepts (`Dialect`, from `probe.py`) and a remedy for each of the others. Every
+decision looks backwards only, so a longer conversation begins with the steps of the shorter one, and a next turn
+continues from the remembered steps of the last one.
 """
 
 from collections import deque
@@ -35,13 +35,13 @@ NO_RESULT = "(no result)"
 FILLERS: tuple[Kind, ...] = ("user", "assistant", "result")
 
 type Place = tuple[Speaker, Kind]
-"""Where a conversation stands: who spoke last in plain text, and the kind of its last step."""
+"""The state of a conversation: who spoke last in plain text, and the kind of its last step."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """What one template takes. `order` holds which kind of step may follow at which place, the end included; `words`
-    say what it has no place for."""
+    """What one template accepts. `order` holds the kinds of step that may follow at each place, the end included;
+    `words` write what it has no place for."""
 
     form: WireForm = WireForm()
     tools: bool = False
@@ -55,7 +55,7 @@ class Dialect:
 
     @cached_property
     def bridges(self) -> Mapping[tuple[Place, Kind], tuple[Kind, ...]]:
-        """For every refused step the shortest row of fillers that leads to a place where it may stand, if any does."""
+        """For every refused step the shortest sequence of fillers after which it is accepted, if there is one."""
         places, kinds = {place for place, _ in self.order}, {kind for _, kind in self.order}
         found = {(place, kind): self._bridge(place, kind) for place in places for kind in kinds}
         return {refused: bridge for refused, bridge in found.items() if bridge}
@@ -77,9 +77,9 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class Conformed:
-    """The steps to render, and what the template reads for each; nobody changes these dicts, they are rendered again.
+    """The steps to render, and the template's dict of each; the dicts must not be changed, they are rendered again.
 
-    `continues` where the last one, an assistant's, is to be continued. `notes` for the log.
+    `continues`: the last step, an assistant's, is to be continued. `notes` are for the log.
     """
 
     steps: tuple[PromptStep, ...]
@@ -99,9 +99,8 @@ def conform(
 ) -> Conformed:
     """The messages as steps in the template's dialect; tools that it does not take are described in the system message.
 
-    `memory` is that of this dialect, `describe` says where tools come and go. `call_ids` are those that calls are
-    written with, by the ones that they have. With `control` the messages are guarded, the tools have been. Raises
-    BadRequest for an image.
+    `memory` is this dialect's, `describe` writes where tools come and go. `call_ids` maps the calls' ids to the ids to
+    write. With `control` the messages are guarded; the tools must be already. Raises BadRequest for an image.
     """
     call_ids = call_ids or {}
     if tools and not dialect.tools:
@@ -135,12 +134,12 @@ def conform(
 
 
 def _says_nothing(step: PromptStep, dialect: Dialect) -> bool:
-    """Whether a last step gives the model nothing to continue: no text, and no thinking that the template takes."""
+    """Whether a last step gives the model nothing to continue: no text, and no thinking that the template accepts."""
     return step.kind == "assistant" and not step.text and not (step.reasoning and dialect.form.reasoning)
 
 
 def _with_tools_described(steps: Sequence[PromptStep], description: str) -> Iterator[PromptStep]:
-    """The steps with the tools at the end of the first system message, or in one of their own before everything."""
+    """The steps with the tools at the end of the first system message, or in their own one at the beginning."""
     if steps and steps[0].kind == "system":
         text = f"{steps[0].text}\n\n{description}" if steps[0].text else description
         yield replace(steps[0], text=text)
@@ -152,16 +151,17 @@ def _with_tools_described(steps: Sequence[PromptStep], description: str) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class _PlacedTalk:
-    """A conversation as far as it was placed, its last step said whole. Nobody changes `placing`: it is copied."""
+    """A placed beginning of a conversation, its last step complete. `placing` is never changed, only copied."""
 
     messages: tuple[Message, ...]
     placing: "_Placing"
 
 
 class ConformMemo:
-    """The beginnings of conversations in one dialect as they were placed, within a number of bytes.
+    """The placed beginnings of conversations in one dialect, within a number of bytes.
 
-    Found by the very message objects: a next turn has those of the last one, as long as these are remembered.
+    They are found by the identity of the message objects: a next turn has those of the last one while these are
+    remembered.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -172,7 +172,7 @@ class ConformMemo:
         self._known.clear()
 
     def find(self, messages: Sequence[Message], call_ids: Mapping[str, str]) -> _PlacedTalk | None:
-        """The longest beginning that is known, its calls being written with these ids."""
+        """The longest known beginning whose calls are written with these ids."""
         for index in range(len(messages) - 1, -1, -1):
             known = self._known.get((index, id(messages[index])))
             if known is None or known.messages != tuple(messages[: index + 1]):
@@ -182,7 +182,7 @@ class ConformMemo:
         return None
 
     def keep(self, messages: Sequence[Message], placing: "_Placing", new: Sequence[PromptStep]) -> None:
-        """These messages are placed, all but the `new` steps of them having been found here."""
+        """Remember these placed messages; all but the `new` steps were found here."""
         num_bytes = _BYTES_PER_PLACED * len(messages) + sum(map(_num_bytes, new))
         self._known.put((len(messages) - 1, id(messages[-1])), _PlacedTalk(tuple(messages), placing.copy()), num_bytes)
 
@@ -199,7 +199,7 @@ def _num_bytes(step: PromptStep) -> int:
 
 
 class _Placing:
-    """Steps placed one behind the other, each in the nearest form that may follow the one before."""
+    """Places steps one behind the other, each in the nearest form that may follow the one before."""
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
@@ -214,7 +214,7 @@ class _Placing:
         self._speaker: Speaker = "nobody"
 
     def copy(self) -> "_Placing":
-        """Another one that stands at the same place and goes its own way."""
+        """An independent copy of this state."""
         twin = _Placing(self._dialect)
         twin.steps, twin.dicts, twin._pending = list(self.steps), list(self.dicts), list(self._pending)
         twin._names, twin._numbers = dict(self._names), dict(self._numbers)
@@ -247,7 +247,7 @@ class _Placing:
         return replace(step, text=named(step.text, step.name))
 
     def lowered(self, step: PromptStep) -> Iterator[PromptStep]:
-        """One assistant's step as the steps that the template can write without losing a part."""
+        """One assistant's step as steps that the template writes without losing a part."""
         if step.kind != "calls":
             yield step
             return
@@ -271,7 +271,7 @@ class _Placing:
         yield step
 
     def place(self, step: PromptStep) -> None:
-        """Append the step, or what stands for it."""
+        """Append the step, or its replacement."""
         step = self._settled(step)
         if self._takes(step.kind):
             self._append(step)
@@ -289,7 +289,7 @@ class _Placing:
             self._append(step)
 
     def bridge(self, kind: Kind, index: int) -> None:
-        """Put fillers before a step of this kind, if the template wants some."""
+        """Put fillers before a step of this kind, if the template needs some."""
         if self._takes(kind):
             return
         for filler in self._bridge_to(kind):
@@ -299,7 +299,7 @@ class _Placing:
             self._append(self._settled(PromptStep(filler, text, call_id=pending, index=index)))
 
     def bridge_to_answer(self, index: int) -> None:
-        """Put the fillers before the generation tail that the answer will have before it once it is history."""
+        """Put fillers before the generation tail, the same that the answer will have once it is history."""
         can_wait = self._takes("assistant") or not self._bridge_to("assistant")
         self.bridge("end" if can_wait else "assistant", index)
 
@@ -344,8 +344,8 @@ class _Placing:
         self.dicts.append(message_dict(self._as_written(step), self._dialect.form))
 
     def _as_written(self, step: PromptStep) -> PromptStep:
-        """The step with the ids that its calls, or the call that it answers, are written with; where the template
-        numbers calls, a result with the number that the model wrote."""
+        """The step with the ids to write of its calls, or of the call that it answers; a result has the number that the
+        model wrote if the template numbers calls."""
         if not self.call_ids or not (step.calls or step.call_id):
             return step
         if self._dialect.form.call_ids in ("numbered", "numbered_in_message"):

@@ -1,8 +1,7 @@
-"""The images of a turn: each is read within limits, decoded and measured once, from then on known by the bytes that it
-came in. It knows Pillow and data URLs; how many tokens an image has is answered by a reader that is handed in.
+"""Reads the images of a turn: decodes and measures each once, within limits, and remembers it by its bytes. It knows
+Pillow and data URLs; a reader that is handed in counts an image's tokens.
 
-It joins what a client sent and what a prompt says (`images_text`). No file is opened, and only `images_remote` fetches.
-Safe for several threads.
+It opens no file, and only `images_remote` fetches. Thread-safe.
 """
 
 import base64
@@ -35,7 +34,7 @@ from kvserve.prompt.memo import Memo
 from kvserve.prompt.template import PromptText
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""What Pillow may try: raster formats of the web. Of an animation the first frame is the image."""
+"""The formats that Pillow may try: raster formats of the web. An animation's first frame is the image."""
 
 Image.init()  # else Pillow knows only some of these until it has failed once
 
@@ -45,7 +44,7 @@ _NUM_SHOWN_CHARS = 40
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """Bytes of the file and pixels of the picture that are still read."""
+    """The largest file and picture that are read."""
 
     max_bytes: int = 32 * 2**20
     max_pixels: int = 50_000_000
@@ -56,7 +55,7 @@ MEMO_BYTES = 16 * 2**20
 _FACTS_BYTES = 512
 _BYTES_PER_TOKEN = 8
 INPUT_BYTES = 512 * 2**20
-"""Of what the towers of running and waiting requests may still look at: one picture of 16 megapixels takes 400 MB."""
+"""For the tower inputs of running and waiting requests: one picture of 16 megapixels takes 400 MB."""
 
 
 type MeasuresImage = Callable[[Image.Image], MeasuredImage]
@@ -74,7 +73,7 @@ class Images:
         remote: RemotePictures | None = None,
         max_input_bytes: int = INPUT_BYTES,
     ) -> None:
-        """`max_input_bytes`: what was measured is held for the tower within so many; the rest is measured again."""
+        """Tower inputs are kept within `max_input_bytes`; the others are made again."""
         self._reader = reader
         self._words = words
         self._limits = limits
@@ -83,21 +82,21 @@ class Images:
         self._inputs: Memo[Mapping[str, object]] = Memo(max_input_bytes)
 
     def clear(self) -> None:
-        """Forget the pictures that were measured before."""
+        """Forget all measured pictures."""
         self._known.clear()
         self._inputs.clear()
 
     def look(self, turn: Turn) -> Turn:
         """The turn with every image named by its digest, and its images. Raises BadRequest.
 
-        A picture that was measured before is not decoded again, unless the model must look at it again.
+        A measured picture is decoded again only if the model must look at it again.
         """
         inputs: dict[str, ImageInput] = {}
         visit = self._remote.visit() if self._remote is not None else None
 
         def digest_of(block: ImageBlock) -> ImageBlock:
             image = self._input(block.source, visit)
-            # The same pixels in another file are the same image; the first has been measured, if any was.
+            # Equal pixels in another file are the same image; the first one was measured, if any was.
             inputs.setdefault(image.facts.digest, image)
             return ImageBlock(image.facts.digest)
 
@@ -105,16 +104,16 @@ class Images:
         return replace(turn, messages=messages, images=tuple(inputs.values()))
 
     def marked(self, messages: Iterable[Message]) -> tuple[Message, ...]:
-        """The messages as a chat template reads them."""
+        """The messages for a chat template, with marks for images."""
         return with_marks(messages, self._words)
 
     def worded(self, prompt: PromptText, images: Iterable[ImageInput]) -> PromptText:
-        """A rendered prompt as the stitcher reads it."""
+        """A rendered prompt for the stitcher, with the family's words around images."""
         runs = {image.facts.digest: image.facts.ids for image in images}
         return replace(prompt, text=with_words(prompt.text, self._words), runs=runs)
 
     def _input(self, source: str, visit: Visit | None) -> ImageInput:
-        """What a picture is known by: a data URL by its text, one behind an address by the bytes that are there now."""
+        """The picture's input, found by the text of its data URL, or by the bytes behind its address."""
         if visit is None or not is_remote(source):
             key = hashlib.sha256(source.encode("utf-8", "surrogatepass")).digest()
             return self._of(key, lambda: read_image(source, self._limits))
@@ -131,7 +130,7 @@ class Images:
         return ImageInput(facts, lambda: self._tower_input(facts.digest, picture))
 
     def _tower_input(self, digest: str, picture: Callable[[], Image.Image]) -> Mapping[str, object]:
-        """What the picture was measured with, if that is still held: the tower looks once, so it is let go of."""
+        """The picture's tower input, kept or made again. A kept one is dropped: the tower reads it once."""
         held = self._inputs.take(digest)
         return self._reader(picture()).tower_input if held is None else held
 
@@ -195,7 +194,7 @@ def decode_image(content: bytes, limits: ImageLimits) -> Image.Image:
 
 
 def _bytes_of(source: str, limits: ImageLimits) -> bytes:
-    """What a data URL holds."""
+    """The bytes in a data URL."""
     match = _DATA_URL.match(source)
     if match is None:
         shown = source[:_NUM_SHOWN_CHARS] + ("..." if len(source) > _NUM_SHOWN_CHARS else "")
@@ -220,7 +219,7 @@ def _bytes_of(source: str, limits: ImageLimits) -> bytes:
 
 
 def _check_size(image: Image.Image, limits: ImageLimits) -> None:
-    """Before anything is decoded: a file of 1 kB can hold a gigapixel."""
+    """Checks the size before decoding: a file of 1 kB can hold a gigapixel."""
     width, height = image.size
     if width < 1 or height < 1:
         raise _refused(f"it has {width} x {height} pixels")
@@ -229,7 +228,7 @@ def _check_size(image: Image.Image, limits: ImageLimits) -> None:
 
 
 def _on_white(image: Image.Image) -> Image.Image:
-    """The decoded picture as RGB: what stands behind transparent pixels in the file is nothing to show a model."""
+    """The decoded picture as RGB; transparent pixels become white, whatever color the file stores for them."""
     if not image.has_transparency_data:
         return image.convert("RGB")
     layered = image.convert("RGBA")

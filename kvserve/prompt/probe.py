@@ -1,6 +1,6 @@
-"""What one chat template accepts, found out at load by rendering small conversations made of marker words.
+"""Finds what one chat template accepts, at load, by rendering small conversations of marker words.
 
-It knows how to ask a template; the answer is a `Dialect`. It never sees a request.
+The result is a `Dialect`. It never sees a request.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,9 +64,8 @@ NEXT_KINDS: tuple[Kind, ...] = ("system", "later_system", "user", "assistant", "
 
 @dataclass(frozen=True, slots=True)
 class Prober:
-    """Asks one template. With `tools` every conversation is rendered with a tool, which changes what some accept.
-
-    `arguments` are those under which past reasoning is kept, where the template has such.
+    """Renders conversations with one template. With `tools` each is rendered with a tool, which changes what some
+    templates accept. `arguments` keep past reasoning, if the template has such arguments.
     """
 
     template: CompiledTemplate
@@ -76,7 +75,7 @@ class Prober:
     def render(
         self, steps: Sequence[PromptStep], form: WireForm, *, tail: bool = True, keep: bool = False
     ) -> str | Refusal:
-        """The steps as text; `tail`: with the generation tail, `keep`: with the arguments that keep reasoning."""
+        """The steps as text, with `tail`: the generation tail, `keep`: the arguments that keep reasoning."""
         messages = [message_dict(step, form) for step in steps]
         arguments = (self.arguments or {}) if keep else {}
         return self.template.render(messages, tool_dicts(self.tools), add_generation_prompt=tail, arguments=arguments)
@@ -96,7 +95,7 @@ class Prober:
 
 
 def in_order(text: str, words: Iterable[str]) -> bool:
-    """Whether each word stands in the text behind the one before it."""
+    """Whether the words occur in the text in this order."""
     position = 0
     for word in words:
         found = text.find(word, position)
@@ -115,7 +114,7 @@ def _words(steps: Iterable[PromptStep]) -> Iterator[str]:
 
 
 def talk(kinds: Iterable[Kind], *, text_with_calls: bool = False, calls_each: int = 1) -> list[PromptStep]:
-    """Steps of these kinds with a marker word each; a result answers the first call that has none yet."""
+    """Steps of these kinds with a marker word each; a result answers the first call without one."""
     steps: list[PromptStep] = []
     calls: list[ToolCallBlock] = []
     num_results = 0
@@ -141,7 +140,7 @@ def _call(call_id: str) -> ToolCallBlock:
 
 
 def probe(prober: Prober) -> Dialect | None:
-    """The dialect of the prober's template, None where it cannot even render one user message."""
+    """The dialect of the prober's template, None if it cannot render one user message."""
     form = WireForm()
     if not prober.shows(talk(["user"]), form):
         form = replace(form, content_as_list=True)
@@ -157,8 +156,7 @@ def probe(prober: Prober) -> Dialect | None:
 
 
 def sample(prober: Prober, dialect: Dialect) -> Sample:
-    """How the prober's template writes, with thinking where it has such; tools, which it explains in words, in the
-    whole loop only."""
+    """The prober's template's rendering, with thinking if it has any; only the whole loop has tools."""
     toolless = replace(prober, tools=())
 
     def written(asked: Prober, *kinds: Kind, tail: bool = False) -> str:
@@ -182,7 +180,7 @@ def _shows_tools(prober: Prober, form: WireForm) -> bool:
 
 
 def _empty_texts(prober: Prober, form: WireForm) -> Iterator[tuple[str, str]]:
-    """What stands for an empty text in each role: nothing, where the template takes that."""
+    """The replacement of an empty text in each role; none if the template accepts empty text."""
     places: tuple[tuple[str, tuple[Kind, ...], int], ...] = (
         ("system", ("system", "user"), 0),
         ("user", ("user", "assistant", "user"), 0),
@@ -226,7 +224,7 @@ def _probe_calls(prober: Prober, form: WireForm) -> Dialect:
 
 
 def _probe_numbers(prober: Prober, form: WireForm) -> WireForm:
-    """Some templates write a number of their own into a call, and the id that they are given with its result."""
+    """Whether the template writes its own numbers into calls, and given ids into results, as some do."""
     counted: tuple[CallIds, ...] = ("numbered", "numbered_in_message")
     if form.call_ids != "given" or _names_results(prober, form):
         return form
@@ -235,7 +233,7 @@ def _probe_numbers(prober: Prober, form: WireForm) -> WireForm:
 
 
 def _names_results(prober: Prober, form: WireForm) -> bool:
-    """Whether no id stands with a result alone, of two calls that follow one another."""
+    """Whether a result of one of two consecutive calls is written without its id."""
     steps: list[PromptStep] = [*talk(["user"])]
     for number in range(2):
         call = ToolCallBlock(f"kwid{number}", PROBE_TOOL.name, '{"kwparameter":"kwvalue"}')
@@ -258,7 +256,7 @@ def _names_calls(prober: Prober, form: WireForm, kinds: tuple[Kind, ...]) -> boo
 
 
 def _probe_raw_arguments(prober: Prober, form: WireForm, kinds: tuple[Kind, ...]) -> WireForm:
-    """Some templates iterate the arguments: what is no JSON object must be wrapped into one for them."""
+    """Whether the template iterates the arguments, so that those that are not JSON objects must be wrapped."""
     steps = [replace(s, calls=tuple(replace(c, arguments="kwraw") for c in s.calls)) for s in talk(kinds)]
     return form if prober.shows(steps, form) else replace(form, wraps_raw_arguments=True)
 
@@ -299,7 +297,7 @@ def _probe_call_shapes(prober: Prober, dialect: Dialect) -> Dialect:
 
 
 def _order(prober: Prober, dialect: Dialect) -> Iterator[tuple[Place, Kind]]:
-    """Every kind of step at every place that the template writes whole and in order."""
+    """The kinds of step, by place, that the template writes completely and in order."""
     for place, lead in LEADS.items():
         if lead and _is_shown(prober, dialect, lead, tail=True):
             yield place, "end"
@@ -310,7 +308,7 @@ def _order(prober: Prober, dialect: Dialect) -> Iterator[tuple[Place, Kind]]:
 
 
 def _conversations(lead: tuple[Kind, ...], kind: Kind, dialect: Dialect) -> tuple[tuple[Kind, ...], ...]:
-    """Conversations with the step behind the lead that must all be written; none where it cannot occur."""
+    """The conversations with the step behind the lead that must all be written; none if it cannot occur."""
     before: Kind = lead[-1] if lead else "start"
     match before, kind:
         case "start", "system":

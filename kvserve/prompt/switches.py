@@ -1,6 +1,6 @@
-"""Which thinking switches one chat template really has, and the arguments that set them.
+"""Finds the thinking switches that one chat template really has, and makes the arguments that set them.
 
-The table knows the names that templates give their switches; a switch counts only if rendering changes with it.
+The table has the names that templates use; a switch counts only if it changes the rendering.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from kvserve.prompt.probe import Prober, talk
 from kvserve.prompt.steps import PromptStep, WireForm
 
 UNSET = object()
-"""A value that is set by not passing the argument."""
+"""Stands for an argument that is not passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ USUAL_LEVELS = ("low", "medium", "high")
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """The switches that work. `efforts` are the levels that the template knows, lowest first; empty: it knows none."""
+    """The switches that work. `efforts` are the levels that the template knows, lowest first."""
 
     thinking: tuple[ThinkingSwitch, ...] = ()
     preserve: tuple[ThinkingSwitch, ...] = ()
@@ -56,16 +56,16 @@ class Switches:
 
     @property
     def turn_thinking_off(self) -> bool:
-        """Whether the template can be told not to think; its lowest effort is some thinking, unless it is none."""
+        """Whether thinking can be switched off; a lowest effort other than "none" is still some thinking."""
         return bool(self.thinking) or self.efforts[:1] == ("none",)
 
     def arguments(
         self, given: Mapping[str, object], *, thinking: bool, preserve: bool | None, effort: str | None
     ) -> dict[str, object]:
-        """The template's arguments for a request; what is None is left to the template.
+        """The template's arguments for a request; None leaves a value to the template.
 
-        `given` are the request's own template arguments. They go before `preserve`, which may be only a setting, since
-        nobody else reads a template's own name for it; thinking and effort were resolved from them already.
+        `given` are the request's own template arguments. They override `preserve`, which may be only a setting;
+        thinking and effort were resolved from them already.
         """
         arguments: dict[str, object] = {}
         for switch in self.preserve if preserve is not None else ():
@@ -79,7 +79,7 @@ class Switches:
         return arguments if level is None else arguments | {EFFORT_ARGUMENT: level}
 
     def _level(self, thinking: bool, effort: str | None) -> str | None:
-        """The effort to pass: the nearest level known; thinking off is the lowest where there is no other switch."""
+        """The effort to pass: the nearest known level; the lowest for thinking off without another switch."""
         if not self.efforts or (not thinking and self.thinking):
             return None
         if not thinking:

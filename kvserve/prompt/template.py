@@ -1,7 +1,7 @@
-"""A conversation to the model's prompt: the chat template with the thinking switches set, and its model tokens.
+"""Renders a conversation as the model's prompt, with the chat template and its thinking switches.
 
-It knows one model's template and tokenizer; nothing of protocols, caches or the engine. What a template refuses is put
-into the nearest form by `conform.py`, and if that is refused too, into plainer ones, never into an error of the server.
+It knows one model's template and tokenizer, no protocols, caches or engine. `conform.py` brings what a template refuses
+into the nearest form; if that is refused too, plainer forms follow, never a server error.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -26,7 +26,7 @@ from kvserve.prompt.writing import REASONING_TAGS, RenderedText, Writer
 ARGUMENTS_FIELD = "chat_template_kwargs"
 
 MEMORY_BYTES = 64 * 2**20
-"""For beginnings of conversations in all dialects of a template."""
+"""For the beginnings of conversations in all dialects of a template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class PromptText:
     """A prompt as text, not yet as model tokens.
 
     `opens_reasoning`: it ends inside an opened think tag or channel, so the model's text starts as reasoning.
-    `continues`: it ends inside the last message, an assistant's, instead of in a generation tail; `begun` is the text
-    of that message so far. `notes` say what was put into another form than the client sent. `adds_special_tokens`: the
-    tokenizer's own ones (BOS) are still missing. `runs` are the ids of the images whose marks the text holds. In the
-    text control tokens that a client spelt out are marked; it is for the stitcher, and `shown` is for people.
+    `continues`: it ends inside the last message, an assistant's, instead of a generation tail; `begun` is that
+    message's text so far. `notes` name changes of form. `adds_special_tokens`: the tokenizer must add its own (BOS).
+    `runs` are the ids of the images in the text. The text marks a client's spelling of control tokens; `shown` does
+    not.
     """
 
     text: str
@@ -50,7 +50,7 @@ class PromptText:
 
     @property
     def shown(self) -> str:
-        """The text in which a client's own words stand as they were sent."""
+        """The text without marks, for people."""
         return without_barriers(shown(self.text))
 
 
@@ -59,7 +59,7 @@ class RenderedPrompt:
     """A prompt as text and as model tokens.
 
     `opens_reasoning`: it ends inside an opened think tag or channel, so the model's text starts as reasoning. `notes`
-    say what was put into another form than the client sent, for the log.
+    name changes of form, for the log.
     """
 
     text: str
@@ -70,8 +70,8 @@ class RenderedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class _TemplateProfile:
-    """A template together with what it accepts: without tools, with tools (None: it writes none), its switches, and how
-    it describes a tool (None: that could not be told)."""
+    """A template with what it accepts: without tools, with tools (None: it writes none), its switches, and its
+    description of tools (None: unknown)."""
 
     template: CompiledTemplate
     dialect: Dialect
@@ -89,7 +89,7 @@ class _TemplateProfile:
 
 
 def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _TemplateProfile | None:
-    """What the template accepts, None where it cannot even render one user message; `row` is how it writes calls."""
+    """The template's profile, None if it cannot render one user message; `row` is its form of calls."""
     prober = Prober(template, arguments=keep_arguments(template))
     dialect = probe(prober)
     if dialect is None:
@@ -107,7 +107,7 @@ def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _Template
 
 
 class ChatTemplate:
-    """The chat template of one model, compiled and probed once. Thread-safe: what it remembers changes no text."""
+    """The chat template of one model, compiled and probed once. Thread-safe: its memory does not change the text."""
 
     def __init__(
         self,
@@ -116,9 +116,9 @@ class ChatTemplate:
         tags: Collection[str] = (),
         row: CallRow | None = None,
     ) -> None:
-        """`max_bytes` bounds what is remembered of earlier conversations, `tags` are those that the model's answers are
-        searched for, `row` is how it writes calls. Raises ModelLoadError where the template is broken. A model without
-        one gets labelled plain text.
+        """`max_bytes` bounds the memory of earlier conversations, `tags` are those that the readers of answers look
+        for, `row` is the form of calls. Raises ModelLoadError for a broken template. Without a template the prompt is
+        labelled plain text.
         """
         self._tokenizer = tokenizer
         self._words = CallWords(row)
@@ -148,12 +148,12 @@ class ChatTemplate:
 
     @property
     def shown_call(self) -> str | None:
-        """How the template writes the first of `EXAMPLES`; None where calls are text in its conversations."""
+        """The template's rendering of the first of `EXAMPLES`; None if it writes no calls."""
         return self._profile.shown_call if self._profile is not None else None
 
     @property
     def image_words(self) -> str | None:
-        """What the template writes for an image among the parts of a message; None where it writes nothing."""
+        """The template's text for an image among the parts of a message; None if it writes nothing."""
         if self._profile is None:
             return None
         left, right = "kvserve-left", "kvserve-right"
@@ -167,19 +167,19 @@ class ChatTemplate:
 
     @property
     def accepts_thinking(self) -> bool:
-        """Whether the template can be asked to switch thinking on and off."""
+        """Whether the template has a thinking switch."""
         return self._profile is not None and bool(self._profile.switches.thinking)
 
     def thinks_unasked(self, tags: Collection[str]) -> bool:
-        """Whether its model may think where the prompt was written without thinking: the template names one of these
-        tags, which stand around thinking, and cannot be told to do without."""
+        """Whether the model may think although the request switched thinking off: the template names one of these
+        thinking tags and has no switch."""
         if self._profile is None or self._profile.switches.turn_thinking_off:
             return False
         return any(tag in self._profile.template.source for tag in tags)
 
     @property
     def accepts_preserve_thinking(self) -> bool:
-        """Whether the template can be asked to keep the thinking of earlier turns."""
+        """Whether the template has a switch to keep the thinking of earlier turns."""
         return self._profile is not None and bool(self._profile.switches.preserve)
 
     @property
@@ -200,10 +200,10 @@ class ChatTemplate:
     ) -> PromptText:
         """The text for the next assistant message, or up to the end of the last one if that is the assistant's.
 
-        `preserve_thinking` and `effort` None leave the template its default. Of `template_arguments` those are ignored
-        that the rendering itself needs (`messages`, `bos_token`, ...) or that `thinking` and `effort` decide.
-        `call_ids` are those that calls are written with, by the ones that they have here.
-        Raises BadRequest for an image, and for template arguments that the template fails with.
+        `preserve_thinking` and `effort` None leave the template its default. `template_arguments` that the rendering
+        itself sets (`messages`, `bos_token`, ...) or that `thinking` and `effort` decide are ignored. `call_ids` maps
+        the calls' ids to the ids to write. Raises BadRequest for an image, and for template arguments with which the
+        template fails.
         """
         profile = self._profile
         tools = guarded_tools(tools, self.control)
@@ -220,7 +220,7 @@ class ChatTemplate:
             written = writer.write(conformed)
             if isinstance(written, RenderedText):
                 notes = (*refusals, *conformed.notes)
-                # A chat template writes every special token itself, BOS included; that is how they are all written.
+                # A chat template itself writes every special token, BOS included.
                 text = self.control.settled(without_surrogates(written.text))
                 begun = without_barriers(shown(without_surrogates(written.begun)))
                 return PromptText(text, written.opens_reasoning, notes, continues=conformed.continues, begun=begun)
@@ -240,7 +240,7 @@ class ChatTemplate:
         effort: str | None = None,
         template_arguments: Mapping[str, object] | None = None,
     ) -> RenderedPrompt:
-        """`write`, and its model tokens. Raises what `write` raises."""
+        """`write`, with the model tokens. Raises as `write` does."""
         prompt = self.write(
             messages,
             tools,
@@ -266,17 +266,17 @@ class ChatTemplate:
         return PromptText(text, False, notes, continues, adds_special_tokens=True, begun=begun)
 
     def _tool_words(self, dialect: Dialect, tools: tuple[ToolSpec, ...]) -> ToolWords:
-        """What is said where tools change: in the form of those in front; without any, how to call one too."""
+        """The words for changes of tools: in the form of the tools in front, or, without any, with instructions."""
         form = self._profile.tool_form if self._profile is not None and dialect.tools else None
         return ToolWords(form, explains=not tools, control=self.control, calls=dialect.words)
 
     def _free_arguments(self, profile: _TemplateProfile, given: Mapping[str, object]) -> dict[str, object]:
-        """The request's arguments less the names that the rendering itself needs."""
+        """The request's arguments without the names that the rendering itself sets."""
         free = {name: value for name, value in given.items() if profile.template.is_free(name)}
         return {name: guarded_data(value, self.control) for name, value in free.items()}
 
     def _memory_of(self, dialect: Dialect) -> ConformMemo | None:
-        """The memory of a dialect that was probed; one that is tried because of a refusal has none."""
+        """The memory of a probed dialect; dialects tried after a refusal have none."""
         return next((memory for known, memory in self._memories if known is dialect), None)
 
 
@@ -289,7 +289,7 @@ def _control_of(tokenizer: Tokenizer, sample: Sample | None, tags: Collection[st
 def _attempts(
     profile: _TemplateProfile, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
 ) -> Iterator[tuple[Dialect, tuple[Message, ...]]]:
-    """Ways to say it, nearest first: as probed; tools in words; everything in one user message."""
+    """The forms to try, nearest first: as probed; tools in words; everything in one user message."""
     yield (profile.tool_dialect if tools and profile.tool_dialect is not None else profile.dialect), messages
     yield profile.in_words, messages
     is_answer = bool(messages) and messages[-1].role == "assistant"
