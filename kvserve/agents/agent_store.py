@@ -1,6 +1,6 @@
-"""Agents and their histories in SQLite: those that persist in one file, the others in memory.
+"""Stores agents and their histories in SQLite: persistent ones in one file, the others in memory.
 
-A turn is written in one transaction before its client hears of its end, so the history is complete up to the last
+A turn is written in one transaction before its client receives the end, so the history is complete up to the last
 finished turn whatever happens to the process. It knows no wire form and no model.
 """
 
@@ -47,12 +47,12 @@ _COLUMNS = (
     "context_model, context_ids, context_images"
 )
 _LATER_COLUMN = "context_images TEXT NOT NULL DEFAULT '[]'"
-"""What the first files did not have."""
+"""The column that the first files lack."""
 
 
 class AgentStore:
-    """Safe for several threads. The file is made with the first agent that persists; without a file none does.
-    Everything raises StorageFailure where the file cannot be read or written; nothing is changed then."""
+    """Thread-safe. The first persistent agent creates the file; without a file no agent persists. Every method raises
+    StorageFailure, and changes nothing, if the file cannot be read or written."""
 
     def __init__(self, file: Path | None, wall_clock: Callable[[], float] = time.time) -> None:
         self._passing = _Shelf(None)
@@ -71,7 +71,7 @@ class AgentStore:
             return self._agent(new.agent_id)
 
     def agent(self, agent_id: str) -> Agent:
-        """Raises NotFound."""
+        """The agent with this id. Raises NotFound."""
         with self._lock:
             return self._agent(agent_id)
 
@@ -82,7 +82,7 @@ class AgentStore:
         return tuple(sorted(found, key=lambda agent: agent.created_at))
 
     def num_agents(self) -> int:
-        """How many there are."""
+        """The number of agents."""
         with self._lock:
             return sum(shelf.num_agents() for shelf in self._shelves)
 
@@ -92,8 +92,8 @@ class AgentStore:
             return self._shelf(agent).turns(agent.key)
 
     def append(self, agent: Agent, done: TurnDone) -> Agent:
-        """Add a turn behind the agent's last one. Raises NotFound if the agent was deleted meanwhile, also where
-        another one has taken its id, and Conflict where another server has added a turn."""
+        """Add a turn behind the agent's last one. Raises NotFound if the agent was deleted meanwhile, also if another
+        agent took its id, and Conflict if another server added a turn."""
         with self._lock:
             is_added = self._shelf(agent).append(agent, done, self._wall_clock())
             now = self._agent(agent.agent_id)
@@ -104,7 +104,7 @@ class AgentStore:
             return now
 
     def delete(self, agent_id: str) -> Agent:
-        """Take an agent away with its history; what it was. Raises NotFound."""
+        """Delete an agent with its history, and return it. Raises NotFound."""
         with self._lock:
             agent = self._agent(agent_id)
             self._shelf(agent).delete(agent.key)
@@ -162,7 +162,7 @@ class _Shelf:
         )
 
     def append(self, agent: Agent, done: TurnDone, now: float) -> bool:
-        """False where the agent is gone, or where somebody else has added this turn."""
+        """Add the turn; False if the agent is gone or another server added this turn."""
         ids = array("i", done.context.ids).tobytes()
         images = json.dumps([(span.start, span.end, span.digest) for span in done.context.images])
         changed = self._write(
@@ -200,7 +200,7 @@ class _Shelf:
             raise self._failure(error) from error
 
     def _write(self, *statements: tuple[str, tuple[object, ...]]) -> bool:
-        """All in one transaction, or none where the first changes nothing (False)."""
+        """Run all in one transaction, or none if the first changes nothing (False)."""
         try:
             connection = self._opened(may_make=True)
             assert connection is not None
@@ -213,7 +213,7 @@ class _Shelf:
             raise self._failure(error) from error
 
     def _opened(self, *, may_make: bool) -> sqlite3.Connection | None:
-        """The connection; None where there is no file yet and none is to be made."""
+        """The connection; None if there is no file yet and none may be made."""
         if self._connection is None and (may_make or self._file is None or self._file.exists()):
             if self._file is not None:
                 self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -260,7 +260,7 @@ class _Shelf:
 
 
 def _add_later_column(connection: sqlite3.Connection) -> None:
-    """Give a file from before images were kept what it lacks; where two servers open it, one of them does."""
+    """Add the later column to an old file; of two servers that open it at once, one does."""
 
     def is_there() -> bool:
         return any(row[1] == "context_images" for row in connection.execute("PRAGMA table_info(agents)"))
@@ -279,7 +279,7 @@ def _unknown(agent_id: str) -> NotFound:
 
 # --- messages as JSON ------------------------------------------------------------------------------------------------
 #
-# The nouns of `core` are known by their fields, none by its name: a new kind of block needs no line here.
+# Blocks are written by their dataclass fields: a new kind of block needs no line here.
 
 
 def encode_messages(messages: Sequence[Message]) -> str:
@@ -306,7 +306,7 @@ def _plain(value: Any) -> Any:
 
 
 def _block(row: Mapping[str, Any]) -> Any:
-    """A block, and the blocks inside it: everything that is a list is a tuple of blocks."""
+    """A block, and the blocks inside it: every list is a tuple of blocks."""
     fields = {
         name: tuple(_block(item) for item in value) if isinstance(value, list) else value
         for name, value in row.items()

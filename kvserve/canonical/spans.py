@@ -1,4 +1,4 @@
-"""Finds the spans of the rules in one text block. Knows where a form may stand, not what becomes of the span."""
+"""Finds the spans of the rules in one text block. It knows the places of forms, not what happens to the spans."""
 
 import json
 import re
@@ -10,15 +10,15 @@ from kvserve.canonical.rule import Form, Rule, RuleSet
 from kvserve.core import Role
 
 _MAX_SPANS = 64
-"""Per text block; the recordings have five at most. It bounds the work that a text made for it can cause."""
+"""Per text block; recordings have five at most. It bounds the work that a malicious text can cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuleSpan:
-    """The half-open run `[start, end)` of characters of one text block that a rule speaks for.
+    """The half-open run `[start, end)` of characters of one text block that a rule matches.
 
-    `canonical` stands for it in identity; `meaning` is the span without its volatile parts; `volatile` are those,
-    each with the name of the rule whose policy decides about it.
+    `canonical` replaces it in identity; `meaning` is the span without its volatile parts; `volatile` are those, each
+    with the name of the rule whose policy applies to it.
     """
 
     start: int
@@ -31,11 +31,11 @@ class RuleSpan:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Two spans with equal keys say the same."""
+        """Equal for spans with the same meaning."""
         return self.rule.name, self.meaning
 
     def without(self, names: Container[str]) -> str:
-        """The text less the volatile parts of the rules with these names."""
+        """The text without the volatile parts of the rules with these names."""
         text, form = self.text, self.rule.form
         for name, pattern in form.volatile.items() if form is not None else ():
             text = pattern.sub("", text) if name in names else text
@@ -43,11 +43,11 @@ class RuleSpan:
 
 
 def find_spans(text: str, role: Role, rules: RuleSet) -> tuple[RuleSpan, ...]:
-    """The spans in `text`, in order, none overlapping another.
+    """The spans in `text`, in order, without overlaps.
 
-    A text whose canonical form would change again is left alone as a whole: two pieces that only meet because a span
-    between them was taken out are no recorded form. That makes the canonical form stable. So is one with more spans
-    than any client sends.
+    A text whose canonical form would change again has no spans: two pieces that meet only because a span between them
+    was taken out are not a recorded form. That makes the canonical form stable. A text with more spans than any client
+    sends has none either.
     """
     span_rules = rules.span_rules(role)
     if not span_rules:
@@ -121,7 +121,7 @@ def _leading_spans(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> l
 
 
 def _spans_of(rule: Rule, form: Form, text: str, start: int, rules: RuleSet) -> Iterator[RuleSpan]:
-    """The spans of one rule from `start`, where the leading ones end; its place is none of theirs."""
+    """The spans of one rule that is not a leading one, from `start`, where the leading spans end."""
     if form.heading is not None and form.heading.match(text, start) is None:
         return
     if form.place in ("end", "last_line"):
@@ -157,7 +157,7 @@ def _end_of_scope(text: str, position: int, rule: Rule) -> int:
 
 
 def _match_at(text: str, start: int, end: int, rule: Rule, form: Form, rules: RuleSet) -> RuleSpan | None:
-    """The span of `rule` at `start`, no further than `end`; None where the text has not the recorded form."""
+    """The span of `rule` at `start`, up to `end` at most; None if the text does not have the recorded form."""
     match = form.pattern.match(text, start, end)
     if match is None or match.end() == start:
         return None
