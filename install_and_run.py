@@ -2,9 +2,9 @@
 """One command from a fresh checkout to a running server: find a Python 3.12, make `.venv`, install the pins, exec.
 
 It knows interpreters, `.venv`, pip and the stamp that says "finished"; of the server it knows only the name of its
-start script, its flags (`kvserve/flags.py`) and what it refuses at once (`kvserve/first_checks.py`). Standard library
-only, every line must run under Python 3.9, and all of it is this one file and those two with what they import, because
-it runs before anything is installed.
+start script, its flags and what it refuses at once (`kvserve/settings/`). Standard library only, every line must run
+under Python 3.9, and all of it is this one file and that package with what it imports, because it runs before anything
+is installed.
 """
 
 from __future__ import annotations
@@ -476,14 +476,14 @@ def parse(arguments: Sequence[str]) -> Request:
 
 
 def of_server(name: str) -> ModuleType:
-    """One of the server's modules that need the standard library only, from the checkout. This Python may not leave
-    compiled files in the package."""
+    """One of the modules of `kvserve/settings/`, which need the standard library only, from the checkout. This Python
+    may not leave compiled files in the package."""
     import importlib
 
     sys.dont_write_bytecode = True
     if sys.path[:1] != [str(ROOT)]:
         sys.path.insert(0, str(ROOT))
-    return importlib.import_module(f"kvserve.{name}")
+    return importlib.import_module(f"kvserve.settings.{name}")
 
 
 def refuse_misspelt(request: Request) -> None:
@@ -496,7 +496,7 @@ def refuse_misspelt(request: Request) -> None:
         flags.parse_flags(request.rest, OWN_FLAGS)
     except flags.FlagError as error:
         raise SetupError(str(error)) from None
-    known = [name.upper() for name in of_server("values").KINDS]
+    known = [name.upper() for name in of_server("kinds").KINDS]
     # Where a quotation goes on over lines only python-dotenv knows what is a name; the start looks again.
     values = of_server("env_file").values_in(env_text()) or {}
     found = flags.misspelt([name for name, value in values.items() if value is not None], known)
@@ -509,7 +509,7 @@ def refuse_unusable(request: Request) -> None:
     folder that is not there. Once a set-up is finished the start itself looks first."""
     if not is_for_server(request) or request.setup_only:
         return
-    checks = of_server("first_checks")
+    checks = of_server("start_checks")
     try:
         checks.refuse_unusable(request.rest, os.environ, ENV_FILE)
     except checks.StartupError as error:

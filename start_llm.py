@@ -1,9 +1,9 @@
-"""Starts the server: flags over environment over `.env`. Everything else is in `kvserve/process.py`."""
+"""Starts the server: flags over environment over `.env`. Everything else is in `kvserve/app/process.py`."""
 
 import os
 import sys
 
-from kvserve.process import main
+from kvserve.app.process import main
 
 if __name__ == "__main__":
     try:

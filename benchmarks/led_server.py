@@ -21,11 +21,11 @@ from benchmarks.client import BenchmarkError
 from benchmarks.given_ids import GivenIds
 from benchmarks.model_free import Script, Told, script_of
 from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
-from kvserve.app import App
+from kvserve.app.server import App
 from kvserve.config import Launch, Settings
 from kvserve.engine import scheduler
-from kvserve.pipeline import ServedModel
-from kvserve.telemetry.terminal import Terminal
+from kvserve.observe.terminal import Terminal
+from kvserve.requests.served_model import ServedModel
 
 CACHE_PATH = "/v1/cache"
 COUNT_PATH = "/v1/messages/count_tokens"

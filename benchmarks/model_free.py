@@ -15,6 +15,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from benchmarks.given_ids import GivenIds
 from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
+from kvserve.app.wiring import engine_settings, identity_settings, request_defaults
 from kvserve.config import Settings
 from kvserve.core import NOBODY, GenerationRequest, JsonObject, RequestDefaults, RequestId, ToolCallBlock
 from kvserve.engine.memory import fixed_memory
@@ -25,7 +26,6 @@ from kvserve.engine.row_bytes import RowBytes
 from kvserve.engine.rows import Generation, Row
 from kvserve.identity.conversations import Conversations
 from kvserve.output.formats import select_format
-from kvserve.pipeline import ServedModel, serve_turn
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.images import Images
 from kvserve.prompt.stitch import Stitcher
@@ -35,9 +35,10 @@ from kvserve.protocols.anthropic_messages import MessagesRequest, parse_messages
 from kvserve.protocols.openai_chat import ChatRequest, parse_chat
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
 from kvserve.protocols.responses_store import ResponseStore
-from kvserve.running import Observer, RunningTurn
-from kvserve.turn_facts import FinishedTurn
-from kvserve.wiring import engine_settings, identity_settings, request_defaults
+from kvserve.requests.running_answer import RunningTurn
+from kvserve.requests.serve import serve_turn
+from kvserve.requests.served_model import ServedModel
+from kvserve.requests.turn_facts import FinishedTurn, Observer
 
 CONTEXT_TOKENS = 2**20
 UNLIMITED_BYTES = 2**40

@@ -23,12 +23,12 @@ from benchmarks.own_turn import FAMILIES, NUM_MESSAGES, Loop
 from benchmarks.recordings import Reply, Request
 from benchmarks.reuse_oracle import CONVENTIONS
 from benchmarks.rig import rounds
-from kvserve import running
 from kvserve.demo.build import build_model
-from kvserve.running import Observer
-from kvserve.seeing import Seeing, SeeingSettings
-from kvserve.telemetry.terminal import Terminal
-from kvserve.watching import Look
+from kvserve.observe.requests import Seeing, SeeingSettings
+from kvserve.observe.snapshot import Look
+from kvserve.observe.terminal import Terminal
+from kvserve.requests import running_answer
+from kvserve.requests.turn_facts import Observer
 
 BLOCK_TURNS = 8
 REPLY = Reply("A thought.", "Read.", ())
@@ -59,7 +59,7 @@ class Turns:
     def unseen_seconds(self) -> float:
         """Own time of a block with nothing but the request line."""
         observer = Observer(self._terminal.prefill, lambda turn: self._terminal.request_line(turn.facts))
-        return self._block(observer, lambda: patch.object(running, "explanation_of", lambda *_: None))
+        return self._block(observer, lambda: patch.object(running_answer, "explanation_of", lambda *_: None))
 
     def _block(self, observer: Observer, around: Callable[[], AbstractContextManager[object]]) -> float:
         model, seconds = self._model, 0.0

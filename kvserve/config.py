@@ -1,8 +1,8 @@
-"""Every setting, its default and its meaning; the only file that reads the environment. `values.py` has what each may
-be.
+"""Every setting, its default and its meaning; the only file that reads the environment. `settings/kinds.py` has
+what each may be.
 
 Flags override the environment, which overrides `.env`. A value that cannot be used raises `SettingError` with key,
-value and what was expected. The rooms never see this file: `app.py` hands each the values it needs.
+value and what was expected. The rooms never see this file: `app/wiring.py` hands each the values it needs.
 """
 
 import io
@@ -16,11 +16,11 @@ from dotenv import dotenv_values
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from kvserve.env_file import read_text
 from kvserve.errors import SettingError, StartupError
-from kvserve.first_checks import refuse_equal_ports, refuse_misspelt, refuse_model_of_demo
-from kvserve.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, parse_flags
-from kvserve.values import DEFAULTS, KINDS, GroupSize, KvBits, ModelFamily, QuantScheme
+from kvserve.settings.env_file import read_text
+from kvserve.settings.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, parse_flags
+from kvserve.settings.kinds import DEFAULTS, KINDS, GroupSize, KvBits, ModelFamily, QuantScheme
+from kvserve.settings.start_checks import refuse_equal_ports, refuse_misspelt, refuse_model_of_demo
 
 NameList = Annotated[tuple[str, ...], NoDecode]
 

@@ -13,7 +13,7 @@
        |- StorageFailure 500   |- NoProgress 503        `- EngineFailure 500
 
 Protocols turn a request error into their wire form; this file knows none of them. It runs under Python 3.9 too, for
-`first_checks.py`.
+`settings/start_checks.py`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from benchmarks.model_free import ModelFree, Told
 from benchmarks.recordings import MESSAGES, Conversation, Request, side_request
 from benchmarks.reuse_oracle import CONVENTIONS
 from kvserve.core import RequestId
-from kvserve.pipeline import count_tokens
 from kvserve.protocols.anthropic_messages import parse_counted
+from kvserve.requests.serve import count_tokens
 from tests.models import tiny_model
 
 

@@ -1,7 +1,7 @@
 """A whole server in this process, on a tiny real model and a free port, and what its tests ask of it.
 
-`serving_app` starts `kvserve.app.App` as `main` does, without the proxy. Everything goes over sockets; what a test
-looks at besides (threads, forward passes, the terminal) is read from the running process.
+`serving_app` starts `kvserve.app.server.App` as `main` does, without the proxy. Everything goes over sockets; what a
+test looks at besides (threads, forward passes, the terminal) is read from the running process.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ import mlx.core as mx
 import pytest
 from rich.console import Console
 
-import kvserve.app
+import kvserve.app.server
 import kvserve.web.server
-from kvserve.app import App
+from kvserve.app.server import App
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.config import DiskMode, Launch, Settings
 from kvserve.engine import prefill_pool
 from kvserve.engine import scheduler as scheduler_module
 from kvserve.engine.decode import DecodePool, Step
 from kvserve.engine.prefill import Prefill
-from kvserve.pipeline import ServedModel
-from kvserve.telemetry.terminal import Terminal
+from kvserve.observe.terminal import Terminal
+from kvserve.requests.served_model import ServedModel
 from tests.models import tiny_model
 from tests.starts import remembered_starts
 from tests.web.fakes import PATIENCE_SECONDS, RawClient, Response, encode_request, eventually
@@ -184,15 +184,15 @@ def unstarted_app(
     launch = Launch(Settings(_env_file=None, **(values | settings)), False, False, disk_cache, {})  # type: ignore[call-arg]
     screen = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        real = kvserve.app.web_settings
+        real = kvserve.app.server.web_settings
         changes = {"linger_seconds": 0.2, **(web or {})}
-        patch.setattr(kvserve.app, "web_settings", lambda settings: replace(real(settings), **changes))
+        patch.setattr(kvserve.app.server, "web_settings", lambda settings: replace(real(settings), **changes))
         app = App(launch, Terminal(Console(file=screen, width=200)))
     under_test = AppUnderTest(app, screen, folder / "logs")
     with remembered_starts(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvserve.web.server, "_ACCEPT_POLL_SECONDS", 0.01)  # its end comes with a look
         for name in ("STREAMS_END_SECONDS", "ENGINE_STOP_SECONDS"):  # nobody waits for this one's end
-            patch.setattr(kvserve.app, name, PATIENCE_SECONDS)
+            patch.setattr(kvserve.app.server, name, PATIENCE_SECONDS)
         try:
             yield under_test
         finally:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvserve import stage
+from kvserve.app import model_swap
 from kvserve.core import SamplingParams
 from kvserve.engine import worker
 from kvserve.engine.census import census
@@ -91,5 +91,5 @@ def remembered_starts() -> Iterator[None]:
         if template._probed is _probed:
             patch.setattr(template, "_probed", _probed_once)
         if not IS_FULL:
-            patch.setattr(stage, "gc", _THAWED_GC)
+            patch.setattr(model_swap, "gc", _THAWED_GC)
         yield

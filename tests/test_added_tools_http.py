@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve import foresight
-from kvserve.foresight import guessed
-from kvserve.pipeline import SharedBeginning
+from kvserve.requests.prompt_of_turn import SharedBeginning
+from kvserve.warming import next_turn_predictor
+from kvserve.warming.next_turn_predictor import guessed
 from tests.agents import TELLING, seen_prompts
 from tests.laws import IS_FULL, num_examples, sampled_cells
 from tests.protocols.responses_wire import as_responses
@@ -495,7 +495,7 @@ def test_the_next_turn_is_guessed_with_the_tools_where_they_stand(family: str, t
         return guess
 
     with pytest.MonkeyPatch.context() as patch, serving_app(tmp_path, family, warm_next_turn=True) as app:
-        patch.setattr(foresight, "guessed", noted)
+        patch.setattr(next_turn_predictor, "guessed", noted)
         client = Client(app, CHAT_PATH)
         after_two(client)
         for turn in (3, 4):

@@ -11,8 +11,8 @@ from benchmarks.recordings import Reply, Request
 from benchmarks.reuse_oracle import CONVENTIONS
 from kvserve.cache.checkpoints import MAX_STRIDE_TOKENS
 from kvserve.core import RequestId
-from kvserve.pipeline import preview
 from kvserve.protocols.openai_chat import parse_chat
+from kvserve.requests.serve import preview
 from tests.agents import TOOL, common_length
 from tests.laws import TWO_KINDS
 from tests.models import tiny_model

@@ -17,8 +17,8 @@ from kvserve.engine.rows import Generation
 from tests.models import tiny_model
 from tests.prompt.call_forms import SMALL, source_of
 from tests.prompt.vocabularies import SHARED
+from tests.requests.test_serve import TOOLS, fits
 from tests.serving import CHAT_PATH, SCRIPT_SEED, AppUnderTest, chat_body, serving_app, whole
-from tests.test_pipeline import TOOLS, fits
 from tests.test_promises_http import STRICT_TOOLS, wishing
 
 NAMED = {"x-session-id": "rows"}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvserve.config import Settings, load_launch, setting_key
 from kvserve.errors import SettingError, StartupError
-from kvserve.flags import misspelt
+from kvserve.settings.flags import misspelt
 from tests.laws import num_examples
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from kvserve.app.wiring import engine_settings, max_record_disk_bytes
 from kvserve.config import Settings, load_launch
-from kvserve.wiring import engine_settings, max_record_disk_bytes
 from tests.laws import TWO_KINDS, sampled
 from tests.serving import chat_body, eventually, serving_app
 

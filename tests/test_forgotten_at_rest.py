@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+import kvserve.app.model_factory
 import kvserve.engine.worker
-import kvserve.loading
+from kvserve.app.wiring import RECORDS_PREFIX
 from kvserve.canonical.rules import DEFAULT_RULES
 from kvserve.identity.conversations import Conversations
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.sessions import archive_file
 from kvserve.sessions.archive import Archive
 from kvserve.sessions.archive_file import FILE_NAME
-from kvserve.wiring import RECORDS_PREFIX
 from tests.laws import sampled_cells
 from tests.models import tiny_model
 from tests.serving import CHAT_PATH, AppUnderTest, chat_body, eventually, serving_app
@@ -153,7 +153,7 @@ def test_records_that_may_not_be_had_are_not_done(
 
     with serving_app(tmp_path, **settings) as app:
         with monkeypatch.context() as patch:
-            patch.setattr(*((kvserve.loading, "unused") if refused == "read" else (os, "utime")), refuse)
+            patch.setattr(*((kvserve.app.model_factory, "unused") if refused == "read" else (os, "utime")), refuse)
             told = forget(app)
         held = [each for each in files_with(tmp_path, GONE.encode()) if each.name.startswith(FILE_NAME)]
         if refused == "read":

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-import kvserve.app
-from kvserve.app import App
+import kvserve.app.server
+from kvserve.app.model_pool import Roster
+from kvserve.app.server import App
 from kvserve.canonical import message_layout as layout
+from kvserve.core.keeping import Scope
 from kvserve.engine.worker import Engine
-from kvserve.foresight import Foresight
 from kvserve.identity.conversations import Conversations
-from kvserve.keeping import Scope
-from kvserve.roster import Roster
-from kvserve.telemetry.trace import TraceLog
+from kvserve.observe.trace import TraceLog
+from kvserve.warming.next_turn_predictor import Foresight
 from tests.laws import sampled_cells
 from tests.models import tiny_model
 from tests.serving import (
@@ -376,7 +376,7 @@ def test_a_guess_of_the_next_turn_leaves_nothing(tmp_path: Path, monkeypatch: py
 
 def test_what_a_client_has_prewarmed_meanwhile_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its wish is being rendered when its session is forgotten: it is told that nothing was computed."""
-    real = kvserve.app.prewarm
+    real = kvserve.app.server.prewarm
     with serving_app(tmp_path, max_kv_size=2048) as app:
         forgetting = Forgetting(app)
 
@@ -384,7 +384,7 @@ def test_what_a_client_has_prewarmed_meanwhile_goes(tmp_path: Path, monkeypatch:
             forgetting.begin()
             return real(*args)
 
-        monkeypatch.setattr(kvserve.app, "prewarm", meanwhile)
+        monkeypatch.setattr(kvserve.app.server, "prewarm", meanwhile)
         asked = {"messages": [{"role": "user", "content": said(GONE)}], "session_id": "gone"}
         told: Any = app.post("/v1/cache/prewarm", asked, KEY[GONE])
         assert told.status == 200, told.body

@@ -4,8 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from kvserve.telemetry.metrics import DISTRIBUTIONS, PREFIX, TOTALS
-from kvserve.watching import CACHE_ROWS, HEALTH_ROWS
+from kvserve.observe.metrics import DISTRIBUTIONS, PREFIX, TOTALS
+from kvserve.observe.snapshot import CACHE_ROWS, HEALTH_ROWS
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "grafana-dashboard.json"
 

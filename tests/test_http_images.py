@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-import kvserve.app
+import kvserve.app.server
 from kvserve.core import ImageInput
 from tests.engine.visions import QUICK, VISION, data_url, picture
 from tests.laws import sampled, sampled_cells
@@ -260,7 +260,7 @@ def test_pictures_of_named_hosts_are_fetched(tmp_path: Path, monkeypatch: pytest
     """The same picture from a data URL and from an address is one image; another host is refused, as is a gone one."""
     with running_host(certificate(tmp_path)) as host:
         host.answers["/cat.png"] = sends(encoded(picture(1)))
-        monkeypatch.setattr(kvserve.app, "remote_pictures", lambda settings: host.pictures())
+        monkeypatch.setattr(kvserve.app.server, "remote_pictures", lambda settings: host.pictures())
         with serving_app(tmp_path, family="qwen3_5_vl") as app:
             here = ask(app, user("Look: ", image_part(picture(1)), " well?"))
             there = ask(

@@ -39,9 +39,8 @@ FAKE_PYTEST = "import json, os, sys\nprint('PYTEST', json.dumps([os.getcwd(), *s
 OF_SERVER = tuple(
     f"kvserve/{name}.py"
     for name in (
-        *("__init__", "env_file", "errors", "first_checks", "flags", "values"),
-        *("canonical/__init__", "canonical/settable", "engine/__init__", "engine/config_file"),
-        *("web/__init__", "web/port_holder"),
+        *("__init__", "errors", "settings/__init__", "settings/env_file", "settings/flags", "settings/kinds"),
+        *("settings/model_config", "settings/ports", "settings/rules", "settings/start_checks"),
     )
 )
 """What the bootstrap imports of the server before anything is installed."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvserve.app.wiring import seeing_settings
 from kvserve.config import DiskMode
 from kvserve.core import NOBODY
 from kvserve.protocols.responses_store import ResponseStore, StoredResponse
-from kvserve.wiring import seeing_settings
 from tests.laws import sampled_cells
 from tests.serving import CHAT_PATH, COMPLETION_PATH, AppUnderTest, Response, eventually, serving_app, unstarted_app
 from tests.words_held import files_with, values_with

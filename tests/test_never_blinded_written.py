@@ -18,8 +18,8 @@ from benchmarks.model_free import ModelFree
 from benchmarks.recordings import Reply, Request
 from benchmarks.reuse_oracle import CONVENTIONS
 from kvserve.core import RequestId
-from kvserve.pipeline import preview
 from kvserve.protocols.openai_chat import parse_chat
+from kvserve.requests.serve import preview
 from tests.laws import THREE_KINDS, sampled, sampled_cells
 from tests.models import tiny_model
 

@@ -14,9 +14,9 @@ from benchmarks.reuse_oracle import CONVENTIONS
 from kvserve.canonical import rules
 from kvserve.canonical.rule import Rule
 from kvserve.core import GenerationRequest, RequestId, Turn
-from kvserve.pipeline import serve_turn
 from kvserve.protocols.anthropic_messages import parse_messages
 from kvserve.protocols.openai_chat import parse_chat
+from kvserve.requests.serve import serve_turn
 from tests.laws import IS_FULL, TWO_KINDS, num_examples, sampled
 from tests.models import tiny_model
 

@@ -12,8 +12,8 @@ import pytest
 
 from kvserve.engine import scheduler as scheduler_module
 from tests.laws import sampled, sampled_cells
+from tests.requests.test_serve import CALLS, OPENED, SCHEMA, TOOLS, fits, without_space
 from tests.serving import CHAT_PATH, COMPLETION_PATH, SCRIPT_SEED, AppUnderTest, chat_body, serving_app, whole
-from tests.test_pipeline import CALLS, OPENED, SCHEMA, TOOLS, fits, without_space
 
 MESSAGES_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
 STRICT_TOOLS = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}, TOOLS[1]]

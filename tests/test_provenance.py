@@ -26,12 +26,12 @@ from kvserve.core import (
     Turn,
     Written,
 )
+from kvserve.explain.raw_prompts import RawRecord
 from kvserve.identity.conversations import Conversations, Exchanged
 from kvserve.identity.provenance import is_telling
 from kvserve.identity.reading import Reading
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.sessions.archive import Archive
-from kvserve.sessions.raw_prompts import RawRecord
 from kvserve.sessions.seen import pack_ids
 from tests.laws import num_examples
 from tests.words_held import files_with, values_with

@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-import kvserve.app
+import kvserve.app.server
+from kvserve.app.process import main
 from kvserve.cache.disk_hand import DiskHand
-from kvserve.process import main
 from tests.e2e.servers import ROOT, ChatStream, ServerProcess, environment, serving, spawn, wait_until
 from tests.models import tiny_model
 from tests.proxy.stubs import free_port
@@ -256,7 +256,7 @@ sys.argv = ["start_llm.py", *sys.argv[1:]]
 try:
     runpy.run_path("start_llm.py", run_name="__main__")
 except SystemExit as end:
-    heavy = [name for name in ("mlx.core", "mlx_lm", "transformers", "kvserve.app") if name in sys.modules]
+    heavy = [name for name in ("mlx.core", "mlx_lm", "transformers", "kvserve.app.server") if name in sys.modules]
     print(end.code, *heavy)
 """
 
@@ -406,7 +406,7 @@ def test_a_stop_that_takes_its_time_writes_all_and_says_so(tmp_path: Path, monke
             return write(hand, blob)
 
         monkeypatch.setattr(DiskHand, "write", slow)
-        monkeypatch.setattr(kvserve.app, "ENGINE_STOP_SECONDS", 1.0)
+        monkeypatch.setattr(kvserve.app.server, "ENGINE_STOP_SECONDS", 1.0)
         app.chat(max_tokens=2)
         app.app.stop(is_told=True)
         lines = app.lines()

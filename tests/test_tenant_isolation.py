@@ -10,7 +10,7 @@ import pytest
 from kvserve.core import Principal, TokenSequence, principal_digest
 from kvserve.engine.warming import Warming, WarmJob
 from kvserve.engine.worker import Engine
-from kvserve.prewarming import warm_learned
+from kvserve.warming.prewarming import warm_learned
 from tests.agents import CARRIER, seen_prompts
 from tests.laws import sampled
 from tests.serving import AppUnderTest, eventually, serving_app, writing

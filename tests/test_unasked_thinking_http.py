@@ -14,9 +14,9 @@ from kvserve.engine import scheduler as scheduler_module
 from tests.anthropic_serving import MESSAGES_PATH, ask_both, events_of, messages_body
 from tests.laws import sampled
 from tests.models import tiny_model
+from tests.requests.test_serve import SCHEMA, TOOLS, fits, without_space
 from tests.serving import SCRIPT_SEED, AppUnderTest, serving_app, writing
 from tests.test_call_rows_http import prompts_of
-from tests.test_pipeline import SCHEMA, TOOLS, fits, without_space
 from tests.test_promises_http import STRICT_TOOLS
 
 RESPONSES_PATH = "/v1/responses"

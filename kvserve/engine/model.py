@@ -17,7 +17,6 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.core import GenerationRequest, ImageSpan
-from kvserve.engine.config_file import read_config
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.leaves import leaves
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
@@ -26,6 +25,7 @@ from kvserve.engine.vision_load import Sight, Sighted, SightRule, is_vision, kno
 from kvserve.engine.vision_pass import place
 from kvserve.engine.vision_row import RowImages
 from kvserve.errors import EngineFailure, ModelLoadError
+from kvserve.settings.model_config import read_config
 
 _HUB_PATTERNS = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt"]
 _PROBE_TOKENS = 16

@@ -9,16 +9,16 @@ from pathlib import Path
 from kvserve.canonical.canonicalise import canonicalise, chain
 from kvserve.canonical.message_cache import CanonicalMessageCache
 from kvserve.core import Message, MessageStart, RequestId, SessionHint, TokenSequence, Turn, Written
+from kvserve.core.keeping import Scope
+from kvserve.explain.raw_prompts import RawPrompts, RawRecord
 from kvserve.identity.earlier import Earlier
 from kvserve.identity.owner import Owner, belongs_to
 from kvserve.identity.provenance import is_telling_text
 from kvserve.identity.reading import Identity, Reading
 from kvserve.identity.recognise import IdentitySettings, Recogniser
-from kvserve.keeping import Scope
 from kvserve.sessions.archive import Archive, ArchiveTotals
 from kvserve.sessions.beginnings import Beginning
 from kvserve.sessions.lineage import NAMED, Branch, SessionView, session_key
-from kvserve.sessions.raw_prompts import RawPrompts, RawRecord
 from kvserve.sessions.seen import Step, TurnRecord, pack_ids
 from kvserve.sessions.stores import Stores
 from kvserve.sessions.whereabouts import Places

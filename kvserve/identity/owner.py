@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvserve.core import Principal, SessionHint
-from kvserve.keeping import Scope
+from kvserve.core.keeping import Scope
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from kvserve.canonical.message_layout import is_dropped
 from kvserve.canonical.policies import changed, policies
 from kvserve.canonical.rule import RuleSet
 from kvserve.core import Message, ToolSpec, Written
+from kvserve.explain.explanation import RulesFired
 from kvserve.identity.owner import Owner
-from kvserve.sessions.explanation import RulesFired
 from kvserve.sessions.seen import Step, TurnRecord
 from kvserve.sessions.tool_layouts import NO_TOOLS, ToolLayout
 

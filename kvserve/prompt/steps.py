@@ -1,6 +1,6 @@
 """Cuts a conversation into steps: each is one message of a chat template, with its parts in their order.
 
-It knows the blocks of core.py and the dicts that Hugging Face templates read, not what one template accepts.
+It knows the blocks of core/ and the dicts that Hugging Face templates read, not what one template accepts.
 """
 
 import hashlib

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvserve.core import NOBODY, JsonObject, Principal
+from kvserve.core.keeping import Scope
 from kvserve.errors import NotFound
-from kvserve.keeping import Scope
 from kvserve.protocols.responses_items import answer_of_item
 from kvserve.protocols.responses_stream import response_id
 

@@ -1,1 +1,1 @@
-"""What is remembered of conversations: what the model read and wrote in each, its branches, where two differ."""
+"""What is remembered of conversations: what the model read and wrote in each, and its branches."""

@@ -2,9 +2,9 @@
 
 import time
 
-from kvserve.pipeline import collect
 from kvserve.protocols import agents, openai_chat
 from kvserve.protocols.fields import decode_body
+from kvserve.requests.serve import collect
 from kvserve.web.exchange import HttpExchange
 from kvserve.web.router import Route
 from kvserve.web.send_turn import stream_turn, whole_answer_events

@@ -5,8 +5,7 @@ from urllib.parse import parse_qs, parse_qsl
 
 from kvserve.core import JsonObject, key_digest
 from kvserve.errors import BadRequest, NotFound, NotReady
-from kvserve.pipeline import collect
-from kvserve.prewarming import WAIT_SECONDS, Prewarming, raise_for
+from kvserve.observe.metrics import CONTENT_TYPE as METRICS_TYPE
 from kvserve.protocols import (
     anthropic_errors,
     anthropic_messages,
@@ -20,7 +19,8 @@ from kvserve.protocols.fields import decode_body
 from kvserve.protocols.openai_errors import encode_error
 from kvserve.protocols.prewarm import encode_prewarmed, parse_prewarm, speaks_anthropic
 from kvserve.protocols.unserved import answer_in_words
-from kvserve.telemetry.metrics import CONTENT_TYPE as METRICS_TYPE
+from kvserve.requests.serve import collect
+from kvserve.warming.prewarming import WAIT_SECONDS, Prewarming, raise_for
 from kvserve.web.agent_routes import AGENT_ROUTES
 from kvserve.web.dashboard_pages import get_asset, get_events, get_page
 from kvserve.web.exchange import HttpExchange

@@ -9,8 +9,8 @@ from contextlib import closing
 from typing import Protocol
 
 from kvserve.core import AnswerEvent, Finished, JsonObject, Waiting
-from kvserve.deferred import RunningTurn
 from kvserve.errors import EngineFailure, NotReady, RequestError
+from kvserve.requests.deferred import RunningTurn
 from kvserve.web.exchange import HttpExchange
 from kvserve.web.sse import UNNAMED, EventStream, Framing
 

@@ -16,10 +16,10 @@ from socketserver import TCPServer
 from typing import Any
 
 from kvserve.errors import NotReady
+from kvserve.settings.ports import error_of_binding, family_of, refuse_taken_port, unusable_address
 from kvserve.web.connections import ConnectionTable, OpenConnection
 from kvserve.web.exchange import HttpExchange
 from kvserve.web.handler import ConnectionHandler, Front, Report
-from kvserve.web.port_holder import error_of_binding, family_of, refuse_taken_port, unusable_address
 from kvserve.web.reader import ClientGone, ConnectionReader
 from kvserve.web.router import Router
 from kvserve.web.settings import WebSettings

@@ -1,15 +1,15 @@
-"""The contracts that the web server needs; `app.py` and `pipeline.py` implement them."""
+"""The contracts that the web server needs; `app/` and `requests/` implement them."""
 
 from collections.abc import Sequence
 from threading import Semaphore
 from typing import Any, Protocol
 
-from kvserve.agent_turns import Agents
 from kvserve.core import JsonObject, RequestDefaults, Turn
-from kvserve.deferred import RunningTurn
-from kvserve.prewarming import Prewarming
 from kvserve.protocols.openai_models import ModelCard
 from kvserve.protocols.responses_store import ResponseStore
+from kvserve.requests.agent_turns import Agents
+from kvserve.requests.deferred import RunningTurn
+from kvserve.warming.prewarming import Prewarming
 
 
 class NamedModel(Protocol):

@@ -18,15 +18,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import kvserve.pipeline
-from kvserve.app import App
+import kvserve.requests.serve
+from kvserve.app.server import App
 from kvserve.config import Launch, Settings
 from kvserve.core import Grammar, ToolChoice, ToolSpec, Turn
+from kvserve.observe.log import parse_line
+from kvserve.observe.terminal import Terminal
 from kvserve.output.grammar import Promise, build_grammar
 from kvserve.output.lark import quote
-from kvserve.pipeline import RunningTurn, ServedModel
-from kvserve.telemetry.log import parse_line
-from kvserve.telemetry.terminal import Terminal
+from kvserve.requests.running_answer import RunningTurn
+from kvserve.requests.served_model import ServedModel
 from tests.e2e.servers import PROXY_START_SECONDS, wait_until
 from tests.proxy.stubs import free_port
 
@@ -162,7 +163,7 @@ def scripted_server(folder: Path, model: Path) -> Iterator[ScriptedServer]:
     app = App(Launch(settings, False, True, "on", dict(os.environ)), Terminal(Console(file=screen, width=200)))
     server = ScriptedServer(app, model, proxy_port, folder / "logs", screen)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvserve.pipeline, "build_grammar", server.build_grammar)
+        patch.setattr(kvserve.requests.serve, "build_grammar", server.build_grammar)
         patch.setattr(app, "serve", server.serve)
         try:
             app.start(threading.Event())

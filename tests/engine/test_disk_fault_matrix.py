@@ -17,7 +17,7 @@ from kvserve.cache.disk_blob import BlobName
 from kvserve.cache.disk_store import INDEX_NAME, FolderStore
 from kvserve.core import TokenSequence
 from kvserve.engine.worker import Engine
-from kvserve.reports import num_disk_faults
+from kvserve.observe.reports import num_disk_faults
 from tests.engine.engines import TAIL_TOKENS, assert_exact, cached, generate, prompt_of, running_engine, turn
 from tests.engine.test_disk_cache import disk_of, on, settle, usable
 from tests.laws import sampled

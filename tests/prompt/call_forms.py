@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 
+from kvserve.app.model_factory import OWN_TOOL_TAGS, read_calls
 from kvserve.core import (
     CallParts,
     CallRow,
@@ -16,7 +17,6 @@ from kvserve.core import (
     ToolResultBlock,
     ToolSpec,
 )
-from kvserve.loading import OWN_TOOL_TAGS, read_calls
 from kvserve.prompt.call_row import NoRow, find_call_row
 from kvserve.prompt.compiled import CompiledTemplate
 from tests.prompt.vocabularies import SHARED, TEMPLATES

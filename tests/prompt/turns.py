@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from kvserve.call_ids import CallIds
 from kvserve.core import (
     ContentDelta,
     Message,
@@ -26,6 +25,7 @@ from kvserve.prompt.boundaries import MessageMarkers, learn_markers
 from kvserve.prompt.stitch import Stitched, Stitcher
 from kvserve.prompt.template import ChatTemplate, PromptText
 from kvserve.prompt.tokenizer import Tokenizer
+from kvserve.requests.call_ids import CallIds
 from tests.models import tiny_model
 from tests.prompt.samples import FAMILIES as EIGHT_FAMILIES
 from tests.prompt.samples import family_tokenizer

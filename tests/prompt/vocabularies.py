@@ -12,8 +12,8 @@ import pytest
 import tokenizers
 
 from benchmarks.recordings import shared_folder
+from kvserve.app.model_factory import OWN_TOOL_TAGS, read_calls
 from kvserve.core import CallRow
-from kvserve.loading import OWN_TOOL_TAGS, read_calls
 from kvserve.output.formats import select_format
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.call_row import call_row

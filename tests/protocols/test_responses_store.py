@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvserve.core import NOBODY, Principal
+from kvserve.core.keeping import Scope
 from kvserve.errors import BadRequest, NotFound
-from kvserve.keeping import Scope
 from kvserve.protocols.responses_items import list_items
 from kvserve.protocols.responses_store import OwnResponses, ResponseStore, StoredResponse
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kvserve.telemetry.log import Event, format_line
+from kvserve.observe.log import Event, format_line
 from tests.scripts.conftest import run_script, start_script
 from tests.serving import serving_app
 

@@ -1,0 +1,83 @@
+"""Forgets who is to be forgotten, everywhere: what is under way, guesses, records, KV, responses, explanations, traces.
+
+    forbid what is under way, and what comes until the end, to leave anything
+    -> responses -> memos and guesses -> records -> KV -> what was told of requests
+
+It joins rooms per process; each of them knows how to forget its own.
+"""
+
+import contextlib
+from functools import partial
+
+from kvserve.app.model_pool import Roster
+from kvserve.core import JsonObject, Turn
+from kvserve.core.keeping import Scope, UnderWay
+from kvserve.engine.cache_records import ForgottenKv
+from kvserve.errors import BadRequest, NotReady
+from kvserve.identity.owner import belongs_to
+from kvserve.observe.requests import Seeing
+from kvserve.protocols.responses_store import ResponseStore
+from kvserve.warming.speculative_prefill import NextTurns
+
+NO_SESSIONS = (
+    "session: with CACHE_SESSION_PARTITIONING=false the sessions of a principal share their records and KV, so none "
+    "can be forgotten alone. Forget the principal (?principal=NAME), or empty the cache (DELETE /v1/cache)."
+)
+
+
+class Forgetting:
+    """The one that forgets, for one process. Any thread may call it."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        next_turns: NextTurns | None,
+        responses: ResponseStore,
+        seeing: Seeing,
+        *,
+        parts_sessions: bool,
+    ) -> None:
+        """`parts_sessions`: what is kept names the session that it came from, beside the principal."""
+        self._parts_sessions = parts_sessions
+        self._roster = roster
+        self._next_turns = next_turns
+        self._responses = responses
+        self._seeing = seeing
+        self._under_way = UnderWay()
+
+    def begin(self, turn: Turn) -> None:
+        """A turn has come: whoever forgets its owner from now on, or is about to, takes along what it leaves.
+        Idempotent."""
+        self._under_way.begin(turn.keeping, str(turn.session.principal), turn.session.session_id)
+
+    def forget(self, scope: Scope) -> JsonObject:
+        """Forget what is kept of those who are meant; what of them is under way, or comes meanwhile, is answered and
+        leaves nothing. Returns how much that was; `is_done`: it is gone from every file, also from those of models that
+        are not loaded. Raises BadRequest where a session is meant and none is known by its name: half of it would
+        stay."""
+        if scope.session is not None and not self._parts_sessions:
+            raise BadRequest(NO_SESSIONS, param="session")
+        with self._under_way.forgetting(scope):  # around all else: nothing is added to what goes
+            return self._forget(scope)
+
+    def _forget(self, scope: Scope) -> JsonObject:
+        # first: a request that is being read has what it goes on from before it begins
+        num_responses = self._responses.forget(scope)
+        if self._next_turns is not None:
+            self._next_turns.forget()
+        for known in self._roster.known():
+            known.clear_memos()
+        gone = self._roster.forget_records(scope)
+        kept = ForgottenKv(is_done=False)  # as long as the engine does not say otherwise
+        with contextlib.suppress(NotReady):
+            kept = self._roster.loaded.engine.forget(partial(belongs_to, scope=scope))
+        return {
+            "num_sessions": sum(each.num_sessions for each in gone),
+            "num_messages": sum(each.num_messages for each in gone),
+            "num_tokens": kept.num_tokens,
+            "ram_bytes": kept.num_ram_bytes,
+            "disk_bytes": kept.num_disk_bytes,
+            "is_done": kept.is_done and all(each.is_done for each in gone),
+            "num_responses": num_responses,
+            **self._seeing.forget(scope),
+        }

@@ -1,0 +1,286 @@
+"""From a model folder to a served model: tokenizer, template, records and output format first, the engine's part once
+its weights are there.
+
+It joins rooms per model. Which model is loaded, and when, is for `model_pool.py` to say.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import llguidance
+
+from kvserve.app.call_forms import unheld_calls
+from kvserve.app.catalogue import ModelSource
+from kvserve.app.wiring import RECORDS_PREFIX, engine_settings, max_record_disk_bytes
+from kvserve.config import DiskMode, Settings
+from kvserve.core import CallRow, RequestDefaults, ToolSpec
+from kvserve.core.keeping import Scope
+from kvserve.engine.census import Census, census, differing
+from kvserve.engine.memory_plan import memory_bytes, plan_memory
+from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
+from kvserve.engine.model_files import check_weights, weight_file_bytes
+from kvserve.engine.tool_parser import library_tool_parser
+from kvserve.engine.worker import Engine
+from kvserve.errors import ModelLoadError
+from kvserve.identity.conversations import Conversations, ForgottenRecords
+from kvserve.identity.recognise import IdentitySettings
+from kvserve.output.formats import OutputFormat, select_format
+from kvserve.output.said import GeneratedMessage, MessageReader
+from kvserve.output.tool_parsers.foreign import ForeignCallForm
+from kvserve.prompt.boundaries import learn_markers
+from kvserve.prompt.call_row import NoRow, call_row
+from kvserve.prompt.images import Images
+from kvserve.prompt.images_remote import RemotePictures
+from kvserve.prompt.stitch import Stitcher
+from kvserve.prompt.template import ChatTemplate
+from kvserve.prompt.tokenizer import Tokenizer, load_tokenizer
+from kvserve.requests.call_ids import CallIds
+from kvserve.requests.served_model import ServedModel
+from kvserve.requests.turn_facts import Observer
+from kvserve.sessions.archive import Archive, sweep_stale, unused
+from kvserve.sessions.archive_file import FILE_NAME as RECORDS_FILE
+from kvserve.warming.prewarming import warm_learned
+
+OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMaker:
+    """Makes served models, each with everything of its own. `report` takes lines for a person on what went wrong,
+    `note` on what is worth knowing. Below `records_dir` the records of conversations outlive the process; None: they do
+    not. `open_records` are the folders of those models that were described and are known: their files stay open until
+    the process ends. `described` are the files that a model's description was made of; a file of records is opened,
+    read and forgotten in under `opening`."""
+
+    settings: Settings
+    defaults: RequestDefaults
+    identity: IdentitySettings
+    observe: Observer
+    report: Callable[[str], None]
+    records_dir: Path | None = None
+    disk_cache: DiskMode = "on"
+    remote: RemotePictures | None = None
+    note: Callable[[str], None] = lambda _: None
+    open_records: set[Path] = field(default_factory=set)
+    described: dict[Path, Census] = field(default_factory=dict)
+    opening: threading.Lock = field(default_factory=threading.Lock)
+
+    def describe(self, source: ModelSource) -> ServedModel:
+        """All that a model has without its weights: prompts can be written and counted, its engine has not started.
+
+        Raises ModelLoadError for a folder that cannot be served, as far as that shows without loading it.
+        """
+        folder = source.folder
+        self.described[folder] = census(folder)
+        check_folder(folder)
+        check_weights(folder)
+        tokenizer = load_tokenizer(folder)
+        added_tokens = {token.content: id for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
+        is_known = any(tag in (tokenizer.chat_template or "") for tag in OWN_TOOL_TAGS)
+        row = None if is_known else call_row(tokenizer, read_calls)
+        output_format = _output_format(self.settings, folder, tokenizer, added_tokens, row)
+        limits = self._identity_of(folder).limits
+        template = ChatTemplate(tokenizer, limits.placed_bytes, output_format.tags, output_format.row)
+        if (unheld := unheld_calls(template, output_format, row)) is not None:
+            self.note(f"{source.name}: calls are not held in the model's own form: {unheld}")
+        markers = learn_markers(tokenizer, template)
+        stitcher = Stitcher.of(tokenizer, template, markers, limits.memo_bytes)
+        sizes = expected_sizes(folder, self.settings.max_kv_size)
+        engine = self._new_engine(folder, tokenizer)
+        conversations = self._conversations(
+            engine, replace(self.identity, limits=limits)
+        )  # last: its file is open from here on
+        return ServedModel(
+            name=source.name,
+            tokenizer=tokenizer,
+            template=template,
+            markers=markers,
+            stitcher=stitcher,
+            output_format=output_format,
+            added_tokens=added_tokens,
+            engine=engine,
+            defaults=self.defaults,
+            vocab_size=max(sizes.vocab_size, tokenizer.vocab_size),
+            context_limit=sizes.context_limit,
+            observe=self.observe,
+            isolates_tenants=self.settings.tenant_isolation,
+            conversations=conversations,
+            call_ids=CallIds(output_format, tokenizer.decode, stitcher.replays and template.counts_calls),
+            unheld_calls=unheld,
+        )
+
+    def renewed(self, served: ServedModel, source: ModelSource) -> ServedModel:
+        """The same model with an engine that has not started: one that has ended cannot start again."""
+        engine = self._new_engine(source.folder, served.tokenizer)
+        self._keep_records(engine, served.conversations)
+        engine.count("records", lambda: served.conversations.totals().num_bytes)
+        return replace(served, engine=engine)
+
+    def refreshed(self, served: ServedModel, source: ModelSource) -> ServedModel:
+        """The same model as its folder is now: described anew where that has changed. One that cannot be described any
+        more cannot be loaded either, which its engine says."""
+        if differing(self.described[source.folder], census(source.folder)) is None:
+            return served
+        with self.opening:
+            self._part(served.conversations)
+        self.note(f"The files of {served.name} have changed: it is described anew.")
+        with contextlib.suppress(ModelLoadError):
+            return self.describe(source)
+        return served
+
+    def completed(self, served: ServedModel, model: LoadedModel) -> ServedModel:
+        """The same model once its engine has loaded; what it was asked most often is computed once nobody waits."""
+        completed = replace(
+            served,
+            vocab_size=model.vocab_size,
+            context_limit=model.context_limit,
+            keeps_kv=model.cache_support.can_keep,
+            images=self._images(served, model),
+        )
+        warm_learned(completed, self.settings.prewarm_prefixes)
+        return completed
+
+    def _images(self, served: ServedModel, model: LoadedModel) -> Images | None:
+        """What reads the images of a model that sees; None where its template has no place for them."""
+        if model.sight is None:
+            return None
+        try:
+            words = model.sight.reader.words(served.template.image_words or model.sight.reader.placeholder)
+        except ModelLoadError as error:
+            self.report(f"{served.name} sees no images: {error}")
+            return None
+        return Images(model.sight.reader, words, remote=self.remote)
+
+    def forget_at_rest(self, scope: Scope) -> list[ForgottenRecords]:
+        """Forget those who are meant in the records of models that were not described since the start. Blocks on the
+        disk: each file is read whole, as at a start. What cannot be had is reported, and not done."""
+        if self.records_dir is None:
+            return []
+        with self.opening:
+            files = sorted(self.records_dir.glob(f"{RECORDS_PREFIX}*/{RECORDS_FILE}"))
+            return [self._forget_in(file.parent, scope) for file in files if file.parent not in self.open_records]
+
+    def _forget_in(self, place: Path, scope: Scope) -> ForgottenRecords:
+        def report(line: str) -> None:
+            self.report(f"While somebody was forgotten: {line}")
+
+        try:
+            with unused(place), closing(Conversations(self.identity, self._archive_at(place, report))) as conversations:
+                return conversations.forget(session=scope.session, principal=scope.principal)
+        except FileNotFoundError:  # another server has swept it away meanwhile
+            return ForgottenRecords(0, 0, is_done=True)
+        except OSError as error:  # the others' are forgotten all the same
+            report(f"the records in {place} cannot be had: {error}")
+            return ForgottenRecords(0, 0, is_done=False)
+
+    def _identity_of(self, folder: Path) -> IdentitySettings:
+        """With as much memory for records as a model of this size leaves, where the operator has not decided."""
+        if self.settings.session_records_max_bytes is not None:
+            return self.identity
+        plan = plan_memory(memory_bytes(), weight_file_bytes(folder))
+        return replace(self.identity, limits=replace(self.identity.limits, max_bytes=plan.records_bytes))
+
+    def _conversations(self, engine: Engine, identity: IdentitySettings) -> Conversations:
+        """What a model has read and written, in the file of its records where that outlives the process: from the
+        beginning where it is known which model it is, else once that is known."""
+        if self.records_dir is None:
+            conversations = Conversations(identity)
+        elif (fingerprint := engine.digest.look()) is not None:
+            with self.opening:
+                conversations = Conversations(identity, self._archive(self.records_dir, fingerprint))
+        else:
+            conversations = Conversations(identity, awaits_archive=True)
+        self._keep_records(engine, conversations)
+        engine.count("records", lambda: conversations.totals().num_bytes)
+        return conversations
+
+    def _keep_records(self, engine: Engine, conversations: Conversations) -> None:
+        """Once an engine's model is known its records have their file, if they have none yet; where it cannot be, what
+        they hold may be another model's."""
+        records_dir = self.records_dir
+        if records_dir is None:
+            return
+
+        def attach(fingerprint: str) -> None:
+            with self.opening:
+                if conversations.archive_folder is None:
+                    conversations.attach(self._archive(records_dir, fingerprint))
+
+        def part() -> None:
+            with self.opening:
+                self._part(conversations)
+
+        engine.digest.when_known(attach, otherwise=part)
+
+    def _part(self, conversations: Conversations) -> None:
+        """Conversations begin anew without their file, which is nobody's then."""
+        place = conversations.archive_folder
+        conversations.detach()
+        if place is not None:
+            self.open_records.discard(place)
+
+    def _archive(self, records_dir: Path, fingerprint: str) -> Archive:
+        """Where the records of a model with this fingerprint outlive the process."""
+        place = records_dir / f"{RECORDS_PREFIX}{fingerprint[:32]}"
+        oldest = time.time() - self.identity.limits.keep_seconds
+        sweep_stale(records_dir, keep=place, older_than=oldest, report=self.report)
+        self.open_records.add(place)
+        return self._archive_at(place, self.report)
+
+    def _archive_at(self, place: Path, report: Callable[[str], None]) -> Archive:
+        return Archive(
+            place,
+            max_bytes=max_record_disk_bytes(self.settings),
+            report=report,
+            min_free_bytes=self.settings.disk_cache_min_free_bytes,
+        )
+
+    def _new_engine(self, folder: Path, tokenizer: Tokenizer) -> Engine:
+        engine = Engine(
+            folder,
+            engine_settings(self.settings, self.disk_cache),
+            grammar_tokenizer=_grammar_tokenizer(tokenizer),
+            report=self.report,
+            note=self.note,
+        )
+        engine.digest.expected = self.described[folder]
+        return engine
+
+
+def _grammar_tokenizer(tokenizer: Tokenizer) -> Callable[[int], llguidance.LLTokenizer]:
+    """Makes llguidance's view of the tokenizer when the first request needs one, and keeps it: it takes a second."""
+    made: dict[int, llguidance.LLTokenizer] = {}
+
+    def make(vocab_size: int) -> llguidance.LLTokenizer:
+        if vocab_size not in made:
+            made[vocab_size] = llguidance.LLTokenizer(
+                tokenizer.backend.to_str(),
+                n_vocab=max(vocab_size, tokenizer.vocab_size),
+                eos_token=sorted(tokenizer.stop_token_ids),
+            )
+        return made[vocab_size]
+
+    return make
+
+
+def read_calls(row: CallRow, tools: Sequence[ToolSpec], text: str) -> GeneratedMessage:
+    """What `text` says to a model that writes calls in this row's form."""
+    return MessageReader.under(select_format("auto", "", (), None, row), tools)(text)
+
+
+def _output_format(
+    settings: Settings, folder: Path, tokenizer: Tokenizer, added_tokens: Collection[str], row: CallRow | NoRow | None
+) -> OutputFormat:
+    """How the model marks its output. `row` is how its template writes calls, None where forms that are read here occur
+    in it; mlx-lm is asked only where that could not be told."""
+    template = tokenizer.chat_template or ""
+    if not isinstance(row, NoRow):
+        return select_format(settings.model_family, template, added_tokens, None, row)
+    parser = library_tool_parser(folder)
+    foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
+    return select_format(settings.model_family, template, added_tokens, foreign)

@@ -1,0 +1,102 @@
+"""The process from its flags to its exit code: what can be refused at once is refused before anything slow begins.
+
+    flags, settings, ports -> start -> wait for a signal -> stop; a second signal ends it at once
+
+It joins rooms per process, with `server.py`, which it imports only once there is something to start.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from kvserve.config import Launch, load_launch
+from kvserve.errors import KvserveError, StartupError
+from kvserve.observe.terminal import Terminal
+from kvserve.proxy.ownership import refuse_foreign_holder
+from kvserve.proxy.settings import proxy_files
+from kvserve.settings.start_checks import refuse_unusable_start
+
+if TYPE_CHECKING:
+    from kvserve.app.server import App
+
+
+REPEAT_SECONDS = 1.0
+"""A signal that comes again sooner is the same one: a shell and what it started both pass a Ctrl+C on."""
+
+
+class _AtOnce(BaseException):
+    """A second signal: whoever sent it does not want to wait for the end."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until a signal. Returns the exit code: 0 after a signal, 1 when the server could not start."""
+    terminal = Terminal(Console(stderr=True))
+    stopping = threading.Event()
+    try:
+        app = _app(load_launch(argv), terminal)
+    except StartupError as error:
+        terminal.error(str(error))
+        return 1
+    _on_signals(stopping, app)
+    try:
+        return _serve(app, stopping, terminal)
+    except _AtOnce as signalled:
+        terminal.error(app.abandoned())
+        # Threads that write or compute are not waited for; LiteLLM ends by itself once this process is gone.
+        os._exit(128 + signalled.number)
+
+
+def _app(launch: Launch, terminal: Terminal) -> "App":
+    """The server, once its ports are seen to be free and its folders usable: importing it takes seconds. Raises
+    StartupError."""
+    settings = launch.settings
+    refuse_unusable_start(
+        dict(settings), is_demo=launch.is_demo, with_proxy=launch.with_proxy, writes_kv=launch.disk_cache != "off"
+    )
+    if launch.with_proxy:
+        refuse_foreign_holder(settings.proxy_port, proxy_files(settings.state_dir, settings.proxy_port))
+    from kvserve.app.server import App
+
+    return App(launch, terminal)
+
+
+def _serve(app: "App", stopping: threading.Event, terminal: Terminal) -> int:
+    try:
+        app.start(stopping)
+        stopping.wait()
+    except KeyboardInterrupt:
+        terminal.note("Interrupted while the model was fetched.")
+    except KvserveError as error:
+        terminal.error(str(error))
+        return 1
+    finally:
+        app.stop(is_told=stopping.is_set())
+    return 0
+
+
+def _on_signals(stopping: threading.Event, app: "App") -> None:
+    """The first signal sets the event; a download, which looks at no event, is interrupted. The second one ends all."""
+    first_at: float | None = None
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        nonlocal first_at
+        if first_at is not None:
+            if time.monotonic() - first_at > REPEAT_SECONDS:
+                raise _AtOnce(number)
+            return
+        first_at = time.monotonic()
+        stopping.set()
+        if app.is_fetching:
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)

@@ -1,0 +1,395 @@
+"""The process: builds the rooms from the settings, starts and stops them in order, and answers for them to `web/`.
+
+    bind 8080 -> start LiteLLM -> load the default model -> banner -> serve -> end every answer -> stop all
+
+It joins rooms per process, as `requests/serve.py` does per request.
+"""
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kvserve import __version__
+from kvserve.app.catalogue import Catalogue, Disk, ModelSource
+from kvserve.app.forget_owner import Forgetting
+from kvserve.app.health import engine_fields
+from kvserve.app.model_factory import ModelMaker
+from kvserve.app.model_pool import Callbacks, Roster
+from kvserve.app.wiring import (
+    access_warnings,
+    agent_store,
+    catalogue_settings,
+    identity_settings,
+    proxy_settings,
+    remote_pictures,
+    request_defaults,
+    response_store,
+    seeing_settings,
+    url_host,
+    web_settings,
+)
+from kvserve.config import Launch
+from kvserve.core import JsonObject, RequestDefaults, TokenSequence, Turn
+from kvserve.core.keeping import Scope
+from kvserve.demo.build import build_model
+from kvserve.engine.model import expected_sizes, fetched_folder
+from kvserve.engine.model_files import cached_folder, is_model_folder
+from kvserve.errors import ModelLoadError, NotReady, RequestError
+from kvserve.observe.reports import cache_body, disk_line, image_fields, memory_body
+from kvserve.observe.requests import Seeing
+from kvserve.observe.snapshot import Look
+from kvserve.observe.terminal import BannerFacts, Terminal, size_text
+from kvserve.protocols.openai_models import ModelCard
+from kvserve.protocols.responses_store import ResponseStore
+from kvserve.proxy.litellm import LitellmProxy
+from kvserve.requests.agent_turns import Agents, Models
+from kvserve.requests.deferred import TurnInProgress
+from kvserve.requests.serve import count_tokens, serve_turn
+from kvserve.requests.served_model import ServedModel
+from kvserve.sessions.lineage import SessionView
+from kvserve.settings.start_checks import DEMO_MODEL_NAME, local_folder
+from kvserve.warming.prewarming import Prewarming, prewarm
+from kvserve.warming.speculative_prefill import NextTurns
+from kvserve.web.routes import make_router
+from kvserve.web.server import HttpServer
+
+MAX_WATCHERS = 8
+"""Pages that may watch at the same time: each holds a connection and its thread."""
+
+STREAMS_END_SECONDS = 3.0
+"""Streams look whether they are to end at least once in a second; this is for those whose client does not read."""
+
+ENGINE_STOP_SECONDS = 1.5
+
+
+class App:
+    """One server process. Implements what `web/` needs (`Service`); `start` and `stop` belong to the main thread."""
+
+    def __init__(self, launch: Launch, terminal: Terminal) -> None:
+        self._launch = launch
+        self._settings = launch.settings
+        self._terminal = terminal
+        self._started_at = time.time()
+        self.is_fetching = False
+        self._proxy: LitellmProxy | None = None
+        self._watchers = threading.BoundedSemaphore(MAX_WATCHERS)
+        self._seeing = Seeing(seeing_settings(self._settings, launch.disk_cache), terminal, self._look)
+        self._proxy_secret = secrets.token_hex(16)
+        web = replace(web_settings(self._settings), proxy_secret=self._proxy_secret)
+        self._server = HttpServer(web, make_router(self), terminal.error)
+        self._defaults = request_defaults(self._settings)
+        self._catalogue_settings = catalogue_settings(self._settings, self._listed_model_id)
+        self._next_turns = NextTurns(self._loaded_as, terminal.error) if self._settings.warm_next_turn else None
+        observer = self._seeing.observer()
+        maker = ModelMaker(
+            settings=self._settings,
+            defaults=self._defaults,
+            identity=identity_settings(self._settings),
+            observe=self._next_turns.beside(observer) if self._next_turns is not None else observer,
+            report=terminal.error,
+            note=terminal.note,
+            records_dir=self._settings.disk_cache_dir if launch.disk_cache == "on" else None,
+            disk_cache=launch.disk_cache,
+            remote=remote_pictures(self._settings),
+        )
+        self._roster = Roster(
+            maker,
+            Callbacks(self._submit, self._seeing.refused, terminal.note),
+            max_waiting=max(1, self._settings.max_queued_requests),
+        )
+        self._responses = response_store(self._settings, launch.disk_cache, terminal.error)
+        self._forgetting = Forgetting(
+            self._roster,
+            self._next_turns,
+            self._responses,
+            self._seeing,
+            parts_sessions=self._settings.cache_session_partitioning,
+        )
+        self._agent_store = agent_store(self._settings, launch.disk_cache)
+        self._agents = Agents(
+            self._agent_store,
+            Models(
+                begin=self._forgetting.begin,
+                name_of=self._roster.name_of,
+                resolve=self._roster.resolve,
+                serve=self.serve,
+                count=lambda turn, served: count_tokens(self._roster.countable(turn, served), served),
+                kept=self._kept_tokens,
+                let_go=self._let_go,
+            ),
+        )
+
+    # --- start and stop -----------------------------------------------------------------------------------------------
+
+    def start(self, stopping: threading.Event) -> None:
+        """Start everything; returns early once `stopping` is set. Raises StartupError."""
+        self._responses.tidy()
+        self._server.bind()
+        self._server.start()
+        self._start_proxy()
+        with self._terminal.loading(self._model_name):
+            default = ModelSource(self._model_name, self._model_folder())
+            disk = Disk(cached_folder, is_model_folder)
+            served = self._roster.start(Catalogue(default, self._catalogue_settings, disk), stopping)
+        if served is None:
+            return
+        self._wait_for_proxy(stopping)
+        self._terminal.banner(self._banner(served))
+
+    def stop(self, *, is_told: bool = False) -> None:
+        """End every answer, then the proxy, the engine and what is left of the sockets; `is_told`: somebody at the
+        terminal waits for it."""
+        if is_told:
+            self._terminal.stopping(self._seeing.num_running + len(self._roster.waiting()))
+        self._server.stop_accepting()
+        self._server.close(STREAMS_END_SECONDS)
+        if self._next_turns is not None:
+            self._next_turns.stop()
+        self._roster.stop(0)
+        if self._proxy is not None:
+            self._proxy.stop()
+        with self._terminal.flushing() as bar:
+            self._roster.stop(ENGINE_STOP_SECONDS, bar.update)
+        for known in self._roster.known():
+            known.conversations.close()
+        self._responses.close()
+        self._agent_store.close()
+        if is_told:
+            self._terminal.stopped(self._num_unwritten_bytes)
+
+    def abandoned(self) -> str:
+        """What is lost when the process ends now."""
+        if num_bytes := self._num_unwritten_bytes:
+            return f"Stopped at once: {size_text(num_bytes)} of KV were not on disk yet and will be computed again."
+        return "Stopped at once: answers were broken off, and KV that was not on disk yet will be computed again."
+
+    @property
+    def _num_unwritten_bytes(self) -> int:
+        """What the end was to write to disk and has not."""
+        flushed = [each.engine.flushed_bytes for each in self._roster.known()]
+        return sum(num_bytes - num_done for num_done, num_bytes in flushed)
+
+    @property
+    def port(self) -> int:
+        """Where kvserve itself listens; known once `start` has bound it."""
+        return self._server.port
+
+    @property
+    def _model_name(self) -> str:
+        return DEMO_MODEL_NAME if self._launch.is_demo else self._settings.model_path
+
+    def _model_folder(self) -> Path:
+        if self._launch.is_demo:
+            return build_model("qwen3", self._settings.state_dir / DEMO_MODEL_NAME)
+        if (folder := local_folder(self._settings.model_path)) is not None:
+            return folder
+        self.is_fetching = True
+        try:
+            return fetched_folder(self._settings.model_path, self._terminal.note)
+        finally:
+            self.is_fetching = False
+
+    def _start_proxy(self) -> None:
+        if not self._launch.with_proxy:
+            return
+        settings = replace(
+            proxy_settings(self._settings, self._server.port),
+            listed_model_id=self._listed_model_id,
+            backend_model_id=self._model_name,
+            secret=self._proxy_secret,
+        )
+        url = self._proxy_url
+        self._proxy = LitellmProxy(
+            settings,
+            self._launch.environment,
+            self._terminal.note,
+            on_ready=lambda: self._terminal.note(f"LiteLLM is ready: {url}"),
+        )
+        self._proxy.start()
+
+    @property
+    def _proxy_url(self) -> str:
+        return f"http://127.0.0.1:{self._settings.proxy_port}"
+
+    @property
+    def _listed_model_id(self) -> str:
+        return f"openai/{DEMO_MODEL_NAME}" if self._launch.is_demo else self._settings.listed_model_id
+
+    def _wait_for_proxy(self, stopping: threading.Event) -> None:
+        """Wait for readiness in short steps, so that a signal is not kept waiting."""
+        deadline = time.monotonic() + self._settings.proxy_startup_wait_seconds
+        while self._proxy is not None and not stopping.is_set():
+            if self._proxy.state.status == "ready" or time.monotonic() > deadline:
+                return
+            stopping.wait(0.1)
+
+    def _banner(self, served: ServedModel) -> BannerFacts:
+        warnings = [*self._launch.warnings, *access_warnings(self._settings)]
+        if self._settings.normalize_write_tool_content_for_prompt:
+            warnings.append("The model does not see the contents of its past write calls, only their digests.")
+        if (support := served.engine.status.cache_support) is not None:
+            warnings += support.notes
+        if self._proxy is not None and self._proxy.state.status != "ready":
+            warnings.append("LiteLLM is still starting (10 to 20 s); until then use the second URL.")
+        return BannerFacts(
+            version=__version__,
+            model_name=served.name,
+            context_limit=served.context_limit,
+            server_url=f"http://{url_host(self._settings.mlx_host)}:{self._server.port}",
+            proxy_url=self._proxy_url if self._proxy is not None else None,
+            is_demo=self._launch.is_demo,
+            needs_api_key=self._settings.api_key is not None,
+            warnings=tuple(warnings),
+            disk=disk_line(served.engine.cache_report().disk, served.engine.digest.status),
+        )
+
+    # --- what web/ asks -----------------------------------------------------------------------------------------------
+
+    @property
+    def defaults(self) -> RequestDefaults:
+        return self._defaults
+
+    @property
+    def agents(self) -> Agents:
+        return self._agents
+
+    @property
+    def responses(self) -> ResponseStore:
+        return self._responses
+
+    def begin(self, turn: Turn) -> ServedModel:
+        """A turn has been read: it is under way before its model is looked for, which may take seconds."""
+        self._forgetting.begin(turn)
+        return self.resolve_model(turn.model)
+
+    def resolve_model(self, name: str | None) -> ServedModel:
+        """The model that this name means, loaded or not; the default one for names that nobody knows."""
+        return self._roster.resolve(name)
+
+    def list_models(self) -> Sequence[ModelCard]:
+        """What can be served, the loaded model first; a model's time is that of its folder."""
+        cards = []
+        for listing in self._roster.listings():
+            folder = listing.source.folder
+            with contextlib.suppress(ModelLoadError, OSError):  # a folder that is being written or taken away
+                context_limit = expected_sizes(folder, self._settings.max_kv_size).context_limit
+                cards.append(ModelCard(listing.name, int(folder.stat().st_mtime), context_limit, listing.alias_of))
+        return cards
+
+    def health(self) -> tuple[int, JsonObject]:
+        roster = self._roster.status()
+        body: dict[str, object] = {
+            **engine_fields(roster, default_name=self._model_name),
+            "num_agents": self._agents.num_agents,
+            "num_open_connections": self._server.num_open_connections,
+            "proxy": self._proxy.state.status if self._proxy is not None else "off",
+            "uptime_seconds": round(time.time() - self._started_at, 1),
+            "version": __version__,
+        }
+        return (200 if body["status"] in ("ok", "swapping") else 503), body
+
+    def cache_report(self) -> JsonObject:
+        """The body of GET /v1/cache. Raises NotReady."""
+        served = self._roster.loaded
+        report, totals = served.engine.cache_report(), served.conversations.totals()
+        body = cache_body(report, totals, self._seeing.num_rejections)
+        memory = served.engine.status.memory
+        body = {**body, "memory": memory_body(memory) if memory is not None else None}
+        return {**body, **image_fields(served.engine.image_report())}
+
+    def explain(self, request_id: str | None, key: str) -> JsonObject:
+        return self._seeing.explain(request_id, key)
+
+    def count_error(self, endpoint: str, status: int) -> None:
+        """An error is answered: count it, whether or not a model hears of it."""
+        self._seeing.count_error(endpoint, status)
+
+    def metrics(self) -> bytes:
+        return self._seeing.metrics()
+
+    @property
+    def watchers(self) -> threading.Semaphore:
+        return self._watchers
+
+    def dashboard(self) -> JsonObject:
+        return self._seeing.dashboard()
+
+    def _look(self) -> Look:
+        """How the server is at the moment, for those who watch it."""
+        cache: JsonObject | None = None
+        sessions: Sequence[SessionView] = ()
+        with contextlib.suppress(NotReady):
+            cache = self.cache_report()
+            sessions = self._roster.loaded.conversations.sessions()
+        return Look(self.health()[1], cache, sessions, time.time(), self._roster.waiting())
+
+    def clear_cache(self) -> None:
+        """Forget everything that is kept. Raises NotReady."""
+        served = self._roster.loaded
+        is_unnamed = served.engine.digest.status.reason
+        if is_unnamed or any(known.conversations.awaits_archive for known in self._roster.known()):
+            self._roster.forget_records(Scope())  # which file of records is theirs is not known
+        for known in self._roster.known():
+            known.conversations.clear()
+            known.clear_memos()
+        self._seeing.clear()
+        if self._next_turns is not None:
+            self._next_turns.clear()
+        served.engine.clear_cache()
+
+    def forget(self, session: str | None, principal: str | None) -> JsonObject:
+        """Forget what is kept of a session, of a principal (by its name), or of a session of a principal; None stands
+        for any. Returns how much that was. Raises BadRequest where sessions are not kept apart."""
+        return self._forgetting.forget(Scope(session, principal))
+
+    def _loaded_as(self, model_name: str) -> ServedModel | None:
+        """The loaded model, if this is its name."""
+        with contextlib.suppress(NotReady):
+            served = self._roster.loaded
+            return served if served.name == model_name else None
+        return None
+
+    def _kept_tokens(self, model_name: str, tokens: TokenSequence, used_at: float) -> tuple[int, int]:
+        """How much of a conversation's KV is in RAM, and how much there or on disk."""
+        with contextlib.suppress(NotReady):
+            served = self._roster.loaded
+            if served.name == model_name:
+                return served.engine.kept_tokens(tokens)
+        # what a model has computed goes to the disk before it leaves the memory
+        is_fresh = time.time() - used_at < self._settings.disk_cache_ttl_hours * 3_600
+        return 0, len(tokens) if self._launch.disk_cache == "on" and is_fresh else 0
+
+    def _let_go(self, model_name: str, tokens: TokenSequence, owner: str) -> None:
+        """Forget the KV of an owner's conversation that nobody will go on with; what is not loaded ages out on disk."""
+        if (served := self._loaded_as(model_name)) is not None:
+            with contextlib.suppress(NotReady):
+                served.engine.discard(tokens, owner.__eq__)
+
+    def count_tokens(self, turn: Turn, served: ServedModel) -> int:
+        return count_tokens(self._roster.countable(turn, served), served)
+
+    def prewarm(self, turn: Turn, served: ServedModel) -> Prewarming:
+        """Have what requests like this begin with computed soon; no other model is loaded for it."""
+        if (loaded := self._loaded_as(served.name)) is None:
+            raise NotReady(f"{served.name} is not loaded now.", retry_after_seconds=10)
+        return prewarm(turn, loaded)
+
+    def serve(self, turn: Turn, served: ServedModel) -> TurnInProgress:
+        """Submit a turn; one whose model is not loaded waits for it."""
+        return self._roster.serve(turn, served)
+
+    def answered_in_words(self, turn: Turn, served: ServedModel) -> None:
+        self._seeing.answered_in_words(turn, served.name)
+
+    def _submit(self, turn: Turn, served: ServedModel) -> TurnInProgress:
+        """Submit a turn to the model that is loaded; one that is refused has its line in the terminal too."""
+        self._responses.tidy()
+        try:
+            return serve_turn(turn, served)
+        except RequestError as error:
+            self._seeing.refused(turn, served.name, error)
+            raise

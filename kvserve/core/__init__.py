@@ -1,0 +1,77 @@
+"""The nouns that cross rooms: frozen values without wire formats or arrays; and how a principal is named.
+
+A conversation is a tuple of messages, a message a tuple of ordered blocks. Wire dicts stop in `protocols/`,
+arrays stop in `engine/`; whatever travels between rooms is one of the types below.
+"""
+
+from kvserve.core.answers import (
+    Answer,
+    AnswerEvent,
+    ContentDelta,
+    ContentToken,
+    Finished,
+    FinishReason,
+    OutputDelta,
+    ReasoningDelta,
+    ToolCallEnd,
+    ToolCallPiece,
+    ToolCallStart,
+    Usage,
+    Waiting,
+)
+from kvserve.core.calls import CallParts, CallRow, CallSlot
+from kvserve.core.generation import (
+    Awaiting,
+    GenerationDone,
+    GenerationEvent,
+    GenerationFailed,
+    GenerationRequest,
+    GenerationTiming,
+    Grammar,
+    MessageStart,
+    PrefillProgress,
+    Reuse,
+    ReuseTier,
+    StopReason,
+    ThinkingLimit,
+    TokenDelta,
+    TokenLogprobs,
+    TokenSequence,
+    Written,
+)
+from kvserve.core.images import ImageFacts, ImageInput, ImageSpan, ImageWords, MeasuredImage
+from kvserve.core.messages import (
+    Block,
+    ImageBlock,
+    JsonObject,
+    Message,
+    Role,
+    TextBlock,
+    ThinkingBlock,
+    ToolBlock,
+    ToolCallBlock,
+    ToolResultBlock,
+    ToolSpec,
+    known_tools,
+    offered_tools,
+    tool_blocks,
+)
+from kvserve.core.principals import (
+    AGENTS,
+    KEY_HEADER,
+    NO_KEY,
+    NOBODY,
+    Principal,
+    SessionHint,
+    key_digest,
+    principal_digest,
+)
+from kvserve.core.requests import (
+    RequestDefaults,
+    RequestId,
+    ResponseFormat,
+    SamplingParams,
+    ThinkingChoice,
+    ToolChoice,
+    Turn,
+)

@@ -1,0 +1,265 @@
+"""What the person at the terminal reads: banner, progress, one line per request. It knows facts handed to it and how
+to say them, not where they come from.
+
+Text that came over the network is made printable first, so that nobody can move the cursor or forge a line. A terminal
+that went away (a closed pipe) ends the output, never a request.
+"""
+
+import json
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from kvserve.core import Awaiting, RequestId
+from kvserve.observe.bars import Bars
+from kvserve.requests.request_facts import RequestFacts
+
+LONG_PREFILL_SECONDS = 2.0
+LONG_PREFILL_TOKENS = 2048
+SHORT_ID_CHARACTERS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class BannerFacts:
+    """What is served and where. `proxy_url` None: no proxy runs. URLs without a path, as `http://127.0.0.1:4000`.
+
+    `disk` says what KV is on disk, in words.
+    """
+
+    version: str
+    model_name: str
+    context_limit: int
+    server_url: str
+    proxy_url: str | None
+    is_demo: bool = False
+    needs_api_key: bool = False
+    warnings: tuple[str, ...] = ()
+    disk: str | None = None
+
+
+class LoadingBar:
+    """Progress of one load, for the block of `Terminal.loading`."""
+
+    def __init__(self, bars: Bars, key: str) -> None:
+        self._bars = bars
+        self._key = key
+
+    def update(self, num_done_bytes: int, num_total_bytes: int) -> None:
+        """Say how many bytes of the weights are there."""
+        self._bars.update(self._key, num_done_bytes, num_total_bytes)
+
+
+class Terminal:
+    """Writes to one console from any thread.
+
+    It waits for a terminal that is slow or stopped: what the engine thread calls for each token or chunk is not here.
+
+    `wall_clock` gives seconds since the epoch for the lines, `monotonic` seconds for durations.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        wall_clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._wall_clock = wall_clock
+        self._monotonic = monotonic
+        self._bars = Bars(console, monotonic, self._write)
+        self._model_name: str | None = None
+
+    def banner(self, facts: BannerFacts) -> None:
+        """Say what is served, where, and how to try it. Remembers the model: request lines name only another one."""
+        self._model_name = facts.model_name
+        for line in banner_lines(facts):
+            self._write(line, "bold" if line.startswith("kvserve ") else "yellow" if line.startswith("!") else "")
+
+    @contextmanager
+    def loading(self, model_name: str) -> Iterator[LoadingBar]:
+        """Show that a model loads, for the length of the block; without `update` calls the bar only moves."""
+        key = f"loading {model_name}"
+        started = self._monotonic()
+        outcome = "failed"
+        self._guard(lambda: self._bars.start(key, printable(key), "bytes"))
+        self._guard(lambda: self._bars.update(key, 0, None))
+        try:
+            yield LoadingBar(self._bars, key)
+            outcome = "done"
+        finally:
+            self._guard(lambda: self._bars.finish(key))
+            self._write(f"{key}: {outcome} after {self._monotonic() - started:.1f} s")
+
+    @contextmanager
+    def flushing(self) -> Iterator[LoadingBar]:
+        """Show what is written to disk for the length of the block, from the first `update` on."""
+        key = "writing KV to disk"
+        self._guard(lambda: self._bars.start(key, key, "bytes"))
+        try:
+            yield LoadingBar(self._bars, key)
+        finally:
+            self._guard(lambda: self._bars.finish(key))
+
+    def stopping(self, num_requests: int) -> None:
+        """Say that the server stops, and how many requests it ends."""
+        ended = f": {_counted(num_requests, 'request')} ended" if num_requests else ""
+        self.note(f"Stopping{ended}. Another Ctrl+C ends it at once.")
+
+    def stopped(self, num_unwritten_bytes: int) -> None:
+        """Say that it has, and what the disk did not take in time."""
+        lost = f"; {size_text(num_unwritten_bytes)} of KV did not reach the disk and will be computed again"
+        self.note(f"Stopped{lost if num_unwritten_bytes else ''}.")
+
+    def prefill(self, request_id: RequestId, num_done: int, num_total: int, seconds_left: float | None = None) -> None:
+        """Note how many prompt tokens of a request are in the KV cache, and in how long its first token comes; shown
+        once that takes long.
+
+        The first call says what was there without computing. The last token but one ends it (the last belongs to the
+        first decode step), and so does `request_line` or `prefill_done`.
+        """
+        self._guard(lambda: self._prefill(request_id, num_done, num_total, seconds_left))
+
+    def awaits(self, request_id: RequestId, awaited: Awaiting) -> None:
+        """Say for whom a request waits, where that takes long."""
+        seconds = awaited.seconds
+        if seconds is None and awaited.num_left_tokens <= LONG_PREFILL_TOKENS:
+            return
+        if seconds is None or seconds >= LONG_PREFILL_SECONDS:
+            about = "" if seconds is None else f", about {seconds:.0f} s"
+            other = f"{_short(awaited.request_id)} (prefilling the same {awaited.num_tokens:,} tokens)"
+            self.note(f"{_short(request_id)} waits for {other}{about}")
+
+    def prefill_done(self, request_id: RequestId) -> None:
+        """Take the progress of this request away; harmless where none is shown."""
+        self._guard(lambda: self._bars.finish(request_id))
+
+    def request_line(self, facts: RequestFacts) -> None:
+        """Write the one line of a request that is over, and take its progress away."""
+        self.prefill_done(facts.request_id)
+        is_error = facts.error_status is not None
+        self._write(f"{self._time()} {request_text(facts, self._model_name)}", "red" if is_error else "")
+
+    def error(self, text: str) -> None:
+        """Write something that went wrong and needs a person."""
+        self._write(f"{self._time()} error: {text}", "bold red")
+
+    def note(self, text: str) -> None:
+        """Write something worth knowing."""
+        self._write(f"{self._time()} {text}")
+
+    def _prefill(self, request_id: RequestId, num_done: int, num_total: int, seconds_left: float | None) -> None:
+        if num_done >= num_total - 1:
+            self._bars.finish(request_id)
+            return
+        waited = self._bars.started_seconds_ago(request_id)
+        if waited is None:
+            title = f"prefill {_short(request_id)}"
+            self._bars.start(request_id, title, "tokens", num_done)
+        is_long = num_total - num_done > LONG_PREFILL_TOKENS or (waited or 0.0) > LONG_PREFILL_SECONDS
+        if is_long or self._bars.is_shown(request_id):
+            self._bars.update(request_id, num_done, num_total, seconds_left)
+
+    def _time(self) -> str:
+        return time.strftime("%H:%M:%S", time.localtime(self._wall_clock()))
+
+    def _write(self, text: str, style: str = "") -> None:
+        encoding = self._console.encoding
+        shown = printable(text).encode(encoding, "backslashreplace").decode(encoding)
+        # soft_wrap: a line stays a line, whatever the width; Text: brackets in it are no markup.
+        self._guard(lambda: self._console.print(Text(shown, style=style), soft_wrap=True))
+
+    def _guard(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except (OSError, SystemExit):  # the reader is gone: rich turns a broken pipe into SystemExit
+            self._console.quiet = True
+        except ValueError:
+            if not self._console.file.closed:
+                raise
+            self._console.quiet = True
+
+
+def banner_lines(facts: BannerFacts) -> list[str]:
+    """The banner, line by line."""
+    rows = [("LiteLLM", facts.proxy_url), ("kvserve", facts.server_url)]
+    lines = [f"kvserve {facts.version} serves {facts.model_name} (context {facts.context_limit:,} tokens)"]
+    lines += [f"  {name}  {url}/v1" for name, url in rows if url is not None]
+    lines.append(f"  watch   {facts.server_url}/dashboard")
+    lines += [f"  disk    {facts.disk}"] if facts.disk is not None else []
+    lines += [f"  try     {curl_line(facts)}"]
+    if facts.is_demo:
+        lines += [
+            "! This is the demo model: its weights are random and its answers noise. It shows that the server works.",
+            "! For a real model set MODEL_PATH, in .env or the environment, to a model folder in Hugging Face format",
+            "! or a hub name, and start without --demo.",
+        ]
+    return lines + [f"! {warning}" for warning in facts.warnings]
+
+
+def curl_line(facts: BannerFacts) -> str:
+    """A command that asks the server something, to be pasted into a shell where API_KEY is set if one is needed."""
+    body: dict[str, object] = {"model": facts.model_name, "messages": [{"role": "user", "content": "Hello"}]}
+    if facts.is_demo:
+        body["max_tokens"] = 64  # noise has no end
+    key = ' -H "Authorization: Bearer $API_KEY"' if facts.needs_api_key else ""
+    url = f"{facts.proxy_url or facts.server_url}/v1/chat/completions"
+    return f"curl {url} -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+
+
+def request_text(facts: RequestFacts, usual_model: str | None = None) -> str:
+    """One request in one line, without the time. The model is named where it is not `usual_model`."""
+    head = [facts.request_id[:SHORT_ID_CHARACTERS], facts.protocol]
+    if facts.session:
+        head.append(f"[{facts.session[:SHORT_ID_CHARACTERS]}]")
+    if usual_model is not None and facts.model != usual_model:
+        head.append(f"({facts.model})")
+    counts = f"{facts.num_prompt_tokens:,} in{_reused(facts)} {facts.num_completion_tokens:,} out"
+    parts = [" ".join([*head, counts])]
+    if facts.ttft_seconds is not None:
+        parts.append(f"first token {_seconds(facts.ttft_seconds)}")
+    if facts.tokens_per_second is not None:
+        parts.append(f"{facts.tokens_per_second:.1f} tok/s")
+    if facts.finish_reason is not None:
+        parts.append(f"{facts.finish_reason} ({facts.cut_by})" if facts.cut_by else facts.finish_reason)
+    if facts.error_status is not None:
+        parts.append(f"error {facts.error_status}")
+    parts += facts.notes
+    if facts.cause is not None:
+        parts.append(f"why: {facts.cause}")
+    return ", ".join(parts)
+
+
+def printable(text: str) -> str:
+    """The text with every character that a terminal would act on written as its escape."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def size_text(num_bytes: int) -> str:
+    """Bytes for a person."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what} is" if number == 1 else f"{number:,} {what}s are"
+
+
+def _short(request_id: RequestId) -> str:
+    return printable(request_id)[:SHORT_ID_CHARACTERS]
+
+
+def _reused(facts: RequestFacts) -> str:
+    if not facts.num_cached_tokens or not facts.num_prompt_tokens:
+        return ","
+    percent = round(100 * facts.num_cached_tokens / facts.num_prompt_tokens)
+    if facts.num_cached_tokens < facts.num_prompt_tokens:
+        percent = min(percent, 99)  # "100 %" would hide the tokens that were computed
+    return f" ({facts.num_cached_tokens:,} reused, {percent} %)"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"

@@ -1,0 +1,386 @@
+"""Agents: the history in front of new messages, and the answer behind it.
+
+    wait      one turn of an agent at a time, in the order they came
+    show      system prompt, as many of the oldest turns less as do not fit, the new messages -> a turn like any other
+    keep      before the client hears of the end: new messages and answer, in one transaction
+
+It joins the store of `agents/` with the models. A turn that fails, or that its client leaves, changes no history.
+"""
+
+import secrets
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from kvserve.agents.agent_nouns import Agent, NewAgent, TurnDone
+from kvserve.agents.agent_store import AgentStore
+from kvserve.agents.window import answer_room, first_turn_shown
+from kvserve.core import (
+    AGENTS,
+    AnswerEvent,
+    Finished,
+    Message,
+    RequestId,
+    TextBlock,
+    TokenSequence,
+    Turn,
+    Waiting,
+)
+from kvserve.errors import BadRequest, ContextOverflow, NotFound, QueueFull, StorageFailure
+from kvserve.identity.owner import Owner
+from kvserve.protocols.agents import AgentCard, AgentNote, CreateRequest
+from kvserve.requests.deferred import TurnInProgress
+from kvserve.requests.served_model import ServedModel
+
+NUM_QUEUED_TURNS = 64
+"""More turns than this do not wait for one agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """What agents ask of the process: to know of a turn that has come, what a model is called, the model itself, to
+    submit a turn, to count its prompt, of how much of a conversation, last used at some time, KV is kept: (tokens in
+    RAM, tokens in RAM or on disk), and to let a conversation's KV go: the model's name, its tokens, and the name of its
+    turns' owner."""
+
+    begin: Callable[[Turn], None]
+    name_of: Callable[[str | None], str]
+    resolve: Callable[[str | None], ServedModel]
+    serve: Callable[[Turn, ServedModel], TurnInProgress]
+    count: Callable[[Turn, ServedModel], int]
+    kept: Callable[[str, TokenSequence, float], tuple[int, int]]
+    let_go: Callable[[str, TokenSequence, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A turn as the model is to see it, and what of the history that leaves out. `system_prompt` is the agent's, also
+    where this turn brings it; `messages` are those to be kept."""
+
+    agent: Agent
+    turn: Turn
+    served: ServedModel
+    model: str | None
+    system_prompt: str | None
+    messages: tuple[Message, ...]
+    first_turn: int
+
+
+class Keep(Protocol):
+    """Keeps a turn that is over."""
+
+    def __call__(self, shown: _Shown, running: TurnInProgress, *, is_stored: bool) -> AgentNote:
+        """What the answer says of its agent."""
+
+
+class Agents:
+    """Every agent of one server. Any thread may call it."""
+
+    def __init__(self, store: AgentStore, models: Models) -> None:
+        self._store = store
+        self._models = models
+        self._lock = threading.Lock()
+        self._queues: defaultdict[str, list[object]] = defaultdict(list)
+
+    # --- agents -------------------------------------------------------------------------------------------------------
+
+    def create(self, request: CreateRequest) -> AgentCard:
+        """A new agent. Raises Conflict for a taken id, ModelNotFound for a model that is not here."""
+        if request.model is not None:
+            self._models.resolve(request.model)
+        agent = self._store.create(
+            NewAgent(
+                agent_id=request.agent_id or f"agent-{secrets.token_hex(8)}",
+                model=request.model,
+                system_prompt=request.system_prompt,
+                max_context=request.max_context,
+                is_persistent=request.persist,
+            )
+        )
+        return self._card(agent)
+
+    @property
+    def num_agents(self) -> int | None:
+        """How many there are; None where their file cannot be read."""
+        try:
+            return self._store.num_agents()
+        except StorageFailure:
+            return None
+
+    def cards(self) -> list[AgentCard]:
+        """All agents, the oldest first."""
+        return [self._card(agent) for agent in self._store.agents()]
+
+    def card(self, agent_id: str) -> AgentCard:
+        """Raises NotFound."""
+        return self._card(self._store.agent(agent_id))
+
+    def history(self, agent_id: str) -> list[Message]:
+        """The whole history, with the system prompt in front. Raises NotFound."""
+        agent = self._store.agent(agent_id)
+        turns = self._store.history(agent)
+        return [*_system(agent.system_prompt), *(message for turn in turns for message in turn)]
+
+    def delete(self, agent_id: str) -> None:
+        """Take an agent, its history and its KV away; a turn of it that runs is answered, but kept nowhere.
+
+        Raises NotFound.
+        """
+        agent = self._store.delete(agent_id)
+        if agent.context_model is not None:
+            self._models.let_go(agent.context_model, agent.context, _owner(agent_id).name)
+
+    def _card(self, agent: Agent) -> AgentCard:
+        return AgentCard(
+            agent_id=agent.agent_id,
+            model=self._models.name_of(agent.model),
+            status=self._status(agent),
+            num_context_tokens=agent.num_context_tokens,
+            created_at=agent.created_at,
+            last_accessed=agent.last_accessed,
+            system_prompt=agent.system_prompt,
+            max_context=agent.max_context,
+            persist=agent.is_persistent,
+            num_turns=agent.num_turns,
+            num_dropped_turns=agent.first_turn,
+        )
+
+    def _status(self, agent: Agent) -> str:
+        """Where most of the conversation's KV is."""
+        if agent.context_model is None:
+            return "cold"
+        in_ram, kept = self._models.kept(agent.context_model, agent.context, agent.last_accessed)
+        half = agent.num_context_tokens / 2
+        return "hot" if in_ram > half else "warm" if kept > half else "cold"
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    def generate(self, agent_id: str, turn: Turn) -> "AgentTurn":
+        """Answer the new messages of `turn` in the agent's conversation.
+
+        Raises NotFound, and what else can be said before anything is computed, unless other turns come before it.
+        """
+        agent = self._store.agent(agent_id)
+        # whatever session and key its client has of its own: who knows an agent's name talks to that agent
+        owner = _owner(agent_id)
+        hint = replace(turn.session, session_id=owner.session, principal=owner.principal, is_shared_id=False)
+        turn = replace(turn, session=hint)
+        self._models.begin(turn)
+        ticket = object()
+        with self._lock:
+            queue = self._queues[agent_id]
+            if len(queue) > NUM_QUEUED_TURNS:
+                raise QueueFull(f"{len(queue)} turns of agent {agent_id!r} are open already.", retry_after_seconds=5)
+            queue.append(ticket)
+        running = AgentTurn(
+            turn.request_id,
+            self._models.name_of(turn.model or agent.model),
+            begin=lambda: self._begin(agent_id, ticket, turn),
+            keep=self._keep,
+            leave=lambda: self._leave(agent_id, ticket),
+        )
+        # whatever becomes of it, the agent's next turn must not wait for ever
+        weakref.finalize(running, self._leave, agent_id, ticket).atexit = False
+        running.begin()
+        return running
+
+    def _begin(self, agent_id: str, ticket: object, turn: Turn) -> "tuple[_Shown, TurnInProgress] | None":
+        """None while other turns of the agent come first."""
+        with self._lock:
+            if next(iter(self._queues.get(agent_id, ())), None) is not ticket:
+                return None
+        shown = self._shown(self._store.agent(agent_id), turn)
+        return shown, self._models.serve(shown.turn, shown.served)
+
+    def _leave(self, agent_id: str, ticket: object) -> None:
+        with self._lock:
+            queue = self._queues.get(agent_id, [])
+            if ticket in queue:
+                queue.remove(ticket)
+            if not queue:
+                self._queues.pop(agent_id, None)
+
+    def _keep(self, shown: _Shown, running: TurnInProgress, *, is_stored: bool) -> AgentNote:
+        """Add a turn to the history, where it came to its own end and its client wants it kept. Raises NotFound if the
+        agent is gone, StorageFailure."""
+        agent = shown.agent
+        if is_stored:
+            done = TurnDone(
+                messages=(*shown.messages, running.said),
+                model=shown.model,
+                system_prompt=shown.system_prompt,
+                first_turn=shown.first_turn,
+                context_model=shown.served.name,
+                context=running.context,
+            )
+            try:
+                agent = self._store.append(agent, done)
+            except NotFound:  # deleted while it answered
+                self._models.let_go(shown.served.name, running.context, "")  # the id may be another's by now
+                raise
+        return AgentNote(
+            agent_id=agent.agent_id,
+            num_turns=agent.num_turns,
+            num_dropped_turns=shown.first_turn,
+            num_context_tokens=agent.num_context_tokens,
+            is_stored=is_stored,
+        )
+
+    def _shown(self, agent: Agent, turn: Turn) -> _Shown:
+        """The turn with as much of the history as fits. Raises BadRequest, ContextOverflow."""
+        model = turn.model or agent.model
+        served = self._models.resolve(model)
+        system_prompt, new = _with_system(agent, turn.messages)
+        turns = self._store.history(agent)
+        turn = replace(turn, model=model)
+
+        def shown_from(first: int) -> Turn:
+            history = (message for each in turns[first:] for message in each)
+            return replace(turn, messages=(*_system(system_prompt), *history, *new))
+
+        beginnings = [number for number, messages in enumerate([*turns, new]) if _begins(messages)]
+        max_context = min(agent.max_context or served.context_limit, served.context_limit)
+        max_tokens = served.defaults.max_tokens if turn.max_tokens is None else turn.max_tokens
+        first, num_tokens = first_turn_shown(
+            beginnings,
+            agent.first_turn,
+            lambda first: self._models.count(shown_from(first), served),
+            max_context - answer_room(max_context, max_tokens),
+        )
+        if num_tokens >= max_context:
+            raise ContextOverflow(num_tokens, max_context)
+        if max_tokens > max_context - num_tokens:
+            turn = replace(turn, max_tokens=max_context - num_tokens)
+        return _Shown(agent, shown_from(first), served, model, system_prompt, new, first)
+
+
+class AgentTurn:
+    """One turn of an agent: it waits for those before it, and its answer is kept before `Finished` is told.
+
+    One consumer iterates `events`; `cancel` may come from any thread.
+    """
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        model_name: str,
+        *,
+        begin: Callable[[], tuple[_Shown, TurnInProgress] | None],
+        keep: Keep,
+        leave: Callable[[], None],
+    ) -> None:
+        self.request_id = request_id
+        self.model_name = model_name
+        self._try_to_begin = begin
+        self._keep = keep
+        self._leave = leave
+        self._shown: _Shown | None = None
+        self._running: TurnInProgress | None = None
+        self._note: AgentNote | None = None
+        self._is_iterated = False
+        self._cancelled = threading.Event()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Model tokens of the prompt; 0 while it waits."""
+        return self._running.num_prompt_tokens if self._running is not None else 0
+
+    @property
+    def num_marked_tokens(self) -> int:
+        """Those of them that the client wants to be kept; 0 where it marked nothing, and while it waits."""
+        return self._running.num_marked_tokens if self._running is not None else 0
+
+    @property
+    def note(self) -> AgentNote:
+        """What the answer says of its agent, once it is finished."""
+        if self._note is None:
+            raise RuntimeError("the turn is not finished yet")
+        return self._note
+
+    def begin(self) -> bool:
+        """Begin if it is its turn. Raises RequestError; it has left the agent's queue then."""
+        if self._running is None:
+            try:
+                begun = self._try_to_begin()
+            except BaseException:
+                self._leave()
+                raise
+            if begun is not None:
+                self._shown, self._running = begun
+        return self._running is not None
+
+    def cancel(self) -> None:
+        """Nobody wants the rest: nothing of the turn is kept. Idempotent."""
+        self._cancelled.set()
+        if self._running is not None:
+            self._running.cancel()
+        if not self._is_iterated:
+            self._leave()
+
+    def wait(self, seconds: float, read: Callable[[], bool]) -> None:
+        """Wait for the next event, or for its turn."""
+        if self._running is not None:
+            self._running.wait(seconds, read)
+        else:
+            self._cancelled.wait(seconds)
+
+    def events(self, poll_seconds: float) -> Iterator[AnswerEvent]:
+        """`Waiting` until it is its turn, then the answer; ends without `Finished` where it was cancelled before."""
+        self._is_iterated = True
+        try:
+            while not self.begin():
+                if self._cancelled.is_set():
+                    return
+                yield Waiting(0, 0)
+                self._cancelled.wait(poll_seconds)
+            yield from self._answer(poll_seconds)
+        finally:
+            self._leave()
+
+    def _answer(self, poll_seconds: float) -> Iterator[AnswerEvent]:
+        shown, running = self._shown, self._running
+        if shown is None or running is None:
+            raise RuntimeError("the turn has not begun")
+        if self._cancelled.is_set():
+            running.cancel()
+        with closing(running.events(poll_seconds)) as events:  # type: ignore[type-var]  # they are generators
+            for event in events:
+                if isinstance(event, Finished):
+                    is_whole = not (self._cancelled.is_set() or running.is_lost)
+                    is_wanted = not shown.turn.session.wants_nothing_kept
+                    self._note = self._keep(shown, running, is_stored=is_whole and is_wanted)
+                yield event
+
+
+def _owner(agent_id: str) -> Owner:
+    """Whose records an agent's turns find and leave: no client's, whichever session it names."""
+    return Owner(AGENTS, f"agent:{agent_id}", is_one_client=True)
+
+
+def _system(prompt: str | None) -> tuple[Message, ...]:
+    return (Message("system", (TextBlock(prompt),)),) if prompt else ()
+
+
+def _with_system(agent: Agent, new: tuple[Message, ...]) -> tuple[str | None, tuple[Message, ...]]:
+    """The agent's system prompt and the new messages; a system message at the very beginning of a conversation is the
+    system prompt. Raises BadRequest where there is one already."""
+    if agent.num_turns or new[0].role != "system":
+        return agent.system_prompt, new
+    if agent.system_prompt is not None:
+        raise BadRequest(
+            "messages[0]: the agent has a system prompt already; send the new messages only.", param="messages[0]"
+        )
+    if len(new) == 1:
+        raise BadRequest("messages: there is nothing to answer, only a system prompt.", param="messages")
+    text = "".join(block.text for block in new[0].blocks if isinstance(block, TextBlock))
+    return text or None, new[1:]
+
+
+def _begins(messages: tuple[Message, ...]) -> bool:
+    """Whether a conversation may begin with these messages: with a user's words, not with the result of a call."""
+    first = next((message for message in messages if message.role != "system"), None)
+    return first is not None and first.role == "user"

@@ -1,0 +1,128 @@
+"""What is told of a turn besides its answer: how far it is, why that much of its prompt was reused, and the facts of
+its request line. It joins rooms and changes nothing.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from kvserve.canonical.policies import rules_off
+from kvserve.core import GenerationDone
+from kvserve.errors import RequestError
+from kvserve.explain.explanation import Asked, Circumstances, Explanation, explain
+from kvserve.explain.raw import RawAsked, explain_raw
+from kvserve.explain.raw_prompts import text_digests
+from kvserve.identity.owner import Owner
+from kvserve.requests.answer_state import AnswerState, Submitted
+from kvserve.requests.request_facts import LengthLimit, RequestFacts, RunningFacts
+
+
+def running_facts(state: AnswerState) -> RunningFacts:
+    """How far it is; from any thread, so the numbers are those of about now."""
+    submitted, num_generated = state.submitted, len(state.emitted)
+    return RunningFacts(
+        request_id=submitted.request_id,
+        protocol=submitted.turn.protocol,
+        model=submitted.served.name,
+        session=submitted.turn.session.session_id,
+        stage="decode" if num_generated else "prefill" if state.prefill is not None else "waiting",
+        num_prompt_tokens=submitted.num_prompt_tokens,
+        num_done_tokens=state.num_computed_tokens,
+        num_cached_tokens=state.num_cached_tokens,
+        num_generated_tokens=num_generated,
+        seconds=time.monotonic() - state.submitted_at,
+    )
+
+
+def request_facts(state: AnswerState, error: RequestError | None) -> RequestFacts:
+    """The facts of the request line, when the turn is over."""
+    submitted, answer, done = state.submitted, state.answer, state.answer.done
+    timing = done.timing if done is not None else None
+    seconds = timing.decode_seconds if timing is not None else 0.0
+    reason = answer.finish_reason
+    return RequestFacts(
+        request_id=submitted.request_id,
+        protocol=submitted.turn.protocol,
+        model=submitted.served.name,
+        num_prompt_tokens=submitted.num_prompt_tokens,
+        num_cached_tokens=state.num_cached_tokens,
+        num_completion_tokens=answer.num_completion_tokens,
+        session=submitted.turn.session.session_id,
+        ttft_seconds=answer.first_token_at - state.submitted_at if answer.first_token_at else None,
+        tokens_per_second=(answer.num_tokens - 1) / seconds if seconds and answer.num_tokens > 1 else None,
+        finish_reason=reason or (None if error else "cancelled"),
+        cut_by=whose_limit(submitted, done, reason),
+        error_status=error.status if error else None,
+        notes=submitted.prompt.notes,
+        tier=state.reuse.tier,
+        num_matched_tokens=state.reuse.num_matched_tokens,
+        num_prefilled_tokens=max(0, state.num_computed_tokens - state.num_cached_tokens),
+        queue_seconds=timing.queue_seconds if timing is not None else None,
+        prefill_seconds=timing.prefill_seconds if timing is not None else None,
+        seconds=time.monotonic() - state.submitted_at,
+    )
+
+
+def whose_limit(submitted: Submitted, done: GenerationDone | None, finish_reason: str | None) -> LengthLimit | None:
+    """Who cut an answer that ended with `length`."""
+    if finish_reason != "length" or done is None or done.reason not in ("length", "watchdog"):
+        return None
+    return "watchdog" if done.reason == "watchdog" else submitted.cut_by
+
+
+# --- why that much was reused ----------------------------------------------------------------------------------------
+
+
+def explanation_of(state: AnswerState) -> Explanation | None:
+    """Why that much of the prompt was reused; None where it was never looked up."""
+    if state.prefill is None:
+        return None
+    if state.submitted.reading is None:
+        return _raw_explanation(state)
+    submitted, served, reading = state.submitted, state.submitted.served, state.submitted.reading
+    asked = Asked(
+        submitted.request_id,
+        reading.messages,
+        submitted.prompt.tokens.ids,
+        reading.identity.tools_digest,
+        submitted.template_arguments,
+        reading.all_tools,
+        [start.offset for start in submitted.prompt.message_starts],
+        submitted.packed_prompt,
+        reading.tool_layout,
+    )
+    around = Circumstances(
+        looks_at_records=submitted.turn.session.cache_mode == "full",
+        can_keep=served.keeps_kv,
+        was_cleared=served.conversations.was_forgotten(reading.identity.owner),
+        names_session=reading.identity.owner.is_one_client,
+        unread=submitted.unread,
+        rules_off=partial(rules_off, reading.identity.rules),
+        decode=served.tokenizer.decode,
+        other_model=partial(served.observe.other_model, served.name, reading.identity.chains),
+    )
+    return explain(
+        asked, reading.before, reading.rules_fired, state.num_cached_tokens, reuse=state.reuse, around=around
+    )
+
+
+def _raw_explanation(state: AnswerState) -> Explanation:
+    submitted, served, prompt = state.submitted, state.submitted.served, state.submitted.prompt
+    owner = served.conversations.owner(submitted.turn.session)
+    asked = RawAsked(
+        submitted.request_id, prompt.text, prompt.tokens.ids, submitted.packed_prompt, served.tokenizer.decode
+    )
+    return explain_raw(
+        asked,
+        submitted.raw_before,
+        state.num_cached_tokens,
+        reuse=state.reuse,
+        can_keep=served.keeps_kv,
+        # at least about a quarter of it: a line that many prompts begin with says nothing
+        other_model=lambda: served.observe.other_model(served.name, raw_digests(prompt.text, owner)[-3:]),
+    )
+
+
+def raw_digests(text: str, owner: Owner) -> Sequence[bytes]:
+    """What a raw prompt is known by; without a session nothing, as its words do not show whose it is."""
+    return text_digests(text, owner.name) if owner.is_one_client else ()

@@ -1,0 +1,207 @@
+"""What of a start can be refused before anything slow begins: values, what contradicts itself, folders, ports.
+
+It refuses what is certain to fail as things stand, and nothing else; a setting that is not known yet skips its checks.
+Standard library only, and every line must run under Python 3.9, here and in what it imports: install_and_run.py asks
+before it installs, `app/process.py` before it imports what takes seconds, and both say the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvserve.errors import ModelLoadError, PortTaken, SettingError, StartupError
+from kvserve.settings.env_file import UNKNOWN, Value, by_field, read_text, values_in
+from kvserve.settings.flags import SETTING_OF_FLAG, FlagError, misspelt, misspelt_words, parse_flags
+from kvserve.settings.kinds import DEFAULTS, KINDS, expanded
+from kvserve.settings.model_config import read_config
+from kvserve.settings.ports import describe_holder, error_of_binding, refuse_unusable_address, somebody_listens
+from kvserve.settings.rules import policies_in
+
+DEMO_MODEL_NAME = "kvserve-demo-qwen3"
+LOOPBACK = "127.0.0.1"
+
+_HUB_PART = r"(?!.*(?:--|\.\.))\w(?:[\w.-]{0,94}\w)?"
+_HUB_NAME = re.compile(rf"{_HUB_PART}/{_HUB_PART}(?<!\.git)", re.ASCII)
+_MODELS = (
+    "Give a local folder in Hugging Face format (config.json, tokenizer.json, *.safetensors) or a hub name such as "
+    "mlx-community/Qwen3-4B-4bit."
+)
+
+
+def refuse_unusable(argv: Sequence[str], environ: Mapping[str, str], env_file: Path) -> None:
+    """Raises StartupError where a start with these flags, this environment and this `.env` would be refused at once."""
+    try:
+        flags = parse_flags(argv)
+    except FlagError as error:
+        raise StartupError(str(error)) from None
+    from_flags = {name: value for name in SETTING_OF_FLAG if (value := getattr(flags, name)) is not None}
+    env_text = read_text(env_file)
+    # Of a text that only python-dotenv can read the names are not known: the start looks again.
+    refuse_misspelt(values_in(env_text or "") or {}, env_file)
+    refuse_model_of_demo(flags.demo, from_flags)
+    settings = known_settings(from_flags, environ, env_text)
+    if not flags.no_proxy and {"mlx_port", "proxy_port"} <= settings.keys():
+        refuse_equal_ports(settings["mlx_port"], settings["proxy_port"])
+    refuse_unusable_start(
+        settings, is_demo=flags.demo, with_proxy=not flags.no_proxy, writes_kv=not flags.no_disk_cache
+    )
+
+
+def refuse_misspelt(values: Mapping[str, Value], env_file: Path) -> None:
+    """Raises StartupError where `.env` sets what is nearly a setting; other programs' variables may stand there too."""
+    if found := misspelt([name for name, value in values.items() if value is not None], map(str.upper, KINDS)):
+        raise StartupError(misspelt_words(found, str(env_file)))
+
+
+def known_settings(flags: Mapping[str, Any], environ: Mapping[str, str], env_text: str | None) -> dict[str, Any]:
+    """The value of every setting that is given or has a default here, less those that are not known yet; without a text
+    nothing is known of `.env`. Raises SettingError for the first that cannot be used."""
+    in_file = None if env_text is None else values_in(env_text)
+    given = {**by_field(environ, in_file or {}), **flags}
+    otherwise = {} if in_file is None else DEFAULTS
+    settings: dict[str, Any] = {}
+    for name, kind in KINDS.items():
+        found = given.get(name, otherwise.get(name, UNKNOWN))
+        if found is UNKNOWN:
+            continue
+        try:
+            settings[name] = kind.read(found)
+        except ValueError:
+            key = SETTING_OF_FLAG[name] if name in flags else name.upper()
+            raise SettingError(key, found, kind.expected) from None
+    return settings
+
+
+def refuse_unusable_start(settings: Mapping[str, Any], *, is_demo: bool, with_proxy: bool, writes_kv: bool) -> None:
+    """Raises StartupError for the first setting whose value leads nowhere: what it names is looked up, what is to be
+    written or listened on is tried. A setting that is not there is not known yet."""
+    checks = (
+        (True, policies_in, ("cache_rule_policies",)),
+        (True, model_folders, ("model_folders",)),
+        (True, refuse_unusable_address, ("mlx_host", "mlx_port")),
+        (not is_demo, refuse_unusable_model, ("model_path",)),
+        (is_demo, _refuse_demo_nowhere, ("state_dir",)),
+        (writes_kv, refuse_unusable_folder, ("disk_cache_dir",)),
+        (with_proxy, _refuse_proxy_nowhere, ("proxy_port", "state_dir")),
+        (with_proxy, _refuse_unusable_proxy_port, ("proxy_port", "state_dir")),
+    )
+    for is_wanted, check, names in checks:
+        if is_wanted and all(name in settings for name in names):
+            check(*(settings[name] for name in names))
+
+
+# --- what contradicts itself ------------------------------------------------------------------------------------------
+
+
+def refuse_model_of_demo(is_demo: bool, from_flags: Mapping[str, object]) -> None:
+    """Raises SettingError where both are asked for."""
+    if is_demo and "model_path" in from_flags:
+        raise SettingError("--model", from_flags["model_path"], "no model together with --demo, which builds its own")
+
+
+def refuse_equal_ports(mlx_port: int, proxy_port: int) -> None:
+    """Raises SettingError where LiteLLM would listen where kvserve does."""
+    if mlx_port == proxy_port:
+        raise SettingError("PROXY_PORT", proxy_port, "another port than MLX_PORT")
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def refuse_unusable_folder(folder: Path) -> None:
+    """Raises SettingError where KV could not be kept: a server that keeps none is not what was asked for."""
+    if (reason := _why_unwritable(folder)) is not None:
+        expected = f"a folder that can be written to ({reason}); --no-disk-cache keeps everything in RAM"
+        raise SettingError("DISK_CACHE_DIR (--disk-cache)", str(folder), expected)
+
+
+def _refuse_demo_nowhere(state_dir: Path) -> None:
+    """Raises SettingError where the demo model is not there and cannot be built."""
+    if not os.path.lexists(state_dir / DEMO_MODEL_NAME) and (reason := _why_unwritable(state_dir)) is not None:
+        expected = f"a folder that can be written to ({reason}), for the demo model"
+        raise SettingError("STATE_DIR", str(state_dir), expected)
+
+
+def _refuse_proxy_nowhere(port: int, state_dir: Path) -> None:
+    """Raises SettingError where LiteLLM's configuration cannot be written."""
+    if (reason := _why_unwritable(_proxy_folder(port, state_dir))) is not None:
+        expected = f"a folder that can be written to ({reason}), for LiteLLM; --no-proxy starts without it"
+        raise SettingError("STATE_DIR", str(state_dir), expected)
+
+
+def _proxy_folder(port: int, state_dir: Path) -> Path:
+    return state_dir / f"litellm-{port}"
+
+
+def _why_unwritable(folder: Path) -> str | None:
+    """Tries; what was made for it is gone afterwards. None where the folder can be written to."""
+    absent = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        for each in absent:
+            with contextlib.suppress(OSError):
+                each.rmdir()
+
+
+def model_folders(names: Sequence[str]) -> tuple[Path, ...]:
+    """The folders that MODEL_FOLDERS names. Raises SettingError for one that is not there."""
+    for name in names:
+        if not os.path.isdir(name):
+            raise SettingError("MODEL_FOLDERS", name, "folders that are there, by comma")
+    return tuple(map(Path, names))
+
+
+# --- ports ------------------------------------------------------------------------------------------------------------
+
+
+def _refuse_unusable_proxy_port(port: int, state_dir: Path) -> None:
+    """Raises PortTaken where somebody listens, SettingError where nobody may, unless it may be a proxy of a former run,
+    which the start would end: `proxy/ownership.py` writes down which one that is, and judges it."""
+    if (_proxy_folder(port, state_dir) / "process.json").exists():
+        return
+    error = error_of_binding(LOOPBACK, port)
+    if somebody_listens(LOOPBACK, port) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
+        raise PortTaken(
+            f"Port {port} for the LiteLLM proxy is taken by {describe_holder(port)}. It was left alone. Stop it, "
+            "choose another PROXY_PORT, or start with --no-proxy."
+        )
+    if isinstance(error, OSError):
+        expected = f"a port that can be listened on ({error.strerror}); --no-proxy starts without LiteLLM"
+        raise SettingError("PROXY_PORT", port, expected)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def refuse_unusable_model(model_path: str) -> None:
+    """Raises ModelLoadError for what is neither a hub name nor a folder with a model's config."""
+    if (folder := local_folder(model_path)) is not None:
+        try:
+            read_config(folder)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"MODEL_PATH={model_path!r} cannot be served: {error} {_MODELS}") from None
+
+
+def local_folder(model_path: str) -> Path | None:
+    """The folder that MODEL_PATH names, None where it is a name on the hub. Raises ModelLoadError for anything else."""
+    with contextlib.suppress(ValueError):
+        folder = expanded(model_path)
+        if os.path.isdir(folder):
+            return folder
+    if _HUB_NAME.fullmatch(model_path):
+        return None
+    name = model_path.rstrip("/")
+    meant = f"A hub name has no / at its end: MODEL_PATH={name}." if _HUB_NAME.fullmatch(name) else _MODELS
+    raise ModelLoadError(f"MODEL_PATH={model_path!r} is not a folder. {meant}")

@@ -1,0 +1,79 @@
+"""What runs and what the last hour was like, with a clock that the test sets."""
+
+from dataclasses import dataclass
+
+from kvserve.core import RequestId
+from kvserve.observe.activity import BUCKET_SECONDS, MAX_RUNNING, NUM_BUCKETS, Activity
+from kvserve.requests.request_facts import RequestFacts, RunningFacts
+
+
+@dataclass
+class Clock:
+    seconds: float = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@dataclass
+class Request:
+    """A request that is about to be watched."""
+
+    request_id: RequestId
+    num_done: int = 0
+
+    @property
+    def progress(self) -> RunningFacts:
+        return RunningFacts(self.request_id, "chat", "tiny", None, "prefill", 100, self.num_done, 0, 0, 0.5)
+
+
+def facts(name: str, **fields: object) -> RequestFacts:
+    return RequestFacts(RequestId(name), "chat", "tiny", **fields)  # type: ignore[arg-type]
+
+
+def test_a_request_is_seen_as_it_is_now_until_it_ends() -> None:
+    """Its progress is asked for, not told; what ended is gone."""
+    activity, one, two = Activity(Clock()), Request(RequestId("one")), Request(RequestId("two"))
+    activity.begin(one)
+    activity.begin(two)
+    one.num_done = 60
+    assert [(each.request_id, each.num_done_tokens) for each in activity.running()] == [("one", 60), ("two", 0)]
+    activity.end(facts("one"))
+    assert [each.request_id for each in activity.running()] == ["two"]
+
+
+def test_requests_that_nobody_ends_are_bounded() -> None:
+    """The oldest is forgotten."""
+    activity = Activity(Clock())
+    for number in range(MAX_RUNNING + 5):
+        activity.begin(Request(RequestId(str(number))))
+    assert len(activity.running()) == MAX_RUNNING and activity.running()[0].request_id == "5"
+
+
+def test_an_hour_is_kept_and_no_more() -> None:
+    """Requests of ten seconds share a bucket; what is older than an hour is gone, also when nothing came after it."""
+    clock = Clock()
+    activity = Activity(clock)
+    for _ in range(2):
+        activity.end(facts("a", num_prompt_tokens=10, num_cached_tokens=4, num_completion_tokens=3))
+    [bucket] = activity.history()
+    assert (bucket.num_requests, bucket.num_prompt_tokens, bucket.num_cached_tokens) == (2, 20, 8)
+    clock.seconds += BUCKET_SECONDS
+    activity.end(facts("b"))
+    assert len(activity.history()) == 2
+    clock.seconds += BUCKET_SECONDS * NUM_BUCKETS + BUCKET_SECONDS
+    assert activity.history() == []
+
+
+def test_first_tokens_are_summed_up() -> None:
+    """Newest, median and 95th percentile; nothing before the first."""
+    activity = Activity(Clock())
+    assert activity.first_token_times() is None
+    activity.end(facts("a", ttft_seconds=2.0))
+    times = activity.first_token_times()
+    assert times is not None and (times.newest, times.median, times.p95) == (2.0, 2.0, 2.0)
+    for number in range(99):
+        activity.end(facts("b", ttft_seconds=number / 100))
+    times = activity.first_token_times()
+    assert times is not None and (times.num_requests, times.newest) == (100, 0.98)
+    assert times.median < times.p95 < 1.0
