@@ -21,7 +21,7 @@ from benchmarks.client import BenchmarkError
 from benchmarks.given_ids import GivenIds
 from benchmarks.model_free import Script, Told, script_of
 from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
-from kvserve.app.server import App
+from kvserve.app.server import Server
 from kvserve.config import Launch, Settings
 from kvserve.engine import scheduler
 from kvserve.observe.terminal import Terminal
@@ -46,7 +46,7 @@ type Processor = Callable[[mx.array, mx.array], mx.array]
 class LedServer:
     """A running server that answers one request at a time."""
 
-    def __init__(self, app: App, *, warms: bool = False) -> None:
+    def __init__(self, app: Server, *, warms: bool = False) -> None:
         self._app = app
         self._warms = warms
         self._lead: Callable[[Sequence[int]], Script] | None = None
@@ -193,7 +193,7 @@ def led_server(folder: Path, scratch: Path, *, warms: bool = False) -> Iterator[
     values |= {"disk_cache_dir": scratch / "kv", "enable_request_logging": False}
     values |= {"warm_next_turn": warms}  # else what an idle engine does between two requests is nobody's answer
     settings = Settings(_env_file=None, **values)  # type: ignore[call-arg]  # pydantic-settings reads it from kwargs
-    app = App(Launch(settings, False, False, "off", {}), Terminal(Console(file=io.StringIO())))
+    app = Server(Launch(settings, False, False, "off", {}), Terminal(Console(file=io.StringIO())))
     server = LedServer(app, warms=warms)
     with mock.patch.object(scheduler, "processors_for", server.processors_for):
         try:

@@ -1,6 +1,6 @@
 """A whole server in this process, on a tiny real model and a free port, and what its tests ask of it.
 
-`serving_app` starts `kvserve.app.server.App` as `main` does, without the proxy. Everything goes over sockets; what a
+`serving_app` starts `kvserve.app.server.Server` as `main` does, without the proxy. Everything goes over sockets; what a
 test looks at besides (threads, forward passes, the terminal) is read from the running process.
 """
 
@@ -21,7 +21,7 @@ from rich.console import Console
 
 import kvserve.app.server
 import kvserve.web.server
-from kvserve.app.server import App
+from kvserve.app.server import Server
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.config import DiskMode, Launch, Settings
 from kvserve.engine import prefill_pool
@@ -63,7 +63,7 @@ class Chat:
 class AppUnderTest:
     """A running server. `screen` is what a person would have seen, `num_forward_calls` counts the model's work."""
 
-    app: App
+    app: Server
     screen: io.StringIO
     log_root: Path
     num_forward_calls: int = 0
@@ -187,7 +187,7 @@ def unstarted_app(
         real = kvserve.app.server.web_settings
         changes = {"linger_seconds": 0.2, **(web or {})}
         patch.setattr(kvserve.app.server, "web_settings", lambda settings: replace(real(settings), **changes))
-        app = App(launch, Terminal(Console(file=screen, width=200)))
+        app = Server(launch, Terminal(Console(file=screen, width=200)))
     under_test = AppUnderTest(app, screen, folder / "logs")
     with remembered_starts(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvserve.web.server, "_ACCEPT_POLL_SECONDS", 0.01)  # its end comes with a look

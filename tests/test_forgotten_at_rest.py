@@ -71,7 +71,7 @@ def test_models_that_were_not_asked_for_since_the_start(tmp_path: Path) -> None:
     for word in (GONE, KEPT):
         assert len(files_with(tmp_path / "kv", word.encode())) >= 2 and files_with(tmp_path / "kv", ids[word])
     with serving_app(tmp_path, **settings) as app:
-        assert len(app.app._roster.known()) == 1
+        assert len(app.app._pool.known()) == 1
         told = forget(app)
         assert told["is_done"] and told["num_messages"] >= 4 and told["num_sessions"] == 2, told
         assert files_with(tmp_path, GONE.encode(), ids[GONE]) == []

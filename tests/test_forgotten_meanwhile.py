@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 import kvserve.app.server
-from kvserve.app.model_pool import Roster
-from kvserve.app.server import App
+from kvserve.app.model_pool import ModelPool
+from kvserve.app.server import Server
 from kvserve.canonical import message_layout as layout
 from kvserve.core.keeping import Scope
 from kvserve.engine.worker import Engine
 from kvserve.identity.conversations import Conversations
 from kvserve.observe.trace import TraceLog
-from kvserve.warming.next_turn_predictor import Foresight
+from kvserve.warming.next_turn_predictor import NextTurnPredictor
 from tests.laws import sampled_cells
 from tests.models import tiny_model
 from tests.serving import (
@@ -191,7 +191,7 @@ def test_a_request_that_waits_for_its_model_leaves_nothing(tmp_path: Path) -> No
             kept.send(encode_request("POST", CHAT_PATH, body(KEPT), KEY[KEPT]))
             assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
             gone.send(encode_request("POST", CHAT_PATH, body(GONE, model="other"), KEY[GONE]))
-            assert eventually(lambda: len(app.app._roster.waiting()) == 1)
+            assert eventually(lambda: len(app.app._pool.waiting()) == 1)
             assert_done(forget(app, "session=gone"))
         assert id_of(gone.read_response()) and id_of(kept.read_response())
         other = app.app.resolve_model("other")
@@ -205,7 +205,7 @@ def test_a_request_that_waits_for_its_model_leaves_nothing(tmp_path: Path) -> No
 def test_a_request_that_comes_meanwhile_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes when its session is being forgotten and its records are still there: what is put back from them into its
     prompt goes into no record, no KV and no trace of its own."""
-    real = Roster.forget_records
+    real = ModelPool.forget_records
     asked = {"max_tokens": 4, "session_id": "gone", "temperature": 0}
     before = [{"role": "user", "content": f"<system-reminder>\n{said(GONE)}\n</system-reminder>\nhello"}]
     with serving_app(tmp_path, max_kv_size=4096) as app, app.connect() as client:
@@ -218,14 +218,14 @@ def test_a_request_that_comes_meanwhile_leaves_nothing(tmp_path: Path, monkeypat
             {"role": "user", "content": "And now?"},
         ]
 
-        def meanwhile(self: Roster, scope: Scope) -> Any:
+        def meanwhile(self: ModelPool, scope: Scope) -> Any:
             body = {"messages": later, "stream": True, **asked}
             client.send(encode_request("POST", CHAT_PATH, body, KEY[GONE]))
             assert eventually(lambda: app.app.health()[1]["num_decoding"] == 1)
             return real(self, scope)
 
         with no_tokens(), monkeypatch.context() as patch:
-            patch.setattr(Roster, "forget_records", meanwhile)
+            patch.setattr(ModelPool, "forget_records", meanwhile)
             assert_done(forget(app, "session=gone"))
         assert id_of(client.read_response())
         settled(app)
@@ -261,18 +261,18 @@ def test_a_request_whose_model_is_being_looked_for_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has read the response that it goes on from, and nothing else: what it has copied goes nowhere."""
-    real = App.resolve_model
+    real = Server.resolve_model
     with serving_app(tmp_path, max_kv_size=4096) as app:
         before: Any = app.post(RESPONSES, {**body(GONE, RESPONSES), "stream": False}, KEY[GONE]).json
         settled(app)
         forgetting = Forgetting(app)
 
-        def meanwhile(self: App, name: str | None) -> Any:
+        def meanwhile(self: Server, name: str | None) -> Any:
             forgetting.begin()
             return real(self, name)
 
         with monkeypatch.context() as patch:
-            patch.setattr(App, "resolve_model", meanwhile)
+            patch.setattr(Server, "resolve_model", meanwhile)
             later = {**body(GONE, RESPONSES, previous_response_id=before["id"]), "input": "And now?"}
             assert id_of(app.post(RESPONSES, later, KEY[GONE]))
             forgetting.end()
@@ -357,21 +357,21 @@ def test_what_is_just_being_kept_is_forgotten_too(
 
 def test_a_guess_of_the_next_turn_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is being rendered when its session is forgotten: nothing is computed for it, and no habit is remembered."""
-    real = Foresight.job_after
+    real = NextTurnPredictor.job_after
     with serving_app(tmp_path, max_kv_size=2048, warm_next_turn=True) as app:
         forgetting = Forgetting(app)
 
-        def meanwhile(self: Foresight, *args: Any) -> Any:
+        def meanwhile(self: NextTurnPredictor, *args: Any) -> Any:
             forgetting.begin()
             return real(self, *args)
 
-        monkeypatch.setattr(Foresight, "job_after", meanwhile)
+        monkeypatch.setattr(NextTurnPredictor, "job_after", meanwhile)
         assert app.post(CHAT_PATH, {**body(GONE), "stream": False}, KEY[GONE]).status == 200
         forgetting.end()
         settled(app)
         assert held(app, tmp_path, GONE) == ([], [])
         guesses = app.app._next_turns
-        assert guesses is not None and not guesses._foresight._lines and not guesses._foresight._clients
+        assert guesses is not None and not guesses._predictor._lines and not guesses._predictor._clients
 
 
 def test_what_a_client_has_prewarmed_meanwhile_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

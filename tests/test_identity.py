@@ -21,8 +21,8 @@ from kvserve.core import (
     Turn,
     Written,
 )
-from kvserve.identity.conversations import Conversations, Exchanged
-from kvserve.identity.reading import Reading
+from kvserve.identity.conversations import Conversations, RememberedTurn
+from kvserve.identity.reading import RecognisedTurn
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.sessions.archive import Archive
 from kvserve.sessions.seen import pack_ids
@@ -42,13 +42,13 @@ def asked(*messages: Message, session: str | None = "s", **hint: Any) -> Turn:
 
 def answered(
     conversations: Conversations, turn: Turn, answer: Message | None, ids: tuple[int, ...] = (7, 8)
-) -> Reading:
+) -> RecognisedTurn:
     """Read a turn, and remember it with this answer (None: the client left before there was one)."""
     reading = conversations.read(turn)
     written = Written(answer, (5,), ids, opens_reasoning=False) if answer is not None else None
     prompt = TokenSequence(tuple(range(100)))
     packed = pack_ids(prompt.ids)
-    conversations.remember(reading, Exchanged(turn.request_id, turn.session, prompt, (), {}, written, packed))
+    conversations.remember(reading, RememberedTurn(turn.request_id, turn.session, prompt, (), {}, written, packed))
     return reading
 
 
@@ -59,7 +59,7 @@ class Restarting(Conversations):
         self._folder = folder
         super().__init__(IdentitySettings(DEFAULT_RULES), self._archive())
 
-    def read(self, turn: Turn) -> Reading:
+    def read(self, turn: Turn) -> RecognisedTurn:
         self.close()
         super().__init__(IdentitySettings(DEFAULT_RULES), self._archive())
         return super().read(turn)
@@ -86,7 +86,7 @@ def test_an_answer_gets_its_thinking_and_tokens_back(conversations: Conversation
         asked(SYSTEM, said("user", "Do it."), said("assistant", "Done."), said("user", "And?"))
     )
     assert reading.messages[2] == wrote
-    assert [written.ids for written in reading.writings if written] == [(7, 8)]
+    assert [written.ids for written in reading.written_messages if written] == [(7, 8)]
     assert (
         "thinking" in reading.effects.replayed and reading.num_known_messages == 3 and not reading.effects.num_rejected
     )
@@ -108,7 +108,27 @@ def test_two_answers_to_one_question_are_not_guessed_between(conversations: Conv
         wrote = Message("assistant", (ThinkingBlock(thought), TextBlock("Done.")))
         answered(conversations, asked(SYSTEM, said("user", "Do it.")), wrote)
     reading = conversations.read(asked(SYSTEM, said("user", "Do it."), said("assistant", "Done."), said("user", "?")))
-    assert reading.messages[2] == said("assistant", "Done.") and reading.writings == (None,)
+    assert reading.messages[2] == said("assistant", "Done.") and reading.written_messages == (None,)
+
+
+def test_thinking_comes_back_when_its_path_was_evicted(conversations: Conversations) -> None:
+    """What the model wrote outlives the messages around it: an echo of it is restored, its tokens come with it."""
+    wrote = Message("assistant", (ThinkingBlock("Hm."), TextBlock("Done.")))
+    answered(conversations, asked(SYSTEM, said("user", "Do it.")), wrote)
+    conversations._stores.turns.shrink(0.0)
+    reading = conversations.read(asked(SYSTEM, said("user", "Do it."), said("assistant", "Done."), said("user", "?")))
+    assert reading.num_known_messages == 0 and reading.messages[2] == wrote
+    assert [written.ids for written in reading.written_messages if written] == [(7, 8)]
+
+
+def test_two_answers_whose_paths_were_evicted_restore_nothing(conversations: Conversations) -> None:
+    """That there were two is remembered as long as what they said."""
+    for thought in ("This.", "That."):
+        wrote = Message("assistant", (ThinkingBlock(thought), TextBlock("Done.")))
+        answered(conversations, asked(SYSTEM, said("user", "Do it.")), wrote)
+    conversations._stores.turns.shrink(0.0)
+    reading = conversations.read(asked(SYSTEM, said("user", "Do it."), said("assistant", "Done."), said("user", "?")))
+    assert reading.messages[2] == said("assistant", "Done.") and reading.written_messages == (None,)
 
 
 def test_other_thinking_is_rendered_as_sent(conversations: Conversations) -> None:
@@ -166,7 +186,7 @@ def test_sub_agents_never_move_their_parents_record(conversations: Conversations
             )
         history += [said("assistant", f"Step {turn}."), said("user", f"Then {turn}?")]
     reading = conversations.read(asked(*history, session="s"))
-    assert [written.ids for written in reading.writings if written] == [(0, 0), (1, 1), (2, 2)]
+    assert [written.ids for written in reading.written_messages if written] == [(0, 0), (1, 1), (2, 2)]
 
 
 def test_a_rewound_conversation_and_its_return(conversations: Conversations) -> None:
@@ -204,7 +224,7 @@ def test_cache_mode_prefix_puts_nothing_back(conversations: Conversations) -> No
     answered(conversations, asked(SYSTEM, said("user", "Do it.")), wrote)
     messages = (SYSTEM, said("user", "Do it."), said("assistant", "Done."), said("user", "And?"))
     reading = conversations.read(asked(*messages, cache_mode="prefix"))
-    assert reading.messages == messages and reading.writings == (None,) and not reading.num_known_messages
+    assert reading.messages == messages and reading.written_messages == (None,) and not reading.num_known_messages
 
 
 def test_switched_off_rules_put_nothing_back() -> None:

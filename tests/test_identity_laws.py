@@ -22,8 +22,8 @@ from kvserve.core import (
     TokenSequence,
     Turn,
 )
-from kvserve.identity.conversations import Conversations, Exchanged
-from kvserve.identity.reading import Reading
+from kvserve.identity.conversations import Conversations, RememberedTurn
+from kvserve.identity.reading import RecognisedTurn
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.sessions.seen import pack_ids
 from tests.canonical.versions import Version, echoes, may_be_as_seen, user, versions
@@ -45,7 +45,7 @@ class Played:
     seen: tuple[Message, ...]
     seen_ids: tuple[int, ...]
     sent: tuple[Message, ...]
-    reading: Reading
+    reading: RecognisedTurn
     read_ids: tuple[int, ...]
     starts: tuple[int, ...]
 
@@ -73,7 +73,7 @@ def play(turns: list[tuple[Version, Version]]) -> Played:
         talk.answer(in_odd_tokens(talk.family.tokenizer, f"Thought {number}.\n</think>\n\nAnswer {number}."))
         name, ids, written = RequestId(f"r{number}"), TokenSequence(prompt.ids), talk.writings[-1]
         packed = pack_ids(prompt.ids)
-        exchanged = Exchanged(name, SessionHint("s"), ids, prompt.message_starts, {}, written, packed)
+        exchanged = RememberedTurn(name, SessionHint("s"), ids, prompt.message_starts, {}, written, packed)
         conversations.remember(reading, exchanged)
     for (now, _), answer in zip(turns, [m for m in talk.messages if m.role == "assistant"], strict=True):
         sent += [now.message(), stripped(answer)]
@@ -81,7 +81,7 @@ def play(turns: list[tuple[Version, Version]]) -> Played:
     talk.say("And now?")
     seen, seen_ids = tuple(talk.messages), talk.stitched().ids
     reading = conversations.read(asked(sent))
-    talk.messages, talk.writings = list(reading.messages), list(reading.writings)
+    talk.messages, talk.writings = list(reading.messages), list(reading.written_messages)
     read = talk.stitched()
     return Played(seen, seen_ids, tuple(sent), reading, read.ids, tuple(start.offset for start in read.message_starts))
 

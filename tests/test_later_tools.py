@@ -17,7 +17,7 @@ from kvserve.core import (
     known_tools,
     offered_tools,
 )
-from kvserve.identity.later_tools import StandingTools, Told, standing, unplaced
+from kvserve.identity.later_tools import PlacedTools, PlacementFacts, place_tools, unplaced
 from kvserve.sessions.tool_layouts import AddedTools, ToolLayout
 
 A, B, C, D = (ToolSpec(name, f"does {name}", {"type": "object"}) for name in "abcd")
@@ -43,9 +43,9 @@ def digests(*tools: ToolSpec) -> tuple[bytes, ...]:
 
 def told(
     *layouts: tuple[int, ToolLayout], messages: tuple[Message, ...] = TALK, num_known: int = 4, newest: int = 4
-) -> Told:
+) -> PlacementFacts:
     canonical = tuple(map(canonicalise, messages))
-    return Told(messages, canonical, chain(b"", canonical), layouts, num_known, newest)
+    return PlacementFacts(messages, canonical, chain(b"", canonical), layouts, num_known, newest)
 
 
 CHAINS = told().chains
@@ -53,7 +53,7 @@ FRONT = (1, ToolLayout(digests(A)))
 LATER = (2, ToolLayout(digests(A), (AddedTools(CHAINS[2], digests(B)),)))
 
 
-def places(found: StandingTools) -> dict[int, str]:
+def places(found: PlacedTools) -> dict[int, str]:
     """The tools by their messages, -1 in front."""
     return {-1: "".join(tool.name for tool in found.front)} | {
         index: "".join(tool.name for tool in tools) for index, tools in found.added.items()
@@ -84,7 +84,7 @@ def test_tools_stand_where_they_stood(
     tools: tuple[ToolSpec, ...], layouts: tuple[tuple[int, ToolLayout], ...], expected: dict[int, str]
 ) -> None:
     """What is new stands at the first new message; a list that the known part does not begin stands in front."""
-    assert places(standing(tools, told(*layouts), keeps_order=False)) == expected
+    assert places(place_tools(tools, told(*layouts), keeps_order=False)) == expected
 
 
 def test_where_order_counts_only_a_beginning_is_kept() -> None:
@@ -93,33 +93,33 @@ def test_where_order_counts_only_a_beginning_is_kept() -> None:
         ((B, A), {-1: "ba"}),
         ((A, C, B), {-1: "a", 4: "cb"}),
     ):
-        assert places(standing(tools, told(LATER, FRONT), keeps_order=True)) == expected
+        assert places(place_tools(tools, told(LATER, FRONT), keeps_order=True)) == expected
 
 
 def test_a_message_that_says_something_of_the_tool_itself_decides() -> None:
     """It may have removed it before the place that it would have."""
     removed = said("user", ToolBlock("b", is_removed=True), TextBlock("more"))
     messages = (*TALK[:2], removed, *TALK[3:])
-    found = standing((A, B), told(FRONT, messages=messages), keeps_order=False)
+    found = place_tools((A, B), told(FRONT, messages=messages), keeps_order=False)
     assert places(found) == {-1: "ab"}
 
 
 def test_an_answer_and_a_message_without_identity_bring_nothing() -> None:
     """They are the model's, and gone in the next request; where no other is left the list stands in front."""
     for messages, expected in (((*TALK[:3], TALK[3]), {-1: "ab"}), (TALK, {-1: "a", 4: "b"})):
-        found = standing((A, B), told(FRONT, messages=messages, num_known=3), keeps_order=False)
+        found = place_tools((A, B), told(FRONT, messages=messages, num_known=3), keeps_order=False)
         assert places(found) == expected
     dropped = told(FRONT)
     dropped = replace(dropped, canonical=[*dropped.canonical[:4], replace(dropped.canonical[4], message=None)])
-    assert places(standing((A, B), dropped, keeps_order=False)) == {-1: "ab"}
+    assert places(place_tools((A, B), dropped, keeps_order=False)) == {-1: "ab"}
 
 
 def test_tools_stand_before_words_and_behind_results() -> None:
     """Nothing of a message is lost."""
-    found = standing((A, B), told(FRONT), keeps_order=False)
+    found = place_tools((A, B), told(FRONT), keeps_order=False)
     result = found.in_messages(TALK)[4].blocks[0]
     assert isinstance(result, ToolResultBlock) and result.blocks == (TextBlock("done"), ToolBlock.of(B))
-    found = standing((A, B), told(LATER, FRONT), keeps_order=False)
+    found = place_tools((A, B), told(LATER, FRONT), keeps_order=False)
     assert found.in_messages(TALK)[2].blocks == (ToolBlock.of(B), TextBlock("more"))
     assert unplaced((A, B)).in_messages(TALK) == TALK
 
@@ -140,7 +140,7 @@ def test_whatever_is_known_a_prompt_has_the_tools_of_its_request(
     tools: list[ToolSpec], layouts: list[tuple[int, ToolLayout]], keeps_order: bool, num_known: int
 ) -> None:
     """Each of them once, as it was sent, and no other: nothing comes from what is remembered."""
-    found = standing(tools, told(*layouts, num_known=num_known), keeps_order=keeps_order)
+    found = place_tools(tools, told(*layouts, num_known=num_known), keeps_order=keeps_order)
     assert sorted([*found.front, *found.later], key=repr) == sorted(tools, key=repr)
     rendered = found.in_messages(TALK)
     if len({tool.name for tool in tools}) == len(tools):

@@ -27,9 +27,9 @@ from kvserve.core import (
     Written,
 )
 from kvserve.explain.raw_prompts import RawRecord
-from kvserve.identity.conversations import Conversations, Exchanged
+from kvserve.identity.conversations import Conversations, RememberedTurn
 from kvserve.identity.provenance import is_telling
-from kvserve.identity.reading import Reading
+from kvserve.identity.reading import RecognisedTurn
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.sessions.archive import Archive
 from kvserve.sessions.seen import pack_ids
@@ -64,12 +64,12 @@ def asked(*messages: Message, tools: tuple[ToolSpec, ...] = (), **hint: Any) -> 
     return Turn(RequestId("r"), "test", None, SamplingParams(), messages=messages, tools=tools, session=session)
 
 
-def answered(conversations: Conversations, turn: Turn, answer: Message) -> Reading:
+def answered(conversations: Conversations, turn: Turn, answer: Message) -> RecognisedTurn:
     """Read a turn, and remember it with what the model wrote."""
     reading = conversations.read(turn)
     written = Written(answer, (5,), (7, 8), opens_reasoning=False)
     prompt = TokenSequence(tuple(range(100)))
-    exchanged = Exchanged(turn.request_id, turn.session, prompt, (), {}, written, pack_ids(prompt.ids))
+    exchanged = RememberedTurn(turn.request_id, turn.session, prompt, (), {}, written, pack_ids(prompt.ids))
     conversations.remember(reading, exchanged)
     return reading
 
@@ -144,7 +144,7 @@ def test_an_answer_shows_where_a_request_comes_from_if_it_says_enough(conversati
     is_shown = text == LONG
     assert is_telling(wrote) is is_shown
     assert reading.messages[:2] == ((reminded, wrote) if is_shown else (said("user", "hello"), said("assistant", text)))
-    assert (reading.before is not None) is (reading.writings[0] is not None) is is_shown
+    assert (reading.before is not None) is (reading.written_messages[0] is not None) is is_shown
 
 
 def test_short_answers_do_not_add_up(conversations: Conversations) -> None:
@@ -408,7 +408,7 @@ def lead(pair: tuple[SessionHint, SessionHint], acts: list[Act], world: "World")
         hint = replace(client.hint, **MANNERS.get(manner, {}))
         turn = replace(asked(*history, newest), session=hint)
         reading = world.conversations.read(turn)
-        told = repr((reading.messages, reading.rendered, reading.writings, reading.before))
+        told = repr((reading.messages, reading.rendered, reading.written_messages, reading.before))
         assert other.name not in told, f"{other.name} stands before {client.name}"
         num_back += reading.messages != (*history, newest)
         # of who leaves no record not even digests outlive the process: what it is given must be its own there
@@ -418,7 +418,7 @@ def lead(pair: tuple[SessionHint, SessionHint], acts: list[Act], world: "World")
         if manner == "aborted":  # what was written so far is kept, and the client may show it or not
             answer = Message("assistant", answer.blocks[:2])
         written = Written(answer, (5,), (7, 8), opens_reasoning=False)
-        exchanged = Exchanged(turn.request_id, hint, prompt, (), {}, written, pack_ids(prompt.ids))
+        exchanged = RememberedTurn(turn.request_id, hint, prompt, (), {}, written, pack_ids(prompt.ids))
         world.conversations.remember(reading, exchanged)
         client.sent += [stripped(answer)] if manner != "aborted" or kind == "own" else []
     return num_back
@@ -506,7 +506,7 @@ def fill(conversations: Conversations) -> None:
             reading = conversations.read(turn)
             answer = Message("assistant", (ThinkingBlock(f"Think {word}."), TextBlock(f"Tell {word}, {LONG}")))
             written = Written(answer, (5,), (7, 8), opens_reasoning=False)
-            exchanged = Exchanged(turn.request_id, turn.session, prompt, (), {}, written, pack_ids(prompt.ids))
+            exchanged = RememberedTurn(turn.request_id, turn.session, prompt, (), {}, written, pack_ids(prompt.ids))
             conversations.remember(reading, exchanged)
         raw = RawRecord(
             request_id=RequestId("raw"),

@@ -9,7 +9,7 @@ It joins rooms per process; each of them knows how to forget its own.
 import contextlib
 from functools import partial
 
-from kvserve.app.model_pool import Roster
+from kvserve.app.model_pool import ModelPool
 from kvserve.core import JsonObject, Turn
 from kvserve.core.keeping import Scope, UnderWay
 from kvserve.engine.cache_records import ForgottenKv
@@ -17,7 +17,7 @@ from kvserve.errors import BadRequest, NotReady
 from kvserve.identity.owner import belongs_to
 from kvserve.observe.requests import Seeing
 from kvserve.protocols.responses_store import ResponseStore
-from kvserve.warming.speculative_prefill import NextTurns
+from kvserve.warming.speculative_prefill import SpeculativePrefill
 
 NO_SESSIONS = (
     "session: with CACHE_SESSION_PARTITIONING=false the sessions of a principal share their records and KV, so none "
@@ -30,8 +30,8 @@ class Forgetting:
 
     def __init__(
         self,
-        roster: Roster,
-        next_turns: NextTurns | None,
+        pool: ModelPool,
+        next_turns: SpeculativePrefill | None,
         responses: ResponseStore,
         seeing: Seeing,
         *,
@@ -39,7 +39,7 @@ class Forgetting:
     ) -> None:
         """`parts_sessions`: what is kept names the session that it came from, beside the principal."""
         self._parts_sessions = parts_sessions
-        self._roster = roster
+        self._pool = pool
         self._next_turns = next_turns
         self._responses = responses
         self._seeing = seeing
@@ -65,12 +65,12 @@ class Forgetting:
         num_responses = self._responses.forget(scope)
         if self._next_turns is not None:
             self._next_turns.forget()
-        for known in self._roster.known():
+        for known in self._pool.known():
             known.clear_memos()
-        gone = self._roster.forget_records(scope)
+        gone = self._pool.forget_records(scope)
         kept = ForgottenKv(is_done=False)  # as long as the engine does not say otherwise
         with contextlib.suppress(NotReady):
-            kept = self._roster.loaded.engine.forget(partial(belongs_to, scope=scope))
+            kept = self._pool.loaded.engine.forget(partial(belongs_to, scope=scope))
         return {
             "num_sessions": sum(each.num_sessions for each in gone),
             "num_messages": sum(each.num_messages for each in gone),

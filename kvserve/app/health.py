@@ -1,30 +1,30 @@
-"""What `GET /health` says of models and rows. It turns what the roster knows into a JSON object and decides nothing."""
+"""What `GET /health` says of models and rows. It turns the pool's status into a JSON object and decides nothing."""
 
 from dataclasses import asdict
 
-from kvserve.app.model_pool import RosterStatus
+from kvserve.app.model_pool import ModelPoolStatus
 from kvserve.core import JsonObject
 from kvserve.observe.reports import memory_body
 
 
-def engine_fields(roster: RosterStatus, *, default_name: str) -> JsonObject:
+def engine_fields(pool: ModelPoolStatus, *, default_name: str) -> JsonObject:
     """What GET /health says of models and rows. `swapping`: another model is loading, requests wait and are served."""
-    engine = roster.engine
+    engine = pool.engine
     support = engine.cache_support if engine is not None else None
-    is_ready = roster.loaded is not None and engine is not None and engine.state == "ready"
+    is_ready = pool.loaded is not None and engine is not None and engine.state == "ready"
     state: str = "loading" if engine is None else engine.state
-    if not is_ready and roster.loading is not None and roster.has_served:
+    if not is_ready and pool.loading is not None and pool.has_served:
         state = "swapping"
     return {
         "status": "ok" if is_ready else state,
-        "model": roster.loaded.name if roster.loaded is not None else roster.loading or default_name,
+        "model": pool.loaded.name if pool.loaded is not None else pool.loading or default_name,
         "num_running": engine.num_prefilling + engine.num_decoding if engine else 0,
         "num_prefilling": engine.num_prefilling if engine else 0,
         "num_decoding": engine.num_decoding if engine else 0,
-        "num_waiting": (engine.num_waiting if engine else 0) + roster.num_waiting,
-        "num_waiting_for_model": roster.num_waiting,
-        "num_swaps": roster.num_swaps,
-        "last_swap": asdict(roster.last_swap) if roster.last_swap is not None else None,
+        "num_waiting": (engine.num_waiting if engine else 0) + pool.num_waiting,
+        "num_waiting_for_model": pool.num_waiting,
+        "num_swaps": pool.num_swaps,
+        "last_swap": asdict(pool.last_swap) if pool.last_swap is not None else None,
         "active_memory_bytes": engine.active_memory_bytes if engine else 0,
         "ram_bytes": engine.held_bytes[0] if engine else 0,
         "disk_bytes": engine.held_bytes[1] if engine else 0,

@@ -50,7 +50,7 @@ OWN_TOOL_TAGS = ("<tool_call>", "<function=", "<|channel|>")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelMaker:
+class ModelFactory:
     """Makes served models, each with everything of its own. `report` takes lines for a person on what went wrong,
     `note` on what is worth knowing. Below `records_dir` the records of conversations outlive the process; None: they do
     not. `open_records` are the folders of those models that were described and are known: their files stay open until

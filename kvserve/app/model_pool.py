@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvserve.app.catalogue import Catalogue, Listing, ModelSource
-from kvserve.app.model_swap import KnownModel, Maker, Stage, Swap
+from kvserve.app.model_swap import KnownModel, Maker, ModelSwap, Swap
 from kvserve.core import Turn
 from kvserve.core.keeping import Scope
 from kvserve.engine.worker import EngineStatus
@@ -34,7 +34,7 @@ _LOAD_POLL_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """What the roster asks of the process: to submit a turn, to hear of one that was refused, to tell a person."""
+    """What the pool asks of the process: to submit a turn, to hear of one that was refused, to tell a person."""
 
     submit: Callable[[Turn, ServedModel], TurnInProgress]
     refused: Callable[[Turn, str, RequestError], None]
@@ -42,7 +42,7 @@ class Callbacks:
 
 
 @dataclass(frozen=True, slots=True)
-class RosterStatus:
+class ModelPoolStatus:
     """For `/health`: the model that is loaded (None while there is none) and the one that loads, the engine that works
     on it, whether any model has answered yet, requests that wait for another model, and the swaps so far."""
 
@@ -66,7 +66,7 @@ class _Ticket:
     asked_at: float
 
 
-class Roster:
+class ModelPool:
     """The models of one server. `start` and `stop` belong to the main thread, everything else to any thread."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Roster:
         self._catalogue: Catalogue | None = None
         self._lock = threading.Lock()
         self._describing = threading.Lock()
-        self._stage = Stage(maker, clock)
+        self._swap = ModelSwap(maker, clock)
         self._tickets: list[_Ticket] = []
         self._num_entering = 0
         self._is_closing = False
@@ -94,12 +94,12 @@ class Roster:
         served = self._described(catalogue.default)
         with self._lock:
             self._offered = catalogue
-            self._stage.begin(name, self._clock())
+            self._swap.begin(name, self._clock())
         while not stopping.is_set():
             with self._stepped():
-                if self._stage.loaded is not None:
-                    return self._stage.loaded
-                if (failure := self._stage.known[name].failure) is not None:
+                if self._swap.loaded is not None:
+                    return self._swap.loaded
+                if (failure := self._swap.known[name].failure) is not None:
                     raise failure.error
             with contextlib.suppress(NotReady, ModelLoadError):  # the next step looks at it
                 served.engine.wait_until_ready(_LOAD_POLL_SECONDS)
@@ -110,7 +110,7 @@ class Roster:
         disk where that takes long: bytes done, and all of them."""
         with self._lock:
             self._is_closing = True
-            engines = self._stage.engines()
+            engines = self._swap.engines()
         for engine in engines:
             engine.stop(timeout_seconds, tell)
 
@@ -127,7 +127,7 @@ class Roster:
     def known(self) -> tuple[ServedModel, ...]:
         """Every model that was asked for since the start, with what it has read and written."""
         with self._lock:
-            return tuple(known.served for known in self._stage.known.values())
+            return tuple(known.served for known in self._swap.known.values())
 
     def forget_records(self, scope: Scope) -> list[ForgottenRecords]:
         """Forget those who are meant in the records of every model, also of those that nobody asked for since the
@@ -169,18 +169,18 @@ class Roster:
         known = self._known_as(served.name)
         return turn if known is None or known.was_loaded else without_images(turn)
 
-    def status(self) -> RosterStatus:
+    def status(self) -> ModelPoolStatus:
         """The state of the moment."""
         with self._stepped():
-            stage = self._stage
-            return RosterStatus(
-                loaded=stage.loaded,
-                loading=stage.exchange.target if stage.exchange is not None else None,
-                engine=stage.engine_status,
+            swap = self._swap
+            return ModelPoolStatus(
+                loaded=swap.loaded,
+                loading=swap.exchange.target if swap.exchange is not None else None,
+                engine=swap.engine_status,
                 has_served=self._catalogue is not None,
                 num_waiting=len(self._tickets),
-                num_swaps=stage.num_swaps,
-                last_swap=stage.last_swap,
+                num_swaps=swap.num_swaps,
+                last_swap=swap.last_swap,
             )
 
     def waiting(self) -> list[RunningFacts]:
@@ -197,12 +197,12 @@ class Roster:
                 return known.served
             served = self._maker.describe(source)
             with self._lock:
-                self._stage.known[source.name] = KnownModel(source, served)
+                self._swap.known[source.name] = KnownModel(source, served)
             return served
 
     def _known_as(self, name: str) -> KnownModel | None:
         with self._lock:
-            return self._stage.known.get(name)
+            return self._swap.known.get(name)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class Roster:
     def _place(self, name: str, since: float) -> Iterator[ServedModel | None]:
         """The loaded model, if it is this one and may be asked something; it does not leave within the block."""
         with self._stepped():
-            loaded = self._stage.loaded if self._may_enter(name, since) else None
+            loaded = self._swap.loaded if self._may_enter(name, since) else None
             self._num_entering += loaded is not None
         try:
             yield loaded
@@ -262,7 +262,7 @@ class Roster:
         """A place in the queue. Raises ModelUnavailable for a model that failed just now, QueueFull, NotReady."""
         with self._lock:
             self._check_open()
-            if (failure := self._stage.fresh_failure(name)) is not None:
+            if (failure := self._swap.fresh_failure(name)) is not None:
                 raise ModelUnavailable(str(failure.error), param="model")
             if len(self._tickets) >= self._max_waiting:
                 raise QueueFull(f"{len(self._tickets)} requests wait for another model already.", retry_after_seconds=5)
@@ -275,7 +275,7 @@ class Roster:
         """Keep a place. Raises ModelUnavailable where the model failed to load meanwhile, NotReady."""
         with self._lock:
             self._check_open()
-            failure = self._stage.known[ticket.model].failure
+            failure = self._swap.known[ticket.model].failure
             if failure is not None and failure.at >= ticket.since:
                 raise ModelUnavailable(str(failure.error), param="model")
             ticket.asked_at = self._clock()
@@ -294,10 +294,10 @@ class Roster:
     def _may_enter(self, name: str, since: float) -> bool:
         """All that waited when a model was loaded may enter. While others wait, it takes later requests only until its
         stay is over: it has to become idle at last."""
-        if self._is_closing or not self._stage.is_loaded(name):
+        if self._is_closing or not self._swap.is_loaded(name):
             return False
-        stage = self._stage
-        if since <= stage.loaded_at or self._clock() < stage.stay_until:
+        swap = self._swap
+        if since <= swap.loaded_at or self._clock() < swap.stay_until:
             return True
         return all(ticket.model == name for ticket in self._tickets)
 
@@ -308,7 +308,7 @@ class Roster:
         try:
             with self._lock:
                 self._advance()
-                notes = self._stage.take_notes()
+                notes = self._swap.take_notes()
                 yield
         finally:
             for note in notes:
@@ -318,17 +318,17 @@ class Roster:
         """One step further: begin a swap where one is wanted and nothing computes, or go on with it."""
         if self._is_closing:
             return
-        if self._stage.exchange is not None:
-            self._stage.advance()
-            if self._stage.loaded is not None:  # at the start: whoever sees it loaded may ask it from now on
+        if self._swap.exchange is not None:
+            self._swap.advance()
+            if self._swap.loaded is not None:  # at the start: whoever sees it loaded may ask it from now on
                 self._catalogue = self._offered
             return
         oldest = self._clock() - ABANDONED_SECONDS
         self._tickets = [ticket for ticket in self._tickets if ticket.asked_at >= oldest]
-        wanted = next((ticket for ticket in self._tickets if not self._stage.is_loaded(ticket.model)), None)
+        wanted = next((ticket for ticket in self._tickets if not self._swap.is_loaded(ticket.model)), None)
         is_busy = self._num_entering or any(self._may_enter(ticket.model, ticket.since) for ticket in self._tickets)
-        if wanted is not None and not is_busy and not self._stage.has_rows:
-            self._stage.begin(wanted.model, wanted.since)
+        if wanted is not None and not is_busy and not self._swap.has_rows:
+            self._swap.begin(wanted.model, wanted.since)
 
 
 def _facts(ticket: _Ticket, now: float) -> RunningFacts:

@@ -99,7 +99,7 @@ class Exchange:
     error: str | None = None
 
 
-class Stage:
+class ModelSwap:
     """The models that are known, the one that is loaded, and the exchange in progress. Its caller holds a lock."""
 
     def __init__(self, maker: Maker, clock: Callable[[], float] = time.monotonic) -> None:

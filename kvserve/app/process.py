@@ -23,7 +23,7 @@ from kvserve.proxy.settings import proxy_files
 from kvserve.settings.start_checks import refuse_unusable_start
 
 if TYPE_CHECKING:
-    from kvserve.app.server import App
+    from kvserve.app.server import Server
 
 
 REPEAT_SECONDS = 1.0
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         os._exit(128 + signalled.number)
 
 
-def _app(launch: Launch, terminal: Terminal) -> "App":
+def _app(launch: Launch, terminal: Terminal) -> "Server":
     """The server, once its ports are seen to be free and its folders usable: importing it takes seconds. Raises
     StartupError."""
     settings = launch.settings
@@ -64,12 +64,12 @@ def _app(launch: Launch, terminal: Terminal) -> "App":
     )
     if launch.with_proxy:
         refuse_foreign_holder(settings.proxy_port, proxy_files(settings.state_dir, settings.proxy_port))
-    from kvserve.app.server import App
+    from kvserve.app.server import Server
 
-    return App(launch, terminal)
+    return Server(launch, terminal)
 
 
-def _serve(app: "App", stopping: threading.Event, terminal: Terminal) -> int:
+def _serve(app: "Server", stopping: threading.Event, terminal: Terminal) -> int:
     try:
         app.start(stopping)
         stopping.wait()
@@ -83,7 +83,7 @@ def _serve(app: "App", stopping: threading.Event, terminal: Terminal) -> int:
     return 0
 
 
-def _on_signals(stopping: threading.Event, app: "App") -> None:
+def _on_signals(stopping: threading.Event, app: "Server") -> None:
     """The first signal sets the event; a download, which looks at no event, is interrupted. The second one ends all."""
     first_at: float | None = None
 

@@ -17,8 +17,8 @@ from kvserve import __version__
 from kvserve.app.catalogue import Catalogue, Disk, ModelSource
 from kvserve.app.forget_owner import Forgetting
 from kvserve.app.health import engine_fields
-from kvserve.app.model_factory import ModelMaker
-from kvserve.app.model_pool import Callbacks, Roster
+from kvserve.app.model_factory import ModelFactory
+from kvserve.app.model_pool import Callbacks, ModelPool
 from kvserve.app.wiring import (
     access_warnings,
     agent_store,
@@ -53,7 +53,7 @@ from kvserve.requests.served_model import ServedModel
 from kvserve.sessions.lineage import SessionView
 from kvserve.settings.start_checks import DEMO_MODEL_NAME, local_folder
 from kvserve.warming.prewarming import Prewarming, prewarm
-from kvserve.warming.speculative_prefill import NextTurns
+from kvserve.warming.speculative_prefill import SpeculativePrefill
 from kvserve.web.routes import make_router
 from kvserve.web.server import HttpServer
 
@@ -66,7 +66,7 @@ STREAMS_END_SECONDS = 3.0
 ENGINE_STOP_SECONDS = 1.5
 
 
-class App:
+class Server:
     """One server process. Implements what `web/` needs (`Service`); `start` and `stop` belong to the main thread."""
 
     def __init__(self, launch: Launch, terminal: Terminal) -> None:
@@ -83,9 +83,11 @@ class App:
         self._server = HttpServer(web, make_router(self), terminal.error)
         self._defaults = request_defaults(self._settings)
         self._catalogue_settings = catalogue_settings(self._settings, self._listed_model_id)
-        self._next_turns = NextTurns(self._loaded_as, terminal.error) if self._settings.warm_next_turn else None
+        self._next_turns = (
+            SpeculativePrefill(self._loaded_as, terminal.error) if self._settings.warm_next_turn else None
+        )
         observer = self._seeing.observer()
-        maker = ModelMaker(
+        maker = ModelFactory(
             settings=self._settings,
             defaults=self._defaults,
             identity=identity_settings(self._settings),
@@ -96,14 +98,14 @@ class App:
             disk_cache=launch.disk_cache,
             remote=remote_pictures(self._settings),
         )
-        self._roster = Roster(
+        self._pool = ModelPool(
             maker,
             Callbacks(self._submit, self._seeing.refused, terminal.note),
             max_waiting=max(1, self._settings.max_queued_requests),
         )
         self._responses = response_store(self._settings, launch.disk_cache, terminal.error)
         self._forgetting = Forgetting(
-            self._roster,
+            self._pool,
             self._next_turns,
             self._responses,
             self._seeing,
@@ -114,10 +116,10 @@ class App:
             self._agent_store,
             Models(
                 begin=self._forgetting.begin,
-                name_of=self._roster.name_of,
-                resolve=self._roster.resolve,
+                name_of=self._pool.name_of,
+                resolve=self._pool.resolve,
                 serve=self.serve,
-                count=lambda turn, served: count_tokens(self._roster.countable(turn, served), served),
+                count=lambda turn, served: count_tokens(self._pool.countable(turn, served), served),
                 kept=self._kept_tokens,
                 let_go=self._let_go,
             ),
@@ -134,7 +136,7 @@ class App:
         with self._terminal.loading(self._model_name):
             default = ModelSource(self._model_name, self._model_folder())
             disk = Disk(cached_folder, is_model_folder)
-            served = self._roster.start(Catalogue(default, self._catalogue_settings, disk), stopping)
+            served = self._pool.start(Catalogue(default, self._catalogue_settings, disk), stopping)
         if served is None:
             return
         self._wait_for_proxy(stopping)
@@ -144,17 +146,17 @@ class App:
         """End every answer, then the proxy, the engine and what is left of the sockets; `is_told`: somebody at the
         terminal waits for it."""
         if is_told:
-            self._terminal.stopping(self._seeing.num_running + len(self._roster.waiting()))
+            self._terminal.stopping(self._seeing.num_running + len(self._pool.waiting()))
         self._server.stop_accepting()
         self._server.close(STREAMS_END_SECONDS)
         if self._next_turns is not None:
             self._next_turns.stop()
-        self._roster.stop(0)
+        self._pool.stop(0)
         if self._proxy is not None:
             self._proxy.stop()
         with self._terminal.flushing() as bar:
-            self._roster.stop(ENGINE_STOP_SECONDS, bar.update)
-        for known in self._roster.known():
+            self._pool.stop(ENGINE_STOP_SECONDS, bar.update)
+        for known in self._pool.known():
             known.conversations.close()
         self._responses.close()
         self._agent_store.close()
@@ -170,7 +172,7 @@ class App:
     @property
     def _num_unwritten_bytes(self) -> int:
         """What the end was to write to disk and has not."""
-        flushed = [each.engine.flushed_bytes for each in self._roster.known()]
+        flushed = [each.engine.flushed_bytes for each in self._pool.known()]
         return sum(num_bytes - num_done for num_done, num_bytes in flushed)
 
     @property
@@ -268,12 +270,12 @@ class App:
 
     def resolve_model(self, name: str | None) -> ServedModel:
         """The model that this name means, loaded or not; the default one for names that nobody knows."""
-        return self._roster.resolve(name)
+        return self._pool.resolve(name)
 
     def list_models(self) -> Sequence[ModelCard]:
         """What can be served, the loaded model first; a model's time is that of its folder."""
         cards = []
-        for listing in self._roster.listings():
+        for listing in self._pool.listings():
             folder = listing.source.folder
             with contextlib.suppress(ModelLoadError, OSError):  # a folder that is being written or taken away
                 context_limit = expected_sizes(folder, self._settings.max_kv_size).context_limit
@@ -281,9 +283,9 @@ class App:
         return cards
 
     def health(self) -> tuple[int, JsonObject]:
-        roster = self._roster.status()
+        pool = self._pool.status()
         body: dict[str, object] = {
-            **engine_fields(roster, default_name=self._model_name),
+            **engine_fields(pool, default_name=self._model_name),
             "num_agents": self._agents.num_agents,
             "num_open_connections": self._server.num_open_connections,
             "proxy": self._proxy.state.status if self._proxy is not None else "off",
@@ -294,7 +296,7 @@ class App:
 
     def cache_report(self) -> JsonObject:
         """The body of GET /v1/cache. Raises NotReady."""
-        served = self._roster.loaded
+        served = self._pool.loaded
         report, totals = served.engine.cache_report(), served.conversations.totals()
         body = cache_body(report, totals, self._seeing.num_rejections)
         memory = served.engine.status.memory
@@ -324,16 +326,16 @@ class App:
         sessions: Sequence[SessionView] = ()
         with contextlib.suppress(NotReady):
             cache = self.cache_report()
-            sessions = self._roster.loaded.conversations.sessions()
-        return Look(self.health()[1], cache, sessions, time.time(), self._roster.waiting())
+            sessions = self._pool.loaded.conversations.sessions()
+        return Look(self.health()[1], cache, sessions, time.time(), self._pool.waiting())
 
     def clear_cache(self) -> None:
         """Forget everything that is kept. Raises NotReady."""
-        served = self._roster.loaded
+        served = self._pool.loaded
         is_unnamed = served.engine.digest.status.reason
-        if is_unnamed or any(known.conversations.awaits_archive for known in self._roster.known()):
-            self._roster.forget_records(Scope())  # which file of records is theirs is not known
-        for known in self._roster.known():
+        if is_unnamed or any(known.conversations.awaits_archive for known in self._pool.known()):
+            self._pool.forget_records(Scope())  # which file of records is theirs is not known
+        for known in self._pool.known():
             known.conversations.clear()
             known.clear_memos()
         self._seeing.clear()
@@ -349,14 +351,14 @@ class App:
     def _loaded_as(self, model_name: str) -> ServedModel | None:
         """The loaded model, if this is its name."""
         with contextlib.suppress(NotReady):
-            served = self._roster.loaded
+            served = self._pool.loaded
             return served if served.name == model_name else None
         return None
 
     def _kept_tokens(self, model_name: str, tokens: TokenSequence, used_at: float) -> tuple[int, int]:
         """How much of a conversation's KV is in RAM, and how much there or on disk."""
         with contextlib.suppress(NotReady):
-            served = self._roster.loaded
+            served = self._pool.loaded
             if served.name == model_name:
                 return served.engine.kept_tokens(tokens)
         # what a model has computed goes to the disk before it leaves the memory
@@ -370,7 +372,7 @@ class App:
                 served.engine.discard(tokens, owner.__eq__)
 
     def count_tokens(self, turn: Turn, served: ServedModel) -> int:
-        return count_tokens(self._roster.countable(turn, served), served)
+        return count_tokens(self._pool.countable(turn, served), served)
 
     def prewarm(self, turn: Turn, served: ServedModel) -> Prewarming:
         """Have what requests like this begin with computed soon; no other model is loaded for it."""
@@ -380,7 +382,7 @@ class App:
 
     def serve(self, turn: Turn, served: ServedModel) -> TurnInProgress:
         """Submit a turn; one whose model is not loaded waits for it."""
-        return self._roster.serve(turn, served)
+        return self._pool.serve(turn, served)
 
     def answered_in_words(self, turn: Turn, served: ServedModel) -> None:
         self._seeing.answered_in_words(turn, served.name)

@@ -20,7 +20,7 @@ from kvserve.core import (
     ToolSpec,
     tool_blocks,
 )
-from kvserve.sessions.writings import same_words, without_ids
+from kvserve.sessions.written_messages import same_words, without_ids
 
 MAX_EXCERPT_CHARACTERS = 80
 _CHARACTERS_BEFORE = 24

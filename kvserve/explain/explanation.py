@@ -16,7 +16,7 @@ from kvserve.explain.place import Decode, has_thinking, message_at, template_dif
 from kvserve.explain.raw_prompts import RawRecord
 from kvserve.sessions.seen import TurnRecord, pack_ids, packed_common_length
 from kvserve.sessions.tool_layouts import NO_TOOLS, ToolLayout
-from kvserve.sessions.writings import same_words
+from kvserve.sessions.written_messages import same_words
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Everything that one model has read and written: turns are recognised by it, and remembered in it."""
+"""All conversations of one model: recognises turns and remembers them."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,17 @@ from kvserve.canonical.message_cache import CanonicalMessageCache
 from kvserve.core import Message, MessageStart, RequestId, SessionHint, TokenSequence, Turn, Written
 from kvserve.core.keeping import Scope
 from kvserve.explain.raw_prompts import RawPrompts, RawRecord
-from kvserve.identity.earlier import Earlier
+from kvserve.identity.earlier import EarlierRequests
 from kvserve.identity.owner import Owner, belongs_to
 from kvserve.identity.provenance import is_telling_text
-from kvserve.identity.reading import Identity, Reading
+from kvserve.identity.reading import Identity, RecognisedTurn
 from kvserve.identity.recognise import IdentitySettings, Recogniser
 from kvserve.sessions.archive import Archive, ArchiveTotals
-from kvserve.sessions.beginnings import Beginning
+from kvserve.sessions.digest_lru import DigestLru
+from kvserve.sessions.hot_prefixes import HotPrefix
 from kvserve.sessions.lineage import NAMED, Branch, SessionView, session_key
-from kvserve.sessions.seen import Step, TurnRecord, pack_ids
+from kvserve.sessions.seen import PathStep, TurnRecord, pack_ids
 from kvserve.sessions.stores import Stores
-from kvserve.sessions.whereabouts import Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ConversationTotals:
 
 @dataclass(frozen=True, slots=True)
 class ForgottenRecords:
-    """How many sessions and messages were forgotten. `is_done`: no file holds them any more."""
+    """How many sessions and messages were deleted. `is_done`: no file holds them any more."""
 
     num_sessions: int
     num_messages: int
@@ -46,10 +46,10 @@ class ForgottenRecords:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
-    """What one request put before the model, and what the model wrote; `written` None where nothing is to be kept.
-    `num_computed_tokens`: of a request whose client left, how many tokens were computed; None for a complete one.
-    `packed_prompt` are the prompt's ids as a record keeps them (`pack_ids`)."""
+class RememberedTurn:
+    """What one request put before the model and what the model wrote; `written` is None where nothing is to be kept.
+    `num_computed_tokens`: how many tokens were computed, of a request whose client disconnected; None for a complete
+    one. `packed_prompt`: the prompt's ids as a record keeps them (`pack_ids`)."""
 
     request_id: RequestId
     session: SessionHint
@@ -62,26 +62,25 @@ class Exchanged:
 
 
 class Conversations:
-    """Everything that one model has read and written, by content. Safe for several threads."""
+    """All conversations of one model, found by content. Thread-safe."""
 
     def __init__(
         self, settings: IdentitySettings, archive: Archive | None = None, *, awaits_archive: bool = False
     ) -> None:
-        """With an `archive` it begins with what was kept there, and outlives the process in it; `awaits_archive`: from
-        `attach` on."""
+        """Begins with the rows of `archive` and writes to it; `awaits_archive`: there will be one from `attach` on."""
         self._parts_sessions = settings.is_partitioned
         self._familiar = CanonicalMessageCache(settings.rules, settings.limits.familiar_bytes)
         self._stores = Stores(settings.limits, archive, awaits_archive=awaits_archive)
-        self._earlier = Earlier()
+        self._earlier = EarlierRequests()
         self._earlier.recall(self._stores.turns.records())
         self._recogniser = Recogniser(settings, self._familiar, self._stores, self._earlier)
         self.raw_prompts = RawPrompts()
         self._was_emptied = False
-        self._forgotten: Places[bool] = Places()
+        self._forgotten: DigestLru[bool] = DigestLru()
 
     @property
     def archive_folder(self) -> Path | None:
-        """Where what is remembered is written down; None where it is not, or not yet."""
+        """Where what is remembered is written; None where it is not, or not yet."""
         return self._stores.archive_folder
 
     @property
@@ -90,42 +89,43 @@ class Conversations:
         return self._stores.awaits_archive
 
     def attach(self, archive: Archive) -> None:
-        """Outlive the process in this archive from now on, also with what was remembered since the start; where it
-        holds something that takes the place of it. Where there is one already this one is closed."""
+        """Write to this archive from now on, also what was remembered since the start; rows that it holds replace that.
+        Where there is an archive already, this one is closed."""
         if self._stores.attach(archive):
             self._earlier.clear()
             self._earlier.recall(self._stores.turns.records())
 
     def detach(self) -> None:
-        """Begin anew in RAM, for as long as the process lives: what the archive holds is of another model."""
+        """Begin anew in RAM, without an archive: its rows are another model's."""
         self._stores.detach()
         self._earlier.clear()
         self.raw_prompts.clear()
 
-    def read(self, turn: Turn) -> Reading:
-        """Recognise a turn. In cache mode `prefix` nothing of earlier turns is looked at: it is rendered as sent."""
+    def read(self, turn: Turn) -> RecognisedTurn:
+        """Recognise a turn. Cache mode `prefix` uses nothing of earlier turns: the turn is rendered as sent."""
         return self._recogniser.read(turn)
 
     def owner(self, session: SessionHint) -> Owner:
-        """Whose records a request finds and leaves."""
+        """Whose records a request finds and adds to."""
         return Owner.of(session, parts_sessions=self._parts_sessions)
 
     def raw_before(self, text: str, owner: Owner) -> RawRecord | None:
-        """The raw prompt that this one is compared with, which is shown to its client: one of that client's only."""
+        """The raw prompt that this one is compared with; its text is shown to the client, so it is one of that
+        client's."""
         return self.raw_prompts.nearest(text, owner.name, shown_by=None if owner.is_one_client else is_telling_text)
 
-    def remember(self, reading: Reading, exchanged: Exchanged) -> Branch | None:
-        """The model has read this turn, and written what it wrote: the branch that it belongs to.
+    def remember(self, reading: RecognisedTurn, exchanged: RememberedTurn) -> Branch | None:
+        """Remember what the model read of this turn and what it wrote; returns the branch that the turn belongs to.
 
-        None where there is nothing to know it by, messages without identity and no answer, and of a request that leaves
-        no record: of such a one only digests stay, in memory, so that nobody's words are put back into its next one.
+        None where no message has identity and there is no answer, and for a request without a record: of that one only
+        digests are noted, in RAM, so that no other client's words are put back into its next request.
         """
         stores, identity, session = self._stores, reading.identity, exchanged.session
         if session.leaves_no_record:
-            self._pass_by(identity, exchanged)
+            self._note_unrecorded(identity, exchanged)
             return None
         until = stores.until(session.ttl_seconds)
-        stores.beginnings.count(
+        stores.hot_prefixes.count(
             exchanged.packed_prompt,
             exchanged.message_starts,
             exchanged.prompt.images,
@@ -173,17 +173,17 @@ class Conversations:
             until=until,
         )
 
-    def _pass_by(self, identity: Identity, exchanged: Exchanged) -> None:
-        """Note that a client which leaves no record was given this answer, as others may have been."""
+    def _note_unrecorded(self, identity: Identity, exchanged: RememberedTurn) -> None:
+        """Note that a client without a record was given this answer, as others may have been."""
         if exchanged.written is not None and not identity.owner.is_one_client:
             identity = _with_answer(identity, exchanged.written.message)
             answer = _answer_step(identity, exchanged.written)
-            self._stores.turns.pass_by([answer])
+            self._stores.turns.note_unrecorded([answer])
             self._earlier.put(identity, [answer], exchanged.packed_prompt)
 
-    def most_used_beginnings(self, num: int) -> tuple[Beginning, ...]:
-        """What prompts have begun with most often, up to the first user's words."""
-        return self._stores.beginnings.most_used(num)
+    def most_used_prefixes(self, num: int) -> tuple[HotPrefix, ...]:
+        """The prefixes that prompts began with most often, up to the first user message."""
+        return self._stores.hot_prefixes.most_used(num)
 
     def totals(self) -> ConversationTotals:
         """What is kept now."""
@@ -202,12 +202,12 @@ class Conversations:
         return self._stores.index.sessions(self._stores.now())
 
     def forget(self, *, session: str | None = None, principal: str | None = None) -> ForgottenRecords:
-        """Forget what belongs to a session, whichever principal's, or to a principal (`str(Principal)`): to both, where
-        both are given. Memos of messages, which know no owners, go as a whole."""
+        """Delete what belongs to a session, whichever principal's, or to a principal (`str(Principal)`), or to both
+        where both are given. Memos of messages, which know no owners, are cleared."""
         scope = Scope(session, principal)
         is_gone = partial(belongs_to, scope=scope)
         stores = self._stores
-        stores.beginnings.forget(lambda owner: principal in (None, owner))  # they know no sessions
+        stores.hot_prefixes.forget(lambda owner: principal in (None, owner))  # their owner is a principal
         stores.healing.forget(is_gone)
         self.raw_prompts.forget(is_gone)
         self.clear_memos()
@@ -217,17 +217,17 @@ class Conversations:
         return ForgottenRecords(num_sessions, num_messages, is_done=stores.erase())
 
     def was_forgotten(self, owner: Owner) -> bool:
-        """Whether somebody wanted forgotten what was kept of this owner: all that there was, or its own."""
+        """Whether the records of this owner were deleted since the start, alone or with all others."""
         principal = str(owner.principal)
         scopes = Scope(owner.session), Scope(principal=principal), Scope(owner.session, principal)
         return self._was_emptied or self._forgotten.find([_digest(scope) for scope in scopes]) is not None
 
     def clear_memos(self) -> None:
-        """Forget the messages that are remembered only to be faster."""
+        """Clear the messages that are remembered only for speed."""
         self._familiar.clear()
 
     def clear(self) -> None:
-        """Forget every conversation."""
+        """Delete every conversation."""
         self._was_emptied = True
         self._earlier.clear()
         self.raw_prompts.clear()
@@ -235,16 +235,16 @@ class Conversations:
         self._stores.clear()
 
     def flush(self) -> bool:
-        """Wait until all that is to last is on disk; False where it could not be in time."""
+        """Wait until all changes are on disk; False where that took too long."""
         return self._stores.flush()
 
     def close(self) -> None:
-        """Write down what is left to be; the last that is asked of it."""
+        """Write what is left; the last call."""
         self._stores.close()
 
 
 def _digest(scope: Scope) -> bytes:
-    """Those who were forgotten are known by no name any more."""
+    """A digest of the scope, so that deleted names are not kept."""
     return hashlib.sha256(repr((scope.session, scope.principal)).encode("utf-8", "surrogatepass")).digest()
 
 
@@ -254,11 +254,11 @@ def _with_answer(identity: Identity, answer: Message) -> Identity:
     return replace(identity, canonical=canonical, chains=chain(identity.owner.root, canonical))
 
 
-def _answer_step(identity: Identity, written: Written) -> Step:
-    """The answer that a conversation ends with, as what the model wrote there."""
-    return Step(identity.chains[-1], written.message, written, identity.meaning(-1))
+def _answer_step(identity: Identity, written: Written) -> PathStep:
+    """The answer at the end of a conversation as a step of what the model wrote."""
+    return PathStep(identity.chains[-1], written.message, written, identity.meaning(-1))
 
 
 def _ends(starts: Sequence[int], num_messages: int, num_tokens: int) -> list[int]:
-    """Where each message ends in model tokens; about there where a template writes several messages as one."""
+    """Where each message ends in model tokens; roughly, where a template writes several messages as one."""
     return [starts[index + 1] if index + 1 < len(starts) else num_tokens for index in range(num_messages)]

@@ -1,7 +1,7 @@
-"""Where the tools of a request stand: in front of the conversation, or where they came in once it had begun.
+"""Where the tools of a request are placed: in front of the conversation, or where they came in later.
 
-A client that adds tools to its list in the middle of a conversation says nothing of the place. Where the tools that the
-known part was rendered with are all in the new list, as they were, the others stand at the first message that is new.
+A client that adds tools to its list in the middle of a conversation does not say where. Where the list holds all tools
+of the known part, unchanged, the others are placed at the first new message.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ from kvserve.sessions.tool_layouts import NO_TOOLS, AddedTools, ToolLayout
 
 
 @dataclass(frozen=True, slots=True)
-class StandingTools:
-    """The tools of a request by their places: `front`, and by the index of a message those that it brings in. `new` are
-    the names of those that no request before brought in."""
+class PlacedTools:
+    """The tools of a request by place: `front`, and by the index of a message those that it brings in. `new` are the
+    names of those that no earlier request brought in."""
 
     layout: ToolLayout
     front: tuple[ToolSpec, ...]
@@ -25,16 +25,16 @@ class StandingTools:
 
     @property
     def later(self) -> tuple[ToolSpec, ...]:
-        """Those that are not in front, in the order in which they came."""
+        """The tools that are not in front, in the order in which they came."""
         return tuple(tool for index in sorted(self.added) for tool in self.added[index])
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is told of the new ones."""
+        """The note on the new tools."""
         return (f"tools added where the conversation is: {', '.join(self.new)}",) if self.new else ()
 
     def in_messages(self, messages: Sequence[Message]) -> tuple[Message, ...]:
-        """The messages with what they bring in."""
+        """The messages with the tools that they bring in."""
         return tuple(
             _with_tools(message, self.added[index]) if index in self.added else message
             for index, message in enumerate(messages)
@@ -42,10 +42,10 @@ class StandingTools:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A request's messages with what they are known by. `layouts`: those that the part of it which is known, and shown
-    to be its client's, was rendered with, each with the index of the message from which on it holds, the last message
-    first. `num_known` messages at the beginning belong to that part; `newest` is the first that is not answered yet."""
+class PlacementFacts:
+    """A request's messages and what is known of them. `layouts`: those of the part that is known and shown to be the
+    client's, each with the index of the message from which on it holds, the last message first. That part is the first
+    `num_known` messages; `newest` is the first message that was not answered yet."""
 
     messages: Sequence[Message]
     canonical: Sequence[Canonical]
@@ -55,20 +55,20 @@ class Told:
     newest: int
 
 
-def unplaced(tools: Sequence[ToolSpec]) -> StandingTools:
-    """All of them in front, of which nothing is remembered."""
-    return StandingTools(NO_TOOLS, tuple(tools), {})
+def unplaced(tools: Sequence[ToolSpec]) -> PlacedTools:
+    """All tools in front, without a layout."""
+    return PlacedTools(NO_TOOLS, tuple(tools), {})
 
 
-def standing(tools: Sequence[ToolSpec], told: Told, *, keeps_order: bool) -> StandingTools:
-    """The tools where they stood, and those that are new where the new part begins; all in front where that part knows
-    another list, or where nothing of it is known. `keeps_order`: the order of the list counts."""
+def place_tools(tools: Sequence[ToolSpec], facts: PlacementFacts, *, keeps_order: bool) -> PlacedTools:
+    """The tools where earlier requests had them, and new ones where the new part begins; all in front where the known
+    part has another list, or nothing is known. `keeps_order`: the order of the list counts."""
     by_digest = {tool_digest(tool): tool for tool in tools}
     if len(by_digest) != len(tools) or len({tool.name for tool in tools}) != len(tools):
         return unplaced(tools)
-    front = StandingTools(ToolLayout(tuple(by_digest)), tuple(tools), {})
-    known = [each for each in told.layouts if _fits(each[1], by_digest, told.chains, keeps_order=keeps_order)]
-    place = _place_of_new(told)
+    front = PlacedTools(ToolLayout(tuple(by_digest)), tuple(tools), {})
+    known = [each for each in facts.layouts if _fits(each[1], by_digest, facts.chains, keeps_order=keeps_order)]
+    place = _place_of_new(facts)
     usable = [
         (index, len(layout.tools), layout)
         for index, layout in known
@@ -76,17 +76,17 @@ def standing(tools: Sequence[ToolSpec], told: Told, *, keeps_order: bool) -> Sta
     ]
     if not usable:
         return front
-    _, _, layout = max(usable, key=lambda each: each[:2])  # the one that was in force last
-    found = _placed(layout, by_digest, told, place)
+    _, _, layout = max(usable, key=lambda each: each[:2])  # the last one in force
+    found = _placed(layout, by_digest, facts, place)
     if not found.later:
         return found
-    # what a message itself says of such a tool may stand before the place that it would have
-    named = {block.name for block in tool_blocks(told.messages)}
+    # a message may name such a tool before the place that it would get
+    named = {block.name for block in tool_blocks(facts.messages)}
     return found if named.isdisjoint(tool.name for tool in found.later) else front
 
 
 def _fits(layout: ToolLayout, tools: Mapping[bytes, ToolSpec], chains: Sequence[bytes], *, keeps_order: bool) -> bool:
-    """Whether all tools of the layout are in the list, as they were, and their messages in the conversation."""
+    """Whether the list holds all tools of the layout, unchanged, and the conversation its messages."""
     if any(each.place not in chains for each in layout.added):
         return False
     if keeps_order:
@@ -94,29 +94,31 @@ def _fits(layout: ToolLayout, tools: Mapping[bytes, ToolSpec], chains: Sequence[
     return tools.keys() >= set(layout.tools)
 
 
-def _placed(layout: ToolLayout, tools: Mapping[bytes, ToolSpec], told: Told, place: int | None) -> StandingTools:
-    """The tools as the layout has them, and at the message `place` those that it has not."""
+def _placed(
+    layout: ToolLayout, tools: Mapping[bytes, ToolSpec], facts: PlacementFacts, place: int | None
+) -> PlacedTools:
+    """The tools as the layout places them, and those that it lacks at the message `place`."""
     new = tuple(digest for digest in tools if digest not in layout.tools)
     if new and place is not None:
-        layout = replace(layout, added=(*layout.added, AddedTools(told.chains[place], new)))
-    added = {told.chains.index(each.place): tuple(tools[digest] for digest in each.tools) for each in layout.added}
+        layout = replace(layout, added=(*layout.added, AddedTools(facts.chains[place], new)))
+    added = {facts.chains.index(each.place): tuple(tools[digest] for digest in each.tools) for each in layout.added}
     front = tuple(tools[digest] for digest in layout.front)
-    return StandingTools(layout, front, added, tuple(tools[digest].name for digest in new))
+    return PlacedTools(layout, front, added, tuple(tools[digest].name for digest in new))
 
 
-def _place_of_new(told: Told) -> int | None:
-    """The first message that is new, or not answered yet, and can bring tools in."""
-    behind = range(min(told.num_known, told.newest), len(told.messages))
-    return next((index for index in behind if _can_bring(told.messages[index], told.canonical[index])), None)
+def _place_of_new(facts: PlacementFacts) -> int | None:
+    """The first message that is new or not answered yet and can bring tools in."""
+    behind = range(min(facts.num_known, facts.newest), len(facts.messages))
+    return next((index for index in behind if _can_bring(facts.messages[index], facts.canonical[index])), None)
 
 
 def _can_bring(message: Message, canonical: Canonical) -> bool:
-    """Whether tools can stand in a message: it is not the model's, and the next request will send it again."""
+    """Whether a message can bring tools in: it is not the model's, and the next request will send it again."""
     return message.role != "assistant" and canonical.message is not None
 
 
 def _with_tools(message: Message, tools: Sequence[ToolSpec]) -> Message:
-    """The message with the tools before its words; in the last one of its results, if it has any, behind them."""
+    """The message with the tools before its words; behind them in its last tool result, if it has one."""
     blocks = tuple(map(ToolBlock.of, tools))
     results = [index for index, block in enumerate(message.blocks) if isinstance(block, ToolResultBlock)]
     if not results:

@@ -1,4 +1,4 @@
-"""Whose records a request finds and leaves."""
+"""Whose records a request finds and adds to."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from kvserve.core.keeping import Scope
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A principal and, where sessions are kept apart, a session of it. Records of two owners never meet.
+    """A principal and, where sessions are kept apart, a session of it. Owners share no records.
 
-    `is_one_client`: all who come by this name are the same client, as they name a session of their own. Others, those
-    without a session or with a `prompt_cache_key` that an application may give to everybody, share their records and
-    have to show which of them are theirs (`provenance.py`).
+    `is_one_client`: the name is one client's, as it names a session of its own. Clients without a session, or with a
+    `prompt_cache_key` that an application may give to all its users, share their records and have to show which of them
+    are theirs (`provenance.py`).
     """
 
     principal: Principal
@@ -21,28 +21,28 @@ class Owner:
 
     @classmethod
     def of(cls, hint: SessionHint, *, parts_sessions: bool = True) -> "Owner":
-        """The owner of a request. `parts_sessions`: records of two session ids are kept apart."""
+        """The owner of a request. `parts_sessions`: sessions of one principal share no records."""
         if not parts_sessions or hint.session_id is None:
             return cls(hint.principal, None, is_one_client=False)
         return cls(hint.principal, hint.session_id, is_one_client=not hint.is_shared_id)
 
     @property
     def name(self) -> str:
-        """Another one for every owner: `principal/session`, either of which may be empty."""
+        """A unique name: `principal/session`, either of which may be empty."""
         return f"{self.principal}/{self.session or ''}"
 
     @property
     def root(self) -> bytes:
-        """What the names of its conversations begin with."""
+        """The root of the chains of its conversations."""
         return self.name.encode("utf-8", "surrogatepass")
 
     @property
     def session_name(self) -> str | None:
-        """The name, if it is that of a session."""
+        """The name, if it is a session's."""
         return None if self.session is None else self.name
 
 
 def belongs_to(name: str, scope: Scope) -> bool:
-    """Whether the owner of this name is meant."""
+    """Whether the scope covers the owner of this name."""
     principal, _, session = name.partition("/")
     return scope.covers(principal, session or None)

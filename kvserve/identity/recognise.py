@@ -1,6 +1,6 @@
-"""Which conversation a turn continues, and its messages as the model is to see them. It looks things up and leaves
-nothing behind but the values of telemetry and the order of tools, which are nobody's words, and digests of what leaves
-no record.
+"""Recognises the conversation that a turn continues, and gives its messages as the model is to see them. It stores
+nothing but telemetry values and the order of tools, which are no user's words, and digests of requests without a
+record.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,24 +21,24 @@ from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.shared_values import with_shared_values
 from kvserve.canonical.write_calls import with_write_content_digested
 from kvserve.core import Message, Turn, Written
-from kvserve.identity.earlier import Earlier
-from kvserve.identity.later_tools import StandingTools, Told, standing, unplaced
+from kvserve.identity.earlier import EarlierRequests
+from kvserve.identity.later_tools import PlacedTools, PlacementFacts, place_tools, unplaced
 from kvserve.identity.owner import Owner
 from kvserve.identity.provenance import Wrote, is_shown, num_shown
-from kvserve.identity.reading import Identity, Reading, RuleEffects, with_meanings
-from kvserve.sessions.seen import Seen, TurnRecord
+from kvserve.identity.reading import Identity, RecognisedTurn, RuleEffects, with_meanings
+from kvserve.sessions.seen import PathNode, TurnRecord
 from kvserve.sessions.stores import StoreLimits, Stores
-from kvserve.sessions.writings import same_words
+from kvserve.sessions.written_messages import same_words
 
 EXACT = RuleSet(())
-"""No rule at all: a message is known by exactly what was sent."""
+"""No rule: a message's identity is exactly what was sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdentitySettings:
-    """What the operator decides: the rules, whether records of two session ids are kept apart, whether a key that lost
-    more than a tenth of the prompt is given up, whether past `write` calls are rendered without their content, and how
-    much is kept for how long."""
+    """The operator's settings: the rules; whether sessions share no records; whether a key that lost more than a tenth
+    of the prompt is given up; whether past `write` calls are rendered without content; how much is kept for how long.
+    """
 
     rules: RuleSet
     is_partitioned: bool = True
@@ -48,9 +48,9 @@ class IdentitySettings:
 
 
 class _Recognised(NamedTuple):
-    """One message on its way: as it is to be rendered, what the model wrote there, and what the rules did. `meaning`
-    is that of what was seen where it is rendered as it was seen, None where what was sent counts. There is one per
-    message of the history in each request: a tuple is made in a third of the time of a frozen dataclass."""
+    """One message: as it is rendered, what the model wrote there, and what the rules did. `meaning`: that of what was
+    seen, where it is rendered as seen; None where what was sent counts. One is made per message of the history in each
+    request, and a tuple takes a third of the time of a frozen dataclass."""
 
     message: Message
     written: Written | None = None
@@ -61,24 +61,24 @@ class _Recognised(NamedTuple):
 
 
 class Recogniser:
-    """Reads turns by what the stores hold. Safe for several threads."""
+    """Recognises turns by what the stores hold. Thread-safe."""
 
     def __init__(
-        self, settings: IdentitySettings, familiar: CanonicalMessageCache, stores: Stores, earlier: Earlier
+        self, settings: IdentitySettings, familiar: CanonicalMessageCache, stores: Stores, earlier: EarlierRequests
     ) -> None:
         self._settings = settings
         self._familiar = familiar
         self._stores = stores
         self._earlier = earlier
 
-    def read(self, turn: Turn) -> Reading:
-        """Recognise a turn. In cache mode `prefix` nothing of earlier turns is looked at: it is rendered as sent."""
+    def read(self, turn: Turn) -> RecognisedTurn:
+        """Recognise a turn. Cache mode `prefix` uses nothing of earlier turns: the turn is rendered as sent."""
         is_full = turn.session.cache_mode == "full"
         sent, shared = self._with_shared_values(turn) if is_full else (turn.messages, frozenset())
         reading, tools = self._as_sent(turn, sent), unplaced(turn.tools)
         if turn.session.leaves_no_record and not reading.identity.owner.is_one_client:
-            # nothing comes back to a request that leaves no trace of having been here
-            self._stores.turns.pass_by(reading.steps())
+            # nothing is put back into a request that leaves no record
+            self._stores.turns.note_unrecorded(reading.steps())
         elif is_full:
             reading, tools = self._replayed(reading, turn, shared)
         rendered = reading.messages
@@ -89,7 +89,7 @@ class Recogniser:
         return replace(reading, rendered=rendered, tools=tools.front, later=tools.later, tool_layout=tools.layout)
 
     def _with_shared_values(self, turn: Turn) -> tuple[tuple[Message, ...], frozenset[str]]:
-        """The messages, and the rules through which they hold telemetry that somebody else sent first."""
+        """The messages, and the rules that put telemetry into them which another request sent first."""
         until = self._stores.until(turn.session.ttl_seconds)
         pairs = [
             with_shared_values(
@@ -99,13 +99,13 @@ class Recogniser:
         ]
         return tuple(message for message, _ in pairs), frozenset().union(*(fired for _, fired in pairs))
 
-    def _as_sent(self, turn: Turn, sent: Sequence[Message]) -> Reading:
-        """The reading of a turn of which nothing is known."""
+    def _as_sent(self, turn: Turn, sent: Sequence[Message]) -> RecognisedTurn:
+        """The turn as it was sent, of which nothing is known yet."""
         known = self._familiar.recall(sent)
         messages = tuple(each.message for each in known)
         rules, canonical, notes = self._canonical(messages, tuple(each.canonical for each in known))
         owner = Owner.of(turn.session, parts_sessions=self._settings.is_partitioned)
-        return Reading(
+        return RecognisedTurn(
             messages=messages,
             rendered=messages,
             tools=turn.tools,
@@ -116,7 +116,7 @@ class Recogniser:
                 chains=chain(owner.root, canonical),
                 tools_digest=canonical_tools(turn.tools, rules),
             ),
-            writings=tuple(None for message in messages if message.role == "assistant"),
+            written_messages=tuple(None for message in messages if message.role == "assistant"),
             effects=RuleEffects(fired=frozenset().union(*(each.fired for each in canonical))),
             notes=notes,
         )
@@ -124,7 +124,7 @@ class Recogniser:
     def _canonical(
         self, messages: Sequence[Message], canonical: tuple[Canonical, ...]
     ) -> tuple[RuleSet, tuple[Canonical, ...], tuple[str, ...]]:
-        """The canonical messages and the rules they came from: none at all where they took too much away."""
+        """The canonical messages and their rules: none where the rules removed too much."""
         if self._settings.checks_shortening:
             sent = sum(num_chars(message) for message in messages)
             if is_shortened_too_much(sent, sum(num_chars(each.message) for each in canonical)):
@@ -134,9 +134,11 @@ class Recogniser:
 
     # --- what is known of it ------------------------------------------------------------------------------------------
 
-    def _replayed(self, reading: Reading, turn: Turn, shared: frozenset[str]) -> tuple[Reading, StandingTools]:
-        """The reading with what is known of its conversation, as far as the request shows that it is its client's; and
-        where its tools stand."""
+    def _replayed(
+        self, reading: RecognisedTurn, turn: Turn, shared: frozenset[str]
+    ) -> tuple[RecognisedTurn, PlacedTools]:
+        """The turn with what is known of its conversation, as far as the request shows that it is its client's, and
+        where its tools are placed."""
         identity, messages = reading.identity, reading.messages
         known = self._stores.turns.find(identity.chains)
         seen = {node.chain: node for node in known.ancestry()} if known is not None else {}
@@ -153,48 +155,48 @@ class Recogniser:
         if "tools_order" in identity.rules:
             until = self._stores.until(turn.session.ttl_seconds)
             tools = self._stores.turns.tools_as_seen(identity.tools_digest, tools, until)
-        nobodys = shared | ({"tools_order"} if tools != reading.tools else set())
+        impersonal = shared | ({"tools_order"} if tools != reading.tools else set())
         canonical = with_meanings(identity.canonical, [each.meaning for each in recognised])
         num_known = _num_known(identity.chains, seen)
-        stands = unplaced(tools)
+        placed = unplaced(tools)
         if "tools_added" in identity.rules and tools and not turn.session.leaves_no_record:
-            told = self._told(reading, min(num_known, num_own), newest)
-            stands = standing(tools, told, keeps_order="tools_order" not in identity.rules)
-        if stands.later and turn.tool_choice.mode != "none":
-            nobodys |= {"tools_added"}
+            facts = self._placement_facts(reading, min(num_known, num_own), newest)
+            placed = place_tools(tools, facts, keeps_order="tools_order" not in identity.rules)
+        if placed.later and turn.tool_choice.mode != "none":
+            impersonal |= {"tools_added"}
         reading = replace(
             reading,
             messages=tuple(each.message for each in recognised),
             identity=replace(identity, canonical=canonical),
-            writings=tuple(each.written for each in recognised if each.message.role == "assistant"),
+            written_messages=tuple(each.written for each in recognised if each.message.role == "assistant"),
             effects=RuleEffects(
-                fired=reading.effects.fired | nobodys,
-                replayed=nobodys.union(*(each.replayed for each in recognised)),
+                fired=reading.effects.fired | impersonal,
+                replayed=impersonal.union(*(each.replayed for each in recognised)),
                 as_sent=frozenset().union(*(each.as_sent for each in recognised)),
                 num_rejected=sum(each.is_rejected for each in recognised),
             ),
             num_known_messages=num_known,
             before=self._before(reading, known),
-            notes=(*reading.notes, *stands.notes),
+            notes=(*reading.notes, *placed.notes),
         )
-        return reading, stands
+        return reading, placed
 
-    def _told(self, reading: Reading, num_known: int, newest: int) -> Told:
-        """The messages with how the tools stood in the part that is known and shown to be its client's."""
+    def _placement_facts(self, reading: RecognisedTurn, num_known: int, newest: int) -> PlacementFacts:
+        """The messages and the tool layouts of the part that is known and shown to be its client's."""
         identity = reading.identity
         layouts = self._stores.turns.tool_layouts(identity.chains[:num_known])
-        return Told(reading.messages, identity.canonical, identity.chains, layouts, num_known, newest)
+        return PlacementFacts(reading.messages, identity.canonical, identity.chains, layouts, num_known, newest)
 
-    def _wrote_on(self, seen: Mapping[bytes, Seen]) -> Wrote:
-        """What the model wrote at the places of a path that was read; also where a client's echo of it, which nothing
-        came back to, was read since."""
+    def _wrote_on(self, seen: Mapping[bytes, PathNode]) -> Wrote:
+        """What the model wrote at the places of a known path, also where a client's echo, into which nothing was put
+        back, was read since."""
         healing = self._stores.healing
         return lambda place: (seen[place].written or healing.find(place)) if place in seen else None
 
-    def _before(self, reading: Reading, known: Seen | None) -> TurnRecord | None:
-        """What the request is compared with, which is shown to its client: a request of that client's only. Where its
-        first message is new already, the conversation whose first words are the same under another system prompt; where
-        several clients share their records, the request whose answer it sends back."""
+    def _before(self, reading: RecognisedTurn, known: PathNode | None) -> TurnRecord | None:
+        """The request that this one is compared with; its words are shown to the client, so it is that client's. Where
+        the first message is new, the conversation with the same first words under another system prompt; where clients
+        share records, the request whose answer this one sends back."""
         identity, turns = reading.identity, self._stores.turns
         if not identity.owner.is_one_client:
             leaf = self._earlier.by_answers(identity)
@@ -204,8 +206,8 @@ class Recogniser:
             known = turns.find([leaf])
         return turns.record_for(known, identity.owner.session_name)
 
-    def _was_given(self, reading: Reading, given: Seen) -> bool:
-        """Whether the request shows that its client was given the answers of this path, and nobody else was."""
+    def _was_given(self, reading: RecognisedTurn, given: PathNode) -> bool:
+        """Whether the request shows that its client, and no other, was given the answers of this path."""
         path = list(given.ancestry())
         sent = [message for message in reading.messages if message.role == "assistant"]
         wrote = [seen.written.message for seen in path if seen.written is not None]
@@ -214,7 +216,7 @@ class Recogniser:
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def _recognised(
-        self, reading: Reading, index: int, seen: Seen | None, is_own: bool, *, in_history: bool
+        self, reading: RecognisedTurn, index: int, seen: PathNode | None, is_own: bool, *, in_history: bool
     ) -> _Recognised:
         message = reading.messages[index]
         if reading.identity.canonical[index].message is None or not is_own:
@@ -223,7 +225,7 @@ class Recogniser:
             return self._healed(reading, index)
         may_put_back = not self._stores.turns.is_contested(seen)
         if not may_put_back and not reading.identity.owner.is_one_client:
-            return _Recognised(message, seen.written)  # nobody knows whose words the model read here
+            return _Recognised(message, seen.written)  # it is unknown whose words the model read here
         result = self._familiar.replay(
             message,
             seen.message,
@@ -237,8 +239,8 @@ class Recogniser:
         meaning = seen.meaning if is_as_seen else None
         return _Recognised(result.message, seen.written, result.fired, result.as_sent, not is_explained, meaning)
 
-    def _healed(self, reading: Reading, index: int) -> _Recognised:
-        """An assistant's message whose path is forgotten, but not what the model wrote there."""
+    def _healed(self, reading: RecognisedTurn, index: int) -> _Recognised:
+        """An assistant message whose path was evicted, restored from what the model wrote there."""
         identity, message = reading.identity, reading.messages[index]
         rules, place = identity.rules, identity.chains[index]
         may_heal = all(
@@ -252,10 +254,10 @@ class Recogniser:
         )
 
 
-def _num_known(chains: Sequence[bytes], seen: Mapping[bytes, Seen]) -> int:
+def _num_known(chains: Sequence[bytes], seen: Mapping[bytes, PathNode]) -> int:
     return next((index + 1 for index in reversed(range(len(chains))) if chains[index] in seen), 0)
 
 
 def _newest(messages: Sequence[Message]) -> int:
-    """The index behind the last assistant's message: what follows has not been answered yet."""
+    """The index after the last assistant message: what follows was not answered yet."""
     return next((index + 1 for index in reversed(range(len(messages))) if messages[index].role == "assistant"), 0)

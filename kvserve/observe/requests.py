@@ -31,8 +31,8 @@ from kvserve.observe.trace import TraceLimits, TraceLog
 from kvserve.requests.answer_facts import raw_digests
 from kvserve.requests.request_facts import RequestFacts
 from kvserve.requests.turn_facts import FinishedTurn, Observer, WatchedTurn
+from kvserve.sessions.digest_lru import DigestLru
 from kvserve.sessions.lineage import BranchId
-from kvserve.sessions.whereabouts import Places
 
 SESSION_HASH_TOKENS = 128
 LOOK_SECONDS = 0.9
@@ -82,7 +82,7 @@ class Seeing:
         self._explanations = ExplanationBook(settings.num_explanations)
         self._activity = Activity()
         self._metrics = Metrics(self._readings)
-        self._readers: Places[Reader] = Places()
+        self._readers: DigestLru[Reader] = DigestLru()
         self._lock = threading.Lock()
         self._last_of_branch: OrderedDict[tuple[str, BranchId], Explained] = OrderedDict()
         self._looking = threading.Lock()
@@ -252,7 +252,7 @@ def _left_digests(finished: FinishedTurn) -> Sequence[bytes]:
     identity = reading.identity
     if owner.is_one_client:
         return identity.chains[-1:]
-    if not any(map(is_telling, [*(written.message for written in reading.writings if written), finished.said])):
+    if not any(map(is_telling, [*(written.message for written in reading.written_messages if written), finished.said])):
         return ()
     return chain(owner.root, (*identity.canonical, canonicalise(finished.said, identity.rules)))[-1:]
 

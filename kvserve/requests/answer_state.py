@@ -7,7 +7,7 @@ from functools import cached_property
 from kvserve.core import Message, PrefillProgress, RequestId, Reuse, Turn
 from kvserve.engine.rows import Generation
 from kvserve.explain.raw_prompts import RawRecord
-from kvserve.identity.reading import Reading
+from kvserve.identity.reading import RecognisedTurn
 from kvserve.output.answer import AnswerReader
 from kvserve.requests.request_facts import LengthLimit
 from kvserve.requests.served_model import ServedModel
@@ -24,7 +24,7 @@ class Submitted:
 
     turn: Turn
     served: ServedModel
-    reading: Reading | None
+    reading: RecognisedTurn | None
     prompt: Prompt
     generation: Generation
     cut_by: LengthLimit

@@ -18,7 +18,7 @@ from kvserve.core import (
     known_tools,
 )
 from kvserve.errors import BadRequest
-from kvserve.identity.reading import Reading
+from kvserve.identity.reading import RecognisedTurn
 from kvserve.output.said import MessageReader
 from kvserve.prompt.images_text import SEES_NOTHING, with_marks
 from kvserve.prompt.images_unseen import without_images_seen
@@ -32,7 +32,7 @@ _NOBODY_SAYS = "\u2058"
 """Another user's words, to see where the system's end."""
 
 
-def prompt_of(turn: Turn, reading: Reading | None, served: ServedModel) -> Prompt:
+def prompt_of(turn: Turn, reading: RecognisedTurn | None, served: ServedModel) -> Prompt:
     """What the model will see of a turn whose images were looked at; `reading` is None for a raw prompt. Raises
     BadRequest."""
     return _render(turn, reading, served) if reading is not None else _raw_prompt(turn, served)
@@ -43,7 +43,7 @@ def looked_at(turn: Turn, served: ServedModel) -> Turn:
     return without_images_seen(turn) if served.images is None else served.images.look(turn)
 
 
-def _render(turn: Turn, reading: Reading, served: ServedModel) -> Prompt:
+def _render(turn: Turn, reading: RecognisedTurn, served: ServedModel) -> Prompt:
     """The turn as model tokens, its history as the model saw and wrote it."""
     text, stitched = stitch(turn, reading, served)
     return Prompt(
@@ -122,7 +122,9 @@ def _unserved(turn: Turn) -> tuple[str, ...]:
     return (f"not offered, for this server does not run them: {names}",) if names else ()
 
 
-def _message_starts(turn: Turn, reading: Reading, served: ServedModel, stitched: Stitched) -> tuple[MessageStart, ...]:
+def _message_starts(
+    turn: Turn, reading: RecognisedTurn, served: ServedModel, stitched: Stitched
+) -> tuple[MessageStart, ...]:
     """Where messages begin, also those that the template writes into another one: there other prompts part from this
     one, and the beginning that they share is wanted."""
     starts = stitched.message_starts
@@ -138,7 +140,7 @@ def _message_starts(turn: Turn, reading: Reading, served: ServedModel, stitched:
     return tuple(sorted(set(starts), key=lambda start: start.offset))
 
 
-def _num_marked_tokens(turn: Turn, reading: Reading, served: ServedModel, stitched: Stitched) -> int:
+def _num_marked_tokens(turn: Turn, reading: RecognisedTurn, served: ServedModel, stitched: Stitched) -> int:
     """Tokens before the last place that the client marked for caching; 0 without one."""
     num_messages = turn.session.num_marked_messages
     if num_messages is None:
@@ -154,14 +156,14 @@ def _and_somebody(*messages: Message) -> tuple[Message, ...]:
 
 
 def _parting(
-    turn: Turn, reading: Reading, served: ServedModel, stitched: Stitched, messages: tuple[Message, ...]
+    turn: Turn, reading: RecognisedTurn, served: ServedModel, stitched: Stitched, messages: tuple[Message, ...]
 ) -> int:
     """How many tokens the prompt has in common with that of other messages."""
     other = stitch(turn, replace(reading, rendered=messages), served)[1]
     return common_length(stitched.ids, other.ids)
 
 
-def stitch(turn: Turn, reading: Reading, served: ServedModel) -> tuple[PromptText, Stitched]:
+def stitch(turn: Turn, reading: RecognisedTurn, served: ServedModel) -> tuple[PromptText, Stitched]:
     """The text of a turn and its ids."""
     preserve = turn.thinking.preserve
     tools = reading.tools if turn.tool_choice.mode != "none" else ()
@@ -178,12 +180,14 @@ def stitch(turn: Turn, reading: Reading, served: ServedModel) -> tuple[PromptTex
     if images is not None:
         text = images.worded(text, turn.images)
     called = known_tools(tools, reading.rendered) if turn.tool_choice.mode != "none" else ()
-    return text, served.stitcher.tokens(text, reading.writings, MessageReader.under(served.output_format, called))
+    return text, served.stitcher.tokens(
+        text, reading.written_messages, MessageReader.under(served.output_format, called)
+    )
 
 
-def _call_ids(reading: Reading, served: ServedModel) -> Mapping[str, str]:
+def _call_ids(reading: RecognisedTurn, served: ServedModel) -> Mapping[str, str]:
     """By which ids the model knows the calls of a conversation."""
     if served.call_ids is None:
         return {}
     is_one_client = reading.identity.owner.is_one_client
-    return served.call_ids.of(reading.rendered, reading.writings, is_one_client=is_one_client)
+    return served.call_ids.of(reading.rendered, reading.written_messages, is_one_client=is_one_client)

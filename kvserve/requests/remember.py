@@ -4,7 +4,7 @@ the next one to go on from. It joins rooms; when, and whether it may, `running_a
 
 from kvserve.core import TextBlock, Written
 from kvserve.explain.raw_prompts import RawRecord
-from kvserve.identity.conversations import Exchanged
+from kvserve.identity.conversations import RememberedTurn
 from kvserve.requests.answer_state import AnswerState
 from kvserve.sessions.lineage import Branch
 from kvserve.sessions.seen import pack_ids
@@ -24,7 +24,7 @@ def remember(state: AnswerState, *, is_aborted: bool) -> Branch | None:
     written = Written(said, prompt.tail_ids, ids, prompt.opens_reasoning) if is_written else None
     return conversations.remember(
         reading,
-        Exchanged(
+        RememberedTurn(
             request_id=submitted.request_id,
             session=session,
             prompt=prompt.tokens,

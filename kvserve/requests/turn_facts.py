@@ -9,7 +9,7 @@ from typing import Protocol
 from kvserve.core import Awaiting, Message, MessageStart, RequestId, TokenSequence, Turn
 from kvserve.explain.explanation import Explanation
 from kvserve.identity.owner import Owner
-from kvserve.identity.reading import Reading
+from kvserve.identity.reading import RecognisedTurn
 from kvserve.requests.deferred import TurnInProgress
 from kvserve.requests.request_facts import RequestFacts, RunningFacts
 from kvserve.sessions.lineage import Branch
@@ -45,7 +45,7 @@ class FinishedTurn:
 
     turn: Turn
     owner: Owner
-    reading: Reading | None
+    reading: RecognisedTurn | None
     prompt: Prompt
     explanation: Explanation | None
     branch: Branch | None

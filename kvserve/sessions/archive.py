@@ -1,10 +1,9 @@
-"""What must outlive the process, written behind by a thread of its own: nobody waits for the disk.
+"""Writes rows to disk behind the requests, on a thread of its own.
 
     put, drop -> what changed since the last write, by row -> one transaction, a tenth of a second later
 
-It knows rows by kind and key, not what is in them. Whatever goes wrong is said once and counted, and the server goes
-on: a file that cannot be believed is begun anew, one that cannot be written now is tried again, one that cannot be had
-at all leaves everything in RAM.
+This file knows rows by kind and key, not what is in them. A failure is reported once, counted, and stops no request: a
+damaged file is begun anew, a failed write is repeated, and without a file everything stays in RAM.
 """
 
 import contextlib
@@ -30,25 +29,25 @@ from kvserve.sessions.archive_file import (
 from kvserve.sessions.journal import Kind, Rows
 
 GATHER_SECONDS = 0.1
-"""A request's rows, and those of its neighbours, go into one transaction."""
+"""The rows of requests that end within this time go into one transaction."""
 
 RETRY_SECONDS = 5.0
 SWEEP_SECONDS = 600.0
 MAX_PENDING = 200_000
-"""A disk that takes nothing for so many rows is given up until the next start; what it holds is of a past moment."""
+"""With so many rows that could not be written the file, out of date by then, is given up until the next start."""
 
 MAX_RENEWALS = 3
-"""A disk that damages file after file is left alone."""
+"""After so many damaged files no other is begun."""
 
 
 type Pending = dict[tuple[Kind, bytes], Callable[[], bytes] | None]
-"""What is to be written: how each row's body is made, None where the row goes."""
+"""What is to be written: how each row's body is made; None: the row is deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:
-    """What the archive asks of those who own the rows, on its thread: to put all of them again into a new file, to drop
-    what is out of date, and to drop the least recently used where the file is too large."""
+    """What the archive asks of the owner of the rows, on its thread: to put all of them into a new file, to drop what
+    has expired, and to drop the least recently used where the file is too large."""
 
     put_all: Callable[[], None]
     expire: Callable[[], None]
@@ -57,7 +56,7 @@ class Upkeep:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveTotals:
-    """`is_on`: rows are kept at all. `num_faults` counts everything that went wrong since the start."""
+    """`is_on`: rows are written. `num_faults` counts all failures since the start."""
 
     is_on: bool
     num_rows: int
@@ -66,11 +65,11 @@ class ArchiveTotals:
 
 
 class Archive:
-    """The rows of one model in `folder`. Implements `Journal`; every method may be called from any thread."""
+    """The rows of one model in `folder`. Implements `Journal`. Thread-safe."""
 
     def __init__(self, folder: Path, *, max_bytes: int, report: Callable[[str], None], min_free_bytes: int = 0) -> None:
-        """Opens the file, or begins it. `max_bytes` bounds its rows, `min_free_bytes` stay free on its volume, `report`
-        takes lines for a person."""
+        """Opens or creates the file. `max_bytes` bounds its rows, `min_free_bytes` stay free on its volume, `report`
+        takes lines for the operator."""
         self._path = folder / FILE_NAME
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
@@ -94,49 +93,49 @@ class Archive:
 
     @property
     def folder(self) -> Path:
-        """Where its file is."""
+        """The folder of the file."""
         return self._path.parent
 
     def take_rows(self) -> Rows:
-        """What was found in the file, once."""
+        """The rows that the file held when it was opened; the second call returns none."""
         found, self._found = self._found, {}
         return found
 
     def reject(self, reason: str) -> None:
-        """What was found does not fit together: the file is begun anew. Only before `start`."""
+        """Begin the file anew, as its rows do not fit together. Only before `start`."""
         self._renew(reason)
 
     def start(self, upkeep: Upkeep) -> None:
-        """Write from now on."""
+        """Start to write."""
         self._upkeep = upkeep
         if self._file is not None:
             self._thread = threading.Thread(target=self._run, name="kvserve-records", daemon=True)
             self._thread.start()
 
     def put(self, kind: Kind, key: bytes, body: Callable[[], bytes]) -> None:
-        """This row is now so; written within a moment."""
+        """Set a row; it is written within a moment."""
         self._note(kind, key, body)
 
     def drop(self, kind: Kind, key: bytes) -> None:
-        """This row is gone."""
+        """Delete a row."""
         self._note(kind, key, None)
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until everything that was told before is written; False where it could not be in time."""
+        """Wait until every earlier change is written; False where that took too long."""
         with self._changed:
             wanted = self._num_changes
             return self._changed.wait_for(lambda: self._num_written >= wanted or self._file is None, timeout_seconds)
 
     def erase(self, timeout_seconds: float) -> bool:
-        """Wait until nothing that was dropped before is in the file any more; False where it could not be in time, or
-        where there is a file that cannot be had."""
-        self.drop("counter", b"")  # there is none: something to write, so that the file is looked at
+        """Wait until the file holds nothing that was dropped before; False where that took too long or it cannot be
+        opened."""
+        self.drop("counter", b"")  # no such row exists: a change that makes the thread look at the file
         with self._changed:
             self._erased_until = self._num_changes
         return self.flush(timeout_seconds) and (self._file is not None or not self._path.exists())
 
     def close(self, timeout_seconds: float) -> None:
-        """Write what is left and end the thread. What is told later is not kept."""
+        """Write what is left and end the thread. Later changes are not kept."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -149,7 +148,7 @@ class Archive:
             self._file = None
 
     def totals(self) -> ArchiveTotals:
-        """What is kept now."""
+        """What the file holds now."""
         file = self._file
         if file is None:
             return ArchiveTotals(False, 0, 0, self._num_faults)
@@ -171,7 +170,7 @@ class Archive:
             self._write_behind()
         finally:
             if self._file is not None and not self._is_closing:
-                self._give_up("their writer has ended")  # by a defect of ours; nothing is gathered that nobody writes
+                self._give_up("their writer has ended")  # by a defect of ours: gather no more rows
 
     def _write_behind(self) -> None:
         swept_at = time.monotonic()
@@ -196,9 +195,9 @@ class Archive:
             return
         try:
             if pending and not file.is_in_place:
-                raise Damaged("it is gone")
+                raise Damaged("the file is gone")
             if any(pending.values()) and shutil.disk_usage(self._path.parent).free < self._min_free_bytes:
-                self._put_back(pending, "what is to stay free on the volume is all that is left")
+                self._put_back(pending, "the volume has no bytes left but those that stay free")
                 return
             if pending:
                 num_bytes_before = file.num_bytes
@@ -225,7 +224,7 @@ class Archive:
             try:
                 self._file.compact()
             except sqlite3.Error as error:
-                self._count_fault(f"Records of conversations keep their room: {self._path}: {error}")
+                self._count_fault(f"The records file could not be compacted: {self._path}: {error}")
 
     def _after_write(self, file: ArchiveFile, num_bytes_before: int, num_changes: int) -> None:
         if self._is_failing:
@@ -236,14 +235,14 @@ class Archive:
             self._upkeep.make_room()
 
     def _encoded(self, pending: Pending) -> Changes:
-        """One after the other, as they are written: together they may be as large as all that is held."""
+        """Encode row after row while they are written: together they may be as large as everything in RAM."""
         for place, body in pending.items():
             try:
                 row = body() if body is not None else None
             except (TypeError, ValueError, OverflowError, RecursionError) as error:
-                # A client's own template arguments or tools, nested beyond what JSON takes: that row is not kept.
+                # A client's template arguments or tools are nested deeper than JSON allows: the row is not kept.
                 row = None
-                self._count_fault(f"A {place[0]} row cannot be written: {error}")
+                self._count_fault(f"A row of kind {place[0]} could not be written: {error}")
             yield place, row
 
     # --- when something is wrong --------------------------------------------------------------------------------------
@@ -260,7 +259,7 @@ class Archive:
         return opened
 
     def _put_back(self, pending: Pending, reason: str) -> None:
-        """It may be written later; what was told meanwhile is newer."""
+        """Keep the changes for the next attempt, under those that came meanwhile."""
         with self._changed:
             self._pending = {**pending, **self._pending}
             was_failing, self._is_failing = self._is_failing, True
@@ -271,7 +270,7 @@ class Archive:
             self._count_fault(f"Records of conversations cannot be written now: {self._path}: {reason}")
 
     def _renew(self, reason: str) -> None:
-        """A new file with everything that is held now in the place of one that cannot be believed."""
+        """Replace a damaged file by a new one with everything that is in RAM."""
         self._count_fault(f"Records of conversations begin anew: {self._path}: {reason}")
         self._num_renewals += 1
         file, opened = self._file, None
@@ -293,7 +292,7 @@ class Archive:
             self._upkeep.put_all()
 
     def _give_up(self, reason: str) -> None:
-        """From now on nothing is written; nobody waits for it, and nothing is gathered for it."""
+        """Write and gather nothing from now on."""
         self._count_fault(f"Records of conversations are kept in RAM only: {self._path}: {reason}")
         with self._changed:
             file, self._file = self._file, None
@@ -309,21 +308,22 @@ class Archive:
 
 @contextlib.contextmanager
 def unused(folder: Path) -> Iterator[None]:
-    """What is done to an archive within the block is no use of it: `sweep_stale` goes by the time when it was written
-    last. Raises OSError where it cannot be had, FileNotFoundError where there is none."""
+    """Leave the archive's time of use, which `sweep_stale` goes by, as it was before the block. Raises OSError where
+    the file cannot be read, FileNotFoundError where there is none."""
     file = folder / FILE_NAME
     before = file.stat()
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # gone meanwhile, or another user's: its time is now
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
             os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def sweep_stale(cache_dir: Path, *, keep: Path, older_than: float, report: Callable[[str], None]) -> int:
-    """Remove the archives of models that nobody served since `older_than` (seconds since the epoch); how many went.
+    """Remove the archives of models that were not served since `older_than` (seconds since the epoch); returns how
+    many.
 
-    Only files of this name in folders directly below `cache_dir` are looked at, `keep` is left alone.
+    Only files of this name in folders directly below `cache_dir` are looked at; `keep` is left alone.
     """
     num_removed = 0
     for path in cache_dir.glob(f"*/{FILE_NAME}"):
@@ -337,5 +337,5 @@ def sweep_stale(cache_dir: Path, *, keep: Path, older_than: float, report: Calla
                 if not any(path.parent.iterdir()):
                     path.parent.rmdir()
         except (OSError, ValueError) as error:  # gone meanwhile, or not ours to remove
-            report(f"An old archive of records stays: {path}: {error}")
+            report(f"An old records file could not be removed: {path}: {error}")
     return num_removed

@@ -1,9 +1,9 @@
-"""One SQLite file of rows: opened whole or begun anew, written in transactions. It knows no row's meaning.
+"""One SQLite file of rows, read whole or begun anew, written in transactions. This file knows no row's meaning.
 
     rows      kind, key, digest, body          digest: of kind, key and body
     contents  format, num_rows, digest         digest: the sum of all rows' digests, so a row that is lost is seen too
 
-A file that does not add up is worth nothing: a history with a hole in it could be taken for another one.
+A file that does not add up is not used: a history with a hole in it could be taken for another one.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from pathlib import Path
 from kvserve.sessions.journal import Kind, Rows
 
 FORMAT = 2
-"""Raised with any change of a row's form; a file of another format is begun anew."""
+"""Raised with every change of a row's form; a file of another format is begun anew."""
 
 FILE_NAME = "records.sqlite"
 LOCK_WAIT_SECONDS = 3.0
-"""A server that is just ending has the file for so long."""
+"""How long a server that is just ending may hold the file."""
 
 ROW_BYTES = 64
 """What a row takes beside its key and body, roughly."""
@@ -39,11 +39,11 @@ _ELSEWHERE = frozenset(
         sqlite3.SQLITE_AUTH,
     }
 )
-"""Errors that say nothing against the file's content."""
+"""Errors that do not mean that the file is damaged."""
 
 _ELSEWHERE_LATER = _ELSEWHERE | {sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR}
-"""Nor do these in a file that was whole when it was opened; before, a byte of its header may have made them. A quota
-that is used up is an input or output error."""
+"""Nor do these once the file was opened whole; before that, a damaged header may cause them. A used-up quota is an
+input or output error."""
 
 _PRAGMAS = (
     "locking_mode = EXCLUSIVE",  # one server per file, for as long as it lives; the lock ends with the process
@@ -63,7 +63,7 @@ CREATE TABLE contents (format INTEGER NOT NULL, num_rows INTEGER NOT NULL, diges
 """
 
 type Changes = Iterable[tuple[tuple[Kind, bytes], bytes | None]]
-"""New bodies with their (kind, key); None: the row goes."""
+"""New bodies with their (kind, key); None: the row is deleted."""
 
 
 class Damaged(Exception):
@@ -86,7 +86,7 @@ class _Totals:
 
 
 class ArchiveFile:
-    """An open file, locked against other processes. One thread at a time."""
+    """An open file, locked against other processes. For one thread at a time."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection, totals: _Totals) -> None:
         self._path = path
@@ -100,12 +100,12 @@ class ArchiveFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows, about what the file needs."""
+        """Bytes of all rows, about what the file takes."""
         return self._totals.num_bytes
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the path still leads to this file; somebody may have cleared the folder."""
+        """Whether the path still leads to this file; a user may have cleared the folder."""
         try:
             return os.stat(self._path).st_ino == self._inode
         except OSError:
@@ -155,7 +155,7 @@ class ArchiveFile:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A file, the rows that were found in it, and what was wrong with the one before it (None: nothing)."""
+    """A file, the rows that it held, and what was wrong with the one before it (None: nothing)."""
 
     file: ArchiveFile
     rows: Rows
@@ -163,10 +163,10 @@ class Opened:
 
 
 def open_file(path: Path) -> Opened:
-    """The file with its rows, or a new one where there is none, or none that can be believed.
+    """The file with its rows, or a new one where there is none or a damaged one.
 
-    Its folder is made for this user alone. Raises OSError or sqlite3.Error where no file can be had here: a folder of
-    another user, a file that another server holds, a volume that is full or read-only.
+    Its folder is made for this user alone. Raises OSError or sqlite3.Error where the file cannot be opened or created:
+    another user's folder, a file that another server holds, a volume that is full or read-only.
     """
     _own_folder(path.parent)
     if not path.exists() or not path.stat().st_size:
@@ -183,7 +183,7 @@ def open_file(path: Path) -> Opened:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error of an open file speaks against its content, and not of its place, its lock or room."""
+    """Whether an error of an open file means that its content is damaged, and not its place, lock or room."""
     return _code(error) not in _ELSEWHERE_LATER
 
 
@@ -245,7 +245,7 @@ def _read(path: Path) -> Opened:
 def _rows(connection: sqlite3.Connection) -> tuple[_Totals, Rows]:
     contents = connection.execute("SELECT format, num_rows, digest FROM contents").fetchall()
     if len(contents) != 1 or contents[0][0] != FORMAT:
-        raise Damaged(f"it has not the format {FORMAT}")
+        raise Damaged(f"its format is not {FORMAT}")
     rows: dict[Kind, list[tuple[bytes, bytes]]] = {}
     totals = _Totals()
     for kind, key, digest, body in connection.execute("SELECT kind, key, digest, body FROM rows"):

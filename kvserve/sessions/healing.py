@@ -1,155 +1,100 @@
-"""What the model wrote at a place of a conversation, so that an echo which lost thinking or raw calls gets them back.
+"""What the model wrote at a place of a conversation, to restore thinking and raw calls that an echo has lost.
 
-A place is the chain digest at the assistant's message: it stands for the content and the calls there and for all that
-precedes, so the same "Done." in two conversations is two places. It knows no templates and no tokens' meaning; when the
-arguments of two calls say the same, it is told.
+A place is the chain digest at the assistant's message: it covers the content and the calls there and all that precedes,
+so the same "Done." in two conversations is two places. This file knows neither templates nor tokens' meaning; the
+caller says whether the arguments of two calls are equal.
 """
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
 
 from kvserve.core import Block, Message, TextBlock, ThinkingBlock, ToolCallBlock, Written
-from kvserve.sessions.journal import UNWRITTEN, Journal, Rows
+from kvserve.sessions.journal import UNWRITTEN, Journal
+from kvserve.sessions.journaled_store import JournaledEntry, JournaledStore
 from kvserve.sessions.message_rows import dump, number, parse, seconds, text_of, written_of, written_row
-from kvserve.sessions.writings import same_writing, written_bytes
+from kvserve.sessions.written_messages import same_writing, written_bytes
 
 type SameArguments = Callable[[str, str], bool]
-"""Whether two texts of arguments say the same."""
+"""Whether two texts of arguments are equal in meaning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """The model wrote different things at one place: nobody knows which of them a client means."""
+    """The model wrote different things at one place: it is unknown which of them a client means."""
 
 
 AMBIGUOUS = Ambiguous()
 
 
 @dataclass(slots=True)
-class _Entry:
-    """What is known of a place, and whose it is. `until` is when its row may go, in seconds since the epoch, None while
-    it has none."""
-
+class _PlaceEntry(JournaledEntry):
     wrote: Written | Ambiguous
     owner: str
-    until: float | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return written_bytes(self.wrote) if isinstance(self.wrote, Written) else 0
 
 
-class HealingStore:
-    """At most `max_entries` places and `max_bytes` of writings, least recently used first. Safe for several threads."""
+class HealingStore(JournaledStore[bytes, _PlaceEntry]):
+    """What the model wrote, by place."""
 
     def __init__(self, *, max_entries: int = 2_000, max_bytes: int = 256 << 20, journal: Journal = UNWRITTEN) -> None:
-        self._max_entries = max_entries
-        self._max_bytes = max_bytes
-        self._journal = journal
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        self._num_bytes = 0
-        self._num_written = 0
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._entries)
+        super().__init__("healing", journal, max_entries=max_entries, max_bytes=max_bytes)
 
     def remember(self, chain: bytes, written: Written, until: float | None = None, *, owner: str = "") -> None:
-        """The model wrote this here, for the conversation's owner. The same again changes nothing (the first tokens
-        stay: for them there is KV), something else makes the place ambiguous for good. `until`: the row is kept so long
-        at least; None: what was written is not written down."""
+        """The model wrote this here, for the conversation's owner. The same words again keep the first tokens, which
+        have KV; other words make the place ambiguous for good. The row is kept `until` then at least; None: no row."""
         with self._lock:
-            entry = self._entries.get(chain)
-            if entry is None:
-                entry = self._entries[chain] = _Entry(written, owner)
-                self._num_bytes += entry.num_bytes
-            elif isinstance(entry.wrote, Written) and not same_writing(entry.wrote, written):
-                self._num_bytes -= entry.num_bytes
-                entry.wrote = AMBIGUOUS
+            place = self._entries.get(chain) or self._add(chain, _entry(written, owner))
+            if isinstance(place.wrote, Written) and not same_writing(place.wrote, written):
+                self._num_bytes -= place.num_bytes
+                place.wrote, place.num_bytes = AMBIGUOUS, 0
             self._entries.move_to_end(chain)
             if until is not None:
-                entry.until = until if entry.until is None else max(entry.until, until)
-            if entry.until is not None:
-                self._put(chain, entry)
+                place.until = until if place.until is None else max(place.until, until)
+            if place.until is not None:
+                self._put(chain)
             self._shrink(self._max_bytes)
 
     def find(self, chain: bytes) -> Written | None:
-        """What the model wrote here; None where it did not or where that is ambiguous."""
+        """What the model wrote here; None where it did not, or where that is ambiguous."""
         with self._lock:
-            entry = self._entries.get(chain)
-            if entry is None:
+            place = self._entries.get(chain)
+            if place is None:
                 return None
             self._entries.move_to_end(chain)
-            return entry.wrote if isinstance(entry.wrote, Written) else None
+            return place.wrote if isinstance(place.wrote, Written) else None
 
     def heal(self, message: Message, chain: bytes, same_arguments: SameArguments) -> Message:
-        """The message with what the client lost of the model's words; the same object where there is nothing to add."""
+        """The message with what the client lost of the model's words; the same object where nothing is to be added."""
         if message.role != "assistant":
             return message
         written = self.find(chain)
         return message if written is None else healed(message, written.message, same_arguments)
 
     def forget(self, is_gone: Callable[[str], bool]) -> None:
-        """Forget what was written for these owners."""
-        with self._lock:
-            for chain in [chain for chain, entry in self._entries.items() if is_gone(entry.owner)]:
-                self._forget(chain)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            for chain in list(self._entries):
-                self._forget(chain)
-
-    def load(self, rows: Rows) -> None:
-        """Take in what was written down, the last written as the last used; this store must be empty. Raises ValueError
-        for rows of another form."""
-        found = [(chain, parse(body)) for chain, body in rows.get("healing", ())]
-        with self._lock:
-            for chain, row in sorted(found, key=lambda pair: number(pair[1].get("serial"))):
-                wrote = AMBIGUOUS if row.get("written") is None else written_of(row["written"])
-                entry = self._entries[chain] = _Entry(wrote, text_of(row.get("owner")), seconds(row.get("until")))
-                self._num_bytes += entry.num_bytes
-                self._num_written = number(row.get("serial")) + 1
-            self._shrink(self._max_bytes)
-
-    def put_all(self) -> None:
-        """Tell the journal everything that is to last."""
-        with self._lock:
-            for chain, entry in self._entries.items():
-                if entry.until is not None:
-                    self._put(chain, entry)
-
-    def expire(self, now: float) -> None:
-        """Forget the places whose rows nobody needs any more."""
-        with self._lock:
-            for chain, entry in list(self._entries.items()):
-                if entry.until is not None and entry.until < now:
-                    self._forget(chain)
+        """Delete what was written for these owners."""
+        self._drop_where(lambda place: is_gone(place.owner))
 
     def shrink(self, share: float) -> None:
-        """Forget the least recently used until this share of the bytes is left."""
+        """Evict until this share of the bytes is left."""
         with self._lock:
             self._shrink(int(self._num_bytes * share))
 
-    def _shrink(self, max_bytes: int) -> None:
-        while len(self._entries) > self._max_entries or self._num_bytes > max_bytes:
-            self._forget(next(iter(self._entries)))
+    def _row_key(self, key: bytes) -> bytes:
+        return key
 
-    def _forget(self, chain: bytes) -> None:
-        entry = self._entries.pop(chain)
-        self._num_bytes -= entry.num_bytes
-        if entry.until is not None:
-            self._journal.drop("healing", chain)
+    def _row_body(self, key: bytes, entry: _PlaceEntry, serial: int) -> Callable[[], bytes]:
+        return partial(_body, entry.wrote, entry.owner, entry.until, serial)
 
-    def _put(self, chain: bytes, entry: _Entry) -> None:
-        self._journal.put("healing", chain, partial(_body, entry.wrote, entry.owner, entry.until, self._num_written))
-        self._num_written += 1
+    def _stored(self, row_key: bytes, body: bytes) -> tuple[float, bytes, _PlaceEntry]:
+        row = parse(body)
+        wrote = AMBIGUOUS if row.get("written") is None else written_of(row["written"])
+        place = _entry(wrote, text_of(row.get("owner")), seconds(row.get("until")))
+        return number(row.get("serial")), row_key, place
+
+
+def _entry(wrote: Written | Ambiguous, owner: str, until: float | None = None) -> _PlaceEntry:
+    return _PlaceEntry(wrote, owner, until=until, num_bytes=written_bytes(wrote) if isinstance(wrote, Written) else 0)
 
 
 def _body(wrote: Written | Ambiguous, owner: str, until: float | None, serial: int) -> bytes:
@@ -161,10 +106,11 @@ def _body(wrote: Written | Ambiguous, owner: str, until: float | None, serial: i
 
 
 def healed(sent: Message, wrote: Message, same_arguments: SameArguments) -> Message:
-    """What a client sent of an assistant's message with the thinking and the raw call texts that the model wrote.
+    """A client's echo of an assistant message with the thinking and the raw call texts that the model wrote.
 
-    Only where it says the same: equal text (white space around it aside), the same calls with equal arguments, and no
-    thinking of its own that differs. Anything else, and any block that a model cannot write, is left as it was sent.
+    Only where the rest is the same: equal text (white space around it aside), the same calls with equal arguments, no
+    thinking of the client's own that differs. Anything else, and any block that a model cannot write, is returned as
+    sent.
     """
     sent_calls, wrote_calls = _calls(sent), _calls(wrote)
     if not (
@@ -189,7 +135,7 @@ def healed(sent: Message, wrote: Message, same_arguments: SameArguments) -> Mess
 
 
 def _with_thinking(sent: tuple[Block, ...], wrote: tuple[Block, ...]) -> tuple[Block, ...]:
-    """The thinking at its places among the client's blocks; as they were where these places cannot be told."""
+    """The client's blocks with the thinking where it stood; unchanged where its places cannot be found."""
     thinking = tuple(block for block in wrote if isinstance(block, ThinkingBlock))
     others = tuple(block for block in sent if not isinstance(block, ThinkingBlock))
     if not any(isinstance(block, ThinkingBlock) for block in dropwhile(_is_thinking_or_empty, wrote)):
@@ -206,7 +152,7 @@ def _with_thinking(sent: tuple[Block, ...], wrote: tuple[Block, ...]) -> tuple[B
 
 
 def _is_aligned(sent: Sequence[Block], wrote: Sequence[Block]) -> bool:
-    """The same kinds in the same order and with the same text: then what stood between them stands there again."""
+    """Whether both have the same kinds of blocks in the same order with the same text: then thinking has its place."""
     return len(sent) == len(wrote) and all(
         type(one) is type(other)
         and (

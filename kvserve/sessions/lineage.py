@@ -1,10 +1,10 @@
-"""Which branches a session's conversations have, and where each came from. Content decides: an id is only a hint.
+"""Which branches a session's conversations have, and where each left another. Content decides; a session id is a hint.
 
     main      s - u - a - u - a - u - a        a strict append moves a branch's tip
     rewound           `- u'- a'                anything else begins a branch where it leaves the one it shares most with
-    helper    s'- u"- a"                       another conversation under the same id moves nobody's tip
+    helper    s'- u"- a"                       another conversation under the same id moves no tip
 
-It knows chain digests and token offsets; neither messages nor what is kept for them.
+This file knows chain digests and token offsets, neither messages nor what is kept for them.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ BranchId = NewType("BranchId", int)
 
 HINT_TOKENS = 128
 NAMED = "id:"
-"""What the key of a session with a name begins with."""
+"""The prefix of the key of a session with a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A line of conversation. It left `parent_id` (which may be forgotten by now; None: it shares nothing) after
-    `fork_message_index` messages, at `fork_token_offset` of its own model tokens. `last_used` in the caller's seconds.
-    """
+    """A line of conversation. It left `parent_id` (which may be dropped by now; None: it shares nothing) after
+    `fork_message_index` messages, at `fork_token_offset` of its own model tokens. `last_used` is in the caller's
+    seconds."""
 
     branch_id: BranchId
     parent_id: BranchId | None
@@ -62,7 +62,7 @@ class LineageTotals:
 
 @dataclass(slots=True)
 class _Line:
-    """`until` is when the branch's row may go, in seconds since the epoch, None while it has none."""
+    """`until` is when the branch's row may be dropped, in seconds since the epoch; None: it has no row."""
 
     branch: Branch
     chains: list[bytes]
@@ -77,16 +77,17 @@ class _Session:
 
 
 def session_key(session_id: str | None, ids: Sequence[int]) -> SessionKey:
-    """The id that a client gave, else a hash of its first 128 model tokens: a hint, two windows may share it."""
+    """The client's id, else a hash of the first 128 model tokens: a hint, which two windows may share."""
     if session_id:
         return SessionKey(f"{NAMED}{session_id}")
     return SessionKey(f"tokens:{hashlib.sha256(array('I', ids[:HINT_TOKENS]).tobytes()).hexdigest()[:16]}")
 
 
 class SessionIndex:
-    """Bounded in sessions, branches of one and messages of all, least recently used first. Safe for several threads.
+    """Bounded in sessions, branches per session and messages in all; the least recently used are dropped first.
+    Thread-safe.
 
-    `idle_seconds`: a session that nobody used for so long is forgotten; 0 = never.
+    `idle_seconds`: a session that was not used for so long is dropped; 0 = never.
     """
 
     def __init__(
@@ -119,18 +120,18 @@ class SessionIndex:
         now: float,
         until: float | None = None,
     ) -> Branch:
-        """A request was answered: the branch that it belongs to, as it is now.
+        """Note an answered request; returns its branch as it is now.
 
-        `chains[i]` names the conversation up to and with message i, the answer included, `ends[i]` is the offset in
-        model tokens where that message ends. A conversation that goes on from a branch's tip moves it, one that ends
-        inside a branch leaves it as it is, any other one is a new branch. `until`: its row is kept so long at least, in
-        seconds since the epoch; None: this request is not written down. Raises ValueError for no message, or ends that
-        do not belong to the chains.
+        `chains[i]` names the conversation up to and with message i, the answer included; `ends[i]` is the offset in
+        model tokens where that message ends. A conversation that continues a branch's tip moves it, one that ends
+        inside a branch leaves it, any other begins a branch. `until`: its row is kept so long at least, in seconds
+        since the epoch; None: this request is not written down. Raises ValueError for no message, or for ends that do
+        not belong to the chains.
         """
         if not chains or len(chains) != len(ends):
             raise ValueError(f"{len(chains)} messages with {len(ends)} ends")
         first_ends: dict[bytes, int] = {}
-        for chain, end in zip(chains, ends, strict=True):  # a message that is no part of the identity repeats its chain
+        for chain, end in zip(chains, ends, strict=True):  # a message without identity repeats the chain
             first_ends.setdefault(chain, end)
         path, path_ends = list(first_ends), list(first_ends.values())
         with self._lock:
@@ -163,7 +164,7 @@ class SessionIndex:
             return LineageTotals(len(self._sessions), sum(len(session.lines) for session in self._sessions.values()))
 
     def forget(self, is_gone: Callable[[SessionKey], bool]) -> int:
-        """Forget these sessions; how many that were."""
+        """Delete these sessions; returns how many."""
         with self._lock:
             gone = [key for key in self._sessions if is_gone(key)]
             for key in gone:
@@ -171,7 +172,7 @@ class SessionIndex:
             return len(gone)
 
     def clear(self) -> None:
-        """Forget all sessions. Branch ids are not given twice."""
+        """Delete all sessions. Branch ids are not given twice."""
         with self._lock:
             for key in list(self._sessions):
                 self._forget_session(key)
@@ -195,7 +196,7 @@ class SessionIndex:
                 self._sessions.move_to_end(stored.key)
 
     def put_all(self) -> None:
-        """Tell the journal everything that is to last."""
+        """Tell the journal everything that has a row."""
         with self._lock:
             self._put_counter()
             for key, session in self._sessions.items():
@@ -204,7 +205,7 @@ class SessionIndex:
                         self._put(key, line)
 
     def expire(self, now: float) -> None:
-        """Forget the branches whose rows nobody needs any more."""
+        """Drop the branches whose rows have expired."""
         with self._lock:
             for key, session in list(self._sessions.items()):
                 for branch_id, line in list(session.lines.items()):
@@ -262,7 +263,7 @@ class SessionIndex:
     # --- bounds -------------------------------------------------------------------------------------------------------
 
     def _shrink(self, current: _Session) -> None:
-        """The branch that was just used is the last to go, and stays even where it alone is over the limit."""
+        """The branch in use is dropped last, and stays even where it alone is over the bound."""
         while len(current.lines) > self._max_branches:
             self._forget_branch(current, next(iter(current.lines)))
         while len(self._sessions) > self._max_sessions:
@@ -294,7 +295,7 @@ class SessionIndex:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A row: the branch, its session, and a count that every write raises."""
+    """A row: the branch, its session, and its serial, which is higher at every write."""
 
     key: SessionKey
     line: _Line

@@ -1,4 +1,4 @@
-"""Messages, writings and tools as values of JSON and back, exactly; nothing of what a client sent is changed by it."""
+"""Messages, outputs and tools as JSON values and back, without loss."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -26,13 +26,13 @@ _ROLES = frozenset(get_args(Role))
 
 
 def dump(row: object) -> bytes:
-    """JSON in UTF-8. Halves of surrogate pairs, which clients that cut text send, stay what they are."""
+    """JSON in UTF-8. Lone surrogates, which clients that cut text send, are kept."""
     text = json.dumps(row, ensure_ascii=False, separators=(",", ":"), default=_as_dict)
     return text.encode("utf-8", "surrogatepass")
 
 
 def parse(body: bytes) -> Row:
-    """The object that was dumped. Raises ValueError for another text."""
+    """The object of a dumped text. Raises ValueError for another text."""
     return fields(json.loads(body.decode("utf-8", "surrogatepass")))
 
 
@@ -121,7 +121,7 @@ _NOT_WRITTEN = ImageBlock | ToolResultBlock | ToolBlock
 
 
 def written_row(written: Written) -> Row:
-    """A writing as plain values. Raises ValueError for blocks that a model cannot write."""
+    """An output as plain values. Raises ValueError for blocks that a model cannot write."""
     message = written.message
     if strange := [block for block in message.blocks if isinstance(block, _NOT_WRITTEN)]:
         raise ValueError(f"A model does not write a {type(strange[0]).__name__}.")
@@ -135,7 +135,7 @@ def written_row(written: Written) -> Row:
 
 
 def written_of(row: object) -> Written:
-    """The writing of a row. Raises ValueError where the row is not of that form."""
+    """The output of a row. Raises ValueError where the row is not of that form."""
     values = fields(row)
     blocks = tuple(_block(block) for block in items(values.get("blocks")))
     if any(isinstance(block, _NOT_WRITTEN) for block in blocks):
@@ -174,7 +174,7 @@ def tool_of(row: object) -> ToolSpec:
 
 
 def fields(value: object) -> Row:
-    """An object. Raises ValueError, as all of these do, for another value."""
+    """An object. Raises ValueError for another value, as the functions below do."""
     if not isinstance(value, dict):
         raise ValueError(f"no object: {value!r}")
     return value

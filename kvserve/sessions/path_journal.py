@@ -1,97 +1,99 @@
-"""Which rows the nodes and places of a turn store are, told to a journal. The store calls it under its lock."""
+"""Which rows a turn store's nodes and chains have, and when the journal is told. The store holds the lock."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
 
 from kvserve.sessions.journal import Journal, number_key
-from kvserve.sessions.kept import Kept, Place
-from kvserve.sessions.seen import Seen, TurnRecord
-from kvserve.sessions.turn_rows import Reading, doubts_body, node_body, reading_body, record_body
+from kvserve.sessions.node_state import ChainState, NodeState
+from kvserve.sessions.seen import PathNode, TurnRecord
+from kvserve.sessions.turn_rows import LastRead, conflicts_body, last_read_body, node_body, record_body
 
 
 class PathJournal:
-    """Reads the store's maps as they are when it is called; of a place it notes that it has a row."""
+    """Reads the store's maps; of a chain it sets whether it has a row."""
 
-    def __init__(self, journal: Journal, kept: Mapping[Seen, Kept], places: Mapping[bytes, Place]) -> None:
+    def __init__(
+        self, journal: Journal, kept: Mapping[PathNode, NodeState], states: Mapping[bytes, ChainState]
+    ) -> None:
         self._journal = journal
         self._kept = kept
-        self._places = places
+        self._states = states
 
-    def read(self, leaf: Seen, until: float) -> None:
-        """A request has read this path: from now on all of it is written down, `until` then at least."""
-        new: list[Seen] = []
-        for seen in leaf.ancestry():
-            kept = self._kept[seen]
+    def read(self, leaf: PathNode, until: float) -> None:
+        """A request has read this path: all of it is written down from now on, until `until` at least."""
+        new: list[PathNode] = []
+        for node in leaf.ancestry():
+            kept = self._kept[node]
             if kept.until is None:
-                new.append(seen)
+                new.append(node)
             kept.extend_life(until)
-        for seen in reversed(new):
-            self.put_node(seen)
+        for node in reversed(new):
+            self.put_node(node)
         self.put_reading(leaf)
 
-    def put_node(self, seen: Seen) -> None:
-        """The node, without when it was read."""
-        parent = None if seen.parent is None else self._kept[seen.parent].number
-        self._journal.put("node", number_key(self._kept[seen].number), partial(node_body, parent, seen))
-        self.doubts(seen.chain)
+    def put_node(self, node: PathNode) -> None:
+        """Write the node, without when it was read."""
+        parent = None if node.parent is None else self._kept[node.parent].number
+        self._journal.put("node", number_key(self._kept[node].number), partial(node_body, parent, node))
+        self.put_conflicts(node.chain)
 
-    def put_reading(self, seen: Seen) -> None:
-        """When the node was read; what stands before it was read then too, and needs no row for it."""
-        kept = self._kept[seen]
-        reading = Reading(kept.last_read, kept.until or 0.0)
-        self._journal.put("read", number_key(kept.number), partial(reading_body, reading))
+    def put_reading(self, node: PathNode) -> None:
+        """Write when the node was read; its parents were read then too and need no row for it."""
+        kept = self._kept[node]
+        reading = LastRead(kept.last_read, kept.until or 0.0)
+        self._journal.put("read", number_key(kept.number), partial(last_read_body, reading))
 
-    def node_gone(self, seen: Seen, kept: Kept) -> None:
-        """A node is kept no more; when it was read, the one before it was read."""
+    def node_gone(self, node: PathNode, kept: NodeState) -> None:
+        """Drop the rows of a node. Its parent was read when the node was."""
         if kept.until is None:
             return
         self._journal.drop("read", number_key(kept.number))
         self._journal.drop("node", number_key(kept.number))
-        if seen.parent is not None:
-            self.put_reading(seen.parent)
+        if node.parent is not None:
+            self.put_reading(node.parent)
 
-    def doubts(self, chain: bytes) -> None:
-        """A place has changed: its row says what its nodes do not, as long as one of them is written down."""
-        place = self._places[chain]
-        doubts = place.doubts if any(self._kept[node].until is not None for node in place.nodes) else None
-        if doubts is not None:
-            self._journal.put("place", chain, partial(doubts_body, doubts))
-        elif place.has_row:
+    def put_conflicts(self, chain: bytes) -> None:
+        """Write what the nodes of a chain do not say, as long as one of them has a row."""
+        state = self._states[chain]
+        conflicts = state.conflicts if any(self._kept[node].until is not None for node in state.nodes) else None
+        if conflicts is not None:
+            self._journal.put("place", chain, partial(conflicts_body, conflicts))
+        elif state.has_row:
             self._journal.drop("place", chain)
-        place.has_row = doubts is not None
+        state.has_row = conflicts is not None
 
     def is_lasting(self, chain: bytes) -> bool:
-        """Whether a node of this place is written down."""
-        return chain in self._places and any(self._kept[node].until is not None for node in self._places[chain].nodes)
+        """Whether a node of this chain has a row."""
+        return chain in self._states and any(self._kept[node].until is not None for node in self._states[chain].nodes)
 
     def put_record(self, serial: int, record: TurnRecord) -> None:
-        """The record of a request, where its path is written down."""
+        """Write the record of a request, if its path is written down."""
         kept = self._kept[record.leaf]
         if kept.until is not None:
             self._journal.put("record", number_key(kept.number), partial(record_body, serial, record))
 
-    def record_gone(self, leaf: Seen) -> None:
-        """The record that ended here is kept no more."""
+    def record_gone(self, leaf: PathNode) -> None:
+        """Drop the row of the record that ended here."""
         kept = self._kept.get(leaf)
         if kept is not None and kept.until is not None:
             self._journal.drop("record", number_key(kept.number))
 
     def all_gone(self) -> None:
-        """Everything that is kept now goes."""
+        """Drop all rows."""
         for kept in self._kept.values():
             if kept.until is not None:
                 self._journal.drop("record", number_key(kept.number))
                 self._journal.drop("read", number_key(kept.number))
                 self._journal.drop("node", number_key(kept.number))
-        for chain, place in self._places.items():
-            if place.has_row:
+        for chain, state in self._states.items():
+            if state.has_row:
                 self._journal.drop("place", chain)
 
     def put_all(self, records: Iterable[tuple[int, TurnRecord]]) -> None:
-        """Everything that is kept now and is to last."""
-        lasting = [(kept.number, seen) for seen, kept in self._kept.items() if kept.until is not None]
-        for _, seen in sorted(lasting, key=lambda pair: pair[0]):
-            self.put_node(seen)
-            self.put_reading(seen)
+        """Write everything that has a row."""
+        lasting = [(kept.number, node) for node, kept in self._kept.items() if kept.until is not None]
+        for _, node in sorted(lasting, key=lambda pair: pair[0]):
+            self.put_node(node)
+            self.put_reading(node)
         for serial, record in records:
             self.put_record(serial, record)

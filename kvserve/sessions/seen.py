@@ -16,10 +16,9 @@ PACKED_BYTES: Final = array(PACKED).itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One message that the model read (`message`, as it saw it) or wrote (`written` too), and its chain digest: it
-    names the canonical conversation up to and with this message. `meaning` also tells apart what a client may leave
-    out, such as who the sender was."""
+class PathStep:
+    """A message that the model read (`message`, as it saw it) or wrote (`written` too). `chain` is the digest of the
+    canonical conversation up to and with it; `meaning` also covers what a client may leave out, such as the sender."""
 
     chain: bytes
     message: Message
@@ -28,12 +27,11 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """A message as the model saw it, below what it saw before it. Compared by identity; nobody changes it, so a path
-    that somebody holds stays what the model saw, whatever becomes of the store. `index` is 0 for a first message;
-    `owner` names whose conversation it is, from the first message to the last."""
+class PathNode:
+    """A message as the model saw it, below the one before it. Compared by identity and never changed, so a path that a
+    caller holds stays whole. `index` is 0 for a first message; `owner` is the whole conversation's."""
 
-    parent: "Seen | None" = field(repr=False)
+    parent: "PathNode | None" = field(repr=False)
     chain: bytes
     message: Message
     written: Written | None
@@ -41,14 +39,14 @@ class Seen:
     meaning: bytes = b""
     owner: str = ""
 
-    def ancestry(self) -> "Iterator[Seen]":
-        """This one, then what stands before it, up to the first message."""
-        seen: Seen | None = self
+    def ancestry(self) -> "Iterator[PathNode]":
+        """This node, then its parents up to the first message."""
+        seen: PathNode | None = self
         while seen is not None:
             yield seen
             seen = seen.parent
 
-    def path(self) -> "tuple[Seen, ...]":
+    def path(self) -> "tuple[PathNode, ...]":
         """From the first message to this one; `path()[i].index == i`."""
         path = list(self.ancestry())
         path.reverse()
@@ -56,7 +54,7 @@ class Seen:
 
 
 def pack_ids(*runs: Iterable[int]) -> bytes:
-    """Token ids, one run after the other, as a record keeps them. Raises OverflowError for what is no 32-bit id."""
+    """Token ids, one run after the other, as a record keeps them. Raises OverflowError for more than 32 bits."""
     packed = array(PACKED)
     for run in runs:
         packed.extend(run)
@@ -64,7 +62,7 @@ def pack_ids(*runs: Iterable[int]) -> bytes:
 
 
 def packed_common_length(one: bytes, other: bytes) -> int:
-    """Token ids that two packed runs have in common at their beginning."""
+    """How many token ids two packed runs share at their beginning."""
     low, high = 0, min(len(one), len(other)) // PACKED_BYTES
     while low < high:  # bytes compare at memory speed: halve what may be equal
         middle = (low + high + 1) // 2
@@ -77,7 +75,7 @@ def packed_common_length(one: bytes, other: bytes) -> int:
 
 
 def common_length(one: Iterable[int], other: Iterable[int]) -> int:
-    """Token ids that two runs have in common at their beginning."""
+    """How many token ids two runs share at their beginning."""
     return packed_common_length(pack_ids(one), pack_ids(other))
 
 
@@ -85,16 +83,16 @@ def common_length(one: Iterable[int], other: Iterable[int]) -> int:
 class TurnRecord:
     """What one request put before the model and what came of it.
 
-    `messages`: all that the model read, in order and as it read them, those that are no part of the identity too, and
-    what it wrote. `packed_ids`: the prompt's model tokens and the emitted ones (`pack_ids`), `images` the runs among
-    them that stand for images. `starts`: the offset in model tokens where each message of the prompt begins. `tools`
-    are those that could be called, `tool_layout` says which of them stood in front and where the others came in.
-    `num_computed_tokens`: of a request whose client left, how many of them were computed; None for a complete one.
+    `messages`: all that the model read, in order and as it read them, those without identity too, and what it wrote.
+    `packed_ids`: the prompt's model tokens and the emitted ones (`pack_ids`); `images`: the runs among them that stand
+    for images. `starts`: the offset in model tokens where each message of the prompt begins. `tools`: those that could
+    be called; `tool_layout`: which of them stood in front and where the others came in. `num_computed_tokens`: how many
+    were computed, of a request whose client disconnected; None for a complete one.
     """
 
     request_id: RequestId
     session: str | None
-    leaf: Seen
+    leaf: PathNode
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     tools_digest: bytes
@@ -112,6 +110,16 @@ class TurnRecord:
 
     @property
     def ids(self) -> Sequence[int]:
-        """The model tokens, read-only and without a copy."""
+        """The model tokens, read-only, without a copy."""
         view: Sequence[int] = memoryview(self.packed_ids).cast(PACKED)
         return view
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTotals:
+    """What a turn store keeps."""
+
+    num_nodes: int
+    num_bytes: int
+    num_records: int
+    num_record_bytes: int

@@ -1,5 +1,5 @@
-"""All that is kept of one model's conversations: its stores within one number of bytes, and on disk what is to outlive
-the process. What the stores hold is theirs; this file knows how much each may hold and what is done to all of them.
+"""The stores of one model's conversations: how many bytes each may hold, and what is done to all of them. What a store
+holds is its own.
 """
 
 import threading
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvserve.sessions.archive import Archive, ArchiveTotals, Upkeep
-from kvserve.sessions.beginnings import Beginnings
+from kvserve.sessions.first_values import TelemetryValues
 from kvserve.sessions.healing import HealingStore
-from kvserve.sessions.journal import UNWRITTEN, Rows, Switch
+from kvserve.sessions.hot_prefixes import HotPrefixes
+from kvserve.sessions.journal import UNWRITTEN, JournalSwitch, Rows
 from kvserve.sessions.lineage import SessionIndex
-from kvserve.sessions.telemetry_values import TelemetryValues
 from kvserve.sessions.turns import TurnStore
 
 PATHS_SHARE = 10 / 32
@@ -21,18 +21,18 @@ RECORDS_SHARE = 7 / 32
 HEALING_SHARE = 4 / 32
 LINEAGE_SHARE = 2 / 32
 TOOLS_SHARE = 1 / 32
-BEGINNINGS_SHARE = 1 / 64
+HOT_PREFIXES_SHARE = 1 / 64
 FAMILIAR_SHARE = 2 / 32
 PLACED_SHARE = 1 / 32
 MEMO_SHARE = 9 / 64
-"""How the bytes of one setting are shared out. The last three are not for these stores but for what is remembered of
-messages, of the places that templates gave them, and of the tokens of earlier prompts."""
+"""The shares of the bytes of one setting. The last three are not for these stores but for memos of messages, of where
+templates placed them, and of the tokens of earlier prompts."""
 
 LINEAGE_BYTES_PER_MESSAGE = 512
-"""A message's digest in a branch and the way from it to the branch, as Python holds them."""
+"""A message's digest in a branch and the entry that leads from it to the branch, as Python holds them."""
 
 ROOM_SHARE = 0.9
-"""What is left of each store where the disk's copy became too large."""
+"""What is left of each store where its rows on disk became too large."""
 
 FLUSH_SECONDS = 2.0
 CLOSE_SECONDS = 5.0
@@ -41,7 +41,7 @@ CLOSE_SECONDS = 5.0
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
     """Bytes for everything together, in RAM and again on disk; how long a session may be idle where nothing outlives
-    the process (0 = always); how long what is written down is kept after its last use."""
+    the process (0 = always); how long rows are kept after their last use."""
 
     max_bytes: int = 512 << 20
     idle_seconds: float = 1_800.0
@@ -49,22 +49,22 @@ class StoreLimits:
 
     @property
     def memo_bytes(self) -> int:
-        """What may be remembered of earlier prompts' tokens."""
+        """Bytes for the tokens of earlier prompts."""
         return int(self.max_bytes * MEMO_SHARE)
 
     @property
     def familiar_bytes(self) -> int:
-        """What may be remembered of messages that were sent before."""
+        """Bytes for messages that were sent before."""
         return int(self.max_bytes * FAMILIAR_SHARE)
 
     @property
     def placed_bytes(self) -> int:
-        """What may be remembered of conversations as a template's dialects placed them."""
+        """Bytes for conversations as a template's dialects placed them."""
         return int(self.max_bytes * PLACED_SHARE)
 
 
 class Stores:
-    """The stores of one model. With an archive they begin with what it holds, and what changes is told to it."""
+    """The stores of one model. With an archive they begin with its rows and write their changes to it."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class Stores:
         *,
         awaits_archive: bool = False,
     ) -> None:
-        """`clock`: seconds since the epoch. `awaits_archive`: one will be there later (`attach`), for what is
-        remembered before too."""
+        """`clock`: seconds since the epoch. `awaits_archive`: one follows (`attach`), also for what is remembered
+        before."""
         self._limits = limits
         self._archive: Archive | None = None
         self._clock = clock
         self._outlives = awaits_archive or archive is not None
-        self._journal = Switch()
+        self._journal = JournalSwitch()
         self._attaching = threading.Lock()
         self._is_closed = False
         self._make()
@@ -99,9 +99,9 @@ class Stores:
         return self._outlives and self._archive is None
 
     def attach(self, archive: Archive) -> bool:
-        """Let what changes be written there from now on, and all that is remembered already. Where it holds something
-        that takes the place of what was remembered meanwhile: nodes have numbers, two sets of them cannot be joined.
-        Returns whether that was so; nothing is done where there is an archive, or all is over."""
+        """Write all that is remembered, and later changes, to this archive. Where it holds rows, these replace what was
+        remembered meanwhile, as two sets of numbered nodes cannot be joined; returns whether they did. Closes the
+        archive where there is one already or the stores are closed."""
         with self._attaching:
             if self._is_closed or self._archive is not None:
                 archive.close(CLOSE_SECONDS)
@@ -112,27 +112,31 @@ class Stores:
         return has_taken
 
     def _begin_with(self, archive: Archive) -> bool:
-        """Begin with what an archive holds, if there is anything in it. Whether there was."""
+        """Begin with an archive's rows; returns whether it had any."""
         self._archive, self._outlives, found = archive, True, archive.take_rows()
         if found:
-            self._journal = Switch(archive)  # who still holds the stores of before tells nobody
+            self._journal = JournalSwitch(archive)  # a request that holds the old stores writes nothing
             try:
                 self._make()
                 self._load(found)
-            except (ValueError, LookupError, TypeError, RecursionError) as error:  # whole rows, of a faulty program
+            except (
+                ValueError,
+                LookupError,
+                TypeError,
+                RecursionError,
+            ) as error:  # intact rows of a faulty program
                 self._make()
-                archive.reject(f"what it holds does not fit together: {error!r}")
+                archive.reject(f"its rows do not fit together: {error!r}")
         self._journal.to = archive
         archive.start(Upkeep(self.put_all, self.expire, self.make_room))
         self.expire()
         return bool(found)
 
     def detach(self) -> None:
-        """Nothing is written any more, and what was remembered is forgotten in RAM: it is not this model's. What is in
-        the archive stays there."""
+        """Write no more and clear the stores in RAM: what they hold is not this model's. The archive's file stays."""
         with self._attaching:
             archive, self._archive, self._outlives = self._archive, None, False
-            self._journal.to, self._journal = UNWRITTEN, Switch()
+            self._journal.to, self._journal = UNWRITTEN, JournalSwitch()
             self._make()
         if archive is not None:
             archive.close(CLOSE_SECONDS)
@@ -147,7 +151,7 @@ class Stores:
             journal=journal,
         )
         self.telemetry = TelemetryValues(journal=journal)
-        self.beginnings = Beginnings(max_bytes=int(limits.max_bytes * BEGINNINGS_SHARE), journal=journal)
+        self.hot_prefixes = HotPrefixes(max_bytes=int(limits.max_bytes * HOT_PREFIXES_SHARE), journal=journal)
         self.index = SessionIndex(
             max_messages=int(limits.max_bytes * LINEAGE_SHARE / LINEAGE_BYTES_PER_MESSAGE),
             idle_seconds=limits.keep_seconds if self._outlives else limits.idle_seconds,
@@ -158,7 +162,7 @@ class Stores:
         self.turns.load(rows)
         self.healing.load(rows)
         self.index.load(rows)
-        self.beginnings.load(rows)
+        self.hot_prefixes.load(rows)
         self.telemetry.load(rows)
 
     def now(self) -> float:
@@ -166,8 +170,8 @@ class Stores:
         return self._clock()
 
     def until(self, ttl_seconds: float | None) -> float | None:
-        """Until when what a request leaves is written down: as long as KV on disk, to which it leads. None: not at all,
-        as the request wants it (`ttl_seconds` 0; any other time is for RAM) or as there will be no archive."""
+        """Until when a request's rows are kept: as long as the KV on disk that they lead to. None: nothing is written,
+        as the request asks (`ttl_seconds` 0; another time is for RAM) or as there will be no archive."""
         if not self._outlives or ttl_seconds == 0:
             return None
         return self.now() + self._limits.keep_seconds
@@ -177,20 +181,20 @@ class Stores:
         return ArchiveTotals(False, 0, 0, 0) if self._archive is None else self._archive.totals()
 
     def clear(self) -> None:
-        """Forget everything, on disk too: there it is gone when this returns, unless the disk hangs."""
+        """Delete everything. It is gone from the disk too when this returns, unless the disk hangs."""
         self.healing.clear()
         self.turns.clear()
         self.index.clear()
-        self.beginnings.clear()
+        self.hot_prefixes.clear()
         self.telemetry.clear()
         self.flush()
 
     def flush(self) -> bool:
-        """Wait until all of this is on disk; False where it could not be in time."""
+        """Wait until all changes are on disk; False where that took too long."""
         return self._archive is None or self._archive.flush(FLUSH_SECONDS)
 
     def erase(self) -> bool:
-        """The same, and nothing that was dropped is in a file any more."""
+        """`flush`, after which no file holds anything that was dropped."""
         return self._archive is None or self._archive.erase(FLUSH_SECONDS)
 
     def close(self) -> None:
@@ -203,23 +207,23 @@ class Stores:
     # --- what the archive asks, on its thread -------------------------------------------------------------------------
 
     def put_all(self) -> None:
-        """Tell the archive everything that is to last."""
+        """Tell the archive everything that has a row."""
         self.turns.put_all()
         self.healing.put_all()
         self.index.put_all()
-        self.beginnings.put_all()
+        self.hot_prefixes.put_all()
         self.telemetry.put_all()
 
     def expire(self) -> None:
-        """Forget what was not used for so long that its rows may go."""
+        """Drop everything whose rows have expired."""
         now = self.now()
         self.turns.expire(now)
         self.healing.expire(now)
         self.index.expire(now)
-        self.beginnings.expire(now)
+        self.hot_prefixes.expire(now)
         self.telemetry.expire(now)
 
     def make_room(self) -> None:
-        """Forget the least recently used tenth: its rows are larger than what they are in RAM."""
+        """Evict the least recently used tenth: rows are larger than what they are in RAM."""
         self.turns.shrink(ROOM_SHARE)
         self.healing.shrink(ROOM_SHARE)

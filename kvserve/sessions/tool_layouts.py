@@ -1,6 +1,6 @@
-"""Which tools of a conversation stood in front of it, and which came in later at which of its messages.
+"""Which tools stood in front of a conversation, and at which of its messages others came in later.
 
-It knows digests of definitions only: what a prompt says of a tool always comes from the request itself.
+This file knows digests of definitions only: the words of a tool always come from the request itself.
 """
 
 from collections import OrderedDict
@@ -12,12 +12,12 @@ from kvserve.sessions.journal import UNWRITTEN, Journal, Rows
 from kvserve.sessions.message_rows import Row, digest_of, dump, fields, items, parse
 
 MAX_LAYOUTS = 8
-"""So many layouts are kept of one message: of a client that asks with another set every time, the newest."""
+"""Bound on the layouts of one message, the newest kept: a client may send another set at every request."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddedTools:
-    """Tools, by their digests in order, that came in with the message whose chain is `place`."""
+    """The digests of tools, in order, that came in with the message whose chain is `place`."""
 
     place: bytes
     tools: tuple[bytes, ...]
@@ -25,22 +25,23 @@ class AddedTools:
 
 @dataclass(frozen=True, slots=True)
 class ToolLayout:
-    """The digests of the tools in front, in order, and what was added since, the oldest first."""
+    """The digests of the tools in front, in order, and of those added since, the oldest first."""
 
     front: tuple[bytes, ...] = ()
     added: tuple[AddedTools, ...] = ()
 
     @property
     def tools(self) -> tuple[bytes, ...]:
-        """All of them, in the order in which the model reads them."""
+        """All tools, in the order in which the model reads them."""
         return (*self.front, *(tool for each in self.added for tool in each.tools))
 
     def continues(self, before: "ToolLayout") -> bool:
-        """Whether the model reads what it read under `before`, and perhaps more behind that."""
+        """Whether the model reads the same as under `before`, with nothing or more tools behind."""
         return self.front == before.front and self.added[: len(before.added)] == before.added
 
     def stages(self, anchor: bytes | None) -> Iterator[tuple[bytes, "ToolLayout"]]:
-        """The layout as it grew, each with the message from which on it holds; `anchor` is that of the front."""
+        """The layouts from the first to this one, each with the message from which on it holds: the front's is
+        `anchor`."""
         if anchor is not None:
             yield anchor, replace(self, added=())
         for num, each in enumerate(self.added, start=1):
@@ -51,8 +52,8 @@ NO_TOOLS = ToolLayout()
 
 
 class ToolLayouts:
-    """The layouts that conversations were rendered with, by the chains of the messages from which on they hold; at most
-    `max_digests` in all, those of the least recently used message first. Its owner has the lock."""
+    """The layouts that conversations were rendered with, by the chain of the message from which on each holds; at most
+    `max_digests` in all, the least recently used message dropped first. The owner holds the lock."""
 
     def __init__(self, max_digests: int = 1 << 17, journal: Journal = UNWRITTEN) -> None:
         self._max_digests = max_digests
@@ -66,7 +67,7 @@ class ToolLayouts:
         return tuple(reversed(self._at.get(chain, {})))
 
     def put(self, chain: bytes, layout: ToolLayout, *, is_lasting: bool) -> None:
-        """A prompt was rendered with this layout, which holds from here on. `is_lasting`: it is written down."""
+        """A prompt was rendered with this layout, which holds from this message on. `is_lasting`: write it down."""
         layouts = self._at.setdefault(chain, {})
         self._at.move_to_end(chain)
         is_new = layout not in layouts
@@ -82,30 +83,41 @@ class ToolLayouts:
         while self._num_digests > self._max_digests and len(self._at) > 1:
             self.drop(next(iter(self._at)))
 
+    def put_along(
+        self, path: Sequence[bytes], answer: bytes | None, layout: ToolLayout, is_lasting: Callable[[bytes], bool]
+    ) -> None:
+        """A request read the messages of this path, the first answer among them, with this layout. Note it there, at
+        the messages that brought tools in and, where another layout was in force after that, at the end."""
+        for chain, stage in layout.stages(answer):
+            if chain in path:
+                self.put(chain, stage, is_lasting=is_lasting(chain))
+        last = next((found[0] for chain in reversed(path) if (found := self.at(chain))), None)
+        if last not in (None, layout):
+            self.put(path[-1], layout, is_lasting=is_lasting(path[-1]))
+
     def drop(self, chain: bytes) -> None:
-        """The message is not kept any more."""
+        """Drop the layouts of a message that is not kept any more."""
         self._num_digests -= sum(len(layout.tools) for layout in self._at.pop(chain, {}))
         self.drop_row(chain)
 
     def drop_row(self, chain: bytes) -> None:
-        """What holds from here on is not to be written down any more."""
+        """Drop the row of a message's layouts."""
         if chain in self._written:
             self._written.remove(chain)
             self._journal.drop("layouts", chain)
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Drop all layouts."""
         for chain in list(self._at):
             self.drop(chain)
 
     def put_all(self) -> None:
-        """Tell the journal everything that is to last."""
+        """Tell the journal every layout that has a row."""
         for chain in self._written:
             self._put(chain)
 
     def load(self, rows: Rows, is_lasting: Callable[[bytes], bool]) -> None:
-        """Take in what was written down, of messages that are `is_lasting`. Raises ValueError for rows of another
-        form."""
+        """Take in the rows of messages that are `is_lasting`. Raises ValueError for rows of another form."""
         for chain, body in rows.get("layouts", ()):
             self._written.add(chain)
             for row in items(parse(body).get("layouts")):

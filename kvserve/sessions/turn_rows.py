@@ -1,6 +1,6 @@
-"""The turn store's rows: a message as the model saw it, doubts about a place, the record of a request.
+"""The turn store's rows: a message as the model saw it, conflicts at a chain, the record of a request.
 
-A node names its parent by number; a message that its writing or its record's path holds already is written once.
+A node names its parent by number; a message that its output or its record's path holds is written once.
 """
 
 import sys
@@ -29,22 +29,21 @@ from kvserve.sessions.message_rows import (
     written_of,
     written_row,
 )
-from kvserve.sessions.seen import PACKED, PACKED_BYTES, Seen, TurnRecord
+from kvserve.sessions.seen import PACKED, PACKED_BYTES, PathNode, TurnRecord
 from kvserve.sessions.tool_layouts import NO_TOOLS, layout_of, layout_row
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """When a node was last read: a count that every request raises, and until when its row is kept, in seconds since
-    the epoch."""
+class LastRead:
+    """When a node was last read, by a count of requests, and until when its row is kept, in seconds since the epoch."""
 
     serial: int
     until: float
 
 
 @dataclass(frozen=True, slots=True)
-class Doubts:
-    """What a place remembers of nodes that are gone: see `_Place` of the turn store."""
+class Conflicts:
+    """What a chain keeps of nodes that were dropped: see `ChainState`."""
 
     said: bytes | None
     is_doubtful: bool
@@ -55,25 +54,24 @@ class Doubts:
 # --- nodes -----------------------------------------------------------------------------------------------------------
 
 
-def node_body(parent: int | None, seen: Seen) -> bytes:
-    """A node below the node of this number."""
-    written = seen.written
-    is_shared = written is not None and seen.message is written.message
+def node_body(parent: int | None, node: PathNode) -> bytes:
+    """The row of a node; `parent` is its parent's number."""
+    written = node.written
+    is_shared = written is not None and node.message is written.message
     return dump(
         {
             "parent": parent,
-            "owner": seen.owner if parent is None else None,
-            "chain": seen.chain.hex(),
-            "meaning": seen.meaning.hex(),
-            "message": None if is_shared else message_row(seen.message),
+            "owner": node.owner if parent is None else None,
+            "chain": node.chain.hex(),
+            "meaning": node.meaning.hex(),
+            "message": None if is_shared else message_row(node.message),
             "written": None if written is None else written_row(written),
         }
     )
 
 
-def node_of(body: bytes, nodes: Mapping[int, Seen]) -> Seen:
-    """The node of a row, below one of `nodes`. Raises ValueError for what is no such row, or a parent that is not
-    there."""
+def node_of(body: bytes, nodes: Mapping[int, PathNode]) -> PathNode:
+    """The node of a row, below one of `nodes`. Raises ValueError for another row, or where the parent is missing."""
     row = parse(body)
     parent = None
     if row.get("parent") is not None:
@@ -88,46 +86,46 @@ def node_of(body: bytes, nodes: Mapping[int, Seen]) -> Seen:
     else:
         raise ValueError("a node without a message")
     index, owner = (0, text_of(row.get("owner"))) if parent is None else (parent.index + 1, parent.owner)
-    return Seen(parent, digest_of(row.get("chain")), message, written, index, digest_of(row.get("meaning")), owner)
+    return PathNode(parent, digest_of(row.get("chain")), message, written, index, digest_of(row.get("meaning")), owner)
 
 
-def reading_body(reading: Reading) -> bytes:
-    """When a node was read."""
+def last_read_body(reading: LastRead) -> bytes:
+    """The row of when a node was read."""
     return dump({"serial": reading.serial, "until": reading.until})
 
 
-def reading_of(body: bytes) -> Reading:
-    """The reading of a row. Raises ValueError."""
+def last_read_of(body: bytes) -> LastRead:
+    """When a row's node was read. Raises ValueError."""
     row = parse(body)
-    return Reading(number(row.get("serial")), seconds(row.get("until")))
+    return LastRead(number(row.get("serial")), seconds(row.get("until")))
 
 
-def doubts_body(doubts: Doubts) -> bytes:
-    """What a place remembers."""
-    said, meaning = doubts.said, doubts.meaning
+def conflicts_body(conflicts: Conflicts) -> bytes:
+    """The row of a chain's conflicts."""
+    said, meaning = conflicts.said, conflicts.meaning
     return dump(
         {
             "said": None if said is None else said.hex(),
-            "is_doubtful": doubts.is_doubtful,
+            "is_doubtful": conflicts.is_doubtful,
             "meaning": None if meaning is None else meaning.hex(),
-            "is_contested": doubts.is_contested,
+            "is_contested": conflicts.is_contested,
         }
     )
 
 
-def doubts_of(body: bytes) -> Doubts:
-    """The doubts of a row. Raises ValueError."""
+def conflicts_of(body: bytes) -> Conflicts:
+    """The conflicts of a row. Raises ValueError."""
     row = parse(body)
     said, meaning = (None if row.get(name) is None else digest_of(row[name]) for name in ("said", "meaning"))
-    return Doubts(said, flag(row.get("is_doubtful")), meaning, flag(row.get("is_contested")))
+    return Conflicts(said, flag(row.get("is_doubtful")), meaning, flag(row.get("is_contested")))
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
 def record_body(serial: int, record: TurnRecord) -> bytes:
-    """A record as a line of JSON and, behind it, its token ids as they are."""
-    on_path = {id(seen.message): seen.index for seen in record.leaf.ancestry()}
+    """A record as a line of JSON, followed by its packed token ids."""
+    on_path = {id(node.message): node.index for node in record.leaf.ancestry()}
     messages = [on_path.get(id(message)) for message in record.messages]
     row: Row = {
         "serial": serial,
@@ -150,8 +148,8 @@ def record_body(serial: int, record: TurnRecord) -> bytes:
     return dump(row) + b"\n" + _little_endian(record.packed_ids)
 
 
-def record_of(body: bytes, leaf: Seen) -> tuple[int, TurnRecord]:
-    """The record that ends in this node, and its serial. Raises ValueError."""
+def record_of(body: bytes, leaf: PathNode) -> tuple[int, TurnRecord]:
+    """The serial and the record of a row; `leaf` is the node in which it ends. Raises ValueError."""
     line, _, packed = body.partition(b"\n")  # JSON holds no line break as it is
     row = parse(line)
     path = leaf.path()
@@ -190,7 +188,7 @@ def _image(span: Sequence[object]) -> ImageSpan:
 
 
 def _little_endian(packed: bytes) -> bytes:
-    """From the machine's order of bytes to the file's, or back."""
+    """From the machine's byte order to the file's, or back."""
     if sys.byteorder == "little":
         return packed
     ids = array(PACKED, packed)
@@ -199,7 +197,7 @@ def _little_endian(packed: bytes) -> bytes:
 
 
 def _tagged(value: object) -> object:
-    """Values of JSON and tuples, which are told apart: arguments are compared with those of the next request."""
+    """Values of JSON in which tuples and lists stay apart: arguments are compared with those of the next request."""
     match value:
         case tuple():
             return {"tuple": [_tagged(inner) for inner in value]}

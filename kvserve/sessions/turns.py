@@ -1,53 +1,43 @@
-"""What the model has read and written in every conversation, found by what the client says of it (chain digests).
+"""What the model has read and written in every conversation, found by chain digests of what a client sends.
 
     a chain names a whole canonical history          so a branch or a sub-agent has nodes of its own and cannot
-    a node says how the model saw its last message   move anybody else's; nodes are never changed, only added
+    a node says how the model saw its last message   change another's; nodes are added, never changed
 
-Two nodes may stand at one chain: the same conversation read twice with another clock in it. The newest reading is what
-is found, older paths keep theirs. It knows neither rules nor rendering.
+A chain can have several nodes: the same conversation read twice, with another clock in it. A lookup finds the newest
+one; older paths keep theirs. This file knows neither rules nor rendering.
 """
 
-import heapq
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import count, islice
 
 from kvserve.core import ToolSpec
+from kvserve.sessions.digest_lru import UnambiguousLru
+from kvserve.sessions.first_values import ToolOrders
 from kvserve.sessions.journal import UNWRITTEN, Journal, Rows, number_key
-from kvserve.sessions.kept import Kept, Place, node_bytes, nodes_of_rows
-from kvserve.sessions.passers_by import PassersBy
+from kvserve.sessions.leaf_order import LeafOrder
+from kvserve.sessions.node_state import ChainState, NodeState, node_bytes, nodes_of_rows
 from kvserve.sessions.path_journal import PathJournal
-from kvserve.sessions.records import RecordShelf
-from kvserve.sessions.seen import Seen, Step, TurnRecord
+from kvserve.sessions.record_store import RecordStore
+from kvserve.sessions.seen import PathNode, PathStep, TurnRecord, TurnTotals
 from kvserve.sessions.tool_layouts import ToolLayout, ToolLayouts
-from kvserve.sessions.tool_order import ToolOrders
-from kvserve.sessions.turn_rows import doubts_of, record_of
-from kvserve.sessions.writings import said_digest, same_words, same_writing
+from kvserve.sessions.turn_rows import conflicts_of, record_of
+from kvserve.sessions.written_messages import said_digest
 
-__all__ = ["Seen", "Step", "TurnRecord", "TurnStore", "TurnTotals"]
+MAX_UNRECORDED = 8_192
+"""Bound on the places that requests without a record are noted for, in digests."""
 
 NUM_COMPARED = 8
-"""So many readings of one message are looked at for an equal one: a clock may have left hundreds."""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnTotals:
-    """What a turn store holds."""
-
-    num_nodes: int
-    num_bytes: int
-    num_records: int
-    num_record_bytes: int
+"""How many readings of one message are compared with a new one: a clock may have left hundreds."""
 
 
 class TurnStore:
-    """Paths of messages, bounded in nodes and bytes: the least recently used leaf goes first, what stands before it
-    stays as long as another path needs it. Safe for several threads.
+    """Paths of messages, bounded in nodes and bytes. The least recently used leaf is evicted first; a message before it
+    stays as long as another path needs it. Thread-safe.
 
-    What is to last is told to the journal as it changes: a node when it is first read by a request that may be written
-    down, with all that stands before it.
+    The store tells the journal what is to last as it changes: a node, with all nodes before it, when a request reads it
+    that may be written down.
     """
 
     def __init__(
@@ -63,110 +53,110 @@ class TurnStore:
         self._max_nodes = max_nodes
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._places: dict[bytes, Place] = {}
-        self._kept: dict[Seen, Kept] = {}
-        self._roots: dict[bytes, dict[Seen, None]] = {}
-        # a heap of (last use, serial, leaf); an entry whose node was used since or is no leaf does not count
-        self._oldest: list[tuple[int, int, Seen]] = []
-        self._serials = count()
+        self._states: dict[bytes, ChainState] = {}
+        self._kept: dict[PathNode, NodeState] = {}
+        self._roots: dict[bytes, dict[PathNode, None]] = {}
+        self._leaves = LeafOrder(self._kept)
         self._numbers = count()
         self._num_bytes = 0
-        self._clock = 0
         self._num_reads = 0
-        self._rows = PathJournal(journal, self._kept, self._places)
-        self._records = RecordShelf(max_record_bytes, self._rows.record_gone)
+        self._rows = PathJournal(journal, self._kept, self._states)
+        self._records = RecordStore(max_record_bytes, self._rows.record_gone)
         self._tools = ToolOrders(max_tool_sets, max_tool_bytes, journal)
         self._layouts = ToolLayouts(journal=journal)
-        self._passers_by = PassersBy()
+        self._unrecorded_meanings: UnambiguousLru[bytes] = UnambiguousLru(MAX_UNRECORDED)
+        self._unrecorded_answers: UnambiguousLru[bytes] = UnambiguousLru(MAX_UNRECORDED)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
-    def find(self, chains: Sequence[bytes]) -> Seen | None:
-        """The deepest message of the conversation that the model has seen; `chains[i]` names it up to message i.
+    def find(self, chains: Sequence[bytes]) -> PathNode | None:
+        """The deepest message of the conversation that the model has read; `chains[i]` names it up to message i.
 
-        A path through a place where the model wrote different things is not sure to be this client's: there the next
-        shallower one is taken, unless it was read there as a client sent it.
+        Where the model wrote different things at one place, a path through it may be another client's: a shallower one
+        is returned, unless the place was read there as a client sent it.
         """
         with self._lock:
-            is_sure: dict[Seen, bool] = {}
+            is_sure: dict[PathNode, bool] = {}
             for chain in reversed(chains):
-                place = self._places.get(chain)
-                if place is not None and self._is_sure(place.newest, is_sure):
-                    self._touch(place.newest)
-                    return place.newest
+                state = self._states.get(chain)
+                if state is not None and self._is_sure(state.newest, is_sure):
+                    self._leaves.touch(state.newest)
+                    return state.newest
             return None
 
-    def is_contested(self, seen: Seen) -> bool:
-        """Whether this message was also read with another meaning, by another client perhaps: then what a client left
-        out of it cannot be known."""
+    def is_contested(self, node: PathNode) -> bool:
+        """Whether this message was also read with another meaning: then what a client left out of it is unknown."""
         with self._lock:
-            place = self._places.get(seen.chain)
-            return place is not None and place.is_contested
+            state = self._states.get(node.chain)
+            return state is not None and state.is_contested
 
-    def pass_by(self, steps: Iterable[Step]) -> None:
-        """Messages were read, and written, of which nothing is to be kept: where another meaning or another answer is
-        kept, now or later, nobody knows any more which of them a client leaves out."""
+    def note_unrecorded(self, steps: Iterable[PathStep]) -> None:
+        """Note what a request without a record read and was given. Where a message or an answer with another meaning is
+        kept, now or later, it is unknown from then on which of them a client leaves out."""
         passed = [(step, said_digest(step.written) if step.written is not None else None) for step in steps]
         with self._lock:
             for step, said in passed:
-                self._passers_by.put(step.chain, step.meaning, said)
-                place = self._places.get(step.chain)
-                if place is not None and place.pass_by(step.meaning, said):
-                    self._rows.doubts(step.chain)
+                self._unrecorded_meanings.put(step.chain, step.meaning)
+                if said is not None:
+                    self._unrecorded_answers.put(step.chain, said)
+                state = self._states.get(step.chain)
+                if state is not None and state.note_unrecorded(step.meaning, said):
+                    self._rows.put_conflicts(step.chain)
 
-    def record_for(self, seen: Seen | None, session: str | None = None) -> TurnRecord | None:
-        """The newest request that passed through this message, else the newest one that shares the most of its path;
-        without any, the newest one of the session."""
+    def record_for(self, node: PathNode | None, session: str | None = None) -> TurnRecord | None:
+        """The newest request that passed through this message, else the newest one that shares the most of its path,
+        else the newest one of the session."""
         with self._lock:
-            return self._records.newest(seen, session)
+            return self._records.newest(node, session)
 
     def records(self) -> tuple[TurnRecord, ...]:
         """All records, the oldest request first."""
         with self._lock:
             return tuple(self._records)
 
-    def record_at(self, leaf: Seen) -> TurnRecord | None:
-        """The request that ended with this very message; None where none is kept, or a newer one has gone on."""
+    def record_at(self, leaf: PathNode) -> TurnRecord | None:
+        """The request that ended with this message; None where there is no record, or a newer request has gone on."""
         with self._lock:
             return self._records.at(leaf)
 
     def totals(self) -> TurnTotals:
-        """What is held now."""
+        """What is kept now."""
         with self._lock:
             return TurnTotals(len(self._kept), self._num_bytes, len(self._records), self._records.num_bytes)
 
     # --- adding -------------------------------------------------------------------------------------------------------
 
     def extend(
-        self, parent: Seen | None, steps: Iterable[Step], until: float | None = None, *, owner: str = ""
-    ) -> Seen:
-        """What the model saw after `parent` (None: from the beginning, in a conversation of `owner`); the last message
-        of it. Its rows are kept `until` then at least, in seconds since the epoch; None: it is not written down.
+        self, parent: PathNode | None, steps: Iterable[PathStep], until: float | None = None, *, owner: str = ""
+    ) -> PathNode:
+        """Add what the model read after `parent` (None: from the beginning, in a conversation of `owner`); returns its
+        last message. The rows are kept until `until` at least, in seconds since the epoch; None: nothing is written
+        down.
 
-        A step that the model saw exactly so at this place is no new node; a step that leaves the chain as it is (a
-        message that is no part of the identity) has none. Raises ValueError where that leaves nothing.
+        A step that the model has read in this form at this place adds no node, nor does one that leaves the chain as it
+        is (a message without identity). Raises ValueError where no message is left.
         """
-        added = tuple(steps)  # nobody's generator runs under the lock
+        added = tuple(steps)  # a caller's generator must not run under the lock
         with self._lock:
             if parent is not None:
                 self._read_path(parent)
-            seen = parent
+            node = parent
             for step in added:
-                if seen is None or step.chain != seen.chain:
-                    seen = self._step(seen, step, owner)
-            if seen is None:
+                if node is None or step.chain != node.chain:
+                    node = self._step(node, step, owner)
+            if node is None:
                 raise ValueError("A path has at least one message.")
-            self._touch(seen)
+            self._leaves.touch(node)
             self._num_reads += 1
-            for read in seen.ancestry():
+            for read in node.ancestry():
                 self._kept[read].last_read = self._num_reads
             if until is not None:
-                self._rows.read(seen, until)
+                self._rows.read(node, until)
             self._shrink(self._max_bytes)
-            return seen
+            return node
 
     def remember(self, record: TurnRecord, *, is_lasting: bool = False) -> None:
-        """The record of the newest request. Does nothing where its leaf has been forgotten meanwhile."""
+        """Keep the record of the newest request. Does nothing where its leaf was evicted meanwhile."""
         with self._lock:
             if record.leaf not in self._kept:
                 return
@@ -174,203 +164,159 @@ class TurnStore:
             if self._records.put(record) and is_lasting:
                 self._rows.put_record(self._num_reads, record)
             if record.tool_layout.front:
-                self._put_layout(record, is_lasting=is_lasting)
-
-    def _put_layout(self, record: TurnRecord, *, is_lasting: bool) -> None:
-        """Note where the tools of a request stood: at its first answer, at the messages that brought more and, where
-        others were in force after that, at its end."""
-
-        def put(chain: bytes, layout: ToolLayout) -> None:
-            if chain in self._places:
-                self._layouts.put(chain, layout, is_lasting=is_lasting and self._rows.is_lasting(chain))
-
-        path = record.leaf.path()
-        answer = next((seen.chain for seen in path if seen.written is not None), None)
-        for chain, layout in record.tool_layout.stages(answer):
-            put(chain, layout)
-        last = next((found[0] for seen in reversed(path) if (found := self._layouts.at(seen.chain))), None)
-        if last not in (None, record.tool_layout):
-            put(record.leaf.chain, record.tool_layout)
+                path = record.leaf.path()
+                answer = next((node.chain for node in path if node.written is not None), None)
+                self._layouts.put_along(
+                    [node.chain for node in path],
+                    answer,
+                    record.tool_layout,
+                    lambda chain: is_lasting and self._rows.is_lasting(chain),
+                )
 
     def tools_as_seen(
         self, digest: bytes, tools: Sequence[ToolSpec], until: float | None = None
     ) -> tuple[ToolSpec, ...]:
-        """The same set of tools in the order in which it first came. `digest` is the set's, free of order."""
+        """The tools in the order in which this set first came. `digest` is the set's, whatever its order."""
         with self._lock:
             return self._tools.as_seen(digest, tools, until)
 
     def tool_layouts(self, chains: Sequence[bytes]) -> list[tuple[int, ToolLayout]]:
-        """How the tools stood in requests that went through these messages: each layout with the index of the message
-        from which on it holds, the last message first. None holds before the first answer."""
+        """The layouts of the tools in requests that read these messages: each with the index of the message from which
+        on it holds, the last message first. None holds before the first answer."""
         with self._lock:
             return [(index, each) for index in reversed(range(len(chains))) for each in self._layouts.at(chains[index])]
 
     def forget(self, is_gone: Callable[[str], bool]) -> int:
-        """Forget the conversations of these owners, and whose tools came in which order first, as nobody knows who sent
-        them; how many messages that were."""
+        """Delete the conversations of these owners, and all first orders of tools; returns the number of messages."""
         with self._lock:
-            gone = [seen for seen in self._kept if is_gone(seen.owner)]
-            for seen in sorted(gone, key=lambda seen: seen.index, reverse=True):
-                self._forget(seen)
-            self._drop_old_entries()
+            gone = [node for node in self._kept if is_gone(node.owner)]
+            for node in sorted(gone, key=lambda node: node.index, reverse=True):
+                self._forget(node)
+            self._leaves.drop_stale()
             self._tools.clear()
             return len(gone)
 
     def clear(self) -> None:
-        """Forget everything. Paths that somebody holds stay whole."""
+        """Delete everything. Paths that a caller holds stay whole."""
         with self._lock:
             self._rows.all_gone()
-            self._places.clear()
+            self._states.clear()
             self._kept.clear()
             self._roots.clear()
-            self._oldest.clear()
+            self._leaves.clear()
             self._num_bytes = 0
             self._records.clear()
             self._tools.clear()
             self._layouts.clear()
-            self._passers_by.clear()
+            self._unrecorded_meanings.clear()
+            self._unrecorded_answers.clear()
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
-    def _is_sure(self, seen: Seen, known: dict[Seen, bool]) -> bool:
-        """Whether no message of the path is one of several that the model wrote at its place; each is asked once."""
-        passed: list[Seen] = []
+    def _is_sure(self, node: PathNode, known: dict[PathNode, bool]) -> bool:
+        """Whether the path holds no answer that is one of several at its place; each node is looked at once."""
+        passed: list[PathNode] = []
         verdict = True
-        for node in seen.ancestry():
-            if node in known:
-                verdict = known[node]
+        for each in node.ancestry():
+            if each in known:
+                verdict = known[each]
                 break
-            passed.append(node)
-        for node in reversed(passed):
-            verdict = verdict and (node.written is None or not self._places[node.chain].is_doubtful)
-            known[node] = verdict
+            passed.append(each)
+        for each in reversed(passed):
+            verdict = verdict and (each.written is None or not self._states[each.chain].is_doubtful)
+            known[each] = verdict
         return verdict
 
-    def _step(self, parent: Seen | None, step: Step, owner: str) -> Seen:
+    def _step(self, parent: PathNode | None, step: PathStep, owner: str) -> PathNode:
         readings = self._children(parent).get(step.chain, {})
         for known in islice(reversed(readings), NUM_COMPARED):
-            if self._is_as_seen(known, step):
+            if self._states[known.chain].is_as_seen(known, step):
                 self._read_again(known)
                 return known
         index = 0 if parent is None else parent.index + 1
         owner = owner if parent is None else parent.owner
-        seen = Seen(parent, step.chain, step.message, step.written, index, step.meaning, owner)
-        self._keep(seen)
-        return seen
+        node = PathNode(parent, step.chain, step.message, step.written, index, step.meaning, owner)
+        self._keep(node)
+        return node
 
-    def _is_as_seen(self, known: Seen, step: Step) -> bool:
-        """Whether the step says nothing that the node does not: nodes are never changed."""
-        if not same_words(known.message, step.message):
-            return False
-        if known.written is None or step.written is None:
-            return known.written is step.written or (step.written is None and not self._places[known.chain].is_doubtful)
-        return same_writing(known.written, step.written)
-
-    def _read_path(self, leaf: Seen) -> None:
-        """A request goes on from here, and so has read all of it; what was forgotten meanwhile is kept again."""
-        for seen in leaf.path():
-            if seen in self._kept:
-                self._read_again(seen)
+    def _read_path(self, leaf: PathNode) -> None:
+        """A request continues this path, so it has read all of it; nodes that were evicted are added again."""
+        for node in leaf.path():
+            if node in self._kept:
+                self._read_again(node)
             else:
-                self._keep(seen)
+                self._keep(node)
 
-    def _children(self, parent: Seen | None) -> dict[bytes, dict[Seen, None]]:
+    def _children(self, parent: PathNode | None) -> dict[bytes, dict[PathNode, None]]:
         return self._roots if parent is None else self._kept[parent].children
 
-    def _keep(self, seen: Seen) -> None:
-        self._children(seen.parent).setdefault(seen.chain, {})
-        if seen.parent is not None:
-            self._kept[seen.parent].num_children += 1
-        self._clock += 1
-        self._kept[seen] = Kept(next(self._numbers), node_bytes(seen), self._clock)
-        self._num_bytes += self._kept[seen].num_bytes
-        place = self._places.setdefault(seen.chain, Place())
-        place.take(seen)
-        place.is_contested |= self._passers_by.meant_otherwise(seen.chain, seen.meaning)
-        place.is_doubtful |= place.said is not None and self._passers_by.was_given_otherwise(seen.chain, place.said)
-        self._read_again(seen)
-        self._rows.doubts(seen.chain)
+    def _keep(self, node: PathNode) -> None:
+        self._children(node.parent).setdefault(node.chain, {})
+        if node.parent is not None:
+            self._kept[node.parent].num_children += 1
+        self._kept[node] = NodeState(next(self._numbers), node_bytes(node), self._leaves.next_use())
+        self._num_bytes += self._kept[node].num_bytes
+        state = self._states.setdefault(node.chain, ChainState())
+        state.take(node)
+        state.is_contested |= self._unrecorded_meanings.is_other(node.chain, node.meaning)
+        state.is_doubtful |= state.said is not None and self._unrecorded_answers.is_other(node.chain, state.said)
+        self._read_again(node)
+        self._rows.put_conflicts(node.chain)
 
-    def _read_again(self, seen: Seen) -> None:
-        """Make it the newest reading of its chain; the one before it goes unless another path needs it."""
-        nodes = self._places[seen.chain].nodes
+    def _read_again(self, node: PathNode) -> None:
+        """Make it the newest reading of its chain; the one before it is dropped unless another path needs it."""
+        nodes = self._states[node.chain].nodes
         before = next(reversed(nodes), None)
-        for readings in (nodes, self._children(seen.parent)[seen.chain]):
-            readings.pop(seen, None)
-            readings[seen] = None
-        if before is not None and before is not seen:
+        for readings in (nodes, self._children(node.parent)[node.chain]):
+            readings.pop(node, None)
+            readings[node] = None
+        if before is not None and before is not node:
             self._drop_unneeded(before)
 
-    def _drop_unneeded(self, seen: Seen | None) -> None:
-        """Forget a node that neither a longer path nor its chain leads to, and then whatever only it needed."""
-        while seen is not None and not self._kept[seen].num_children and self._places[seen.chain].newest is not seen:
-            self._forget(seen)
-            seen = seen.parent
-        if seen is not None:
-            self._mark_leaf(seen)
+    def _drop_unneeded(self, node: PathNode | None) -> None:
+        """Drop a node that no longer path and no lookup needs, and then the nodes that only it needed."""
+        while node is not None and not self._kept[node].num_children and self._states[node.chain].newest is not node:
+            self._forget(node)
+            node = node.parent
+        if node is not None:
+            self._leaves.add(node)
 
-    def _forget(self, seen: Seen) -> None:
-        self._records.drop(seen)
-        kept = self._kept.pop(seen)
-        self._rows.node_gone(seen, kept)
+    def _forget(self, node: PathNode) -> None:
+        self._records.drop(node)
+        kept = self._kept.pop(node)
+        self._rows.node_gone(node, kept)
         self._num_bytes -= kept.num_bytes
-        siblings = self._children(seen.parent)
-        del siblings[seen.chain][seen]
-        if not siblings[seen.chain]:
-            del siblings[seen.chain]
-        if seen.parent is not None:
-            self._kept[seen.parent].num_children -= 1
-        place = self._places[seen.chain]
-        del place.nodes[seen]
-        self._rows.doubts(seen.chain)
-        if not place.nodes:
-            del self._places[seen.chain]
-            self._layouts.drop(seen.chain)
-        elif not self._rows.is_lasting(seen.chain):
-            self._layouts.drop_row(seen.chain)
-
-    # --- bounds -------------------------------------------------------------------------------------------------------
-
-    def _touch(self, seen: Seen) -> None:
-        self._clock += 1
-        self._kept[seen].used = self._clock
-        self._mark_leaf(seen)
-
-    def _mark_leaf(self, seen: Seen) -> None:
-        """Put a leaf into the order in which leaves go; entries of former uses are left behind and skipped."""
-        kept = self._kept[seen]
-        if kept.num_children:
-            return
-        if len(self._oldest) > 2 * len(self._kept) + 64:
-            self._drop_old_entries()
-        heapq.heappush(self._oldest, (kept.used, next(self._serials), seen))
-
-    def _drop_old_entries(self) -> None:
-        """What former uses left in the order in which leaves go."""
-        self._oldest = [entry for entry in self._oldest if self._counts(entry[0], entry[2])]
-        heapq.heapify(self._oldest)
-
-    def _counts(self, used: int, seen: Seen) -> bool:
-        kept = self._kept.get(seen)
-        return kept is not None and kept.used == used and not kept.num_children
+        siblings = self._children(node.parent)
+        del siblings[node.chain][node]
+        if not siblings[node.chain]:
+            del siblings[node.chain]
+        if node.parent is not None:
+            self._kept[node.parent].num_children -= 1
+        state = self._states[node.chain]
+        del state.nodes[node]
+        self._rows.put_conflicts(node.chain)
+        if not state.nodes:
+            del self._states[node.chain]
+            self._layouts.drop(node.chain)
+        elif not self._rows.is_lasting(node.chain):
+            self._layouts.drop_row(node.chain)
 
     def _shrink(self, max_bytes: int) -> None:
         while self._kept and (len(self._kept) > self._max_nodes or self._num_bytes > max_bytes):
-            used, _, seen = heapq.heappop(self._oldest)
-            if self._counts(used, seen):
-                self._forget(seen)
-                self._drop_unneeded(seen.parent)
+            node = self._leaves.pop()
+            self._forget(node)
+            self._drop_unneeded(node.parent)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def load(self, rows: Rows) -> None:
-        """Take in what a store before this one wrote down; this one must be empty. Raises ValueError or LookupError
-        where the rows do not fit together."""
+        """Take in what an earlier store wrote down; this one must be empty. Raises ValueError or LookupError where the
+        rows do not fit together."""
         with self._lock:
             self._take_nodes(nodes_of_rows(rows))
             for chain, body in rows.get("place", ()):
-                self._places[chain].recall(doubts_of(body))
-            leaves = {number_key(kept.number): seen for seen, kept in self._kept.items()}
+                self._states[chain].recall(conflicts_of(body))
+            leaves = {number_key(kept.number): node for node, kept in self._kept.items()}
             records = [record_of(body, leaves[key]) for key, body in rows.get("record", ())]
             for serial, record in sorted(records, key=lambda pair: pair[0]):
                 self._num_reads = max(self._num_reads, serial)
@@ -380,50 +326,50 @@ class TurnStore:
             self._shrink(self._max_bytes)
 
     def put_all(self) -> None:
-        """Tell the journal everything that is to last."""
+        """Tell the journal everything that has a row."""
         with self._lock:
-            self._rows.put_all((self._num_reads + place, record) for place, record in enumerate(self._records))
+            self._rows.put_all((self._num_reads + index, record) for index, record in enumerate(self._records))
             self._num_reads += len(self._records)
             self._tools.put_all()
             self._layouts.put_all()
 
     def expire(self, now: float) -> None:
-        """Forget the paths whose rows nobody needs any more."""
+        """Drop the paths whose rows have expired."""
         with self._lock:
-            leaves = [seen for seen, kept in self._kept.items() if not kept.num_children]
+            leaves = [node for node, kept in self._kept.items() if not kept.num_children]
             while leaves:
-                seen = leaves.pop()
-                kept = self._kept.get(seen)
+                node = leaves.pop()
+                kept = self._kept.get(node)
                 if kept is None or kept.num_children or kept.until is None or kept.until >= now:
                     continue
-                self._forget(seen)
-                if seen.parent is not None:
-                    self._drop_unneeded(seen.parent)
-                    leaves.append(seen.parent)
+                self._forget(node)
+                if node.parent is not None:
+                    self._drop_unneeded(node.parent)
+                    leaves.append(node.parent)
             self._tools.expire(now)
 
     def shrink(self, share: float) -> None:
-        """Forget the least recently used until this share of the bytes is left, of paths and of records."""
+        """Evict until this share of the bytes is left, of paths and of records."""
         with self._lock:
             self._shrink(int(self._num_bytes * share))
             self._records.shrink(int(self._records.num_bytes * share))
 
-    def _take_nodes(self, found: dict[Seen, Kept]) -> None:
+    def _take_nodes(self, found: dict[PathNode, NodeState]) -> None:
         self._kept.update(found)
-        for seen, kept in found.items():
+        for node, kept in found.items():
             self._num_bytes += kept.num_bytes
-            self._places.setdefault(seen.chain, Place()).take(seen)
-        for seen in sorted(found, key=lambda seen: found[seen].last_read):
-            self._children(seen.parent).setdefault(seen.chain, {})[seen] = None
-            self._places[seen.chain].nodes[seen] = None
-            self._touch(seen)
+            self._states.setdefault(node.chain, ChainState()).take(node)
+        for node in sorted(found, key=lambda node: found[node].last_read):
+            self._children(node.parent).setdefault(node.chain, {})[node] = None
+            self._states[node.chain].nodes[node] = None
+            self._leaves.touch(node)
         self._numbers = count(max((kept.number for kept in found.values()), default=-1) + 1)
         self._num_reads = max((kept.last_read for kept in found.values()), default=0)
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where maps, counts and bytes do not agree; walks over everything."""
+        """Walk over everything. Raises AssertionError where maps, counts and bytes do not agree."""
         with self._lock:
             self._check_nodes()
             self._records.check_integrity()
@@ -432,16 +378,16 @@ class TurnStore:
             assert len(self._kept) <= self._max_nodes and self._num_bytes <= self._max_bytes, "over a limit"
 
     def _check_nodes(self) -> None:
-        num_children = Counter(seen.parent for seen in self._kept)
-        waiting = {seen for used, _, seen in self._oldest if self._counts(used, seen)}
-        for seen, kept in self._kept.items():
-            place = self._places[seen.chain]
-            assert seen in place.nodes, "a node that its chain does not know"
-            assert seen in self._children(seen.parent)[seen.chain], "a node that its parent does not know"
+        num_children = Counter(node.parent for node in self._kept)
+        waiting = self._leaves.leaves()
+        for node, kept in self._kept.items():
+            state = self._states[node.chain]
+            assert node in state.nodes, "a node that its chain does not know"
+            assert node in self._children(node.parent)[node.chain], "a node that its parent does not know"
             assert kept.num_children == sum(map(len, kept.children.values())), "a child that is gone"
-            assert seen.parent is None or seen.parent in self._kept, "a path with a hole"
-            assert kept.num_children == num_children[seen], "children miscounted"
-            assert kept.num_children or place.newest is seen, "a node that nobody can reach"
-            assert kept.num_children or seen in waiting, "a leaf that would never leave"
-            assert kept.num_bytes == node_bytes(seen), "a node that was changed"
-        assert sum(len(place.nodes) for place in self._places.values()) == len(self._kept), "a place without its node"
+            assert node.parent is None or node.parent in self._kept, "a path with a hole"
+            assert kept.num_children == num_children[node], "children miscounted"
+            assert kept.num_children or state.newest is node, "a node that no lookup can reach"
+            assert kept.num_children or node in waiting, "a leaf that would never leave"
+            assert kept.num_bytes == node_bytes(node), "a node that was changed"
+        assert sum(len(state.nodes) for state in self._states.values()) == len(self._kept), "a place without its node"

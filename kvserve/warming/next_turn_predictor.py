@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from kvserve.canonical.canonicalise import canonicalise
 from kvserve.core import Block, Message, Principal, RequestId, TextBlock, ToolCallBlock, ToolResultBlock, Turn
 from kvserve.engine.warming import WarmJob
-from kvserve.identity.reading import Reading
+from kvserve.identity.reading import RecognisedTurn
 from kvserve.requests.prompt_of_turn import SharedBeginning, shared_beginning
 from kvserve.requests.served_model import ServedModel
 from kvserve.requests.turn_facts import FinishedTurn, WatchedTurn
@@ -49,7 +49,7 @@ class Over:
     answered, and the model's name."""
 
     turn: Turn
-    reading: Reading
+    reading: RecognisedTurn
     running: WatchedTurn
     model: str
 
@@ -63,7 +63,7 @@ def over(finished: FinishedTurn, running: WatchedTurn) -> Over | None:
     return Over(turn, finished.reading, running, finished.facts.model) if running.said.blocks else None
 
 
-class Foresight:
+class NextTurnPredictor:
     """What is known of conversations and their clients, bounded, the least recently used first. One thread at a time
     asks for jobs; `clear` may come from any."""
 

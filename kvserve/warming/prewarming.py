@@ -72,7 +72,7 @@ def warm_learned(served: ServedModel, num_beginnings: int) -> list[Warming]:
     one is computed for each that used it twice, and for nobody else, to whom it would say that somebody used it; what
     is computed is nobody's by name, so that it goes with whoever is forgotten.
     """
-    learned = served.conversations.most_used_beginnings(num_beginnings)
+    learned = served.conversations.most_used_prefixes(num_beginnings)
     if served.isolates_tenants:
         wanted = [(num_uses, name, each) for each in learned for name, num_uses in each.uses]
         wanted.sort(key=lambda use: use[0], reverse=True)

@@ -14,7 +14,7 @@ from kvserve.core import RequestId
 from kvserve.engine.warming import Warming, WarmJob
 from kvserve.requests.served_model import ServedModel
 from kvserve.requests.turn_facts import FinishedTurn, Observer, WatchedTurn
-from kvserve.warming.next_turn_predictor import Foresight, Over, over, turn_before
+from kvserve.warming.next_turn_predictor import NextTurnPredictor, Over, over, turn_before
 
 QUIET_SECONDS = 0.05
 """For so long nobody asks for anything before a guess is made: a client that goes on at once shares no core with it."""
@@ -23,7 +23,7 @@ MAX_PENDING = 16
 MAX_JOBS = 256
 
 
-class NextTurns:
+class SpeculativePrefill:
     """The guesses for one process, newest turn first. Safe for several threads.
 
     `find` gives the loaded model of a name, None where another one is loaded; `report` takes lines for a person.
@@ -32,7 +32,7 @@ class NextTurns:
     def __init__(self, find: Callable[[str], ServedModel | None], report: Callable[[str], None]) -> None:
         self._find = find
         self._report = report
-        self._foresight = Foresight()
+        self._predictor = NextTurnPredictor()
         self._changed = threading.Condition()
         self._running: dict[RequestId, WatchedTurn] = {}
         self._quiet_since = 0.0
@@ -79,12 +79,12 @@ class NextTurns:
     def forget(self) -> None:
         """The same, and what clients were seen to do: what they add to messages are words too."""
         self.clear()
-        self._foresight.forget_clients()
+        self._predictor.forget_clients()
 
     def clear(self) -> None:
         """Forget conversations and their guesses."""
         with self._changed:
-            self._foresight.clear()
+            self._predictor.clear()
             self._guessing = None
             for request_id in [*self._pending, *self._jobs]:
                 self._drop(request_id)
@@ -158,7 +158,7 @@ class NextTurns:
         if served is None:
             return
         with served.keeping(turn.turn) as may_keep:
-            job = self._foresight.job_after(turn, served) if may_keep else None
+            job = self._predictor.job_after(turn, served) if may_keep else None
             if job is not None:
                 self._warm(turn, job, served)
 

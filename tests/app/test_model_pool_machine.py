@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvserve.app.model_pool
 import kvserve.app.model_swap
 from kvserve.app.catalogue import Catalogue, CatalogueSettings, Disk, ModelSource
-from kvserve.app.model_pool import Callbacks, Roster
+from kvserve.app.model_pool import Callbacks, ModelPool
 from kvserve.core import AnswerEvent, Finished, RequestId, SamplingParams, Turn, Usage, Waiting
 from kvserve.errors import ModelLoadError, ModelUnavailable, NotReady
 from tests.laws import num_examples
@@ -128,12 +128,12 @@ class FakeRunning:
 class Client:
     """A request, looked at step by step."""
 
-    def __init__(self, roster: Roster, model: str) -> None:
+    def __init__(self, pool: ModelPool, model: str) -> None:
         self.model = model
         self.outcome: object = None
         turn = Turn(RequestId("r"), "test", model, SamplingParams())
         try:
-            self.turn = roster.serve(turn, roster.resolve(model))
+            self.turn = pool.serve(turn, pool.resolve(model))
         except ModelUnavailable as error:
             self.outcome = error
             return
@@ -178,9 +178,9 @@ def no_prompts() -> Iterator[None]:
         yield
 
 
-def a_roster(world: World, submit: Callable[[Turn, Any], FakeRunning]) -> tuple[Roster, Catalogue]:
-    """A roster of fake models that has not started, and what it may serve; the default model is `a`."""
-    roster = Roster(
+def a_pool(world: World, submit: Callable[[Turn, Any], FakeRunning]) -> tuple[ModelPool, Catalogue]:
+    """A pool of fake models that has not started, and what it may serve; the default model is `a`."""
+    pool = ModelPool(
         FakeMaker(world),
         Callbacks(submit, lambda *_: None, lambda _: None),  # type: ignore[arg-type]
         max_waiting=1000,
@@ -188,26 +188,26 @@ def a_roster(world: World, submit: Callable[[Turn, Any], FakeRunning]) -> tuple[
     )
     root = Path("/nowhere")
     settings = CatalogueSettings(folders=(root,))
-    return roster, Catalogue(ModelSource("a", root / "a"), settings, Disk(lambda _: None, lambda _: True))
+    return pool, Catalogue(ModelSource("a", root / "a"), settings, Disk(lambda _: None, lambda _: True))
 
 
 def test_who_sees_the_first_model_loaded_may_ask_it() -> None:
     """A look at the server takes the start a step further, too: what it sees holds before the start has seen it."""
     world, seen = World(patience=3), list[tuple[bool, bool]]()
-    roster, catalogue = a_roster(world, lambda _, served: FakeRunning(served.engine))
+    pool, catalogue = a_pool(world, lambda _, served: FakeRunning(served.engine))
 
     def look() -> None:
-        is_loaded = roster.status().loaded is not None
+        is_loaded = pool.status().loaded is not None
         try:
-            seen.append((is_loaded, roster.resolve(None).name == "a" and len(roster.listings()) > 0))
+            seen.append((is_loaded, pool.resolve(None).name == "a" and len(pool.listings()) > 0))
         except NotReady:
             seen.append((is_loaded, False))
 
     world.meanwhile = look
-    assert roster.start(catalogue, Event()) is not None
+    assert pool.start(catalogue, Event()) is not None
     assert (False, False) in seen and (True, True) in seen
     assert {is_loaded for is_loaded, may_ask in seen if is_loaded != may_ask} == set()
-    roster.stop(0)
+    pool.stop(0)
 
 
 @settings(max_examples=num_examples(60), deadline=None)
@@ -222,12 +222,12 @@ def test_every_request_is_answered_by_its_model_or_told_why_not(steps: list[Any]
         running.append(FakeRunning(served.engine))
         return running[-1]
 
-    roster, catalogue = a_roster(world, submit)
-    assert roster.start(catalogue, Event()) is not None
+    pool, catalogue = a_pool(world, submit)
+    assert pool.start(catalogue, Event()) is not None
     clients: list[Client] = []
     for kind, value in steps:
         if kind == "ask":
-            clients.append(Client(roster, value))
+            clients.append(Client(pool, value))
         elif kind == "wait":
             world.now += value
         elif kind == "finish" and running:
@@ -246,4 +246,4 @@ def test_every_request_is_answered_by_its_model_or_told_why_not(steps: list[Any]
         is_told = isinstance(client.outcome, ModelUnavailable)
         assert client.outcome == "left" or (is_told if client.model == "broken" else client.outcome == DONE)
     assert world.num_loads - num_loads <= 2 * len(waited) + 3, "all that wait for a model are served together"
-    roster.stop(0)
+    pool.stop(0)

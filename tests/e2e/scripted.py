@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 import kvserve.requests.serve
-from kvserve.app.server import App
+from kvserve.app.server import Server
 from kvserve.config import Launch, Settings
 from kvserve.core import Grammar, ToolChoice, ToolSpec, Turn
 from kvserve.observe.log import parse_line
@@ -87,7 +87,7 @@ class ScriptedServer:
     """A running server and the steps that it has yet to make, one for each request that brings tools; with
     `is_for_all` one for each request."""
 
-    app: App
+    app: Server
     model: Path
     proxy_port: int
     log_root: Path
@@ -115,7 +115,7 @@ class ScriptedServer:
         bias = tuple((int(token), NEVER) for token in others)
         thinking = replace(turn.thinking, max_num_tokens=NUM_THINKING_TOKENS)
         sampling = replace(turn.sampling, logit_bias=bias)
-        return App.serve(self.app, replace(turn, sampling=sampling, thinking=thinking), served)
+        return Server.serve(self.app, replace(turn, sampling=sampling, thinking=thinking), served)
 
     def turns(self) -> list[TracedTurn]:
         """Every request so far, in the order in which they ended."""
@@ -160,7 +160,7 @@ def scripted_server(folder: Path, model: Path) -> Iterator[ScriptedServer]:
     values |= {"state_dir": folder / "state", "log_root": folder / "logs", "disk_cache_dir": folder / "kv"}
     settings = Settings(_env_file=None, **values)  # type: ignore[call-arg]
     screen = io.StringIO()
-    app = App(Launch(settings, False, True, "on", dict(os.environ)), Terminal(Console(file=screen, width=200)))
+    app = Server(Launch(settings, False, True, "on", dict(os.environ)), Terminal(Console(file=screen, width=200)))
     server = ScriptedServer(app, model, proxy_port, folder / "logs", screen)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kvserve.requests.serve, "build_grammar", server.build_grammar)

@@ -11,7 +11,7 @@ import pytest
 from kvserve.cache.records import Eviction
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
-from kvserve.engine import kv_room
+from kvserve.engine import admission, kv_room, row_outline
 from kvserve.engine.cache_records import Tenancy
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.kv_room import KvRoom
@@ -35,8 +35,18 @@ from tests.engine.engines import (
 )
 from tests.laws import sampled
 
+SMALL_TOKENS = 2500
+"""What a full memory of these tests has room for."""
+
 MAX_BYTES = 40_000
 NUM_ROWS, ROW_TOKENS = 200, 50
+
+
+@pytest.fixture
+def small_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that may write without end take little room, so that a small memory holds them and is filled soon."""
+    for module in (admission, row_outline):
+        monkeypatch.setattr(module, "ANSWER_ALLOWANCE_TOKENS", 256)
 
 
 @dataclass
@@ -147,20 +157,21 @@ def test_a_row_for_which_nothing_can_be_cut_to_size_costs_no_stream(monkeypatch:
     assert len(lines) == 1 and "Room could not be made" in lines[0], lines
 
 
+@pytest.mark.usefixtures("small_answers")
 def test_a_stream_gets_its_steps_while_what_is_kept_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache full of states, a stream, and a row that needs most of the memory: between two steps a few states leave,
     and the row begins when all of it fits; it writes what it would alone."""
-    long, short = prompt_of(3000, 99), prompt_of(40, 98)
+    long, short = prompt_of(1500, 99), prompt_of(40, 98)
     with running_engine("qwen3_5") as engine:
         sizes = engine.wait_until_ready().sizes
         alone = cold(engine, long, 4)
-        most_bytes = int(sizes.peak(6000) + sizes.copied(sizes.peak(6000)))
+        most_bytes = int(sizes.peak(SMALL_TOKENS) + sizes.copied(sizes.peak(SMALL_TOKENS)))
     monkeypatch.setattr(kv_room, "PIECES", 2)
     monkeypatch.setattr(kv_room, "SLICE_SECONDS", 0)
     seen: list[int] = []
     begun: list[tuple[float, float]] = []
     with running_engine("qwen3_5", cache=replace(CACHE, max_bytes=most_bytes), max_batch_bytes=most_bytes) as engine:
-        for seed in range(16):
+        for seed in range(8):
             generate(engine, turn(prompt_of(400, seed), 1))
         enter, steps = PrefixCache.enter, {name: getattr(DecodePool, name) for name in ("step", "step_all")}
 
@@ -195,15 +206,16 @@ def test_a_stream_gets_its_steps_while_what_is_kept_makes_way(monkeypatch: pytes
     assert len(begun) == 1 and begun[0][0] <= begun[0][1], begun
 
 
+@pytest.mark.usefixtures("small_answers")
 @pytest.mark.parametrize("family", sampled(("qwen3", "qwen3_5"), ("qwen3_5",)))
 def test_what_a_row_waited_for_does_not_make_way_for_it(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """While room is made for a row, another one computes the beginning that both have, and ends. Though all else that
     is kept is to stay for longer, it is there when the room is."""
     shared = prompt_of(240, 99)
-    first, second = [*shared, *prompt_of(8, 1)], [*shared, *prompt_of(800, 2)]
+    first, second = [*shared, *prompt_of(8, 1)], [*shared, *prompt_of(500, 2)]
     with running_engine(family) as engine:
         sizes = engine.wait_until_ready().sizes
-        most_bytes = int(sizes.peak(8000) + sizes.copied(sizes.peak(8000)))
+        most_bytes = int(sizes.peak(SMALL_TOKENS) + sizes.copied(sizes.peak(SMALL_TOKENS)))
         num_entries = int(most_bytes / sizes.kept(0, 400))
     monkeypatch.setattr(kv_room, "PIECES", 1)
     monkeypatch.setattr(kv_room, "SLICE_SECONDS", 0)
@@ -240,12 +252,13 @@ def test_what_a_row_waited_for_does_not_make_way_for_it(monkeypatch: pytest.Monk
     assert cached(result) >= len(shared) - 1
 
 
+@pytest.mark.usefixtures("small_answers")
 def test_a_row_does_not_wait_for_the_room_of_one_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short one and one that needs much of the memory come in the same moment: the short one begins first."""
-    short, long = prompt_of(60, 97), prompt_of(2000, 99)
+    short, long = prompt_of(60, 97), prompt_of(1200, 99)
     with running_engine() as engine:
         sizes = engine.wait_until_ready().sizes
-        most_bytes = int(sizes.peak(8000) + sizes.copied(sizes.peak(8000)))
+        most_bytes = int(sizes.peak(SMALL_TOKENS) + sizes.copied(sizes.peak(SMALL_TOKENS)))
         num_entries = int(most_bytes / sizes.kept(0, 200))
     monkeypatch.setattr(kv_room, "PIECES", 1)
     monkeypatch.setattr(kv_room, "SLICE_SECONDS", 0)
@@ -265,4 +278,4 @@ def test_a_row_does_not_wait_for_the_room_of_one_behind_it(monkeypatch: pytest.M
 
         monkeypatch.setattr(PrefixCache, "enter", entering)
         beside_stream(engine, prompt_of(40, 98), 5, both)
-    assert begun[1:] == [(60, 1), (2000, 0)]
+    assert begun[1:] == [(60, 1), (1200, 0)]

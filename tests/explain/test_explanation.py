@@ -21,7 +21,7 @@ from kvserve.core.keeping import Scope
 from kvserve.errors import Conflict
 from kvserve.explain.book import Explained, ExplanationBook
 from kvserve.explain.explanation import Asked, Circumstances, RulesFired, explain
-from kvserve.sessions.seen import Seen, TurnRecord, pack_ids
+from kvserve.sessions.seen import PathNode, TurnRecord, pack_ids
 
 MESSAGES = (Message("system", (TextBlock("S"),)), Message("user", (TextBlock("question"),)))
 ANSWER = Message("assistant", (TextBlock("answer"),))
@@ -33,7 +33,7 @@ def before(**changes: Any) -> TurnRecord:
     values: dict[str, Any] = {
         "request_id": RequestId("one"),
         "session": None,
-        "leaf": Seen(None, b"c", MESSAGES[0], None, 0),
+        "leaf": PathNode(None, b"c", MESSAGES[0], None, 0),
         "messages": (*MESSAGES, ANSWER),
         "tools": (),
         "tools_digest": b"t",

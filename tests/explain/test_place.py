@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvserve.core import Message, RequestId, TextBlock, ToolResultBlock
 from kvserve.explain.place import message_at, template_difference
-from kvserve.sessions.seen import Seen, TurnRecord, pack_ids
+from kvserve.sessions.seen import PathNode, TurnRecord, pack_ids
 from tests.sessions.samples import assistant, user
 
 
@@ -20,7 +20,7 @@ def record(messages: Sequence[Message], texts: Sequence[str], answer: str = "") 
     return TurnRecord(
         request_id=RequestId("one"),
         session=None,
-        leaf=Seen(None, b"c", messages[0], None, 0),
+        leaf=PathNode(None, b"c", messages[0], None, 0),
         messages=tuple(messages),
         tools=(),
         tools_digest=b"",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from kvserve.core import Block, Message, RequestId, TextBlock, ThinkingBlock, ToolCallBlock, Written
 from kvserve.sessions.journal import Kind, Rows
-from kvserve.sessions.seen import Seen, Step, TurnRecord, pack_ids
+from kvserve.sessions.seen import PathNode, PathStep, TurnRecord, pack_ids
 
 
 def user(text: str) -> Message:
@@ -35,20 +35,20 @@ def chains_of(letters: Iterable[str], root: bytes = b"") -> list[bytes]:
     return chains
 
 
-def steps_of(letters: str, texts: Iterable[str] | None = None) -> list[Step]:
+def steps_of(letters: str, texts: Iterable[str] | None = None) -> list[PathStep]:
     """A user's message per letter, seen as `texts` say (as the letters, without)."""
     return [
-        Step(chain, user(text))
+        PathStep(chain, user(text))
         for chain, text in zip(chains_of(letters), letters if texts is None else texts, strict=True)
     ]
 
 
-def texts_of(seen: Seen | None) -> list[str]:
+def texts_of(seen: PathNode | None) -> list[str]:
     """What a path's messages say."""
     return [] if seen is None else [getattr(node.message.blocks[-1], "text", "") for node in seen.path()]
 
 
-def record_of(leaf: Seen, name: str = "r1", session: str | None = None, num_tokens: int = 4) -> TurnRecord:
+def record_of(leaf: PathNode, name: str = "r1", session: str | None = None, num_tokens: int = 4) -> TurnRecord:
     return TurnRecord(
         request_id=RequestId(name),
         session=session,

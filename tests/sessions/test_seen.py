@@ -5,15 +5,15 @@ import gc
 
 import pytest
 
-from kvserve.sessions.seen import Seen, pack_ids
+from kvserve.sessions.seen import PathNode, pack_ids
 from tests.sessions.samples import record_of, user
 
 
 def test_a_very_long_path_is_walked_and_freed_without_recursion() -> None:
     """100,000 messages below each other: read, shown and let go."""
-    seen = Seen(None, b"0", user("x"), None, 0)
+    seen = PathNode(None, b"0", user("x"), None, 0)
     for index in range(1, 100_000):
-        seen = Seen(seen, b"0", seen.message, None, index)
+        seen = PathNode(seen, b"0", seen.message, None, index)
     assert [node.index for node in seen.path()] == list(range(100_000))
     assert len(repr(seen)) < 500
     del seen
@@ -22,7 +22,7 @@ def test_a_very_long_path_is_walked_and_freed_without_recursion() -> None:
 
 def test_a_node_cannot_be_changed() -> None:
     """Who holds a path holds what the model saw."""
-    seen = Seen(None, b"0", user("x"), None, 0)
+    seen = PathNode(None, b"0", user("x"), None, 0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         seen.message = user("y")  # type: ignore[misc]
 
@@ -30,7 +30,7 @@ def test_a_node_cannot_be_changed() -> None:
 def test_packed_ids_are_the_ids() -> None:
     """Prompt and answer, one after the other, four bytes each, read-only."""
     packed = pack_ids((1, 2, 2**32 - 1), [5])
-    record = dataclasses.replace(record_of(Seen(None, b"0", user("x"), None, 0)), packed_ids=packed)
+    record = dataclasses.replace(record_of(PathNode(None, b"0", user("x"), None, 0)), packed_ids=packed)
     assert list(record.ids) == [1, 2, 2**32 - 1, 5] and len(record.ids) == 4 and len(packed) == 16
     with pytest.raises(TypeError):
         record.ids[0] = 3  # type: ignore[index]
@@ -41,7 +41,7 @@ def test_packed_ids_are_the_ids() -> None:
 def test_a_record_keeps_its_own_arguments() -> None:
     """The caller's dict may change, the record's does not."""
     arguments: dict[str, object] = {"a": 1}
-    record = dataclasses.replace(record_of(Seen(None, b"0", user("x"), None, 0)), template_arguments=arguments)
+    record = dataclasses.replace(record_of(PathNode(None, b"0", user("x"), None, 0)), template_arguments=arguments)
     arguments["a"] = 2
     assert dict(record.template_arguments) == {"a": 1}
     with pytest.raises(TypeError):

@@ -6,11 +6,11 @@ from pathlib import Path
 from kvserve.core import ToolSpec
 from kvserve.sessions.archive import Archive
 from kvserve.sessions.lineage import SessionKey
-from kvserve.sessions.seen import Step
+from kvserve.sessions.seen import PathStep
 from kvserve.sessions.stores import (
-    BEGINNINGS_SHARE,
     FAMILIAR_SHARE,
     HEALING_SHARE,
+    HOT_PREFIXES_SHARE,
     LINEAGE_SHARE,
     MEMO_SHARE,
     PATHS_SHARE,
@@ -40,11 +40,11 @@ class Life:
         begins_with = None if is_late else self.archive
         self.stores = Stores(limits, begins_with, clock=lambda: self.now, awaits_archive=is_late)
 
-    def turn(self, letters: str, thought: str = "", ttl_seconds: float | None = None, name: str = "r") -> Step:
+    def turn(self, letters: str, thought: str = "", ttl_seconds: float | None = None, name: str = "r") -> PathStep:
         """A request of users' messages, answered with the last letter."""
         until, chains = self.stores.until(ttl_seconds), chains_of(letters)
         message = assistant(letters[-1], thinking=thought)
-        answer = Step(chains[-1], message, written(message, 4, 5, 6))
+        answer = PathStep(chains[-1], message, written(message, 4, 5, 6))
         seen = self.stores.turns.find(chains[:-1])
         new = steps_of(letters[:-1])[0 if seen is None else seen.index + 1 :]
         leaf = self.stores.turns.extend(seen, [*new, answer], until)
@@ -122,7 +122,9 @@ def test_a_request_without_a_term_leaves_nothing(tmp_path: Path) -> None:
     first = Life(tmp_path)
     message = assistant("A", thinking="SECRET")
     chains = chains_of("suA")
-    first.stores.turns.extend(None, [*steps_of("su", ["s", "QUESTION"]), Step(chains[-1], message, written(message))])
+    first.stores.turns.extend(
+        None, [*steps_of("su", ["s", "QUESTION"]), PathStep(chains[-1], message, written(message))]
+    )
     first.turn("suB", "SECRET", ttl_seconds=0)
     assert first.known("suB") == ["s", "QUESTION", "B"]
     first.stores.flush()
@@ -192,7 +194,7 @@ def test_a_store_with_less_room_keeps_the_newest(tmp_path: Path) -> None:
     """The setting was lowered between two lives."""
     first = Life(tmp_path)
     for letter in "abcdefgh":
-        first.stores.turns.extend(None, [Step(chains_of(letter)[0], user("x" * 10_000))], first.stores.until(None))
+        first.stores.turns.extend(None, [PathStep(chains_of(letter)[0], user("x" * 10_000))], first.stores.until(None))
     first.end()
     second = Life(tmp_path, limits=StoreLimits(max_bytes=120_000))
     assert [bool(second.known(letter)) for letter in "abcdefgh"] == [False] * 5 + [True] * 3
@@ -207,7 +209,7 @@ def test_texts_that_are_larger_on_disk_stay_within_the_bytes(tmp_path: Path) -> 
     life = Life(tmp_path, limits=StoreLimits(max_bytes=200_000))
     for number in range(8):
         chain = chains_of([str(number)])[0]
-        life.stores.turns.extend(None, [Step(chain, user("\x01" * 20_000))], life.stores.until(None))
+        life.stores.turns.extend(None, [PathStep(chain, user("\x01" * 20_000))], life.stores.until(None))
         life.stores.flush()
     life.stores.flush()
     life.stores.flush()
@@ -218,7 +220,7 @@ def test_texts_that_are_larger_on_disk_stay_within_the_bytes(tmp_path: Path) -> 
 
 def test_the_shares_are_a_whole() -> None:
     """One setting, nothing beside it."""
-    stores = (PATHS_SHARE, RECORDS_SHARE, HEALING_SHARE, LINEAGE_SHARE, TOOLS_SHARE, BEGINNINGS_SHARE)
+    stores = (PATHS_SHARE, RECORDS_SHARE, HEALING_SHARE, LINEAGE_SHARE, TOOLS_SHARE, HOT_PREFIXES_SHARE)
     assert sum(stores) + FAMILIAR_SHARE + PLACED_SHARE + MEMO_SHARE == 1.0
     limits = StoreLimits(max_bytes=3200)
     assert (limits.memo_bytes, limits.familiar_bytes, limits.placed_bytes) == (450, 200, 100)

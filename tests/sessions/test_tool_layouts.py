@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from kvserve.sessions.journal import UNWRITTEN, Rows
-from kvserve.sessions.seen import Seen
+from kvserve.sessions.seen import PathNode
 from kvserve.sessions.tool_layouts import (
     MAX_LAYOUTS,
     AddedTools,
@@ -21,7 +21,7 @@ from tests.sessions.samples import Notebook, steps_of
 A, B, C = (bytes([number]) * 32 for number in range(3))
 
 
-def remembered(store: TurnStore, letters: str, layout: ToolLayout, until: float | None = 100.0) -> Seen:
+def remembered(store: TurnStore, letters: str, layout: ToolLayout, until: float | None = 100.0) -> PathNode:
     """A conversation whose second message is an answer, rendered with this layout."""
     steps = steps_of(letters)
     answer = samples.assistant(letters[1])

@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvserve.core import ImageSpan, Message, TextBlock, ToolSpec, Written
-from kvserve.sessions.seen import Seen, TurnRecord
+from kvserve.sessions.seen import PathNode, TurnRecord
 from kvserve.sessions.tool_layouts import AddedTools, ToolLayout
 from kvserve.sessions.turn_rows import (
-    Doubts,
-    Reading,
-    doubts_body,
-    doubts_of,
+    Conflicts,
+    LastRead,
+    conflicts_body,
+    conflicts_of,
+    last_read_body,
+    last_read_of,
     node_body,
     node_of,
-    reading_body,
-    reading_of,
     record_body,
     record_of,
 )
@@ -33,19 +33,19 @@ digests = st.binary(max_size=4)
 @given(messages, st.none() | writings, digests, digests, st.booleans())
 def test_a_node_comes_back(message: Message, wrote: Written | None, chain: bytes, meaning: bytes, shares: bool) -> None:
     """Below its parent, with what was written there; a message that is the writing's own is so again."""
-    parent = Seen(None, b"p", user("p"), None, 0)
+    parent = PathNode(None, b"p", user("p"), None, 0)
     said = wrote.message if wrote is not None and shares else message
-    seen = Seen(parent, chain, said, wrote, 1, meaning)
+    seen = PathNode(parent, chain, said, wrote, 1, meaning)
     again = node_of(node_body(7, seen), {7: parent})
     assert again.parent is parent
-    for field in dataclasses.fields(Seen):
+    for field in dataclasses.fields(PathNode):
         assert getattr(again, field.name) == getattr(seen, field.name), field.name
     assert again.written is None or (again.message is again.written.message) == (seen.message is wrote.message)  # type: ignore[union-attr]
 
 
 def test_a_node_without_its_parent_is_refused() -> None:
     """A path with a hole would be another conversation."""
-    seen = Seen(Seen(None, b"p", user("p"), None, 0), b"c", assistant("a"), written(assistant("a")), 1)
+    seen = PathNode(PathNode(None, b"p", user("p"), None, 0), b"c", assistant("a"), written(assistant("a")), 1)
     with pytest.raises(ValueError, match="without the one before"):
         node_of(node_body(7, seen), {8: seen})
     with pytest.raises(ValueError, match="without a message"):
@@ -59,8 +59,8 @@ def test_doubts_and_readings_come_back(
     said: bytes | None, is_doubtful: bool, meaning: bytes | None, is_contested: bool, serial: int, until: float
 ) -> None:
     """Nothing known and an empty digest are two things."""
-    doubts, reading = Doubts(said, is_doubtful, meaning, is_contested), Reading(serial, until)
-    assert doubts_of(doubts_body(doubts)) == doubts and reading_of(reading_body(reading)) == reading
+    conflicts, reading = Conflicts(said, is_doubtful, meaning, is_contested), LastRead(serial, until)
+    assert conflicts_of(conflicts_body(conflicts)) == conflicts and last_read_of(last_read_body(reading)) == reading
 
 
 ARGUMENTS = {"a": (True, None, [1, (2.5, "x")]), "b": {"tuple": [1], "object": {}}, "c": []}

@@ -5,14 +5,15 @@ import threading
 import pytest
 
 from kvserve.core import Message
-from kvserve.sessions.turns import Seen, Step, TurnStore
+from kvserve.sessions.seen import PathNode, PathStep
+from kvserve.sessions.turns import TurnStore
 from tests.sessions.samples import assistant, call, chains_of, record_of, steps_of, texts_of, user, written
 
 
-def answer(letters: str, text: str, thinking: str = "", *ids: int) -> Step:
+def answer(letters: str, text: str, thinking: str = "", *ids: int) -> PathStep:
     """The model's answer as the last letter of a conversation."""
     message = assistant(text, thinking=thinking)
-    return Step(chains_of(letters)[-1], message, written(message, *ids))
+    return PathStep(chains_of(letters)[-1], message, written(message, *ids))
 
 
 def test_an_empty_store_knows_nothing() -> None:
@@ -41,8 +42,8 @@ def test_the_same_words_after_another_beginning_are_not_found() -> None:
 def test_reading_the_same_again_adds_nothing() -> None:
     """A repeated request, also with other call ids, has the nodes that are there."""
     store = TurnStore()
-    first = store.extend(None, [*steps_of("a"), Step(b"call", assistant("", call("{}", call_id="1")))])
-    again = store.extend(None, [*steps_of("a"), Step(b"call", assistant("", call("{}", call_id="2")))])
+    first = store.extend(None, [*steps_of("a"), PathStep(b"call", assistant("", call("{}", call_id="1")))])
+    again = store.extend(None, [*steps_of("a"), PathStep(b"call", assistant("", call("{}", call_id="2")))])
     assert again is first and store.totals().num_nodes == 2
 
 
@@ -50,9 +51,9 @@ def test_a_message_outside_the_identity_has_no_node() -> None:
     """A carrier that is gone from the next request leaves the chain, and so the path, as it is."""
     store = TurnStore()
     chains = chains_of("ab")
-    steps = [Step(chains[0], user("a")), Step(chains[0], user("carrier")), Step(chains[1], assistant("b"))]
+    steps = [PathStep(chains[0], user("a")), PathStep(chains[0], user("carrier")), PathStep(chains[1], assistant("b"))]
     assert texts_of(store.extend(None, steps)) == ["a", "b"]
-    assert texts_of(store.extend(store.find(chains[:1]), [Step(chains[0], user("carrier"))])) == ["a"]
+    assert texts_of(store.extend(store.find(chains[:1]), [PathStep(chains[0], user("carrier"))])) == ["a"]
 
 
 def test_a_path_has_a_message() -> None:
@@ -129,7 +130,7 @@ def test_after_two_answers_what_the_client_sends_is_followed() -> None:
         store.extend(None, [*steps_of("a"), answer("ab", "Done.", thought)])
     known = store.find(chains_of("abc"))
     chains = chains_of("abc")
-    leaf = store.extend(known, [Step(chains[1], assistant("Done.")), Step(chains[2], user("c"))])
+    leaf = store.extend(known, [PathStep(chains[1], assistant("Done.")), PathStep(chains[2], user("c"))])
     found = store.find(chains_of("abcd"))
     assert found is leaf
     assert [node.message for node in leaf.path()] == [user("a"), assistant("Done."), user("c")]
@@ -141,7 +142,7 @@ def test_an_answer_without_thoughts_that_became_doubtful_is_read_as_sent() -> No
     store = TurnStore()
     for thought in ("thought 1", ""):
         store.extend(None, [*steps_of("a"), answer("ab", "Done.", thought)])
-    steps = [Step(chains_of("ab")[1], assistant("Done.")), *steps_of("abc")[2:]]
+    steps = [PathStep(chains_of("ab")[1], assistant("Done.")), *steps_of("abc")[2:]]
     leaf = store.extend(store.find(chains_of("a")), steps)
     assert store.find(chains_of("abc")) is leaf and leaf.parent is not None and leaf.parent.written is None
 
@@ -150,13 +151,13 @@ def test_an_echo_does_not_undo_what_was_written() -> None:
     """Reading an answer as it was written, without saying who wrote it, keeps its tokens."""
     store = TurnStore()
     first = store.extend(None, [*steps_of("a"), answer("ab", "Done.")])
-    assert store.extend(None, [*steps_of("a"), Step(chains_of("ab")[1], assistant("Done."))]) is first
+    assert store.extend(None, [*steps_of("a"), PathStep(chains_of("ab")[1], assistant("Done."))]) is first
 
 
 def test_a_reading_becomes_a_writing_when_the_model_writes_it() -> None:
     """First sent by a client, then written here: the newest node knows the tokens."""
     store = TurnStore()
-    store.extend(None, [*steps_of("a"), Step(chains_of("ab")[1], assistant("Done."))])
+    store.extend(None, [*steps_of("a"), PathStep(chains_of("ab")[1], assistant("Done."))])
     store.extend(None, [*steps_of("a"), answer("ab", "Done.")])
     found = store.find(chains_of("ab"))
     assert found is not None and found.written is not None
@@ -198,7 +199,7 @@ def test_bytes_are_bounded_by_the_texts() -> None:
     """Ten conversations of 100 kB in 350 kB: three stay. One that is too large alone leaves its beginning."""
     store = TurnStore(max_bytes=350_000)
     for letter in "0123456789":
-        store.extend(None, [Step(chain, user("x" * 100_000)) for chain in chains_of(letter)])
+        store.extend(None, [PathStep(chain, user("x" * 100_000)) for chain in chains_of(letter)])
     assert store.totals().num_nodes == 3
     leaf = store.extend(None, steps_of("ab", ["a", "y" * 500_000]))
     assert texts_of(leaf) == ["a", "y" * 500_000]
@@ -276,7 +277,7 @@ def test_integrity_is_really_checked() -> None:
     with pytest.raises(AssertionError):
         store.check_integrity()
     store._num_bytes -= 1
-    store._oldest.clear()
+    store._leaves.clear()
     with pytest.raises(AssertionError):
         store.check_integrity()
-    assert isinstance(leaf, Seen) and isinstance(leaf.message, Message)
+    assert isinstance(leaf, PathNode) and isinstance(leaf.message, Message)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvserve.core import Message, Written
-from kvserve.sessions.turns import Seen, Step, TurnStore
+from kvserve.sessions.seen import PathNode, PathStep
+from kvserve.sessions.turns import TurnStore
 from tests.laws import num_examples
 from tests.sessions.samples import Notebook, assistant, chains_of, record_of, user, written
 
@@ -85,7 +86,7 @@ def values(path: Path) -> Values:
     return [(entry.chain, entry.message, entry.thought) for entry in path]
 
 
-def seen_values(leaf: Seen | None) -> Values:
+def seen_values(leaf: PathNode | None) -> Values:
     path = () if leaf is None else leaf.path()
     return [(seen.chain, seen.message, thought_of(seen.written)) for seen in path]
 
@@ -94,7 +95,7 @@ def places_of(store: TurnStore) -> dict[bytes, object]:
     """What is known of each place, and its readings in their order."""
     return {
         chain: (place.said, place.is_doubtful, place.meaning, place.is_contested, list(map(seen_values, place.nodes)))
-        for chain, place in store._places.items()
+        for chain, place in store._states.items()
     }
 
 
@@ -118,7 +119,7 @@ class TurnMachine(RuleBasedStateMachine):
         self.plain = PlainTurns()
         self.conversations: list[list[str]] = [["s", *first], ["s", *first, "B", *second], ["t", *second]]
         self.readings: dict[bytes, Values] = {}
-        self.held: list[tuple[Seen, Path, Values]] = []
+        self.held: list[tuple[PathNode, Path, Values]] = []
         self.num_requests = 0
 
     def new_store(self) -> TurnStore:
@@ -166,7 +167,7 @@ class TurnMachine(RuleBasedStateMachine):
         """A slow request extends a path that may have been forgotten meanwhile."""
         if self.held:
             leaf, path, _ = data.draw(st.sampled_from(self.held))
-            self.extend(leaf, path, [Step(chains_of(["Z"], leaf.chain)[0], user("Z"))])
+            self.extend(leaf, path, [PathStep(chains_of(["Z"], leaf.chain)[0], user("Z"))])
 
     @rule(is_new_file=st.booleans())
     def restart(self, is_new_file: bool) -> None:
@@ -182,7 +183,7 @@ class TurnMachine(RuleBasedStateMachine):
 
     # --- what the server does -----------------------------------------------------------------------------------------
 
-    def look_up(self, chains: list[bytes]) -> tuple[Seen | None, Path]:
+    def look_up(self, chains: list[bytes]) -> tuple[PathNode | None, Path]:
         known, path = self.store.find(chains), self.plain.find(chains)
         found = seen_values(known)
         assert [chain for chain, _, _ in found] == chains[: len(found)]
@@ -197,16 +198,16 @@ class TurnMachine(RuleBasedStateMachine):
             known, path = None, ()
         sent = [assistant(letter) if letter in "AB" else user(f"{letter} {clock}") for letter in conversation]
         start = 0 if known is None else known.index + 1
-        steps = [Step(chain, message) for chain, message in zip(chains[:-1], sent, strict=True)][start:]
+        steps = [PathStep(chain, message) for chain, message in zip(chains[:-1], sent, strict=True)][start:]
         self.num_requests += 1
         message = assistant(said, thinking=thought)
-        steps.append(Step(chains[-1], message, written(message, self.num_requests)))
+        steps.append(PathStep(chains[-1], message, written(message, self.num_requests)))
         leaf, path = self.extend(known, path, steps)
         self.store.remember(record_of(leaf, str(self.num_requests), session="one"), is_lasting=True)
         if self.num_requests % 4 == 0:
             self.held.append((leaf, path, seen_values(leaf)))
 
-    def extend(self, parent: Seen | None, path: Path, steps: list[Step]) -> tuple[Seen, Path]:
+    def extend(self, parent: PathNode | None, path: Path, steps: list[PathStep]) -> tuple[PathNode, Path]:
         before = seen_values(parent)
         leaf = self.store.extend(parent, steps, until=NEVER)
         path = self.plain.extend(path, [Plain(step.chain, step.message, thought_of(step.written)) for step in steps])

@@ -17,7 +17,7 @@ from kvserve.engine.warming import WarmJob
 from kvserve.protocols.openai_chat import parse_chat
 from kvserve.requests.serve import preview
 from kvserve.sessions.seen import common_length
-from kvserve.warming.next_turn_predictor import MIN_NEW_TOKENS, Foresight, over
+from kvserve.warming.next_turn_predictor import MIN_NEW_TOKENS, NextTurnPredictor, over
 from tests.laws import sampled_cells
 from tests.models import tiny_model
 
@@ -27,7 +27,7 @@ class Client:
     """A client and what is foreseen of it, on the server's own path without a model."""
 
     model: ModelFree
-    foresight: Foresight
+    predictor: NextTurnPredictor
     num_asked: int = 0
 
     def ask(self, body: Mapping[str, Any], reply: Reply | None, path: str = "/v1/chat/completions") -> "Asked":
@@ -38,7 +38,7 @@ class Client:
         finished = self.model._told
         assert finished is not None
         turn = over(finished, running)
-        job = self.foresight.job_after(turn, self.model.served) if turn is not None else None
+        job = self.predictor.job_after(turn, self.model.served) if turn is not None else None
         said = "".join(block.text for block in running.said.blocks if isinstance(block, TextBlock))
         return Asked(finished.prompt.tokens.ids, told.num_cached_tokens, job, said)
 
@@ -63,7 +63,7 @@ class Asked:
 
 
 def client(family: str) -> Client:
-    return Client(ModelFree(tiny_model(family), is_cuttable=CONVENTIONS[family].is_cuttable), Foresight())
+    return Client(ModelFree(tiny_model(family), is_cuttable=CONVENTIONS[family].is_cuttable), NextTurnPredictor())
 
 
 # --- recorded clients ------------------------------------------------------------------------------------------------

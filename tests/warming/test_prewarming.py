@@ -252,11 +252,11 @@ def test_another_model_never_gets_them(tmp_path: Path) -> None:
     with serving_app(tmp_path) as app:
         for said in ("List the files.", "Count them."):
             ask(app, said)
-        assert len(app.served.conversations.most_used_beginnings(9)) == 1
+        assert len(app.served.conversations.most_used_prefixes(9)) == 1
     with serving_app(tmp_path, "llama", prewarm_prefixes=4) as app:
-        assert app.served.conversations.most_used_beginnings(9) == ()
+        assert app.served.conversations.most_used_prefixes(9) == ()
     with serving_app(tmp_path, prewarm_prefixes=0) as app:
-        assert len(app.served.conversations.most_used_beginnings(9)) == 1
+        assert len(app.served.conversations.most_used_prefixes(9)) == 1
         assert warming(app)["num_jobs_done"] + warming(app)["num_jobs_waiting"] == 0
 
 
@@ -265,12 +265,12 @@ def test_what_is_not_to_last_is_not_learned(tmp_path: Path) -> None:
     with serving_app(tmp_path) as app:
         for said in ("List the files.", "Count them."):
             ask(app, said, ttl=0)
-        assert app.served.conversations.most_used_beginnings(9) == ()
+        assert app.served.conversations.most_used_prefixes(9) == ()
         for said in ("List the files.", "Count them."):
             ask(app, said)
-        assert len(app.served.conversations.most_used_beginnings(9)) == 1
+        assert len(app.served.conversations.most_used_prefixes(9)) == 1
         app.clear_cache()
-        assert app.served.conversations.most_used_beginnings(9) == ()
+        assert app.served.conversations.most_used_prefixes(9) == ()
 
 
 def test_a_model_that_is_not_ready_is_not_waited_for(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from kvserve.engine.warming import Warming, WarmJob
 from kvserve.engine.worker import Engine
-from kvserve.warming.next_turn_predictor import MIN_NEW_TOKENS, Foresight
-from kvserve.warming.speculative_prefill import NextTurns
+from kvserve.warming.next_turn_predictor import MIN_NEW_TOKENS, NextTurnPredictor
+from kvserve.warming.speculative_prefill import SpeculativePrefill
 from tests import agents
 from tests.agents import STYLES, TELLING, Asked, Conversation, EchoStyle
 from tests.laws import sampled, sampled_cells
@@ -48,7 +48,7 @@ def warming(app: AppUnderTest) -> Mapping[str, Any]:
     return dict(app.get("/v1/cache").json["warming"])
 
 
-def guesser(app: AppUnderTest) -> NextTurns:
+def guesser(app: AppUnderTest) -> SpeculativePrefill:
     found = app.app._next_turns
     assert found is not None
     return found
@@ -217,7 +217,7 @@ def test_no_answer_waits_for_a_guess(app: AppUnderTest, monkeypatch: pytest.Monk
         raise ValueError("no idea")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Foresight, "job_after", stuck)
+        patch.setattr(NextTurnPredictor, "job_after", stuck)
         app.chat("Look there.")
         assert begun.wait(30)
         app.chat("And there.")

@@ -1,28 +1,28 @@
-"""The newest request through every message that is kept: what a next request is compared with. A turn store keeps it
-and holds the lock; it knows nothing of what is in a record but its size.
+"""The newest request through every kept message: what a next request is compared with. The turn store holds the lock.
+Of what is in a record this file knows only the size.
 """
 
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from kvserve.sessions.seen import Seen, TurnRecord
-from kvserve.sessions.writings import VALUE_BYTES, message_bytes
+from kvserve.sessions.seen import PathNode, TurnRecord
+from kvserve.sessions.written_messages import VALUE_BYTES, message_bytes
 
 POINTER_BYTES = 8
 OFFSET_BYTES = 36
 
 
-class RecordShelf:
-    """Records by their leaf, at most `max_bytes`, the oldest request first. One that a newer request has passed is
-    gone: whatever could be asked of it, the newer one answers."""
+class RecordStore:
+    """Records by their leaf, at most `max_bytes`, the oldest request evicted first. A record is dropped once a newer
+    request has passed its leaf, as the newer one answers whatever could be asked of it."""
 
-    def __init__(self, max_bytes: int, gone: Callable[[Seen], None]) -> None:
-        """`gone` hears of every record that goes, by its leaf."""
+    def __init__(self, max_bytes: int, gone: Callable[[PathNode], None]) -> None:
+        """`gone` is called with the leaf of every record that is dropped."""
         self._max_bytes = max_bytes
         self._gone = gone
-        self._by_leaf: OrderedDict[Seen, tuple[TurnRecord, int]] = OrderedDict()
-        self._newest_through: dict[Seen, TurnRecord] = {}
+        self._by_leaf: OrderedDict[PathNode, tuple[TurnRecord, int]] = OrderedDict()
+        self._newest_through: dict[PathNode, TurnRecord] = {}
         self._newest_of: dict[str, TurnRecord] = {}
         self.num_bytes = 0
 
@@ -34,10 +34,10 @@ class RecordShelf:
         return iter([record for record, _ in self._by_leaf.values()])
 
     def put(self, record: TurnRecord) -> bool:
-        """The newest request; its leaf and all before it must be kept as long as it is. False: it has no room."""
-        for seen in record.leaf.ancestry():
-            self.drop(seen)
-            self._newest_through[seen] = record
+        """Add the newest request; its path must be kept as long as the record is. False: there is no room for it."""
+        for node in record.leaf.ancestry():
+            self.drop(node)
+            self._newest_through[node] = record
         if record.session is not None:
             self._newest_of[record.session] = record
         size = record_bytes(record)
@@ -47,38 +47,38 @@ class RecordShelf:
         return record.leaf in self._by_leaf
 
     def shrink(self, max_bytes: int) -> None:
-        """The oldest go until at most `max_bytes` are left."""
+        """Evict the oldest records until at most `max_bytes` are left."""
         while self.num_bytes > max_bytes:
             self.drop(next(iter(self._by_leaf)))
 
-    def drop(self, leaf: Seen) -> None:
-        """The record that ends here goes, if there is one."""
+    def drop(self, leaf: PathNode) -> None:
+        """Drop the record that ends here, if there is one."""
         if leaf not in self._by_leaf:
             return
         record, size = self._by_leaf.pop(leaf)
         self.num_bytes -= size
         self._gone(leaf)
-        for seen in leaf.ancestry():
-            if self._newest_through.get(seen) is record:
-                del self._newest_through[seen]
+        for node in leaf.ancestry():
+            if self._newest_through.get(node) is record:
+                del self._newest_through[node]
         if record.session is not None and self._newest_of.get(record.session) is record:
             del self._newest_of[record.session]
 
-    def at(self, leaf: Seen) -> TurnRecord | None:
-        """The request that ended with this very message."""
+    def at(self, leaf: PathNode) -> TurnRecord | None:
+        """The request that ended with this message."""
         found = self._by_leaf.get(leaf)
         return found[0] if found is not None else None
 
-    def newest(self, seen: Seen | None, session: str | None) -> TurnRecord | None:
+    def newest(self, node: PathNode | None, session: str | None) -> TurnRecord | None:
         """The newest request that passed here, else the newest that shares the most with it, else the session's."""
-        if seen is not None:
-            for passed in seen.ancestry():
+        if node is not None:
+            for passed in node.ancestry():
                 if (record := self._newest_through.get(passed)) is not None:
                     return record
         return None if session is None else self._newest_of.get(session)
 
     def clear(self) -> None:
-        """Forget all records."""
+        """Drop all records."""
         self._by_leaf.clear()
         self._newest_through.clear()
         self._newest_of.clear()
@@ -89,13 +89,13 @@ class RecordShelf:
         assert self.num_bytes == sum(size for _, size in self._by_leaf.values()), "bytes do not add up"
         assert self.num_bytes <= self._max_bytes, "over the limit"
         records = {record for record, _ in self._by_leaf.values()}
-        assert records == set(self._newest_through.values()), "a record that nobody can reach, or one that is gone"
-        assert set(self._newest_of.values()) <= records, "a session's record that is gone"
+        assert records == set(self._newest_through.values()), "a record is unreachable or was dropped"
+        assert set(self._newest_of.values()) <= records, "a session has a record that was dropped"
 
 
 def record_bytes(record: TurnRecord) -> int:
-    """Bytes that a record holds beyond the path of its leaf."""
-    on_path = {id(seen.message) for seen in record.leaf.ancestry()}
+    """Bytes that a record takes beside the path of its leaf."""
+    on_path = {id(node.message) for node in record.leaf.ancestry()}
     own = sum(message_bytes(message) for message in record.messages if id(message) not in on_path)
     pointers = len(record.messages) + 2 * len(record.tools) + record.leaf.index + 1
     return (

@@ -3,7 +3,7 @@
 import pytest
 
 from kvserve.core import ImageBlock, Message, TextBlock, ThinkingBlock, ToolResultBlock
-from kvserve.sessions.writings import (
+from kvserve.sessions.written_messages import (
     message_bytes,
     said_digest,
     same_words,

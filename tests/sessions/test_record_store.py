@@ -3,13 +3,13 @@
 import dataclasses
 
 from kvserve.core import RequestId
-from kvserve.sessions.records import record_bytes
-from kvserve.sessions.seen import Seen
+from kvserve.sessions.record_store import record_bytes
+from kvserve.sessions.seen import PathNode
 from kvserve.sessions.turns import TurnStore
 from tests.sessions.samples import chains_of, record_of, steps_of, user
 
 
-def remembered(store: TurnStore, letters: str, name: str, session: str | None = None, num_tokens: int = 4) -> Seen:
+def remembered(store: TurnStore, letters: str, name: str, session: str | None = None, num_tokens: int = 4) -> PathNode:
     leaf = store.extend(store.find(chains_of(letters)), steps_of(letters))
     store.remember(record_of(leaf, name, session, num_tokens))
     return leaf

@@ -1,7 +1,4 @@
-"""What a message weighs, and when two of the model's writings are one.
-
-It knows messages as values; not where they are kept, nor how a template writes them.
-"""
+"""How large a message is, and when two outputs of the model are the same. Messages are values here."""
 
 import hashlib
 import sys
@@ -27,12 +24,12 @@ ID_BYTES = 36
 
 
 def message_bytes(message: Message) -> int:
-    """Bytes that Python holds for a message, its texts exactly, its structure roughly."""
+    """Bytes that Python holds for a message: texts exactly, structure roughly."""
     return VALUE_BYTES + sum(_block_bytes(block) for block in message.blocks)
 
 
 def written_bytes(written: Written) -> int:
-    """Bytes of a writing, its message included."""
+    """Bytes of an output, its message included."""
     return VALUE_BYTES + message_bytes(written.message) + ID_BYTES * (len(written.ids) + len(written.prefix_ids))
 
 
@@ -53,13 +50,12 @@ def _block_bytes(block: Block) -> int:
 
 
 def same_writing(one: Written, other: Written) -> bool:
-    """Whether the model wrote the same thinking, text and raw calls. Call ids and signatures are not its words, and
-    the same words may have been said with other tokens."""
+    """Whether the model wrote the same thinking, text and raw calls. Call ids, signatures and tokens may differ."""
     return one is other or _words(one.message) == _words(other.message)
 
 
 def said_digest(written: Written) -> bytes:
-    """Equal for the same writings (`same_writing`) and only for them."""
+    """A digest that is equal for the same outputs (`same_writing`) and only for them."""
     return hashlib.sha256(repr(_words(written.message)).encode()).digest()
 
 
@@ -77,7 +73,7 @@ def _words(message: Message) -> list[tuple[str, ...]]:
 
 
 def without_ids(message: Message) -> Message:
-    """The message with its call ids and signatures blanked: what is left is what a model reads of it."""
+    """The message without call ids and signatures: what a model reads of it."""
     return replace(message, blocks=tuple(_without_ids(block) for block in message.blocks))
 
 
