@@ -34,7 +34,7 @@ _loading = threading.local()
 _fingerprints: dict[Any, str] = {}
 _verdicts: dict[Any, CacheSupport] = {}
 _drawn: set[Any] = set()
-_voices: dict[Any, Any] = {}
+_profiles: dict[Any, Any] = {}
 
 _THAWED_GC = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
 """A swap of models collects what was frozen too: of a server its modules, of a process of tests every collected test as
@@ -75,9 +75,9 @@ def _draw_two_tokens_once(scheduler: Scheduler, sampling: SamplingParams) -> Non
 def _probed_once(compiled: Any, row: Any = None) -> Any:
     """What was found out is shared: it is frozen, and the compiled template in it is safe for threads."""
     key = (compiled.source, tuple(sorted(compiled._variables.items())), row)
-    if key not in _voices:
-        _voices[key] = _probed(compiled, row)
-    return _voices[key]
+    if key not in _profiles:
+        _profiles[key] = _probed(compiled, row)
+    return _profiles[key]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import pytest
 import kvserve.app.server
 from kvserve.app.model_pool import ModelPool
 from kvserve.app.server import Server
-from kvserve.canonical import layout
+from kvserve.canonical import message_layout as layout
 from kvserve.core.keeping import Scope
 from kvserve.engine.worker import Engine
 from kvserve.identity.conversations import Conversations

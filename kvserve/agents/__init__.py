@@ -1,1 +1,1 @@
-"""Agents whose history the server keeps: what they are, where their turns lie, how much of them a prompt shows."""
+"""Agents whose history the server keeps: their data, the store of their turns, and the turns that a prompt shows."""

@@ -5,7 +5,7 @@ It joins `prompt/`, which writes, and `output/`, which reads; it knows no form.
 
 from kvserve.core import CallRow, ToolSpec
 from kvserve.output.formats import OutputFormat
-from kvserve.output.said import Says
+from kvserve.output.said import MessageReader
 from kvserve.prompt.call_row import NoRow
 from kvserve.prompt.call_words import ARGUMENT, EXAMPLES, FUNCTION
 from kvserve.prompt.template import ChatTemplate
@@ -26,7 +26,7 @@ def unheld_calls(template: ChatTemplate, output_format: OutputFormat, row: CallR
     if text is None:
         is_unknown = isinstance(row, NoRow) and template.accepts_tools
         return f"its chat template lists tools and shows no call ({why})" if is_unknown else None
-    said = Says.under(output_format, (CALLED,))(text)
+    said = MessageReader.under(output_format, (CALLED,))(text)
     if said.calls != ((FUNCTION, EXAMPLES[0].arguments),):
         return f"what its chat template writes of a call is content here ({why})"
     if said.content:

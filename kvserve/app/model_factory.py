@@ -30,8 +30,8 @@ from kvserve.errors import ModelLoadError
 from kvserve.identity.conversations import Conversations, ForgottenRecords
 from kvserve.identity.recognise import IdentitySettings
 from kvserve.output.formats import OutputFormat, select_format
-from kvserve.output.said import Said, Says
-from kvserve.output.tool_parsers.foreign import ForeignToolForm
+from kvserve.output.said import GeneratedMessage, MessageReader
+from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from kvserve.prompt.boundaries import learn_markers
 from kvserve.prompt.call_row import NoRow, call_row
 from kvserve.prompt.images import Images
@@ -268,9 +268,9 @@ def _grammar_tokenizer(tokenizer: Tokenizer) -> Callable[[int], llguidance.LLTok
     return make
 
 
-def read_calls(row: CallRow, tools: Sequence[ToolSpec], text: str) -> Said:
+def read_calls(row: CallRow, tools: Sequence[ToolSpec], text: str) -> GeneratedMessage:
     """What `text` says to a model that writes calls in this row's form."""
-    return Says.under(select_format("auto", "", (), None, row), tools)(text)
+    return MessageReader.under(select_format("auto", "", (), None, row), tools)(text)
 
 
 def _output_format(
@@ -282,5 +282,5 @@ def _output_format(
     if not isinstance(row, NoRow):
         return select_format(settings.model_family, template, added_tokens, None, row)
     parser = library_tool_parser(folder)
-    foreign = ForeignToolForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
+    foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse) if parser else None
     return select_format(settings.model_family, template, added_tokens, foreign)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from kvserve.agents.store import AgentStore
+from kvserve.agents.agent_store import AgentStore
 from kvserve.app.catalogue import CatalogueSettings
 from kvserve.canonical.rules import select
 from kvserve.config import DiskMode, Settings

@@ -1,1 +1,1 @@
-"""Which turn a request continues: messages without ids, clocks and telemetry; and what the model reads for them."""
+"""Decides which turn a request continues, by messages without ids, clocks and telemetry, and what the model reads."""

@@ -1,10 +1,10 @@
-"""The identity of a message: its canonical form and digest. Pure; nothing here decides what the model reads."""
+"""Computes the identity of a message: its canonical form and digest. Pure; it does not decide what the model reads."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
-from kvserve.canonical.layout import Layout, canonical_blocks, is_dropped, lay_out
+from kvserve.canonical.message_layout import Layout, canonical_blocks, is_dropped, lay_out
 from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.rules import DEFAULT_RULES
 from kvserve.canonical.spans import meaning_text
@@ -21,20 +21,19 @@ from kvserve.core import (
 )
 
 _FORMAT = b"kvserve canonical 1"
-"""Part of every digest: digests that are kept across a change of their form must not match."""
+"""Part of every digest, so that stored digests of an older form do not match."""
 
 _MAX_SHORTENING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Canonical:
-    """What a message is known by.
+    """The identity of a message.
 
-    `message` is None for one that has no part in identity: it leaves the chain as it is. `digest` is that of the
-    canonical form. `meaning` differs from it only where a rule took out a whole span: it also tells apart what the
-    client may leave out, such as who the sender was. `wording` differs from that where such a span has volatile parts
-    that may come back: it tells apart every word that a client may have said without saying it again. `fired`: the
-    rules that changed something.
+    `message` is None for a message without identity, which leaves the chain unchanged. `digest` is of the canonical
+    form. `meaning` differs from it only if a rule took out a whole span: it also distinguishes what the client may
+    leave out, such as the sender. `wording` differs from that if such a span has volatile parts that may come back: it
+    distinguishes every word that the client may have sent once. `fired`: the rules that changed something.
     """
 
     message: Message | None
@@ -45,12 +44,12 @@ class Canonical:
 
 
 def canonicalise(message: Message, rules: RuleSet = DEFAULT_RULES) -> Canonical:
-    """The identity of `message`, which stays as it is. 32-byte digests; b"" for a message without identity."""
+    """The identity of `message`, which is not changed. Digests have 32 bytes; b"" for a message without identity."""
     layout = lay_out(message, rules)
     blocks = canonical_blocks(layout)
     canonical = message if blocks == message.blocks else Message(message.role, blocks, message.name)
     fired = frozenset([name for part in layout for name in part.fired])
-    # what is left when the spans are gone may have no identity either
+    # the rest without the spans may have no identity either
     if (rule := is_dropped(message, rules) or is_dropped(canonical, rules)) is not None:
         return Canonical(None, b"", b"", fired | {rule})
     digest = meaning = _digest(canonical)
@@ -77,14 +76,14 @@ def chain(root: bytes, messages: Iterable[Canonical]) -> tuple[bytes, ...]:
 
 
 def canonical_tools(tools: Sequence[ToolSpec], rules: RuleSet = DEFAULT_RULES) -> bytes:
-    """The digest of a set of tools, whatever their order; of the list as it is where that rule is switched off."""
+    """The digest of a set of tools in any order; of the list in its order if that rule is switched off."""
     digests = list(map(tool_digest, tools))
     ordered = sorted(digests) if "tools_order" in rules else digests
     return hashlib.sha256(_FORMAT + b"".join(ordered)).digest()
 
 
 def tool_digest(tool: ToolSpec) -> bytes:
-    """The digest of one tool, with all that the model reads of it."""
+    """The digest of everything that the model reads of one tool."""
     return _digest_of([tool.name, tool.description, tool.parameters, tool.strict])
 
 
@@ -92,14 +91,14 @@ def tool_digest(tool: ToolSpec) -> bytes:
 
 
 def num_chars(message: Message | None) -> int:
-    """Characters of text, calls and results. Thinking does not count: that templates drop it is no normalisation."""
+    """Characters of text, calls and results. Thinking does not count, because templates drop it anyway."""
     if message is None:
         return 0
     return sum(_num_block_chars(block) for block in message.blocks)
 
 
 def is_shortened_too_much(original_chars: int, canonical_chars: int) -> bool:
-    """Whether the key lost more than 10 % of the prompt: a rule then takes out what it was not made for."""
+    """Whether the key lost more than 10 % of the prompt: then a rule takes out too much."""
     return canonical_chars < original_chars * (1 - _MAX_SHORTENING)
 
 
@@ -131,7 +130,7 @@ def _meaning_blocks(layout: Layout) -> tuple[Block, ...]:
 
 
 def _with_own_images(canonical: Block, block: Block) -> Block:
-    """What stands for a block in identity, with the images that it really shows."""
+    """A block's canonical form with the images that it really shows."""
     if isinstance(canonical, ToolResultBlock) and isinstance(block, ToolResultBlock):
         return ToolResultBlock(canonical.call_id, block.blocks, canonical.is_error)
     return block if isinstance(block, ImageBlock) else canonical
@@ -145,9 +144,9 @@ def _digest(message: Message) -> bytes:
 
 
 def _joined(fields: list[str]) -> bytes:
-    """The fields with their lengths before them, so that no two lists of fields are the same bytes."""
+    """The fields with their lengths before them, so that different lists of fields are different bytes."""
     lengths = ",".join(map(str, map(len, fields)))
-    # halves of surrogate pairs come from clients that cut text; they must not stop a request
+    # clients that cut text send lone surrogates, which must not stop a request
     return _FORMAT + f"[{lengths}]{''.join(fields)}".encode("utf-8", "surrogatepass")
 
 
@@ -176,7 +175,7 @@ def _digest_of(value: object) -> bytes:
 
 
 def _add_value(value: object, fields: list[str]) -> None:
-    """JSON values, types told apart (1, 1.0 and true differ); the order of an object's keys is kept: it is rendered."""
+    """Adds a JSON value with its type (1, 1.0 and true differ) and the order of keys, which is rendered."""
     if isinstance(value, Mapping):
         fields.append(f"object {len(value)}")
         for key, inner in value.items():

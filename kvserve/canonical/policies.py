@@ -1,4 +1,4 @@
-"""What the operator's rules differ in from the table: for explanations. It changes nothing that the rules do."""
+"""Compares the operator's rules with the table, for explanations. It does not change what the rules do."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -17,12 +17,12 @@ def policies(rules: RuleSet) -> Mapping[str, str]:
 
 @lru_cache(maxsize=8)
 def changed(rules: RuleSet) -> frozenset[str]:
-    """The rules whose policy is not the table's, those that are switched off too."""
+    """The rules whose policy differs from the table's, switched-off ones included."""
     return frozenset(rule.name for rule in DEFAULT_RULES.rules if policies(rules).get(rule.name, "off") != rule.policy)
 
 
 def rules_off(rules: RuleSet, was: Message, now: Message) -> frozenset[str]:
-    """The rules of the table, switched off in `rules`, under which both messages would be known as one."""
+    """The rules, switched off in `rules`, under which both messages would have one identity."""
     one, other = canonicalise(was, DEFAULT_RULES), canonicalise(now, DEFAULT_RULES)
     if one.digest != other.digest:
         return frozenset()

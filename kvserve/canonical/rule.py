@@ -1,6 +1,6 @@
-"""What a canonical rule is: a named row with its place, its replay policy and, for rules about text, its strict form.
+"""Defines a canonical rule: a named row with its place, its replay policy and, for rules about text, its strict form.
 
-Knows nothing of any particular client; the table is in `rules.py`, the loops that apply it are its neighbours.
+It knows no particular client; `rules.py` has the table, the files beside it apply the rules.
 """
 
 import re
@@ -16,7 +16,7 @@ Scope = Literal["message", "text", "line", "field", "tools", "wire"]
 
 `message`: the structure of one message; `text`: a span in one text block; `line`: a span within one line of one text
 block; `field`: a volatile part inside the spans of other rules; `tools`: the list of tools; `wire`: what the reader
-of the protocol already makes equal (nothing is left to do here, and so nothing to set).
+of the protocol already makes equal (so there is nothing to set here).
 """
 
 Place = Literal["start", "line_start", "last_line", "anywhere", "end", "whole"]
@@ -30,14 +30,13 @@ the end of the block; `whole`: the span is the block.
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The recorded form of a span, strictly: whatever does not match is left alone.
+    """The recorded form of a span; text that does not match strictly is left alone.
 
-    `opener` is the literal text that the span and `pattern` begin with: it makes looking for a rule that does not
-    apply as cheap as a search for a substring. `volatile` maps a rule's name (this one's or that of a `field` rule)
-    to the parts that may move without a change of meaning. `is_json`: the group `json` must be a JSON object.
-    `holds` and `lacks` must, and must not, be found in the span; with `heading` what stands behind the leading spans of
-    the block must begin so. `is_omitted`: the canonical form is "", so that
-    sent and left out are the same; otherwise it is the span without its volatile parts.
+    `opener` is the literal beginning of the span and of `pattern`: a rule that does not apply costs only a substring
+    search. `volatile` maps a rule's name (this one's or that of a `field` rule) to the parts that may change without a
+    change of meaning. `is_json`: the group `json` must be a JSON object. `holds` must, and `lacks` must not, be found
+    in the span; the text behind the block's leading spans must begin with `heading`. `is_omitted`: the canonical form
+    is "", so that the span may be left out; otherwise it is the span without its volatile parts.
     """
 
     opener: str
@@ -55,9 +54,9 @@ class Form:
 class Rule:
     """One row: what is normalised where, what the model reads instead, and why.
 
-    `drops`: a message that consists of the form has no identity at all. `is_personal` False: telemetry that holds
-    nobody's words, so that the value which anybody sent first may stand in everybody's prompt. What an operator may set
-    the policy to is in `settings/rules.py`.
+    `drops`: a message that consists of the form has no identity. `is_personal` False: telemetry without a person's
+    words, so that the first value sent may be in every client's prompt. `settings/rules.py` has the policies that an
+    operator may set.
     """
 
     name: str
@@ -72,9 +71,9 @@ class Rule:
 
 
 class RuleSet:
-    """The rules that are switched on, with the policies that hold for them; looked up by role and by name.
+    """The rules that are switched on, with their policies; looked up by role and by name.
 
-    `tells_images_apart`: which image a message shows is part of its identity, not only that it shows one.
+    `tells_images_apart`: a message's identity includes which image it shows, not only that it shows one.
     """
 
     def __init__(self, rules: tuple[Rule, ...], *, tells_images_apart: bool = True) -> None:
@@ -98,7 +97,7 @@ class RuleSet:
         return name in self._named
 
     def names(self, role: Role) -> frozenset[str]:
-        """The rules that are switched on and meant for messages of this role."""
+        """The rules that are switched on for messages of this role."""
         return self._names[role]
 
     def span_rules(self, role: Role) -> tuple[Rule, ...]:
@@ -106,7 +105,7 @@ class RuleSet:
         return self._spans[role]
 
     def impersonal_openers(self, role: Role) -> tuple[str, ...]:
-        """What opens the spans of those of them that hold nobody's words."""
+        """The openers of those whose spans hold no person's words."""
         return self._impersonal_openers[role]
 
     def dropping_rules(self, role: Role) -> tuple[Rule, ...]:
@@ -114,14 +113,14 @@ class RuleSet:
         return self._drops[role]
 
     def is_shared(self, name: str) -> bool:
-        """Whether the rule's values are nobody's words, and its policy lets one stand for all of them."""
+        """Whether the rule's values are no person's words, and its policy lets one value replace all of them."""
         return not self._named[name].is_personal and self.replays(name, in_history=False)
 
     def is_hidden(self, name: str) -> bool:
-        """Whether what the rule takes out may come back although the client did not send it: somebody's own words."""
+        """Whether a person's own words that the rule takes out may come back although the client did not send them."""
         return self._named[name].is_personal and self.replays(name, in_history=True)
 
     def replays(self, name: str, *, in_history: bool) -> bool:
-        """Whether the rule's policy lets the model read what it read before."""
+        """Whether the rule's policy lets the model read the earlier text."""
         policy = self._named[name].policy
         return policy == "always" or (policy == "history" and in_history)

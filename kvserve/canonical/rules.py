@@ -1,4 +1,4 @@
-"""The table of canonical rules: those about text from `text_rules.py`, those about the structure of messages here.
+"""The table of canonical rules: rules about text are in `text_rules.py`, rules about messages' structure here.
 
 A new rule is one row, here or there, its line in `settings/rules.py` and one recorded pair in tests/canonical/pairs/.
 """
@@ -106,8 +106,8 @@ def select(
 ) -> RuleSet:
     """The rules with the operator's policies (rule name -> `always`, `history`, `never` or `off`).
 
-    `enabled` False switches all of them off: a message is then known by exactly what was sent. Raises SettingError,
-    naming `setting`, for a rule that does not exist, one that cannot be set, or another policy.
+    `enabled` False switches all of them off: a message's identity is then exactly what was sent. Raises SettingError,
+    naming `setting`, for an unknown rule, one that cannot be set, or another policy.
     """
     check_policies(policies, setting)
     if not enabled:

@@ -4,7 +4,7 @@ the prompts of all clients begin with."""
 from collections.abc import Callable
 
 from kvserve.canonical.rule import RuleSet
-from kvserve.canonical.spans import Span, find_spans
+from kvserve.canonical.spans import RuleSpan, find_spans
 from kvserve.core import Block, Message, TextBlock
 
 type FirstValue = Callable[[str, str], str]
@@ -30,7 +30,7 @@ def with_shared_values(message: Message, rules: RuleSet, first: FirstValue) -> t
     return (Message(message.role, tuple(blocks), message.name), frozenset(fired)) if fired else (message, frozenset())
 
 
-def _shared(span: Span, rules: RuleSet, first: FirstValue, fired: set[str]) -> str:
+def _shared(span: RuleSpan, rules: RuleSet, first: FirstValue, fired: set[str]) -> str:
     """What is said in place of a span; the rules whose part of it is another then are added to `fired`."""
     form = span.rule.form
     names = [name for name in (form.volatile if form is not None else ()) if name in rules and rules.is_shared(name)]

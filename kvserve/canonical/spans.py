@@ -1,4 +1,4 @@
-"""Finds the spans of the rules in one text block. Knows where a form may stand, not what becomes of the span."""
+"""Finds the spans of the rules in one text block. It knows the places of forms, not what happens to the spans."""
 
 import json
 import re
@@ -10,15 +10,15 @@ from kvserve.canonical.rule import Form, Rule, RuleSet
 from kvserve.core import Role
 
 _MAX_SPANS = 64
-"""Per text block; the recordings have five at most. It bounds the work that a text made for it can cause."""
+"""Per text block; recordings have five at most. It bounds the work that a malicious text can cause."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """The half-open run `[start, end)` of characters of one text block that a rule speaks for.
+class RuleSpan:
+    """The half-open run `[start, end)` of characters of one text block that a rule matches.
 
-    `canonical` stands for it in identity; `meaning` is the span without its volatile parts; `volatile` are those,
-    each with the name of the rule whose policy decides about it.
+    `canonical` replaces it in identity; `meaning` is the span without its volatile parts; `volatile` are those, each
+    with the name of the rule whose policy applies to it.
     """
 
     start: int
@@ -31,23 +31,23 @@ class Span:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Two spans with equal keys say the same."""
+        """Equal for spans with the same meaning."""
         return self.rule.name, self.meaning
 
     def without(self, names: Container[str]) -> str:
-        """The text less the volatile parts of the rules with these names."""
+        """The text without the volatile parts of the rules with these names."""
         text, form = self.text, self.rule.form
         for name, pattern in form.volatile.items() if form is not None else ():
             text = pattern.sub("", text) if name in names else text
         return text
 
 
-def find_spans(text: str, role: Role, rules: RuleSet) -> tuple[Span, ...]:
-    """The spans in `text`, in order, none overlapping another.
+def find_spans(text: str, role: Role, rules: RuleSet) -> tuple[RuleSpan, ...]:
+    """The spans in `text`, in order, without overlaps.
 
-    A text whose canonical form would change again is left alone as a whole: two pieces that only meet because a span
-    between them was taken out are no recorded form. That makes the canonical form stable. So is one with more spans
-    than any client sends.
+    A text whose canonical form would change again has no spans: two pieces that meet only because a span between them
+    was taken out are not a recorded form. That makes the canonical form stable. A text with more spans than any client
+    sends has none either.
     """
     span_rules = rules.span_rules(role)
     if not span_rules:
@@ -62,19 +62,19 @@ def find_spans(text: str, role: Role, rules: RuleSet) -> tuple[Span, ...]:
     return spans
 
 
-def canonical_text(text: str, spans: tuple[Span, ...]) -> str:
+def canonical_text(text: str, spans: tuple[RuleSpan, ...]) -> str:
     """`text` with the canonical form of each span in its place."""
     if not spans:
         return text
     return _with_spans_as(text, [(span, span.canonical) for span in spans])
 
 
-def meaning_text(text: str, spans: tuple[Span, ...]) -> str:
+def meaning_text(text: str, spans: tuple[RuleSpan, ...]) -> str:
     """`text` with only the volatile parts taken out."""
     return _with_spans_as(text, [(span, span.meaning) for span in spans])
 
 
-def _with_spans_as(text: str, replaced: list[tuple[Span, str]]) -> str:
+def _with_spans_as(text: str, replaced: list[tuple[RuleSpan, str]]) -> str:
     pieces: list[str] = []
     done = 0
     for span, replacement in replaced:
@@ -83,7 +83,7 @@ def _with_spans_as(text: str, replaced: list[tuple[Span, str]]) -> str:
     return "".join([*pieces, text[done:]])
 
 
-def _scan(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> Iterator[Span]:
+def _scan(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> Iterator[RuleSpan]:
     leading = _leading_spans(text, span_rules, rules)
     yield from leading
     done = leading[-1].end if leading else 0
@@ -99,8 +99,8 @@ def _scan(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> Iterator[S
             done = span.end
 
 
-def _leading_spans(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> list[Span]:
-    spans: list[Span] = []
+def _leading_spans(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> list[RuleSpan]:
+    spans: list[RuleSpan] = []
     position, found = 0, True
     while found:
         found = False
@@ -120,8 +120,8 @@ def _leading_spans(text: str, span_rules: tuple[Rule, ...], rules: RuleSet) -> l
     return spans
 
 
-def _spans_of(rule: Rule, form: Form, text: str, start: int, rules: RuleSet) -> Iterator[Span]:
-    """The spans of one rule from `start`, where the leading ones end; its place is none of theirs."""
+def _spans_of(rule: Rule, form: Form, text: str, start: int, rules: RuleSet) -> Iterator[RuleSpan]:
+    """The spans of one rule that is not a leading one, from `start`, where the leading spans end."""
     if form.heading is not None and form.heading.match(text, start) is None:
         return
     if form.place in ("end", "last_line"):
@@ -156,8 +156,8 @@ def _end_of_scope(text: str, position: int, rule: Rule) -> int:
     return len(text) if line_end < 0 else line_end
 
 
-def _match_at(text: str, start: int, end: int, rule: Rule, form: Form, rules: RuleSet) -> Span | None:
-    """The span of `rule` at `start`, no further than `end`; None where the text has not the recorded form."""
+def _match_at(text: str, start: int, end: int, rule: Rule, form: Form, rules: RuleSet) -> RuleSpan | None:
+    """The span of `rule` at `start`, up to `end` at most; None if the text does not have the recorded form."""
     match = form.pattern.match(text, start, end)
     if match is None or match.end() == start:
         return None
@@ -170,7 +170,7 @@ def _match_at(text: str, start: int, end: int, rule: Rule, form: Form, rules: Ru
         return None
     meaning, volatile = _without_volatile(span_text, form, rules)
     canonical = "" if form.is_omitted else meaning
-    return Span(start, match.end(), rule, span_text, canonical, meaning, volatile)
+    return RuleSpan(start, match.end(), rule, span_text, canonical, meaning, volatile)
 
 
 def _without_volatile(text: str, form: Form, rules: RuleSet) -> tuple[str, tuple[tuple[str, str], ...]]:

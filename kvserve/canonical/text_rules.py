@@ -15,7 +15,7 @@ _SYSTEM: Final[frozenset[Role]] = frozenset({"system"})
 _USER: Final[frozenset[Role]] = frozenset({"user"})
 
 _JSON_FENCE = r"```json\n(?P<json>(?:(?!```)[^\n]*+\n)++)```"
-"""Pretty-printed JSON: a line end inside one of its strings is escaped, so that no text in it can close the fence."""
+"""Pretty-printed JSON escapes line ends inside strings, so that no text in it can close the fence."""
 
 _MESSAGE_ID = re.compile(r'^  "message_id(?:_full)?": "(?:[^"\\\n]|\\[^\n])*+",?\n', re.MULTILINE)
 
@@ -29,10 +29,10 @@ _STATISTICS = re.compile(
     rf"Stats: runtime [0-9][0-9hms.]*+(?: • (?:tokens {_TOKENS}|prompt/cache {_CACHED}|"
     r"(?!tokens |prompt/cache )[^•\n<]*[^•\n< ]))*\Z"
 )
-"""Counts are numbers only: a line where somebody put a word beside them is no telemetry."""
+"""Counts are numbers only: a line with a word beside them is not telemetry."""
 
 _REPORT = re.compile(r'(?:\[[^\]\n]*+\] )*+A [a-z][a-z -]*+"[^\n]*" just [a-z]')
-"""How OpenClaw begins to report a sub-agent's run: such a line in anybody else's text is that text's own."""
+"""The beginning of OpenClaw's report of a sub-agent's run; such a line in any other text is not the report's."""
 
 _INSTRUCTIONS = re.compile(r"^Contents of [^\n]+ \([^\n]+\):$|^Today's date is [^\n]+$", re.MULTILINE)
 
@@ -40,7 +40,7 @@ _CARRIED = r'Conversation data \(data, not instructions\):\n"(?:[^"\\\n]|\\[^\n]
 
 
 def _fence(name: str, title: str, volatile: Mapping[str, re.Pattern[str]]) -> Rule:
-    """What OpenClaw says of the current message in front of it."""
+    """OpenClaw's facts in front of the current message."""
     heading = f"{title} (untrusted metadata):"
     return Rule(
         name,

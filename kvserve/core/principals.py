@@ -28,7 +28,7 @@ AGENTS = Principal(key="agents")
 
 KEY_HEADER: Final = "x-kvserve-key"
 """The digest of a client's key, or `NO_KEY`, told by the proxy: what comes from there carries the proxy's own key.
-On its way it stands behind a secret, which `web/guard.py` takes off; told without that it is left out."""
+On its way it stands behind a secret, which `web/handler.py` takes off; told without that it is left out."""
 
 NO_KEY: Final = "-"
 

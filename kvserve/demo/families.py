@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvserve.demo.vocabulary import GEMMA3, GEMMA4, GLM, HARMONY, LLAMA, QWEN, ControlTokens
+from kvserve.demo.vocabulary import GEMMA3, GEMMA4, GLM, HARMONY, LLAMA, QWEN, DemoControlTokens
 from kvserve.demo.weights import WeightStyle
 
 Config = dict[str, Any]
@@ -46,7 +46,7 @@ class Family:
 
     name: str
     configure: Callable[[ModelScale, int, int], Config]
-    control: ControlTokens
+    control: DemoControlTokens
     architecture: str
     style: Callable[[ModelScale], WeightStyle] = field(default=lambda scale: WeightStyle())
     template: str | None = None

@@ -16,7 +16,7 @@ from kvserve.demo.families import (
     gemma4_style,
     qwen3_5,
 )
-from kvserve.demo.vocabulary import GEMMA3, GEMMA4, GLM, QWEN, ControlTokens, Vocabulary
+from kvserve.demo.vocabulary import GEMMA3, GEMMA4, GLM, QWEN, DemoControlTokens, Vocabulary
 
 PATCH = 8
 """Pixels of a patch's side; two by two patches make a token, three by three in gemma4."""
@@ -178,7 +178,7 @@ _IDS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-def media_ids(control: ControlTokens, vocabulary: Vocabulary) -> Config:
+def media_ids(control: DemoControlTokens, vocabulary: Vocabulary) -> Config:
     """The keys of a vision model's config that name the tokens of images."""
     wanted = {QWEN_VL: "qwen", GEMMA3_VL: "gemma3", GEMMA4_VL: "gemma4", GLM_VL: "glm"}[control]
     return {key: vocabulary.token_id(token) for key, token in _IDS[wanted]}

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from kvserve.canonical.canonicalise import canonicalise, chain
-from kvserve.canonical.familiar import Familiar
+from kvserve.canonical.message_cache import CanonicalMessageCache
 from kvserve.core import Message, MessageStart, RequestId, SessionHint, TokenSequence, Turn, Written
 from kvserve.core.keeping import Scope
 from kvserve.explain.raw_prompts import RawPrompts, RawRecord
@@ -69,7 +69,7 @@ class Conversations:
     ) -> None:
         """Begins with the rows of `archive` and writes to it; `awaits_archive`: there will be one from `attach` on."""
         self._parts_sessions = settings.is_partitioned
-        self._familiar = Familiar(settings.rules, settings.limits.familiar_bytes)
+        self._familiar = CanonicalMessageCache(settings.rules, settings.limits.familiar_bytes)
         self._stores = Stores(settings.limits, archive, awaits_archive=awaits_archive)
         self._earlier = EarlierRequests()
         self._earlier.recall(self._stores.turns.records())

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvserve.canonical.canonicalise import Canonical, num_chars
-from kvserve.canonical.layout import is_dropped
+from kvserve.canonical.message_layout import is_dropped
 from kvserve.canonical.policies import changed, policies
 from kvserve.canonical.rule import RuleSet
 from kvserve.core import Message, ToolSpec, Written

@@ -15,8 +15,8 @@ from kvserve.canonical.canonicalise import (
     is_shortened_too_much,
     num_chars,
 )
-from kvserve.canonical.familiar import Familiar
-from kvserve.canonical.layout import same_arguments
+from kvserve.canonical.message_cache import CanonicalMessageCache
+from kvserve.canonical.message_layout import same_arguments
 from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.shared_values import with_shared_values
 from kvserve.canonical.write_calls import with_write_content_digested
@@ -64,7 +64,7 @@ class Recogniser:
     """Recognises turns by what the stores hold. Thread-safe."""
 
     def __init__(
-        self, settings: IdentitySettings, familiar: Familiar, stores: Stores, earlier: EarlierRequests
+        self, settings: IdentitySettings, familiar: CanonicalMessageCache, stores: Stores, earlier: EarlierRequests
     ) -> None:
         self._settings = settings
         self._familiar = familiar

@@ -1,1 +1,1 @@
-"""Reads what a model writes: reasoning, content and tool calls out of text, and grammars that make it write them."""
+"""Splits a model's text into reasoning, content and tool calls, and makes grammars that force their form."""

@@ -1,4 +1,4 @@
-"""One answer as it comes: tokens in, deltas out, up to its finish reason. It knows text, not what is done with it.
+"""Reads one answer as it is generated: tokens in, deltas out, up to the finish reason. It knows text, no wire form.
 
 token -> detokenizer -> splitter (reasoning | content | call) -> stop strings, for content only
 """
@@ -23,12 +23,12 @@ from kvserve.core import (
     Usage,
 )
 from kvserve.output.content_tokens import ContentTokens
-from kvserve.output.record import Piece, joined
+from kvserve.output.record import TextPiece, joined
 from kvserve.output.splitter import Splitter
 from kvserve.output.stop import StopScanner
 
 
-class Detokenizer(Protocol):
+class TokenText(Protocol):
     """Turns one answer's tokens into text."""
 
     def add(self, token: int) -> str:
@@ -36,13 +36,13 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text held back."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SaidTokens:
-    """The first `num_tokens` tokens of an answer and, behind them, `rest`: the text that was said of the next one."""
+    """The first `num_tokens` tokens of an answer, and `rest`: the part of the next token's text that belongs to it."""
 
     num_tokens: int
     rest: str = ""
@@ -50,12 +50,10 @@ class SaidTokens:
 
 @dataclass(slots=True, eq=False)
 class AnswerReader:
-    """The state of one answer. Without a splitter all of its text is content (a raw prompt has no channels).
+    """The state of one answer. Without a splitter all text is content (a raw prompt has no channels). With
+    `content_tokens` content deltas have their tokens."""
 
-    With `content_tokens` its content comes with the tokens that it was written with.
-    """
-
-    detokenizer: Detokenizer
+    detokenizer: TokenText
     scanner: StopScanner
     splitter: Splitter | None
     allows_many_calls: bool = True
@@ -67,29 +65,29 @@ class AnswerReader:
     done: GenerationDone | None = None
     finish_reason: FinishReason | None = None
     has_calls: bool = False
-    """Whether a call came to its end; one that the end of the text cut is none to run."""
+    """Whether a call is complete; a call that the text's end cut cannot be run."""
     stop_string: str | None = None
     _has_reasoning: bool = False
-    """Whether anything was thought: tags alone, with nothing between them, are none of its tokens."""
+    """Whether there is reasoning; tags without text between them do not count."""
     _num_content_characters: int = 0
     _texts: list[str] = field(default_factory=list)
-    """The text of each token; kept only where the answer may end inside one."""
+    """The text of each token; kept only if the answer may end inside a token."""
     _ends_with_call: bool = False
-    """Whether what follows the one call that was allowed is not read any more."""
+    """Whether the answer ends with the one call that was allowed, and later text is ignored."""
 
     @property
     def is_over(self) -> bool:
-        """Nothing more belongs to the answer: a stop string came, or the one call that was allowed."""
+        """Whether the answer has ended, with a stop string or with the one call that was allowed."""
         return self.stop_string is not None or (self.has_calls and not self.allows_many_calls)
 
     @property
     def num_completion_tokens(self) -> int:
-        """Tokens of the answer; a stop token that ended it is one of them, what came after a stop string is not."""
+        """The number of the answer's tokens, with the stop token that ended it, without tokens after a stop string."""
         return self.num_tokens + self.num_hidden_tokens
 
     def said_tokens(self) -> SaidTokens:
-        """The answer in tokens: all that were read; where a stop string ended it, those before that string; where the
-        one call that was allowed did, those of the call and, as text, what closes it."""
+        """The answer in tokens: all tokens read; up to the stop string if one ended it; up to the end of the call, with
+        the text that closes it, if the one allowed call ended it."""
         if self.splitter is None:
             return SaidTokens(self.num_tokens)
         if self.stop_string is not None:
@@ -100,16 +98,16 @@ class AnswerReader:
         return self._tokens_of(call + self.splitter.closing)
 
     def _tokens_of(self, text: str) -> SaidTokens:
-        """`text` in tokens of the answer, as far as they say the same."""
+        """`text` in the answer's tokens, as far as the texts are equal."""
         ends = list(accumulate(map(len, self._texts)))
         num_whole = bisect_right(ends, _num_alike(text, "".join(self._texts)))
         start = ends[num_whole - 1] if num_whole else 0
-        # The last of them may only begin a character that the next one completes: the first that ends here is the last.
+        # The last token may only begin a character that the next one completes: count up to the first that ends here.
         return SaidTokens(bisect_left(ends, start) + 1 if start else 0, text[start:])
 
     def feed(self, tokens: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[OutputDelta]:
-        """The deltas of these tokens; nothing after the answer's end. `logprobs`, one for each token, are needed where
-        there are `content_tokens`."""
+        """The deltas of these tokens; none after the answer's end. `content_tokens` needs `logprobs`, one for each
+        token."""
         deltas: list[OutputDelta] = []
         for index, token in enumerate(tokens):
             if self.is_over:
@@ -128,8 +126,8 @@ class AnswerReader:
         return joined(deltas)
 
     def finish(self, done: GenerationDone) -> list[AnswerEvent]:
-        """The deltas that were held back, and the end. An answer that was broken off (the server stops, nobody wants
-        the rest) has none: to a client `Finished` says that this is all there is, and a call's end that it can run."""
+        """The deltas held back, and the end. An answer that was broken off (the server stops, the client left) gets no
+        `Finished` and no end of a cut call: a client would take the answer for whole, or run the call."""
         self.done = done
         is_cut = done.reason != "stop" and not self.is_over
         self.num_hidden_tokens = 1 if done.reason == "stop" and not self.is_over else 0
@@ -146,7 +144,7 @@ class AnswerReader:
         return [*joined(deltas), Finished(self.finish_reason, usage, self.stop_string)]
 
     def _rest(self, is_cut: bool) -> list[OutputDelta]:
-        """What detokenizer, splitter and stop strings held back."""
+        """The deltas that detokenizer, splitter and stop strings held back."""
         text = self.detokenizer.finish()
         if self.content_tokens is not None:
             self.content_tokens.complete(text)
@@ -163,7 +161,7 @@ class AnswerReader:
         return self._scan(self.splitter.feed(text) if self.splitter is not None else [ContentDelta(text)])
 
     def _scan(self, deltas: Iterable[OutputDelta]) -> list[OutputDelta]:
-        """Content passes the stop strings; reasoning and calls do not."""
+        """Search content for stop strings; reasoning and calls pass unchanged."""
         kept: list[OutputDelta] = []
         for delta in deltas:
             if self.is_over:
@@ -182,17 +180,17 @@ class AnswerReader:
         return kept
 
     def _content(self, text: str) -> ContentDelta:
-        """The next content that goes out."""
+        """The next content delta."""
         return ContentDelta(text, self.content_tokens.take(len(text)) if self.content_tokens is not None else ())
 
 
 def _num_alike(first: str, second: str) -> int:
-    """How many characters two texts begin with alike."""
+    """The length of the common beginning of two texts."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _up_to_call(pieces: Iterable[Piece]) -> str | None:
+def _up_to_call(pieces: Iterable[TextPiece]) -> str | None:
     """The text up to and with the first call; None without one."""
     text: list[str] = []
     for piece in pieces:
@@ -202,8 +200,8 @@ def _up_to_call(pieces: Iterable[Piece]) -> str | None:
     return None
 
 
-def _up_to_content(pieces: Iterable[Piece], num_characters: int) -> str:
-    """The text before the content's character with this number, from zero; all of it where there are fewer."""
+def _up_to_content(pieces: Iterable[TextPiece], num_characters: int) -> str:
+    """The text before the content's character with this number, from zero; all text if there are fewer."""
     text: list[str] = []
     for piece in pieces:
         if piece.kind == "content":

@@ -1,28 +1,30 @@
-"""Text that may turn out to be a call: holds it and asks the forms; knows nothing of what follows from the answer."""
+"""Holds text that may be a call while the call forms read it, and reads what may follow a call. It decides nothing
+about the answer.
+"""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from kvserve.core import CallParts
+from kvserve.core import CallParts, ToolSpec
 from kvserve.output.harmony import ChannelOpened
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import END, FindsEnd, NotACall, ParsedCall, Scan, ToolForm, text_before
+from kvserve.output.tool_parsers.form import END, CallForm, FindsEnd, NotACall, ParsedCall, Scan, text_before
 
 type Found = ChannelOpened | list[ParsedCall]
 type Broken = Callable[[str], FindsEnd]
-"""Finds the end of arguments that begin like this and are no JSON."""
+"""Finds the end of arguments that begin with this text and are not JSON."""
 
 
 @dataclass(slots=True)
-class Reading:
-    """One way to read the text: a scan, what it is certain of, and the tags that end such a call."""
+class CallReading:
+    """One way to read the text: a scan, its certain results, and the tags that end such a call."""
 
     scan: Generator[None, str, Found]
     draft: Draft
     close_tags: tuple[str, ...]
     broken: Broken | None = None
     end: FindsEnd | None = None
-    """Finds the end of a call that was found to be broken."""
+    """Finds the end of a broken call."""
 
     def send(self, char: str) -> None:
         """Raises StopIteration with what was found, NotACall."""
@@ -30,8 +32,8 @@ class Reading:
         self.scan.send(char)
 
     def go_on_as_written(self, arguments: str) -> None:
-        """What follows `arguments`, the text so far, cannot be read: it goes into them as it stands, up to their end or
-        the next closing tag. Raises StopIteration where that was their end."""
+        """Take the text after `arguments`, which is not JSON, into them unchanged, up to their end or the next closing
+        tag. Raises StopIteration if they end here."""
         if self.broken is not None:
             self.end = self.broken(arguments)
             self.scan = _to_end_of_broken(self.draft, self.end)
@@ -62,22 +64,22 @@ def _to_end_of_broken(draft: Draft, end: FindsEnd) -> Generator[None, str, Found
     return []
 
 
-class Attempt:
+class CallAttempt:
     """The source of a possible call (or harmony header) so far, and the readings that still accept it.
 
-    Once the call has begun for the client, one reading is left, and the text is a call whatever follows.
+    Once the client has received the call's beginning, one reading is left, and the text is a call whatever follows.
     """
 
     def __init__(
         self,
         tag: str,
-        readings: Sequence[Reading],
+        readings: Sequence[CallReading],
         stray_close: str | None,
-        form: ToolForm | None = None,
+        form: CallForm | None = None,
         *,
         is_following: bool = False,
     ) -> None:
-        """`form`: what a call of it may be followed by is read as its own; `is_following`: this is that already."""
+        """`form`: its `follow` reads the text behind the call; `is_following`: this attempt is such text."""
         self.tag = tag
         self.form = form
         self.is_following = is_following
@@ -85,9 +87,9 @@ class Attempt:
         self.stray_close = stray_close
         self.call_id: str | None = None
         self.rest = ""
-        """What was read of what stands behind the call once it is over."""
+        """The text read behind the call's end."""
         self.closing: CallParts = ()
-        """What the model's template writes behind the call that was found."""
+        """What the model's template writes behind the call."""
         self._arguments_start = 0
         self._readings = list(readings)
         for reading in readings:
@@ -95,7 +97,7 @@ class Attempt:
 
     @property
     def draft(self) -> Draft | None:
-        """The call that this certainly is, as far as it was written; None while that is not certain."""
+        """The call as far as it was written; None while it is uncertain."""
         if len(self._readings) != 1 or not self._readings[0].draft.is_open:
             return None
         return self._readings[0].draft
@@ -106,14 +108,14 @@ class Attempt:
         return any(reading.draft.is_other for reading in self._readings)
 
     def begin(self, call_id: str) -> None:
-        """The call has begun for the client; the last character opened its arguments."""
+        """Note that the client receives the call; the last character opened its arguments."""
         self.call_id = call_id
         self._arguments_start = len(self.source) - 1
 
     def feed(self, char: str) -> Found | None:
-        """What was found, or None while it is open. Raises NotACall when no reading is left."""
+        """The result, or None while the text is unfinished. Raises NotACall when no reading is left."""
         self.source.append(char)
-        alive: list[Reading] = []
+        alive: list[CallReading] = []
         error = NotACall()
         for reading in self._readings:
             try:
@@ -132,7 +134,7 @@ class Attempt:
             raise error
         return None
 
-    def _send(self, reading: Reading, char: str) -> None:
+    def _send(self, reading: CallReading, char: str) -> None:
         try:
             reading.send(char)
         except NotACall:
@@ -140,17 +142,18 @@ class Attempt:
                 raise
             reading.go_on_as_written("".join(self.source[self._arguments_start :]))
 
-    def _take_from(self, reading: Reading) -> None:
-        """What the reading that came to its end says of what follows."""
+    def _take_from(self, reading: CallReading) -> None:
+        """Take the finished reading's closing parts, and its text that belongs to what follows."""
         self.closing = reading.draft.closing
         if num_behind := reading.draft.num_behind:
             self.rest = "".join(self.source[-num_behind:])
             del self.source[-num_behind:]
 
     def finish(self, *, cut: bool) -> bool:
-        """The text is over, and the call had begun: whether it has an end. What was held is one of its arguments.
+        """End a call that the client received, and return whether it is complete. Text held back goes into its
+        arguments.
 
-        `cut`: it is over because of a limit, so what cannot be read is not meant to end anywhere.
+        `cut`: a limit ended the text, so a broken call is not taken as complete.
         """
         [reading] = self._readings
         num_behind = None
@@ -176,3 +179,47 @@ class Attempt:
     def ends_with(self, tag: str) -> bool:
         """Whether the source ends with `tag`; looks at no more than that many of the last characters."""
         return self.source[-1] == tag[-1] and "".join(self.source[-len(tag) :]).endswith(tag)
+
+
+# --- behind a call ---------------------------------------------------------------------------------------------------
+
+
+def reading_of(form: CallForm, scan: Scan, tools: Sequence[ToolSpec], draft: Draft) -> CallReading:
+    """One way to read a call of the form."""
+    broken = form.broken
+    if broken is None:
+        return CallReading(scan, draft, form.close_tags)
+    return CallReading(scan, draft, form.close_tags, lambda text: broken(text, tools))
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """Reads the text behind a call of `form`, from one of `tags` on; `is_closed`: the call is closed already."""
+
+    form: CallForm | None = None
+    is_closed: bool = False
+    tags: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, form: CallForm | None, *, is_closed: bool = False) -> "Following":
+        """What may follow a call of the form."""
+        now = form.closed if is_closed and form is not None else form
+        return cls(form, is_closed, now.follow_tags) if now is not None and now.follow_tags else NOTHING
+
+    def closed(self) -> "Following":
+        """What may follow the closed call."""
+        return Following.of(self.form, is_closed=True) if not self.is_closed else self
+
+    def attempt(self, tag: str, tools: Sequence[ToolSpec], draft: Draft) -> CallAttempt | None:
+        """The attempt that begins with the tag; None if the tag alone closes the calls."""
+        form = self.form
+        now = form.closed if form is not None and self.is_closed else form
+        assert form is not None and now is not None and now.follow is not None, "only then this tag is looked for"
+        scan = now.follow(tag, tools, draft)
+        if scan is None:
+            return None
+        reading = reading_of(form, scan, tools, draft)
+        return CallAttempt(tag, [reading], form.stray_close, form, is_following=True)
+
+
+NOTHING = Following()

@@ -1,8 +1,8 @@
-"""Tool calls as rules of a grammar: forced ones, and those that a model writes in its text when it likes to.
+"""Writes grammar rules for tool calls: for forced calls, and for calls that a model may write in its text.
 
-A call is written in the model's own form; where that form is a foreign one, whose grammar is not known here, in the
-JSON form, which is always read too. Arguments obey the tool's schema as far as the form can say it: the bare-text forms
-leave a string's inside free, except for an enumeration, and fix the order of the arguments.
+A call has the model's own form, or the JSON form, which is always read too, if the model's form is foreign and its
+grammar unknown. Arguments follow the tool's schema as far as the form can express it: the bare-text forms fix the order
+of the arguments and leave strings free, except enumerations.
 """
 
 import json
@@ -26,7 +26,7 @@ _SHORT_SLOTS = {**_SLOTS, CallSlot.ID: "/[A-Za-z0-9]{9}/"}
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool, and what the protocol calls its schema."""
+    """A tool, and the protocol's name of its schema."""
 
     spec: ToolSpec
     path: str
@@ -34,7 +34,7 @@ class OfferedTool:
 
 @dataclass(slots=True)
 class CallGrammar:
-    """Writes the rules of one request's calls into `lark`; `notes` say what they do not hold of a schema."""
+    """Writes the rules of one request's calls into `lark`; `notes` name what is not enforced of a schema."""
 
     lark: Lark
     output_format: OutputFormat
@@ -56,8 +56,8 @@ class CallGrammar:
     # --- calls in free text -------------------------------------------------------------------------------------------
 
     def in_text(self, tools: Sequence[OfferedTool]) -> str | None:
-        """The start of a grammar for free text in which every call is one of an offered tool, a strict tool's obeys its
-        schema; None where the model's own form of calls is a foreign one."""
+        """The start of a grammar for free text in which every call names an offered tool and a strict tool's call
+        follows its schema; None if the model's own call form is foreign."""
         if self._is_foreign:
             return None
         row = self._row
@@ -80,7 +80,7 @@ class CallGrammar:
         return f"{first} ({' | '.join([*self.lark.free(bodies), *calls])})*"
 
     def _in_channels(self, tools: Sequence[OfferedTool], bodies: Mapping[str, str]) -> str:
-        """The same in harmony's messages. A message that is a call ends with its arguments."""
+        """The same for harmony's messages, where a call's message ends with its arguments."""
         lark = self.lark
         late = self._alternatives(tools, "harmony", by_schema=False)
         early = lark.rule(" | ".join(self._early(tool) for tool in tools))
@@ -111,21 +111,21 @@ class CallGrammar:
         return None if self._is_harmony else self.output_format.row
 
     def _row_calls(self, row: CallRow, tools: Sequence[OfferedTool], many: bool) -> str:
-        """A rule for a message's calls, from what opens them to what closes them."""
+        """A rule for a message's calls, from their opening to their closing text."""
         call = self._alternatives(tools, derived.NAME, by_schema=True)
         more = f"({self._any_of(row.between)} {call})*" if many and row.between else ""
         return self.lark.rule(f"{self._parts(row.opening)} {call} {more} {self._any_of(row.closing)}")
 
     def _row_body(self, row: CallRow, tools: Sequence[OfferedTool], *, opened: str) -> str:
-        """The same behind the tag that opens them, where only strict tools' arguments obey their schema."""
+        """The same behind the opening tag; only strict tools' arguments follow their schema."""
         call = self._alternatives(tools, derived.NAME, by_schema=False)
         more = f"({self._any_of(row.between)} {call})*" if row.between else ""
         head = self._parts((str(row.opening[0]).removeprefix(opened), *row.opening[1:]))
         return self.lark.rule(f"{head} {call} {more} {self._any_of(row.closing)}")
 
     def _bare_calls(self, row: CallRow, tools: Sequence[OfferedTool]) -> str:
-        """Calls that no tag opens, or none: only what names an offered tool is one, however its JSON is spaced. The
-        next one may stand behind a semicolon."""
+        """Calls without an opening tag, or none: an object is a call only if it names an offered tool, whatever the
+        spacing of its JSON. The next call may follow a semicolon."""
         first: list[str] = []
         more: list[str] = []
         middle = "".join(part for part in row.middle if isinstance(part, str))
@@ -162,8 +162,8 @@ class CallGrammar:
         return "hermes" if self._is_foreign else self.output_format.tool_forms[0].name
 
     def _alternatives(self, tools: Sequence[OfferedTool], form: str, *, by_schema: bool) -> str:
-        """A rule for what stands behind the opening tag of a call of one of the tools. Without `by_schema` only strict
-        tools' arguments obey their schema."""
+        """A rule for the text behind the opening tag of a call of one of the tools. Without `by_schema` only strict
+        tools' arguments follow their schema."""
         bodies: list[str] = []
         for tool in tools:
             parameters = self._parameters(tool, by_schema=by_schema)
@@ -208,7 +208,7 @@ class CallGrammar:
     # --- arguments as pairs -------------------------------------------------------------------------------------------
 
     def _pairs(self, tool: OfferedTool, parameters: Enforced, pair: Callable[[str, str], str], *, closing: str) -> str:
-        """The arguments in the order of the schema; where it names none, any."""
+        """The arguments in the schema's order; any arguments if the schema names none."""
         schema = parameters.schema
         properties = schema.get("properties")
         schemas = dict(properties) if isinstance(properties, Mapping) else {}
@@ -247,7 +247,7 @@ class CallGrammar:
         return f"{self.lark.json(value)} {end}"
 
     def _lose(self, tool: OfferedTool, what: str) -> None:
-        """Something of a tool's schema cannot be held. Raises BadRequest for a strict tool."""
+        """Note that a part of a tool's schema is not enforced. Raises BadRequest for a strict tool."""
         if tool.spec.strict:
             raise BadRequest(f"{tool.path} cannot be enforced: {what}.", param=tool.path)
         self._left_out.append(what)

@@ -1,10 +1,10 @@
-"""Which of an answer's tokens its content was written with, for clients that ask how likely these were. It knows tokens
-as bytes and where text went; nothing of wire forms or of how likely a token ought to be.
+"""Finds the tokens of an answer's content, for clients that ask for log-probabilities. It knows tokens as bytes and the
+channel of each character, no wire forms.
 
-A token counts as content where at least one of its characters is. It is told once and whole, with the first of these
-that goes out, for its likelihood is that of all of it: what of it lies in a tag, in formatting white space or behind a
-stop string is not cut off. Tokens that share a character are told with it, each with its own bytes. Tokens of
-reasoning, of tags and of calls are not told.
+A token counts as content if at least one of its characters does. It is reported once and whole, with its first content
+character, since its likelihood is that of the whole token: parts in a tag, in formatting white space or behind a stop
+string are not cut off. Tokens that share a character are reported with it, each with its own bytes. Tokens of
+reasoning, tags and calls are not reported.
 """
 
 import codecs
@@ -21,7 +21,7 @@ type WrittenFrom = Callable[[int], Sequence[tuple[PieceKind, str]]]
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A token and the run `[start, end)` of the answer's text that it writes, also with others."""
+    """A token and the run `[start, end)` of the answer's text that it writes, perhaps with other tokens."""
 
     token: int
     logprobs: TokenLogprobs
@@ -30,8 +30,8 @@ class _Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """The text's characters `[start, end)` are content, `content_start` of which stand before them."""
+class _ContentRun:
+    """The text's characters `[start, end)` are content; `content_start` content characters precede them."""
 
     start: int
     end: int
@@ -39,28 +39,28 @@ class _Run:
 
 
 class ContentTokens:
-    """One answer's tokens: `add` each one as it is read, `take` those of content that goes out."""
+    """One answer's tokens: `add` each token as it is read, `take` the tokens of content that is sent."""
 
     def __init__(self, text_bytes: TextBytes, written_from: WrittenFrom | None) -> None:
-        """`text_bytes` says what a token stands for, `written_from` where text went (see `Record`); None: all of it is
+        """`text_bytes` gives a token's bytes, `written_from` the channel of text (see `Record`); None: all text is
         content."""
         self._text_bytes = text_bytes
         self._written_from = written_from
         self._pending: list[tuple[int, TokenLogprobs]] = []
         self._begun = b""
         self._placed: deque[_Placed] = deque()
-        self._runs: deque[_Run] = deque()
+        self._runs: deque[_ContentRun] = deque()
         self._num_characters = self._num_known_characters = 0
         self._num_known_pieces = self._num_known_content = self._num_out = 0
 
     def add(self, token: int, logprobs: TokenLogprobs, text: str) -> None:
-        """A token was read, and with it `text` was complete."""
+        """Add a token that completed `text`."""
         self._pending.append((token, logprobs))
         if text:
             self.complete(text)
 
     def complete(self, text: str) -> None:
-        """The tokens that had no text yet have written `text`."""
+        """Give `text` to the tokens without text."""
         for (token, logprobs), (start, end) in zip(self._pending, self._places(text), strict=True):
             place = self._num_characters
             self._placed.append(_Placed(token, logprobs, place + start, place + end))
@@ -68,7 +68,7 @@ class ContentTokens:
         self._num_characters += len(text)
 
     def take(self, num_characters: int) -> tuple[ContentToken, ...]:
-        """The tokens that are told with the next characters of content, which are so many."""
+        """The tokens to report with the next characters of content, which are so many."""
         self._learn_where_text_went()
         self._num_out += num_characters
         told: list[ContentToken] = []
@@ -85,8 +85,8 @@ class ContentTokens:
         return tuple(told)
 
     def _places(self, text: str) -> list[tuple[int, int]]:
-        """Where each token that has no place yet begins and ends, counted from the beginning of `text`: one that begins
-        another character reaches into what comes behind it."""
+        """Where each unplaced token begins and ends, counted from the beginning of `text`; a token that begins another
+        character reaches into the text behind."""
         places: list[tuple[int, int]] = []
         data = self._begun
         for token, _ in self._pending:
@@ -115,11 +115,11 @@ class ContentTokens:
         start = self._num_known_characters
         self._num_known_characters += num_characters
         if kind == "content":
-            self._runs.append(_Run(start, self._num_known_characters, self._num_known_content))
+            self._runs.append(_ContentRun(start, self._num_known_characters, self._num_known_content))
             self._num_known_content += num_characters
 
     def _offset(self, placed: _Placed) -> int | None:
-        """How much content stands before the first of the token's characters that is content; None without one."""
+        """The number of content characters before the token's first one; None without one."""
         while self._runs and self._runs[0].end <= placed.start:
             self._runs.popleft()
         if not self._runs or self._runs[0].start >= placed.end:
@@ -137,7 +137,7 @@ class ContentTokens:
 
 
 def _num_characters(data: bytes, *, is_over: bool) -> int:
-    """Characters of UTF-8; one that is not complete counts where nothing more of it comes."""
+    """The number of UTF-8 characters; an incomplete character counts if nothing more of it follows."""
     return len(codecs.utf_8_decode(data, "replace", is_over)[0])
 
 

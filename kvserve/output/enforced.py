@@ -1,7 +1,7 @@
-"""How much of a JSON schema a grammar can hold. Knows no keyword by name: whatever is asked is tried on llguidance.
+"""Finds how much of a JSON schema a grammar can enforce. It knows no keyword by name: it tries schemas on llguidance.
 
-A schema that is promised strictly is held whole or refused. Of any other one that is left out which cannot be held,
-where it stands and nothing more; llguidance's lenient mode drops a keyword that it does not know by itself.
+A strict schema is enforced whole or refused. Of any other schema only the parts that cannot be enforced are left out;
+llguidance's lenient mode itself drops unknown keywords.
 """
 
 import json
@@ -17,13 +17,13 @@ from kvserve.core import JsonObject
 from kvserve.errors import BadRequest
 
 JSON_SPACE = r"[ \t\n\r]{1,20}"
-"""White space inside JSON is bounded: a model that finds nothing to say fills a form with it for ever."""
+"""White space inside JSON is bounded: a model without more to say can fill a form with it endlessly."""
 
 MAX_TRIES = 200
-"""Per schema. What is not settled by then is left out: a schema with hundreds of faults is not held anyway."""
+"""Per schema; what is undecided by then is left out: a schema with hundreds of faults is hardly enforced anyway."""
 
 MAX_NAMED = 6
-"""Places that a note names."""
+"""The number of places that a note names."""
 
 _KEYWORD = re.compile(r'"([^"]*)"')
 
@@ -32,7 +32,7 @@ type Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Enforced:
-    """A schema as a grammar takes it: what it enforces, and in words what is left out of the client's."""
+    """The enforced part of a schema, and in words what is left out of the client's."""
 
     schema: JsonObject
     is_strict: bool
@@ -48,7 +48,8 @@ ANY_OBJECT = Enforced({"type": "object"}, is_strict=True)
 
 
 def enforced(schema: object, field: str, *, strict: bool) -> Enforced:
-    """What of `schema` can be held. Raises BadRequest naming `field` and the place for a strict one that cannot be."""
+    """The part of `schema` that can be enforced. Raises BadRequest naming `field` and the place for a strict schema
+    that cannot be enforced whole."""
     if not isinstance(schema, Mapping):
         if strict:
             raise BadRequest(f"{field} must be a JSON schema: an object.", param=field)
@@ -63,7 +64,7 @@ def enforced(schema: object, field: str, *, strict: bool) -> Enforced:
 
 
 def allows_any_text(schema: Enforced) -> bool:
-    """Whether a string that obeys the schema may hold any text."""
+    """Whether the schema allows a string with any text."""
     matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(schema.text), log_level=0)
     if matcher.is_error():
         return False
@@ -72,7 +73,7 @@ def allows_any_text(schema: Enforced) -> bool:
 
 
 def described(label: str, left_out: Iterable[str]) -> tuple[str, ...]:
-    """The note on what is not enforced of a schema; none where all of it is."""
+    """The note on what is not enforced of a schema, if anything."""
     places = list(dict.fromkeys(left_out))
     if not places:
         return ()
@@ -81,13 +82,13 @@ def described(label: str, left_out: Iterable[str]) -> tuple[str, ...]:
 
 
 def _text(schema: object, strict: bool) -> str:
-    # Replaces the client's own options, which could switch the checks off.
+    # Replaces the client's own options, which could disable the checks.
     options = {"x-guidance": {"whitespace_pattern": JSON_SPACE, "lenient": not strict}}
     return json.dumps({**schema, **options} if isinstance(schema, Mapping) else schema)
 
 
 def _tried(schema: object, strict: bool) -> tuple[str | None, list[str]]:
-    """llguidance's complaint, or None and its warnings."""
+    """llguidance's error, or None and its warnings."""
     matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(_text(schema, strict)), log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()  # shows that nothing at all can be written, e.g. of a schema that only holds itself
@@ -109,7 +110,7 @@ def _accepts(matcher: LLMatcher, text: str) -> bool:
 
 
 def _warnings(schema: object) -> tuple[str, ...]:
-    """What lenient mode drops, in a person's words: the keywords where they are told, else the warning."""
+    """What lenient mode drops, in plain words: the keywords if the warning names them, else the warning."""
     said: list[str] = []
     for warning in _tried(schema, strict=False)[1]:
         said += _KEYWORD.findall(warning) if warning.startswith("Unimplemented keys") else warning.splitlines()[:1]
@@ -122,9 +123,9 @@ def _warnings(schema: object) -> tuple[str, ...]:
 def _reduced(
     schema: JsonObject, accepts: Callable[[object], bool], max_faults: int | None = None
 ) -> tuple[JsonObject, list[Path]]:
-    """As much of `schema` as is accepted, and the places that are left out; the empty schema is accepted.
+    """As much of `schema` as llguidance accepts, and the places left out; the empty schema is accepted.
 
-    Keys are put in row by row; where the schema stops being accepted a bisection finds the key that made it so.
+    Keys are added in order; where the schema is refused, a bisection finds the key at fault.
     """
     rest, kept, left_out, num_tries = _keys(schema, accepts), set[Path](), list[Path](), 0
 
@@ -154,9 +155,9 @@ def _reduced(
 
 
 def _keys(schema: JsonObject, accepts: Callable[[object], bool]) -> list[Path]:
-    """Every key of every object in the schema, outermost first. Those of objects, whose own keys follow, stand before
-    all others: a definition is there before it is filled and before it is referred to. Those that are not accepted
-    even alone stand last: they are more likely to be at fault than what they are refused with."""
+    """Every key of every object in the schema, outermost first. Keys of objects precede all others: a definition exists
+    before it is filled and before a reference to it. Keys that are refused even alone are last: they are more likely at
+    fault than the keys that they are refused with."""
     alone: dict[str, bool] = {}
 
     def rank(path: Path, value: object) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Which tags a model writes with: a table of thinking tags and tool forms, chosen from family, template, vocabulary."""
+"""Chooses a model's thinking tags and tool forms from tables, by family, template and vocabulary."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import Literal
 from kvserve.core import CallRow
 from kvserve.output import harmony
 from kvserve.output.tool_parsers import derived
-from kvserve.output.tool_parsers.foreign import ForeignToolForm
-from kvserve.output.tool_parsers.form import ToolForm
+from kvserve.output.tool_parsers.foreign import ForeignCallForm
+from kvserve.output.tool_parsers.form import CallForm
 from kvserve.output.tool_parsers.glm import GLM
 from kvserve.output.tool_parsers.hermes import HERMES
 from kvserve.output.tool_parsers.qwen_coder import QWEN_CODER, QWEN_CODER_BARE
@@ -18,7 +18,7 @@ ModelFamily = Literal["auto", "qwen3", "glm4", "generic"]
 
 @dataclass(frozen=True, slots=True)
 class ThinkingTags:
-    """`opening` counts at the beginning of a line only, unless `anywhere`: then no prose can contain it by accident."""
+    """`opening` counts only at the beginning of a line, unless `anywhere`: then prose cannot contain it by accident."""
 
     opening: str
     closing: str
@@ -34,22 +34,22 @@ class OutputFormat:
 
     name: str
     thinking: ThinkingTags | None
-    tool_forms: tuple[ToolForm, ...]
+    tool_forms: tuple[CallForm, ...]
     silent_tags: tuple[str, ...] = ()
     channels: Literal["tags", "harmony"] = "tags"
 
     @property
     def thinking_bounds(self) -> ThinkingTags | None:
-        """What thinking stands between, in harmony's channels too."""
+        """The tags around thinking, also of harmony's channels."""
         return ANALYSIS if self.channels == "harmony" else self.thinking
 
     @property
     def row(self) -> CallRow | None:
-        """How the template writes calls, where that was derived from what it renders."""
+        """The template's derived form of calls, if there is one."""
         return next((form.row for form in self.tool_forms if form.row is not None), None)
 
     def content_of(self, begun: str) -> str:
-        """The content of an answer's beginning: what stands behind the thinking, if it has any."""
+        """The content of an answer's beginning: the text behind the thinking, if it has any."""
         said = begun.lstrip()
         if self.thinking is not None and said.startswith(self.thinking.opening):
             said = said.partition(self.thinking.closing)[2].lstrip()
@@ -57,7 +57,7 @@ class OutputFormat:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """All that stands for structure in what the model writes; channels are no tags."""
+        """All structural tags that the model writes; channels have none."""
         thinking = (self.thinking.opening, self.thinking.closing) if self.thinking is not None else ()
         calls = (tag for form in self.tool_forms for tag in (form.open_tag, form.stray_close, *form.inner_tags) if tag)
         return (*thinking, *self.silent_tags, *calls)
@@ -101,7 +101,7 @@ _BY_VOCABULARY: tuple[tuple[tuple[str, ...], str, ThinkingTags, tuple[str, ...]]
         (),
     ),
 )
-"""(tokens that must all be there, name, thinking tags, silent tags); the first row that fits counts."""
+"""(required tokens, name, thinking tags, silent tags); the first row that fits counts."""
 
 _GLM_FIRST = (GLM, HERMES, QWEN_CODER, QWEN_CODER_BARE)
 _CODER_FIRST = (QWEN_CODER, QWEN_CODER_BARE, HERMES, GLM)
@@ -112,14 +112,14 @@ def select_format(
     model_family: str,
     template_text: str,
     special_tokens: Collection[str],
-    foreign: ForeignToolForm | None,
+    foreign: ForeignCallForm | None,
     row: CallRow | None = None,
 ) -> OutputFormat:
     """The format of a model. `special_tokens` are the tokenizer's added tokens, special or not.
 
     `model_family` is the setting MODEL_FAMILY: it decides which form comes first, never which forms are read.
-    `row` is how the template itself writes calls, `foreign` how another library reads them. A form that begins with a
-    tag that is read here anyway is not used: the readers here are exact.
+    `row` is the template's own form of calls, `foreign` another library's reader of them. A foreign form that begins
+    with a tag that is read here is not used: the readers here are exact.
     """
     forms = _own_forms(model_family, template_text)
     own_tags = {form.open_tag for form in forms}
@@ -137,7 +137,7 @@ def select_format(
     return OutputFormat(forms[0].name, THINK, forms)
 
 
-def _own_forms(model_family: str, template_text: str) -> tuple[ToolForm, ...]:
+def _own_forms(model_family: str, template_text: str) -> tuple[CallForm, ...]:
     if model_family == "glm4" or (model_family == "auto" and "<arg_key>" in template_text):
         return _GLM_FIRST
     if model_family in ("auto", "qwen3") and "<function=" in template_text:

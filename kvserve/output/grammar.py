@@ -1,13 +1,13 @@
-"""Grammars that make a model answer in a promised form: forced tool calls, strict tools and JSON content.
+"""Makes grammars that force an answer's promised form: forced tool calls, strict tools and JSON content.
 
-What is promised, by `tool_choice`, `strict` and `response_format`:
+The promise, by `tool_choice`, `strict` and `response_format`:
 
     none                  JSON content, or no grammar
-    auto                  for text: calls of strict tools obey their schema, all else is free; no grammar without them
+    auto                  for text: calls of strict tools follow their schema, all else is free; no grammar without them
                           else JSON content, or calls in its place
-    required, function    calls and nothing else: there is no content for `response_format` to shape
+    required, function    only calls: there is no content for `response_format` to shape
 
-A schema that is not strict is enforced as far as it can be (`enforced.py`), and the notes say what is not.
+A schema that is not strict is enforced as far as possible (`enforced.py`); the notes name what is not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ _LINE_ENDS = r"/\n{0,2}/"
 class AnswerStart:
     """Where the model's text begins.
 
-    `opens_thinking`: the prompt ended inside thinking, whose closing tag has the token ids `closing_ids`. `may_think`:
-    the model may open it itself. `begun`: what the prompt already has of the answer's content; None where the answer
-    begins with the model's text.
+    `opens_thinking`: the prompt ends inside thinking, whose closing tag has the token ids `closing_ids`. `may_think`:
+    the model may open thinking itself. `begun`: the beginning of the answer's content that the prompt already holds;
+    None if it holds none.
     """
 
     opens_thinking: bool = False
@@ -41,9 +41,9 @@ class AnswerStart:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """The grammar of a request, None where nothing is promised, and what of its schemas is not enforced.
+    """The grammar of a request, None without a promise, and notes on what of its schemas is not enforced.
 
-    `is_whole`: all that follows the thinking is in the promised form, so thinking has to leave it room.
+    `is_whole`: everything behind the thinking has the promised form, so thinking must leave room for it.
     """
 
     grammar: Grammar | None
@@ -74,7 +74,7 @@ def build_grammar(
         body = calls.forced(_forced_tools(tools, tool_choice), many)
         if start.begun and output_format.channels == "harmony":
             body = f'{lark.tag("<|end|>")} {lark.tag(harmony.START)} "assistant" {body}'
-        begun = ""  # what stands before a call is text
+        begun = ""  # text before a call
     elif response_format.kind != "text":
         json, notes = _json(lark, response_format)
         body = json if start.begun else _content(lark, json, output_format)
@@ -93,7 +93,7 @@ def build_grammar(
 
 
 def build_raw_grammar(response_format: ResponseFormat) -> Promise:
-    """The grammar of what follows a raw prompt, which has no thinking, no channels and no calls. Raises BadRequest."""
+    """The grammar of a raw prompt's continuation, without thinking, channels and calls. Raises BadRequest."""
     if response_format.kind == "text":
         return Promise(None)
     lark = Lark({})
@@ -105,7 +105,7 @@ def build_raw_grammar(response_format: ResponseFormat) -> Promise:
 
 
 def _behind_thinking(lark: Lark, body: str, output_format: OutputFormat, start: AnswerStart, begun: str) -> Grammar:
-    """The grammar of a promised form and of the thinking before it, which is free."""
+    """The grammar of a promised form behind free thinking."""
     is_harmony = output_format.channels == "harmony"
     bounds = output_format.thinking_bounds
     if start.opens_thinking and bounds is not None:
@@ -136,7 +136,7 @@ def _own_thinking(lark: Lark, output_format: OutputFormat) -> str:
 
 
 def _json(lark: Lark, response_format: ResponseFormat) -> tuple[str, tuple[str, ...]]:
-    """A rule for the JSON that is asked for, and what of its schema is not enforced."""
+    """A rule for the requested JSON, and notes on what of its schema is not enforced."""
     schema: JsonObject = {"type": "object"}
     if response_format.kind == "json_schema":
         schema = response_format.schema if response_format.schema is not None else {}

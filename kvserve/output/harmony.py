@@ -1,9 +1,10 @@
-"""The channel form of gpt-oss (harmony): which headers open which channel and which are calls; knows no stream.
+"""Reads the headers of harmony, gpt-oss's channel form: which open which channel and which are calls. It knows no
+stream.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
-`<|return|>` and `<|call|>` usually are stop tokens and never seen here: the end of the turn then closes the message.
+`<|return|>` and `<|call|>` usually are stop tokens and do not arrive here: the end of the turn closes the message.
 """
 
 import re
@@ -20,7 +21,7 @@ from kvserve.output.tool_parsers.json_text import json_container, write_json
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 RECIPIENT = " to="
-"""Opens a header only at the very beginning, where the prompt ended with `<|start|>assistant`."""
+"""Opens a header only at the beginning, since the prompt ends with `<|start|>assistant`."""
 
 MAX_HEADER_CHARS = 300
 _HEADER = re.compile(
@@ -35,7 +36,7 @@ type Channel = Literal["reasoning", "content"]
 
 @dataclass(frozen=True, slots=True)
 class ChannelOpened:
-    """A message begins whose text goes to `channel`."""
+    """A message has begun; its text belongs to `channel`."""
 
     channel: Channel
 
@@ -44,10 +45,9 @@ type HarmonyScan = Generator[None, str, ChannelOpened | list[ParsedCall]]
 
 
 def scan_message(opener: str, allow_calls: bool, draft: Draft) -> HarmonyScan:
-    """Reads what follows `opener`: a header, and the body too where it is a call.
+    """Reads what follows `opener`: a header, and the body too if it is a call.
 
-    A recipient that is not a function cannot be served; such a message is not read, so it stays text. The draft gets
-    the arguments of a call.
+    A message to a recipient that is not a function stays text. The draft gets the arguments of a call.
     """
     header = yield from _header(opener)
     recipient = header["early"] or header["late"]

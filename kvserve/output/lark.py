@@ -1,4 +1,4 @@
-"""llguidance's Lark dialect as it is written: rules, tags that may be tokens, JSON, free text. Knows no promise."""
+"""Writes llguidance's Lark dialect: rules, tags that may be tokens, JSON, free text."""
 
 import json
 import re
@@ -13,7 +13,7 @@ _NAMEABLE = re.compile(r"<[!-~]+>")
 
 
 class Lark:
-    """Rules of a grammar as they are written, each under a name of its own."""
+    """The rules of a grammar, each under its own name."""
 
     def __init__(self, added_tokens: Mapping[str, int]) -> None:
         """`added_tokens`: the tokenizer's added tokens and their ids."""
@@ -31,7 +31,7 @@ class Lark:
         return "\n".join([f"start: {start}", *self._rules])
 
     def is_token(self, tag: str) -> bool:
-        """Whether the tokenizer has the tag as an added token: then llguidance matches its name, never its text."""
+        """Whether the tag is an added token of the tokenizer: llguidance then matches its name, never its text."""
         return tag in self._added_tokens
 
     def has_tokens(self, tag: str) -> bool:
@@ -39,7 +39,7 @@ class Lark:
         return any(map(self.is_token, _TAG_PARTS.split(tag)))
 
     def tag(self, tag: str) -> str:
-        """The tag: its parts that are added tokens by name, the rest as text."""
+        """The tag: added tokens in it by name, the rest as text."""
         parts = [part for part in _TAG_PARTS.split(tag) if part]
         runs = groupby(parts, key=self.is_token)
         return " ".join(
@@ -70,16 +70,16 @@ class Lark:
         return [text, f"<[{','.join(_ranges(others))}]>"] if others else [text]
 
     def openings(self, tag: str, *, at_start: bool = False) -> str:
-        """Free text up to and with a tag that opens something: as a token and as text, for both are read alike.
+        """Free text up to and with an opening tag, as a token and as text, since both are read alike.
 
-        With `at_start` no text may stand before it. Beside `free` it is the one that counts, for it ends sooner.
+        `at_start` allows no text before it. Beside `free` this rule wins, because it ends sooner.
         """
         spelt = self.rule(f"/{'' if at_start else '(?s:.*)'}{escaped(tag)}/", "[lazy]")
         return f"({self._token(tag)} | {spelt})" if self.is_token(tag) else spelt
 
     def spaced_opening(self, text: str, *, separator: str = "") -> str:
-        """The same for the beginning of a JSON object at the start of a text, with white space where JSON takes it; a
-        `separator` may stand before it."""
+        """The same for the beginning of a JSON object at the start of a text, with JSON's white space; a `separator`
+        may precede it."""
         atoms = re.findall(r"[{}\[\],:]|[^\s{}\[\],:]+", text)
         before = rf"\s*({escaped(separator)})?" if separator else ""
         return self.rule(f"/{before}{r'\s*'.join(['', *map(escaped, atoms)])}/", "[lazy]")

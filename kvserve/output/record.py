@@ -1,4 +1,4 @@
-"""What became of each character of an answer: its pieces in order, and the deltas that go out; decides nothing."""
+"""Records the channel of each character of an answer: its pieces in order, and the deltas to send."""
 
 import secrets
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ PieceKind = Literal["reasoning", "content", "call", "tag", "space"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A run of the answer's text. All pieces in order are the text that the model wrote, character by character.
+class TextPiece:
+    """A run of the answer's text. All pieces in order are exactly the model's text.
 
-    `call` is the source of one or more calls, `tag` a tag, `space` white space that only forms the page.
+    `call` is the source of one or more calls, `tag` a tag, `space` formatting white space.
     """
 
     kind: PieceKind
@@ -31,12 +31,12 @@ class Piece:
 
 
 def random_call_id() -> str:
-    """A call id of letters and digits only: clients drop or replace anything else."""
+    """A call id of letters and digits: clients drop or replace other characters."""
     return f"call{secrets.token_hex(12)}"
 
 
 class Record:
-    """Collects pieces for good and deltas until they are taken."""
+    """Collects the pieces, and the deltas until they are taken."""
 
     def __init__(self) -> None:
         self._written: list[tuple[PieceKind, str]] = []
@@ -45,7 +45,7 @@ class Record:
         self._arguments: list[str] = []
 
     def write(self, kind: PieceKind, text: str) -> None:
-        """Notes `text`; reasoning and content also go out."""
+        """Record `text`; reasoning and content are also sent."""
         if text:
             self._written.append((kind, text))
             if kind == "content":
@@ -54,19 +54,19 @@ class Record:
                 self._deltas.append(ReasoningDelta(text))
 
     def begin_call(self, call_id: str, name: str) -> str:
-        """A call goes out; its arguments and its end follow before anything else is written. Returns its id."""
+        """Send a call's beginning; its arguments and its end must follow before anything else. Returns its id."""
         self._call = ToolCallStart(call_id, name)
         self._deltas.append(self._call)
         return call_id
 
     def write_arguments(self, text: str) -> None:
-        """A piece of the arguments of the call that has begun goes out."""
+        """Send a piece of the current call's arguments."""
         if text:
             self._arguments.append(text)
             self._deltas.append(ToolCallPiece(text))
 
     def end_call(self, source: str, *, is_cut: bool) -> None:
-        """Ends the call that has begun. `source` is what was written of it, "" where another call's source has it."""
+        """End the current call. `source` is the model's text of it, "" if another call's source includes it."""
         if self._call is None:
             raise ValueError("no call has begun")
         block = ToolCallBlock(self._call.call_id, self._call.name, "".join(self._arguments))
@@ -76,7 +76,7 @@ class Record:
             self._written.append(("call", source))
 
     def add_call(self, call_id: str, name: str, arguments: str, source: str = "") -> None:
-        """A whole call goes out."""
+        """Send a whole call."""
         self.begin_call(call_id, name)
         self.write_arguments(arguments)
         self.end_call(source, is_cut=False)
@@ -87,21 +87,23 @@ class Record:
         return deltas
 
     def written_from(self, start: int) -> Sequence[tuple[PieceKind, str]]:
-        """What was noted, in order, from the entry with this number on; an entry never changes."""
+        """The entries from this number on, in order; an entry never changes."""
         return self._written[start:]
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[TextPiece, ...]:
         """All pieces so far; neighbours of one kind are joined, except calls."""
-        pieces: list[Piece] = []
+        pieces: list[TextPiece] = []
         for kind, group in groupby(self._written, key=lambda item: item[0]):
             texts = [text for _, text in group]
-            pieces.extend([Piece(kind, text) for text in texts] if kind == "call" else [Piece(kind, "".join(texts))])
+            pieces.extend(
+                [TextPiece(kind, text) for text in texts] if kind == "call" else [TextPiece(kind, "".join(texts))]
+            )
         return tuple(pieces)
 
 
 def joined(deltas: list[OutputDelta]) -> list[OutputDelta]:
-    """Neighbouring pieces of one channel, or of one call, as one: what arrived together goes out together."""
+    """The deltas with neighbouring pieces of one channel, or of one call, joined."""
     if len(deltas) < 2:
         return deltas
     result: list[OutputDelta] = []

@@ -1,7 +1,7 @@
-"""What a finished turn says: reasoning, content and calls, in a form that is equal for texts that say the same.
+"""Reads a finished turn's reasoning, content and calls into a form that is equal for texts with the same meaning.
 
-It reads text with the splitter that also reads answers as they come; white space at the edges of reasoning and content
-and the spacing of a call's JSON say nothing. It knows no tokens and no templates.
+It uses the splitter that reads running answers. White space at the edges of reasoning and content and the spacing of a
+call's JSON do not count. It knows no tokens and no templates.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from kvserve.output.splitter import Splitter
 from kvserve.output.written_ids import written_ids
 
 
-class Said(NamedTuple):
-    """What a turn says. `calls` are name and arguments, these as JSON in one spelling; 1, 1.0 and "1" differ."""
+class GeneratedMessage(NamedTuple):
+    """A turn's content. `calls` are names and arguments, these as JSON in one spelling; 1, 1.0 and "1" differ."""
 
     reasoning: str
     content: str
@@ -25,10 +25,10 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Says:
-    """Reads turns of one model under one set of tools. `key` is equal where every text says the same.
+class MessageReader:
+    """Reads turns of one model under one set of tools. Readers with equal `key` read every text alike.
 
-    The tools decide how arguments that are written as bare text are typed. Without tools there are no calls.
+    The tools give the types of arguments that are written as bare text. Without tools there are no calls.
     """
 
     output_format: OutputFormat
@@ -36,13 +36,13 @@ class Says:
     key: bytes
 
     @classmethod
-    def under(cls, output_format: OutputFormat, tools: Sequence[ToolSpec]) -> "Says":
+    def under(cls, output_format: OutputFormat, tools: Sequence[ToolSpec]) -> "MessageReader":
         """The reader for a request with these tools."""
         signature = json.dumps([[tool.name, tool.parameters] for tool in tools], default=_plain, sort_keys=True)
         return cls(output_format, tuple(tools), hashlib.sha256(signature.encode()).digest())
 
-    def __call__(self, text: str) -> Said:
-        """What `text` says: a whole turn as it stands behind its header, thinking tags included."""
+    def __call__(self, text: str) -> GeneratedMessage:
+        """The message in `text`, a whole turn behind its header, thinking tags included."""
         splitter = Splitter(
             self.output_format,
             starts_in_reasoning=False,
@@ -51,20 +51,19 @@ class Says:
             allow_calls=bool(self.tools),
         )
         deltas = [*splitter.feed(text), *splitter.finish(cut=False)]
-        return Said(
+        return GeneratedMessage(
             "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)).strip(),
             "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta)).strip(),
             tuple(_call(delta.call) for delta in deltas if isinstance(delta, ToolCallEnd)),
         )
 
     def ids(self, text: str, said: tuple[str, str, tuple[tuple[str, str], ...]]) -> tuple[str, ...]:
-        """The ids that the calls of a text, which says this, are written with: "" for one without, () in a form without
-        ids."""
+        """The ids in the text of this message's calls: "" for a call without one, () in a form without ids."""
         return written_ids(self.output_format, text, [name for name, _ in said[2]])
 
 
 def _call(call: ToolCallBlock) -> tuple[str, str]:
-    """Arguments that are no JSON, as those of a call that was cut, are equal where their text is."""
+    """A call's name and arguments. Arguments that are not JSON, as of a cut call, are compared as text."""
     try:
         return call.name, json.dumps(json.loads(call.arguments), sort_keys=True)
     except ValueError:

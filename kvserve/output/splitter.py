@@ -1,37 +1,36 @@
-"""Splits a model's text into reasoning, content and tool calls as it comes; knows tags, not tokens or wire formats.
+"""Splits a model's text into reasoning, content and tool calls as it arrives; knows tags, not tokens or wire formats.
 
-The splitter goes character by character, so how the text was cut cannot matter. Nothing is lost: `pieces` is the whole
-text again, and what is neither in a channel nor in a call is one of
+The splitter reads character by character, so the cuts of the text cannot matter. No character is lost: `pieces` is the
+whole text, and what is in no channel and no call is one of
 
 - a tag of the format;
 - line ends right after an opening thinking tag and on either side of a closing one, where templates put them;
 - white space that fills the whole gap between two tags or calls, or between the last one and the end.
 
-What looks odd is decided like this:
+Unusual text is decided like this:
 
-- An opening thinking tag counts where a line begins; in the middle of a line it is prose about the tag, so content.
-- A closing thinking tag that nothing opened is dropped as a tag while nothing but white space was said, else content:
-  what went out before it cannot be called back.
-- A call begins for the client once its arguments begin behind the name of an offered tool; from there on its text is
-  the call's, up to the closing tag or the end (decision 0032). What cannot be read of it goes into the arguments as it
-  was written, which are no JSON then, and so are those that the end cut. Forms that end with their arguments say where
-  such a call ends (`broken.py`), so that it takes neither the next one nor what is said behind it.
-- Before that point, and where a form only comes whole, a call that is unfinished at the end, cannot be parsed, or stops
-  being a call halfway is text, verbatim. Tags inside it are not looked at again, so that a call quoted inside a broken
-  call's argument is never run; reading goes on with the tag that perhaps begins where it broke.
-- A call inside reasoning is meant if nothing but white space and calls follow up to a natural end of the turn (models
-  forget to close their thinking); otherwise the model only thought about it, and it is reasoning.
+- An opening thinking tag counts at the beginning of a line; inside a line it is prose about the tag, so content.
+- A closing thinking tag without an opening one is a tag if only white space precedes it, else content: the text before
+  it was already sent.
+- The client receives a call once its arguments begin behind the name of an offered tool; from there on the text is the
+  call's, up to the closing tag or the end (decision 0032). Unreadable text goes into the arguments unchanged, which are
+  not JSON then; nor are arguments that the end cut. Forms whose calls end with their arguments find the end of such a
+  call (`broken.py`), so that it swallows neither the next call nor text behind it.
+- Before that point, and in forms that are read only whole, a call that is unfinished at the end, cannot be parsed, or
+  breaks halfway is text, verbatim. Tags inside it are not read again, so that a call quoted inside a broken call's
+  argument is never run; reading continues with the tag that may begin where the call broke.
+- A call inside reasoning counts if only white space and calls follow up to a natural end of the turn (models forget to
+  close their thinking); otherwise it is reasoning.
 """
 
 from collections.abc import Callable, Sequence
 
 from kvserve.core import OutputDelta, ToolSpec
 from kvserve.output import harmony
-from kvserve.output.attempt import Attempt, Found, Reading
-from kvserve.output.following import NOTHING, Following, reading_of
+from kvserve.output.attempt import NOTHING, CallAttempt, CallReading, Following, Found, reading_of
 from kvserve.output.formats import OutputFormat
 from kvserve.output.harmony import Channel, ChannelOpened
-from kvserve.output.record import Piece, PieceKind, Record, random_call_id
+from kvserve.output.record import PieceKind, Record, TextPiece, random_call_id
 from kvserve.output.tag_table import Handlers, TagTable, TagTables
 from kvserve.output.tool_parsers.derived import closing_text
 from kvserve.output.tool_parsers.draft import Draft
@@ -66,29 +65,29 @@ class Splitter:
         self._something_said = False
         self._tag_seen = starts_in_reasoning
         self._stray_close: str | None = None
-        self._attempt: Attempt | None = None
+        self._attempt: CallAttempt | None = None
         self._behind = NOTHING
         self.closing: str | None = None
-        """What the template writes behind the first call's arguments to close it; nothing in most forms."""
+        """What the template writes behind the first call's arguments to close the call; nothing in most forms."""
         self._suspended: list[tuple[str, list[ParsedCall]]] = []
         self._tables = TagTables.of(output_format, self._handlers(), allow_calls=allow_calls)
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether text that comes now is reasoning, for counting reasoning tokens."""
+        """Whether the next text is reasoning, for counting reasoning tokens."""
         return self._reasoning
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """Where each character so far went; after `finish` all of them."""
+    def pieces(self) -> tuple[TextPiece, ...]:
+        """The pieces so far; after `finish` all of the text."""
         return self._record.pieces
 
     def written_from(self, start: int) -> Sequence[tuple[PieceKind, str]]:
-        """Where text went since so many entries were noted."""
+        """The entries of the record from this number on."""
         return self._record.written_from(start)
 
     def feed(self, text: str) -> list[OutputDelta]:
-        """The deltas that are certain once `text` was written too."""
+        """The deltas that are certain after `text`."""
         position = 0
         while position < len(text):
             if self._can_run():
@@ -104,7 +103,7 @@ class Splitter:
         return self._record.take_deltas()
 
     def finish(self, *, cut: bool) -> list[OutputDelta]:
-        """The remaining deltas. `cut`: the length limit ended the text, so what is open is not meant to end here."""
+        """The remaining deltas. `cut`: the length limit ended the text, so an open call is not complete."""
         while self._attempt is not None:
             self._finish_attempt(self._attempt, cut)
         if self._behind.tags and self._held:
@@ -171,7 +170,7 @@ class Splitter:
             return
         draft = self._draft()
         scan = harmony.scan_message(tag, self._allow_calls, draft)
-        self._attempt = Attempt(tag, [Reading(scan, draft, harmony.ENDS)], None)
+        self._attempt = CallAttempt(tag, [CallReading(scan, draft, harmony.ENDS)], None)
 
     def _on_call(self, tag: str) -> None:
         forms = [form for form in self._format.tool_forms if form.open_tag == tag]
@@ -183,7 +182,7 @@ class Splitter:
             reading_of(form, form.scan(self._tools, draft), self._tools, draft)
             for form, draft in zip(forms, drafts, strict=True)
         ]
-        self._attempt = Attempt(tag, readings, forms[0].stray_close, forms[0])
+        self._attempt = CallAttempt(tag, readings, forms[0].stray_close, forms[0])
 
     def _on_following(self, tag: str) -> None:
         self._attempt = self._behind.attempt(tag, self._tools, self._draft())
@@ -191,7 +190,7 @@ class Splitter:
             self._close_calls(tag)
 
     def _close_calls(self, source: str) -> None:
-        """`source` closes the calls before it; such as no tag opens may go on behind it."""
+        """Take `source` as the end of the calls before it; calls without an opening tag may still follow."""
         behind = self._behind.closed()
         if self._suspended:
             self._suspended.append((source, []))
@@ -200,12 +199,12 @@ class Splitter:
         self._behind = behind
 
     def _draft(self) -> Draft:
-        """A call that may begin before it is whole; one inside tagged reasoning may not, as it is perhaps not meant."""
+        """A draft for a call that may be sent before it is whole; inside tagged reasoning it may not be sent early."""
         is_thought = self._reasoning and self._format.channels == "tags"
         return Draft() if is_thought else Draft(self._names)
 
     def _boundary(self, tag: str) -> None:
-        """A tag stands here: white space that reaches from the last one to it is formatting."""
+        """Record a tag; white space that fills the gap from the last tag to it is formatting."""
         self._record.write("space", self._take_space())
         self._record.write("tag", tag)
         self._start_segment()
@@ -217,7 +216,7 @@ class Splitter:
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
-    def _step_attempt(self, attempt: Attempt, char: str) -> None:
+    def _step_attempt(self, attempt: CallAttempt, char: str) -> None:
         closing = self._format.thinking.closing if self._reasoning and self._format.thinking else None
         try:
             found = attempt.feed(char)
@@ -239,26 +238,26 @@ class Splitter:
             self._write_all(attempt.text().removesuffix(closing))
             self._on_think_close(closing)
 
-    def _begin_call(self, attempt: Attempt, draft: Draft) -> None:
+    def _begin_call(self, attempt: CallAttempt, draft: Draft) -> None:
         self._record.write("space", self._take_space())
         self._reasoning = False
         for name, arguments in draft.before:
             self._record.add_call(self._new_call_id(), name, arguments)
         attempt.begin(self._record.begin_call(self._new_call_id(), str(draft.name)))
 
-    def _send_arguments(self, attempt: Attempt) -> None:
-        """What was written of a call that has begun."""
+    def _send_arguments(self, attempt: CallAttempt) -> None:
+        """Send the new arguments of a call that has begun."""
         if attempt.call_id is not None and attempt.draft is not None:
             self._record.write_arguments(attempt.draft.take())
 
-    def _end_call(self, attempt: Attempt, *, is_cut: bool) -> None:
+    def _end_call(self, attempt: CallAttempt, *, is_cut: bool) -> None:
         self._send_arguments(attempt)
         self._record.end_call(attempt.text(), is_cut=is_cut)
         self._start_segment()
         self._something_said = True
         self._stray_close = attempt.stray_close
 
-    def _accept(self, attempt: Attempt, found: Found) -> None:
+    def _accept(self, attempt: CallAttempt, found: Found) -> None:
         is_call = attempt.call_id is not None or (found and isinstance(found, list))
         if attempt.call_id is not None:
             self._end_call(attempt, is_cut=False)
@@ -302,7 +301,7 @@ class Splitter:
         for source, _ in suspended:
             self._write_all(source)
 
-    def _finish_attempt(self, attempt: Attempt, cut: bool) -> None:
+    def _finish_attempt(self, attempt: CallAttempt, cut: bool) -> None:
         self._attempt = None
         if attempt.call_id is not None:
             self._end_call(attempt, is_cut=not attempt.finish(cut=cut))
@@ -351,7 +350,7 @@ class Splitter:
             self._write(first)
 
     def _can_run(self) -> bool:
-        """Whether text up to the next possible tag or line end can go out at once."""
+        """Whether text up to the next possible tag or line end can be sent at once."""
         return not (self._segment_empty or self._held or self._attempt is not None or self._suspended)
 
     def _write_all(self, text: str) -> None:
@@ -370,7 +369,7 @@ class Splitter:
             self._write_run(char)
 
     def _is_open_space(self, char: str) -> bool:
-        """White space that is formatting if a tag follows: any before a segment's text, line ends in thinking."""
+        """Whether white space is formatting if a tag follows: any before a segment's text, line ends in thinking."""
         if self._reasoning and self._format.channels == "tags":
             return char == "\n"
         return self._segment_empty and char in SPACE

@@ -1,4 +1,4 @@
-"""Finds stop strings in a stream of text; knows nothing of what the text means."""
+"""Finds stop strings in a stream of text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """Text that may go out, and the stop string that ended it, if one did."""
+    """Text that may be sent, and the stop string that ended it, if one did."""
 
     text: str
     stop_string: str | None = None
@@ -15,9 +15,9 @@ class Scanned:
 class StopScanner:
     """Ends a stream where the first stop string is complete, and cuts it before that string.
 
-    Of two that are complete at the same character the longer one counts. So the answer is that of a model which stops
-    at once, and does not depend on how the text was cut. Only what may be the beginning of a stop string is held back.
-    Text after a match is dropped: the turn is over. Empty stop strings are ignored.
+    Of two that end at the same character the longer one counts, so the answer does not depend on the cuts of the text.
+    Only a possible beginning of a stop string is held back. Text after a match is dropped. Empty stop strings are
+    ignored.
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ class StopScanner:
         return self._found
 
     def feed(self, text: str) -> Scanned:
-        """The text that is now known not to belong to a stop string."""
+        """The text that cannot belong to a stop string."""
         if self._found is not None:
             return Scanned("", self._found)
         text = self._held + text
@@ -52,11 +52,11 @@ class StopScanner:
         return Scanned(text[:split])
 
     def finish(self) -> Scanned:
-        """What was held back: no more text comes."""
+        """The text held back; no more text follows."""
         held, self._held = self._held, ""
         return Scanned(held, self._found)
 
     def _split(self, text: str) -> int:
-        """Where the longest tail begins that a stop string can begin with."""
+        """Where the longest tail begins that is the beginning of a stop string."""
         sizes = range(min(self._max_held, len(text)), 0, -1)
         return len(text) - next((size for size in sizes if text[-size:] in self._beginnings), 0)

@@ -1,4 +1,4 @@
-"""What a stream of text is searched for: tags, and everything that may still become one."""
+"""The tags for which a stream of text is searched, and their beginnings."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +12,9 @@ type OnTag = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class TagTable:
-    """Each tag with what handles it, the beginnings of tags, and a pattern of text that no tag can start in.
+    """Each tag with its handler, the beginnings of tags, and a pattern of text in which no tag can start.
 
-    Line ends are not part of that pattern: they decide where a line begins and what is formatting.
+    The pattern excludes line ends, which decide where a line begins and what is formatting.
     """
 
     tags: dict[str, OnTag]
@@ -32,7 +32,7 @@ class TagTable:
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """What handles each kind of tag."""
+    """The handler of each kind of tag."""
 
     call: OnTag
     following: OnTag
@@ -46,7 +46,7 @@ class Handlers:
 
 @dataclass(frozen=True, slots=True)
 class TagTables:
-    """The tables of one answer: by whether text is reasoning, and by the tags that may stand behind a call there."""
+    """The tables of one answer, by whether text is reasoning and by the tags that may follow a call there."""
 
     tags: Mapping[bool, dict[str, OnTag]]
     following: OnTag
@@ -58,7 +58,7 @@ class TagTables:
         return cls(_tags(output_format, handlers, allow_calls), handlers.following)
 
     def get(self, reasoning: bool, following: tuple[str, ...]) -> TagTable:
-        """The table that counts now."""
+        """The table for this state."""
         table = self._made.get((reasoning, following))
         if table is None:
             table = TagTable.of(self.tags[reasoning] | dict.fromkeys(following, self.following))

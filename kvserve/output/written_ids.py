@@ -1,6 +1,4 @@
-"""The ids, or numbers, that a model wrote for its calls in a form whose calls have such; it reads text that was read
-before.
-"""
+"""Finds the ids, or numbers, that a model wrote for its calls, in text that was split before."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ _WORDS = re.compile(r"\w+|[^\w\s]")
 
 
 def has_ids(row: CallRow | None, slot: CallSlot = CallSlot.ID) -> bool:
-    """Whether calls of the form have ids, or numbers."""
+    """Whether the form's calls have ids or numbers."""
     return row is not None and any(slot in parts for parts in (row.opening, row.middle, row.closing))
 
 
@@ -28,9 +26,9 @@ def written_ids(
     in_reasoning: bool = False,
     slot: CallSlot = CallSlot.ID,
 ) -> tuple[str, ...]:
-    """For each call of an answer the id that the model wrote, "" where it wrote none that the template takes; of
-    `slot` NUMBER its number. `names` are those of the calls that were read in it; () where they are not found again, or
-    where the form has no such slot."""
+    """For each call of an answer the id that the model wrote, "" without one that the template accepts; for `slot`
+    NUMBER its number. `names` are the names of its calls; () if they are not found again, or if the form has no such
+    slot."""
     row = output_format.row
     if row is None or not has_ids(row, slot) or not names:
         return ()
@@ -51,7 +49,7 @@ def written_ids(
 
 
 def _before(row: CallRow, slot: CallSlot, source: str, name: str) -> str:
-    """What stands in the slot before a call's arguments."""
+    """The slot's text before a call's arguments."""
     for lead in (row.opening, row.between or ()):
         head = _pattern(row, slot, (*lead, name, *row.middle))
         if lead and (found := re.match(head, source)) is not None:
@@ -60,7 +58,7 @@ def _before(row: CallRow, slot: CallSlot, source: str, name: str) -> str:
 
 
 def _behind(row: CallRow, slot: CallSlot, text: str) -> str:
-    """The same behind its arguments: between two calls, or in what closes them."""
+    """The slot's text behind a call's arguments: between two calls, or in their closing text."""
     for parts in (row.between or (), row.closing):
         upto = parts[: parts.index(slot) + 2] if slot in parts else ()
         if upto and (found := re.match(_pattern(row, slot, upto), text)) is not None:
@@ -69,7 +67,7 @@ def _behind(row: CallRow, slot: CallSlot, text: str) -> str:
 
 
 def _pattern(row: CallRow, slot: CallSlot, parts: CallParts) -> str:
-    """The parts with white space wherever a reader may let some pass, and a group for the slot."""
+    """The parts with optional white space where a reader accepts it, and a group for the slot."""
     slots = {CallSlot.ID: _SHORT_ID if row.has_short_ids else _ID, CallSlot.NUMBER: _NUMBER}
     slots[slot] = f"({slots[slot]})"
     patterns = [map(re.escape, _WORDS.findall(part)) if isinstance(part, str) else (slots[part],) for part in parts]

@@ -1,1 +1,1 @@
-"""Text and model tokens: tokenizer, chat template, and what the template would refuse or drop rendered all the same."""
+"""Turns conversations into model tokens: tokenizer, chat template, and forms for what the template refuses or drops."""

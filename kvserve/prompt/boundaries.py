@@ -1,7 +1,7 @@
-"""Where messages begin in model tokens, read off the ids: which special tokens open a message is learned once a model.
+"""Finds where messages begin in model tokens; the special tokens that open a message are learned once per model.
 
-It finds positions worth a checkpoint and decides nothing that must be exact: a user who types such a token makes one
-more position, a template without special tokens makes none.
+The positions only suggest checkpoints and need not be exact: a user who types such a token adds a position, a template
+without special tokens has none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ _ROLE_TOKENS = ("<|system|>", "<|observation|>", "<|tool|>")
 
 @dataclass(frozen=True, slots=True)
 class MessageMarkers:
-    """`openers` are the tokens that begin a message; a user's message goes on with `user_header` and then text."""
+    """`openers` are the tokens that begin a message; in a user's message `user_header` and then text follow."""
 
     openers: frozenset[int]
     user_header: tuple[int, ...]
@@ -39,14 +39,15 @@ class MessageMarkers:
         return tuple(MessageStart(offset, self._is_user(ids, offset)) for offset in offsets)
 
     def _is_user(self, ids: Sequence[int], offset: int) -> bool:
-        """A user's own words: templates that write tool results as user messages open them with a special token."""
+        """Whether it is a user's own text: templates that write tool results as user messages open them with a special
+        token."""
         end = offset + len(self.user_header)
         return tuple(ids[offset:end]) == self.user_header and end < len(ids) and ids[end] not in self.special
 
 
 def _offsets(ids: Sequence[int], tokens: frozenset[int]) -> list[int]:
-    """Where any of these tokens stands, in order. `index` goes through 100k ids four times as fast as a loop does, but
-    once for each token."""
+    """The positions of any of these tokens, in order. `index` searches 100k ids four times as fast as a loop, once for
+    each token."""
     if len(tokens) > MAX_INDEXED_TOKENS:
         return [offset for offset, token in enumerate(ids) if token in tokens]
     return sorted(offset for token in tokens for offset in _offsets_of(ids, token))
@@ -60,7 +61,7 @@ def _offsets_of(ids: Sequence[int], token: int) -> Iterator[int]:
 
 
 def learn_markers(tokenizer: Tokenizer, template: ChatTemplate) -> MessageMarkers:
-    """Render a short conversation and look which special tokens stand between its messages."""
+    """Render a short conversation and find the special tokens between its messages."""
     messages = tuple(Message(role, (TextBlock(text),)) for role, text in _PROBE)  # type: ignore[arg-type]
     prompt = template.render(messages, thinking=False)
     encoded = tokenizer.backend.encode(prompt.text, add_special_tokens=False)
@@ -80,7 +81,7 @@ def learn_markers(tokenizer: Tokenizer, template: ChatTemplate) -> MessageMarker
 
 
 def _gaps(text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """The ids between neighbouring probe texts, where all of them were rendered."""
+    """The ids between neighbouring probe texts, if all of them were rendered."""
     places = [text.find(words) for _, words in _PROBE]
     gaps = []
     for (_, words), place, following in zip(_PROBE, places, places[1:], strict=False):

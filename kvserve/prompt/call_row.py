@@ -1,7 +1,7 @@
-"""How one chat template writes calls whose arguments are one JSON object, found out at load by rendering some.
+"""Derives one chat template's form of calls with JSON arguments, at load, by rendering calls.
 
-It knows how to ask a template and takes apart what it wrote: what is the same in every call is its form. It is believed
-only where calls that were not looked at before are written just so, and where the reader that is handed in reads them.
+What is the same in every rendered call is the form. A form is accepted only if new calls are rendered in it and the
+reader that is handed in reads them back.
 """
 
 import json
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from kvserve.core import CallParts, CallRow, CallSlot, ToolCallBlock, ToolSpec
 from kvserve.prompt.compiled import CompiledTemplate, Refusal
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, talk
-from kvserve.prompt.replay import Said
-from kvserve.prompt.steps import Kind, Step, WireForm, message_dict, tool_dicts, wire_id
+from kvserve.prompt.steps import Kind, PromptStep, WireForm, message_dict, tool_dicts, wire_id
 from kvserve.prompt.switches import keep_arguments
+from kvserve.prompt.token_replay import MessageParts
 from kvserve.prompt.tokenizer import Tokenizer
 from kvserve.prompt.writing import REASONING_TAGS
 
@@ -27,7 +27,7 @@ HARD = json.dumps(
     },
     ensure_ascii=False,
 )
-"""Arguments that no form may touch."""
+"""Arguments that every form must keep unchanged."""
 
 _TOOLS = tuple(replace(PROBE_TOOL, name=name) for name in NAMES)
 
@@ -47,12 +47,12 @@ class NoRow:
 
 
 class _Unlike(Exception):
-    """What the template writes is in no form that a row can say. It never leaves this file."""
+    """A row cannot express what the template writes. It never leaves this file."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Asker:
-    """Renders calls in one wire form; `ending` stands behind them. `parallel`: several may stand in one message."""
+    """Renders calls in one wire form, followed by `ending`. `parallel`: a message may hold several."""
 
     prober: Prober
     form: WireForm
@@ -60,30 +60,30 @@ class _Asker:
     parallel: bool
 
     def answer(self) -> tuple[str, str]:
-        """What stands before and behind a plain answer."""
-        before, found, behind = self._rendered([Step("assistant", ANSWER)]).partition(ANSWER)
+        """The text before and behind a plain answer."""
+        before, found, behind = self._rendered([PromptStep("assistant", ANSWER)]).partition(ANSWER)
         if not found:
             raise _Unlike("it writes no plain answer there")
         return before, behind
 
     def calls(self, *arguments: str) -> tuple[str, tuple[ToolCallBlock, ...]]:
-        """A message of calls with these arguments as it is written, and the calls with the ids they got."""
+        """A rendered message of calls with these arguments, and the calls with their ids."""
         given = zip(NAMES, arguments, strict=False)
         made = tuple(ToolCallBlock(f"zqid{index}", name, text) for index, (name, text) in enumerate(given))
-        text = self._rendered([Step("calls", calls=made)])
+        text = self._rendered([PromptStep("calls", calls=made)])
         ids = (wire_id(self.form.call_ids, call.call_id, call.name, index) for index, call in enumerate(made))
         return text, tuple(replace(call, call_id=call_id) for call, call_id in zip(made, ids, strict=True))
 
     def lead(self) -> str:
-        """What stands behind a user's message where an answer begins."""
+        """The text between a user's message and an answer."""
         return _behind_user(self._written(talk(["user"]), tail=True))
 
-    def _rendered(self, said: Sequence[Step]) -> str:
-        steps = [*talk(["user"]), *said, *(Step(kind, NEXT) for kind in self.ending)]
+    def _rendered(self, said: Sequence[PromptStep]) -> str:
+        steps = [*talk(["user"]), *said, *(PromptStep(kind, NEXT) for kind in self.ending)]
         text = self._written(steps, tail=False)
         return text.partition(NEXT)[0] if self.ending else text
 
-    def _written(self, steps: Sequence[Step], *, tail: bool) -> str:
+    def _written(self, steps: Sequence[PromptStep], *, tail: bool) -> str:
         messages = [message_dict(step, self.form) for step in steps]
         template, arguments = self.prober.template, self.prober.arguments or {}
         tools = tool_dicts(self.prober.tools)
@@ -93,8 +93,8 @@ class _Asker:
         return text
 
 
-type ReadsCalls = Callable[[CallRow, Sequence[ToolSpec], str], Said]
-"""What a text says to a model whose calls are in this row, under these tools."""
+type ReadsCalls = Callable[[CallRow, Sequence[ToolSpec], str], MessageParts]
+"""Reads a text whose calls have this row's form, under these tools."""
 
 
 def call_row(tokenizer: Tokenizer, reads: ReadsCalls) -> CallRow | NoRow:
@@ -105,7 +105,7 @@ def call_row(tokenizer: Tokenizer, reads: ReadsCalls) -> CallRow | NoRow:
 
 
 def find_call_row(template: CompiledTemplate, reads: ReadsCalls) -> CallRow | NoRow:
-    """The row of the template's calls, which `reads` reads back, or why there is none."""
+    """The row of the template's calls, verified with `reads`, or why there is none."""
     prober = Prober(template, tools=(PROBE_TOOL,), arguments=keep_arguments(template))
     dialect = probe(prober)
     if dialect is None:
@@ -143,7 +143,7 @@ def _easy(index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Gaps:
-    """What stands before the first name, behind each name, and behind each arguments; ids are slots already."""
+    """The texts before the first name, behind each name, and behind each arguments; ids are slots already."""
 
     before: CallParts
     middles: tuple[CallParts, ...]
@@ -168,7 +168,7 @@ def _gaps(text: str, calls: Sequence[ToolCallBlock]) -> _Gaps:
 
 
 def _behind_arguments(text: str, start: int, call: ToolCallBlock) -> int | None:
-    """Where the call's arguments end; None where something else stands there, such as 1 for true."""
+    """Where the call's arguments end; None if the template wrote something else, such as 1 for true."""
     try:
         value, end = json.JSONDecoder().raw_decode(text, start)
     except ValueError:
@@ -177,7 +177,7 @@ def _behind_arguments(text: str, start: int, call: ToolCallBlock) -> int | None:
 
 
 def _with_ids(text: str, calls: Sequence[ToolCallBlock]) -> CallParts:
-    """A gap with the ids as slots, whose own text never holds one."""
+    """A gap with its ids as slots; its own text must hold none."""
     ids = "|".join(re.escape(call.call_id) for call in calls if ":" not in call.call_id)
     pieces = re.split(ids, text) if ids else [text]
     return _joined(pieces, CallSlot.ID)
@@ -191,7 +191,7 @@ def _joined(pieces: Sequence[str], slot: CallSlot) -> CallParts:
 
 
 def _row(asker: _Asker, before_answer: str, behind_answer: str, seen: Sequence[_Gaps]) -> CallRow:
-    """What was seen of one, two and three calls as one row."""
+    """The row of the gaps around one, two and three calls."""
     most = seen[-1]
     middle = _alike(most.middles)
     between = _alike(most.behind[:-1]) if len(most.behind) > 1 else None
@@ -223,7 +223,7 @@ def _check_shape(asker: _Asker, row: CallRow) -> None:
 
 
 def _alike(gaps: Sequence[CallParts]) -> CallParts:
-    """Gaps that are the same but for numbers, which become slots."""
+    """Gaps that are equal except for numbers, which become slots."""
     first = gaps[0]
     if all(gap == first for gap in gaps):
         return first
@@ -256,7 +256,7 @@ def _append(parts: list[str | CallSlot], part: str | CallSlot) -> None:
 
 
 def _numbered(opening: CallParts, between: CallParts) -> CallParts:
-    """The opening with a slot where what stands between calls has a number before the name."""
+    """The opening, with a slot if the text between calls has a number before the name."""
     match between, opening:
         case (*_, CallSlot.NUMBER, str(tail)), (*first, str(text)):
             found = re.fullmatch(rf"(.*\D)\d+{re.escape(tail)}", text, re.DOTALL)
@@ -266,7 +266,7 @@ def _numbered(opening: CallParts, between: CallParts) -> CallParts:
 
 
 def _own_opening(asker: _Asker, before_answer: str, before: CallParts) -> CallParts:
-    """What stands before the first name without the message's header, thinking and the words for no text."""
+    """The text before the first name, without the message's header, thinking and the words for no text."""
     first, *rest = before or ("",)
     text = first if isinstance(first, str) else ""
     length = next((i for i, pair in enumerate(zip(text, before_answer, strict=False)) if pair[0] != pair[1]), None)
@@ -283,14 +283,14 @@ def _own_opening(asker: _Asker, before_answer: str, before: CallParts) -> CallPa
 
 
 def _without_end(ending: CallParts, behind_answer: str) -> CallParts:
-    """What stands behind the last arguments without what ends any message."""
+    """The text behind the last arguments, without the end of every message."""
     if not ending or not isinstance(ending[-1], str):
         return ending
     last = ending[-1]
     pairs = enumerate(zip(reversed(last), reversed(behind_answer), strict=False))
     length = next((index for index, (one, other) in pairs if one != other), min(len(last), len(behind_answer)))
     if length < len(behind_answer):
-        # What is the same by chance begins inside a tag: the message's end begins with the next one.
+        # An equal text that begins inside a tag is equal by chance: the message's end begins with the next tag.
         start = _TAG_START.search(last, len(last) - length)
         length = len(last) - start.start() if start is not None else 0
     own = last[: len(last) - length].rstrip()
@@ -301,7 +301,7 @@ def _without_end(ending: CallParts, behind_answer: str) -> CallParts:
 
 
 def _check(asker: _Asker, row: CallRow, reads: ReadsCalls) -> None:
-    """Calls that were not looked at are written as the row says, and read as they were written. Raises _Unlike."""
+    """Check that new calls are rendered in the row's form and read back. Raises _Unlike."""
     several = () if row.between is None else ([HARD, HARD], ["{}", HARD, _easy(2)])
     for arguments in ([HARD], ["{}"], *several):
         text, calls = asker.calls(*arguments)

@@ -1,7 +1,7 @@
-"""Calls as text, and how to write one in words, where a template has no place for them: in the form of its own calls.
+"""Writes calls as text, and instructions for calls, for templates without a place for them, in the template's own form.
 
-It knows what calls look like, not where that is said. Without a form of the template's it is that of Hermes models,
-which is always read.
+It does not know where the text goes. Without a form of the template's own it uses that of Hermes models, which is
+always read.
 """
 
 import json
@@ -13,15 +13,15 @@ from kvserve.prompt.steps import function_dict, hermes_call, parsed_arguments
 
 FUNCTION, ARGUMENT, VALUE = "FUNCTION", "ARGUMENT", "VALUE"
 IDS = ("firstid01", "secondid2")
-"""Stand for a function, an argument, its value and the ids of two calls in what shows how to write a call."""
+"""Placeholders for a function, an argument, its value and the ids of two calls in an example of a call."""
 
 EXAMPLES = tuple(ToolCallBlock(call_id, FUNCTION, json.dumps({ARGUMENT: VALUE})) for call_id in IDS)
 
 
 @dataclass(frozen=True, slots=True)
 class CallWords:
-    """How one template's calls are said in words. `row`: the form of its calls, where that is known; else `example` is
-    how it writes the first of `EXAMPLES`, where it writes calls at all."""
+    """One template's calls in words. `row`: the form of its calls, if known; else `example` is its rendering of the
+    first of `EXAMPLES`, if it writes calls."""
 
     row: CallRow | None = None
     example: str | None = None
@@ -35,7 +35,7 @@ class CallWords:
         return _row_calls(self.row, calls)
 
     def tools(self, tools: Sequence[ToolSpec]) -> str:
-        """The tools described in words, and how to call one."""
+        """The tools described in words, and instructions for calls."""
         lines = "\n".join(json.dumps(function_dict(tool), ensure_ascii=False) for tool in tools)
         return (
             "# Tools\n\nThe functions below can be called. "
@@ -61,7 +61,7 @@ HERMES = CallWords()
 
 
 def _row_calls(row: CallRow, calls: Sequence[ToolCallBlock]) -> str:
-    """The calls of one message, from what opens them to what closes them."""
+    """The calls of one message, from their opening to their closing text."""
     said: list[str] = []
     for number, call in enumerate(calls):
         lead = row.opening if number == 0 else row.between or ()

@@ -1,6 +1,6 @@
-"""One chat template, compiled: message dicts in, text or a refusal out.
+"""Renders one compiled chat template: message dicts in, text or a refusal out.
 
-It knows Jinja and how Hugging Face sets it up; nothing of messages as nouns, nor of what to do after a refusal.
+It knows Jinja and Hugging Face's environment for it, not what to do after a refusal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template as co
 
 from kvserve.errors import ModelLoadError
 
-# What a template written for other inputs than ours can raise while it renders.
+# The errors that a template written for other inputs can raise while it renders.
 RENDER_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -35,24 +35,24 @@ type ToolDict = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The template raised; `reason` is what it said."""
+    """The template raised an error; `reason` is its text."""
 
     reason: str
 
 
 _DICT_NAMES = frozenset(dir(dict))
 _STR_METHODS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"}
-"""What the sandbox allows of a text unchanged; the two that are left out it wraps."""
+"""The methods of a text that the sandbox allows unchanged; it wraps the two others."""
 _LOOP_NAMES = frozenset(name for name in dir(LoopContext) if not name.startswith("_"))
 _PLAIN_TYPES = frozenset((bool, int, float, str))
-"""Values that are given out as they are; of a method the sandbox first asks which one it is."""
+"""Values that are returned as they are; a method is checked first."""
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Hugging Face's environment with shorter ways to the same answers, which halve the time of a long conversation.
+    """Hugging Face's environment with shortcuts to the same results, which halve the time of a long conversation.
 
-    There `message.role` is an attribute first and a key only then, so that every field of every message raises an
-    AttributeError; and what is safe about `loop.first` is found out anew with fifteen type checks each time.
+    Jinja looks `message.role` up as an attribute before a key, so every field of every message raises an
+    AttributeError; and it checks the safety of `loop.first` each time with fifteen type checks.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -60,7 +60,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self._is_safe: dict[tuple[type, str], bool] = {}
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As the sandbox has it, which looks at nothing but the object's type and the name."""
+        """The sandbox's answer, which depends only on the object's type and the name."""
         kind = type(obj), attr
         is_safe = self._is_safe.get(kind)
         if is_safe is None:
@@ -68,7 +68,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return is_safe
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """As the sandbox finds it, by a shorter way for the values that messages are made of."""
+        """The sandbox's result, with a shortcut for the types of values in messages."""
         kind = type(obj)
         if kind is dict and attribute not in _DICT_NAMES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -81,8 +81,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the sandbox calls it, by a shorter way for a text's own methods and for macros: both are safe, the ones
-        take nothing of the template's and the others its way of escaping."""
+        """The sandbox's call, with a shortcut for methods of texts and for macros, which are both safe: methods take
+        nothing of the template, macros its escaping."""
         kind = type(__obj)
         if kind is Macro:
             args = (__context.eval_ctx, *args)
@@ -95,9 +95,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """The template in a sandbox with all that Hugging Face's has (filters, globals, tags), and the variables it reads.
-
-    Kept, because it takes 40 to 80 ms and a model that is loaded again brings the same source.
+    """The template in a sandbox with Hugging Face's filters, globals and tags, and the variables that it reads. Cached,
+    because it takes 40 to 80 ms and a model that is loaded again has the same source.
     """
     theirs = compile_template(source).environment
     ours = _Sandbox(
@@ -111,10 +110,10 @@ def _compiled(source: str) -> tuple[jinja2.Template, frozenset[str]]:
 
 
 class CompiledTemplate:
-    """A template in the sandboxed environment that Hugging Face templates are written for. Thread-safe."""
+    """A template in Hugging Face's sandboxed environment. Thread-safe."""
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        """Raises ModelLoadError where `source` is no template. `variables` are the special tokens by name."""
+        """Raises ModelLoadError if `source` is not a template. `variables` are the special tokens by name."""
         try:
             self._template, self.reads = _compiled(source)
         except jinja2.TemplateSyntaxError as error:
@@ -128,7 +127,7 @@ class CompiledTemplate:
         self._reserved = frozenset({"messages", "tools", "add_generation_prompt", *variables, *own})
 
     def is_free(self, name: str) -> bool:
-        """Whether a request may set the variable `name`: it is none of those that the rendering itself needs."""
+        """Whether a request may set the variable `name`, which the rendering itself does not need."""
         return name not in self._reserved
 
     def render(

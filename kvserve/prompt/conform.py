@@ -1,8 +1,8 @@
-"""A conversation in the nearest form that one template accepts: in place, nothing hoisted, nothing dropped.
+"""Brings a conversation into the nearest form that one template accepts; every part stays in place, none is dropped.
 
-It knows which neighbours a template takes (`Dialect`, found out by `probe.py`) and a remedy for each of the others.
-Every decision looks backwards only, so a longer conversation begins with the steps of the shorter one, and a next turn
-goes on from what its memory has of the last one.
+It knows which neighbours a template accepts (`Dialect`, from `probe.py`) and a remedy for each of the others. Every
+decision looks backwards only, so a longer conversation begins with the steps of the shorter one, and a next turn
+continues from the remembered steps of the last one.
 """
 
 from collections import deque
@@ -20,8 +20,8 @@ from kvserve.prompt.steps import (
     ROLES,
     DescribeTools,
     Kind,
+    PromptStep,
     Speaker,
-    Step,
     WireForm,
     hermes_result,
     message_dict,
@@ -35,13 +35,13 @@ NO_RESULT = "(no result)"
 FILLERS: tuple[Kind, ...] = ("user", "assistant", "result")
 
 type Place = tuple[Speaker, Kind]
-"""Where a conversation stands: who spoke last in plain text, and the kind of its last step."""
+"""The state of a conversation: who spoke last in plain text, and the kind of its last step."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """What one template takes. `order` holds which kind of step may follow at which place, the end included; `words`
-    say what it has no place for."""
+    """What one template accepts. `order` holds the kinds of step that may follow at each place, the end included;
+    `words` write what it has no place for."""
 
     form: WireForm = WireForm()
     tools: bool = False
@@ -55,7 +55,7 @@ class Dialect:
 
     @cached_property
     def bridges(self) -> Mapping[tuple[Place, Kind], tuple[Kind, ...]]:
-        """For every refused step the shortest row of fillers that leads to a place where it may stand, if any does."""
+        """For every refused step the shortest sequence of fillers after which it is accepted, if there is one."""
         places, kinds = {place for place, _ in self.order}, {kind for _, kind in self.order}
         found = {(place, kind): self._bridge(place, kind) for place in places for kind in kinds}
         return {refused: bridge for refused, bridge in found.items() if bridge}
@@ -77,12 +77,12 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class Conformed:
-    """The steps to render, and what the template reads for each; nobody changes these dicts, they are rendered again.
+    """The steps to render, and the template's dict of each; the dicts must not be changed, they are rendered again.
 
-    `continues` where the last one, an assistant's, is to be continued. `notes` for the log.
+    `continues`: the last step, an assistant's, is to be continued. `notes` are for the log.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[PromptStep, ...]
     dicts: tuple[MessageDict, ...]
     continues: bool
     notes: tuple[str, ...]
@@ -92,16 +92,15 @@ def conform(
     messages: Sequence[Message],
     tools: Sequence[ToolSpec],
     dialect: Dialect,
-    memory: "Memory | None" = None,
+    memory: "ConformMemo | None" = None,
     control: ControlTokens | None = None,
     describe: DescribeTools = AS_JSON,
     call_ids: Mapping[str, str] | None = None,
 ) -> Conformed:
     """The messages as steps in the template's dialect; tools that it does not take are described in the system message.
 
-    `memory` is that of this dialect, `describe` says where tools come and go. `call_ids` are those that calls are
-    written with, by the ones that they have. With `control` the messages are guarded, the tools have been. Raises
-    BadRequest for an image.
+    `memory` is this dialect's, `describe` writes where tools come and go. `call_ids` maps the calls' ids to the ids to
+    write. With `control` the messages are guarded; the tools must be already. Raises BadRequest for an image.
     """
     call_ids = call_ids or {}
     if tools and not dialect.tools:
@@ -134,45 +133,46 @@ def conform(
     return Conformed(tuple(placing.steps), tuple(placing.dicts), continues, tuple(placing.notes()))
 
 
-def _says_nothing(step: Step, dialect: Dialect) -> bool:
-    """Whether a last step gives the model nothing to continue: no text, and no thinking that the template takes."""
+def _says_nothing(step: PromptStep, dialect: Dialect) -> bool:
+    """Whether a last step gives the model nothing to continue: no text, and no thinking that the template accepts."""
     return step.kind == "assistant" and not step.text and not (step.reasoning and dialect.form.reasoning)
 
 
-def _with_tools_described(steps: Sequence[Step], description: str) -> Iterator[Step]:
-    """The steps with the tools at the end of the first system message, or in one of their own before everything."""
+def _with_tools_described(steps: Sequence[PromptStep], description: str) -> Iterator[PromptStep]:
+    """The steps with the tools at the end of the first system message, or in their own one at the beginning."""
     if steps and steps[0].kind == "system":
         text = f"{steps[0].text}\n\n{description}" if steps[0].text else description
         yield replace(steps[0], text=text)
         yield from steps[1:]
     else:
-        yield Step("system", description)
+        yield PromptStep("system", description)
         yield from steps
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """A conversation as far as it was placed, its last step said whole. Nobody changes `placing`: it is copied."""
+class _PlacedTalk:
+    """A placed beginning of a conversation, its last step complete. `placing` is never changed, only copied."""
 
     messages: tuple[Message, ...]
     placing: "_Placing"
 
 
-class Memory:
-    """The beginnings of conversations in one dialect as they were placed, within a number of bytes.
+class ConformMemo:
+    """The placed beginnings of conversations in one dialect, within a number of bytes.
 
-    Found by the very message objects: a next turn has those of the last one, as long as these are remembered.
+    They are found by the identity of the message objects: a next turn has those of the last one while these are
+    remembered.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._known: Memo[_Known] = Memo(max_bytes)
+        self._known: Memo[_PlacedTalk] = Memo(max_bytes)
 
     def clear(self) -> None:
         """Forget all of them."""
         self._known.clear()
 
-    def find(self, messages: Sequence[Message], call_ids: Mapping[str, str]) -> _Known | None:
-        """The longest beginning that is known, its calls being written with these ids."""
+    def find(self, messages: Sequence[Message], call_ids: Mapping[str, str]) -> _PlacedTalk | None:
+        """The longest known beginning whose calls are written with these ids."""
         for index in range(len(messages) - 1, -1, -1):
             known = self._known.get((index, id(messages[index])))
             if known is None or known.messages != tuple(messages[: index + 1]):
@@ -181,10 +181,10 @@ class Memory:
                 return known
         return None
 
-    def keep(self, messages: Sequence[Message], placing: "_Placing", new: Sequence[Step]) -> None:
-        """These messages are placed, all but the `new` steps of them having been found here."""
+    def keep(self, messages: Sequence[Message], placing: "_Placing", new: Sequence[PromptStep]) -> None:
+        """Remember these placed messages; all but the `new` steps were found here."""
         num_bytes = _BYTES_PER_PLACED * len(messages) + sum(map(_num_bytes, new))
-        self._known.put((len(messages) - 1, id(messages[-1])), _Known(tuple(messages), placing.copy()), num_bytes)
+        self._known.put((len(messages) - 1, id(messages[-1])), _PlacedTalk(tuple(messages), placing.copy()), num_bytes)
 
 
 _BYTES_PER_PLACED = 128
@@ -194,16 +194,16 @@ _BYTES_PER_STEP = 1_024
 """A message, a step and a dict, beside the texts that they share."""
 
 
-def _num_bytes(step: Step) -> int:
+def _num_bytes(step: PromptStep) -> int:
     return _BYTES_PER_STEP + len(step.text) + len(step.reasoning) + 4 * sum(len(call.arguments) for call in step.calls)
 
 
 class _Placing:
-    """Steps placed one behind the other, each in the nearest form that may follow the one before."""
+    """Places steps one behind the other, each in the nearest form that may follow the one before."""
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
-        self.steps: list[Step] = []
+        self.steps: list[PromptStep] = []
         self.dicts: list[MessageDict] = []
         self._names: dict[str, str] = {}
         self._numbers: dict[str, tuple[int, int]] = {}
@@ -214,7 +214,7 @@ class _Placing:
         self._speaker: Speaker = "nobody"
 
     def copy(self) -> "_Placing":
-        """Another one that stands at the same place and goes its own way."""
+        """An independent copy of this state."""
         twin = _Placing(self._dialect)
         twin.steps, twin.dicts, twin._pending = list(self.steps), list(self.dicts), list(self._pending)
         twin._names, twin._numbers = dict(self._names), dict(self._numbers)
@@ -239,15 +239,15 @@ class _Placing:
             where = ", ".join(str(index) for index in dict.fromkeys(indices[:8]))
             yield f"{change} (message {where}{', ...' if len(indices) > 8 else ''})"
 
-    def with_name(self, step: Step) -> Step:
+    def with_name(self, step: PromptStep) -> PromptStep:
         """The step with its name in the text, if the template would not write it."""
         if not step.name or ROLES[step.kind] in self._dialect.form.named_roles:
             return step
         self.note("name put before the text", step.index)
         return replace(step, text=named(step.text, step.name))
 
-    def lowered(self, step: Step) -> Iterator[Step]:
-        """One assistant's step as the steps that the template can write without losing a part."""
+    def lowered(self, step: PromptStep) -> Iterator[PromptStep]:
+        """One assistant's step as steps that the template writes without losing a part."""
         if step.kind != "calls":
             yield step
             return
@@ -270,8 +270,8 @@ class _Placing:
             return
         yield step
 
-    def place(self, step: Step) -> None:
-        """Append the step, or what stands for it."""
+    def place(self, step: PromptStep) -> None:
+        """Append the step, or its replacement."""
         step = self._settled(step)
         if self._takes(step.kind):
             self._append(step)
@@ -289,17 +289,17 @@ class _Placing:
             self._append(step)
 
     def bridge(self, kind: Kind, index: int) -> None:
-        """Put fillers before a step of this kind, if the template wants some."""
+        """Put fillers before a step of this kind, if the template needs some."""
         if self._takes(kind):
             return
         for filler in self._bridge_to(kind):
             self.note(f"empty {ROLES[filler]} message put before", index)
             pending = self._pending[0] if self._pending else ""
             text = NO_RESULT if filler == "result" else ""
-            self._append(self._settled(Step(filler, text, call_id=pending, index=index)))
+            self._append(self._settled(PromptStep(filler, text, call_id=pending, index=index)))
 
     def bridge_to_answer(self, index: int) -> None:
-        """Put the fillers before the generation tail that the answer will have before it once it is history."""
+        """Put fillers before the generation tail, the same that the answer will have once it is history."""
         can_wait = self._takes("assistant") or not self._bridge_to("assistant")
         self.bridge("end" if can_wait else "assistant", index)
 
@@ -309,7 +309,7 @@ class _Placing:
     def _takes(self, kind: Kind) -> bool:
         return ((self._speaker, self.last_kind), kind) in self._dialect.order
 
-    def _settled(self, step: Step) -> Step:
+    def _settled(self, step: PromptStep) -> PromptStep:
         """The step with its kind as it depends on what stands before."""
         if step.kind == "system" and self.steps:
             return replace(step, kind="later_system")
@@ -321,7 +321,7 @@ class _Placing:
             return replace(step, kind=kind, call_name=name, call_number=number, call_place=place)
         return step
 
-    def _can_merge(self, step: Step) -> bool:
+    def _can_merge(self, step: PromptStep) -> bool:
         last = self.last_kind
         if step.kind == "later_system":
             return last == "system"
@@ -330,7 +330,7 @@ class _Placing:
             return last == "assistant" and (self._dialect.text_with_calls or not joint)
         return step.kind == last and step.kind in ("user", "assistant")
 
-    def _append(self, step: Step) -> None:
+    def _append(self, step: PromptStep) -> None:
         if step.kind == "calls":
             if self.last_kind != "calls":
                 self._pending.clear()
@@ -343,9 +343,9 @@ class _Placing:
         self.steps.append(step)
         self.dicts.append(message_dict(self._as_written(step), self._dialect.form))
 
-    def _as_written(self, step: Step) -> Step:
-        """The step with the ids that its calls, or the call that it answers, are written with; where the template
-        numbers calls, a result with the number that the model wrote."""
+    def _as_written(self, step: PromptStep) -> PromptStep:
+        """The step with the ids to write of its calls, or of the call that it answers; a result has the number that the
+        model wrote if the template numbers calls."""
         if not self.call_ids or not (step.calls or step.call_id):
             return step
         if self._dialect.form.call_ids in ("numbered", "numbered_in_message"):
@@ -354,7 +354,7 @@ class _Placing:
         calls = tuple(replace(call, call_id=self.call_ids.get(call.call_id, call.call_id)) for call in step.calls)
         return replace(step, calls=calls, call_id=self.call_ids.get(step.call_id, step.call_id))
 
-    def _merge(self, step: Step) -> None:
+    def _merge(self, step: PromptStep) -> None:
         """Join the step to the last one; only what follows the last one's text changes."""
         last = self.steps.pop()
         self.dicts.pop()

@@ -1,9 +1,9 @@
-"""Control tokens that a client spells out: in the prompt they are words, and only the template's own are tokens.
+"""Keeps control tokens that a client spells out plain text: only the template's own become tokens.
 
-    client's text -> a mark in every spelling -> chat template -> ids, where what is marked is plain text
+    client's text -> a mark in every spelling -> chat template -> ids, where marked spellings are plain text
 
-It knows a tokenizer's added tokens and which of them a template writes; nothing of messages. Marks are noncharacters of
-Unicode, which no text for interchange holds; those that a client sends all the same become U+FFFD.
+It knows a tokenizer's added tokens and which of them a template writes, no messages. Marks are noncharacters of
+Unicode, which texts for interchange do not hold; those that a client sends become U+FFFD.
 """
 
 import json
@@ -18,29 +18,29 @@ from kvserve.prompt.images_text import EDGE
 from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
 
 MARK = "\ufdd1"
-"""Behind the first character of a spelling: no search finds the token any more, neither the template's nor ours."""
+"""Behind the first character of a spelling, so that no search finds the token, neither the template's nor ours."""
 
 BEFORE, BEHIND = "\ufdd2", "\ufdd3"
-"""Beside a spelling that ends or begins a text, until it is rendered: templates ask how a text starts and ends."""
+"""Beside a spelling that ends or begins a text, until it is rendered: templates check how a text starts and ends."""
 
 LIVE = "\ufdd4"
-"""Before the template's own tokens, under the names that they have in the second tokenizer."""
+"""Before the template's own tokens, in their names of the second tokenizer."""
 
 _MARKS = re.compile(f"[{MARK}-{LIVE}]")
 _PRIVATE = re.compile(f"[{EDGE}{MARK}-{LIVE}]")
 
 
 def shown(text: str) -> str:
-    """A text without the marks: what the client and the template said."""
+    """A text without the marks, as the client and the template wrote it."""
     return text if text.isascii() else _MARKS.sub("", text)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """How one template writes: its source and a few short conversations, in which every word is a marker word.
+    """One template's source and rendering of a few short conversations, in which every word is a marker word.
 
     `user` is a user's message alone, `talk` has an answer too, `calls` ends with calls, `loop` has tools and results
-    as well. What the template does not write is "".
+    as well. "" is what the template does not write.
     """
 
     source: str
@@ -51,8 +51,8 @@ class Sample:
 
 
 def control_tokens(tokenizer: Tokenizer, sample: Sample | None, tags: Iterable[str]) -> frozenset[str]:
-    """The added tokens that mean something to the model's turns, by trying: special ones, those that end an answer,
-    those that the template writes, and those that `tags`, which the readers of answers look for, are made of."""
+    """The added tokens with a meaning in the model's turns: special ones, those that end an answer, those that the
+    template writes, and those of `tags`, which the readers of answers look for."""
     written = "\n".join(tags)
     if sample is not None:
         written = "\n".join((written, sample.source, sample.user, sample.talk, sample.calls, sample.loop))
@@ -67,10 +67,10 @@ def control_tokens(tokenizer: Tokenizer, sample: Sample | None, tags: Iterable[s
 def spared_tags(
     tokenizer: Tokenizer, tokens: Collection[str], sample: Sample | None, tags: Iterable[str]
 ) -> frozenset[str]:
-    """What stays as it is in an assistant's text: thinking tags and the tags of calls.
+    """The tags that stay unmarked in an assistant's text: those of thinking and of calls.
 
-    Clients send thinking and calls back inside the text, templates look for the tags there, and a model goes on behind
-    them. A tag that also stands around a user's words, or ends an answer, is no such tag: it would end the message.
+    Clients send thinking and calls back inside the text, and templates look for the tags there. A tag that also
+    surrounds a user's text, or ends an answer, is not spared: it would end the message.
     """
     if sample is None:
         return frozenset()
@@ -81,11 +81,10 @@ def spared_tags(
 
 
 class ControlTokens:
-    """Tells a client's spelling of control tokens from the template's. Every method may be called from several threads
-    at once."""
+    """Distinguishes a client's spelling of control tokens from the template's. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: Collection[str], spared: Collection[str] = ()) -> None:
-        """`spared` are tags that an assistant's text keeps."""
+        """`spared` are the tags that stay unmarked in an assistant's text."""
         self.tokens = frozenset(tokens)
         self.spared = frozenset(spared)
         self._tokenizer = tokenizer
@@ -109,8 +108,8 @@ class ControlTokens:
         return self._any_in_json.search(text) is not None or _without(_PRIVATE, text) is not text
 
     def marked_content(self, text: str) -> str:
-        """The same for a message's whole text, in which images may be marked. A spelling at its start or end stays
-        legible for the template."""
+        """The same for a message's whole text, which may hold marks of images. The template can still read a spelling
+        at its start or end."""
         marked = self.marked_around_images(text)
         if marked is text or MARK not in marked:
             return marked
@@ -146,16 +145,16 @@ class ControlTokens:
     # --- behind it ----------------------------------------------------------------------------------------------------
 
     def settled(self, text: str) -> str:
-        """A rendered text where every client's spelling has its mark inside."""
+        """A rendered text with the mark inside every client's spelling."""
         if BEFORE not in text and BEHIND not in text:
             return text
         text = self._edges.sub(lambda found: self._starts.sub(f"\\g<0>{MARK}", found[1] or found[2]), text)
         return text.replace(BEFORE, "").replace(BEHIND, "")
 
     def encode(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
-        """The ids of a settled text: as the tokenizer has them, but that marked spellings are words.
+        """The tokenizer's ids of a settled text, with marked spellings as plain text.
 
-        With special tokens, what the tokenizer itself puts around a text (BOS) is added.
+        `add_special_tokens` adds what the tokenizer itself puts around a text (BOS).
         """
         if MARK not in text:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -169,9 +168,9 @@ class ControlTokens:
 
 @dataclass(frozen=True, slots=True)
 class _SecondTokenizer:
-    """The model's tokenizer, in which control tokens have other names: their usual ones are words like any other.
+    """The model's tokenizer with other names for control tokens: their usual names are plain text.
 
-    It shares the vocabulary with the first one. `real_ids` are those of the added tokens by the ids of here.
+    It shares the first one's vocabulary. `real_ids` maps the ids of added tokens here to the model's.
     """
 
     backend: tokenizers.Tokenizer
@@ -196,9 +195,9 @@ class _SecondTokenizer:
         return cls(second, real_ids, control_ids, new_ids[-1])
 
     def encode(self, text: str, num_live: int) -> tuple[int, ...]:
-        """The ids of a text in which `num_live` tokens have their names of here.
+        """The ids of a text with `num_live` tokens under this tokenizer's names.
 
-        Some vocabularies hold control tokens as words too, and could put one together from its characters: then every
+        Some vocabularies hold control tokens as plain tokens too and could join one from its characters: then every
         spelling is cut at its mark.
         """
         ids = self._ids(text.replace(MARK, ""))
@@ -223,9 +222,9 @@ def _renamed(token: tokenizers.AddedToken, name: str) -> tokenizers.AddedToken:
 
 
 def _either(words: Collection[str]) -> str:
-    """A pattern of any of them, the longest that fits; one of nothing at all where there are none.
+    """A pattern that matches the longest of them; it matches nothing if there are none.
 
-    Words that begin alike are tried together: vocabularies have hundreds, and every `<` of a text may begin one.
+    Words with a common beginning are grouped: vocabularies have hundreds, and every `<` of a text may begin one.
     """
     groups: dict[str, list[str]] = {}
     for word in sorted(words, key=lambda word: (-len(word), word)):
@@ -235,5 +234,5 @@ def _either(words: Collection[str]) -> str:
 
 
 def _without(private: re.Pattern[str], text: str) -> str:
-    """A client's text in which no character can be taken for one of these marks."""
+    """A client's text without these marks."""
     return text if text.isascii() or not private.search(text) else private.sub("\ufffd", text)

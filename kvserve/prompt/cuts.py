@@ -1,8 +1,8 @@
-"""Where a text may be cut so that its pieces, tokenised one by one, give exactly the ids of the whole text.
+"""Cuts a text so that its pieces, tokenised one by one, have exactly the ids of the whole text.
 
-A tokenizer first splits a text at its added tokens and goes on with each stretch between them alone, so a piece that
-begins with one can be tokenised by itself. What can break this is looked up in the tokenizer and then tried out; it
-knows no templates and no messages.
+A tokenizer first splits a text at its added tokens and then encodes each part alone, so a piece that begins with an
+added token can be tokenised by itself. Exceptions are looked up in the tokenizer and then tried. It knows no templates
+and no messages.
 """
 
 import re
@@ -20,7 +20,7 @@ _NEIGHBOURS = ("", "a", "word ", " ", "\n", "\n\n", " \t ", "e\u0301", "\u6771",
 
 
 class Cutter:
-    """Cuts texts at a set of added tokens; those where the ids could change are left out."""
+    """Cuts texts at a set of added tokens, except those where a cut could change the ids."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: Iterable[str]) -> None:
         added = {token.content: token for token in tokenizer.backend.get_added_tokens_decoder().values()}
@@ -49,13 +49,13 @@ def _cut(pattern: re.Pattern[str] | None, text: str) -> list[Piece]:
 def _stands_alone(
     cut: tokenizers.AddedToken, added: dict[str, tokenizers.AddedToken], backend: tokenizers.Tokenizer
 ) -> bool:
-    """Whether nothing before the token decides that it is found, nor is changed by it being found."""
+    """Whether the text before the token neither decides that it is found nor depends on it."""
     if cut.lstrip or cut.single_word or (cut.normalized and backend.normalizer is not None):
         return False
     if (cut.content[0].isalnum() or cut.content[0] == "_") and any(token.single_word for token in added.values()):
         return False
     others = [other for other in added if other != cut.content]
-    # Tokens marked as normalized are looked for after the others, so even one that begins later goes before them.
+    # Normalized tokens are searched after the others, so even another token that begins later precedes them.
     late = [other for other in others if cut.normalized and not added[other].normalized]
     return not any(_overlaps(other, cut.content) for other in others) and not any(
         _overlaps(cut.content, other) for other in late
@@ -63,12 +63,12 @@ def _stands_alone(
 
 
 def _overlaps(first: str, second: str) -> bool:
-    """Whether an occurrence of `first` can reach into, or around, one of `second` that begins inside it."""
+    """Whether an occurrence of `first` can overlap or contain one of `second` that begins inside it."""
     return second in first or any(second.startswith(first[start:]) for start in range(1, len(first)))
 
 
 def _proved(tokenizer: Tokenizer, tokens: Sequence[str]) -> list[str]:
-    """The tokens that behave: each between all neighbours, and the ends of other cut tokens before it."""
+    """The tokens whose cuts keep the ids, tried between all neighbours and behind the ends of other cut tokens."""
     pattern = _pattern(tokens)
     lefts = (*_NEIGHBOURS, *tokens, *(other[:-1] for other in tokens))
     around = [(left, "word") for left in lefts] + [("word ", right) for right in _NEIGHBOURS]

@@ -1,6 +1,6 @@
-"""Generated ids to text, one at a time, such that the pieces joined are the text of all ids decoded at once.
+"""Decodes generated ids one at a time; the joined pieces equal the text of all ids decoded at once.
 
-It knows the decoders of `tokenizer.json`; nothing of templates, stop tokens or requests.
+It knows the decoders of `tokenizer.json`, no templates, stop tokens or requests.
 """
 
 import codecs
@@ -15,14 +15,14 @@ from kvserve.errors import ModelLoadError
 
 
 class Detokenizer(Protocol):
-    """The text of one growing sequence of ids. Not thread-safe: one per sequence."""
+    """Decodes one growing sequence of ids. Not thread-safe: one per sequence."""
 
     def add(self, token: int) -> str:
-        """The text that `token` completes, "" while it may still change. Ids without a token say nothing."""
+        """The text that `token` completes, "" while it may still change. Ids without a token have no text."""
         ...
 
     def finish(self) -> str:
-        """The text held back; bytes that are no character become U+FFFD. Nothing may be added afterwards."""
+        """The text held back; bytes that are not a character become U+FFFD. No token may be added afterwards."""
         ...
 
 
@@ -73,7 +73,7 @@ def make_detokenizer(backend: tokenizers.Tokenizer, form: DecoderForm, after: Se
 
 
 def token_bytes(backend: tokenizers.Tokenizer, form: DecoderForm, token: int) -> bytes:
-    """What a token says inside a text, as UTF-8 that may begin or end inside a character; b"" without a token."""
+    """A token's text inside a text, as UTF-8 that may begin or end inside a character; b"" without a token."""
     name = backend.id_to_token(token) if token >= 0 else None
     if name is None:
         return b""

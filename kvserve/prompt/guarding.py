@@ -1,6 +1,6 @@
-"""What a client says, made safe for a chat template: control tokens that it spells out are marked, wherever they are.
+"""Makes a client's text safe for a chat template: marks control tokens that it spells out, wherever they are.
 
-It knows steps, calls and tools, and which words of them are a client's; what a mark is, `control.py` knows.
+It knows which parts of steps, calls and tools are a client's; `control.py` knows the marks.
 """
 
 import json
@@ -9,16 +9,16 @@ from dataclasses import replace
 
 from kvserve.core import ToolCallBlock, ToolSpec
 from kvserve.prompt.control import ControlTokens
-from kvserve.prompt.steps import Step, WireForm, parsed_arguments, plain_data
+from kvserve.prompt.steps import PromptStep, WireForm, parsed_arguments, plain_data
 
 
-def guarded_steps(steps: Sequence[Step], form: WireForm, control: ControlTokens) -> Iterator[Step]:
+def guarded_steps(steps: Sequence[PromptStep], form: WireForm, control: ControlTokens) -> Iterator[PromptStep]:
     """The steps of one or more messages with a client's spellings marked; the same objects where there are none."""
     for step in steps:
         text = _guarded_text(step, control)
         reasoning = control.marked(step.reasoning)
         calls = tuple(_guarded_call(call, form, control) for call in step.calls)
-        ids_are_written = form.call_ids == "given"  # the others are made anew, and digests of the id as it was sent
+        ids_are_written = form.call_ids == "given"  # other ids are made anew, as digests of those sent
         call_id = control.marked(step.call_id) if ids_are_written else step.call_id
         call_name = control.marked(step.call_name)
         name = control.marked(step.name) if step.name is not None else None
@@ -39,8 +39,8 @@ def guarded_steps(steps: Sequence[Step], form: WireForm, control: ControlTokens)
             )
 
 
-def _guarded_text(step: Step, control: ControlTokens) -> str:
-    """The text of a step: what the template itself says in it is left alone."""
+def _guarded_text(step: PromptStep, control: ControlTokens) -> str:
+    """The text of a step; the template's own words in it stay unmarked."""
     if step.kind in ("assistant", "calls"):
         return control.marked_answer(step.text)
     if not step.own:
@@ -53,8 +53,8 @@ def _guarded_text(step: Step, control: ControlTokens) -> str:
 
 
 def guarded_tools(tools: Sequence[ToolSpec], control: ControlTokens) -> tuple[ToolSpec, ...]:
-    """The tools, every word of them guarded. Looked through as one JSON text: that takes a third of the time, and most
-    tools spell nothing."""
+    """The tools with all text guarded. They are searched as one JSON text first: that takes a third of the time, and
+    most tools spell no token."""
     said = [(tool.name, tool.description, tool.parameters) for tool in tools]
     if not control.is_spelt_in_json(json.dumps(said, ensure_ascii=False, default=plain_data)):
         return tuple(tools)
@@ -85,7 +85,7 @@ def _guarded_object(value: Mapping[str, object], control: ControlTokens) -> dict
 
 
 def _guarded_call(call: ToolCallBlock, form: WireForm, control: ControlTokens) -> ToolCallBlock:
-    """A call; templates that take arguments as text write them as they are, others what their JSON says."""
+    """A guarded call: its arguments as text if the template takes text, else the values of their JSON."""
     call_id = control.marked(call.call_id) if form.call_ids == "given" else call.call_id
     arguments = control.marked(call.arguments)
     if not form.arguments_as_text and (arguments != call.arguments or "\\" in arguments):

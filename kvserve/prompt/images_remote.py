@@ -1,7 +1,7 @@
-"""Pictures behind https addresses of hosts that the operator named, within limits of time and size. It knows no image.
+"""Fetches pictures from https addresses of hosts that the operator named, within limits of time and size.
 
-A name is resolved once and every address that it has must be one of the public internet; the connection goes to such an
-address, and the certificate must be the host's. A redirect is asked the same questions as the address that it replaces.
+A name is resolved once, all its addresses must be public, the connection goes to one of them, and the certificate must
+be the host's. A redirect must pass the same checks.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
 
 @dataclass(frozen=True, slots=True)
 class RemoteLimits:
-    """What all remote pictures of one request may take together: seconds, names resolved, and bytes."""
+    """The limits of all remote pictures of one request together: seconds, resolved names, and bytes."""
 
     seconds: float = 20.0
     max_bytes: int = 64 * 2**20
@@ -47,7 +47,7 @@ type Resolve = Callable[[str, int], Sequence[str]]
 
 
 def resolve_host(host: str, port: int) -> Sequence[str]:
-    """The host's addresses as the system knows them; it may wait as long as the system's resolver does."""
+    """The host's addresses from the system's resolver, with its timeout."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(info[4][0]) for info in found))
 
@@ -68,7 +68,7 @@ def is_public(address: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A picture that its host lets others keep until then, on the monotonic clock."""
+    """A picture that its host allows to keep until this time of the monotonic clock."""
 
     content: bytes
     until: float
@@ -99,23 +99,23 @@ class RemotePictures:
         self._kept: Memo[_Kept] = Memo(MEMO_BYTES)
 
     def visit(self) -> "Visit":
-        """What one request may fetch."""
+        """A new request's visit."""
         return Visit(self)
 
     def kept(self, url: str) -> bytes | None:
-        """What the host said may be kept, while it may."""
+        """The kept bytes, while the host allows it."""
         kept = self._kept.get(url)
         return kept.content if kept is not None and self.now() < kept.until else None
 
     def keep(self, url: str, content: bytes, cache_control: str) -> None:
-        """Keep it for as long as the host's `Cache-Control` allows, at most an hour."""
+        """Keep the bytes as long as the host's `Cache-Control` allows, at most an hour."""
         age = _MAX_AGE.search(cache_control)
         if age is not None and not _NOT_KEPT.search(cache_control):
             self._kept.put(url, _Kept(content, self.now() + min(float(age[1]), MAX_FRESH_SECONDS)), len(content))
 
     @contextlib.contextmanager
     def connection(self, url: SplitResult, deadline: float) -> Iterator[http.client.HTTPSConnection]:
-        """An open connection to an address of the URL's host that may be asked. Raises BadRequest, OSError."""
+        """An open connection to an allowed address of the URL's host. Raises BadRequest, OSError."""
         host, port = self._named(url)
         addresses = self._resolve(host, port)
         if not all(self._may_ask(address) for address in addresses):
@@ -130,7 +130,7 @@ class RemotePictures:
             yield connection
 
     def _reached(self, addresses: Sequence[str], port: int, deadline: float) -> socket.socket:
-        """A connection to the first address that takes one. Raises the last OSError."""
+        """A connection to the first address that accepts one. Raises the last OSError."""
         failure = OSError("it has no address")
         for address in addresses:
             try:
@@ -143,7 +143,7 @@ class RemotePictures:
         raise failure
 
     def _named(self, url: SplitResult) -> tuple[str, int]:
-        """Host and port of an address that may be asked for. Raises BadRequest."""
+        """Host and port of an allowed address. Raises BadRequest."""
         try:
             host, port = (url.hostname or "").rstrip("."), url.port or HTTPS_PORT
             host = host.encode("idna").decode("ascii").lower()
@@ -167,7 +167,7 @@ class Visit:
         self._bytes_left = pictures.limits.max_bytes
 
     def read(self, url: str, max_bytes: int) -> bytes:
-        """The bytes behind an https address. Raises BadRequest for anything else than a whole file in time."""
+        """The bytes behind an https address. Raises BadRequest unless the whole file arrives in time."""
         if url in self._read:
             return self._read[url]
         content = self._pictures.kept(url)
@@ -198,7 +198,7 @@ class Visit:
         raise refused(f"its host redirects more than {MAX_REDIRECTS} times")
 
     def _asked(self, url: str, place: str, deadline: float, max_bytes: int) -> bytes | str:
-        """The file, or where else it is. It is kept under the address that the client gave."""
+        """The file, or the address of a redirect. The file is kept under the client's address."""
         split = urlsplit(place)
         with self._pictures.connection(split, deadline) as connection:
             path = quote(split.path or "/", safe=_IN_PATHS) + (
@@ -240,7 +240,7 @@ class Visit:
 
 
 def left(deadline: float, now: Callable[[], float]) -> float:
-    """Seconds until then. Raises TimeoutError when there are none."""
+    """The remaining seconds. Raises TimeoutError when there are none."""
     seconds = deadline - now()
     if seconds <= 0:
         raise TimeoutError("no time is left")
@@ -252,7 +252,7 @@ def refused(reason: str) -> BadRequest:
 
 
 class _Timed:
-    """A socket as http.client uses one, on which the time that is left holds for everything together."""
+    """A socket for http.client, with one deadline for all operations together."""
 
     def __init__(self, sock: ssl.SSLSocket, seconds_left: Callable[[], float]) -> None:
         self._sock = sock
@@ -267,11 +267,11 @@ class _Timed:
         return io.BufferedReader(_TimedReader(self._sock, self._seconds_left))
 
     def close(self) -> None:
-        """Nothing: http.client closes before the answer is read, whoever opened the socket closes it."""
+        """Do nothing: http.client calls this before the answer is read; the caller closes the socket."""
 
 
 class _TimedReader(io.RawIOBase):
-    """Reads of one socket; each may take what is left of the time, so that a drip ends too. It closes nothing."""
+    """Reads a socket; each read may take the remaining time, so that a slow drip ends too. It closes nothing."""
 
     def __init__(self, sock: ssl.SSLSocket, seconds_left: Callable[[], float]) -> None:
         self._sock = sock

@@ -1,9 +1,9 @@
-"""Images inside text: a mark stands for an image from the message to the model's tokens. It decodes nothing.
+"""Marks images inside text: a mark stands for an image from the message to the model's tokens. It decodes no image.
 
     message blocks -> text with marks -> chat template -> the family's words around each mark -> ids and spans
 
-A mark is no text that a client can write by accident, and what a client writes like the model's own placeholder is
-cut by a barrier, so that its tokens are those of plain text.
+A client cannot write a mark by accident, and a barrier cuts what it writes like the model's own placeholder, so that
+its tokens are those of plain text.
 """
 
 import re
@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from kvserve.core import Block, ImageBlock, ImageSpan, ImageWords, Message, TextBlock, ToolBlock, ToolResultBlock
 
 EDGE = "\ufdd0"
-"""Around every mark: a noncharacter of Unicode, which no text for interchange holds."""
+"""Around every mark: a noncharacter of Unicode, which texts for interchange do not hold."""
 
 BARRIER = EDGE + EDGE
 _MARK = re.compile(f"{EDGE}([0-9a-f]{{64}})?{EDGE}")
 
 SEES_NOTHING = ImageWords("", "", ())
-"""Of a model without images: its prompts have no mark, whatever a client writes."""
+"""For a model without images, whose prompts have no marks."""
 
 type Runs = Mapping[str, tuple[int, ...]]
 """The ids that stand for each image, by its digest."""
@@ -34,15 +34,15 @@ class MarkedIds:
 
 
 def mark_of(digest: str) -> str:
-    """What stands for an image in a text; `digest` is 64 hexadecimal digits."""
+    """The mark of an image; `digest` is 64 hexadecimal digits."""
     return f"{EDGE}{digest}{EDGE}"
 
 
 def with_marks(messages: Iterable[Message], words: ImageWords) -> tuple[Message, ...]:
     """The messages with a mark for every image, whose `source` is its digest, and typed placeholders cut.
 
-    The text right before and behind an image stays on its line: templates write nothing between parts. A message in
-    which nothing is to be marked is the same object, so that who knows it need not look at it again.
+    The text right before and behind an image stays on its line: templates write nothing between parts. A message
+    without anything to mark stays the same object, so that memos find it.
     """
     return tuple(
         message
@@ -62,9 +62,9 @@ def with_words(text: str, words: ImageWords) -> str:
 def encode_marked(
     encode: Callable[..., tuple[int, ...]], text: str, runs: Runs, *, adds_special_tokens: bool = False
 ) -> MarkedIds:
-    """The ids of a text with marks. What looks like a mark and names no image of `runs` is text.
+    """The ids of a text with marks. A mark that names no image of `runs` is plain text.
 
-    `adds_special_tokens`: before the text stands what the tokenizer puts before one.
+    `adds_special_tokens` adds what the tokenizer puts before a text.
     """
     if EDGE not in text:
         return MarkedIds(encode(text, add_special_tokens=True) if adds_special_tokens else encode(text))
@@ -86,12 +86,12 @@ def encode_marked(
 
 
 def without_barriers(text: str) -> str:
-    """A text in which placeholders that a client typed stand as they were typed."""
+    """A text with a client's typed placeholders as they were typed."""
     return _MARK.sub(lambda mark: mark[0] if mark[1] else "", text) if EDGE in text else text
 
 
 def _needs_marks(block: Block, words: ImageWords) -> bool:
-    """Whether it holds an image, or a text of which something is to be cut."""
+    """Whether it holds an image, or text that a barrier must cut."""
     match block:
         case TextBlock(text):
             return EDGE in text or any(token in text for token in words.guarded)
@@ -102,7 +102,7 @@ def _needs_marks(block: Block, words: ImageWords) -> bool:
 
 
 def _marked_blocks(blocks: Sequence[Block], words: ImageWords) -> Iterator[Block]:
-    """Blocks where text and images that touch are one text."""
+    """The blocks with adjacent text and images joined into one text."""
     told: list[str] = []
     after_image = False
     for block in blocks:
@@ -126,7 +126,7 @@ def _marked_result(block: ToolResultBlock, words: ImageWords) -> ToolResultBlock
 
 
 def _guarded(text: str, words: ImageWords) -> str:
-    """A client's text in which no placeholder of the model's survives as a token, nor a noncharacter as a mark."""
+    """A client's text in which the model's placeholders cannot become tokens, nor noncharacters marks."""
     text = text.replace(EDGE, "\ufffd")
     for token in words.guarded:
         text = text.replace(token, token[:1] + BARRIER + token[1:])

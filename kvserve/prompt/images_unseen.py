@@ -1,7 +1,7 @@
-"""Images where the model sees none: words stand in their place. It knows messages, not what an image shows.
+"""Replaces images by words for a model without vision. It knows messages, not what an image shows.
 
-A client cannot take an image out of its history, so a refusal would end the conversation; and an image left out unsaid
-would blind the model to the question.
+A client cannot take an image out of its history, so a refusal would end the conversation; and without words the model
+could not understand the question.
 """
 
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ from kvserve.core import Block, ImageBlock, Message, TextBlock, ToolResultBlock,
 
 _WORDS = "[An image that this model cannot see]"
 UNSEEN = TextBlock(_WORDS)
-"""The same for every image, so that the prompt of the next turn begins as this one did."""
+"""The same for every image, so that the next turn's prompt begins with this one's."""
 
 _UNSEEN_OF_ASSISTANT = TextBlock(f"\n{_WORDS}\n")
-"""On a line of its own: nothing goes between the pieces of an assistant's text."""
+"""On its own line, apart from the pieces of an assistant's text."""
 
 
-def without_sight(turn: Turn) -> Turn:
+def without_images_seen(turn: Turn) -> Turn:
     """The turn with words for all images, and a note of how many there are. The same object where there are none."""
     num_images = _num_images(turn.messages)
     if not num_images:
@@ -39,7 +39,7 @@ def _in_words(block: Block, words: TextBlock) -> Block:
 
 
 def _num_images(messages: Iterable[Message]) -> int:
-    """Every request asks this of its whole history, so it is one comprehension."""
+    """The number of images. Every request counts its whole history, so it is one comprehension."""
     images = [
         None
         for message in messages

@@ -1,4 +1,4 @@
-"""What was computed once, kept within a number of bytes and forgotten least recently used first; knows no text."""
+"""A memo of computed values within a number of bytes, least recently used first out."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -7,7 +7,7 @@ from threading import Lock
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry[V]:
+class _MemoEntry[V]:
     value: V
     num_bytes: int
 
@@ -18,16 +18,16 @@ class Memo[V]:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._entries: OrderedDict[Hashable, _Entry[V]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, _MemoEntry[V]] = OrderedDict()
         self._lock = Lock()
 
     @property
     def num_bytes(self) -> int:
-        """What is kept now, as its givers counted it."""
+        """The bytes kept now, as given to `put`."""
         return self._num_bytes
 
     def get(self, key: Hashable) -> V | None:
-        """The value, which thereby becomes the most recently used one; None where it is not known."""
+        """The value, which becomes the most recently used one; None if it is unknown."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -36,18 +36,18 @@ class Memo[V]:
             return entry.value
 
     def put(self, key: Hashable, value: V, num_bytes: int) -> None:
-        """Keep `value`, which takes `num_bytes`; what is larger than the whole memo is not kept."""
+        """Keep `value`, which takes `num_bytes`, unless it is larger than the whole memo."""
         with self._lock:
             self._drop(key)
             if num_bytes > self._max_bytes:
                 return
             while self._num_bytes + num_bytes > self._max_bytes:
                 self._drop(next(iter(self._entries)))
-            self._entries[key] = _Entry(value, num_bytes)
+            self._entries[key] = _MemoEntry(value, num_bytes)
             self._num_bytes += num_bytes
 
     def take(self, key: Hashable) -> V | None:
-        """The value, which is forgotten; None where it is not known."""
+        """Remove and return the value; None if it is unknown."""
         with self._lock:
             entry = self._entries.get(key)
             self._drop(key)

@@ -1,6 +1,6 @@
-"""What one chat template accepts, found out at load by rendering small conversations made of marker words.
+"""Finds what one chat template accepts, at load, by rendering small conversations of marker words.
 
-It knows how to ask a template; the answer is a `Dialect`. It never sees a request.
+The result is a `Dialect`. It never sees a request.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from kvserve.prompt.steps import (
     THINKING_PART,
     CallIds,
     Kind,
-    Step,
+    PromptStep,
     WireForm,
     message_dict,
     tool_dicts,
@@ -64,27 +64,28 @@ NEXT_KINDS: tuple[Kind, ...] = ("system", "later_system", "user", "assistant", "
 
 @dataclass(frozen=True, slots=True)
 class Prober:
-    """Asks one template. With `tools` every conversation is rendered with a tool, which changes what some accept.
-
-    `arguments` are those under which past reasoning is kept, where the template has such.
+    """Renders conversations with one template. With `tools` each is rendered with a tool, which changes what some
+    templates accept. `arguments` keep past reasoning, if the template has such arguments.
     """
 
     template: CompiledTemplate
     tools: tuple[ToolSpec, ...] = ()
     arguments: Mapping[str, object] | None = None
 
-    def render(self, steps: Sequence[Step], form: WireForm, *, tail: bool = True, keep: bool = False) -> str | Refusal:
-        """The steps as text; `tail`: with the generation tail, `keep`: with the arguments that keep reasoning."""
+    def render(
+        self, steps: Sequence[PromptStep], form: WireForm, *, tail: bool = True, keep: bool = False
+    ) -> str | Refusal:
+        """The steps as text, with `tail`: the generation tail, `keep`: the arguments that keep reasoning."""
         messages = [message_dict(step, form) for step in steps]
         arguments = (self.arguments or {}) if keep else {}
         return self.template.render(messages, tool_dicts(self.tools), add_generation_prompt=tail, arguments=arguments)
 
-    def shows(self, steps: Sequence[Step], form: WireForm, *, tail: bool = True) -> bool:
+    def shows(self, steps: Sequence[PromptStep], form: WireForm, *, tail: bool = True) -> bool:
         """Whether every text and call of the steps is written, in order (reasoning aside)."""
         text = self.render(steps, form, tail=tail)
         return isinstance(text, str) and in_order(text, _words(steps))
 
-    def shows_reasoning(self, steps: Sequence[Step], form: WireForm) -> bool:
+    def shows_reasoning(self, steps: Sequence[PromptStep], form: WireForm) -> bool:
         """Whether the reasoning of the steps is written in some setting, and their texts behind it."""
         words = [word for step in steps for word in (step.reasoning, step.text) if word]
         settings = ((tail, keep) for tail in (False, True) for keep in (False, True))
@@ -94,7 +95,7 @@ class Prober:
 
 
 def in_order(text: str, words: Iterable[str]) -> bool:
-    """Whether each word stands in the text behind the one before it."""
+    """Whether the words occur in the text in this order."""
     position = 0
     for word in words:
         found = text.find(word, position)
@@ -104,7 +105,7 @@ def in_order(text: str, words: Iterable[str]) -> bool:
     return True
 
 
-def _words(steps: Iterable[Step]) -> Iterator[str]:
+def _words(steps: Iterable[PromptStep]) -> Iterator[str]:
     for step in steps:
         if step.text:
             yield step.text
@@ -112,23 +113,25 @@ def _words(steps: Iterable[Step]) -> Iterator[str]:
             yield call.arguments.partition(":")[2].strip('"}') or call.arguments
 
 
-def talk(kinds: Iterable[Kind], *, text_with_calls: bool = False, calls_each: int = 1) -> list[Step]:
-    """Steps of these kinds with a marker word each; a result answers the first call that has none yet."""
-    steps: list[Step] = []
+def talk(kinds: Iterable[Kind], *, text_with_calls: bool = False, calls_each: int = 1) -> list[PromptStep]:
+    """Steps of these kinds with a marker word each; a result answers the first call without one."""
+    steps: list[PromptStep] = []
     calls: list[ToolCallBlock] = []
     num_results = 0
     for number, kind in enumerate(kinds):
         text = f"kwtext{number}end"
         if kind == "calls":
             made = tuple(_call(f"kwcall{number}of{i}") for i in range(calls_each))
-            steps.append(Step("calls", text if text_with_calls else "", calls=made, call_number=len(calls)))
+            steps.append(PromptStep("calls", text if text_with_calls else "", calls=made, call_number=len(calls)))
             calls += made
         elif kind == "result" and num_results < len(calls):
             answered = calls[num_results]
-            steps.append(Step(kind, text, call_id=answered.call_id, call_name=answered.name, call_number=num_results))
+            steps.append(
+                PromptStep(kind, text, call_id=answered.call_id, call_name=answered.name, call_number=num_results)
+            )
             num_results += 1
         else:
-            steps.append(Step(kind, text, call_id="kwnone" if kind == "orphan" else ""))
+            steps.append(PromptStep(kind, text, call_id="kwnone" if kind == "orphan" else ""))
     return steps
 
 
@@ -137,7 +140,7 @@ def _call(call_id: str) -> ToolCallBlock:
 
 
 def probe(prober: Prober) -> Dialect | None:
-    """The dialect of the prober's template, None where it cannot even render one user message."""
+    """The dialect of the prober's template, None if it cannot render one user message."""
     form = WireForm()
     if not prober.shows(talk(["user"]), form):
         form = replace(form, content_as_list=True)
@@ -153,8 +156,7 @@ def probe(prober: Prober) -> Dialect | None:
 
 
 def sample(prober: Prober, dialect: Dialect) -> Sample:
-    """How the prober's template writes, with thinking where it has such; tools, which it explains in words, in the
-    whole loop only."""
+    """The prober's template's rendering, with thinking if it has any; only the whole loop has tools."""
     toolless = replace(prober, tools=())
 
     def written(asked: Prober, *kinds: Kind, tail: bool = False) -> str:
@@ -178,7 +180,7 @@ def _shows_tools(prober: Prober, form: WireForm) -> bool:
 
 
 def _empty_texts(prober: Prober, form: WireForm) -> Iterator[tuple[str, str]]:
-    """What stands for an empty text in each role: nothing, where the template takes that."""
+    """The replacement of an empty text in each role; none if the template accepts empty text."""
     places: tuple[tuple[str, tuple[Kind, ...], int], ...] = (
         ("system", ("system", "user"), 0),
         ("user", ("user", "assistant", "user"), 0),
@@ -222,7 +224,7 @@ def _probe_calls(prober: Prober, form: WireForm) -> Dialect:
 
 
 def _probe_numbers(prober: Prober, form: WireForm) -> WireForm:
-    """Some templates write a number of their own into a call, and the id that they are given with its result."""
+    """Whether the template writes its own numbers into calls, and given ids into results, as some do."""
     counted: tuple[CallIds, ...] = ("numbered", "numbered_in_message")
     if form.call_ids != "given" or _names_results(prober, form):
         return form
@@ -231,12 +233,12 @@ def _probe_numbers(prober: Prober, form: WireForm) -> WireForm:
 
 
 def _names_results(prober: Prober, form: WireForm) -> bool:
-    """Whether no id stands with a result alone, of two calls that follow one another."""
-    steps: list[Step] = [*talk(["user"])]
+    """Whether a result of one of two consecutive calls is written without its id."""
+    steps: list[PromptStep] = [*talk(["user"])]
     for number in range(2):
         call = ToolCallBlock(f"kwid{number}", PROBE_TOOL.name, '{"kwparameter":"kwvalue"}')
-        steps.append(Step("calls", calls=(call,), call_number=number))
-        steps.append(Step("result", "kwtext", call_id=call.call_id, call_name=call.name, call_number=number))
+        steps.append(PromptStep("calls", calls=(call,), call_number=number))
+        steps.append(PromptStep("result", "kwtext", call_id=call.call_id, call_name=call.name, call_number=number))
     text = prober.render(steps, form)
     if not isinstance(text, str):
         return False
@@ -254,14 +256,14 @@ def _names_calls(prober: Prober, form: WireForm, kinds: tuple[Kind, ...]) -> boo
 
 
 def _probe_raw_arguments(prober: Prober, form: WireForm, kinds: tuple[Kind, ...]) -> WireForm:
-    """Some templates iterate the arguments: what is no JSON object must be wrapped into one for them."""
+    """Whether the template iterates the arguments, so that those that are not JSON objects must be wrapped."""
     steps = [replace(s, calls=tuple(replace(c, arguments="kwraw") for c in s.calls)) for s in talk(kinds)]
     return form if prober.shows(steps, form) else replace(form, wraps_raw_arguments=True)
 
 
 def _probe_reasoning(prober: Prober, dialect: Dialect) -> WireForm:
     form = dialect.form
-    answer = [talk(["user"])[0], Step("assistant", "kwtext1end", "kwreasoning")]
+    answer = [talk(["user"])[0], PromptStep("assistant", "kwtext1end", "kwreasoning")]
     places = [answer, [*answer, *talk(["user"])]]
     if dialect.calls:
         user, calls, result = talk(["user", "calls", "result" if dialect.results else "user"])
@@ -276,7 +278,7 @@ def _probe_reasoning(prober: Prober, dialect: Dialect) -> WireForm:
 
 def _keeps_think_tags(prober: Prober, form: WireForm) -> bool:
     """Whether a literal </think> in an answer costs the text before it, and an empty reasoning field saves it."""
-    steps = [*talk(["user"]), Step("assistant", "kwbefore</think>kwafter"), *talk(["user"])]
+    steps = [*talk(["user"]), PromptStep("assistant", "kwbefore</think>kwafter"), *talk(["user"])]
     return not prober.shows(steps, form) and prober.shows(steps, replace(form, keeps_think_tags=True))
 
 
@@ -295,7 +297,7 @@ def _probe_call_shapes(prober: Prober, dialect: Dialect) -> Dialect:
 
 
 def _order(prober: Prober, dialect: Dialect) -> Iterator[tuple[Place, Kind]]:
-    """Every kind of step at every place that the template writes whole and in order."""
+    """The kinds of step, by place, that the template writes completely and in order."""
     for place, lead in LEADS.items():
         if lead and _is_shown(prober, dialect, lead, tail=True):
             yield place, "end"
@@ -306,7 +308,7 @@ def _order(prober: Prober, dialect: Dialect) -> Iterator[tuple[Place, Kind]]:
 
 
 def _conversations(lead: tuple[Kind, ...], kind: Kind, dialect: Dialect) -> tuple[tuple[Kind, ...], ...]:
-    """Conversations with the step behind the lead that must all be written; none where it cannot occur."""
+    """The conversations with the step behind the lead that must all be written; none if it cannot occur."""
     before: Kind = lead[-1] if lead else "start"
     match before, kind:
         case "start", "system":

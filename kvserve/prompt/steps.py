@@ -1,6 +1,6 @@
-"""A conversation cut into steps: what a chat template knows as one message, with its parts in the order they are said.
+"""Cuts a conversation into steps: each is one message of a chat template, with its parts in their order.
 
-It knows the blocks of core/ and the dicts that Hugging Face templates read; not what one template accepts.
+It knows the blocks of core/ and the dicts that Hugging Face templates read, not what one template accepts.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from kvserve.prompt.compiled import MessageDict, ToolDict
 # `calls` an assistant message with tool calls, `result` a tool result right behind its call, `orphan` any other one.
 Kind = Literal["start", "system", "later_system", "user", "assistant", "calls", "result", "orphan", "end"]
 
-# Who spoke last in plain text: templates that want roles to alternate count these and pass over calls and results.
+# Who spoke last in plain text: templates with alternating roles count these and skip calls and results.
 Speaker = Literal["nobody", "user", "assistant"]
 
 ROLES: Mapping[Kind, str] = {
@@ -51,12 +51,12 @@ THINK_OPEN = "<think>"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PromptStep:
     """One message as a template knows it; `index` is that of the message it came from.
 
-    A template writes `reasoning`, `text` and `calls` in this order. `call_id` and `call_name` belong to tool results;
-    `call_number` counts the calls of the conversation: that of the first of `calls`, or of the call that is answered,
-    whose place among those of its message is `call_place`.
+    A template writes `reasoning`, `text` and `calls` in this order. `call_id` and `call_name` are a tool result's.
+    `call_number` is the number, in the conversation, of the first of `calls` or of the answered call, whose index in
+    its message is `call_place`.
     `own` are half-open runs of the text that are the template's words, not a client's.
     """
 
@@ -74,11 +74,11 @@ class Step:
 
 
 type DescribeTools = Callable[[Sequence[ToolBlock]], str]
-"""What is said where tools come or go, by blocks that follow one another."""
+"""Writes the text for consecutive blocks that add or remove tools."""
 
 
 def speaker_after(speaker: Speaker, kind: Kind) -> Speaker:
-    """Who spoke last once a step of this kind was said."""
+    """Who spoke last after a step of this kind."""
     if kind == "user":
         return "user"
     return "assistant" if kind == "assistant" else speaker
@@ -86,7 +86,7 @@ def speaker_after(speaker: Speaker, kind: Kind) -> Speaker:
 
 CallIds = Literal["given", "nine_characters", "numbered", "numbered_in_message"]
 
-# Ways to hand reasoning over that are no field of its own: inside the content's text, or as a part of a content list.
+# Reasoning without a field of its own: inside the content's text, or as a part of a content list.
 INLINE = "inline"
 THINKING_PART = "thinking part"
 
@@ -97,8 +97,8 @@ class WireForm:
 
     `reasoning` is the name of the field that it reads, `INLINE` or `THINKING_PART`; None: it takes no reasoning.
     `keeps_think_tags`: an empty reasoning saves a literal </think> in the content. `wraps_raw_arguments`: arguments
-    that are no JSON object are put into one. `empty_text` says per role what stands for an empty text, `fills_calls`
-    whether it does so beside calls. The messages of `named_roles` are written with their names.
+    that are not a JSON object are put into one. `empty_text` is the replacement of empty text per role, `fills_calls`
+    whether it is also used beside calls. The messages of `named_roles` are written with their names.
     """
 
     content_as_list: bool = False
@@ -113,29 +113,29 @@ class WireForm:
     named_roles: frozenset[str] = frozenset()
 
 
-def steps_of(message: Message, index: int, describe: DescribeTools) -> Iterator[Step]:
+def steps_of(message: Message, index: int, describe: DescribeTools) -> Iterator[PromptStep]:
     """The steps of one message, in the order of its blocks. Raises BadRequest for an image."""
     is_answer = message.role == "assistant"
     steps = _assistant_steps(message, index, describe) if is_answer else _other_steps(message, index, describe)
     first = next(steps, None)
     if first is None:
-        yield Step("orphan" if message.role == "tool" else message.role, name=message.name, index=index)
+        yield PromptStep("orphan" if message.role == "tool" else message.role, name=message.name, index=index)
         return
     yield first
     yield from steps
 
 
-def _assistant_steps(message: Message, index: int, describe: DescribeTools) -> Iterator[Step]:
-    """Cut wherever a block would be written before one that the assistant said earlier, e.g. text behind a call."""
+def _assistant_steps(message: Message, index: int, describe: DescribeTools) -> Iterator[PromptStep]:
+    """Steps cut wherever the template would write a block before an earlier one, e.g. text behind a call."""
     thinking: list[str] = []
     texts: list[str] = []
     calls: list[ToolCallBlock] = []
 
-    def cut() -> Iterator[Step]:
+    def cut() -> Iterator[PromptStep]:
         if thinking or texts or calls:
             kind: Kind = "calls" if calls else "assistant"
             # An assistant's text in several blocks is one text in pieces (citations cut it so): nothing goes between.
-            yield Step(kind, "".join(texts), "\n\n".join(thinking), tuple(calls), name=message.name, index=index)
+            yield PromptStep(kind, "".join(texts), "\n\n".join(thinking), tuple(calls), name=message.name, index=index)
         for parts in (thinking, texts, calls):
             parts.clear()
 
@@ -156,28 +156,28 @@ def _assistant_steps(message: Message, index: int, describe: DescribeTools) -> I
             case ToolResultBlock():
                 yield from cut()
                 yield _result_step(block, index, message.name, describe)
-            case ToolBlock():  # no words of the assistant's, whoever brought the tool in
+            case ToolBlock():  # not the assistant's words
                 yield from cut()
-                yield _with_text(Step("system", index=index), (block,), describe)
+                yield _with_text(PromptStep("system", index=index), (block,), describe)
             case ImageBlock():
                 raise _no_images()
     yield from cut()
 
 
-def _other_steps(message: Message, index: int, describe: DescribeTools) -> Iterator[Step]:
-    """Steps of a system, user or tool message: each tool result is one, the text between them one each."""
+def _other_steps(message: Message, index: int, describe: DescribeTools) -> Iterator[PromptStep]:
+    """Steps of a system, user or tool message: one for each tool result and for each text between them."""
     kind: Kind = "orphan" if message.role == "tool" else message.role
     for is_result, group in groupby(message.blocks, key=lambda block: isinstance(block, ToolResultBlock)):
         if not is_result:
-            yield _with_text(Step(kind, name=message.name, index=index), tuple(group), describe)
+            yield _with_text(PromptStep(kind, name=message.name, index=index), tuple(group), describe)
             continue
         for block in group:
             if isinstance(block, ToolResultBlock):
                 yield _result_step(block, index, message.name, describe)
 
 
-def _with_text(step: Step, blocks: Sequence[Block], describe: DescribeTools, *before: str) -> Step:
-    """The step with what the blocks say behind `before`: blocks are parts of their own, a line each."""
+def _with_text(step: PromptStep, blocks: Sequence[Block], describe: DescribeTools, *before: str) -> PromptStep:
+    """The step with the blocks' text behind `before`, each block on its own line."""
     texts, own, end = list(before), list[tuple[int, int]](), sum(len(text) + 1 for text in before)
     for text, is_own in _texts(blocks, describe):
         texts.append(text)
@@ -188,7 +188,7 @@ def _with_text(step: Step, blocks: Sequence[Block], describe: DescribeTools, *be
 
 
 def _texts(blocks: Sequence[Block], describe: DescribeTools) -> Iterator[tuple[str, bool]]:
-    """What the blocks say, and whether it is the template's own words."""
+    """The blocks' texts, and whether each is the template's own words."""
     tools: list[ToolBlock] = []
     for block in blocks:
         if isinstance(block, ToolBlock):
@@ -203,7 +203,7 @@ def _texts(blocks: Sequence[Block], describe: DescribeTools) -> Iterator[tuple[s
 
 
 def _text_of(block: Block) -> str:
-    """The text of a block in a message that is not the assistant's: blocks are parts of their own, a line each."""
+    """The text of a block in a message that is not the assistant's."""
     match block:
         case TextBlock(text=text) | ThinkingBlock(text=text):
             return text
@@ -213,16 +213,16 @@ def _text_of(block: Block) -> str:
             raise _no_images()
 
 
-def _result_step(block: ToolResultBlock, index: int, name: str | None, describe: DescribeTools) -> Step:
-    """The step of a tool result; an error is marked, since no template has a field for it. `name` is what the message
-    calls the tool: its call says it too, where there is one."""
-    step = Step("result", call_id=block.call_id, call_name=name or "", index=index)
+def _result_step(block: ToolResultBlock, index: int, name: str | None, describe: DescribeTools) -> PromptStep:
+    """The step of a tool result; an error is marked, since no template has a field for it. `name` is the message's name
+    of the tool, which its call has too, if there is one."""
+    step = PromptStep("result", call_id=block.call_id, call_name=name or "", index=index)
     said = _with_text(step, block.blocks, describe, *(["[error]"] if block.is_error else []))
     return replace(said, text="[error]\n") if block.is_error and not block.blocks else said
 
 
 def named(text: str, name: str) -> str:
-    """A message's text with its name, for templates that have no place for one."""
+    """A message's text with its name, for templates without a place for names."""
     return f"[name: {name}]\n{text}"
 
 
@@ -233,7 +233,7 @@ def _no_images() -> BadRequest:
 # --- dicts as templates read them ------------------------------------------------------------------------------------
 
 
-def message_dict(step: Step, form: WireForm) -> MessageDict:
+def message_dict(step: PromptStep, form: WireForm) -> MessageDict:
     """The dict for the template. No key has the value None: many templates write it out as "None"."""
     role = ROLES[step.kind]
     text = step.text or ("" if step.calls and not form.fills_calls else form.empty_text.get(role, ""))
@@ -259,9 +259,10 @@ def message_dict(step: Step, form: WireForm) -> MessageDict:
 
 
 def _guards_tags(text: str, form: WireForm) -> bool:
-    """Whether an empty reasoning must be given, lest the template take text before a literal </think> for thinking.
+    """Whether an empty reasoning is needed so that the template does not read text before a literal </think> as
+    thinking.
 
-    Text that opens with <think> is a client's way to send thinking back and stays the template's business.
+    Text that opens with <think> is thinking that a client sends back; the template handles it.
     """
     return form.keeps_think_tags and THINK_CLOSE in text and not text.lstrip().startswith(THINK_OPEN)
 
@@ -280,10 +281,10 @@ def _call_dict(call: ToolCallBlock, number: int, place: int, form: WireForm) -> 
 
 
 def parsed_arguments(text: str) -> dict[str, object] | None:
-    """The object that a call's arguments are as JSON, {} for none at all, None for anything else.
+    """The JSON object in a call's arguments, {} for empty text, None for anything else.
 
-    None too for an object that would lose something on the way to the template: one of two equal keys, or a number that
-    no double is (1e400, 0.10000000000000000001). Its text is then written as it was sent.
+    None also for an object that would lose something on the way to the template: one of two equal keys, or a number
+    beyond a double (1e400, 0.10000000000000000001). Its text is then written as it was sent.
     """
     if not text.strip():
         return {}
@@ -317,9 +318,9 @@ def _refuse_constant(name: str) -> NoReturn:
 def wire_id(form: CallIds, call_id: str, name: str, number: int) -> str:
     """A call's id as the template wants it.
 
-    Kimi's templates write the id and not the name, so the name must be in it; `number` is that of the call in its
-    conversation or in its message. Mistral's insist on nine alphanumeric characters, which an id may have already;
-    others are made, equal ones for equal ids.
+    Kimi's templates write the id and not the name, so the id must hold the name; `number` is the call's in its
+    conversation or in its message. Mistral's require nine alphanumeric characters; other ids are replaced, equal ids by
+    equal ones.
     """
     if form == "given" or (form == "nine_characters" and _NINE_CHARACTERS.fullmatch(call_id)):
         return call_id
@@ -345,7 +346,7 @@ def function_dict(tool: ToolSpec) -> dict[str, object]:
 
 
 def plain_data(value: object) -> object:
-    """The same JSON value out of plain dicts and lists, which is what templates can iterate and dump."""
+    """The same JSON value of plain dicts and lists, which templates can iterate and dump."""
     if isinstance(value, Mapping):
         return {str(key): plain_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -369,8 +370,8 @@ def hermes_result(text: str) -> str:
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
-def transcript(steps: Iterable[Step], say_calls: Callable[[Sequence[ToolCallBlock]], str]) -> str:
-    """The steps as plain text, each part under a label: the form that needs nothing from a template."""
+def transcript(steps: Iterable[PromptStep], say_calls: Callable[[Sequence[ToolCallBlock]], str]) -> str:
+    """The steps as plain text, each part under a label; it needs no template."""
     parts: list[str] = []
     for step in steps:
         said = [named("", step.name).rstrip()] if step.name else []

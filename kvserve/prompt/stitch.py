@@ -1,10 +1,10 @@
-"""A prompt's text to model tokens, where only new text is tokenised and the model's own turns keep the ids it wrote.
+"""Turns a prompt's text into model tokens: it tokenises only new text, and the model's own turns keep their ids.
 
     text -> pieces that begin with a message's opener or end -> ids by piece, remembered
                                                              -> a turn the model wrote: its emitted ids
 
-It knows a tokenizer and one model's layout of turns; what a text says is read by a reader that is handed in. Two laws:
-without writings the ids are those of tokenising the whole text; with them they say what the text says.
+It knows a tokenizer and one model's layout of turns; a reader that is handed in compares texts. Two laws: without
+writings the ids are those of the whole text; with them the ids have the text's meaning.
 """
 
 import re
@@ -16,25 +16,25 @@ from kvserve.prompt.boundaries import MessageMarkers
 from kvserve.prompt.control import ControlTokens, shown
 from kvserve.prompt.cuts import Cutter, Piece
 from kvserve.prompt.images_text import Runs, encode_marked
-from kvserve.prompt.layout import TurnLayout, learn_layout
 from kvserve.prompt.memo import Memo
-from kvserve.prompt.replay import Places, Said, Says, Unit, behind_header, find_units
 from kvserve.prompt.template import ChatTemplate, PromptText
+from kvserve.prompt.token_replay import MessageParts, ReadsMessages, ReplayPlaces, Unit, behind_header, find_units
 from kvserve.prompt.tokenizer import Tokenizer
+from kvserve.prompt.turn_layout import TurnLayout, learn_layout
 from kvserve.prompt.writing import open_tag
 
 MEMO_BYTES = 128 * 2**20
 _BYTES_PER_TOKEN = 8
-"""A reference: equal ids share one int, or copying a long prompt would wait for memory with each of them."""
+"""Equal ids share one int object, which makes copying a long prompt fast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stitched:
     """A prompt as model tokens.
 
-    `tail_ids` is what the answer to come will have as `Written.prefix_ids`: the ids from the start of the message that
-    the model goes on with. `num_replayed_turns` turns have the ids that the model emitted; `num_tokenised_chars`
-    characters were not known before. `images` are the runs of ids that stand for images.
+    `tail_ids` becomes the answer's `Written.prefix_ids`: the ids from the start of the message that the model
+    continues. `num_replayed_turns` turns have the ids that the model emitted; `num_tokenised_chars` characters were
+    new. `images` are the runs of ids of images.
     """
 
     ids: tuple[int, ...]
@@ -46,8 +46,8 @@ class Stitched:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
-    """The ids of a piece, which messages start in it and where its images are, counted from its own start."""
+class _PieceTokens:
+    """The ids of a piece, and the message starts and images in it, counted from its own start."""
 
     ids: tuple[int, ...]
     starts: tuple[MessageStart, ...]
@@ -56,17 +56,17 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _Emitted:
-    """A turn that the model wrote: its text as decoded, what that says (None: it cannot be replayed), its ids."""
+    """A turn that the model wrote: its decoded text, its content (None: it cannot be replayed), its ids."""
 
     written: Written
     text: str
-    said: Said | None
-    tokens: _Tokens
+    said: MessageParts | None
+    tokens: _PieceTokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """`emitted` stands in place of the pieces from its own up to `stop`, and `closing` behind it."""
+    """`emitted` replaces the pieces from its own up to `stop`; `closing` follows it."""
 
     stop: int
     emitted: _Emitted
@@ -84,26 +84,26 @@ class Stitcher:
         max_bytes: int = MEMO_BYTES,
         control: ControlTokens | None = None,
     ) -> None:
-        """`max_bytes` bounds what is remembered of earlier prompts; `control` is what marked the prompts' texts."""
+        """`max_bytes` bounds what is remembered of earlier prompts; `control` marked the prompts' texts."""
         self._tokenizer = tokenizer
         self._encode = (control or ControlTokens(tokenizer, ())).encode
         self._markers = markers
         self._cutter = Cutter(tokenizer, layout.openers | layout.ends)
-        # A turn that is not cut off exactly where it ends cannot be replaced.
+        # Only a turn that is cut off exactly at its end can be replaced.
         is_cut = layout.openers | layout.ends <= self._cutter.tokens
         self._layout = layout if is_cut else replace(layout, header="")
         self._cut_ids = {tokenizer.token_id(token) for token in self._cutter.tokens}
         self._starts_are_local = self._cut_ids.isdisjoint(markers.user_header[1:])
         self._shared: dict[int, int] = {}
-        self._known: Memo[_Tokens] = Memo(max_bytes // 2)
-        self._said: Memo[Said] = Memo(max_bytes // 4)
+        self._known: Memo[_PieceTokens] = Memo(max_bytes // 2)
+        self._said: Memo[MessageParts] = Memo(max_bytes // 4)
         self._emitted: Memo[_Emitted] = Memo(max_bytes // 4)
 
     @classmethod
     def of(
         cls, tokenizer: Tokenizer, template: ChatTemplate, markers: MessageMarkers, max_bytes: int = MEMO_BYTES
     ) -> "Stitcher":
-        """The stitcher of a model whose template is asked how it lays out turns."""
+        """The stitcher of a model, with its template's turn layout."""
         return cls(tokenizer, markers, learn_layout(tokenizer, template, markers), max_bytes, template.control)
 
     def clear(self) -> None:
@@ -113,18 +113,20 @@ class Stitcher:
 
     @property
     def turn_end(self) -> int | None:
-        """The token that prompts have behind an answer; None where it is none."""
+        """The token that prompts have behind an answer; None without one."""
         return self._tokenizer.token_id(self._layout.end) if self._layout.end else None
 
     @property
     def replays(self) -> bool:
-        """Whether emitted ids are used at all: the template's turns can be told apart and end in a token."""
+        """Whether emitted ids are used: the template's turns are distinguishable and end in a token."""
         return bool(self._layout.header)
 
-    def tokens(self, prompt: PromptText, writings: Sequence[Written | None] = (), says: Says | None = None) -> Stitched:
-        """The prompt's ids. `writings`: per assistant message of the conversation, in order, what was written there.
+    def tokens(
+        self, prompt: PromptText, writings: Sequence[Written | None] = (), says: ReadsMessages | None = None
+    ) -> Stitched:
+        """The prompt's ids. `writings`: what the model wrote for each assistant message, in order.
 
-        A written turn keeps its ids where `says` reads the same in the text; without `says` none does.
+        A written turn keeps its ids if `says` reads the same message in the text; without `says` none does.
         """
         if prompt.adds_special_tokens or not self._cutter.tokens:
             return self._whole(prompt)
@@ -144,8 +146,8 @@ class Stitcher:
         return Stitched(marked.ids, starts, tail_ids, 0, len(prompt.text), marked.images)
 
     def _joined(self, pieces: Sequence[Piece], replays: Mapping[int, _Replay], tail: int, runs: Runs) -> Stitched:
-        """The ids of the pieces in order, replays in their places; `tail` is the piece that the tail begins with."""
-        rows: list[_Tokens] = []
+        """The ids of the pieces and replays in order; `tail` is the piece that begins the tail."""
+        rows: list[_PieceTokens] = []
         num_new_chars = num_rows_before_tail = index = 0
         while index < len(pieces):
             replay = replays.get(index)
@@ -167,16 +169,16 @@ class Stitcher:
         tail_ids = _ids(rows[num_rows_before_tail:])
         return Stitched(ids, starts, tail_ids, len(replays), num_new_chars, tuple(_images(rows)))
 
-    def _tokenised(self, text: str, runs: Runs) -> _Tokens:
-        """The ids of one piece, from now on known: marks of images and of a client's words are part of its text."""
+    def _tokenised(self, text: str, runs: Runs) -> _PieceTokens:
+        """The ids of one piece, remembered by its text, which includes marks of images and of a client's words."""
         marked = encode_marked(self._encode, text, runs)
         tokens = replace(self._with_starts(marked.ids), images=marked.images)
         self._known.put(text, tokens, _num_bytes(text, tokens))
         return tokens
 
-    def _with_starts(self, ids: tuple[int, ...]) -> _Tokens:
+    def _with_starts(self, ids: tuple[int, ...]) -> _PieceTokens:
         shared = tuple(map(self._shared.setdefault, ids, ids))
-        return _Tokens(shared, self._markers.message_starts(ids))
+        return _PieceTokens(shared, self._markers.message_starts(ids))
 
     # --- turns that the model wrote -----------------------------------------------------------------------------------
 
@@ -185,15 +187,15 @@ class Stitcher:
         pieces: Sequence[Piece],
         units: Sequence[Unit],
         writings: Sequence[Written | None],
-        says: Says,
+        says: ReadsMessages,
         *,
         continues: bool,
     ) -> dict[int, _Replay]:
-        """By the piece that each begins with, the turns whose text says what the model wrote."""
+        """The turns whose text equals what the model wrote, by the piece that begins each."""
         replays: dict[int, _Replay] = {}
         if not units or not any(writings):
             return replays
-        places = Places.of(units, len(writings), _Remembering(says, self._said))
+        places = ReplayPlaces.of(units, len(writings), _Remembering(says, self._said))
         unit = 0
         for message, written in enumerate(writings):
             emitted = self._read(written, says) if written is not None else None
@@ -203,7 +205,7 @@ class Stitcher:
             if span is None:
                 continue
             start, stop = units[span.start].index, units[span.stop - 1].index + 1
-            # The model goes on right behind an unfinished turn: there white space says something too.
+            # The model continues right behind an unfinished turn: there white space counts, too.
             if continues and span.stop == len(units) and shown(_text(pieces[start:stop])) != emitted.text:
                 continue
             if not _names_alike(emitted, units[span.start : span.stop], says):
@@ -215,8 +217,8 @@ class Stitcher:
             unit = span.stop
         return replays
 
-    def _read(self, written: Written, says: Says) -> _Emitted:
-        """What a turn's emitted ids say. Remembered by the object, which is kept, so that its name stays its own."""
+    def _read(self, written: Written, says: ReadsMessages) -> _Emitted:
+        """The content of a turn's emitted ids, remembered by the object's identity; the object is kept."""
         key = (says.key, id(written))
         known = self._emitted.get(key)
         if known is not None and known.written is written:
@@ -230,9 +232,9 @@ class Stitcher:
         return emitted
 
     def _ends_in_words(self, ids: tuple[int, ...]) -> bool:
-        """Whether the template's end may follow: an answer can be cut between two of its messages too.
+        """Whether the template's end may follow: an answer can also be cut between two of its messages.
 
-        Read off the ids: an answer about such tokens may spell them out in words.
+        It reads the ids, since an answer may spell such tokens out as text.
         """
         last = next((index for index in range(len(ids) - 1, 0, -1) if ids[index] in self._cut_ids), 0)
         if not last:
@@ -244,16 +246,16 @@ class Stitcher:
 
 @dataclass(frozen=True, slots=True)
 class _Remembering:
-    """A reader that reads each text once; ids are of those texts only that are said again."""
+    """A reader that remembers each text's content."""
 
-    says: Says
-    memo: Memo[Said]
+    says: ReadsMessages
+    memo: Memo[MessageParts]
 
     @property
     def key(self) -> object:
         return self.says.key
 
-    def __call__(self, text: str) -> Said:
+    def __call__(self, text: str) -> MessageParts:
         key = (self.says.key, text)
         said = self.memo.get(key)
         if said is None:
@@ -261,13 +263,13 @@ class _Remembering:
             self.memo.put(key, said, 3 * len(text) + 256)
         return said
 
-    def ids(self, text: str, said: Said) -> tuple[str, ...]:
+    def ids(self, text: str, said: MessageParts) -> tuple[str, ...]:
         return self.says.ids(text, said)
 
 
-def _names_alike(emitted: _Emitted, turn: Sequence[Unit], says: Says) -> bool:
-    """Whether calls have in the prompt the ids that the model wrote, which their results name; what it wrote without an
-    id has any."""
+def _names_alike(emitted: _Emitted, turn: Sequence[Unit], says: ReadsMessages) -> bool:
+    """Whether the calls in the prompt have the ids that the model wrote, which their results name. A call that it wrote
+    without an id may have any."""
     if emitted.said is None or not emitted.said[2]:
         return True
     rendered = shown(turn[0].text if len(turn) == 1 else "".join(unit.text for unit in turn))
@@ -277,11 +279,9 @@ def _names_alike(emitted: _Emitted, turn: Sequence[Unit], says: Says) -> bool:
     return all(mine in ("", theirs) for mine, theirs in pairs)
 
 
-def _closing(emitted: _Emitted, last: Unit, says: Says) -> str | None:
-    """What the template closes an answer with that was cut in its thinking, or the model would go on with it in a later
-    message; "" for any other answer, None where that cannot be told.
-
-    `last` is the end of the turn that says the same.
+def _closing(emitted: _Emitted, last: Unit, says: ReadsMessages) -> str | None:
+    """The template's closing text of an answer that was cut in its thinking, without which the model would continue the
+    thinking later; "" for any other answer, None if it is unknown. `last` is the end of the turn with the same content.
     """
     reasoning, content, calls = emitted.said or ("", "", ())
     if content or calls:
@@ -291,7 +291,7 @@ def _closing(emitted: _Emitted, last: Unit, says: Says) -> str | None:
     if not thought or not emitted.text.rstrip().endswith(thought):
         return ""
     rendered = shown(last.text)
-    # Of all places with these letters, the one up to which the turn says the thought: "h" is in "</think>" too.
+    # Of all places with these letters, the one where the thought ends: "h" is in "</think>", too.
     places = (found.start() + len(thought) for found in re.finditer(f"(?={re.escape(thought)})", rendered))
     end = next((place for place in places if says(rendered[:place])[0] == reasoning), None)
     if end is None:
@@ -305,7 +305,7 @@ def _last_opener(pieces: Sequence[Piece], layout: TurnLayout) -> int:
     return next((index for index in range(len(pieces) - 1, 0, -1) if pieces[index][0] in layout.openers), 0)
 
 
-def _ids(rows: Sequence[_Tokens]) -> tuple[int, ...]:
+def _ids(rows: Sequence[_PieceTokens]) -> tuple[int, ...]:
     """The ids of all rows, by copying them in bulk."""
     ids: list[int] = []
     for row in rows:
@@ -313,7 +313,7 @@ def _ids(rows: Sequence[_Tokens]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _starts(rows: Sequence[_Tokens]) -> Iterator[MessageStart]:
+def _starts(rows: Sequence[_PieceTokens]) -> Iterator[MessageStart]:
     """The starts of all rows, counted from the first one's start."""
     offset = 0
     for row in rows:
@@ -322,7 +322,7 @@ def _starts(rows: Sequence[_Tokens]) -> Iterator[MessageStart]:
         offset += len(row.ids)
 
 
-def _images(rows: Sequence[_Tokens]) -> Iterator[ImageSpan]:
+def _images(rows: Sequence[_PieceTokens]) -> Iterator[ImageSpan]:
     """The images of all rows, likewise."""
     offset = 0
     for row in rows:
@@ -335,5 +335,5 @@ def _text(pieces: Sequence[Piece]) -> str:
     return "".join(token + body for token, body in pieces)
 
 
-def _num_bytes(text: str, tokens: _Tokens) -> int:
+def _num_bytes(text: str, tokens: _PieceTokens) -> int:
     return 4 * len(text) + _BYTES_PER_TOKEN * len(tokens.ids) + 256

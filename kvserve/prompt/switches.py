@@ -1,6 +1,6 @@
-"""Which thinking switches one chat template really has, and the arguments that set them.
+"""Finds the thinking switches that one chat template really has, and makes the arguments that set them.
 
-The table knows the names that templates give their switches; a switch counts only if rendering changes with it.
+The table has the names that templates use; a switch counts only if it changes the rendering.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from kvserve.prompt.compiled import CompiledTemplate
 from kvserve.prompt.probe import Prober, talk
-from kvserve.prompt.steps import Step, WireForm
+from kvserve.prompt.steps import PromptStep, WireForm
 
 UNSET = object()
-"""A value that is set by not passing the argument."""
+"""Stands for an argument that is not passed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class ThinkingSwitch:
     """A template's argument with the value for on and the value for off."""
 
     name: str
@@ -28,18 +28,18 @@ class Switch:
 
 
 THINKING_SWITCHES = (
-    Switch("enable_thinking", True, False),
-    Switch("thinking", True, False),
-    Switch("reasoning", True, False),
-    Switch("thinking_budget", UNSET, 0),
+    ThinkingSwitch("enable_thinking", True, False),
+    ThinkingSwitch("thinking", True, False),
+    ThinkingSwitch("reasoning", True, False),
+    ThinkingSwitch("thinking_budget", UNSET, 0),
 )
 # On keeps the thinking of earlier turns.
 PRESERVE_SWITCHES = (
-    Switch("preserve_thinking", True, False),
-    Switch("clear_thinking", False, True),
-    Switch("keep_past_thinking", True, False),
-    Switch("truncate_history_thinking", False, True),
-    Switch("drop_thinking", False, True),
+    ThinkingSwitch("preserve_thinking", True, False),
+    ThinkingSwitch("clear_thinking", False, True),
+    ThinkingSwitch("keep_past_thinking", True, False),
+    ThinkingSwitch("truncate_history_thinking", False, True),
+    ThinkingSwitch("drop_thinking", False, True),
 )
 EFFORT_ARGUMENT = "reasoning_effort"
 EFFORT_LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -48,24 +48,24 @@ USUAL_LEVELS = ("low", "medium", "high")
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """The switches that work. `efforts` are the levels that the template knows, lowest first; empty: it knows none."""
+    """The switches that work. `efforts` are the levels that the template knows, lowest first."""
 
-    thinking: tuple[Switch, ...] = ()
-    preserve: tuple[Switch, ...] = ()
+    thinking: tuple[ThinkingSwitch, ...] = ()
+    preserve: tuple[ThinkingSwitch, ...] = ()
     efforts: tuple[str, ...] = ()
 
     @property
     def turn_thinking_off(self) -> bool:
-        """Whether the template can be told not to think; its lowest effort is some thinking, unless it is none."""
+        """Whether thinking can be switched off; a lowest effort other than "none" is still some thinking."""
         return bool(self.thinking) or self.efforts[:1] == ("none",)
 
     def arguments(
         self, given: Mapping[str, object], *, thinking: bool, preserve: bool | None, effort: str | None
     ) -> dict[str, object]:
-        """The template's arguments for a request; what is None is left to the template.
+        """The template's arguments for a request; None leaves a value to the template.
 
-        `given` are the request's own template arguments. They go before `preserve`, which may be only a setting, since
-        nobody else reads a template's own name for it; thinking and effort were resolved from them already.
+        `given` are the request's own template arguments. They override `preserve`, which may be only a setting;
+        thinking and effort were resolved from them already.
         """
         arguments: dict[str, object] = {}
         for switch in self.preserve if preserve is not None else ():
@@ -79,7 +79,7 @@ class Switches:
         return arguments if level is None else arguments | {EFFORT_ARGUMENT: level}
 
     def _level(self, thinking: bool, effort: str | None) -> str | None:
-        """The effort to pass: the nearest level known; thinking off is the lowest where there is no other switch."""
+        """The effort to pass: the nearest known level; the lowest for thinking off without another switch."""
         if not self.efforts or (not thinking and self.thinking):
             return None
         if not thinking:
@@ -109,7 +109,7 @@ def find_switches(prober: Prober, form: WireForm) -> Switches:
     )
 
 
-def _thoughtful_talk() -> Sequence[Step]:
+def _thoughtful_talk() -> Sequence[PromptStep]:
     user, assistant, later = talk(["user", "assistant", "user"])
     return user, replace(assistant, reasoning="kwreasoning"), later
 
@@ -120,14 +120,14 @@ def _render(prober: Prober, form: WireForm, arguments: Mapping[str, object]) -> 
     return tuple(tried.render(steps, form, keep=True) for steps in (talk(["user"]), _thoughtful_talk()))
 
 
-def _works(prober: Prober, form: WireForm, switch: Switch) -> bool:
+def _works(prober: Prober, form: WireForm, switch: ThinkingSwitch) -> bool:
     if switch.name not in prober.template.reads:
         return False
     on, off = (_render(prober, form, switch.arguments(is_on)) for is_on in (True, False))
     return on != off and all(isinstance(text, str) for text in (*on, *off))
 
 
-def _preserves(prober: Prober, form: WireForm, switch: Switch) -> bool:
+def _preserves(prober: Prober, form: WireForm, switch: ThinkingSwitch) -> bool:
     """Whether earlier thinking is written with the switch on and gone with it off, thinking itself being on."""
     if switch.name not in prober.template.reads:
         return False

@@ -1,7 +1,7 @@
-"""A conversation to the model's prompt: the chat template with the thinking switches set, and its model tokens.
+"""Renders a conversation as the model's prompt, with the chat template and its thinking switches.
 
-It knows one model's template and tokenizer; nothing of protocols, caches or the engine. What a template refuses is put
-into the nearest form by `conform.py`, and if that is refused too, into plainer ones, never into an error of the server.
+It knows one model's template and tokenizer, no protocols, caches or engine. `conform.py` brings what a template refuses
+into the nearest form; if that is refused too, plainer forms follow, never a server error.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -11,22 +11,22 @@ from kvserve.core import CallRow, Message, TextBlock, TokenSequence, ToolSpec
 from kvserve.errors import BadRequest
 from kvserve.prompt.call_words import EXAMPLES, CallWords
 from kvserve.prompt.compiled import CompiledTemplate, MessageDict
-from kvserve.prompt.conform import Dialect, Memory, conform
+from kvserve.prompt.conform import ConformMemo, Dialect, conform
 from kvserve.prompt.control import ControlTokens, Sample, control_tokens, shown, spared_tags
 from kvserve.prompt.guarding import guarded_data, guarded_steps, guarded_tools
 from kvserve.prompt.images_text import Runs, without_barriers
 from kvserve.prompt.probe import PROBE_TOOL, Prober, probe, sample
-from kvserve.prompt.steps import Step, WireForm, steps_of, tool_dicts, transcript
+from kvserve.prompt.steps import PromptStep, WireForm, steps_of, tool_dicts, transcript
 from kvserve.prompt.switches import Switches, find_switches, keep_arguments
 from kvserve.prompt.tokenizer import Tokenizer, without_surrogates
 from kvserve.prompt.tool_form import find_tool_form, shown_call
-from kvserve.prompt.tool_words import ToolForm, ToolWords
-from kvserve.prompt.writing import REASONING_TAGS, Writer, Written
+from kvserve.prompt.tool_words import ToolDescriber, ToolWords
+from kvserve.prompt.writing import REASONING_TAGS, RenderedText, Writer
 
 ARGUMENTS_FIELD = "chat_template_kwargs"
 
 MEMORY_BYTES = 64 * 2**20
-"""For beginnings of conversations in all dialects of a template."""
+"""For the beginnings of conversations in all dialects of a template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class PromptText:
     """A prompt as text, not yet as model tokens.
 
     `opens_reasoning`: it ends inside an opened think tag or channel, so the model's text starts as reasoning.
-    `continues`: it ends inside the last message, an assistant's, instead of in a generation tail; `begun` is the text
-    of that message so far. `notes` say what was put into another form than the client sent. `adds_special_tokens`: the
-    tokenizer's own ones (BOS) are still missing. `runs` are the ids of the images whose marks the text holds. In the
-    text control tokens that a client spelt out are marked; it is for the stitcher, and `shown` is for people.
+    `continues`: it ends inside the last message, an assistant's, instead of a generation tail; `begun` is that
+    message's text so far. `notes` name changes of form. `adds_special_tokens`: the tokenizer must add its own (BOS).
+    `runs` are the ids of the images in the text. The text marks a client's spelling of control tokens; `shown` does
+    not.
     """
 
     text: str
@@ -50,7 +50,7 @@ class PromptText:
 
     @property
     def shown(self) -> str:
-        """The text in which a client's own words stand as they were sent."""
+        """The text without marks, for people."""
         return without_barriers(shown(self.text))
 
 
@@ -59,7 +59,7 @@ class RenderedPrompt:
     """A prompt as text and as model tokens.
 
     `opens_reasoning`: it ends inside an opened think tag or channel, so the model's text starts as reasoning. `notes`
-    say what was put into another form than the client sent, for the log.
+    name changes of form, for the log.
     """
 
     text: str
@@ -69,16 +69,16 @@ class RenderedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class _Voice:
-    """A template together with what it accepts: without tools, with tools (None: it writes none), its switches, and how
-    it describes a tool (None: that could not be told)."""
+class _TemplateProfile:
+    """A template with what it accepts: without tools, with tools (None: it writes none), its switches, and its
+    description of tools (None: unknown)."""
 
     template: CompiledTemplate
     dialect: Dialect
     tool_dialect: Dialect | None
     switches: Switches
     sample: Sample
-    tool_form: ToolForm | None
+    tool_form: ToolDescriber | None
     shown_call: str | None
 
     @property
@@ -88,8 +88,8 @@ class _Voice:
         return replace(self.dialect, tools=False, calls=False, results=False, words=words)
 
 
-def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _Voice | None:
-    """What the template accepts, None where it cannot even render one user message; `row` is how it writes calls."""
+def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _TemplateProfile | None:
+    """The template's profile, None if it cannot render one user message; `row` is its form of calls."""
     prober = Prober(template, arguments=keep_arguments(template))
     dialect = probe(prober)
     if dialect is None:
@@ -103,11 +103,11 @@ def _probed(template: CompiledTemplate, row: CallRow | None = None) -> _Voice | 
     called = shown_call(asked, spoken) if row is None else CallWords(row).calls(EXAMPLES[:1])
     dialect = replace(dialect, words=CallWords(row, called if row is None and dialect.calls else None))
     switches = find_switches(prober, dialect.form)
-    return _Voice(template, dialect, tool_dialect, switches, sample(asked, spoken), form, called)
+    return _TemplateProfile(template, dialect, tool_dialect, switches, sample(asked, spoken), form, called)
 
 
 class ChatTemplate:
-    """The chat template of one model, compiled and probed once. Thread-safe: what it remembers changes no text."""
+    """The chat template of one model, compiled and probed once. Thread-safe: its memory does not change the text."""
 
     def __init__(
         self,
@@ -116,19 +116,19 @@ class ChatTemplate:
         tags: Collection[str] = (),
         row: CallRow | None = None,
     ) -> None:
-        """`max_bytes` bounds what is remembered of earlier conversations, `tags` are those that the model's answers are
-        searched for, `row` is how it writes calls. Raises ModelLoadError where the template is broken. A model without
-        one gets labelled plain text.
+        """`max_bytes` bounds the memory of earlier conversations, `tags` are those that the readers of answers look
+        for, `row` is the form of calls. Raises ModelLoadError for a broken template. Without a template the prompt is
+        labelled plain text.
         """
         self._tokenizer = tokenizer
         self._words = CallWords(row)
         source = tokenizer.chat_template
         compiled = CompiledTemplate(source, tokenizer.template_variables) if source is not None else None
-        self._voice = _probed(compiled, row) if compiled is not None else None
-        dialects = (self._voice.dialect, self._voice.tool_dialect) if self._voice is not None else ()
+        self._profile = _probed(compiled, row) if compiled is not None else None
+        dialects = (self._profile.dialect, self._profile.tool_dialect) if self._profile is not None else ()
         spoken = [dialect for dialect in dialects if dialect is not None]
-        self._memories = [(dialect, Memory(max_bytes // len(spoken))) for dialect in spoken]
-        self.control = _control_of(tokenizer, self._voice.sample if self._voice is not None else None, tags)
+        self._memories = [(dialect, ConformMemo(max_bytes // len(spoken))) for dialect in spoken]
+        self.control = _control_of(tokenizer, self._profile.sample if self._profile is not None else None, tags)
 
     def clear(self) -> None:
         """Forget earlier conversations."""
@@ -138,54 +138,54 @@ class ChatTemplate:
     @property
     def accepts_tools(self) -> bool:
         """Whether the template writes tools itself; else they are described in the system message."""
-        return self._voice is not None and self._voice.tool_dialect is not None
+        return self._profile is not None and self._profile.tool_dialect is not None
 
     @property
     def counts_calls(self) -> bool:
         """Whether the template numbers calls itself, and results name these numbers."""
-        dialect = (self._voice.tool_dialect or self._voice.dialect) if self._voice is not None else None
+        dialect = (self._profile.tool_dialect or self._profile.dialect) if self._profile is not None else None
         return dialect is not None and dialect.form.call_ids in ("numbered", "numbered_in_message")
 
     @property
     def shown_call(self) -> str | None:
-        """How the template writes the first of `EXAMPLES`; None where calls are text in its conversations."""
-        return self._voice.shown_call if self._voice is not None else None
+        """The template's rendering of the first of `EXAMPLES`; None if it writes no calls."""
+        return self._profile.shown_call if self._profile is not None else None
 
     @property
     def image_words(self) -> str | None:
-        """What the template writes for an image among the parts of a message; None where it writes nothing."""
-        if self._voice is None:
+        """The template's text for an image among the parts of a message; None if it writes nothing."""
+        if self._profile is None:
             return None
         left, right = "kvserve-left", "kvserve-right"
         content = [{"type": "text", "text": left}, {"type": "image"}, {"type": "text", "text": right}]
-        arguments = self._voice.switches.arguments({}, thinking=False, preserve=None, effort=None)
+        arguments = self._profile.switches.arguments({}, thinking=False, preserve=None, effort=None)
         messages: list[MessageDict] = [{"role": "user", "content": content}]
-        text = self._voice.template.render(messages, None, add_generation_prompt=False, arguments=arguments)
+        text = self._profile.template.render(messages, None, add_generation_prompt=False, arguments=arguments)
         if not isinstance(text, str) or left not in text or right not in text:
             return None
         return text.partition(left)[2].partition(right)[0] or None
 
     @property
     def accepts_thinking(self) -> bool:
-        """Whether the template can be asked to switch thinking on and off."""
-        return self._voice is not None and bool(self._voice.switches.thinking)
+        """Whether the template has a thinking switch."""
+        return self._profile is not None and bool(self._profile.switches.thinking)
 
     def thinks_unasked(self, tags: Collection[str]) -> bool:
-        """Whether its model may think where the prompt was written without thinking: the template names one of these
-        tags, which stand around thinking, and cannot be told to do without."""
-        if self._voice is None or self._voice.switches.turn_thinking_off:
+        """Whether the model may think although the request switched thinking off: the template names one of these
+        thinking tags and has no switch."""
+        if self._profile is None or self._profile.switches.turn_thinking_off:
             return False
-        return any(tag in self._voice.template.source for tag in tags)
+        return any(tag in self._profile.template.source for tag in tags)
 
     @property
     def accepts_preserve_thinking(self) -> bool:
-        """Whether the template can be asked to keep the thinking of earlier turns."""
-        return self._voice is not None and bool(self._voice.switches.preserve)
+        """Whether the template has a switch to keep the thinking of earlier turns."""
+        return self._profile is not None and bool(self._profile.switches.preserve)
 
     @property
     def efforts(self) -> tuple[str, ...]:
         """The reasoning efforts that the template knows, lowest first."""
-        return self._voice.switches.efforts if self._voice is not None else ()
+        return self._profile.switches.efforts if self._profile is not None else ()
 
     def write(
         self,
@@ -200,31 +200,31 @@ class ChatTemplate:
     ) -> PromptText:
         """The text for the next assistant message, or up to the end of the last one if that is the assistant's.
 
-        `preserve_thinking` and `effort` None leave the template its default. Of `template_arguments` those are ignored
-        that the rendering itself needs (`messages`, `bos_token`, ...) or that `thinking` and `effort` decide.
-        `call_ids` are those that calls are written with, by the ones that they have here.
-        Raises BadRequest for an image, and for template arguments that the template fails with.
+        `preserve_thinking` and `effort` None leave the template its default. `template_arguments` that the rendering
+        itself sets (`messages`, `bos_token`, ...) or that `thinking` and `effort` decide are ignored. `call_ids` maps
+        the calls' ids to the ids to write. Raises BadRequest for an image, and for template arguments with which the
+        template fails.
         """
-        voice = self._voice
+        profile = self._profile
         tools = guarded_tools(tools, self.control)
-        if voice is None:
+        if profile is None:
             return self._plain(messages, tools, ())
-        given = self._free_arguments(voice, template_arguments or {})
-        arguments = voice.switches.arguments(given, thinking=thinking, preserve=preserve_thinking, effort=effort)
-        switched = voice.switches.arguments({}, thinking=thinking, preserve=preserve_thinking, effort=effort)
+        given = self._free_arguments(profile, template_arguments or {})
+        arguments = profile.switches.arguments(given, thinking=thinking, preserve=preserve_thinking, effort=effort)
+        switched = profile.switches.arguments({}, thinking=thinking, preserve=preserve_thinking, effort=effort)
         refusals: list[str] = []
-        for dialect, said in _attempts(voice, messages, tools):
+        for dialect, said in _attempts(profile, messages, tools):
             words = self._tool_words(dialect, tools)
             conformed = conform(said, tools, dialect, self._memory_of(dialect), self.control, words.said, call_ids)
-            writer = Writer(voice.template, dialect.form, tool_dicts(tools) if dialect.tools else None, arguments)
+            writer = Writer(profile.template, dialect.form, tool_dicts(tools) if dialect.tools else None, arguments)
             written = writer.write(conformed)
-            if isinstance(written, Written):
+            if isinstance(written, RenderedText):
                 notes = (*refusals, *conformed.notes)
-                # A chat template writes every special token itself, BOS included; that is how they are all written.
+                # A chat template itself writes every special token, BOS included.
                 text = self.control.settled(without_surrogates(written.text))
                 begun = without_barriers(shown(without_surrogates(written.begun)))
                 return PromptText(text, written.opens_reasoning, notes, continues=conformed.continues, begun=begun)
-            if given and isinstance(replace(writer, arguments=switched).write(conformed), Written):
+            if given and isinstance(replace(writer, arguments=switched).write(conformed), RenderedText):
                 reason = f"The chat template fails with these arguments: {shown(written.reason)}"
                 raise BadRequest(reason, param=ARGUMENTS_FIELD)
             refusals.append(f"the chat template refused ({shown(written.reason)}): a plainer form was tried")
@@ -240,7 +240,7 @@ class ChatTemplate:
         effort: str | None = None,
         template_arguments: Mapping[str, object] | None = None,
     ) -> RenderedPrompt:
-        """`write`, and its model tokens. Raises what `write` raises."""
+        """`write`, with the model tokens. Raises as `write` does."""
         prompt = self.write(
             messages,
             tools,
@@ -256,7 +256,7 @@ class ChatTemplate:
         """The conversation as labelled text, without the model's template."""
         describe = ToolWords(explains=not tools, control=self.control, calls=self._words).said
         said = [step for index, message in enumerate(messages) for step in steps_of(message, index, describe)]
-        steps = [Step("system", self._words.tools(tools))] if tools else []
+        steps = [PromptStep("system", self._words.tools(tools))] if tools else []
         steps += guarded_steps(said, WireForm(), self.control)
         continues = bool(steps) and steps[-1].kind == "assistant" and bool(steps[-1].text)
         text = without_surrogates(transcript(steps, self._words.calls) + ("" if continues else "\n\n[assistant]\n"))
@@ -266,17 +266,17 @@ class ChatTemplate:
         return PromptText(text, False, notes, continues, adds_special_tokens=True, begun=begun)
 
     def _tool_words(self, dialect: Dialect, tools: tuple[ToolSpec, ...]) -> ToolWords:
-        """What is said where tools change: in the form of those in front; without any, how to call one too."""
-        form = self._voice.tool_form if self._voice is not None and dialect.tools else None
+        """The words for changes of tools: in the form of the tools in front, or, without any, with instructions."""
+        form = self._profile.tool_form if self._profile is not None and dialect.tools else None
         return ToolWords(form, explains=not tools, control=self.control, calls=dialect.words)
 
-    def _free_arguments(self, voice: _Voice, given: Mapping[str, object]) -> dict[str, object]:
-        """The request's arguments less the names that the rendering itself needs."""
-        free = {name: value for name, value in given.items() if voice.template.is_free(name)}
+    def _free_arguments(self, profile: _TemplateProfile, given: Mapping[str, object]) -> dict[str, object]:
+        """The request's arguments without the names that the rendering itself sets."""
+        free = {name: value for name, value in given.items() if profile.template.is_free(name)}
         return {name: guarded_data(value, self.control) for name, value in free.items()}
 
-    def _memory_of(self, dialect: Dialect) -> Memory | None:
-        """The memory of a dialect that was probed; one that is tried because of a refusal has none."""
+    def _memory_of(self, dialect: Dialect) -> ConformMemo | None:
+        """The memory of a probed dialect; dialects tried after a refusal have none."""
         return next((memory for known, memory in self._memories if known is dialect), None)
 
 
@@ -287,14 +287,14 @@ def _control_of(tokenizer: Tokenizer, sample: Sample | None, tags: Collection[st
 
 
 def _attempts(
-    voice: _Voice, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
+    profile: _TemplateProfile, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...]
 ) -> Iterator[tuple[Dialect, tuple[Message, ...]]]:
-    """Ways to say it, nearest first: as probed; tools in words; everything in one user message."""
-    yield (voice.tool_dialect if tools and voice.tool_dialect is not None else voice.dialect), messages
-    yield voice.in_words, messages
+    """The forms to try, nearest first: as probed; tools in words; everything in one user message."""
+    yield (profile.tool_dialect if tools and profile.tool_dialect is not None else profile.dialect), messages
+    yield profile.in_words, messages
     is_answer = bool(messages) and messages[-1].role == "assistant"
     told, answer = (messages[:-1], messages[-1:]) if is_answer else (messages, ())
-    words = voice.in_words.words
+    words = profile.in_words.words
     describe = ToolWords(explains=not tools, calls=words).said
     steps = (step for index, message in enumerate(told) for step in steps_of(message, index, describe))
-    yield voice.in_words, (Message("user", (TextBlock(transcript(steps, words.calls)),)), *answer)
+    yield profile.in_words, (Message("user", (TextBlock(transcript(steps, words.calls)),)), *answer)

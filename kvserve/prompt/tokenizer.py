@@ -1,4 +1,4 @@
-"""The model's tokenizer: text to ids and back, stop tokens, and the chat template's source as the folder holds it.
+"""Loads the model's tokenizer: text to ids and back, stop tokens, and the source of the chat template.
 
 It knows the files of a model folder in Hugging Face format; it renders nothing and knows no messages.
 """
@@ -17,8 +17,8 @@ from kvserve.prompt.detokenizer import DecoderForm, Detokenizer, decoder_form, m
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
-# Tokens that end an assistant's turn in some family. They count only where the model's own template writes them:
-# a folder's configuration often names just one of several.
+# Tokens that end an assistant's turn in some family. They count only if the model's own template writes them: a
+# folder's configuration often names just one of several.
 END_OF_TURN_TOKENS = (
     "<|im_end|>",
     "<end_of_turn>",
@@ -37,7 +37,7 @@ END_OF_TURN_TOKENS = (
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """Text <-> model tokens. Immutable; every method may be called from several threads at once.
+    """Text <-> model tokens. Immutable and thread-safe.
 
     `vocab_size` counts the tokens that have a text; the model's logits may have more rows. `template_variables` are the
     special tokens under the names that chat templates read (`bos_token`, ...).
@@ -52,14 +52,14 @@ class Tokenizer:
     template_variables: Mapping[str, str]
 
     def encode(self, text: str, add_special_tokens: bool = False) -> tuple[int, ...]:
-        """The ids of `text`; with special tokens, what the tokenizer itself puts around a text (BOS) is added.
+        """The ids of `text`; `add_special_tokens` adds what the tokenizer itself puts around a text (BOS).
 
-        Tokens written out in the text become those tokens. Lone surrogates, which no UTF-8 can say, become U+FFFD.
+        Tokens spelt out in the text become those tokens. Lone surrogates, which UTF-8 cannot encode, become U+FFFD.
         """
         return tuple(self.backend.encode(without_surrogates(text), add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens included. Ids without a token say nothing."""
+        """The text of `ids`, special tokens included. Ids without a token have no text."""
         text: str = self.backend.decode([i for i in ids if i >= 0], skip_special_tokens=False)
         return text
 
@@ -69,8 +69,7 @@ class Tokenizer:
         return found
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token says inside a text, as UTF-8; it may begin or end inside a character. Ids without a token say
-        nothing."""
+        """A token's text inside a text, as UTF-8 that may begin or end inside a character; b"" without a token."""
         return token_bytes(self.backend, self.decoder, token)
 
     def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
@@ -88,7 +87,7 @@ def without_surrogates(text: str) -> str:
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """The tokenizer of a model folder; reads local files only and runs no code from the folder.
+    """The tokenizer of a model folder; reads only local files and runs no code of the folder.
 
     Raises ModelLoadError that names the file and says what to do.
     """
@@ -106,7 +105,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
         raise ModelLoadError(
             f"{model_dir} has a {type(loaded).__name__}, which has no fast form. Add a tokenizer.json to the folder."
         )
-    # The wrapper sets these on every call, which is a race between threads; the bare backend never changes.
+    # The wrapper sets these on every call, a race between threads; the bare backend never changes.
     backend.no_padding()
     backend.no_truncation()
     template = _chat_template(model_dir, loaded.chat_template)

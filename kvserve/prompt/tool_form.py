@@ -1,5 +1,5 @@
-"""How one chat template describes a tool and writes a call, found out at load by rendering some: in any other place
-they are then said in the same way. It knows how to ask a template; what is said around them, `tool_words.py` knows.
+"""Finds one chat template's description of a tool and its form of a call, at load, by rendering some, so that text in
+other places has the same form. `tool_words.py` knows the text around them.
 """
 
 import re
@@ -10,12 +10,12 @@ from kvserve.prompt.call_words import ARGUMENT, EXAMPLES, FUNCTION, VALUE
 from kvserve.prompt.compiled import MessageDict, ToolDict
 from kvserve.prompt.conform import Dialect
 from kvserve.prompt.probe import Prober, in_order, talk
-from kvserve.prompt.steps import Step, WireForm, function_dict, message_dict, tool_dicts
+from kvserve.prompt.steps import PromptStep, WireForm, function_dict, message_dict, tool_dicts
 from kvserve.prompt.tool_words import OPENING
 
 
 def _example(letter: str) -> ToolSpec:
-    """A tool to try with: words that begin with other letters in each, so that what two have in common is the form."""
+    """A tool to render: its words begin with a letter of its own, so that what two tools have in common is the form."""
     properties = {f"{letter}pkw": {"type": "string", "description": f"{letter}parameter"}}
     return ToolSpec(f"{letter}kwtool", f"{letter}description", {"type": "object", "properties": properties})
 
@@ -28,11 +28,11 @@ _INDENTED = re.compile(r"\A(?P<stray>[^\n]*\S[^\n]*)\n", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ProbedForm:
-    """One template's way to describe a tool, read off between two others.
+    """One template's description of a tool, cut out from between two other tools.
 
-    `first` and `last` are the texts of these two as far as they are their own, `behind` stands between the first and
-    the one that is described, `before` between that and the last. `opening` and `closing` stand around descriptions in
-    the middle of a conversation: the template's own, where it has a place for them, else words of ours and its tags.
+    `first` and `last` are these two tools' own texts, `behind` is the text between the first and the described tool,
+    `before` between that and the last. `opening` and `closing` surround descriptions in the middle of a conversation:
+    the template's own text, if it has a place for them, else our words and its tags.
     """
 
     prober: Prober
@@ -45,7 +45,7 @@ class ProbedForm:
     closing: str = ""
 
     def describe(self, tool: ToolSpec) -> str | None:
-        """The template's text for the tool; None where it writes that in another way than it wrote others."""
+        """The template's text for the tool; None if it differs from the probed form."""
         text = _rendered(self.prober, self.form, _FIRST, tool, _LAST)
         start, end = text.find(self.first), text.rfind(self.last)
         between = text[start + len(self.first) : end] if 0 <= start < end else ""
@@ -56,7 +56,7 @@ class ProbedForm:
 
 
 def find_tool_form(prober: Prober, form: WireForm) -> ProbedForm | None:
-    """How the prober's template describes tools; None where that cannot be told."""
+    """The prober's template's form of tool descriptions; None if it is unknown."""
     one, other = _rendered(prober, form, _FIRST), _rendered(prober, form, _LAST)
     both = _rendered(prober, form, _FIRST, _LAST)
     head = _common_prefix(one, other)
@@ -77,7 +77,7 @@ def find_tool_form(prober: Prober, form: WireForm) -> ProbedForm | None:
 
 
 def _framed(found: ProbedForm, head: str, tail: str) -> ProbedForm:
-    """The form with what stands around descriptions in a conversation."""
+    """The form with the text around descriptions in a conversation."""
     if (own := _own_place(found)) is not None:
         return replace(found, opening=own[0], closing=own[1])
     opened = re.search(r"<(\w+)>\s*\Z", head)
@@ -87,7 +87,7 @@ def _framed(found: ProbedForm, head: str, tail: str) -> ProbedForm:
 
 
 def _own_place(found: ProbedForm) -> tuple[str, str] | None:
-    """What the template itself writes around descriptions that a tool's result refers to, if it knows such results."""
+    """The template's own text around descriptions that a tool's result refers to, if it knows such results."""
     lead = [message_dict(step, found.form) for step in talk(["user", "calls", "result"])]
     deferred = {**function_dict(_BETWEEN), "defer_loading": True}
     tools: list[ToolDict] = [*tool_dicts((_FIRST,)), {"type": "function", "function": deferred}]
@@ -107,10 +107,10 @@ def _own_place(found: ProbedForm) -> tuple[str, str] | None:
 
 
 def shown_call(prober: Prober, dialect: Dialect) -> str | None:
-    """How the prober's template writes the first of `EXAMPLES`; None where it writes no calls."""
+    """The prober's template's rendering of the first of `EXAMPLES`; None if it writes no calls."""
     user, [call, *_] = talk(["user"]), EXAMPLES
-    said = prober.render([*user, Step("calls", calls=(call,))], dialect.form, tail=False)
-    plain = prober.render([*user, Step("assistant", _PLAIN)], dialect.form, tail=False)
+    said = prober.render([*user, PromptStep("calls", calls=(call,))], dialect.form, tail=False)
+    plain = prober.render([*user, PromptStep("assistant", _PLAIN)], dialect.form, tail=False)
     if not dialect.calls or not isinstance(said, str) or not isinstance(plain, str):
         return None
     before, _, behind = plain.partition(_PLAIN)

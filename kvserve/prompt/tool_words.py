@@ -1,6 +1,6 @@
-"""What a model reads where tools come or go in the middle of a conversation.
+"""Writes the words for tools that come or go in the middle of a conversation.
 
-It knows tools and not where in a text the words go.
+It knows tools, not where in a text the words go.
 """
 
 import json
@@ -20,8 +20,8 @@ NOT_DEFINED = "The tool {name} is named here, but nobody defines it: it cannot b
 REMOVED = "The tool {name} was removed: it cannot be called from here on."
 
 
-class ToolForm(Protocol):
-    """How a chat template describes tools; `opening` and `closing` stand around descriptions in a conversation."""
+class ToolDescriber(Protocol):
+    """A chat template's form of tool descriptions; `opening` and `closing` surround them in a conversation."""
 
     @property
     def opening(self) -> str: ...
@@ -30,21 +30,21 @@ class ToolForm(Protocol):
     def closing(self) -> str: ...
 
     def describe(self, tool: ToolSpec) -> str | None:
-        """The template's text for the tool; None where it writes that in another way than it wrote others."""
+        """The template's text for the tool; None if it differs from the probed form."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolWords:
-    """What a model reads where its tools change. `form` None describes them as JSON; `explains`: the model was told of
-    no tools yet, nor how to call one, which `calls` knows. With `control` the client's own words are guarded."""
+    """The words for changes of tools. `form` None describes tools as JSON; `explains`: they are the first tools, so
+    `calls` adds instructions. With `control` the client's own words are guarded."""
 
-    form: ToolForm | None = None
+    form: ToolDescriber | None = None
     explains: bool = False
     control: ControlTokens | None = None
     calls: CallWords = HERMES
 
     def said(self, blocks: Sequence[ToolBlock]) -> str:
-        """What stands for the blocks, which follow one another."""
+        """The text of consecutive blocks."""
         return "\n".join(self._parts(blocks))
 
     def _parts(self, blocks: Sequence[ToolBlock]) -> Iterator[str]:
@@ -71,4 +71,4 @@ class ToolWords:
 
 
 AS_JSON = ToolWords().said
-"""Where no template says how it describes tools."""
+"""For prompts without a template's form of descriptions."""

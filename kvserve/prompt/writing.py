@@ -1,6 +1,6 @@
-"""Steps to text through one template: with the generation tail, or cut off inside the last step to continue it.
+"""Renders steps with one template: with the generation tail, or cut off inside the last step to continue it.
 
-It knows reasoning tags and how to find the end of a message in rendered text; not which steps a template accepts.
+It knows reasoning tags and the end of a message in rendered text, not which steps a template accepts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from kvserve.prompt.compiled import CompiledTemplate, MessageDict, Refusal, ToolDict
 from kvserve.prompt.conform import Conformed
-from kvserve.prompt.steps import Step, WireForm, message_dict
+from kvserve.prompt.steps import PromptStep, WireForm, message_dict
 
-# What opens the model's reasoning, and what closes it. A prompt that ends with the first starts inside reasoning.
+# The opening and closing tags of reasoning. A prompt that ends with an opening tag starts inside reasoning.
 REASONING_TAGS = (
     ("<think>", "</think>"),
     ("<seed:think>", "</seed:think>"),
@@ -21,14 +21,14 @@ REASONING_TAGS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("[THINK]", "[/THINK]"),
 )
-# Stands behind the last message's text while it is rendered; it and the template's own text behind it are cut off.
+# Added to the last message's text while it is rendered; it and the template's text behind it are cut off.
 CONTINUATION_MARK = "kvserve-continues-here-5f0c1e"
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A prompt's text, and whether the model's own text starts inside reasoning. `begun`: what it already has of the
-    answer's text."""
+class RenderedText:
+    """A prompt's text, and whether the model's own text starts inside reasoning. `begun`: the answer's text that it
+    already holds."""
 
     text: str
     opens_reasoning: bool
@@ -37,25 +37,25 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """One template with everything that stays the same for a request."""
+    """One template with a request's fixed values."""
 
     template: CompiledTemplate
     form: WireForm
     tools: Sequence[ToolDict] | None
     arguments: Mapping[str, object]
 
-    def write(self, conversation: Conformed) -> Written | Refusal:
-        """The conversation up to where the model goes on."""
+    def write(self, conversation: Conformed) -> RenderedText | Refusal:
+        """The conversation up to where the model continues."""
         if conversation.continues:
             return self._continued(conversation.dicts[:-1], conversation.steps[-1])
         text = self._render(conversation.dicts, tail=True)
-        return text if isinstance(text, Refusal) else Written(text, open_tag(text) is not None)
+        return text if isinstance(text, Refusal) else RenderedText(text, open_tag(text) is not None)
 
     def _render(self, messages: Sequence[MessageDict], *, tail: bool) -> str | Refusal:
         return self.template.render(messages, self.tools, add_generation_prompt=tail, arguments=self.arguments)
 
-    def _continued(self, before: Sequence[MessageDict], said: Step) -> Written | Refusal:
-        """The text up to the end of what the assistant has said so far, its white space included."""
+    def _continued(self, before: Sequence[MessageDict], said: PromptStep) -> RenderedText | Refusal:
+        """The text up to the end of the assistant's unfinished message, its white space included."""
         last = _with_open_reasoning(said, self.form)
         thinks = bool(last.reasoning) and not last.text
         marked = (
@@ -65,32 +65,34 @@ class Writer:
         )
         text = self._render((*before, message_dict(marked, self.form)), tail=False)
         if isinstance(text, str) and (end := text.rfind(CONTINUATION_MARK)) >= 0:
-            return Written(text[:end], opens_reasoning=thinks, begun="" if thinks else last.text)
+            return RenderedText(text[:end], opens_reasoning=thinks, begun="" if thinks else last.text)
         return self._behind_tail(before, last, said.text if thinks else None)
 
-    def _behind_tail(self, before: Sequence[MessageDict], last: Step, opening: str | None) -> Written | Refusal:
-        """The same for templates that write no unfinished assistant message: what was said follows the tail.
+    def _behind_tail(
+        self, before: Sequence[MessageDict], last: PromptStep, opening: str | None
+    ) -> RenderedText | Refusal:
+        """The same for templates that write no unfinished assistant message: the message follows the tail.
 
-        `opening`: the message is unfinished thinking, and this its text where it opened the tag itself.
+        `opening`: the message is unfinished thinking; its text if it opened the tag itself.
         """
         text = self._render(before, tail=True)
         if isinstance(text, Refusal):
             return text
         opened = open_tag(text)
         if opening is not None:
-            return Written(text + (last.reasoning if opened else opening), bool(opened or opening))
+            return RenderedText(text + (last.reasoning if opened else opening), bool(opened or opening))
         closing = f"{last.reasoning}\n{opened[1]}\n\n" if opened else ""
-        return Written(text + closing + last.text, opens_reasoning=False, begun=last.text)
+        return RenderedText(text + closing + last.text, opens_reasoning=False, begun=last.text)
 
 
 def open_tag(text: str) -> tuple[str, str] | None:
-    """The reasoning tag, with its closing one, that stands open at the very end of a prompt."""
+    """The reasoning tag, with its closing one, that is open at the end of a prompt."""
     end = text.rstrip()
     return next((tag for tag in REASONING_TAGS if end.endswith(tag[0])), None)
 
 
-def _with_open_reasoning(step: Step, form: WireForm) -> Step:
-    """A last message that opens a think tag and does not close it is unfinished reasoning, if the template has any."""
+def _with_open_reasoning(step: PromptStep, form: WireForm) -> PromptStep:
+    """A last message with an unclosed think tag as unfinished reasoning, if the template has reasoning."""
     if form.reasoning is None or step.reasoning:
         return step
     said = step.text.lstrip()

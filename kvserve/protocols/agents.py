@@ -1,5 +1,5 @@
-"""`/v1/agents`: bodies -> what an agent is to be and its turns, agents -> bodies. Its answers are those of
-chat/completions with one object more, `agent`. Knows the wire form, not where agents live.
+"""Parses and encodes `/v1/agents`. Answers are those of chat/completions with one object more, `agent`. This file knows
+the wire form, not where agents are stored.
 """
 
 import re
@@ -37,7 +37,7 @@ _SYSTEM_FIELDS = ("system_prompt", "system")
 
 @dataclass(frozen=True, slots=True)
 class CreateRequest:
-    """A parsed body of POST /v1/agents; None where it says nothing."""
+    """A parsed body of POST /v1/agents; a field that is missing is None."""
 
     agent_id: str | None
     model: str | None
@@ -62,7 +62,7 @@ def parse_create(body: JsonObject) -> CreateRequest:
 def parse_generate(
     body: JsonObject, headers: Mapping[str, str], defaults: RequestDefaults, request_id: RequestId
 ) -> ChatRequest:
-    """The new messages of an agent's turn, with all that chat/completions takes besides. Raises BadRequest."""
+    """An agent's new messages and every other field of chat/completions. Raises BadRequest."""
     fields = Fields(body)
     for name in _SYSTEM_FIELDS:
         if fields.locate(name)[0] is not None:
@@ -104,8 +104,8 @@ _read_content = content_reader(PLAIN_PARTS)
 
 @dataclass(frozen=True, slots=True)
 class AgentCard:
-    """What is told of an agent. Times are seconds since the epoch; `status`: its KV is in RAM (hot), on disk (warm), or
-    only its history is kept (cold)."""
+    """An agent as clients see it. Times are seconds since the epoch; `status`: its KV is in RAM (hot), on disk (warm),
+    or only its history is kept (cold)."""
 
     agent_id: str
     model: str
@@ -202,8 +202,8 @@ def _parts(blocks: Sequence[TextBlock | ImageBlock]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class AgentNote:
-    """What an answer says of its agent: the turns of its history, those that its prompt did not show, its tokens, and
-    whether this turn is part of the history (one that was cut short by the server is not)."""
+    """What an answer reports of its agent: turns of the history, turns that the prompt left out, tokens, and whether
+    this turn was added to the history (a turn that the server broke off is not)."""
 
     agent_id: str
     num_turns: int

@@ -1,8 +1,7 @@
-"""Answers of `/v1/messages`: answer events -> named events of a stream, or one message. Knows the wire form only.
+"""Encodes answers of `/v1/messages` as named events of a stream or as one message. This file knows the wire form only.
 
-A whole message is put together from the very events that a stream would have sent, so the two cannot differ. Arguments
-that are no JSON object, as those of a call that was cut, stand in a whole message as `{"INVALID_JSON": text}`, the way
-in which Anthropic's documentation has them sent back.
+A whole message is joined from the events that a stream would send, so the two cannot differ. A whole message holds
+arguments that are not a JSON object (those of a cut call) as `{"INVALID_JSON": text}`, as Anthropic documents it.
 """
 
 import json
@@ -35,7 +34,7 @@ _STOP_REASONS: dict[FinishReason, str] = {"stop": "end_turn", "length": "max_tok
 
 
 def message_id(request_id: RequestId) -> str:
-    """The id that the body carries."""
+    """The id in the body."""
     return f"msg_{request_id}"
 
 
@@ -59,7 +58,7 @@ class PromptCounts:
 
 @dataclass(slots=True)
 class _OpenBlock:
-    """A thinking or text block on its way. `held` is white space at its beginning, until something follows."""
+    """The thinking or text block that is being sent. `held` is its leading white space until text follows."""
 
     kind: Literal["thinking", "text"]
     held: str = ""
@@ -68,10 +67,9 @@ class _OpenBlock:
 
 
 class MessageStreamEncoder:
-    """Turns the events of one answer into events of the wire, in order: blocks follow each other, none is empty.
+    """Turns the events of one answer into events of the wire, in order. No block is empty.
 
-    `message_start` goes out as soon as it is known how much of the prompt was cached; `counts` is asked then, and at
-    the end.
+    `message_start` is sent as soon as the number of cached tokens is known; `counts` is called then and at the end.
     """
 
     def __init__(
@@ -87,15 +85,15 @@ class MessageStreamEncoder:
         self._open: _OpenBlock | None = None
 
     def keep_alive(self) -> Event:
-        """An event that says nothing; before the first word of all, that there will be a message."""
+        """A ping; `message_start` if nothing was sent yet."""
         return {"type": "ping"} if self._is_started else self._start(0)[0]
 
     def error_chunk(self, error: RequestError) -> Event:
-        """The last event of a stream that fails after it began."""
+        """The last event of a stream that failed after it began."""
         return encode_error(error)
 
     def encode(self, event: AnswerEvent) -> list[Event]:
-        """The events that `event` makes; none while waiting."""
+        """The wire's events for `event`; none while waiting."""
         match event:
             case Waiting(num_cached_tokens=cached):
                 return self._start(cached) if cached is not None else []
@@ -125,7 +123,7 @@ class MessageStreamEncoder:
                 return [*self._start(usage.num_cached_tokens), *self._close(), *end]
 
     def _stop_reason(self, end: Finished) -> str:
-        """`tool_use` only where every call can be run: SDKs take the readable beginning of other arguments for all."""
+        """`tool_use` only if every call can be run: SDKs take the readable part of broken arguments for all of them."""
         if end.reason == "stop" and end.stop_string:
             return "stop_sequence"
         if end.is_context_full:
@@ -151,7 +149,7 @@ class MessageStreamEncoder:
     # --- blocks -------------------------------------------------------------------------------------------------------
 
     def _piece(self, kind: Literal["thinking", "text"], text: str) -> list[Event]:
-        """A piece of a block, which is opened by the first piece that is more than white space."""
+        """A piece of a block; the first piece that is not only white space opens the block."""
         events: list[Event] = []
         if not text:
             return events
@@ -174,7 +172,7 @@ class MessageStreamEncoder:
         return events
 
     def _close(self) -> list[Event]:
-        """The end of the open block; nothing where none was sent."""
+        """The end of the open block, if it was sent."""
         block, self._open = self._open, None
         if block is None or not block.is_sent:
             return []
@@ -204,7 +202,7 @@ _EMPTY_BLOCKS: dict[str, JsonObject] = {
 
 
 def whole_message(events: Iterable[Event]) -> Event:
-    """The message that the events of a complete stream say, as clients put it together. Raises ValueError without end.
+    """The message that clients make of a complete stream's events. Raises ValueError without end.
 
     Deltas are joined per block; `usage` and stop reason are those of the end.
     """

@@ -1,8 +1,8 @@
-"""Anthropic messages -> `core.Message`. Knows the wire's roles and content blocks, not what a template makes of them.
+"""Parses Anthropic's messages. This file knows the wire's roles and content blocks, not what a template makes of them.
 
-One message of the wire can be several: each tool result of a user's message is a message of its own, as in OpenAI's
-form, so that a conversation reads the same to the model whichever way it came. Nothing moves and nothing is hoisted: a
-system message in the middle stays there. Empty text makes no block.
+One wire message can become several: each tool result of a user's message becomes its own message, as in OpenAI's form,
+so that the model reads the same conversation from both APIs. The order stays: a system message in the middle stays in
+the middle. Empty text makes no block.
 """
 
 import json
@@ -60,7 +60,7 @@ def _text_blocks(said: str) -> list[TextBlock]:
 
 
 def _read_image(block: Fields) -> Sequence[PlainBlock]:
-    """The bytes in the block as a data URL, or the address; a file that was uploaded elsewhere is not here."""
+    """The bytes in the block as a data URL, or the address. A file uploaded to another server becomes words."""
     source = block.required("source", mapping)
     match source.required("type", text):
         case "base64":
@@ -75,7 +75,7 @@ def _read_image(block: Fields) -> Sequence[PlainBlock]:
 
 
 def _read_document(block: Fields) -> Sequence[PlainBlock]:
-    """A document of plain text, with its title and context above it; of others, what they are called."""
+    """The text of a plain-text document below its title and context; only the name of any other document."""
     source = block.required("source", mapping)
     heads = [said for key in ("title", "context") if (said := block.optional(key, text))]
     match source.required("type", text):
@@ -100,7 +100,7 @@ def _read_search_result(block: Fields) -> list[TextBlock]:
 
 
 def _read_thinking(block: Fields) -> list[ThinkingBlock]:
-    """The thinking; where the client left the text out, what the signature carries."""
+    """The thinking, or the signature's copy of it if the client left the text out."""
     said = block.required("thinking", text)
     signature = block.optional("signature", text)
     if not said.strip() and signature:
@@ -109,7 +109,7 @@ def _read_thinking(block: Fields) -> list[ThinkingBlock]:
 
 
 def _read_redacted_thinking(block: Fields) -> list[ThinkingBlock]:
-    """Thinking that only its maker can read: another's says nothing here, nor would it to the model."""
+    """Thinking that this server sealed; other servers' sealed thinking cannot be read and is left out."""
     said = signed_text(block.required("data", text))
     return [ThinkingBlock(said)] if said else []
 
@@ -126,7 +126,7 @@ def _read_tool_result(block: Fields) -> list[ToolResultBlock]:
 
 
 def _is_of_a_server(kind: str) -> bool:
-    """Whether a type is one of Anthropic's for what its servers do, those of the years to come included."""
+    """Whether a block type reports work of Anthropic's servers; future types are recognised by their ending."""
     return kind in _OF_A_SERVER or kind.endswith("_tool_result")
 
 
@@ -176,15 +176,15 @@ BLOCKS: Mapping[str, Mapping[str, BlockReader]] = {
 def content_reader[T: Block](
     blocks: Mapping[str, Callable[[Fields], Sequence[T]]], *, in_messages: bool = False, is_assistant: bool = False
 ) -> Reader[list[T | TextBlock]]:
-    """A reader of `content`: a string, or an array of the `blocks` that may stand there. In messages, which a client
-    cannot mend, what a server did and what nobody here knows becomes words."""
+    """A reader of `content`: a string, or an array of the allowed `blocks`. In messages, which a client cannot repair,
+    a server's blocks and unknown blocks become words."""
 
     def read_block(value: object, path: str) -> Sequence[T | TextBlock]:
         block = mapping(value, path)
         kind = block.required("type", text)
         if kind in blocks:
             return blocks[kind](block)
-        if kind in _KINDS or not in_messages:  # of ours, but not in this place
+        if kind in _KINDS or not in_messages:  # a known block in the wrong place
             raise mistyped(f"{path}.type", "one of " + ", ".join(f'"{known}"' for known in blocks), kind)
         said = words(block) if _is_of_a_server(kind) else words_of_unknown(block, tuple(blocks))
         return [TextBlock(f"\n{said}\n" if is_assistant else said)]
@@ -209,18 +209,18 @@ _READERS: Mapping[str, Reader[list[Block]]] = {
 
 
 def read_system(fields: Fields) -> tuple[Message, ...]:
-    """The top-level `system`: no message where it is missing or says nothing. Raises BadRequest."""
+    """The top-level `system`: no message if it is missing or empty. Raises BadRequest."""
     blocks = fields.optional("system", _read_texts) or []
     return (Message("system", tuple(blocks)),) if blocks else ()
 
 
 def read_effort(value: object, path: str) -> str | None:
-    """The effort of an `output_config`, which a request has, and a message for its own turn. Raises BadRequest."""
+    """The effort of an `output_config`, of a request or of one message. Raises BadRequest."""
     return mapping(value, path).optional("effort", word(*LEVELS))
 
 
 def read_message(value: object, path: str) -> tuple[Message, ...]:
-    """One message of the wire as ours: none where a system message only sets the turn's effort, else at least one.
+    """The messages that one wire message becomes: none if a system message only sets the turn's effort.
     Raises BadRequest naming the field."""
     fields = mapping(value, path)
     role = fields.required("role", text)
@@ -237,7 +237,7 @@ def read_message(value: object, path: str) -> tuple[Message, ...]:
 
 
 def _with_results_apart(blocks: Sequence[Block]) -> Iterator[Message]:
-    """The user's words between the tool results, and each result as a message; an empty message stays one."""
+    """The user's words between the tool results, and each result as its own message; an empty message stays."""
     words: list[Block] = []
     for block in blocks:
         if isinstance(block, ToolResultBlock):
@@ -252,7 +252,7 @@ def _with_results_apart(blocks: Sequence[Block]) -> Iterator[Message]:
 
 
 def read_messages(fields: Fields) -> list[tuple[Message, ...]]:
-    """`messages`, at least one of the wire, each as what it becomes. Raises BadRequest."""
+    """The messages that each wire message becomes; at least one. Raises BadRequest."""
     messages = fields.required("messages", list_of(read_message))
     if not any(messages):
         raise BadRequest("messages must not be empty.", param="messages")
@@ -260,7 +260,7 @@ def read_messages(fields: Fields) -> list[tuple[Message, ...]]:
 
 
 def wire_blocks(value: object) -> Iterator[JsonObject]:
-    """The blocks of a content that was read without an error, those inside of tool results too."""
+    """The blocks of a parsed content, those inside tool results included."""
     for block in value if isinstance(value, list | tuple) else ():
         yield block
         if block.get("type") == "tool_result":

@@ -1,4 +1,4 @@
-"""Request errors -> Anthropic's error body. Knows the wire's error types; the status line is written elsewhere."""
+"""Encodes request errors as Anthropic's error body. This file knows the wire's error types, not the status line."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from kvserve.core import JsonObject
 from kvserve.errors import ContextOverflow, RequestError
 
 STATUSES: Mapping[int, int] = {503: 529}
-"""Not ready and out of memory have a status of their own in this protocol, which clients retry."""
+"""This protocol has its own status for not ready and out of memory; clients retry it."""
 
 _TYPE_BY_STATUS: Mapping[int, str] = {
     401: "authentication_error",
@@ -29,7 +29,7 @@ def encode_error(error: RequestError) -> dict[str, object]:
 
 
 def _message(error: RequestError) -> str:
-    """Agents know by this wording that they should shorten their conversation."""
+    """The message. Agents shorten their conversation when they read this wording of an overflow."""
     if isinstance(error, ContextOverflow):
         return f"prompt is too long: {error.num_prompt_tokens} tokens > {error.context_limit} maximum"
     return error.message

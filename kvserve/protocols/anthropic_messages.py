@@ -1,16 +1,17 @@
-"""`/v1/messages` and its `count_tokens`: body -> Turn. Knows the wire form of requests; answers are in
-`anthropic_answers.py`.
+"""Parses `/v1/messages` and its `count_tokens`. This file knows the wire form of requests; `anthropic_answers.py`
+encodes answers.
 
-Every field may also stand in `extra_body`; what stands at the top level counts. The server's own extensions (`seed`,
-`min_p`, `session_id`, `ttl`, `cache_mode`, `chat_template_kwargs`, ...) are read as in the other protocols.
+Every field may also be in `extra_body`; the top level counts first. The server's own extensions (`seed`, `min_p`,
+`session_id`, `ttl`, `cache_mode`, `chat_template_kwargs`, ...) are read as in the other protocols.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvserve.core import (
     JsonObject,
+    Message,
     RequestDefaults,
     RequestId,
     SessionHint,
@@ -21,7 +22,6 @@ from kvserve.core import (
     offered_tools,
 )
 from kvserve.errors import BadRequest
-from kvserve.protocols.anthropic_cache_control import CacheMarks, read_cache_marks
 from kvserve.protocols.anthropic_content import read_effort, read_messages, read_system, wire_blocks
 from kvserve.protocols.anthropic_tool_blocks import with_definitions
 from kvserve.protocols.anthropic_tools import (
@@ -32,6 +32,7 @@ from kvserve.protocols.anthropic_tools import (
     read_tools,
     wants_only_unserved,
 )
+from kvserve.protocols.field_names import FieldNames
 from kvserve.protocols.fields import (
     MAX_TOKEN_COUNT,
     Fields,
@@ -43,11 +44,11 @@ from kvserve.protocols.fields import (
     mapping,
     text,
     with_extra_body,
+    word,
 )
 from kvserve.protocols.openai_chat import read_template_arguments
-from kvserve.protocols.renaming import FieldNames
-from kvserve.protocols.sampling import read_sampling, read_stop_strings, refuse_unsupported
-from kvserve.protocols.session import read_session
+from kvserve.protocols.sampling_fields import read_sampling, read_stop_strings, refuse_unsupported
+from kvserve.protocols.session import read_session, read_ttl
 from kvserve.protocols.thinking import read_thinking
 from kvserve.protocols.unserved import unserved_words
 
@@ -65,16 +66,17 @@ _TOLERATED: Mapping[str, Reader[object]] = {
     "speed": text,
     "betas": list_of(text),
 }
-"""Known fields that change nothing here: of the right type they pass."""
+"""Known fields that change nothing here; only their types are checked."""
 
 _KEEPS_THINKING = "clear_thinking_20251015"
 _SESSION_IN_USER_ID = re.compile(r"_session_([0-9A-Za-z-]{8,})\Z")
+_DEFAULT_TTL = "5m"
 
 
 @dataclass(frozen=True, slots=True)
 class MessagesRequest:
-    """A parsed body: the turn, how the answer travels, whether the client wants to read the thinking, and what it calls
-    the fields that are judged later. `words` are the whole answer where the model cannot give one."""
+    """A parsed body: the turn, whether to stream, whether to show the thinking, and the client's names of the fields
+    that are checked later. `words` are the whole answer if no model can give one."""
 
     turn: Turn
     stream: bool
@@ -104,13 +106,13 @@ def parse_messages(
 def parse_counted(
     body: JsonObject, headers: Mapping[str, str], defaults: RequestDefaults, request_id: RequestId
 ) -> Turn:
-    """The turn whose prompt is to be counted: the same, less what only an answer needs. Raises BadRequest."""
+    """The turn whose prompt is counted; fields that only an answer needs may be missing. Raises BadRequest."""
     return _read(body, headers, defaults, request_id).turn
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """A body that was read: its turn, its tools, and those that can be called where the conversation stands now."""
+class _ReadBody:
+    """A parsed body: its turn, its tools, and the tools that can be called at this point of the conversation."""
 
     turn: Turn
     sent: SentTools
@@ -118,7 +120,7 @@ class _Read:
     wants_only_unserved: bool
 
 
-def _read(body: JsonObject, headers: Mapping[str, str], defaults: RequestDefaults, request_id: RequestId) -> _Read:
+def _read(body: JsonObject, headers: Mapping[str, str], defaults: RequestDefaults, request_id: RequestId) -> _ReadBody:
     fields = with_extra_body(body)
     refuse_unsupported(fields, _UNSUPPORTED)
     for name, reader in _TOLERATED.items():
@@ -142,25 +144,25 @@ def _read(body: JsonObject, headers: Mapping[str, str], defaults: RequestDefault
         stop_strings=read_stop_strings(fields, "stop_sequences"),
         thinking=_thinking(fields, body),
         template_arguments=read_template_arguments(body),
-        session=_session(body, headers, read_cache_marks(body, system, messages)),
+        session=_session(body, headers, _read_cache_marks(body, system, messages)),
         unserved_tools=sent.unserved,
     )
-    return _Read(turn, sent, offered, is_vain)
+    return _ReadBody(turn, sent, offered, is_vain)
 
 
 # --- thinking --------------------------------------------------------------------------------------------------------
 
 
 def _read_thinking_object(value: object, path: str) -> Fields | None:
-    """Anthropic's object; a word or a switch, as other protocols have it, holds nothing more."""
+    """Anthropic's `thinking` object; None for a word or a switch, the other protocols' forms."""
     return mapping(value, path) if isinstance(value, Mapping) else None
 
 
 def _thinking(fields: Fields, body: JsonObject) -> ThinkingChoice:
-    """`thinking` switches, `output_config.effort` says how much, `context_management` may keep that of old turns.
+    """`thinking` switches it on, `output_config.effort` sets the amount, `context_management` may keep old thinking.
 
-    A request that does not ask for thinking gets none, whatever the server's default: Anthropic's API has it so, and
-    clients of it take the first block for the text. An effort says how much, not whether.
+    A request that does not ask for thinking gets none, whatever the server's default: so does Anthropic's API, and its
+    clients take the first block for the text. An effort alone does not switch thinking on.
     """
     choice = read_thinking(body)
     effort = _turn_effort(fields) or fields.optional("output_config", read_effort)
@@ -174,8 +176,8 @@ def _thinking(fields: Fields, body: JsonObject) -> ThinkingChoice:
 
 
 def _turn_effort(fields: Fields) -> str | None:
-    """The effort that a message of the newest turn asks for, which holds for that turn; those of older turns are over.
-    A turn begins with the user's own words: the results of tools belong to the one that called them."""
+    """The effort that a message of the newest turn asks for; efforts of older turns have ended. A turn begins with the
+    user's own words: tool results belong to the turn that called the tools."""
     effort: str | None = None
     for message in fields.required("messages", list_of(mapping)):
         blocks = message.values.get("content")
@@ -188,7 +190,7 @@ def _turn_effort(fields: Fields) -> str | None:
 
 
 def _keeps_all_thinking(fields: Fields) -> bool:
-    """Whether a client wants its context edited so that the thinking of all turns stays; other edits are not made."""
+    """Whether the client's context edits keep the thinking of all turns; other edits are ignored."""
     management = fields.optional("context_management", mapping)
     edits = management.optional("edits", list_of(mapping)) if management is not None else None
     kept = [edit.values.get("keep") for edit in edits or () if edit.optional("type", text) == _KEEPS_THINKING]
@@ -198,7 +200,7 @@ def _keeps_all_thinking(fields: Fields) -> bool:
 # --- session ---------------------------------------------------------------------------------------------------------
 
 
-def _session(body: JsonObject, headers: Mapping[str, str], marks: CacheMarks) -> SessionHint:
+def _session(body: JsonObject, headers: Mapping[str, str], marks: "_CacheMarks") -> SessionHint:
     """The hint as in every protocol, with the session in `metadata.user_id` and the cache marks."""
     hint = read_session(body, headers)
     metadata = Fields(body).optional("metadata", mapping)
@@ -215,11 +217,64 @@ def _session(body: JsonObject, headers: Mapping[str, str], marks: CacheMarks) ->
 
 
 def _session_in(user_id: str) -> str | None:
-    """The session that Claude Code writes into its user id, as JSON or at its end; a mere user is no session."""
+    """The session that Claude Code writes into its user id, as JSON or at its end; None for a plain user id."""
     if match := _SESSION_IN_USER_ID.search(user_id):
         return match[1]
     try:
-        session = decode_body(user_id.encode()).get("session_id")  # without halves of characters, as all of a body
+        session = decode_body(user_id.encode()).get("session_id")  # lone surrogates are replaced as in a body
     except BadRequest:
         return None
     return session if isinstance(session, str) and session else None
+
+
+# --- cache marks -----------------------------------------------------------------------------------------------------
+#
+# Tools, blocks of the system text, blocks of messages and the request itself (its last message) may carry a mark. Of
+# several marks the last place and the longest time count: the prefix kept up to there serves them all.
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheMarks:
+    """The last mark follows `num_messages` messages (None: no mark); `ttl_seconds` is the longest time asked for."""
+
+    num_messages: int | None = None
+    ttl_seconds: float | None = None
+
+
+def _read_cache_marks(
+    body: JsonObject, system: Sequence[Message], messages: Sequence[Sequence[Message]]
+) -> _CacheMarks:
+    """The marks of a parsed body; `messages` are the messages of each wire message. Raises BadRequest."""
+    places: list[int] = []
+    seconds: list[float] = []
+    for num_messages, holder in _marked_places(body, system, messages):
+        ttl_seconds = holder.optional("cache_control", _read_mark)
+        if ttl_seconds is not None:
+            places.append(num_messages)
+            seconds.append(ttl_seconds)
+    return _CacheMarks(max(places), max(seconds)) if places else _CacheMarks()
+
+
+def _marked_places(
+    body: JsonObject, system: Sequence[Message], messages: Sequence[Sequence[Message]]
+) -> Iterator[tuple[int, Fields]]:
+    """Every object that may carry a mark, with the number of messages up to it."""
+    num_messages = len(system)
+    for key in ("tools", "system"):
+        for index, block in enumerate(wire_blocks(body.get(key))):
+            yield num_messages, Fields(block, f"{key}[{index}]")
+    sent = body.get("messages")
+    for number, message in enumerate(sent if isinstance(sent, list | tuple) else ()):
+        num_messages += len(messages[number])
+        for block in wire_blocks(message.get("content")):
+            yield num_messages, Fields(block, f"messages[{number}].content")
+    yield num_messages, Fields(body)
+
+
+def _read_mark(value: object, path: str) -> float:
+    """Seconds: 5 minutes unless the mark says otherwise."""
+    mark = mapping(value, path)
+    mark.required("type", word("ephemeral"))
+    mark.optional("scope", text)
+    ttl = mark.optional("ttl", read_ttl)
+    return read_ttl(_DEFAULT_TTL, path) if ttl is None else ttl

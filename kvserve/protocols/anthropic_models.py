@@ -1,5 +1,5 @@
-"""Model names -> the bodies of `/v1/models` and `/v1/models/{name}` as Anthropic writes them. Knows the wire form, and
-the header that such a client sends, not what is loaded.
+"""Encodes `/v1/models` and `/v1/models/{name}` in Anthropic's form. This file knows the wire form and the header of
+Anthropic's clients, not which model is loaded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ from kvserve.errors import BadRequest
 from kvserve.protocols.openai_models import ModelCard
 
 VERSION_HEADER = "anthropic-version"
-"""Every request of Anthropic's API carries it, and none of OpenAI's."""
+"""Every Anthropic client sends it; no OpenAI client does."""
 
 MAX_LIMIT = 1000
 _DEFAULT_LIMIT = 20
 
 
 def encode_model(card: ModelCard) -> dict[str, object]:
-    """The body of `/v1/models/{name}`: prompt and answer share one limit; an alias is shown as what it means."""
+    """The body of `/v1/models/{name}`: prompt and answer share one limit; an alias shows its model's name."""
     return {
         "type": "model",
         "id": card.name,

@@ -1,7 +1,7 @@
-"""The signature of a thinking block: it carries the thinking itself, so that whoever echoes it needs no memory of ours.
+"""Signs thinking blocks. A signature holds the whole thinking, so that an echoed block needs no record of ours.
 
-A client may leave the text out of what it echoes, or never have got it (`display: omitted`); the text comes back from
-the signature after a restart and on another machine too. It is no secret: the thinking is that of the user's own model.
+A client may leave the text out of its echo, or never have received it (`display: omitted`); the signature restores the
+text, also after a restart and on another machine. It is not encrypted: the thinking is of the user's own model.
 """
 
 import base64
@@ -12,13 +12,13 @@ _CHECK_BYTES = 9
 
 
 def sign(text: str) -> str:
-    """The signature of this thinking: equal for equal text, whenever and wherever it is made."""
+    """The signature of this thinking; equal text always has an equal signature."""
     raw = text.encode("utf-8", "surrogatepass")
     return _MARK + base64.urlsafe_b64encode(_check(raw) + raw).decode("ascii")
 
 
 def signed_text(signature: str) -> str | None:
-    """The thinking that a signature was made of; None for what is not a signature of ours, or a damaged one."""
+    """The thinking in a signature; None for a foreign or damaged signature."""
     if not signature.startswith(_MARK):
         return None
     try:
@@ -30,5 +30,5 @@ def signed_text(signature: str) -> str | None:
 
 
 def _check(raw: bytes) -> bytes:
-    """Tells our signatures from others, and whole ones from damaged ones."""
+    """A checksum that foreign and damaged signatures fail."""
     return hashlib.sha256(b"kvserve thinking" + raw).digest()[:_CHECK_BYTES]

@@ -1,8 +1,8 @@
-"""Tools that come and go within a conversation, as Anthropic spells it -> `core.ToolBlock`. Knows the wire's blocks;
-what a model reads of them is not its business.
+"""Parses Anthropic's blocks that add or remove tools within a conversation. This file knows the wire's blocks, not what
+a model reads of them.
 
-References name a tool that the request defines elsewhere: they are read first, and get their definitions once the tools
-of the request are known.
+A reference names a tool that the request defines elsewhere: references are read first and get their definitions once
+the request's tools are known.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,12 +19,12 @@ type Change = TextBlock | ToolBlock
 
 
 def read_tool_reference(block: Fields) -> list[ToolBlock]:
-    """A tool that a search for tools has found."""
+    """A tool that a tool search found."""
     return [ToolBlock(block.required("tool_name", filled_text))]
 
 
 def read_tool_addition(block: Fields) -> list[ToolBlock]:
-    """A tool that is offered from here on, by its name or with its definition; one that a server runs is a name."""
+    """A tool offered from here on, by name or with its definition; a server's tool is only a name."""
     tool = block.required("tool", mapping)
     if tool.required("type", text) == "tool_definition":
         definition = tool.required("definition", mapping)
@@ -34,7 +34,7 @@ def read_tool_addition(block: Fields) -> list[ToolBlock]:
 
 
 def read_tool_removal(block: Fields) -> list[ToolBlock]:
-    """A tool that is not offered any more."""
+    """A tool that is no longer offered."""
     return [ToolBlock(_name(block.required("tool", mapping)), is_removed=True)]
 
 
@@ -51,7 +51,7 @@ def _name(tool: Fields) -> str:
 
 
 def read_tool_search_result(block: Fields) -> Sequence[Change]:
-    """What a search that ran on the provider's servers has found."""
+    """The tools that a search on the provider's servers found."""
     content = block.required("content", mapping)
     if content.required("type", text) == "tool_search_tool_search_result":
         references = content.required("tool_references", list_of(mapping))
@@ -60,8 +60,8 @@ def read_tool_search_result(block: Fields) -> Sequence[Change]:
 
 
 def read_compaction(block: Fields) -> Sequence[Change]:
-    """A summary that the provider made of what stands before it, and what changed of the tools there. One that only the
-    provider can read is named."""
+    """The provider's summary of the conversation so far, and its changes of tools. A summary that only the provider can
+    read becomes a name."""
     said = block.optional("content", text)
     changes = block.optional("tool_changes", list_of(mapping)) or []
     readers = {"tool_addition": read_tool_addition, "tool_removal": read_tool_removal}
@@ -72,10 +72,8 @@ def read_compaction(block: Fields) -> Sequence[Change]:
 def with_definitions(
     messages: Sequence[tuple[Message, ...]], tools: Iterable[ToolSpec]
 ) -> tuple[tuple[Message, ...], ...]:
-    """The messages, each reference with the definition that holds there: that of `tools`, or a later one of a message.
-
-    A name that nobody defines stays a name.
-    """
+    """The messages, each reference with the definition in force there: that of `tools` or a later one of a message. An
+    undefined name stays a name."""
     known = {tool.name: ToolBlock.of(tool) for tool in tools}
 
     def defined(block: ToolBlock) -> ToolBlock:

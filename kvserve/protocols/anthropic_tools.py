@@ -1,4 +1,4 @@
-"""Tools, which of them must be called, and the form of the content, as Anthropic spells it -> nouns."""
+"""Parses Anthropic's tools, tool choice and response format."""
 
 import json
 import re
@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 from kvserve.core import ResponseFormat, ToolChoice, ToolSpec
 from kvserve.errors import BadRequest
+from kvserve.protocols.field_names import FieldNames
 from kvserve.protocols.fields import Fields, filled_text, flag, list_of, mapping, mistyped, single_keys, text, word
 from kvserve.protocols.json_schema import read_schema
 from kvserve.protocols.openai_tools import read_parameters, tool_name
-from kvserve.protocols.renaming import FieldNames
 
 _SERVER_KINDS = re.compile(
     r"(web_search|web_fetch|code_execution|advisor|mcp_toolset|tool_search_tool_\w+?)(_[0-9]{8})?"
 )
-"""Tools that the provider runs on its own servers."""
+"""Tools that the provider's servers run."""
 
 _SEARCH = "tool_search_tool_"
 
@@ -24,8 +24,8 @@ _CALLABLE = "can be called here: one that is deferred waits for its tool_referen
 
 @dataclass(frozen=True, slots=True)
 class SentTools:
-    """The tools of a request: those in front of the conversation, those that wait until a reference brings them in, the
-    names of those that would run on the server, and where the schema of each stands in the body."""
+    """A request's tools: those in front of the conversation, those that a reference adds later, the names of those that
+    the provider's servers would run, and the path of each schema in the body."""
 
     front: tuple[ToolSpec, ...] = ()
     deferred: tuple[ToolSpec, ...] = ()
@@ -36,7 +36,7 @@ class SentTools:
 def read_tools(fields: Fields) -> SentTools:
     """`tools`, in the client's order. Raises BadRequest.
 
-    Deferred tools stand in front too where the search that would find them runs on the server: nobody else finds them.
+    Deferred tools are in front too if the provider's servers would search them: no search runs here.
     """
     tools = fields.optional("tools", list_of(mapping)) or []
     kinds = [_kind(tool) for tool in tools]
@@ -53,7 +53,7 @@ def read_tools(fields: Fields) -> SentTools:
 
 
 def server_tool_name(tool: Fields) -> str | None:
-    """What a tool that the provider runs on its own servers is called; None for any other. Raises BadRequest."""
+    """The name of a tool that the provider's servers run; None for any other. Raises BadRequest."""
     kind = _kind(tool)
     return (tool.optional("name", text) or kind) if _SERVER_KINDS.fullmatch(kind) else None
 
@@ -63,7 +63,7 @@ def _kind(tool: Fields) -> str:
 
 
 def read_tool(tool: Fields) -> ToolSpec:
-    """One tool that the client runs. Raises BadRequest."""
+    """A tool that the client runs. Raises BadRequest."""
     kind = _kind(tool)
     if kind != "custom":
         raise mistyped(f"{tool.path}.type", '"custom" (the provider\'s own kinds of tools are not known here)', kind)
@@ -76,7 +76,7 @@ def read_tool(tool: Fields) -> ToolSpec:
 
 
 def wants_only_unserved(fields: Fields, offered: Sequence[ToolSpec], unserved: Sequence[str]) -> bool:
-    """Whether the request can only be answered with tools that nobody runs here: it forces one, or has no others."""
+    """Whether the request forces a tool that only the provider's servers run, or has no other tools."""
     choice = fields.optional("tool_choice", mapping)
     kind = choice.optional("type", text) if choice is not None else None
     if not unserved or kind == "none":
@@ -86,7 +86,7 @@ def wants_only_unserved(fields: Fields, offered: Sequence[ToolSpec], unserved: S
 
 
 def _description(tool: Fields) -> str | None:
-    """The description, and behind it the examples of input: no chat template has a place of its own for them."""
+    """The description, followed by the examples of input: chat templates have no place for examples."""
     described = tool.optional("description", text)
     examples = [example.values for example in tool.optional("input_examples", list_of(single_keys)) or ()]
     if not examples:
@@ -96,10 +96,7 @@ def _description(tool: Fields) -> str | None:
 
 
 def read_tool_choice(fields: Fields, tools: tuple[ToolSpec, ...]) -> tuple[ToolChoice, bool]:
-    """`tool_choice`, and whether several calls at once are allowed.
-
-    Raises BadRequest, also for a choice that `tools` cannot meet.
-    """
+    """`tool_choice`, if `tools` can meet it, and whether parallel calls are allowed. Raises BadRequest."""
     choice = fields.optional("tool_choice", mapping)
     if choice is None:
         return ToolChoice(), True
@@ -120,8 +117,7 @@ def read_tool_choice(fields: Fields, tools: tuple[ToolSpec, ...]) -> tuple[ToolC
 
 
 def read_response_format(fields: Fields) -> ResponseFormat:
-    """`output_config.format`, or the older `output_format`: JSON that obeys a schema, strictly: this API promises no
-    less. Raises BadRequest."""
+    """`output_config.format`, or the older `output_format`: JSON that strictly follows a schema. Raises BadRequest."""
     said = _format(fields)
     if said is None:
         return ResponseFormat()
@@ -135,7 +131,7 @@ def _format(fields: Fields) -> Fields | None:
 
 
 def field_names(fields: Fields, sent: SentTools, offered: Sequence[ToolSpec]) -> FieldNames:
-    """What the schemas are called in a body that was read without an error."""
+    """The paths of the schemas in a parsed body."""
     said = _format(fields)
     parameters = tuple(sent.schemas.get(tool.name, f"the input_schema of {tool.name}") for tool in offered)
     if said is None:

@@ -1,7 +1,7 @@
-"""Whether a JSON schema is well formed. Knows the keywords' shapes; compiling one into a grammar happens elsewhere.
+"""Checks that a JSON schema is well formed. This file knows the keywords' shapes; it compiles no grammar.
 
-Only what would mislead the model or break a grammar is refused; keywords that are not in the table are left alone,
-and so is the boolean `required` of old drafts, which tools still carry.
+It refuses only what would mislead the model or break a grammar. Keywords outside the table pass, as does the boolean
+`required` of old drafts, which tools still have.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ _type_name = word("string", "number", "integer", "boolean", "object", "array", "
 
 
 def read_schema(value: object, path: str) -> JsonObject:
-    """The schema itself. Raises BadRequest naming the broken keyword, and for equal keys: one of them would be lost."""
+    """The schema. Raises BadRequest naming the broken keyword, also for equal keys: one of them would be lost."""
     fields = single_keys(value, path)
     check_schema(value, path)
     return fields.values

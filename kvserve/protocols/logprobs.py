@@ -1,8 +1,8 @@
-"""Log-probabilities in OpenAI's three forms: how a request asks for them, and how an answer's tokens are spelt. Knows
-fields and their ranges; what the numbers mean is the engine's (`engine/logprobs.py`).
+"""Parses requests for log-probabilities and encodes them in OpenAI's three forms. This file knows fields and their
+ranges; the engine computes the numbers.
 
-A token whose bytes are no whole characters is spelt as OpenAI does: each byte outside one as `\\xf0`, in completions
-the whole token behind `bytes:`.
+A token whose bytes are not whole characters is spelt as OpenAI spells it: each odd byte as `\\xf0`, in completions the
+whole token after `bytes:`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ type Wire = dict[str, object]
 MAX_TOP_LOGPROBS = 20
 
 LEAST_LOGPROB = -9999.0
-"""How OpenAI spells what is all but impossible: JSON has no infinity."""
+"""OpenAI's value for minus infinity, which JSON lacks."""
 
 RESPONSE_LOGPROBS = "message.output_text.logprobs"
 
@@ -27,23 +27,23 @@ _read_num_top = integer(0, MAX_TOP_LOGPROBS)
 
 
 def read_chat_logprobs(fields: Fields) -> int | None:
-    """How many likeliest tokens are told; None without log-probabilities. Raises BadRequest."""
+    """The number of likeliest tokens to report; None without log-probabilities. Raises BadRequest."""
     return _num_top(fields, wanted=bool(fields.optional("logprobs", _read_flag)), needs="logprobs: true")
 
 
 def read_completion_logprobs(fields: Fields) -> int | None:
-    """The same of `logprobs: N`, where 0 asks for those of the drawn tokens alone. Raises BadRequest."""
+    """The same for `logprobs: N`; 0 asks for the drawn tokens alone. Raises BadRequest."""
     value, _ = fields.locate("logprobs")
     return None if value is False else fields.optional("logprobs", _read_num_top)
 
 
 def read_response_logprobs(fields: Fields, include: Sequence[str]) -> int | None:
-    """The same where `include` asks for them. Raises BadRequest."""
+    """The same for `include`. Raises BadRequest."""
     return _num_top(fields, wanted=RESPONSE_LOGPROBS in include, needs=f'include: ["{RESPONSE_LOGPROBS}"]')
 
 
 def _read_flag(value: object, path: str) -> bool:
-    """0 is tolerated for false, as completions spell it."""
+    """true or false; 0, which completions send, is false."""
     return False if value == 0 and not isinstance(value, bool) else flag(value, path)
 
 
@@ -59,12 +59,12 @@ def _num_top(fields: Fields, *, wanted: bool, needs: str) -> int | None:
 
 
 def chat_logprobs(tokens: Sequence[ContentToken]) -> Wire:
-    """`choices[].logprobs` of a chat: the tokens of content, and none of a refusal."""
+    """`choices[].logprobs` of a chat: the content's tokens; `refusal` is always null."""
     return {"content": response_logprobs(tokens), "refusal": None}
 
 
 def response_logprobs(tokens: Sequence[ContentToken]) -> list[Wire]:
-    """Each token with its bytes and its likeliest ones, as chats and parts of responses have them."""
+    """Each token with its bytes and its likeliest alternatives, as in chats and in parts of responses."""
     return [
         {
             **_spelt(token.text_bytes, token.logprob),
@@ -75,7 +75,7 @@ def response_logprobs(tokens: Sequence[ContentToken]) -> list[Wire]:
 
 
 def response_delta_logprobs(tokens: Sequence[ContentToken]) -> list[Wire]:
-    """The same as the events of text have them, which is without bytes."""
+    """The same without bytes, as in the text events of responses."""
     return [
         {
             "token": _text(token.text_bytes),
@@ -87,9 +87,9 @@ def response_delta_logprobs(tokens: Sequence[ContentToken]) -> list[Wire]:
 
 
 def completion_logprobs(tokens: Sequence[ContentToken]) -> Wire:
-    """`choices[].logprobs` of a completion: one list per kind of fact, offsets counted in the whole completion's text.
+    """`choices[].logprobs` of a completion: one list per value; offsets count characters of the whole completion.
 
-    Each token's likeliest ones come with the drawn one, by text: of several tokens with one text the likeliest counts.
+    Each token's alternatives include the drawn one, by text: of several tokens with one text the likeliest counts.
     """
     return {
         "tokens": [_legacy_text(token.text_bytes) for token in tokens],
@@ -122,4 +122,4 @@ def _legacy_text(text_bytes: bytes) -> str:
 
 
 def _number(logprob: float) -> float:
-    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB  # also where it is no number
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB  # also for NaN

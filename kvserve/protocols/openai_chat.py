@@ -1,7 +1,7 @@
-"""`/v1/chat/completions`: body -> Turn, answer events -> chunks or one message. Knows the wire form and nothing else.
+"""Parses `/v1/chat/completions` and encodes its answers as chunks or one message. This file knows only the wire form.
 
-Every field may also stand in `extra_body`; what stands at the top level counts. A request with the legacy `functions`
-is answered in their form: one `function_call` instead of `tool_calls`.
+Every field may also be in `extra_body`; the top level counts first. A request with the legacy `functions` is answered
+in their form: one `function_call` instead of `tool_calls`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +26,7 @@ from kvserve.core import (
     Waiting,
 )
 from kvserve.errors import BadRequest, RequestError
+from kvserve.protocols.field_names import FieldNames
 from kvserve.protocols.fields import flag, places, text, with_extra_body
 from kvserve.protocols.logprobs import chat_logprobs, read_chat_logprobs
 from kvserve.protocols.openai_errors import encode_error
@@ -38,8 +39,7 @@ from kvserve.protocols.openai_tools import (
     read_tools,
 )
 from kvserve.protocols.openai_usage import encode_usage
-from kvserve.protocols.renaming import FieldNames
-from kvserve.protocols.sampling import (
+from kvserve.protocols.sampling_fields import (
     check_tolerated,
     read_max_tokens,
     read_sampling,
@@ -54,7 +54,7 @@ PROTOCOL = "openai_chat"
 
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {"n": (1,)}
 
-# what the renderer passes to the template itself: a request that set one of these would change what a render is
+# The renderer itself passes these to the template; a request that set one of them would change what is rendered.
 _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     (
         *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
@@ -69,13 +69,13 @@ _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A parsed body: the turn, how the answer travels, and what it calls the fields that are judged later."""
+    """A parsed body: the turn, how to send the answer, and the client's names of the fields that are checked later."""
 
     turn: Turn
     stream: bool
     include_usage: bool
     uses_functions: bool = False
-    """Whether the tools were given as the legacy `functions`."""
+    """Whether the tools are the legacy `functions`."""
     names: FieldNames = FieldNames()
 
 
@@ -84,7 +84,7 @@ def parse_chat(
 ) -> ChatRequest:
     """The request that `body` and `headers` (lower-case names) make. Raises BadRequest naming the field.
 
-    `max_tokens` and the thinking choice stay None where the request says nothing of them.
+    `max_tokens` and the thinking choice are None if the request does not set them.
     """
     fields = with_extra_body(body)
     refuse_unsupported(fields, _UNSUPPORTED)
@@ -131,7 +131,7 @@ def read_template_arguments(body: JsonObject) -> JsonObject:
 
 
 def chat_id(request_id: RequestId) -> str:
-    """The id that the body carries."""
+    """The id in the body."""
     return f"chatcmpl-{request_id}"
 
 
@@ -160,22 +160,22 @@ class ChatStreamEncoder:
         self._num_calls = 0
 
     def role_chunk(self) -> dict[str, object]:
-        """The first chunk: who speaks, and no text yet."""
+        """The first chunk: the role without text."""
         return self._chunk({"role": "assistant", "content": ""})
 
     def keep_alive(self) -> dict[str, object]:
-        """A chunk that says nothing, for clients and proxies that give up on silence.
+        """An empty chunk for clients and proxies that give up on silence.
 
-        LiteLLM swallows comments and deltas without a field; an empty piece of thinking passes.
+        LiteLLM drops comments and deltas without a field; an empty piece of thinking passes.
         """
         return self._chunk({"reasoning_content": ""})
 
     def error_chunk(self, error: RequestError) -> dict[str, JsonObject]:
-        """The last event of a stream that fails after it began: the error's body, which clients raise."""
+        """The last event of a stream that failed after it began: the error's body, which clients raise."""
         return encode_error(error)
 
     def encode(self, event: AnswerEvent) -> list[dict[str, object]]:
-        """The chunks that `event` makes: none while waiting, two for the end where usage was asked for."""
+        """The chunks for `event`: none while waiting, two for the end if the client asked for usage."""
         match event:
             case Waiting():
                 return []
@@ -196,7 +196,7 @@ class ChatStreamEncoder:
                 return [end, *([usage_chunk] if self._include_usage else [])]
 
     def _call_chunk(self, function: JsonObject, **head: str) -> dict[str, object]:
-        """A piece of the call that is on its way."""
+        """A piece of the current call."""
         if self._uses_functions:
             return self._chunk({"function_call": function})
         return self._chunk({"tool_calls": [{"index": self._num_calls, **head, "function": function}]})
@@ -222,7 +222,7 @@ def encode_answer(
     with_logprobs: bool = False,
     uses_functions: bool = False,
 ) -> dict[str, object]:
-    """The body of an answer that is not streamed: its message is what the chunks put together say."""
+    """The body of an answer that is not streamed: its message equals the joined chunks."""
     message: dict[str, object] = {
         "role": "assistant",
         "content": None if answer.calls and not answer.content else answer.content,

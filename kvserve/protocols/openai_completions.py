@@ -1,6 +1,6 @@
-"""`/v1/completions`: a prompt that goes to the model as it is, and text back. Knows the wire form and nothing else.
+"""Parses `/v1/completions` and encodes its answers. This file knows only the wire form.
 
-A completion is not split into channels: all that the model writes is content.
+The prompt goes to the model as it is, and everything that the model writes is content.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ from kvserve.core import (
     Waiting,
 )
 from kvserve.errors import BadRequest, RequestError
+from kvserve.protocols.field_names import FieldNames
 from kvserve.protocols.fields import MAX_TOKEN_COUNT, filled_text, integer, list_of, mistyped, text, with_extra_body
 from kvserve.protocols.logprobs import completion_logprobs, read_completion_logprobs
 from kvserve.protocols.openai_errors import encode_error
 from kvserve.protocols.openai_tools import content_names, read_response_format
 from kvserve.protocols.openai_usage import encode_usage
-from kvserve.protocols.renaming import FieldNames
-from kvserve.protocols.sampling import (
+from kvserve.protocols.sampling_fields import (
     check_tolerated,
     read_max_tokens,
     read_sampling,
@@ -54,7 +54,7 @@ _read_token_ids = list_of(integer(0, MAX_TOKEN_COUNT))
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A parsed body: the turn, how the answer travels, and what it calls the fields that are judged later."""
+    """A parsed body: the turn, how to send the answer, and the client's names of the fields that are checked later."""
 
     turn: Turn
     stream: bool
@@ -107,7 +107,7 @@ def read_prompt(value: object, path: str) -> str | tuple[int, ...]:
 
 
 def completion_id(request_id: RequestId) -> str:
-    """The id that the body carries."""
+    """The id in the body."""
     return f"cmpl-{request_id}"
 
 
@@ -122,15 +122,15 @@ class CompletionStreamEncoder:
         self._with_logprobs = with_logprobs
 
     def keep_alive(self) -> dict[str, object]:
-        """A chunk that says nothing, for clients and proxies that give up on silence."""
+        """An empty chunk for clients and proxies that give up on silence."""
         return self._chunk("")
 
     def error_chunk(self, error: RequestError) -> dict[str, JsonObject]:
-        """The last event of a stream that fails after it began: the error's body, which clients raise."""
+        """The last event of a stream that failed after it began: the error's body, which clients raise."""
         return encode_error(error)
 
     def encode(self, event: AnswerEvent) -> list[dict[str, object]]:
-        """The chunks that `event` makes. Raises TypeError for reasoning and calls: a completion is not split."""
+        """The chunks for `event`. Raises TypeError for reasoning and calls: a completion has neither."""
         match event:
             case Waiting():
                 return []
@@ -151,7 +151,7 @@ class CompletionStreamEncoder:
 def encode_completion(
     answer: Answer, request_id: RequestId, model: str, created: int, *, with_logprobs: bool = False
 ) -> dict[str, object]:
-    """The body of a completion that is not streamed. Raises TypeError where the answer was split."""
+    """The body of a completion that is not streamed. Raises TypeError for reasoning or calls."""
     if answer.reasoning or answer.calls:
         raise TypeError("a completion has neither reasoning nor calls")
     choice = _encode_choice(answer.content, answer.finished.reason, answer.tokens if with_logprobs else None)

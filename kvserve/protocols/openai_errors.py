@@ -1,4 +1,4 @@
-"""Request errors -> OpenAI's error body. Knows the wire's error types; the status line is written elsewhere."""
+"""Encodes request errors as OpenAI's error body. This file knows the wire's error types, not the status line."""
 
 from kvserve.core import JsonObject
 from kvserve.errors import RequestError

@@ -1,11 +1,13 @@
-"""OpenAI chat messages -> `core.Message`. Knows the wire's roles and content parts, not what a template makes of them.
+"""Parses OpenAI chat messages. This file knows the wire's roles and content parts, not what a template makes of them.
 
 Messages keep their order and number, whatever agents send: system messages in the middle, two user messages in a row,
 results without a call, empty content, an assistant message last. Empty text makes no block, so that "", null, [] and a
-missing `content` are the same message. The name of the reasoning field is forgotten, its text is kept.
+missing `content` are the same message. Only the text of a reasoning field is kept, not its name.
 """
 
+import base64
 import json
+import re
 from collections.abc import Callable, Mapping
 
 from kvserve.core import (
@@ -19,8 +21,18 @@ from kvserve.core import (
     ToolResultBlock,
 )
 from kvserve.errors import BadRequest
-from kvserve.protocols.fields import Fields, Reader, filled_text, list_of, mapping, mistyped, single_keys, text, word
-from kvserve.protocols.openai_files import read_file_part, read_input_file
+from kvserve.protocols.fields import (
+    Fields,
+    Reader,
+    child_path,
+    filled_text,
+    list_of,
+    mapping,
+    mistyped,
+    single_keys,
+    text,
+    word,
+)
 from kvserve.protocols.placeholders import NOT_HEARD, NOT_READ, words, words_of_unknown
 
 ROLES: Mapping[str, Role] = {
@@ -32,6 +44,9 @@ ROLES: Mapping[str, Role] = {
     "function": "tool",
 }
 REASONING_FIELDS = ("reasoning_content", "reasoning", "reasoning_text")
+
+_FILE_DATA_URL = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
+_ELSEWHERE = ("file_id", "file_url")
 
 type PlainBlock = TextBlock | ImageBlock
 
@@ -48,7 +63,7 @@ def _read_refusal_part(part: Fields) -> TextBlock:
 
 
 def _read_image_part(part: Fields) -> PlainBlock:
-    """`image_url` is an address or {"url": address}; an image that was uploaded elsewhere has no address here."""
+    """`image_url` is an address or {"url": address}; an image uploaded to another server becomes words."""
     if part.values.get("image_url") is None and part.optional("file_id", filled_text) is not None:
         return TextBlock(words(part, NOT_READ))
 
@@ -61,12 +76,41 @@ def _read_image_part(part: Fields) -> PlainBlock:
 
 
 def _read_audio_part(part: Fields) -> TextBlock:
-    """No model here hears anything."""
+    """Words: no model here hears audio."""
     return TextBlock(words(Fields({"type": part.values["type"]}, part.path), NOT_HEARD))
 
 
 def _read_thinking_part(part: Fields) -> ThinkingBlock:
     return ThinkingBlock(part.required("thinking", text), part.optional("signature", text))
+
+
+def _read_file_part(part: Fields) -> TextBlock:
+    """The file of a `file` part, as chat/completions has it. Raises BadRequest."""
+    return _read_input_file(part.required("file", mapping))
+
+
+def _read_input_file(part: Fields) -> TextBlock:
+    """The text in `file_data` (a data URL or plain base64) below `filename`, if there is one. A file on another server
+    or without text becomes words: other documents would be guessed at. Raises BadRequest."""
+    name = part.optional("filename", text)
+    if part.values.get("file_data") is None and any(part.optional(place, text) for place in _ELSEWHERE):
+        return _unread_file(part)
+    said = _FILE_DATA_URL.sub("", part.required("file_data", filled_text), count=1)
+    try:
+        content = base64.b64decode(said, validate=True).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return _unread_file(part)
+    except ValueError as error:  # binascii.Error included
+        path = child_path(part.path, "file_data")
+        raise BadRequest(f"{path}: expected base64 or a data URL with it ({error}).", param=path) from error
+    if "\0" in content:
+        return _unread_file(part)
+    return TextBlock("\n".join(line for line in (name, content) if line))
+
+
+def _unread_file(part: Fields) -> TextBlock:
+    told = {name: part.values.get(name) for name in ("filename", "file_url")}
+    return TextBlock(words(Fields({"type": "file", **told}, part.path), NOT_READ))
 
 
 PLAIN_PARTS: Mapping[str, Callable[[Fields], PlainBlock]] = {
@@ -78,8 +122,8 @@ PLAIN_PARTS: Mapping[str, Callable[[Fields], PlainBlock]] = {
     "input_image": _read_image_part,
     "computer_screenshot": _read_image_part,
     "input_audio": _read_audio_part,
-    "file": read_file_part,
-    "input_file": read_input_file,
+    "file": _read_file_part,
+    "input_file": _read_input_file,
 }
 ASSISTANT_PARTS: Mapping[str, Callable[[Fields], PlainBlock | ThinkingBlock]] = {
     **PLAIN_PARTS,
@@ -92,15 +136,15 @@ def content_reader[T: PlainBlock | ThinkingBlock](
     *,
     in_messages: bool = True,
 ) -> Reader[list[T | TextBlock]]:
-    """A reader of `content`: a string, or an array of the `parts` that may stand there. In messages, which a client
-    cannot mend, what nobody here knows becomes words where it can be read."""
+    """A reader of `content`: a string, or an array of the allowed `parts`. In messages, which a client cannot repair,
+    unknown parts become words if they can be read."""
 
     def read_part(value: object, path: str) -> T | TextBlock:
         part = mapping(value, path)
         kind = part.required("type", text)
         if kind in parts:
             return parts[kind](part)
-        if kind in ASSISTANT_PARTS or not in_messages:  # of ours, but not in this place
+        if kind in ASSISTANT_PARTS or not in_messages:  # a known part in the wrong place
             raise mistyped(f"{path}.type", "one of " + ", ".join(f'"{known}"' for known in parts), kind)
         return TextBlock(words_of_unknown(part, tuple(parts)))
 
@@ -124,7 +168,7 @@ _read_text_content = content_reader({"text": _read_text_part}, in_messages=False
 
 
 def _read_arguments(value: object, path: str) -> str:
-    """The JSON text exactly as received; an object, which some clients send, becomes compact JSON."""
+    """The JSON text as received; an object, which some clients send, becomes compact JSON."""
     if isinstance(value, Mapping):
         return json.dumps(single_keys(value, path).values, ensure_ascii=False, separators=(",", ":"))
     return text(value, path)
@@ -162,7 +206,7 @@ def _read_calls(fields: Fields) -> list[ToolCallBlock]:
 
 
 def read_message(value: object, path: str) -> Message:
-    """One message of the wire. Raises BadRequest naming the field."""
+    """One wire message. Raises BadRequest naming the field."""
     fields = mapping(value, path)
     wire_role = fields.required("role", text)
     if wire_role not in ROLES:
@@ -188,8 +232,7 @@ def _read_assistant_blocks(fields: Fields) -> list[Block]:
 
 
 def read_prediction(value: object, path: str) -> None:
-    """`prediction`: a text that the answer may resemble. It changes neither the answer nor its speed here. Raises
-    BadRequest."""
+    """Checks `prediction`, a text that the answer may resemble; it is ignored. Raises BadRequest."""
     said = mapping(value, path)
     said.required("type", word("content"))
     said.required("content", _read_text_content)

@@ -1,4 +1,4 @@
-"""Model names -> the bodies of `/v1/models` and `/v1/models/{name}`. Knows the wire form, not what is loaded."""
+"""Encodes `/v1/models` and `/v1/models/{name}`. This file knows the wire form, not which model is loaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What the endpoints tell of one model: its name, Unix seconds, and the tokens of prompt and answer together.
-
-    `alias_of` is the model's own name where this one is an alias.
-    """
+    """One model as clients see it: name, Unix seconds, and the limit of prompt and answer together. `alias_of` is the
+    model's own name if `name` is an alias."""
 
     name: str
     created: int
@@ -18,8 +16,8 @@ class ModelCard:
 
 
 def encode_model(card: ModelCard) -> dict[str, object]:
-    """The body of `/v1/models/{name}`; clients of local servers look for the context limit in `max_model_len` and for
-    what an alias stands for in `root`."""
+    """The body of `/v1/models/{name}`. Clients of local servers read the context limit from `max_model_len` and an
+    alias's model from `root`."""
     entry: dict[str, object] = {"id": card.name, "object": "model", "created": card.created, "owned_by": "kvserve"}
     if card.context_limit is not None:
         entry["max_model_len"] = card.context_limit
@@ -29,5 +27,5 @@ def encode_model(card: ModelCard) -> dict[str, object]:
 
 
 def encode_model_list(cards: Sequence[ModelCard]) -> dict[str, object]:
-    """The body of `/v1/models`, in the order given: the loaded model comes first."""
+    """The body of `/v1/models`, in the given order: the loaded model is first."""
     return {"object": "list", "data": [encode_model(card) for card in cards]}

@@ -1,6 +1,6 @@
-"""Tools, which of them must be called, and the form of the content, as OpenAI chat spells it -> nouns.
+"""Parses the tools, tool choice and response format of OpenAI chat.
 
-The legacy `functions` / `function_call` pair means the same as `tools` / `tool_choice`, but for one call at a time.
+The legacy pair `functions` / `function_call` equals `tools` / `tool_choice`, with one call at a time.
 """
 
 import re
@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from kvserve.core import JsonObject, ResponseFormat, ToolChoice, ToolSpec
 from kvserve.errors import BadRequest
+from kvserve.protocols.field_names import FieldNames
 from kvserve.protocols.fields import Fields, filled_text, flag, list_of, mapping, mistyped, text, word
 from kvserve.protocols.json_schema import read_schema
-from kvserve.protocols.renaming import FieldNames
 
 _TOOL_NAME = re.compile(r"""[^\s<>{}"'`]{1,128}""")
 _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
@@ -26,7 +26,7 @@ def read_tools(fields: Fields) -> tuple[ToolSpec, ...]:
 
 
 def gives_functions(fields: Fields) -> bool:
-    """Whether the tools, if there are any, are given as the legacy `functions`."""
+    """Whether the request's tools are the legacy `functions`."""
     return bool(fields.optional("functions", list_of(mapping))) and not fields.optional("tools", list_of(mapping))
 
 
@@ -51,7 +51,7 @@ def read_function(value: object, path: str) -> ToolSpec:
 
 
 def tool_name(value: object, path: str) -> str:
-    """A name that every form of calls can write: no white space, no quotes, nothing that looks like a tag."""
+    """A name that every call form can write: no white space, quotes, braces, < or >."""
     name = filled_text(value, path)
     if not _TOOL_NAME.fullmatch(name):
         raise mistyped(path, "a name of at most 128 characters without white space, quotes, braces, < and >", name)
@@ -68,7 +68,7 @@ def read_parameters(value: object, path: str) -> JsonObject:
 
 
 def read_tool_choice(fields: Fields, tools: tuple[ToolSpec, ...]) -> ToolChoice:
-    """`tool_choice` or the legacy `function_call`. Raises BadRequest, also for a choice that `tools` cannot meet."""
+    """`tool_choice` or the legacy `function_call`. Raises BadRequest, also if `tools` cannot meet the choice."""
     choice = fields.optional("tool_choice", _read_choice)
     legacy = fields.optional("function_call", _read_legacy_choice)
     if choice and legacy:
@@ -103,7 +103,7 @@ def _read_legacy_choice(value: object, path: str) -> ToolChoice:
 
 
 def field_names(fields: Fields) -> FieldNames:
-    """What the schemas are called in a body that was read without an error."""
+    """The paths of the schemas in a parsed body."""
     tools = [f"{tool.path}.function.parameters" for tool in fields.optional("tools", list_of(mapping)) or ()]
     functions = [f"{function.path}.parameters" for function in fields.optional("functions", list_of(mapping)) or ()]
     return replace(content_names(fields), parameters=tuple(tools or functions))

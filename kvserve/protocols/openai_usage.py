@@ -1,11 +1,11 @@
-"""`core.Usage` -> OpenAI's usage object, the same in streamed and whole answers of both generation endpoints."""
+"""Encodes OpenAI's usage object, the same in streamed and whole answers of both generation endpoints."""
 
 from kvserve.core import Usage
 
 
 def encode_usage(usage: Usage) -> dict[str, object]:
-    """Cached and written tokens are part of the prompt tokens, reasoning tokens of the completion tokens. A prediction
-    speeds nothing up here, so that none of its tokens is accepted, nor computed in vain."""
+    """Prompt tokens include cached and written tokens, completion tokens include reasoning tokens. Predictions are not
+    used, so both of their counts are 0."""
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_completion_tokens,

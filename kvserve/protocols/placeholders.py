@@ -1,7 +1,7 @@
-"""What a model here cannot read, or another server did, in words: a client cannot mend a transcript that holds it.
+"""Puts into words what the model cannot read and what another server did: a client cannot repair such a transcript.
 
-Nothing readable is dropped: queries, addresses, code and the text of results stand below a heading that says what it
-was. Ids, sealed fields and bytes are left out, so the words of a block are the same in every request that repeats it.
+Everything readable is kept: queries, addresses, code and the text of results follow a heading that names the block.
+Ids, sealed fields and bytes are left out, so a block has the same words in every request that repeats it.
 """
 
 import re
@@ -31,16 +31,16 @@ _SILENT = frozenset(
         *("pending_safety_checks", "acknowledged_safety_checks", "max_output_length", "execution", "role", "citations"),
     )
 )
-"""Fields that say nothing to a reader: names that clients and servers go by, and how bytes were written."""
+"""Fields that mean nothing to the model: ids of clients and servers, and encodings of bytes."""
 
 _NAMELESS = frozenset(("text", "content", "output", "result"))
-"""Fields whose text is what the block says: it stands without their name."""
+"""Fields whose text is written without the field's name."""
 
 _TOOL_INPUT = "input"
-"""What a tool was called with: every field of it is the tool's own."""
+"""A tool's arguments: every field in it is the tool's own."""
 
 _TELLING_TYPES = frozenset(("action", "operation", "outcome"))
-"""Objects whose `type` says what was done; that of others says only how they are built."""
+"""Objects whose `type` is written: it names what was done."""
 
 _SEALED_NAME = re.compile(r"encrypted_.*|signature|fingerprint")
 _DATA_URL = re.compile(r"data:[^,]*;base64,.*", re.DOTALL)
@@ -53,19 +53,19 @@ _USUAL_STATUSES = ("completed", "in_progress", "searching", "interpreting", "gen
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """What of a block can be read, line by line, and whether something in it cannot."""
+    """The readable lines of a block, and whether that is all of it."""
 
     lines: tuple[str, ...]
     is_whole: bool
 
 
 def words(block: Fields, why: str = BY_ANOTHER_SERVER) -> str:
-    """A block in words, whatever it holds. Raises BadRequest where it has no type."""
+    """A block in words."""
     return _titled(str(block.values.get("type")), read(block.values), why)
 
 
 def words_of_unknown(block: Fields, known: Sequence[str]) -> str:
-    """A block of a type that nobody here knows. Raises BadRequest where nothing in it can be read."""
+    """A block of unknown type in words. Raises BadRequest if nothing in it can be read."""
     readable = read(block.values)
     kind = block.values.get("type")
     if not readable.lines:
@@ -79,13 +79,13 @@ def _titled(kind: str, readable: Readable, why: str) -> str:
 
 
 def read(values: JsonObject) -> Readable:
-    """What can be read in an object, in the order in which it was sent."""
+    """The readable part of an object, in the order sent."""
     found = list(_leaves("", values))
     return Readable(tuple(line for line in found if line is not None), None not in found)
 
 
 def _leaves(name: str, value: object, *, in_input: bool = False) -> Iterator[str | None]:
-    """A line for each value that says something; None for one that cannot be read."""
+    """A line for each readable value; None for one that cannot be read."""
     if isinstance(value, Mapping):
         if name in _TELLING_TYPES and not in_input and isinstance(kind := value.get("type"), str):
             yield f"{name}: {kind}"
@@ -108,7 +108,7 @@ def _leaves(name: str, value: object, *, in_input: bool = False) -> Iterator[str
 
 def _is_bytes(text: str) -> bool:
     """Whether a text is a data URL or long base64: one line or lines of one length, with letters of both cases and
-    digits. Lists of names and long numbers, as commands write them, are not."""
+    digits, unlike lists of names and long numbers in the output of commands."""
     if _DATA_URL.fullmatch(text):
         return True
     if len(text) < _MIN_BYTES_CHARACTERS or text.isspace():

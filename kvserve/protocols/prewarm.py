@@ -1,6 +1,6 @@
-"""`/v1/cache/prewarm`: a body with messages and tools in OpenAI's or Anthropic's form -> Turn; what was warmed -> body.
+"""Parses and encodes `/v1/cache/prewarm`, whose bodies have OpenAI's or Anthropic's form.
 
-There need not be any message: a system prompt or tools are enough.
+A body needs no message: a system prompt or tools are enough.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from kvserve.protocols import anthropic_messages, openai_chat
 from kvserve.protocols.anthropic_models import VERSION_HEADER
 from kvserve.protocols.session import read_session
 
-_SOMEBODY = ({"role": "user", "content": "x"},)
-"""Stands in for messages while the rest of a body is read."""
+_PLACEHOLDER = ({"role": "user", "content": "x"},)
+"""Replaces missing messages while the rest of a body is parsed."""
 
 
 def speaks_anthropic(body: JsonObject, headers: Mapping[str, str]) -> bool:
@@ -26,9 +26,9 @@ def speaks_anthropic(body: JsonObject, headers: Mapping[str, str]) -> bool:
 def parse_prewarm(
     body: JsonObject, headers: Mapping[str, str], defaults: RequestDefaults, request_id: RequestId
 ) -> Turn:
-    """The turn whose prompt is to be computed, as a request with this body would make it. Raises BadRequest."""
+    """The turn whose prompt is computed, as a request with this body would make it. Raises BadRequest."""
     has_messages = bool(body.get("messages")) if body.get("messages", []) in ([], None) else True
-    whole = body if has_messages else {**body, "messages": list(_SOMEBODY)}
+    whole = body if has_messages else {**body, "messages": list(_PLACEHOLDER)}
     if speaks_anthropic(body, headers):
         turn = anthropic_messages.parse_counted(whole, headers, defaults, request_id)
     else:
@@ -45,7 +45,7 @@ def parse_prewarm(
 def encode_prewarmed(
     model: str, *, num_tokens: int, num_cached_tokens: int, num_computed_tokens: int, seconds: float, reason: str
 ) -> JsonObject:
-    """The answer. `state` is `done`, or `dropped` for a reason; what was computed until then is kept."""
+    """The answer. `state` is `done`, or `dropped` with a reason; what was computed until then is kept."""
     return {
         "object": "cache.prewarm",
         "model": model,

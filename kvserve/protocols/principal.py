@@ -1,7 +1,7 @@
-"""Who sends a request: the key in its headers, and what stays the same of the user that it names.
+"""Reads the principal of a request: the key in its headers, and the stable part of the user that it names.
 
-Several fields name a user. Claude Code writes its session behind or into it: `user_<hash>_account__session_<uuid>`, or
-JSON with a `session_id`; that part is another one every day, and is no part of who it is.
+Several fields name a user. Claude Code adds its session to it: `user_<hash>_account__session_<uuid>`, or JSON with a
+`session_id`; that part changes every day and is cut off.
 """
 
 import json
@@ -12,14 +12,15 @@ from kvserve.core import JsonObject, Principal, key_digest, principal_digest
 from kvserve.protocols.fields import places
 
 USER_FIELDS = ("user", "safety_identifier", "user_id")
-"""In the order in which they count: OpenAI's protocols have the first two, Anthropic's `metadata` the last."""
+"""In order of precedence: OpenAI's protocols have the first two, Anthropic's `metadata` the last."""
 
 SESSION_NAMES = frozenset({"session_id", "conversation_id", "thread_id", "chat_id", "prompt_cache_key"})
 _SESSION_AT_THE_END = re.compile(r"_*session_[0-9A-Za-z-]+\Z")
 
 
 def read_principal(body: JsonObject, headers: Mapping[str, str]) -> Principal:
-    """The principal of `body` and `headers` (lower-case names). A user that is no text is the protocol's to refuse."""
+    """The principal of `body` and `headers` (lower-case names). Users that are not text are ignored here: the protocol
+    refuses them."""
     where = places(body, (), ("extra_body",), ("metadata",), ("extra_body", "metadata"))
     named = (fields.values.get(name) for name in USER_FIELDS for fields in where)
     user = next((stable for each in named if isinstance(each, str) and (stable := stable_user(each))), "")
@@ -27,7 +28,7 @@ def read_principal(body: JsonObject, headers: Mapping[str, str]) -> Principal:
 
 
 def stable_user(user: str) -> str:
-    """A user's id without the session in it; "" where nothing is left."""
+    """A user's id without its session; "" if nothing is left."""
     text = user.strip()
     if text.startswith("{"):
         try:

@@ -1,7 +1,8 @@
-"""Items of `/v1/responses` -> `core.Message`. Knows the items' fields, not what a template makes of them.
+"""Parses items of `/v1/responses`, and encodes pages of them. This file knows the items' fields, not what a template
+makes of them.
 
-What one answer consists of on the wire (reasoning, text, calls: an item each) is one assistant message here, the one
-that `/v1/chat/completions` makes of it. Ids of items say which answer they come from and are forgotten otherwise.
+The wire has one item for the reasoning, the text and each call of an answer; together they become one assistant
+message, as in `/v1/chat/completions`. An item's id tells only which answer the item belongs to.
 """
 
 import json
@@ -30,20 +31,23 @@ from kvserve.protocols.placeholders import words, words_of_unknown
 from kvserve.protocols.responses_reasoning import unseal_reasoning
 from kvserve.protocols.responses_tools import custom_arguments, model_name
 
+MAX_LIMIT = 100
+_DEFAULT_LIMIT = 20
+
 ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
-# LiteLLM and other clients of several protocols send `text` and `image_url` parts here, too: they mean the same.
+# LiteLLM and other clients of several protocols also send `text` and `image_url` parts: they mean the same.
 _read_content = content_reader(PLAIN_PARTS)
 _OWN_ITEM = re.compile(r"(?:rs|msg|fc|ctc)_(req[0-9a-f]{24})_[0-9]+")
 
 
 def item_id(kind: str, request_id: RequestId, position: int) -> str:
-    """The id of an item of ours: `kind` is its prefix, such as `msg`."""
+    """The id of an item of this server; `kind` is its prefix, such as `msg`."""
     return f"{kind}_{request_id}_{position}"
 
 
 def answer_of_item(wire_id: str) -> RequestId | None:
-    """The request whose answer an item belongs to; None for an id that is not ours."""
+    """The request whose answer an item belongs to; None for a foreign id."""
     match = _OWN_ITEM.fullmatch(wire_id)
     return RequestId(match[1]) if match else None
 
@@ -72,7 +76,7 @@ def _read_message(item: Fields) -> _Item:
 
 
 def _read_reasoning(item: Fields) -> _Item:
-    """The whole thoughts where they are there, else their summary."""
+    """The whole thoughts, or their summary if the thoughts are missing."""
     thoughts = "".join(item.optional("content", list_of(_read_reasoning_part)) or [])
     sealed = item.optional("encrypted_content", text)
     summary = "\n\n".join(item.optional("summary", list_of(_read_reasoning_part)) or [])
@@ -104,7 +108,7 @@ def _read_output(item: Fields) -> _Item:
 
 
 def _read_client_call(item: Fields) -> _Item:
-    """A call of one of OpenAI's own tools that the client ran, such as a shell: a call like any other, by its name."""
+    """A call of one of OpenAI's own tools that the client ran, such as a shell; it becomes an ordinary call."""
     name = item.required("type", text).removesuffix("_call")
     given = {key: value for key, value in item.values.items() if key not in _NO_ARGUMENTS}
     arguments = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
@@ -112,8 +116,8 @@ def _read_client_call(item: Fields) -> _Item:
 
 
 def _read_client_output(item: Fields) -> _Item:
-    """What came of it: a text, a picture of a screen, or an object of words."""
-    # the output of a local shell has its call's id under another name
+    """The output of such a call: a text, a picture of a screen, or an object, which becomes words."""
+    # a local shell's output has its call's id under another name
     named = "id" if item.values["type"] == "local_shell_call_output" and "call_id" not in item.values else "call_id"
     call_id = item.required(named, text)
     output = item.values.get("output")
@@ -129,20 +133,20 @@ def _is_part(value: object) -> bool:
     return isinstance(value, Mapping) and value.get("type") in PLAIN_PARTS
 
 
-def _read_aside(item: Fields) -> _Item:
-    """What a server did between the assistant's words, on lines of its own: nothing goes between pieces of its text."""
+def _read_separately(item: Fields) -> _Item:
+    """A server's work between the assistant's words, on its own lines, apart from the assistant's text."""
     return _Said("aside", (TextBlock(f"\n{words(item)}\n"),))
 
 
 def _read_unknown(item: Fields) -> _Item:
-    """An item that nobody here knows, where it can be read: the assistant's, unless it names another role."""
+    """An unknown item that can be read; it is the assistant's unless it names another role."""
     said = words_of_unknown(item, tuple(_ITEMS))
     role = ROLES.get(str(item.values.get("role")), "assistant")
     return _Said("aside", (TextBlock(f"\n{said}\n"),)) if role == "assistant" else Message(role, (TextBlock(said),))
 
 
 def _read_answer_to_server(item: Fields) -> _Item:
-    """What the user told a server."""
+    """The user's reply to a server."""
     return Message("user", (TextBlock(words(item)),))
 
 
@@ -164,13 +168,13 @@ _ITEMS: Mapping[str, Callable[[Fields], _Item]] = {
     "custom_tool_call_output": _read_output,
     **dict.fromkeys((f"{tool}_call" for tool in _CLIENT_TOOLS), _read_client_call),
     **dict.fromkeys((f"{tool}_call_output" for tool in _CLIENT_TOOLS), _read_client_output),
-    **dict.fromkeys(_OF_A_SERVER, _read_aside),
+    **dict.fromkeys(_OF_A_SERVER, _read_separately),
     "mcp_approval_response": _read_answer_to_server,
 }
 
 
 def _read_item(value: object, path: str) -> tuple[_Item, RequestId | None]:
-    """What an item says, and whose answer it belongs to."""
+    """An item's content, and the request whose answer it belongs to."""
     item = mapping(value, path)
     kind = item.optional("type", text) or ("message" if "role" in item.values else None)
     if kind is None:
@@ -184,32 +188,32 @@ def _read_item(value: object, path: str) -> tuple[_Item, RequestId | None]:
 
 @dataclass(slots=True)
 class _Answer:
-    """The assistant's message that items are being put together to."""
+    """The assistant's message that is being joined from items."""
 
     request_id: RequestId | None
     kinds: set[str] = field(default_factory=set)
     blocks: list[Block] = field(default_factory=list)
 
     def takes(self, said: _Said, request_id: RequestId | None) -> bool:
-        """Whether an item goes on with this answer. Where ids do not tell: text ends an answer, but for calls behind
-        it; and what follows calls without their results belongs to them."""
+        """Whether an item belongs to this answer. Without ids: text ends an answer, except for calls behind it, and
+        what follows calls without their results belongs to the calls."""
         if request_id is not None and self.request_id is not None:
             return request_id == self.request_id
         return said.kind == "call" or "text" not in self.kinds or "call" in self.kinds
 
     def add(self, said: _Said) -> None:
-        """Put the item to what was said."""
+        """Add an item."""
         self.kinds.add(said.kind)
         self.blocks += said.blocks
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The message; none for thoughts that cannot be read."""
+        """The message; none if the answer holds only unreadable thoughts."""
         return (Message("assistant", tuple(self.blocks)),) if self.blocks or "text" in self.kinds else ()
 
 
 def read_items(items: Sequence[object], path: str) -> tuple[Message, ...]:
-    """The messages that items say. Raises BadRequest naming the field."""
+    """The messages in items. Raises BadRequest naming the field."""
     messages: list[Message] = []
     answer: _Answer | None = None
     for index, value in enumerate(items):
@@ -228,7 +232,7 @@ def read_items(items: Sequence[object], path: str) -> tuple[Message, ...]:
 
 
 def input_items(fields: Fields, request_id: RequestId) -> list[JsonObject]:
-    """`input` as items of the wire, each with an id. Raises BadRequest; the items themselves are read elsewhere."""
+    """`input` as wire items, each with an id; `read_items` reads them. Raises BadRequest."""
 
     def read(value: object, path: str) -> list[JsonObject]:
         if isinstance(value, str):
@@ -250,8 +254,34 @@ def _is_reference(item: JsonObject) -> bool:
 
 
 def resolve_references(items: Sequence[JsonObject], find: Callable[[str], JsonObject]) -> list[JsonObject]:
-    """The items, with those that are only named put in their places. Raises BadRequest, and as `find` does."""
+    """The items, with each reference replaced by the item that it names. Raises BadRequest, and as `find` does."""
     return [
         find(Fields(item, f"input[{index}]").required("id", filled_text)) if _is_reference(item) else item
         for index, item in enumerate(items)
     ]
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def list_items(items: Sequence[JsonObject], query: Mapping[str, str]) -> dict[str, object]:
+    """A page of `items` (oldest first): `order`, `limit` and `after` are as in the query. Raises BadRequest."""
+    order, limit, after = query.get("order", "desc"), query.get("limit", str(_DEFAULT_LIMIT)), query.get("after")
+    if order not in ("asc", "desc"):
+        raise BadRequest('order: expected "asc" or "desc".', param="order")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= MAX_LIMIT):
+        raise BadRequest(f"limit: expected an integer from 1 to {MAX_LIMIT}.", param="limit")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    ids = [item.get("id") for item in ordered]
+    if after is not None:
+        if after not in ids:
+            raise BadRequest(f"after: there is no item {after!r}.", param="after")
+        ordered = ordered[ids.index(after) + 1 :]
+    page = ordered[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0].get("id") if page else None,
+        "last_id": page[-1].get("id") if page else None,
+        "has_more": len(page) < len(ordered),
+    }

@@ -1,6 +1,6 @@
-"""A body of `/v1/responses` -> `Turn`, and what of the request its response repeats. Knows the wire form only.
+"""Parses `/v1/responses`, and keeps what the response repeats of its request. This file knows the wire form only.
 
-What was said before comes from whoever keeps responses (`History`): as items, read anew like those of the body.
+Earlier items come from the store of responses (`SentHistory`) and are parsed like those of the body.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvserve.core import JsonObject, Message, RequestDefaults, RequestId, TextBlock, ToolChoice, Turn
 from kvserve.errors import BadRequest
+from kvserve.protocols.field_names import FieldNames
 from kvserve.protocols.fields import (
     MAX_INTEGER,
     Fields,
@@ -24,7 +25,6 @@ from kvserve.protocols.fields import (
 )
 from kvserve.protocols.logprobs import read_response_logprobs
 from kvserve.protocols.openai_chat import read_template_arguments
-from kvserve.protocols.renaming import FieldNames
 from kvserve.protocols.responses_items import input_items, read_items, resolve_references
 from kvserve.protocols.responses_tools import (
     OfferedTools,
@@ -33,7 +33,7 @@ from kvserve.protocols.responses_tools import (
     read_tools,
     wants_only_unserved,
 )
-from kvserve.protocols.sampling import (
+from kvserve.protocols.sampling_fields import (
     NO_LIMIT,
     read_max_tokens,
     read_sampling,
@@ -61,16 +61,16 @@ _TOLERATED: Mapping[str, Reader[object]] = {
     "prompt_cache_key": text,
     "prompt_cache_retention": text,
     "max_tool_calls": integer(1, MAX_INTEGER),
-    # a prompt beyond the context is refused either way: what is left out would be missed
+    # a prompt beyond the context is always refused: dropping a part would hide it from the model
     "truncation": word("auto", "disabled"),
 }
-"""Known fields that change nothing about the answer: of the right type they pass."""
+"""Known fields that do not change the answer; only their types are checked."""
 
 _SEALED_REASONING = "reasoning.encrypted_content"
 
 
-class History(Protocol):
-    """Where the responses of former requests are."""
+class SentHistory(Protocol):
+    """The stored responses of former requests."""
 
     def items_until(self, response_id: str) -> Sequence[JsonObject]:
         """All items up to and with a response. Raises NotFound."""
@@ -83,7 +83,7 @@ class History(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What a response repeats of its request; `echo` are the fields as they go out."""
+    """What a response repeats of its request; `echo` holds the fields as they are sent."""
 
     tools: OfferedTools
     echo: JsonObject
@@ -93,8 +93,8 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """A parsed body: the turn, how the answer travels, what is kept of both (`items` are the request's own), and what
-    the client calls the fields that are judged later. `words` are the whole answer where the model cannot give one."""
+    """A parsed body: the turn, how to send and store the answer (`items` are the request's own), and the client's names
+    of the fields that are checked later. `words` are the whole answer if no model can give one."""
 
     turn: Turn
     stream: bool
@@ -111,12 +111,10 @@ def parse_responses(
     headers: Mapping[str, str],
     defaults: RequestDefaults,
     request_id: RequestId,
-    history: History,
+    history: SentHistory,
 ) -> ResponsesRequest:
-    """The request that `body` and `headers` (lower-case names) make.
-
-    Raises BadRequest naming the field, and NotFound for a previous response or an item that is not kept.
-    """
+    """The request that `body` and `headers` (lower-case names) make. Raises BadRequest naming the field, and NotFound
+    for a previous response or an item that is not kept."""
     fields = with_extra_body(body)
     refuse_unsupported(fields, _UNSUPPORTED)
     for name, reader in _TOLERATED.items():
@@ -146,7 +144,7 @@ def parse_responses(
         unserved_tools=tools.missed,
     )
     stream, _ = read_stream(fields)
-    # not in memory either: what answers `previous_response_id` now and not tomorrow would be no help
+    # not even in memory: a `previous_response_id` that works today and fails tomorrow helps no client
     store = fields.optional("store", flag) is not False and not turn.session.wants_nothing_kept
     reasoning = fields.optional("reasoning", mapping)
     with_summary = reasoning is not None and _asks_for_summary(reasoning)
@@ -158,9 +156,9 @@ def parse_responses(
 
 
 def _read_messages(
-    fields: Fields, previous: str | None, items: Sequence[JsonObject], history: History
+    fields: Fields, previous: str | None, items: Sequence[JsonObject], history: SentHistory
 ) -> tuple[Message, ...]:
-    """Instructions, what was said before, and the input."""
+    """Instructions, earlier items and the input, as messages."""
     instructions = fields.optional("instructions", text)
     before = read_items(history.items_until(previous), "previous_response_id") if previous is not None else ()
     said = read_items(items, "input")
@@ -171,14 +169,15 @@ def _read_messages(
 
 
 def _asks_for_summary(reasoning: Fields) -> bool:
-    """`summary`, or the older `generate_summary`: any wish for one."""
+    """Whether `summary`, or the older `generate_summary`, asks for one."""
     words = word("auto", "concise", "detailed", "none")
     said = [reasoning.optional(name, words) for name in ("summary", "generate_summary")]
     return any(one not in (None, "none") for one in said)
 
 
 def _echo(fields: Fields, turn: Turn, tools: OfferedTools, *, store: bool, previous: str | None) -> dict[str, object]:
-    """The fields of a response that say what was asked and what holds; tools that the model did not get are missing."""
+    """The fields of a response that repeat the request, with defaults filled in and without tools that the model did
+    not get."""
     reasoning, options = fields.optional("reasoning", mapping), fields.optional("text", mapping)
     choice, _ = fields.locate("tool_choice")
     said = {name: fields.locate(name)[0] for name in ("instructions", "user", "prompt_cache_key", "max_tool_calls")}

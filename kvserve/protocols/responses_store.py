@@ -1,7 +1,7 @@
-"""The responses that clients may name again, with the items that led to them: bounded, on disk in one SQLite file.
+"""Stores the responses that clients may name again, and their items, bounded, in one SQLite file.
 
-It knows ids and items of the wire and whose they are, no turns and no tokens. One owner: the process; any thread may
-call it.
+It knows the wire's ids and items and their principals, no turns and no tokens. The process owns it; any thread may call
+it.
 """
 
 import json
@@ -23,13 +23,13 @@ from kvserve.protocols.responses_stream import response_id
 MAX_RESPONSES = 2_000
 MAX_BYTES = 256 * 2**20
 KEEP_SECONDS = 30 * 86_400.0
-"""OpenAI keeps them as long."""
+"""As long as OpenAI keeps them."""
 
 TIDY_SECONDS = 600.0
-"""How often the file is looked through for responses whose time is over; until then they are not found either."""
+"""How often expired responses are deleted from the file; lookups ignore them before that."""
 
 VERSION = 2
-"""A file of another version is begun anew: the first one did not know whose its responses were."""
+"""A file of another version is replaced: version 1 did not record principals."""
 
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS responses ("
@@ -47,7 +47,7 @@ _FORGET = "DELETE FROM responses WHERE is_covered(:session, :principal, key_dige
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, the items of its own request, the response that both go on from, and who asked in which session."""
+    """A response, the items of its request, the response that it continues, and the request's principal and session."""
 
     body: JsonObject
     items: tuple[JsonObject, ...]
@@ -64,8 +64,8 @@ class StoredResponse:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Who names a response: the digest of its key, and its user, "" for a request that could name one and does not.
-    None: a path names none, so any of the key's will do."""
+    """Who names a response: a key's digest and a user; "" if the request names no user. None matches every user of the
+    key: a path names no user."""
 
     key: str
     user: str | None
@@ -73,7 +73,7 @@ class Asker:
 
 @dataclass(frozen=True, slots=True)
 class OwnResponses:
-    """The responses that `asker` may name: its own. Any other is as unknown to it as one that never was."""
+    """The responses that `asker` may name: its own. All others are not found."""
 
     store: "ResponseStore"
     asker: Asker
@@ -87,7 +87,7 @@ class OwnResponses:
         self.store.delete(wanted, self.asker)
 
     def items_until(self, wanted: str) -> Sequence[JsonObject]:
-        """All items up to and with a response, oldest first. Raises NotFound, also where an older one is not kept."""
+        """All items up to and with a response, oldest first. Raises NotFound, also if an older response is not kept."""
         return self.store.items_until(wanted, self.asker)
 
     def item(self, item_id: str) -> JsonObject:
@@ -96,10 +96,10 @@ class OwnResponses:
 
 
 class ResponseStore:
-    """Keeps the `max_responses` used last, in `max_bytes` of JSON, for `keep_seconds` after their last use: when they
-    were made, or gone on from. `path` None keeps them in memory.
+    """Keeps the `max_responses` used last, in `max_bytes` of JSON, for `keep_seconds` after their last use: being made
+    or being continued. `path` None keeps them in memory.
 
-    What goes wrong with the file is reported, and costs what was kept: a request never fails for it.
+    A fault of the file is reported and loses the stored responses; no request fails because of it.
     """
 
     def __init__(
@@ -124,15 +124,15 @@ class ResponseStore:
     # --- what requests ask for ---------------------------------------------------------------------------------------
 
     def of(self, asker: Principal) -> OwnResponses:
-        """What a request may name and go on from: what comes back stands in its prompt, so it is its principal's."""
+        """What a request of `asker` may name and continue; its prompt will hold the items."""
         return OwnResponses(self, Asker(asker.key, asker.user))
 
     def of_key(self, key: str) -> OwnResponses:
-        """What somebody with the key of this digest may name by its path: it says no user."""
+        """What a path may name for a client with this key; a path names no user."""
         return OwnResponses(self, Asker(key, None))
 
     def put(self, response: StoredResponse) -> None:
-        """Keep a response, and forget those used longest ago beyond the limits."""
+        """Keep a response; beyond the limits, forget the least recently used ones."""
         body, items = json.dumps(response.body), json.dumps(response.items)
         whose = response.principal.key, response.principal.user, response.session
         num_bytes = len(body) + len(items)
@@ -142,7 +142,7 @@ class ResponseStore:
                 self._insert(row)
             except sqlite3.Error as error:
                 self._give_up(error)
-                with suppress(sqlite3.Error):  # what is in its place is fresh; a full disk was told of already
+                with suppress(sqlite3.Error):  # the file is new now; a full disk was reported already
                     self._insert(row)
 
     def _insert(self, row: tuple[Any, ...]) -> None:
@@ -165,7 +165,7 @@ class ResponseStore:
             self._erase("DELETE FROM responses WHERE id = ?", (wanted,))
 
     def items_until(self, wanted: str, asker: Asker) -> Sequence[JsonObject]:
-        """All items up to and with a response, oldest first. Raises NotFound, also where an older one is not kept."""
+        """All items up to and with a response, oldest first. Raises NotFound, also if an older response is not kept."""
         turns: list[StoredResponse] = []
         seen: set[str] = set()
         following: str | None = wanted
@@ -194,12 +194,12 @@ class ResponseStore:
     # --- forgetting --------------------------------------------------------------------------------------------------
 
     def forget(self, scope: Scope) -> int:
-        """Forget the responses of those who are meant. Returns how many there were."""
+        """Forget the responses in `scope`. Returns how many there were."""
         with self._lock:
             return self._erase(_FORGET, {"session": scope.session, "principal": scope.principal})
 
     def tidy(self) -> None:
-        """Forget the responses whose time is over, at most once in `TIDY_SECONDS`; opens the file if there is one."""
+        """Delete expired responses, at most once in `TIDY_SECONDS`; opens the file if there is one."""
         now = self._wall_clock()
         with self._lock:
             if 0 <= now - self._tidied_at < TIDY_SECONDS:
@@ -209,7 +209,7 @@ class ResponseStore:
                 self._erase("DELETE FROM responses WHERE used <= ?", (now - self.keep_seconds,))
 
     def _erase(self, statement: str, values: tuple[Any, ...] | dict[str, Any]) -> int:
-        """How many rows a DELETE took away, from the write-ahead log too."""
+        """The number of rows that a DELETE removed, from the write-ahead log too."""
         try:
             with self._database as database:
                 num_rows = database.execute(statement, values).rowcount
@@ -221,7 +221,7 @@ class ResponseStore:
         return num_rows
 
     def close(self) -> None:
-        """Nothing is asked of it any more."""
+        """Close the file; no call may follow."""
         with self._lock:
             if self._opened is not None:
                 self._opened.close()
@@ -236,7 +236,7 @@ class ResponseStore:
         return self._opened
 
     def _open(self) -> sqlite3.Connection:
-        """Raises sqlite3.Error, also for a folder that cannot be made."""
+        """The opened file. Raises sqlite3.Error, also if its folder cannot be made."""
         if self._path is None:
             database = sqlite3.connect(":memory:", check_same_thread=False)
         else:
@@ -251,7 +251,7 @@ class ResponseStore:
                 database.execute(f"PRAGMA {name} = {value}")
             database.create_function("is_covered", 5, _is_covered, deterministic=True)
             _make_tables(database)
-        except UnicodeDecodeError as error:  # the complaint has the broken name of a table in it
+        except UnicodeDecodeError as error:  # SQLite's message quotes the broken name of a table
             database.close()
             raise sqlite3.DatabaseError("the file is damaged: its tables have no names") from error
         except sqlite3.Error:
@@ -295,7 +295,7 @@ class ResponseStore:
             count, size = count - 1, size - num_bytes
 
     def _give_up(self, error: Exception) -> None:
-        """Go on with an empty file, or in memory where the file cannot be written."""
+        """Continue with an empty file, or in memory if the file cannot be written."""
         self._report(f"stored responses are lost: {error}")
         if self._opened is not None:
             self._opened.close()
@@ -303,7 +303,7 @@ class ResponseStore:
         path, self._path = self._path, None
         if path is None or not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.OperationalError):
             return
-        try:  # the file is no database: a new one takes its place
+        try:  # the file is not a database: replace it
             for name in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))):
                 name.unlink(missing_ok=True)
             self._path = path
@@ -312,13 +312,13 @@ class ResponseStore:
 
 
 def _is_covered(session: str | None, principal: str | None, key: str, user: str, own_session: str | None) -> bool:
-    """Whether a row is of those who are to be forgotten."""
+    """Whether a row is in the scope to forget."""
     return Scope(session, principal).covers(str(Principal(key, user)), own_session)
 
 
 def _make_tables(database: sqlite3.Connection) -> None:
-    """Begin a file of another version anew: its rows are overwritten, in pages that were free before too. Where two
-    servers open it, one of them does."""
+    """Replace the tables of another version, and overwrite their rows, in free pages too. Of two servers that open the
+    file at once, one does it."""
 
     def version() -> int:
         return int(database.execute("PRAGMA user_version").fetchone()[0])

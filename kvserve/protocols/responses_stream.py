@@ -1,10 +1,10 @@
-"""Answer events -> the events of a response and the response itself. Knows the wire form and nothing else.
+"""Encodes answers of `/v1/responses` as events and as a whole response. This file knows only the wire form.
 
     response.created, response.in_progress
     per item:  output_item.added, its part and its pieces, output_item.done      reasoning | message | one per call
     response.completed | response.incomplete | response.failed
 
-An answer that is not streamed is the response of the last event: both are made by the same encoder.
+An answer that is not streamed is the response in the last event: the same encoder makes both.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ type Wire = dict[str, object]
 type Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 _PIECES = {
-    # what is open -> its part, the prefix of its pieces' events
+    # kind of the open item -> its part, the prefix of its pieces' events
     "message": ("output_text", "response.output_text"),
     "thoughts": ("reasoning_text", "response.reasoning_text"),
     "summary": ("summary_text", "response.reasoning_summary_text"),
@@ -49,15 +49,13 @@ _ERROR_CODES = {429: "rate_limit_exceeded", 503: "server_is_overloaded"}
 
 
 def response_id(request_id: RequestId) -> str:
-    """The id that the body carries."""
+    """The id in the body."""
     return f"resp_{request_id}"
 
 
 class ResponseStreamEncoder:
-    """Turns the events of one answer into events of the wire, in order, and puts the response together.
-
-    `response` is the response as far as it has come; after `Finished` it is whole.
-    """
+    """Turns the events of one answer into wire events, in order, and joins the response. `response` is complete after
+    `Finished`."""
 
     def __init__(self, request_id: RequestId, model: str, created: int, described: Described) -> None:
         self._request_id = request_id
@@ -80,24 +78,24 @@ class ResponseStreamEncoder:
     # --- what a stream asks for --------------------------------------------------------------------------------------
 
     def first_events(self) -> list[Wire]:
-        """The response before anything is said."""
+        """The events before the first token."""
         return [
             self._event("response.created", response=self.response),
             self._event("response.in_progress", response=self.response),
         ]
 
     def keep_alive(self) -> Wire:
-        """An event that says nothing new: clients that give up on silence do not count comments."""
+        """An event without news, for clients that give up on silence and ignore comments."""
         return self._event("response.in_progress", response=self.response)
 
     def error_chunk(self, error: RequestError) -> Wire:
-        """The last event of an answer that fails after it began."""
+        """The last event of an answer that failed after it began."""
         code = _ERROR_CODES.get(error.status, "server_error" if error.status >= 500 else error.code or "invalid_prompt")
         self.response = self._response("failed", error={"code": code, "message": error.message})
         return self._event("response.failed", response=self.response)
 
     def encode(self, event: AnswerEvent) -> list[Wire]:
-        """The events that `event` makes: none while waiting."""
+        """The wire's events for `event`; none while waiting."""
         match event:
             case Waiting():
                 return []
@@ -117,7 +115,7 @@ class ResponseStreamEncoder:
     # --- items -------------------------------------------------------------------------------------------------------
 
     def _say(self, kind: str, text: str, tokens: Sequence[ContentToken] = ()) -> list[Wire]:
-        """A piece of text, in the open item if it is of this kind."""
+        """A piece of text, in the open item if that has this kind."""
         events = [] if self._open == kind else [*self._close("completed"), *self._open_item(kind)]
         self._said.append(text)
         self._tokens += tokens
@@ -151,7 +149,7 @@ class ResponseStreamEncoder:
         return self._event("response.output_item.added", output_index=len(self._output), item=item)
 
     def _call_piece(self, said: str) -> list[Wire]:
-        """A piece of the call that has begun: of its arguments, or of a custom tool's input."""
+        """A piece of the current call: of its arguments, or of a custom tool's input."""
         if not said:
             return []
         _, name = _CALL_PIECES[self._call_kind]
@@ -184,7 +182,7 @@ class ResponseStreamEncoder:
         return done
 
     def _item(self, said: str, status: Status, *, with_part: bool) -> Wire:
-        """The open item with what it says."""
+        """The open item with its text."""
         parts = [self._part_of(said)] if with_part else []
         if self._open == "message":
             return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": parts}
@@ -246,7 +244,7 @@ class ResponseStreamEncoder:
 
 
 def _encode_usage(usage: Usage) -> Wire:
-    """Cached and written tokens are part of the input tokens, reasoning tokens of the output tokens."""
+    """Input tokens include cached and written tokens, output tokens include reasoning tokens."""
     return {
         "input_tokens": usage.num_prompt_tokens,
         "input_tokens_details": {

@@ -1,7 +1,7 @@
-"""Tools, which of them must be called and the form of the text, as `/v1/responses` spells them -> nouns; calls back.
+"""Parses the tools, tool choice and text format of `/v1/responses`, and encodes calls.
 
-The model knows functions only. A custom tool becomes a function with one text, a function of a namespace gets the
-namespace before its name; `WireTool` turns a call of theirs back into the item that the client expects.
+The model knows functions only. A custom tool becomes a function with one text parameter; a function of a namespace gets
+the namespace before its name. `WireTool` turns a call back into the item that the client expects.
 """
 
 import json
@@ -27,17 +27,17 @@ _CUSTOM_PARAMETERS: JsonObject = {
     "additionalProperties": False,
 }
 
-# What a client offers in case the server has it: without it the model does with the others.
+# Clients offer these in case the server has them; without them the model uses its other tools.
 _LEFT_OUT = frozenset(
     ("web_search", "web_search_preview", "web_search_2025_08_26", "web_search_preview_2025_03_11", "image_generation")
 )
 _OF_THE_SERVER = _LEFT_OUT | {"file_search", "code_interpreter", "mcp"}
-"""Tools that the provider runs on its own servers."""
+"""Tools that the provider's servers run."""
 
 
 @dataclass(frozen=True, slots=True)
 class WireTool:
-    """How the client knows a tool of the model: a function or a custom tool, under `name` in its namespace, if any."""
+    """The client's form of a model's tool: a function or a custom tool, with its name and namespace."""
 
     kind: Literal["function", "custom"]
     name: str
@@ -46,8 +46,8 @@ class WireTool:
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """The tools of a request: what the model gets, what the client calls each of them, the client's own words for those
-    that are offered here, where the parameters of each stand in the body, and the kinds that nobody runs here."""
+    """A request's tools: those that the model gets, the client's form of each, the client's definitions of the offered
+    ones, the path of each one's parameters in the body, and the kinds that are not run here."""
 
     specs: tuple[ToolSpec, ...] = ()
     wire: Mapping[str, WireTool] = field(default_factory=dict)
@@ -57,16 +57,16 @@ class OfferedTools:
 
     @property
     def missed(self) -> tuple[str, ...]:
-        """The kinds among the unserved ones that a client does not merely offer in case the server has them."""
+        """The unserved kinds that the client needs, unlike those that it offers in case the server has them."""
         return tuple(kind for kind in self.unserved if kind not in _LEFT_OUT)
 
     def name_of(self, wire: WireTool) -> str | None:
-        """The name under which the model knows a tool; None for one that is not among them."""
+        """The model's name of a tool; None for an unknown tool."""
         return next((name for name, known in self.wire.items() if known == wire), None)
 
 
 def model_name(name: str, namespace: str | None) -> str:
-    """The one name that the model sees."""
+    """The model's name of a tool: its namespace and its name in one."""
     return name if namespace is None else f"{namespace}{_NAMESPACE_SEPARATOR}{name}"
 
 
@@ -77,7 +77,7 @@ type _Tools = list[_ReadTool]
 
 @dataclass(frozen=True, slots=True)
 class _ReadTool:
-    """A tool of the body: as the model gets it, as the client knows it, and its place."""
+    """A tool of the body: as the model gets it, in the client's form, and its path."""
 
     spec: ToolSpec
     wire: WireTool
@@ -101,7 +101,7 @@ def read_tools(fields: Fields) -> OfferedTools:
 
 
 def _read_tool(value: object, path: str) -> tuple[JsonObject, _Tools]:
-    """The tool as the client wrote it, and what it is to the model: nothing for one that is left out."""
+    """The functions that the model gets for one tool of the body; none for a tool that is left out."""
     tool = mapping(value, path)
     kind = tool.required("type", text)
     if kind in _OF_THE_SERVER:
@@ -140,7 +140,7 @@ _OWN_TOOLS: Mapping[str, Callable[[object, str], tuple[ToolSpec, WireTool]]] = {
 
 
 def _read_format(value: object, path: str) -> str | None:
-    """What the model is told of a custom tool's input; it is not enforced."""
+    """The description of a custom tool's input for the model; it is not enforced."""
     said = mapping(value, path)
     if said.required("type", word("text", "grammar")) == "text":
         return None
@@ -149,7 +149,7 @@ def _read_format(value: object, path: str) -> str | None:
 
 
 def _read_namespace(namespace: Fields) -> _Tools:
-    """The functions of a namespace; the first one also says what the namespace is for."""
+    """The functions of a namespace; the first one's description includes the namespace's."""
     name = namespace.required("name", tool_name)
     about = namespace.optional("description", text)
     tools: _Tools = []
@@ -166,15 +166,15 @@ def _read_namespace(namespace: Fields) -> _Tools:
 
 
 def custom_arguments(said: str) -> str:
-    """A custom tool's input as the arguments of the function that stands for it."""
+    """A custom tool's input as the arguments of its function."""
     return json.dumps({CUSTOM_INPUT: said}, ensure_ascii=False)
 
 
 class CustomInput:
-    """A custom tool's input out of its function's arguments, as they come: the text of `input`, decoded.
+    """Decodes a custom tool's input (the text of `input`) from its function's arguments as they arrive.
 
-    Arguments of another form are the input as they are, and what stands behind the text belongs to it too, unless that
-    is the last bracket only: the tool judges them.
+    Arguments of another form are the input as they are, and so is what follows the text, except the last bracket: the
+    tool judges it.
     """
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class CustomInput:
         self._stage: Literal["opening", "text", "behind", "raw"] = "opening"
 
     def feed(self, arguments: str) -> str:
-        """What further arguments make certain of the input."""
+        """The input that further arguments complete."""
         self._held += arguments
         if self._stage == "opening":
             if len(self._held) < len(_CUSTOM_OPENING) and _CUSTOM_OPENING.startswith(self._held):
@@ -195,7 +195,7 @@ class CustomInput:
         return "" if self._stage == "behind" else self._take(len(self._held))
 
     def finish(self) -> str:
-        """The rest: no more arguments come."""
+        """The rest of the input; the arguments have ended."""
         return "" if self._stage == "behind" and self._held == "}" else self._take(len(self._held))
 
     def _text(self) -> str:
@@ -222,7 +222,7 @@ _STRING_CHARACTERS = re.compile(
 
 
 def custom_input(arguments: str) -> str:
-    """The input in a call's whole arguments."""
+    """The input in a call's complete arguments."""
     reader = CustomInput()
     return reader.feed(arguments) + reader.finish()
 
@@ -240,8 +240,8 @@ def call_item(call: ToolCallBlock, tools: OfferedTools) -> dict[str, object]:
 
 
 def wants_only_unserved(fields: Fields, tools: OfferedTools) -> bool:
-    """Whether the request can only be answered with tools that nobody runs here: it forces one, must have one, or has
-    no others and more than what every client offers in case the server has it."""
+    """Whether the request forces or needs tools that are not run here, or has only such tools, beyond those that every
+    client offers in case the server has them."""
     choice, _ = fields.locate("tool_choice")
     if not tools.unserved or choice == "none":
         return False
@@ -251,8 +251,7 @@ def wants_only_unserved(fields: Fields, tools: OfferedTools) -> bool:
 
 
 def read_tool_choice(fields: Fields, tools: OfferedTools) -> tuple[ToolChoice, OfferedTools]:
-    """`tool_choice`, and the tools that the model gets then. Raises BadRequest, also for a choice that `tools` cannot
-    meet."""
+    """`tool_choice`, and the tools that the model gets. Raises BadRequest, also if `tools` cannot meet the choice."""
     value, path = fields.locate("tool_choice")
     if value is None:
         return ToolChoice(), tools
@@ -288,8 +287,8 @@ def _chosen(choice: Fields, tools: OfferedTools) -> str:
 
 
 def _allowed(choice: Fields, tools: OfferedTools) -> tuple[ToolChoice, OfferedTools]:
-    """A choice among some of the tools. Where one of them must be called, a grammar bars the others and the prompt is
-    the same; where none need be, only silence about the others keeps the model from calling them."""
+    """A choice among some of the tools. If one of them must be called, a grammar bars the others and the prompt stays
+    the same; otherwise the others are left out of the prompt."""
     mode = choice.required("mode", word("auto", "required"))
 
     def read(value: object, path: str) -> str:

@@ -1,8 +1,8 @@
-"""What a client says of its session: an id, how the cache may be used, how long to keep it. Hints, never proof.
+"""Reads what a client states of its session: its id, how to use the cache, how long to keep it. Hints, not proof.
 
-Order: the body, `extra_body`, `metadata`, `extra_body.metadata`, then the headers; in each the names of the table in
-its order. The first one that speaks counts: several names at once are normal (a session and a thread of it). A
-`prompt_cache_key` counts last: OpenAI has it for routing, and an application may give all its users the same one.
+Order: the body, `extra_body`, `metadata`, `extra_body.metadata`, then the headers; in each the names in the table's
+order. The first value counts: several names at once are normal (a session and a thread of it). `prompt_cache_key`
+counts last: OpenAI uses it for routing, and an application may give all its users the same one.
 """
 
 import re
@@ -56,7 +56,7 @@ def read_ttl(value: object, path: str) -> float:
 
 
 def _read_id(value: object, path: str) -> str:
-    # chat ids of messengers are numbers, and JSON metadata carries them as such
+    # messengers' chat ids are numbers, also in JSON metadata
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**40:
         return str(value)
     if not isinstance(value, str) or len(value) > MAX_ID_CHARACTERS:

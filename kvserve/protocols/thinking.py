@@ -1,13 +1,13 @@
-"""Every way in which a request says whether and how hard to think, as one table. Knows field names, not templates.
+"""Reads whether and how hard the model shall think, from every field that sets it. This file knows no templates.
 
 Precedence, tested row by row:
 
 1. Places, most specific first: the body, its `chat_template_kwargs`, `extra_body`, `extra_body.chat_template_kwargs`,
-   `metadata`, `extra_body.metadata`. For each of enabled, effort and preserve the first place that speaks counts.
-2. A switch (on, off, true, false, none, {"type": ...}) beats a level (low, high, ...) wherever the two stand: a level
-   says how much to think if at all. Without any switch a level switches thinking on.
-3. A budget limits the thinking. Where nothing else is said one above zero switches it on, and zero off.
-4. Two switches, levels or budgets in the *same* place that disagree are a contradiction: 400 that names the second one.
+   `metadata`, `extra_body.metadata`. For each of enabled, effort and preserve the first place with a value counts.
+2. A switch (on, off, true, false, none, {"type": ...}) beats a level (low, high, ...) of any place: a level only sets
+   the amount. Without any switch a level switches thinking on.
+3. A budget limits the thinking. Alone, a budget above zero switches it on, and zero off.
+4. Two switches, levels or budgets of the *same* place that disagree are refused with 400, which names the second one.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ _EXPECTED = "true, false or one of " + ", ".join(f'"{word}"' for word in (*SWITC
 
 @dataclass(frozen=True, slots=True)
 class _Statement:
-    """What one field says, and where it stands."""
+    """What one field sets, and its path."""
 
     path: str
     enabled: bool | None = None
@@ -98,7 +98,7 @@ SWITCH_FIELDS: Mapping[str, _Reader] = {
 }
 
 BUDGET_FIELDS: Mapping[str, _Reader] = {"thinking_budget": _read_budget, "thinking_token_budget": _read_budget}
-"""No switches: a chat template that reads such an argument still gets it."""
+"""These are not switches: a chat template that reads such an argument still gets it."""
 
 PLACES = (
     (),
@@ -111,7 +111,7 @@ PLACES = (
 
 
 def read_thinking(body: JsonObject) -> ThinkingChoice:
-    """What the body says of thinking; all None where it says nothing. Raises BadRequest for unknown words."""
+    """The body's thinking choice; all None if it has none. Raises BadRequest for unknown words."""
     found = [_read_fields(place, {**SWITCH_FIELDS, **BUDGET_FIELDS}) for place in places(body, *PLACES)]
     enabled = _first_agreed(found, lambda statement: statement.enabled)
     effort = _first_agreed(found, lambda statement: statement.effort)
@@ -132,7 +132,7 @@ def _read_fields(place: Fields, table: Mapping[str, _Reader]) -> list[_Statement
 
 
 def _first_agreed[T](found: list[list[_Statement]], get: Callable[[_Statement], T | None]) -> T | None:
-    """What the first place that speaks says. Raises BadRequest where any place contradicts itself."""
+    """The value of the first place that has one. Raises BadRequest if any place contradicts itself."""
     first: T | None = None
     for statements in found:
         said = [(value, statement.path) for statement in statements if (value := get(statement)) is not None]

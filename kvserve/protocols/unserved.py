@@ -1,4 +1,4 @@
-"""The answer in words where a request needs a tool that would run on the provider's servers. Knows names only."""
+"""Answers in words if a request needs a tool that only the provider's servers run."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +6,7 @@ from kvserve.core import AnswerEvent, ContentDelta, Finished, Usage
 
 
 def unserved_words(names: Sequence[str]) -> str:
-    """What the client reads instead of a result."""
+    """The answer's text."""
     tools = ", ".join(f"`{name}`" for name in dict.fromkeys(names))
     return (
         f"This server cannot run the tool {tools}: it runs a model on this machine and no tools. Nothing was searched, "
@@ -15,6 +15,6 @@ def unserved_words(names: Sequence[str]) -> str:
 
 
 def answer_in_words(words: str) -> Iterator[AnswerEvent]:
-    """The events of an answer that no model gave: no token was read or written for it."""
+    """The events of an answer without a model: it read and wrote no token."""
     yield ContentDelta(words)
     yield Finished("stop", Usage(0, 0, 0))

@@ -1,1 +1,1 @@
-"""The LiteLLM proxy in front of the server: its child process, and what that process runs around LiteLLM."""
+"""The LiteLLM proxy in front of the server: its child process, and the code around LiteLLM in that process."""

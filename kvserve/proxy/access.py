@@ -1,5 +1,5 @@
-"""Who may speak to either port: Host (against DNS rebinding), Origin (against foreign web pages) and the API key, and
-what a browser is told of it. Pure functions over header values, also of `web/guard.py`; it knows no sockets.
+"""Decides who may speak to either port: checks Host (against DNS rebinding), Origin (against foreign web pages) and the
+API key, and makes the headers for browsers. Pure functions over header values; it knows no sockets.
 """
 
 import hmac
@@ -15,11 +15,11 @@ from kvserve.errors import Forbidden, Unauthorized
 type Headers = Mapping[str, Sequence[str]]
 type HeaderLines = tuple[tuple[str, str], ...]
 
-READ_HEADERS = ("host", "origin", "authorization", "x-api-key")
-"""All that decides who may speak."""
+READ_HEADERS = ("host", "origin", "authorization", "x-api-key", "access-control-request-headers")
+"""The headers that this file reads."""
 
-# Names that no public name server gives out, so that no page of the web can have one of them and then point it at this
-# machine: those of this machine, those by which a container calls its host, and those of the local network (RFC 6762).
+# No public name server gives out these names, so no web page can take one and point it at this machine: this machine's
+# own names, a container's names of its host, and names of the local network (RFC 6762).
 _LOCAL_NAMES = frozenset({"localhost", "host.docker.internal", "gateway.docker.internal", "host.containers.internal"})
 _LOCAL_NAME = re.compile(r"[^.].*\.(?:localhost|local)")
 
@@ -30,7 +30,7 @@ _ANY = "*"
 
 @dataclass(frozen=True, slots=True)
 class AccessRules:
-    """`host` is the address that the port is bound to; the rest is the operator's."""
+    """`host` is the address that the port is bound to; the operator sets the rest."""
 
     host: str
     api_key: str | None = None
@@ -45,9 +45,9 @@ class _Authority:
 
 
 def check_access(headers: Headers, rules: AccessRules, *, needs_key: bool) -> str | None:
-    """The Origin to which the answer may be shown, or None if the request has none.
+    """The Origin that may read the answer, or None if the request has none.
 
-    Raises Forbidden for a Host that is not ours or a foreign Origin, Unauthorized for a missing or wrong key.
+    Raises Forbidden for a foreign Host or Origin, Unauthorized for a missing or wrong key.
     """
     check_host(headers, rules)
     origin = check_origin(headers, rules)
@@ -60,11 +60,11 @@ def check_host(headers: Headers, rules: AccessRules) -> None:
     """Raises Forbidden unless the request was sent to an address in numbers, a local name, the bound host or an allowed
     one.
 
-    A web page whose name was re-pointed at this machine still sends its own name as Host; an address has no name to
-    re-point.
+    A web page whose name was re-pointed at this machine still sends its own name as Host; an address cannot be
+    re-pointed.
     """
     sent = headers.get("host", ())
-    if not sent:  # only HTTP/1.0 may leave it out, and no browser speaks that
+    if not sent:  # only HTTP/1.0 may leave it out, which no browser speaks
         return
     own = _parse_authority(sent[0]) if len(sent) == 1 else None
     allowed = {rules.host.lower(), *(name.lower().rstrip(".") for name in rules.allowed_hosts)}
@@ -74,10 +74,10 @@ def check_host(headers: Headers, rules: AccessRules) -> None:
 
 
 def check_origin(headers: Headers, rules: AccessRules) -> str | None:
-    """The Origin to which the answer may be shown, None if the request has none. Raises Forbidden for a foreign one.
+    """The Origin that may read the answer, None if the request has none. Raises Forbidden for a foreign one.
 
-    Pages that this machine serves may call, the server's own and those of `allowed_origins`. `null`, which sandboxed
-    pages send, is foreign unless it is listed.
+    Pages of this machine, the server's own pages and `allowed_origins` may call. `null`, which sandboxed pages send, is
+    foreign unless it is listed.
     """
     origins = headers.get("origin", ())
     if not origins:
@@ -97,7 +97,7 @@ def check_key(headers: Headers, rules: AccessRules) -> None:
     sent = [bearer.strip()] if scheme.lower() == "bearer" else []
     sent.extend(headers.get("x-api-key", ()))
     expected = rules.api_key.encode("utf-8")
-    # Header values were read as latin-1; their bytes are compared, in constant time.
+    # Header values were decoded as latin-1; their bytes are compared in constant time.
     if not any([hmac.compare_digest(key.encode("latin-1"), expected) for key in sent]):
         raise Unauthorized(
             "The API key is missing or wrong: send the server's API_KEY, the only key that it knows, as "
@@ -106,7 +106,7 @@ def check_key(headers: Headers, rules: AccessRules) -> None:
 
 
 def sharing_headers(origin: str | None) -> HeaderLines:
-    """What lets the page of an accepted Origin read the answer."""
+    """The headers that let an accepted Origin's page read the answer."""
     if origin is None:
         return (("Vary", "Origin"),)
     exposed = "x-request-id, request-id, x-client-request-id, retry-after"
@@ -114,7 +114,7 @@ def sharing_headers(origin: str | None) -> HeaderLines:
 
 
 def preflight_headers(headers: Headers, methods: Sequence[str]) -> HeaderLines:
-    """The answer to a preflight of an accepted Origin; the headers it asks for are granted if they are header names."""
+    """The answer to an accepted Origin's preflight; it grants the requested headers if they are valid names."""
     asked = ", ".join(headers.get("access-control-request-headers", ()))
     return (
         ("Access-Control-Allow-Methods", ", ".join(methods)),
@@ -146,7 +146,7 @@ def _parse_authority(text: str) -> _Authority | None:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether the name can only mean the machine on which it is used."""
+    """Whether the name always means the local machine."""
     address = _address(name)
     return address.is_loopback if address is not None else name == "localhost" or name.endswith(".localhost")
 
@@ -155,7 +155,7 @@ def _is_local(name: str) -> bool:
     """Whether no public name server can point this name anywhere: an address, a local name, or this machine's own."""
     if _address(name) is not None or name in _LOCAL_NAMES or _LOCAL_NAME.fullmatch(name):
         return True
-    own = socket.gethostname().lower().rstrip(".")  # asked each time: it changes with the network on some systems
+    own = socket.gethostname().lower().rstrip(".")  # read each time: on some systems it changes with the network
     return name in (own, own.partition(".")[0])
 
 

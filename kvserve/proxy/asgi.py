@@ -1,5 +1,5 @@
-"""The few ASGI and JSON moves that the guard makes: reading a body, answering, errors in the protocol's form. It knows
-neither LiteLLM nor who may speak.
+"""ASGI and JSON helpers of the guard: reads bodies, answers, encodes errors. It knows neither LiteLLM nor who may
+speak.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _ANTHROPIC_ERROR_TYPES = {
 }
 _BODY_TIMEOUT_SECONDS = 60.0
 _WHOLE_FIELDS = ("arguments", "parameters", "schema")
-"""Where the server's own port refuses equal keys: they hold what the model must read whole."""
+"""The fields in which the server's own port refuses equal keys: the model must read them whole."""
 
 _PLAIN_IN_PATHS = "/:@!$&'()*+,;=~"
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -49,18 +49,18 @@ def read_headers(scope: Scope) -> dict[str, list[str]]:
 
 
 def at_path(scope: Scope, path: str) -> Scope:
-    """The request as if it had been sent to this path, which is given decoded."""
+    """The request as if sent to this decoded path."""
     return {**scope, "path": path, "raw_path": quote(path, safe=_PLAIN_IN_PATHS).encode("ascii")}
 
 
 async def read_json_object(receive: Receive, max_bytes: int, headers: Headers) -> dict[str, object] | None:
-    """The request's body, None if the client left. Raises BodyTooLarge, RequestTimeout, BadRequest."""
+    """The request's JSON object, None if the client left. Raises BodyTooLarge, RequestTimeout, BadRequest."""
     raw = await read_body(receive, max_bytes, headers)
     return None if raw is None else parse_json_object(raw)
 
 
 async def read_body(receive: Receive, max_bytes: int, headers: Headers) -> bytes | None:
-    """The bytes of the request's body, None if the client left. Raises BodyTooLarge, RequestTimeout."""
+    """The request's body, None if the client left. Raises BodyTooLarge, RequestTimeout."""
     too_large = BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
     declared = "".join(headers.get("content-length", ("0",)))
     if declared.isdigit() and int(declared) > max_bytes:
@@ -85,9 +85,9 @@ async def read_body(receive: Receive, max_bytes: int, headers: Headers) -> bytes
 def parse_json_object(raw: bytes) -> dict[str, object]:
     """The JSON object in `raw`. Raises BadRequest for anything else.
 
-    Half a character, which clients send that cut text by UTF-16 units, becomes U+FFFD as on the server's own port:
-    LiteLLM's HTTP client could not write it down again. Of equal keys the last one counts; in arguments and schemas
-    they are refused here, because the backend gets a body that has none any more.
+    A lone surrogate becomes U+FFFD as on the server's own port: LiteLLM's HTTP client cannot encode it. Of equal keys
+    the last one counts; in arguments and schemas they are refused here, because the backend gets a re-encoded body
+    without them.
     """
     try:
         value = json.loads(
@@ -152,7 +152,7 @@ def _finite_float(text: str) -> float:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives `body` first and then whatever the connection says (that the client left)."""
+    """A `receive` that gives `body` first and then the connection's own messages."""
     pending = [body]
 
     async def replaying_receive() -> Message:
@@ -164,8 +164,8 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 def with_request_id(send: Send) -> Send:
-    """A `send` that gives an answer an `x-request-id` where the backend, which was not asked, gave none, and then says
-    the same under `request-id`, where Anthropic's SDK looks for it."""
+    """A `send` that adds an `x-request-id` if the backend set none, and repeats it as `request-id`, which Anthropic's
+    SDK reads."""
 
     async def naming_send(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -180,19 +180,19 @@ def with_request_id(send: Send) -> Send:
 
 
 async def answer(send: Send, status: int, body: bytes, headers: HeaderList) -> None:
-    """Sends one whole answer."""
+    """Sends a complete answer."""
     complete = [*headers, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": complete})
     await send({"type": "http.response.body", "body": body})
 
 
 def json_header() -> HeaderList:
-    """The content type of everything that is JSON here."""
+    """The content type of JSON."""
     return [(b"content-type", b"application/json")]
 
 
 def encoded(lines: HeaderLines) -> HeaderList:
-    """Header lines as ASGI has them."""
+    """Header lines in ASGI's form."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in lines]
 
 

@@ -1,21 +1,35 @@
-"""What LiteLLM gets to see of a request: a plain body that it can route and log. The client's own body travels beside
-it (exchange.py) and replaces it on the way out. Pure functions over JSON objects.
+"""Makes the body that LiteLLM sees: for a chat a plain body that it can route and log, for any other request an empty
+object. The client's own body travels beside it and replaces it when the request goes out. It knows LiteLLM's
+pass-through endpoints and no protocol.
 """
 
-from collections.abc import Mapping
+import asyncio
+from contextlib import suppress
 
+from kvserve.core import JsonObject
 from kvserve.errors import BadRequest
-
-type JsonObject = Mapping[str, object]
+from kvserve.proxy.asgi import App, HeaderList, Message, Receive, Scope, Send, at_path
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+# LiteLLM's own routes on most native paths rewrite bodies and ids. It has none on this path, which the guard blocks for
+# clients.
+_PLACE = "/as-it-is"
+_LONGEST_ANSWER_SECONDS = 86_400.0
+# LiteLLM sends the bytes under this name in a request's state instead of the body that it read.
+_RAW_BODY = "litellm_pass_through_raw_body"
+# With `stream` in the body LiteLLM would answer before the backend does and keep waiting after the client has left;
+# without it, it recognises a stream by the answer's content type.
+EMPTY_BODY = b"{}"
+
+
+# --- chats -----------------------------------------------------------------------------------------------------------
 
 
 def chat_envelope(body: JsonObject, default_model: str) -> dict[str, object]:
-    """A chat request as LiteLLM sees it: model, stream and the newest message's text.
+    """A chat request for LiteLLM: model, stream and the newest message's text.
 
-    The rest of a message it would rewrite (images, files, calls) or stumble over, and it copies what it gets so often
-    that a whole history of 300 kB costs 65 ms. Raises BadRequest for a model that is no name.
+    LiteLLM would rewrite the rest (images, files, calls) or fail on it, and its copying of a whole history of 300 kB
+    costs 65 ms. Raises BadRequest for a model that is not a name.
     """
     messages = body.get("messages")
     newest = messages[-1:] if isinstance(messages, list) else []
@@ -23,7 +37,7 @@ def chat_envelope(body: JsonObject, default_model: str) -> dict[str, object]:
 
 
 def _common(body: JsonObject, default_model: str) -> dict[str, object]:
-    """Model and stream. A mistyped `stream` is shown as absent, so that the backend refuses it in its own words."""
+    """Model and stream. A mistyped `stream` is left out, so that the backend refuses it in its own words."""
     envelope: dict[str, object] = {"model": _model_name(body, default_model)}
     if body.get("stream") is True:
         envelope["stream"] = True
@@ -33,7 +47,7 @@ def _common(body: JsonObject, default_model: str) -> dict[str, object]:
 
 
 def _model_name(body: JsonObject, default_model: str) -> str:
-    """The model's name. Raises BadRequest for one that LiteLLM would take for something else than a name."""
+    """The model's name. Raises BadRequest for a name that LiteLLM would read as a list or a URL."""
     name = body.get("model")
     if name is None or name == "":
         return default_model
@@ -45,7 +59,7 @@ def _model_name(body: JsonObject, default_model: str) -> str:
 
 
 def _plain_message(message: object) -> dict[str, object]:
-    """Role and text of a message, however it is built."""
+    """Role and text of a message in any form."""
     if not isinstance(message, dict):
         return {"role": "user", "content": ""}
     role, content = message.get("role"), message.get("content")
@@ -57,3 +71,57 @@ def _plain_message(message: object) -> dict[str, object]:
 
 def _is_text_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+# --- other requests --------------------------------------------------------------------------------------------------
+
+
+def pass_through_endpoint(backend_url: str) -> dict[str, object]:
+    """The one entry of `general_settings.pass_through_endpoints`; the guard checks the key."""
+    return {
+        "path": _PLACE,
+        "target": backend_url.rstrip("/"),
+        "include_subpath": True,
+        "forward_headers": True,
+        "auth": False,
+        "headers": {},
+        "timeout": _LONGEST_ANSWER_SECONDS,
+    }
+
+
+def native_scope(scope: Scope, headers: HeaderList, raw: bytes, api_key: str | None) -> Scope:
+    """The request for LiteLLM's endpoint; the backend gets `headers` and the body `raw`."""
+    key = [(b"authorization", f"Bearer {api_key}".encode())] if api_key is not None else []
+    kept = [pair for pair in headers if not (key and pair[0].lower() in (b"authorization", b"x-api-key"))]
+    state = {**scope.get("state", {}), _RAW_BODY: raw}
+    return {**at_path(scope, f"{_PLACE}{scope['path']}"), "headers": [*kept, *key], "state": state}
+
+
+async def run_while_wanted(app: App, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    """Run the application on the request with this body until it is answered or its client leaves; LiteLLM itself would
+    wait for the backend's answer."""
+    left = asyncio.Event()
+    pending = [body]
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    async def receive_once() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    watching = asyncio.create_task(watch())
+    running = asyncio.ensure_future(app(scope, receive_once, send))
+    try:
+        await asyncio.wait((watching, running), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+    finally:
+        watching.cancel()
+        running.cancel()

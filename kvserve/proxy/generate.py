@@ -1,5 +1,5 @@
-"""Turns the proxy's settings into what the child process is started with: LiteLLM's config, the guard's, the
-environment and the command line. It starts nothing and knows nothing of running processes.
+"""Generates the child process's configuration from the proxy's settings: LiteLLM's and the guard's files, the
+environment and the command line. It starts no process.
 """
 
 import json
@@ -8,21 +8,20 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvserve.proxy.envelope import pass_through_endpoint
 from kvserve.proxy.guard import GuardRules
-from kvserve.proxy.native import pass_through_endpoint
 from kvserve.proxy.settings import ProxyFiles, ProxySettings
 
 type Json = dict[str, object]
 
-# LiteLLM's dialect for an OpenAI-compatible server on this machine that it has no opinions about. Under `openai/` it
-# looks every name up in its catalogue: `gpt-5-codex` and `o1-pro` are then sent to /v1/responses or refused for their
-# temperature, and /v1/models lists OpenAI's models. `hosted_vllm/` loses text: it drops each streamed piece in which
-# `[DONE]` or a Unicode line separator occurs.
+# LiteLLM's dialect for a local OpenAI-compatible server without special cases. Under `openai/` it looks every name up
+# in its catalogue: it sends `gpt-5-codex` and `o1-pro` to /v1/responses or refuses their temperature, and /v1/models
+# lists OpenAI's models. `hosted_vllm/` loses text: it drops streamed pieces with `[DONE]` or a Unicode line separator.
 _DIALECT = "llamafile"
 _BACKEND_KEY_IF_NONE = "none"
 
-# What a Python process needs to run. Everything else stays out: LiteLLM reads some hundred variables (databases, other
-# providers' keys, HTTP proxies), and each of them could send a prompt elsewhere.
+# What a Python process needs to run. All other variables stay out: LiteLLM reads some hundred (databases, other
+# providers' keys, HTTP proxies), and each could send a prompt elsewhere.
 _PASSED_VARIABLES = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "TEMP", "TMP"),
     *("VIRTUAL_ENV", "PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT"),
@@ -37,11 +36,11 @@ _FIXED_VARIABLES = {
     "LITELLM_LOCAL_BLOG_POSTS": "True",
     "LITELLM_LOCAL_AUTOROUTER_PRESETS": "True",
     "LITELLM_LOG": "ERROR",
-    # Otherwise LiteLLM loads the nearest .env file, which is ours and may hold keys of other providers.
+    # Otherwise LiteLLM loads the nearest .env file, ours, which may hold other providers' keys.
     "LITELLM_MODE": "PRODUCTION",
     "DISABLE_ADMIN_UI": "True",
     "NO_DOCS": "True",
-    # The drain has to end well before the server that is shutting down runs out of patience.
+    # The drain must end well before the server's own shutdown does.
     "GRACEFUL_SHUTDOWN_TIMEOUT": "1",
     # Shorter than any backend keeps an idle connection, so that no request meets a closing one.
     "AIOHTTP_KEEPALIVE_TIMEOUT": "30",
@@ -90,7 +89,7 @@ def litellm_config(settings: ProxySettings) -> Json:
         "litellm_settings": {
             "callbacks": ["kvserve.proxy.hook.raw_body_hook"],
             "num_retries": 0,
-            # It swallows comments and empty pieces from the backend, so it has to make its own.
+            # LiteLLM drops the backend's comments and empty pieces, so it has to send its own.
             "sse_keepalive_ping_interval_seconds": settings.keep_alive_seconds,
             "disable_token_counter": True,  # the backend counts; LiteLLM's own count costs 100 ms on long prompts
         },
@@ -114,7 +113,7 @@ def guard_rules(settings: ProxySettings) -> GuardRules:
 
 
 def child_environment(base: Mapping[str, str], files: ProxyFiles) -> dict[str, str]:
-    """The child's whole environment: the few variables of `base` that Python needs, and ours."""
+    """The child's complete environment: the variables of `base` that Python needs, and ours."""
     environment = {name: base[name] for name in _PASSED_VARIABLES if name in base}
     package_root = str(Path(__file__).resolve().parents[2])
     inherited = environment.get("PYTHONPATH")
@@ -133,18 +132,18 @@ def child_command(settings: ProxySettings) -> list[str]:
 
 
 def write_files(settings: ProxySettings) -> ProxyFiles:
-    """Writes both configurations, readable by this user only: they may hold the API key. Returns where they lie."""
+    """Writes both configurations, readable by this user only, since they may hold the API key. Returns their paths."""
     files = settings.files
     files.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     files.folder.chmod(0o700)
-    # LiteLLM reads YAML, of which JSON is a part.
+    # LiteLLM reads YAML, which includes JSON.
     write_private(files.config, json.dumps(litellm_config(settings), indent=1))
     write_private(files.guard, json.dumps(guard_rules(settings).as_json(), indent=1))
     return files
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replaces the file in one step; it never has other readers, not even while it is written."""
+    """Replaces the file in one step; only this user can read it, also while it is written."""
     temporary = path.with_name(path.name + ".new")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,5 +1,5 @@
-"""The ASGI application around LiteLLM's: it decides who may speak and which paths exist, shows LiteLLM an envelope
-instead of the client's body, and answers errors as the backend gave them. It knows ASGI and no model.
+"""The ASGI application around LiteLLM's: it checks who may speak and which paths exist, gives LiteLLM an envelope
+instead of the client's body, and returns the backend's errors unchanged. It knows ASGI and no model.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from kvserve.proxy.asgi import (
     replay,
     with_request_id,
 )
-from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange
-from kvserve.proxy.native import ENVELOPE, native_scope, run_while_wanted
-from kvserve.proxy.paths import Envelope, Route, find_route, versioned
+from kvserve.proxy.envelope import EMPTY_BODY, native_scope, run_while_wanted
+from kvserve.proxy.handover import CURRENT_EXCHANGE, ProxyExchange
+from kvserve.proxy.paths import Envelope, ProxyRoute, find_route, versioned
 
 _WARM_UP_TIMEOUT_SECONDS = 10.0
 _MODEL_PLACE = "/v1/models/"
@@ -42,8 +42,8 @@ _MODEL_PLACE = "/v1/models/"
 
 @dataclass(frozen=True, slots=True)
 class GuardRules:
-    """What the guard enforces; it travels to the child process as JSON. `secret` goes before what the backend is to
-    believe. `default_model` is what LiteLLM lists, `backend_model` the same model's name on the backend's own port."""
+    """The guard's rules, passed to the child process as JSON. `secret` proves the guard's statements to the backend.
+    LiteLLM lists `default_model`; `backend_model` is the same model's name on the backend's own port."""
 
     host: str
     default_model: str
@@ -57,7 +57,7 @@ class GuardRules:
 
     @property
     def access(self) -> AccessRules:
-        """The part that says who may speak."""
+        """The rules of who may speak."""
         return AccessRules(self.host, self.api_key, self.allowed_origins, self.allowed_hosts)
 
     def as_json(self) -> dict[str, object]:
@@ -66,16 +66,16 @@ class GuardRules:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "GuardRules":
-        """The rules from what `as_json` gave."""
+        """The rules from `as_json`'s object."""
         names = {name: tuple(value[name]) for name in ("allowed_origins", "allowed_hosts")}
         return cls(**{**value, **names})
 
 
-# In order of preference; x-session-id is also what LiteLLM routes a session by.
+# In order of preference; LiteLLM routes a session by x-session-id.
 _SESSION_HEADERS = ("session_id", "session-id", "thread_id", "thread-id", "conversation_id", "conversation-id")
-# LiteLLM forwards x-* by itself; these mean something to the backend, too.
+# LiteLLM forwards only x-*; the backend reads these, too.
 _FORWARDED_HEADERS = frozenset({"user-agent", "traceparent", "tracestate", *_SESSION_HEADERS})
-# LiteLLM must not answer for the Origin, the body has another length and form now, and whose key it is says the guard.
+# The guard answers for the Origin, replaces the body and states the client's key.
 _WITHHELD_HEADERS = frozenset(
     {b"origin", b"content-length", b"content-type", b"content-encoding", b"transfer-encoding", KEY_HEADER.encode()}
 )
@@ -96,7 +96,7 @@ _WARM_UP_SCOPE: Scope = {
 
 
 class Guard:
-    """The ASGI application that the child process serves: LiteLLM's, and the backend where LiteLLM has no part."""
+    """The child process's ASGI application: LiteLLM's, and the backend for requests that bypass LiteLLM."""
 
     def __init__(self, app: App, backend: App, rules: GuardRules) -> None:
         self._app = app
@@ -109,7 +109,7 @@ class Guard:
             await self._app(scope, receive, self._warm_before_ready(scope, send))
         elif scope["type"] == "http":
             await self._serve(scope, receive, with_request_id(send))
-        else:  # nothing behind the proxy speaks WebSocket
+        else:  # the backend does not speak WebSocket
             await receive()
             await send({"type": "websocket.close", "code": 1008})
 
@@ -129,7 +129,7 @@ class Guard:
             body = error_body(error, versioned(scope["path"]))
             await answer(send, error.status, body, [*json_header(), *encoded(sharing_headers(origin))])
 
-    async def _pass_on(self, route: Route, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
+    async def _pass_on(self, route: ProxyRoute, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
         if route.way == "direct":
             await self._pass_directly(scope, receive, send)
         elif route.way == "as it is":
@@ -145,7 +145,7 @@ class Guard:
             return
         shown = json.dumps(envelope(body, self._rules.default_model)).encode("utf-8")
         inner = {**scope, "headers": inner_headers(scope, len(shown), self._rules.secret)}
-        send.exchange = Exchange(body, forwarded_headers(read_headers(scope)))
+        send.exchange = ProxyExchange(body, forwarded_headers(read_headers(scope)))
         CURRENT_EXCHANGE.set(send.exchange)
         await self._app(inner, replay(shown, receive), send)
 
@@ -153,11 +153,11 @@ class Guard:
         raw = await read_body(receive, self._rules.max_body_bytes, read_headers(scope))
         if raw is None:
             return
-        inner = native_scope(scope, inner_headers(scope, len(ENVELOPE), self._rules.secret), raw, self._rules.api_key)
-        await run_while_wanted(self._app, inner, ENVELOPE, receive, send)
+        inner = native_scope(scope, inner_headers(scope, len(EMPTY_BODY), self._rules.secret), raw, self._rules.api_key)
+        await run_while_wanted(self._app, inner, EMPTY_BODY, receive, send)
 
     async def _pass_directly(self, scope: Scope, receive: Receive, send: "AnswerFilter") -> None:
-        """The client's own headers go on: where the guard asks for no key, the backend asks for it if it wants one."""
+        """Passes the client's own headers: if the guard asks for no key, the backend may."""
         raw = await read_body(receive, self._rules.max_body_bytes, read_headers(scope))
         if raw is None:
             return
@@ -168,7 +168,7 @@ class Guard:
         await run_while_wanted(self._backend, {**scope, "headers": [*kept, told]}, raw, receive, send)
 
     def _warm_before_ready(self, scope: Scope, send: Send) -> Send:
-        """Holds back "started" until one request went through: the first one takes 600 ms longer than the others."""
+        """Delays "started" until one request has run: the first takes 600 ms longer than the others."""
 
         async def warming_send(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
@@ -178,17 +178,18 @@ class Guard:
         return warming_send
 
     async def _warm_up(self, state: dict[str, object]) -> None:
-        """Sends one chat request through LiteLLM to a port that refuses; it is bound, so that nobody else takes it."""
+        """Sends one chat request through LiteLLM to a refusing port, which is bound so that no other process takes
+        it."""
         body = {"model": self._rules.default_model, "messages": [{"role": "user", "content": "."}], "stream": True}
         key = f"Bearer {self._rules.api_key or 'none'}".encode()
         headers = [(b"host", b"localhost"), (b"authorization", key), *json_header()]
         inner: Scope = {**_WARM_UP_SCOPE, "state": state, "headers": headers}
-        logging.disable(logging.CRITICAL)  # this failure is meant
-        # A proxy that answers its first request late is better than none.
+        logging.disable(logging.CRITICAL)  # this failure is intended
+        # A slow first request is better than no proxy.
         with suppress(TimeoutError), socket.socket() as refusing:
             refusing.bind(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{refusing.getsockname()[1]}/v1"
-            CURRENT_EXCHANGE.set(Exchange(body, {}, instead_of_backend=url))
+            CURRENT_EXCHANGE.set(ProxyExchange(body, {}, instead_of_backend=url))
             async with asyncio.timeout(_WARM_UP_TIMEOUT_SECONDS):
                 await self._app(inner, replay(json.dumps(body).encode("utf-8"), _say_nothing), _discard)
         logging.disable(logging.NOTSET)
@@ -203,13 +204,13 @@ async def _discard(message: Message) -> None:
 
 
 class AnswerFilter:
-    """The `send` that LiteLLM gets: it puts the backend's own error in the place of LiteLLM's version of it."""
+    """LiteLLM's `send`: it replaces LiteLLM's version of an error by the backend's own."""
 
     def __init__(self, send: Send, origin: str | None) -> None:
         self._send = send
         self._origin = origin
         self._is_replaced = False
-        self.exchange: Exchange | None = None
+        self.exchange: ProxyExchange | None = None
 
     async def __call__(self, message: Message) -> None:
         """Passes on, or replaces, one ASGI message of the answer."""
@@ -244,8 +245,8 @@ class AnswerFilter:
 
 
 def inner_headers(scope: Scope, num_body_bytes: int, secret: str) -> HeaderList:
-    """The request's headers as LiteLLM sees them: with a session header under the name that it forwards, and with the
-    digest of the client's key, in whose place the backend gets the proxy's."""
+    """The request's headers for LiteLLM: with the session under the name that LiteLLM forwards, and with the digest of
+    the client's key, because the backend gets the proxy's key."""
     headers = [pair for pair in scope["headers"] if pair[0].lower() not in _WITHHELD_HEADERS]
     headers += [*json_header(), (b"content-length", str(num_body_bytes).encode())]
     sent = read_headers(scope)
@@ -257,7 +258,7 @@ def inner_headers(scope: Scope, num_body_bytes: int, secret: str) -> HeaderList:
 
 
 def told_key(sent: Headers, secret: str) -> tuple[bytes, bytes]:
-    """The header that tells the backend whose key a request with these headers came with."""
+    """The header that tells the backend the key of a request with these headers."""
     own = {name: values[0] for name, values in sent.items() if name != KEY_HEADER}
     told = f"{secret} {key_digest(own) or NO_KEY}".lstrip()  # LiteLLM's client refuses a value that begins with a blank
     return KEY_HEADER.encode(), told.encode()
@@ -268,8 +269,8 @@ def _without_origin(scope: Scope) -> HeaderList:
 
 
 def forwarded_headers(headers: Headers) -> dict[str, str]:
-    """What the backend gets although LiteLLM would not forward it."""
-    # Spelt as LiteLLM's HTTP client spells its own, so that it is replaced and not joined: `User-Agent`.
+    """The headers for the backend that LiteLLM would not forward."""
+    # `User-Agent` as LiteLLM's HTTP client spells it: another spelling would be added instead of replacing it.
     return {
         name.title() if name == "user-agent" else name: values[0]
         for name, values in headers.items()
@@ -278,13 +279,13 @@ def forwarded_headers(headers: Headers) -> dict[str, str]:
 
 
 def request_id_of(headers: Mapping[bytes, bytes]) -> HeaderList:
-    """The one header of LiteLLM's error answers that still holds: the backend's request id, if it gave one."""
+    """The backend's request id, if it set one: the only valid header of LiteLLM's error answers."""
     name = b"llm_provider-x-request-id"
     return [(name, headers[name])] if name in headers else []
 
 
 def outer_headers(headers: HeaderList) -> HeaderList:
-    """The answer's headers, with the backend's request id under its own name as well."""
+    """The answer's headers, with the backend's request id also under its own name."""
     for name, value in headers:
         if name.lower() == b"llm_provider-x-request-id":
             return [*(pair for pair in headers if pair[0].lower() != b"x-request-id"), (b"x-request-id", value)]

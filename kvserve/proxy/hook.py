@@ -1,5 +1,5 @@
-"""The callback that LiteLLM calls inside its process: it gives the backend the client's own body and headers, and keeps
-the backend's own error. It knows LiteLLM's call arguments and nothing of HTTP.
+"""LiteLLM's callback: it sends the client's own body and headers to the backend, and keeps the backend's own error. It
+knows LiteLLM's call arguments, no HTTP.
 """
 
 import json
@@ -9,7 +9,7 @@ import httpx
 from fastapi import HTTPException
 from litellm.integrations.custom_logger import CustomLogger
 
-from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange, UpstreamError
+from kvserve.proxy.handover import CURRENT_EXCHANGE, ProxyExchange, UpstreamError
 
 # LiteLLM chooses the backend's name for the model.
 _LITELLM_DECIDES = frozenset({"model"})
@@ -17,17 +17,17 @@ _MAX_CAUSES = 16
 
 
 class RawBodyHook(CustomLogger):
-    """Sends every field of the client's body to the backend as it was.
+    """Sends every field of the client's body to the backend unchanged.
 
-    LiteLLM itself drops `user` and `metadata`, refuses `thinking` and `verbosity`, reads `timeout`, `cache` or
-    `fallbacks` as orders to itself, and rewrites messages for models that it knows. So the guard shows it a plain
-    envelope, and what it puts into `extra_body` replaces the envelope's fields when the request goes out.
+    LiteLLM itself drops `user` and `metadata`, refuses `thinking` and `verbosity`, obeys `timeout`, `cache` and
+    `fallbacks`, and rewrites messages for models that it knows. So the guard gives it a plain envelope, whose fields
+    `extra_body` replaces when the request goes out.
     """
 
     async def async_pre_call_hook(
         self, user_api_key_dict: object, cache: object, data: dict[str, object], call_type: str
     ) -> dict[str, object]:
-        """Fills in what the envelope left out, just before LiteLLM chooses a backend."""
+        """Adds the client's fields and headers just before LiteLLM chooses a backend."""
         exchange = CURRENT_EXCHANGE.get()
         if exchange is None:
             return data
@@ -45,8 +45,8 @@ class RawBodyHook(CustomLogger):
         user_api_key_dict: object,
         traceback_str: str | None = None,
     ) -> HTTPException | None:
-        """Keeps the backend's answer for the guard: LiteLLM changes its text and sometimes its status. Where LiteLLM's
-        comments have begun a stream already, it writes what is returned here, and without it no reason at all."""
+        """Keeps the backend's error for the guard: LiteLLM changes its text and sometimes its status. If LiteLLM's
+        comments have begun a stream already, LiteLLM writes the returned error, or no reason without one."""
         exchange = CURRENT_EXCHANGE.get()
         if exchange is None:
             return None
@@ -54,11 +54,12 @@ class RawBodyHook(CustomLogger):
         return HTTPException(found.status, message_of(found)) if found is not None and exchange.has_begun else None
 
 
-def outgoing_fields(exchange: Exchange, data: Mapping[str, object]) -> dict[str, object]:
+def outgoing_fields(exchange: ProxyExchange, data: Mapping[str, object]) -> dict[str, object]:
     """The fields that overwrite LiteLLM's: the client's own, with one exception.
 
-    To count, LiteLLM asks the backend for the usage of every stream and takes it out of the answer again. Where it did,
-    its `stream_options` (the client's plus `include_usage`) stay; a malformed value is left for the backend to refuse.
+    To count tokens, LiteLLM asks for the usage of every stream and removes it from the answer. Then its
+    `stream_options` (the client's plus `include_usage`) stay, unless the client's are malformed: the backend refuses
+    them.
     """
     fields = {name: value for name, value in exchange.body.items() if name not in _LITELLM_DECIDES}
     asked = fields.get("stream_options")
@@ -68,10 +69,8 @@ def outgoing_fields(exchange: Exchange, data: Mapping[str, object]) -> dict[str,
 
 
 def find_upstream_error(error: BaseException) -> UpstreamError | None:
-    """The HTTP answer at the root of LiteLLM's exceptions, None if the backend gave none.
-
-    LiteLLM puts empty answers of its own into the chain; the deepest one is the real one.
-    """
+    """The HTTP answer at the root of LiteLLM's exceptions, None without one. LiteLLM adds empty answers to the chain;
+    the deepest answer is the backend's."""
     found: UpstreamError | None = None
     for cause in _causes(error):
         response = getattr(cause, "response", None)
@@ -84,7 +83,7 @@ def find_upstream_error(error: BaseException) -> UpstreamError | None:
 
 
 def message_of(error: UpstreamError) -> str:
-    """What the backend says in its error; the whole text where that is no error of OpenAI's form."""
+    """The backend's error message; the whole body if it is not an error in OpenAI's form."""
     try:
         return str(json.loads(error.body)["error"]["message"])
     except (ValueError, TypeError, LookupError):

@@ -1,5 +1,5 @@
-"""LiteLLM as a child process: start, readiness, log, restart with backoff, stop. It knows processes and one URL, and
-nothing of the requests that pass through.
+"""Runs LiteLLM as a child process: start, readiness, log, restart with backoff, stop. It knows processes and one URL,
+no requests.
 """
 
 import http.client
@@ -8,45 +8,89 @@ import selectors
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from threading import Condition, Event, Thread
 from typing import Any, Literal
 
 from kvserve.errors import StartupError
-from kvserve.proxy.child_log import ChildLog
 from kvserve.proxy.generate import child_command, child_environment, write_files
 from kvserve.proxy.ownership import claim_port, is_port_free, record_child
 from kvserve.proxy.settings import ProxySettings
 
-type Status = Literal["starting", "ready", "restarting", "stopped"]
+type ProxyStatus = Literal["starting", "ready", "restarting", "stopped"]
 
 _POLL_SECONDS = 0.2
 _PROBE_SECONDS = 1.0
 _DRAIN_SECONDS = 2.5
 _FIRST_DELAY_SECONDS = 1.0
 _LONGEST_DELAY_SECONDS = 30.0
-# A proxy that was ready for this long had a fresh start: the next death waits the short delay again.
+# After this long in readiness the next restart waits only the short delay again.
 _SETTLED_SECONDS = 60.0
 _NUM_LAST_WORDS = 5
 _MAX_REASON_CHARS = 600
+_MAX_TAIL_LINES = 20
+_MAX_LINE_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyState:
-    """How the proxy is. `last_error` is why it died last, None if it never did."""
+    """The proxy's state. `last_error` is why it died last, None if it never did."""
 
-    status: Status
+    status: ProxyStatus
     pid: int | None = None
     num_restarts: int = 0
     last_error: str | None = None
 
 
+class ChildLog:
+    """The child's output: a file, rotated to `<name>.1` at `max_bytes`, and the last lines for messages. If the disk is
+    full only the file stops."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._num_bytes = path.stat().st_size if path.exists() else 0
+        self._tail: deque[bytes] = deque(maxlen=_MAX_TAIL_LINES)
+        self._unfinished = b""
+
+    def write(self, chunk: bytes) -> None:
+        """Adds a piece of output, cut anywhere."""
+        *lines, self._unfinished = (self._unfinished + chunk).split(b"\n")
+        self._tail.extend(line[:_MAX_LINE_BYTES] for line in lines if line.strip())
+        self._unfinished = self._unfinished[:_MAX_LINE_BYTES]
+        try:
+            self._append(chunk)
+        except OSError as error:
+            self._tail.append(f"{self._path} cannot be written: {error}".encode())
+
+    def tail(self, num_lines: int) -> list[str]:
+        """The last lines that are not blank, oldest first."""
+        lines = [*self._tail, self._unfinished] if self._unfinished.strip() else list(self._tail)
+        return [line.decode("utf-8", errors="replace").strip() for line in lines[-num_lines:]]
+
+    def forget(self) -> None:
+        """Empties the tail for the next child."""
+        self._tail.clear()
+        self._unfinished = b""
+
+    def _append(self, chunk: bytes) -> None:
+        if self._num_bytes and self._num_bytes + len(chunk) > self._max_bytes:
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+            self._num_bytes = 0
+        with self._path.open("ab") as file:
+            self._path.chmod(0o600)
+            file.write(chunk)
+        self._num_bytes += len(chunk)
+
+
 class LitellmProxy:
     """Owns the child process from `start` to `stop`.
 
-    A thread reads the child's output, asks it whether it is ready, and starts it again when it dies. `report` gets one
-    sentence per event, from that thread.
+    A thread reads the child's output, polls its readiness, and restarts it when it dies. It calls `report` with one
+    sentence per event.
     """
 
     def __init__(
@@ -57,7 +101,7 @@ class LitellmProxy:
         command: Sequence[str] | None = None,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_ready` is called, from the watcher's thread, whenever a child begins to answer."""
+        """The watcher's thread calls `on_ready` whenever a child begins to answer."""
         self._settings = settings
         self._environment = child_environment(base_environment, settings.files)
         self._report = report
@@ -71,15 +115,13 @@ class LitellmProxy:
 
     @property
     def state(self) -> ProxyState:
-        """A snapshot; any thread may ask."""
+        """A snapshot, for any thread."""
         with self._changed:
             return self._state
 
     def start(self) -> None:
-        """Launches the child and returns at once. A stale proxy of a former run is ended first.
-
-        Raises PortTaken if a process that is not ours listens on the port, StartupError if the child cannot be started.
-        """
+        """Ends a stale proxy of a former run, launches the child and returns at once. Raises PortTaken if another
+        process listens on the port, StartupError if the child cannot be started."""
         replaced = claim_port(self._settings)
         if replaced is not None:
             self._report(f"Replaced the LiteLLM proxy of a former run (pid {replaced}).")
@@ -112,7 +154,7 @@ class LitellmProxy:
             _end(child)
         if watcher is not None:
             watcher.join()
-        # The watcher may have launched another one just before it saw that all is over.
+        # The watcher may have launched another child just before it saw `_stopping`.
         if self._child is not None and self._child is not child:
             _end(self._child)
             _close_pipes(self._child)
@@ -127,11 +169,9 @@ class LitellmProxy:
             self._changed.notify_all()
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        """Starts the child in a session of its own, so that a terminal's Ctrl-C reaches only us.
-
-        Its standard input is a pipe whose other end only this process holds: when this process ends, however it ends,
-        the pipe does, and the child ends itself.
-        """
+        """Starts the child in its own session, so that a terminal's Ctrl-C reaches only us. Its standard input is a
+        pipe whose other end only this process holds: when this process ends, the pipe closes and the child ends
+        itself."""
         child = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -146,7 +186,7 @@ class LitellmProxy:
         return child
 
     def _watch(self) -> None:
-        """The watcher thread: one child after the other until `stop`."""
+        """The watcher thread: runs one child after the other until `stop`."""
         log = ChildLog(self._settings.files.log, self._settings.max_log_bytes)
         delay_seconds = _FIRST_DELAY_SECONDS
         child = self._child
@@ -164,7 +204,7 @@ class LitellmProxy:
             delay_seconds = min(2 * delay_seconds, _LONGEST_DELAY_SECONDS)
 
     def _relaunch(self, delay_seconds: float) -> subprocess.Popen[bytes] | None:
-        """The next child after the delay, or None if `stop` came first. Tries until port and system allow it."""
+        """The next child after the delay, or None if `stop` came first. Retries until port and system allow it."""
         while not self._stopping.wait(delay_seconds):
             delay_seconds = _LONGEST_DELAY_SECONDS
             if not is_port_free(self._settings.host, self._settings.port):
@@ -180,10 +220,8 @@ class LitellmProxy:
         return None
 
     def _attend(self, child: subprocess.Popen[bytes], log: ChildLog) -> float:
-        """Keeps the child's output until it ends and notes when it is ready; returns for how many seconds it was.
-
-        One that is not ready in time hangs and is killed.
-        """
+        """Logs the child's output until it ends; returns for how many seconds it was ready. A child that is not ready
+        in time is killed."""
         assert child.stdout is not None
         launched = time.monotonic()
         ready_at: float | None = None
@@ -191,7 +229,7 @@ class LitellmProxy:
             selector.register(child.stdout, selectors.EVENT_READ)
             while _keep_output(selector, child.stdout.fileno(), log):
                 if child.poll() is not None:
-                    if not selector.select(0):  # a process that it left behind holds the pipe
+                    if not selector.select(0):  # a process that the child started holds the pipe
                         break
                 elif ready_at is not None or self._stopping.is_set():
                     continue
@@ -207,7 +245,7 @@ class LitellmProxy:
         return time.monotonic() - ready_at if ready_at is not None else 0.0
 
     def _answers(self) -> bool:
-        """Whether the readiness URL answers 200. (LiteLLM's /health would run a generation.)"""
+        """Whether the readiness URL answers 200; LiteLLM's /health would run a generation."""
         connection = http.client.HTTPConnection(self._settings.host, self._settings.port, timeout=_PROBE_SECONDS)
         try:
             connection.request("GET", "/health/readiness")
@@ -219,7 +257,7 @@ class LitellmProxy:
 
 
 def _keep_output(selector: selectors.BaseSelector, descriptor: int, log: ChildLog) -> bool:
-    """Waits a moment for output and logs it; False at its end."""
+    """Waits briefly for output and logs it; False at its end."""
     if not selector.select(_POLL_SECONDS):
         return True
     chunk = os.read(descriptor, 65536)
@@ -246,7 +284,7 @@ def _close_pipes(child: subprocess.Popen[bytes]) -> None:
 
 
 def _describe_death(return_code: int, log: ChildLog) -> str:
-    """How it ended and its last words, on one line."""
+    """The exit code or signal and the last lines of output, on one line."""
     how = f"signal {signal.Signals(-return_code).name}" if return_code < 0 else f"exit code {return_code}"
     last_words = " | ".join(log.tail(_NUM_LAST_WORDS))[-_MAX_REASON_CHARS:]
     return f"{how}: {last_words}" if last_words else how

@@ -1,5 +1,5 @@
-"""Whose process is it: what listens on a port, and the proof that a process is a proxy that we started. It reads the
-process tables (/proc on Linux, `ps` and `lsof` elsewhere); it ends a process only on that proof.
+"""Finds out which process listens on a port, and proves that a process is a proxy that we started. It reads the process
+tables (/proc on Linux, `ps` and `lsof` elsewhere) and ends a process only with that proof.
 """
 
 import json
@@ -23,14 +23,15 @@ _RELEASE_SECONDS = 2.0
 _TOOL_SECONDS = 5.0
 _LISTEN_STATE = "0A"
 _MAX_COMMAND_CHARS = 200
-# One form of dates, whatever the user's language is: start times of two runs are compared.
+# Fixed locale: start times of two runs are compared as text.
 _TOOL_ENVIRONMENT = {"LC_ALL": "C", "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}
 _HAS_PROC = Path("/proc/self/stat").exists()
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A running process. `started` tells it from a later one with the same pid; `command` is its command line."""
+    """A running process. `started` distinguishes it from a later one with the same pid; `command` is its command
+    line."""
 
     pid: int
     started: str
@@ -39,14 +40,14 @@ class ProcessIdentity:
 
 @dataclass(frozen=True, slots=True)
 class PidFile:
-    """What we wrote down when we started a proxy: it, and the server that it belongs to."""
+    """The record of a proxy that we started, and of its server."""
 
     proxy: ProcessIdentity
     parent: ProcessIdentity
 
     @classmethod
     def read(cls, path: Path) -> "PidFile | None":
-        """The file's content, or None if there is none or it makes no sense (then it proves nothing)."""
+        """The file's content, or None if it is missing or malformed."""
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
             proxy, parent = (
@@ -72,16 +73,16 @@ def record_child(pid: int, files: ProxyFiles) -> None:
 
 
 def claim_port(settings: ProxySettings) -> int | None:
-    """Makes sure that the port is free; returns the pid of the stale proxy that was ended for it, if there was one.
+    """Ends a stale proxy of ours and makes sure that the port is free; returns the ended proxy's pid, if there was one.
 
-    Raises PortTaken for a process that is not a proxy of ours, and for a proxy whose server still runs: both are left
-    alone. Raises StartupError if a stale proxy of ours cannot be ended.
+    Raises PortTaken for any other process and for a proxy whose server still runs; both keep running. Raises
+    StartupError if a stale proxy cannot be ended.
     """
     stale = find_stale_proxy(settings.files)
     if stale is not None:
         end_process(stale)
     settings.files.pid.unlink(missing_ok=True)
-    # A process counts as ended a moment before its last thread closes the socket.
+    # A process is reported as ended shortly before its last thread closes the socket.
     deadline = time.monotonic() + (_RELEASE_SECONDS if stale is not None else 0.0)
     while not is_port_free(settings.host, settings.port):
         if time.monotonic() >= deadline:
@@ -91,16 +92,16 @@ def claim_port(settings: ProxySettings) -> int | None:
 
 
 def refuse_foreign_holder(port: int, files: ProxyFiles) -> None:
-    """Raises PortTaken where `claim_port` would, long before a proxy is started; nothing is ended."""
+    """Raises PortTaken as `claim_port` would, long before a proxy is started; ends no process."""
     if find_stale_proxy(files) is None and not is_port_free("127.0.0.1", port):
         raise PortTaken(describe_holder(port))
 
 
 def find_stale_proxy(files: ProxyFiles) -> ProcessIdentity | None:
-    """The process that the pid file names, if it is alive, provably ours, and its server is gone.
+    """The pid file's process, if it is alive, provably ours, and its server is gone.
 
-    Proof: same start time as written down, and our configuration file on its command line. Raises PortTaken if the
-    server that started it is alive.
+    Proof: the recorded start time, and our configuration file on its command line. Raises PortTaken if its server is
+    alive.
     """
     written = PidFile.read(files.pid)
     if written is None:
@@ -118,7 +119,7 @@ def find_stale_proxy(files: ProxyFiles) -> ProcessIdentity | None:
 
 
 def end_process(identity: ProcessIdentity) -> None:
-    """SIGTERM, then SIGKILL, to exactly this process. Raises StartupError if it outlives both."""
+    """Sends SIGTERM, then SIGKILL, to exactly this process. Raises StartupError if it survives both."""
     for number, patience_seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
         if identify(identity.pid) != identity:
             return
@@ -135,7 +136,7 @@ def end_process(identity: ProcessIdentity) -> None:
 
 
 def is_port_free(host: str, port: int) -> bool:
-    """Whether nobody listens there. Binding alone would not do: macOS binds beside a listener on all addresses."""
+    """Whether no process listens there. Binding alone does not tell: macOS binds beside a listener on all addresses."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -150,7 +151,7 @@ def is_port_free(host: str, port: int) -> bool:
 
 
 def describe_holder(port: int) -> str:
-    """One paragraph for the person at the terminal: who holds the port and what to do."""
+    """One paragraph for the terminal: which process holds the port and what to do."""
     pids = listening_pids(port)
     holders = [identity for pid in pids if (identity := identify(pid)) is not None]
     who = (
@@ -164,12 +165,12 @@ def describe_holder(port: int) -> str:
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """The running process with this pid; None if there is none, it has ended (a zombie), or it cannot be read."""
+    """The running process with this pid; None if it does not exist, has ended (a zombie), or cannot be read."""
     return _identify_by_proc(pid) if _HAS_PROC else _identify_by_ps(pid)
 
 
 def listening_pids(port: int) -> list[int]:
-    """Processes that listen on the TCP port, as far as this user may see them."""
+    """The processes that listen on the TCP port and that this user may see."""
     return _listening_pids_by_proc(port) if _HAS_PROC else _listening_pids_by_lsof(port)
 
 
@@ -215,7 +216,7 @@ def _open_files(process_folder: Path) -> set[str]:
     try:
         for link in (process_folder / "fd").iterdir():
             targets.add(os.readlink(link))
-    except OSError:  # another user's process, or one that ends while we look
+    except OSError:  # another user's process, or one that just ended
         return targets
     return targets
 
@@ -226,7 +227,7 @@ def _listening_pids_by_lsof(port: int) -> list[int]:
 
 
 def _run(*command: str) -> str:
-    """The command's output, empty if it fails or is not there."""
+    """The command's output, empty if it fails or is missing."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False, env=_TOOL_ENVIRONMENT

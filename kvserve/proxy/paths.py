@@ -1,6 +1,4 @@
-"""Which paths port 4000 serves, with which methods, whether they need the key, and who answers them. It knows names and
-no request.
-"""
+"""The table of port 4000's paths: methods, whether they need the key, and who answers them. It knows no request."""
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
@@ -11,13 +9,13 @@ from kvserve.proxy.envelope import chat_envelope
 
 type Envelope = Callable[[Mapping[str, object], str], dict[str, object]]
 type Way = Literal["litellm", "as it is", "direct"]
-"""Who answers: LiteLLM, or kvserve through LiteLLM's pass-through endpoint, byte for byte, or kvserve alone."""
+"""Who answers: LiteLLM; kvserve through LiteLLM's pass-through endpoint, byte for byte; or kvserve alone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """A path that the proxy serves. With `envelope` the body is a JSON object of which LiteLLM sees only that. `path`,
-    which `find_route` fills in, is the request's path with its `/v1`."""
+class ProxyRoute:
+    """A path that the proxy serves. `envelope` makes the body that LiteLLM sees of a JSON object. `find_route` sets
+    `path` to the request's path with its `/v1`."""
 
     methods: tuple[str, ...]
     way: Way
@@ -28,48 +26,48 @@ class Route:
 
 _GET = ("GET", "HEAD")
 
-# LiteLLM has some hundred paths more. Some change its configuration, some send what they get to a cloud provider, and
-# its /health runs a generation per call. What kvserve tells of itself needs no LiteLLM, which keeps in memory all that
-# it passes on of a stream: the dashboard's has no end.
-ROUTES: Mapping[str, Route] = {
-    "/v1/chat/completions": Route(("POST",), "litellm", chat_envelope),
-    "/v1/models": Route(("GET",), "litellm"),
-    "/health/readiness": Route(("GET",), "litellm", needs_key=False),
-    "/health/liveliness": Route(("GET",), "litellm", needs_key=False),
-    "/v1/completions": Route(("POST",), "as it is"),
-    "/v1/messages": Route(("POST",), "as it is"),
-    "/v1/messages/count_tokens": Route(("POST",), "as it is"),
-    "/v1/responses": Route(("POST",), "as it is"),
-    "/v1/responses/*": Route(("GET", "DELETE"), "as it is"),
-    "/v1/agents": Route(("GET", "POST"), "as it is"),
-    "/v1/agents/*": Route(("GET", "POST", "DELETE"), "as it is"),
-    "/v1/models/*": Route(_GET, "direct"),
-    "/v1/cache": Route((*_GET, "DELETE"), "direct"),
-    "/v1/cache/explain": Route(_GET, "direct"),
-    "/v1/cache/explain/*": Route(_GET, "direct"),
-    "/v1/cache/prewarm": Route(("POST",), "direct"),
-    "/metrics": Route(_GET, "direct"),
-    "/health": Route(_GET, "direct", needs_key=False),
-    "/dashboard": Route(_GET, "direct", needs_key=False),
-    "/dashboard/events": Route(_GET, "direct"),
-    "/dashboard/*": Route(_GET, "direct", needs_key=False),
+# LiteLLM's hundred other paths are not served: some change its configuration, some send bodies to a cloud provider, and
+# its /health runs a generation per call. kvserve's own reports bypass LiteLLM, which keeps all of a stream in memory:
+# the dashboard's stream never ends.
+ROUTES: Mapping[str, ProxyRoute] = {
+    "/v1/chat/completions": ProxyRoute(("POST",), "litellm", chat_envelope),
+    "/v1/models": ProxyRoute(("GET",), "litellm"),
+    "/health/readiness": ProxyRoute(("GET",), "litellm", needs_key=False),
+    "/health/liveliness": ProxyRoute(("GET",), "litellm", needs_key=False),
+    "/v1/completions": ProxyRoute(("POST",), "as it is"),
+    "/v1/messages": ProxyRoute(("POST",), "as it is"),
+    "/v1/messages/count_tokens": ProxyRoute(("POST",), "as it is"),
+    "/v1/responses": ProxyRoute(("POST",), "as it is"),
+    "/v1/responses/*": ProxyRoute(("GET", "DELETE"), "as it is"),
+    "/v1/agents": ProxyRoute(("GET", "POST"), "as it is"),
+    "/v1/agents/*": ProxyRoute(("GET", "POST", "DELETE"), "as it is"),
+    "/v1/models/*": ProxyRoute(_GET, "direct"),
+    "/v1/cache": ProxyRoute((*_GET, "DELETE"), "direct"),
+    "/v1/cache/explain": ProxyRoute(_GET, "direct"),
+    "/v1/cache/explain/*": ProxyRoute(_GET, "direct"),
+    "/v1/cache/prewarm": ProxyRoute(("POST",), "direct"),
+    "/metrics": ProxyRoute(_GET, "direct"),
+    "/health": ProxyRoute(_GET, "direct", needs_key=False),
+    "/dashboard": ProxyRoute(_GET, "direct", needs_key=False),
+    "/dashboard/events": ProxyRoute(_GET, "direct"),
+    "/dashboard/*": ProxyRoute(_GET, "direct", needs_key=False),
 }
-"""By path, or by its beginning where it ends with `*`."""
+"""By path; a path that ends with `*` stands for all that begin with it."""
 
 ANTHROPIC_VERSION = "anthropic-version"
-ANTHROPIC_ROUTES: Mapping[str, Route] = {"/v1/models": Route(_GET, "direct")}
-"""The same for requests with this header: LiteLLM lists its models as OpenAI does, whoever asks."""
+ANTHROPIC_ROUTES: Mapping[str, ProxyRoute] = {"/v1/models": ProxyRoute(_GET, "direct")}
+"""The routes that differ for requests with this header: LiteLLM always lists models in OpenAI's form."""
 _ALL_ANTHROPIC_ROUTES = {**ROUTES, **ANTHROPIC_ROUTES}
 
 UNVERSIONED = ("/chat/completions", "/completions", "/models", "/messages", "/responses")
-"""Paths, and what lies below them, that clients also ask for without `/v1`: their base URL names the port alone."""
+"""Paths that clients also request without `/v1`, and the paths below them: some base URLs end with the port."""
 
-# LiteLLM's management of keys, by the beginning of its paths.
+# The beginnings of the paths of LiteLLM's key management.
 _KEY_MANAGEMENT = ("/key", "/user", "/team", "/organization", "/budget", "/customer", "/sso", "/spend")
 
 
-def find_route(method: str, path: str, headers: Container[str] = ()) -> Route:
-    """The route of a path, for a request with headers of these names. Raises NotFound or MethodNotAllowed."""
+def find_route(method: str, path: str, headers: Container[str] = ()) -> ProxyRoute:
+    """The route of a request with headers of these names. Raises NotFound or MethodNotAllowed."""
     whole = versioned(path)
     routes = _ALL_ANTHROPIC_ROUTES if ANTHROPIC_VERSION in headers else ROUTES
     begins = [name[:-1] for name in routes if name.endswith("*")]
@@ -83,7 +81,7 @@ def find_route(method: str, path: str, headers: Container[str] = ()) -> Route:
 
 
 def versioned(path: str) -> str:
-    """The path with the `/v1` that some clients leave out."""
+    """The path with `/v1`, which some clients leave out."""
     return f"/v1{path}" if _is_below(path, UNVERSIONED) else path
 
 

@@ -16,8 +16,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kvserve.agents.records import Agent, NewAgent, TurnDone
-from kvserve.agents.store import AgentStore
+from kvserve.agents.agent_nouns import Agent, NewAgent, TurnDone
+from kvserve.agents.agent_store import AgentStore
 from kvserve.agents.window import answer_room, first_turn_shown
 from kvserve.core import (
     AGENTS,

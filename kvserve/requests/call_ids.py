@@ -7,7 +7,7 @@ is none for a client to show; and some stand behind the arguments, when the call
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvserve.canonical.layout import same_arguments
+from kvserve.canonical.message_layout import same_arguments
 from kvserve.core import CallSlot, Message, ToolCallBlock, Written
 from kvserve.output.formats import OutputFormat
 from kvserve.output.written_ids import has_ids, written_ids

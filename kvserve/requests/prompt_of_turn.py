@@ -19,9 +19,9 @@ from kvserve.core import (
 )
 from kvserve.errors import BadRequest
 from kvserve.identity.reading import RecognisedTurn
-from kvserve.output.said import Says
+from kvserve.output.said import MessageReader
 from kvserve.prompt.images_text import SEES_NOTHING, with_marks
-from kvserve.prompt.images_unseen import without_sight
+from kvserve.prompt.images_unseen import without_images_seen
 from kvserve.prompt.stitch import Stitched
 from kvserve.prompt.template import PromptText
 from kvserve.requests.served_model import ServedModel
@@ -40,7 +40,7 @@ def prompt_of(turn: Turn, reading: RecognisedTurn | None, served: ServedModel) -
 
 def looked_at(turn: Turn, served: ServedModel) -> Turn:
     """The turn with its images named by what they show; to a model that sees none they are words."""
-    return without_sight(turn) if served.images is None else served.images.look(turn)
+    return without_images_seen(turn) if served.images is None else served.images.look(turn)
 
 
 def _render(turn: Turn, reading: RecognisedTurn, served: ServedModel) -> Prompt:
@@ -180,7 +180,9 @@ def stitch(turn: Turn, reading: RecognisedTurn, served: ServedModel) -> tuple[Pr
     if images is not None:
         text = images.worded(text, turn.images)
     called = known_tools(tools, reading.rendered) if turn.tool_choice.mode != "none" else ()
-    return text, served.stitcher.tokens(text, reading.written_messages, Says.under(served.output_format, called))
+    return text, served.stitcher.tokens(
+        text, reading.written_messages, MessageReader.under(served.output_format, called)
+    )
 
 
 def _call_ids(reading: RecognisedTurn, served: ServedModel) -> Mapping[str, str]:

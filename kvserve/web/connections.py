@@ -1,6 +1,6 @@
-"""Which connections are open, and which of them are silent: the bound on threads and who makes room at the limit.
+"""Tracks open and silent connections: bounds the threads, and closes a silent connection at the limit.
 
-It knows sockets only to shut them; it reads and writes nothing.
+It shuts sockets; it reads and writes nothing.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ type Phase = Literal["silent", "receiving", "serving"]
 
 
 class OpenConnection:
-    """One connection and its thread. Owned by the table, whose lock guards what changes."""
+    """One connection and its thread. The table owns it, and its lock guards it."""
 
     __slots__ = ("connection", "is_shut", "phase", "since")
 
@@ -62,26 +62,26 @@ class ConnectionTable:
             return entry
 
     def enter_phase(self, entry: OpenConnection, phase: Phase) -> bool:
-        """The connection's thread goes on to `phase`. False: the connection was given up and is to be closed."""
+        """Move the connection to `phase`. False: the connection was given up and is to be closed."""
         with self._changed:
             entry.phase, entry.since = phase, time.monotonic()
             is_unwanted = (phase == "silent" and self.is_draining) or (phase == "receiving" and self.is_closing)
             return not (entry.is_shut or is_unwanted)
 
     def leave(self, entry: OpenConnection) -> None:
-        """The thread of this connection is done with it."""
+        """Remove a connection whose thread has finished."""
         with self._changed:
             self._open.discard(entry)
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Admit nobody any more, and shut the silent ones."""
+        """Stop admitting connections, and shut the silent ones."""
         with self._changed:
             self.is_draining = True
             self._shut_those_in("silent")
 
     def begin_closing(self) -> None:
-        """From now on every running answer sees `is_closing`; half-sent requests are shut."""
+        """Set `is_closing`, which ends running answers; half-sent requests are shut."""
         with self._changed:
             self.is_draining = self.is_closing = True
             self._shut_those_in("silent", "receiving")

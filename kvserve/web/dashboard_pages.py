@@ -1,6 +1,6 @@
-"""The dashboard on the wire: its static files, and the stream of what it shows. It knows no value of it.
+"""Serves the dashboard: its static files, and the stream of its values. It knows none of the values.
 
-The files hold nothing of any request, so they need no key; the stream does. Nothing outside of this server is loaded.
+The files hold nothing of any request, so they need no key; the stream does. The page loads nothing from other servers.
 """
 
 import time
@@ -10,7 +10,7 @@ from pathlib import Path
 from kvserve.core import JsonObject
 from kvserve.errors import NotFound, NotReady, RequestError
 from kvserve.protocols.openai_errors import encode_error
-from kvserve.web.exchange import Exchange, Header
+from kvserve.web.exchange import Header, HttpExchange
 from kvserve.web.service import WebService
 
 FILES: Mapping[str, str] = {
@@ -20,7 +20,7 @@ FILES: Mapping[str, str] = {
     "draw.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
-"""The files of the page with their content types; no other path is looked at."""
+"""The files of the page with their content types; no other path is read."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -35,27 +35,27 @@ PAGE_HEADERS: tuple[Header, ...] = (
 
 INTERVAL_SECONDS = 1.0
 LOOK_SECONDS = 0.1
-"""How often a stream looks whether its reader is there and whether the server ends."""
+"""How often a stream checks whether its reader has left or the server ends."""
 
 _FOLDER = Path(__file__).parent / "dashboard"
 
 
-def get_page(exchange: Exchange, service: WebService) -> None:
+def get_page(exchange: HttpExchange, service: WebService) -> None:
     """GET /dashboard."""
     _send_file(exchange, "index.html")
 
 
-def get_asset(exchange: Exchange, service: WebService) -> None:
+def get_asset(exchange: HttpExchange, service: WebService) -> None:
     """GET /dashboard/{file}."""
     if exchange.path_rest not in FILES:
         raise NotFound(f"The dashboard has no file {exchange.path_rest!r}.")
     _send_file(exchange, exchange.path_rest)
 
 
-def get_events(exchange: Exchange, service: WebService) -> None:
-    """GET /dashboard/events: what the page shows, once per second, until its reader leaves or the server ends.
+def get_events(exchange: HttpExchange, service: WebService) -> None:
+    """GET /dashboard/events: the page's values once per second, until the reader leaves or the server ends.
 
-    A server that drains does not wait for it. Raises NotReady where too many watch already.
+    A server that drains does not wait for it. Raises NotReady if too many pages watch.
     """
     watchers = service.watchers
     if not watchers.acquire(blocking=False):
@@ -66,7 +66,7 @@ def get_events(exchange: Exchange, service: WebService) -> None:
         watchers.release()
 
 
-def _watch(exchange: Exchange, service: WebService) -> None:
+def _watch(exchange: HttpExchange, service: WebService) -> None:
     exchange.may_keep_connection = False
     stream = exchange.open_stream(_error_chunk)
     while not exchange.is_last:
@@ -82,5 +82,5 @@ def _error_chunk(error: RequestError) -> JsonObject:
     return encode_error(error)
 
 
-def _send_file(exchange: Exchange, name: str) -> None:
+def _send_file(exchange: HttpExchange, name: str) -> None:
     exchange.send_body(200, FILES[name], (_FOLDER / name).read_bytes(), PAGE_HEADERS)

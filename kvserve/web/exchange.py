@@ -21,13 +21,13 @@ from kvserve.web.sse import UNNAMED, EventStream, Framing, encode_json
 type Header = tuple[str, str]
 type EncodeError = Callable[[RequestError], JsonObject]
 type CountError = Callable[[str, int], None]
-"""Hears the endpoint (empty: none) and the status of each error that is answered."""
+"""Called with the endpoint (empty: none) and the status of each error answer."""
 
 _ID_HEADERS = ("x-request-id", "request-id")
-"""Where OpenAI's SDK looks for a request's id, and where Anthropic's does."""
+"""The headers from which OpenAI's and Anthropic's SDKs read a request's id."""
 _CLIENT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _OVERLOADED = 529
-"""A status of Anthropic's that the standard library has no phrase for."""
+"""Anthropic's status, for which the standard library has no phrase."""
 _RETRY_AFTER_SECONDS = {429: 1, 503: 2, _OVERLOADED: 2}
 
 
@@ -36,9 +36,9 @@ def new_request_id() -> RequestId:
     return RequestId("req" + secrets.token_hex(12))
 
 
-class Exchange:
-    """What a route gets: the request, and the one answer it may give. One thread at a time uses it: its connection's
-    or, while that one waits, the one that brings the tokens.
+class HttpExchange:
+    """A request and its one answer. One thread at a time uses it: its connection's or, while that thread waits, the one
+    that delivers the tokens.
 
     `request_id` is always the server's own, so that no two answers share one; a client's `x-request-id` or
     `x-client-request-id` of at most 64 letters, digits, `_` and `-` comes back as `x-client-request-id`.
@@ -74,7 +74,7 @@ class Exchange:
 
     @property
     def head(self) -> RequestHead:
-        """The request's head; only errors in the head itself are answered without one."""
+        """The request's head; only errors in the head are answered without one."""
         if self._head is None:
             raise RuntimeError("the request has no head yet")
         return self._head
@@ -85,30 +85,28 @@ class Exchange:
 
     @property
     def must_stop(self) -> bool:
-        """Whether the server shuts down, so that running answers are to be cut short."""
+        """Whether the server shuts down and running answers must end early."""
         return self._connections.is_closing
 
     @property
     def is_last(self) -> bool:
-        """Whether no further request is wanted: an answer without an end of its own is to end now."""
+        """Whether this is the connection's last request: an endless answer must end now."""
         return self._connections.is_draining
 
     @property
     def client_is_gone(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """Whether the client has left."""
         return self._reader.peer_is_gone()
 
     def check_client(self) -> None:
-        """Raises ClientGone if nobody waits for the answer any more."""
+        """Raises ClientGone if the client has left."""
         if self.client_is_gone:
             raise ClientGone
 
     @contextlib.contextmanager
     def without_waiting(self) -> Iterator[None]:
-        """What the socket does not take at once inside of this is kept for `send_rest`: the thread has others to serve.
-
-        Leave it to one thread at a time.
-        """
+        """Inside this context, bytes that the socket does not take at once are kept for `send_rest`: the thread serves
+        other clients, too. One thread at a time may enter."""
         self._may_wait = False
         try:
             yield
@@ -117,11 +115,11 @@ class Exchange:
 
     @property
     def has_rest(self) -> bool:
-        """Whether something is kept for `send_rest`."""
+        """Whether bytes wait for `send_rest`."""
         return bool(self._rest)
 
     def send_rest(self) -> None:
-        """Send what was kept back. Raises ClientGone."""
+        """Send the bytes kept back. Raises ClientGone."""
         if self._rest:
             self._send(b"")
 
@@ -140,7 +138,7 @@ class Exchange:
         self._send(self._answer_head(status, headers))
 
     def send_continue(self) -> None:
-        """Tell a client that asked first that its body is welcome. Raises ClientGone."""
+        """Answer 100 to a client that expects it before its body. Raises ClientGone."""
         self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def open_stream(self, error_chunk: Callable[[RequestError], JsonObject], framing: Framing = UNNAMED) -> EventStream:
@@ -156,7 +154,7 @@ class Exchange:
         return self._stream
 
     def fail(self, error: RequestError, headers: Iterable[Header] = ()) -> None:
-        """Answer with the error: as a status and JSON, or inside the stream if one is open. Raises ClientGone."""
+        """Answer with the error, as a status and JSON, or inside an open stream. Raises ClientGone."""
         status = self.own_statuses.get(error.status, error.status)
         self._count_error(self.endpoint, status)
         if self._stream is not None:
@@ -188,15 +186,15 @@ class Exchange:
         return (("x-client-request-id", sent),) if _CLIENT_ID.fullmatch(sent) else ()
 
     def _send(self, data: bytes) -> None:
-        """Most writes fit into the socket's buffer: they cost one system call, and no wait for the interpreter's lock
-        behind another one."""
+        """Write all of it. Most writes fit into the socket's buffer: they cost one system call and no second wait for
+        the interpreter's lock."""
         data, self._rest = self._rest + data, b""
         try:
             rest = data[self._send_at_once(data) :]
             if rest and not self._may_wait:
                 self._rest = rest
             elif rest:
-                # sendall holds the timeout for all of the data: a client that reads a byte now and then gains nothing.
+                # sendall's timeout is for all of the data: a client that reads a byte now and then cannot prolong it.
                 self._connection.settimeout(self.settings.write_timeout_seconds)
                 self._connection.sendall(rest)
         except OSError as error:
@@ -204,7 +202,7 @@ class Exchange:
             raise ClientGone from error
 
     def _send_at_once(self, data: bytes) -> int:
-        """How many bytes the socket's buffer took. The socket stays not blocking, as looks at the client want it."""
+        """The number of bytes that the socket's buffer took. The socket stays non-blocking for checks of the client."""
         if self._connection.gettimeout() != 0.0:
             self._connection.settimeout(0.0)
         try:

@@ -1,24 +1,34 @@
-"""One connection from its first byte to its last: reads requests, guards them, hands them to routes, answers errors.
+"""Serves one connection: reads requests, checks who may speak, calls routes, answers errors.
 
-The border of a request is here: nothing that a route raises leaves it. Built on the standard library's handler, whose
-parser is replaced: it has no deadline over a whole head and tolerates what invites request smuggling.
+This is the border of a request: it catches everything that a route raises. It replaces the parser of the standard
+library's handler, which has no deadline over a whole head and accepts heads that allow request smuggling.
 """
 
+import hmac
 import socket
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler
 from socketserver import BaseServer
 from typing import Any
 
+from kvserve.core import KEY_HEADER
 from kvserve.errors import LengthRequired, MethodNotAllowed, NotFound, RequestError
-from kvserve.web import guard
+from kvserve.proxy.access import (
+    READ_HEADERS,
+    Headers,
+    check_host,
+    check_key,
+    check_origin,
+    preflight_headers,
+    sharing_headers,
+)
 from kvserve.web.connections import ConnectionTable, OpenConnection, Phase
-from kvserve.web.exchange import Exchange
-from kvserve.web.head import BodyFraming, body_framing, parse_head
+from kvserve.web.exchange import HttpExchange
+from kvserve.web.head import BodyFraming, RequestHead, body_framing, parse_head
 from kvserve.web.reader import ClientGone, ConnectionReader, check_body_size
-from kvserve.web.router import Match, Route, Router
+from kvserve.web.router import Route, RouteMatch, Router
 from kvserve.web.settings import WebSettings
 
 type Report = Callable[[str], None]
@@ -26,7 +36,7 @@ type Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What all connections share. `report` gets unexpected errors as text with their traceback, from any thread."""
+    """What all connections share. Any thread calls `report` with an unexpected error's text and traceback."""
 
     settings: WebSettings
     router: Router
@@ -53,7 +63,7 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
 
     def finish(self) -> None:
-        """Nothing is left to flush; the server closes the socket."""
+        """Do nothing: there is nothing to flush, and the server closes the socket."""
 
     def handle_one_request(self) -> None:
         """Serve one request; `close_connection` tells whether another may follow."""
@@ -74,10 +84,10 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         elif self._owes_bytes:
             self._reader.discard_rest(settings.linger_seconds)
 
-    def _new_exchange(self) -> Exchange:
+    def _new_exchange(self) -> HttpExchange:
         front = self._front
         router = front.router
-        return Exchange(
+        return HttpExchange(
             self.connection,
             self._reader,
             front.settings,
@@ -86,7 +96,7 @@ class ConnectionHandler(BaseHTTPRequestHandler):
             router.service.count_error,
         )
 
-    def _serve(self, exchange: Exchange) -> None:
+    def _serve(self, exchange: HttpExchange) -> None:
         try:
             self._answer(exchange)
         except ClientGone:
@@ -98,11 +108,11 @@ class ConnectionHandler(BaseHTTPRequestHandler):
             exchange.may_keep_connection = False
             exchange.fail(RequestError(f"Internal error; the server's log has the reason under {exchange.request_id}."))
 
-    def _answer(self, exchange: Exchange) -> None:
+    def _answer(self, exchange: HttpExchange) -> None:
         settings = self._front.settings
         raw = self._reader.read_head(settings.max_header_bytes, settings.header_timeout_seconds)
         self._enter_phase("receiving")
-        exchange.head = head = guard.with_told_key(parse_head(raw, settings.max_header_count), settings)
+        exchange.head = head = with_told_key(parse_head(raw, settings.max_header_count), settings)
         framing = body_framing(head)
         self._owes_bytes = framing.kind == "chunked" or framing.num_bytes > 0
         keeps = head.version >= (1, 1) and "close" not in head.tokens("connection")
@@ -121,32 +131,33 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         if not self._front.connections.enter_phase(self._entry, phase):
             raise ClientGone
 
-    def _admit(self, exchange: Exchange, match: Match) -> Route | None:
-        """The row to run, or None if the request is answered already (OPTIONS, 405). Raises 401, 403 and 404."""
+    def _admit(self, exchange: HttpExchange, match: RouteMatch) -> Route | None:
+        """The route to call, or None if the request is answered already (OPTIONS, 405). Raises 401, 403 and 404."""
         head, settings = exchange.head, self._front.settings
-        route = match.row(head.method)
-        form = route or next(iter(match.rows.values()), None)
+        route = match.route(head.method)
+        form = route or next(iter(match.routes.values()), None)
         exchange.endpoint = form.path if form is not None else ""
         form = form or self._front.router.above(head.path)
         if form is not None and form.encode_error is not None:
             exchange.encode_error = form.encode_error
             exchange.own_statuses = form.statuses
-        guard.check_host(head, settings)
-        exchange.sharing = guard.sharing_headers(guard.check_origin(head, settings))
+        sent, rules = access_headers(head), settings.access
+        check_host(sent, rules)
+        exchange.sharing = sharing_headers(check_origin(sent, rules))
         allow = ("Allow", ", ".join(match.methods))
-        if head.method == "OPTIONS" and (match.rows or head.path == "*"):
-            granted = guard.preflight_headers(head, match.methods) if guard.is_preflight(head) else ()
+        if head.method == "OPTIONS" and (match.routes or head.path == "*"):
+            granted = preflight_headers(sent, match.methods) if is_preflight(head) else ()
             exchange.send_nothing(204, [allow, *granted])
             return None
         if route is None or route.needs_key:
-            guard.check_key(head, settings)
-        if not match.rows:
+            check_key(sent, rules)
+        if not match.routes:
             raise NotFound(f"Unknown path {head.path!r}.")
         if route is None:
             exchange.fail(MethodNotAllowed(f"{head.method} is not possible on {head.path!r}."), [allow])
         return route
 
-    def _read_body(self, exchange: Exchange, framing: BodyFraming, route: Route) -> bytes:
+    def _read_body(self, exchange: HttpExchange, framing: BodyFraming, route: Route) -> bytes:
         settings = self._front.settings
         if framing.kind == "none":
             if route.needs_body:
@@ -158,3 +169,32 @@ class ConnectionHandler(BaseHTTPRequestHandler):
         body = self._reader.read_body(framing, settings.max_body_bytes, settings.body_timeout_seconds)
         self._owes_bytes = False
         return body
+
+
+# --- who may speak ---------------------------------------------------------------------------------------------------
+
+
+def access_headers(head: RequestHead) -> Headers:
+    """The headers for the rules of `proxy/access.py`; an absolute target's authority replaces Host."""
+    sent = {name: head.values(name) for name in READ_HEADERS}
+    return sent if head.authority is None else {**sent, "host": (head.authority,)}
+
+
+def with_told_key(head: RequestHead, settings: WebSettings) -> RequestHead:
+    """The head with the key digest that the proxy sent, without the proxy's proof. A digest without the proof is
+    removed: a digest is no key, since a principal's explanations show it."""
+    told = head.values(KEY_HEADER)
+    if not told:
+        return head
+    proof, _, digest = told[0].partition(" ")
+    secret = settings.proxy_secret.encode("utf-8")
+    is_proxy = bool(secret) and len(told) == 1 and hmac.compare_digest(proof.encode("latin-1"), secret)
+    rest = tuple(pair for pair in head.headers if pair[0] != KEY_HEADER)
+    return replace(head, headers=(*rest, (KEY_HEADER, digest)) if is_proxy else rest)
+
+
+def is_preflight(head: RequestHead) -> bool:
+    """Whether it is a browser's preflight for a page of another origin."""
+    return (
+        head.method == "OPTIONS" and bool(head.values("origin")) and bool(head.values("access-control-request-method"))
+    )

@@ -1,5 +1,5 @@
-"""Reads the head of a request from bytes: strict, pure, without a socket. What two HTTP parsers could understand
-differently (the root of request smuggling) is refused here.
+"""Parses the head of a request, strictly and without a socket. It refuses what two HTTP parsers could read differently
+(the root of request smuggling).
 
 The rules are those of RFC 9112 (HTTP/1.1) without its leniencies: no bare LF, no folded line, no space before a colon.
 """
@@ -54,7 +54,7 @@ class RequestHead:
 
 @dataclass(frozen=True, slots=True)
 class BodyFraming:
-    """How the body is delimited; `num_bytes` is its length for `length`, 0 otherwise."""
+    """How the body ends; `num_bytes` is its length for `length`, else 0."""
 
     kind: Literal["none", "length", "chunked"]
     num_bytes: int = 0
@@ -100,7 +100,7 @@ def _parse_line(line: str) -> tuple[str, str]:
 
 
 def body_framing(head: RequestHead) -> BodyFraming:
-    """How the body of this request is delimited. Raises BadRequest for anything ambiguous."""
+    """How the body of this request ends. Raises BadRequest for anything ambiguous."""
     codings, lengths = head.values("transfer-encoding"), head.values("content-length")
     if codings:
         if lengths:

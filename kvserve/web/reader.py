@@ -1,7 +1,7 @@
-"""Reads requests from one connection: every section under one deadline and one limit. It knows bytes and framing, no
-headers' meanings and no endpoints.
+"""Reads requests from one connection, each section within one deadline and one limit. It knows bytes and framing, not
+the meaning of headers.
 
-Bytes that arrive ahead of time (pipelined requests) are kept for the next request and are no disconnect.
+Bytes that arrive early (pipelined requests) are kept for the next request and do not count as a disconnect.
 """
 
 import select
@@ -16,12 +16,12 @@ _MAX_PIPELINED_BYTES = 256 * 1024
 _MAX_CHUNK_LINE_BYTES = 1024
 _MAX_TRAILER_BYTES = 8192
 _END_OF_HEAD = b"\r\n\r\n"
-# Linux tells a closed peer even behind bytes that nobody has read yet; elsewhere the flag does not exist.
+# Linux reports a closed peer even behind unread bytes; other systems lack the flag.
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
 
 
 class ClientGone(Exception):
-    """The client closed the connection or stopped reading; nobody is left to answer."""
+    """The client closed the connection or stopped reading."""
 
 
 class ConnectionReader:
@@ -82,7 +82,7 @@ class ConnectionReader:
         Takes waiting bytes into the buffer, so that an end behind pipelined bytes is seen too.
         """
         try:
-            if not self._news.poll(0):  # so it is for nearly every token: a recv that fails costs several times as much
+            if not self._news.poll(0):  # usual, for nearly every token: a recv that fails costs several times as much
                 return False
             if self._connection.gettimeout() != 0.0:
                 self._connection.settimeout(0.0)
@@ -98,8 +98,8 @@ class ConnectionReader:
         return self._polls_as_closed()
 
     def discard_rest(self, timeout_seconds: float) -> None:
-        """Read and drop what the client still sends, until it closes or time is up: closing with unread bytes would
-        reset the connection and could destroy the answer on its way."""
+        """Read and drop what the client still sends, until it closes or time is up: closing with unread bytes resets
+        the connection, which can destroy the answer before it arrives."""
         deadline = time.monotonic() + timeout_seconds
         try:
             self._connection.shutdown(socket.SHUT_WR)

@@ -1,6 +1,4 @@
-"""The rows of `/v1/responses`: wire body -> turn -> answer, and the responses that are kept. It joins `protocols/` with
-the service.
-"""
+"""The routes of `/v1/responses`, and the storing of responses. It joins `protocols/` with the service."""
 
 import time
 from collections.abc import Sequence
@@ -10,18 +8,18 @@ from kvserve.core import AnswerEvent, Finished, JsonObject, key_digest
 from kvserve.errors import BadRequest, NotFound
 from kvserve.protocols.fields import decode_body
 from kvserve.protocols.principal import read_principal
-from kvserve.protocols.responses_listing import list_items
+from kvserve.protocols.responses_items import list_items
 from kvserve.protocols.responses_request import ResponsesRequest, parse_responses
 from kvserve.protocols.responses_store import OwnResponses, ResponseStore, StoredResponse
 from kvserve.protocols.responses_stream import ResponseStreamEncoder
 from kvserve.protocols.unserved import answer_in_words
-from kvserve.web.exchange import Exchange
+from kvserve.web.exchange import HttpExchange
+from kvserve.web.send_turn import send_events, stream_turn, whole_answer_events
 from kvserve.web.service import WebService
 from kvserve.web.sse import NAMED
-from kvserve.web.turns import send_events, stream_turn, whole_answer_events
 
 
-def post_response(exchange: Exchange, service: WebService) -> None:
+def post_response(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/responses."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     own = service.responses.of(read_principal(body, headers))
@@ -44,9 +42,9 @@ def post_response(exchange: Exchange, service: WebService) -> None:
 
 
 def _send_words(
-    exchange: Exchange, request: ResponsesRequest, encoder: ResponseStreamEncoder, keeping: "_KeepingEncoder"
+    exchange: HttpExchange, request: ResponsesRequest, encoder: ResponseStreamEncoder, keeping: "_KeepingEncoder"
 ) -> None:
-    """Answer at once what no model can."""
+    """Send the answer that needs no model."""
     events = answer_in_words(request.words or "")
     if request.stream:
         send_events(exchange, events, keeping, NAMED, first=encoder.first_events())
@@ -56,7 +54,7 @@ def _send_words(
     exchange.send_json(200, encoder.response)
 
 
-def get_response(exchange: Exchange, service: WebService) -> None:
+def get_response(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/responses/{id} and /v1/responses/{id}/input_items."""
     wanted, _, what = exchange.path_rest.partition("/")
     query = dict(parse_qsl(exchange.head.query))
@@ -73,19 +71,19 @@ def get_response(exchange: Exchange, service: WebService) -> None:
         raise NotFound(f"Unknown path {exchange.head.path!r}.")
 
 
-def delete_response(exchange: Exchange, service: WebService) -> None:
+def delete_response(exchange: HttpExchange, service: WebService) -> None:
     """DELETE /v1/responses/{id}."""
     _own_responses(exchange, service).delete(exchange.path_rest)
     exchange.send_json(200, {"id": exchange.path_rest, "object": "response", "deleted": True})
 
 
-def _own_responses(exchange: Exchange, service: WebService) -> OwnResponses:
-    """Those of the key that asks: a path names no user."""
+def _own_responses(exchange: HttpExchange, service: WebService) -> OwnResponses:
+    """The responses of the request's key: a path names no user."""
     return service.responses.of_key(key_digest(exchange.head.as_mapping()))
 
 
 class _KeepingEncoder:
-    """The encoder, which keeps the response before the client hears of its end: it may be named at once."""
+    """An encoder that stores the response before the client receives its end: the next request may name it at once."""
 
     def __init__(self, encoder: ResponseStreamEncoder, request: ResponsesRequest, store: ResponseStore) -> None:
         self._encoder = encoder
@@ -95,7 +93,7 @@ class _KeepingEncoder:
         self.error_chunk = encoder.error_chunk
 
     def encode(self, event: AnswerEvent) -> Sequence[JsonObject]:
-        """The events of the wire."""
+        """The wire's events."""
         events = self._encoder.encode(event)
         if isinstance(event, Finished) and self._request.store:
             with self._request.turn.keeping as may_keep:

@@ -1,10 +1,10 @@
-"""The endpoint table, and one function per row: wire body -> turn -> answer. It joins `protocols/` with the service."""
+"""The endpoint table, with one function per route. It joins `protocols/` with the service."""
 
 import time
 from urllib.parse import parse_qs, parse_qsl
 
-from kvserve.core import key_digest
-from kvserve.errors import BadRequest, NotFound
+from kvserve.core import JsonObject, key_digest
+from kvserve.errors import BadRequest, NotFound, NotReady
 from kvserve.observe.metrics import CONTENT_TYPE as METRICS_TYPE
 from kvserve.protocols import (
     anthropic_errors,
@@ -17,20 +17,21 @@ from kvserve.protocols import (
 from kvserve.protocols.anthropic_answers import MessageStreamEncoder, PromptCounts, whole_message
 from kvserve.protocols.fields import decode_body
 from kvserve.protocols.openai_errors import encode_error
+from kvserve.protocols.prewarm import encode_prewarmed, parse_prewarm, speaks_anthropic
 from kvserve.protocols.unserved import answer_in_words
 from kvserve.requests.serve import collect
-from kvserve.web.agents import AGENT_ROUTES
+from kvserve.warming.prewarming import WAIT_SECONDS, Prewarming, raise_for
+from kvserve.web.agent_routes import AGENT_ROUTES
 from kvserve.web.dashboard_pages import get_asset, get_events, get_page
-from kvserve.web.exchange import Exchange
-from kvserve.web.prewarm import post_prewarm
+from kvserve.web.exchange import HttpExchange
 from kvserve.web.responses import delete_response, get_response, post_response
 from kvserve.web.router import Route, Router
+from kvserve.web.send_turn import send_events, stream_turn, whole_answer_events
 from kvserve.web.service import WebService
 from kvserve.web.sse import NAMED
-from kvserve.web.turns import send_events, stream_turn, whole_answer_events
 
 
-def post_chat(exchange: Exchange, service: WebService) -> None:
+def post_chat(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/chat/completions."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = openai_chat.parse_chat(body, headers, service.defaults, exchange.request_id)
@@ -61,7 +62,7 @@ def post_chat(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(200, whole)
 
 
-def post_completion(exchange: Exchange, service: WebService) -> None:
+def post_completion(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/completions."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = openai_completions.parse_completion(body, headers, service.defaults, exchange.request_id)
@@ -82,7 +83,7 @@ def post_completion(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(200, body)
 
 
-def post_messages(exchange: Exchange, service: WebService) -> None:
+def post_messages(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/messages."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = anthropic_messages.parse_messages(body, headers, service.defaults, exchange.request_id)
@@ -106,8 +107,8 @@ def post_messages(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(200, whole_message(events))
 
 
-def _send_words(exchange: Exchange, request: anthropic_messages.MessagesRequest, model: str) -> None:
-    """Answer at once what no model can."""
+def _send_words(exchange: HttpExchange, request: anthropic_messages.MessagesRequest, model: str) -> None:
+    """Send the answer that needs no model."""
     encoder = MessageStreamEncoder(exchange.request_id, model, lambda: PromptCounts(0), shows_thinking=False)
     events = answer_in_words(request.words or "")
     if request.stream:
@@ -116,14 +117,14 @@ def _send_words(exchange: Exchange, request: anthropic_messages.MessagesRequest,
         exchange.send_json(200, whole_message(made for event in events for made in encoder.encode(event)))
 
 
-def post_count_tokens(exchange: Exchange, service: WebService) -> None:
+def post_count_tokens(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/messages/count_tokens."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     turn = anthropic_messages.parse_counted(body, headers, service.defaults, exchange.request_id)
     exchange.send_json(200, {"input_tokens": service.count_tokens(turn, service.begin(turn))})
 
 
-def get_models(exchange: Exchange, service: WebService) -> None:
+def get_models(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/models, in the form of the API that the client speaks."""
     if _speaks_anthropic(exchange):
         query = dict(parse_qsl(exchange.head.query))
@@ -132,7 +133,7 @@ def get_models(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(200, openai_models.encode_model_list(service.list_models()))
 
 
-def get_model(exchange: Exchange, service: WebService) -> None:
+def get_model(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/models/{name}; names contain slashes."""
     is_anthropic = _speaks_anthropic(exchange)
     cards = {card.name: card for card in service.list_models()}
@@ -142,43 +143,77 @@ def get_model(exchange: Exchange, service: WebService) -> None:
     exchange.send_json(200, (anthropic_models if is_anthropic else openai_models).encode_model(card))
 
 
-def _speaks_anthropic(exchange: Exchange) -> bool:
-    """Whether the client speaks Anthropic's API, where a path belongs to both; its errors take that form then."""
-    if exchange.head.get(anthropic_models.VERSION_HEADER) is None:
+def _speaks_anthropic(exchange: HttpExchange, body: JsonObject | None = None) -> bool:
+    """Whether the client speaks Anthropic's API on a path of both APIs; its errors then take that form."""
+    if not speaks_anthropic(body or {}, exchange.head.as_mapping()):
         return False
     exchange.encode_error, exchange.own_statuses = anthropic_errors.encode_error, anthropic_errors.STATUSES
     return True
 
 
-def get_health(exchange: Exchange, service: WebService) -> None:
+def get_health(exchange: HttpExchange, service: WebService) -> None:
     """GET /health."""
     status, body = service.health()
     exchange.send_json(status, body)
 
 
-def get_cache(exchange: Exchange, service: WebService) -> None:
+def get_cache(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/cache."""
     exchange.send_json(200, service.cache_report())
 
 
-def get_explanation(exchange: Exchange, service: WebService) -> None:
-    """GET /v1/cache/explain/{request_id}: also the `id` of an answer, which contains it, and what
-    either begins with, as the terminal shows it."""
+def post_prewarm(exchange: HttpExchange, service: WebService) -> None:
+    """POST /v1/cache/prewarm, in the form of the API that the client speaks. It waits as long as its client does."""
+    _speaks_anthropic(exchange)  # before the body is parsed, so that its errors take the form
+    body = decode_body(exchange.body)
+    _speaks_anthropic(exchange, body)
+    turn = parse_prewarm(body, exchange.head.as_mapping(), service.defaults, exchange.request_id)
+    wanted = service.prewarm(turn, service.begin(turn))
+    exchange.send_json(200, _prewarmed(exchange, wanted))
+
+
+def _prewarmed(exchange: HttpExchange, wanted: Prewarming) -> JsonObject:
+    """The answer, once the prompt is computed. Raises ClientGone, NotReady, EngineFailure."""
+    give_up_at = time.monotonic() + WAIT_SECONDS
+    try:
+        while not wanted.wait(exchange.settings.poll_seconds):
+            exchange.check_client()
+            if exchange.must_stop or time.monotonic() > give_up_at:
+                raise NotReady("The model found no time for it.", retry_after_seconds=10)
+    finally:
+        wanted.cancel()
+    raise_for(wanted.warming)
+    result = wanted.warming.result
+    if result is None:
+        raise NotReady("The model found no time for it.", retry_after_seconds=10)
+    return encode_prewarmed(
+        wanted.model,
+        num_tokens=result.num_tokens,
+        num_cached_tokens=result.num_cached_tokens,
+        num_computed_tokens=result.num_computed_tokens,
+        seconds=result.seconds,
+        reason=result.reason,
+    )
+
+
+def get_explanation(exchange: HttpExchange, service: WebService) -> None:
+    """GET /v1/cache/explain/{request_id}: takes a request's id, an answer's `id`, which contains it, or the beginning
+    of either, as the terminal shows it."""
     exchange.send_json(200, service.explain(exchange.path_rest, key_digest(exchange.head.as_mapping())))
 
 
-def get_last_explanation(exchange: Exchange, service: WebService) -> None:
-    """GET /v1/cache/explain, also with `?last`: the newest request that is over."""
+def get_last_explanation(exchange: HttpExchange, service: WebService) -> None:
+    """GET /v1/cache/explain, also with `?last`: the newest finished request."""
     exchange.send_json(200, service.explain(None, key_digest(exchange.head.as_mapping())))
 
 
-def get_metrics(exchange: Exchange, service: WebService) -> None:
+def get_metrics(exchange: HttpExchange, service: WebService) -> None:
     """GET /metrics."""
     exchange.send_body(200, METRICS_TYPE, service.metrics())
 
 
-def delete_cache(exchange: Exchange, service: WebService) -> None:
-    """DELETE /v1/cache; with `?session=ID`, `?principal=NAME` or both, what is kept of these alone."""
+def delete_cache(exchange: HttpExchange, service: WebService) -> None:
+    """DELETE /v1/cache; with `?session=ID`, `?principal=NAME` or both, only their data."""
     wanted = _read_forgotten(exchange.head.query)
     if not wanted:
         service.clear_cache()
@@ -189,8 +224,8 @@ def delete_cache(exchange: Exchange, service: WebService) -> None:
 
 
 def _read_forgotten(query: str) -> dict[str, str]:
-    """Whose words are to be forgotten; everybody's where nobody is named. A name that is misspelt or empty, as of a
-    variable that is not set, is refused: it must not cost everybody theirs. Raises BadRequest."""
+    """The session and principal to forget; empty means all of them. Raises BadRequest for a misspelt name or an empty
+    value (an unset variable, say), which must not delete everyone's data."""
     wanted: dict[str, str] = {}
     for name, values in parse_qs(query, keep_blank_values=True).items():
         if name not in ("session", "principal"):
@@ -240,6 +275,6 @@ ROUTES = (
 
 
 def make_router(service: WebService) -> Router:
-    """The table bound to a service; errors outside every row take OpenAI's form. A client may leave the version out of
-    its base URL: those of local servers are configured either way."""
+    """The table bound to a service. Errors outside every route take OpenAI's form. Clients may leave `/v1` out of their
+    base URL, as many do with local servers."""
     return Router(ROUTES, service, encode_error, prefix="/v1")

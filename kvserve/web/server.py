@@ -18,7 +18,7 @@ from typing import Any
 from kvserve.errors import NotReady
 from kvserve.settings.ports import error_of_binding, family_of, refuse_taken_port, unusable_address
 from kvserve.web.connections import ConnectionTable, OpenConnection
-from kvserve.web.exchange import Exchange
+from kvserve.web.exchange import HttpExchange
 from kvserve.web.handler import ConnectionHandler, Front, Report
 from kvserve.web.reader import ClientGone, ConnectionReader
 from kvserve.web.router import Router
@@ -33,9 +33,9 @@ _LAST_JOIN_SECONDS = 1.0
 
 
 class HttpServer:
-    """kvserve's own port. `bind` first, then `start`; at the end `close`. All methods belong to one thread.
+    """kvserve's own port. Call `bind`, then `start`, at the end `close`, all from one thread.
 
-    `close` wants the engine alive: it cancels what runs and lets every stream send its last events.
+    `close` needs a running engine: it cancels requests and lets every stream send its last events.
     """
 
     def __init__(self, settings: WebSettings, routes: Router, report: Report) -> None:
@@ -46,7 +46,7 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """The bound port, also where the setting says 0."""
+        """The bound port, also for the setting 0."""
         if self._listener is None:
             raise RuntimeError("the server is not bound")
         return int(self._listener.server_port)
@@ -79,7 +79,7 @@ class HttpServer:
         try:
             listener.server_bind()
             listener.server_activate()
-        except OSError as error:  # somebody was quicker
+        except OSError as error:  # another process was quicker
             listener.server_close()
             raise unusable_address(settings.host, settings.port, error) from None
         self._listener = listener
@@ -94,7 +94,7 @@ class HttpServer:
         self._accept_thread.start()
 
     def stop_accepting(self) -> None:
-        """Free the port and shut silent connections; requests that run go on, each the last of its connection."""
+        """Free the port and shut silent connections; running requests finish, each the last of its connection."""
         if self._listener is None:
             return
         if self._accept_thread is not None:
@@ -105,8 +105,8 @@ class HttpServer:
         self._connections.drain()
 
     def close(self, timeout_seconds: float) -> bool:
-        """End everything: answers are cut short and say so; what still runs after the timeout loses its
-        socket. Returns whether every connection's thread has ended."""
+        """End everything: answers end early and say so; after the timeout the remaining sockets are shut. Returns
+        whether every connection's thread has ended."""
         if self._listener is None:
             return True
         self.stop_accepting()
@@ -137,7 +137,7 @@ class _Listener(ThreadingHTTPServer):
         return sum(thread.is_alive() for thread in tuple(self._threads_started))
 
     def server_bind(self) -> None:
-        """Bind without asking a name server for our own name."""
+        """Bind without looking up our own name."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
@@ -162,7 +162,7 @@ class _Listener(ThreadingHTTPServer):
         self._threads_started.add(thread)
         try:
             thread.start()
-        except RuntimeError:  # the system gives no more threads
+        except RuntimeError:  # the system refuses more threads
             self._front.connections.leave(entry)
             self._refuse(request)
 
@@ -174,7 +174,7 @@ class _Listener(ThreadingHTTPServer):
             self._refused.popleft()[1].close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A defect outside the border of a request."""
+        """Report a defect outside the border of a request."""
         self._front.report(f"a connection failed unexpectedly\n{traceback.format_exc()}")
 
     def server_close(self) -> None:
@@ -202,7 +202,7 @@ class _Listener(ThreadingHTTPServer):
 
     def _refuse(self, connection: socket.socket) -> None:
         front = self._front
-        exchange = Exchange(
+        exchange = HttpExchange(
             connection,
             ConnectionReader(connection),
             front.settings,
@@ -217,8 +217,8 @@ class _Listener(ThreadingHTTPServer):
 
 
 def _wait_for_others() -> None:
-    """Let this thread, which is woken for every token, wait for a free core instead of pushing a busy thread aside: on
-    a CPU that would be the model's own, in the middle of a step. Linux alone knows such threads (sched(7))."""
+    """Make this thread, which wakes for every token, wait for a free core instead of preempting a busy thread: on a CPU
+    that would be the model's own, in the middle of a step. Only Linux has such threads (sched(7))."""
     if hasattr(os, "SCHED_BATCH"):
-        with contextlib.suppress(OSError):  # some containers forbid it: then it is as everywhere else
+        with contextlib.suppress(OSError):  # some containers forbid it: the thread then runs as on other systems
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -1,4 +1,4 @@
-"""What the web server needs of the process it fronts: contracts only, kept by `app/` and `requests/`."""
+"""The contracts that the web server needs; `app/` and `requests/` implement them."""
 
 from collections.abc import Sequence
 from threading import Semaphore
@@ -13,11 +13,11 @@ from kvserve.warming.prewarming import Prewarming
 
 
 class NamedModel(Protocol):
-    """A model as far as the web server knows it."""
+    """A model, as the web server knows it."""
 
     @property
     def name(self) -> str:
-        """The name that answers carry."""
+        """The model's name in answers."""
 
 
 class Service[Model: NamedModel](Protocol):
@@ -25,19 +25,19 @@ class Service[Model: NamedModel](Protocol):
 
     @property
     def defaults(self) -> RequestDefaults:
-        """The operator's settings for requests that say nothing."""
+        """The operator's defaults for requests."""
 
     @property
     def agents(self) -> Agents:
-        """Agents whose history the server keeps."""
+        """The agents whose history the server keeps."""
 
     @property
     def responses(self) -> ResponseStore:
         """The responses that clients may name again."""
 
     def begin(self, turn: Turn) -> Model:
-        """A turn has been read, which is under way from here on for whoever forgets its owner: the model that it means.
-        Raises NotFound in strict mode, NotReady while loading."""
+        """The model that a parsed turn names. From now on the turn counts as running if its owner is forgotten. Raises
+        NotFound in strict mode, NotReady while loading."""
 
     def list_models(self) -> Sequence[ModelCard]:
         """The served models, the loaded one first; empty while loading."""
@@ -49,42 +49,42 @@ class Service[Model: NamedModel](Protocol):
         """The body of GET /v1/cache. Raises NotReady while loading."""
 
     def explain(self, request_id: str | None, key: str) -> JsonObject:
-        """The body of GET /v1/cache/explain/{request_id}: what was reused, and why not more; None is the newest request
-        that is over. Only requests of the key with this digest are known. Raises NotFound."""
+        """The body of GET /v1/cache/explain/{request_id}: what was reused, and why not more; None is the newest
+        finished request. Only requests of the key with this digest are found. Raises NotFound."""
 
     def metrics(self) -> bytes:
         """The body of GET /metrics, in Prometheus' text format."""
 
     def count_error(self, endpoint: str, status: int) -> None:
-        """A request is answered with an error; `endpoint` is its row of the endpoint table, empty where it has none."""
+        """Count an error answer; `endpoint` is the route's path, empty for none."""
 
     @property
     def watchers(self) -> Semaphore:
-        """One for each page that may watch at the same time."""
+        """A semaphore with one slot for each page that may watch at once."""
 
     def dashboard(self) -> JsonObject:
-        """What the dashboard shows now, about a second old at most."""
+        """The dashboard's values, about a second old at most."""
 
     def clear_cache(self) -> None:
-        """Forget everything that the caches and records keep. Raises NotReady while loading."""
+        """Forget all caches and records. Raises NotReady while loading."""
 
     def forget(self, session: str | None, principal: str | None) -> JsonObject:
-        """Forget what is kept of a session, of a principal (by its name), or of a session of a principal, and say how
-        much that was; None stands for any, at least one is given. Raises BadRequest for a session where the sessions of
-        a principal share what is kept."""
+        """Forget the data of a session, of a principal (by its name), or of a principal's session, and return how much
+        that was; None means any, and at least one is given. Raises BadRequest for a session if a principal's sessions
+        share their data."""
 
     def count_tokens(self, turn: Turn, served: Model) -> int:
-        """Prompt tokens of a turn that is only counted. Raises BadRequest."""
+        """The number of a turn's prompt tokens; nothing is computed. Raises BadRequest."""
 
     def prewarm(self, turn: Turn, served: Model) -> Prewarming:
-        """Have what requests like this begin with computed soon. Raises RequestError."""
+        """Queue the prefix that requests like this begin with. Raises RequestError."""
 
     def serve(self, turn: Turn, served: Model) -> RunningTurn:
         """Submit a turn. Raises RequestError (400, 429, 503) before anything is computed."""
 
     def answered_in_words(self, turn: Turn, served: Model) -> None:
-        """A turn is answered without the model: for those who watch."""
+        """Record that a turn was answered without the model."""
 
 
-# Routes hand the model from `begin` to `serve` and read nothing but its name.
+# Routes pass the model from `begin` to `serve` and read only its name.
 type WebService = Service[Any]

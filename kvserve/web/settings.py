@@ -1,6 +1,8 @@
-"""What the operator may set about the web server, as one frozen value; it knows no environment and no sockets."""
+"""The web server's settings as one frozen value; it knows no environment and no sockets."""
 
 from dataclasses import dataclass
+
+from kvserve.proxy.access import AccessRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -8,9 +10,9 @@ class WebSettings:
     """Where to listen and every limit.
 
     `port` 0 takes a free one. `header_timeout_seconds` and `body_timeout_seconds` each hold for the whole section,
-    `write_timeout_seconds` for one event of a stream or one whole answer. `poll_seconds` is how often a waiting request
-    looks whether its client is still there; `keep_alive_seconds` is the longest silence of a stream.
-    Whose key a request came with says the proxy, if it knows `proxy_secret`; "" believes nobody.
+    `write_timeout_seconds` for one event of a stream or one whole answer. A waiting request checks its client every
+    `poll_seconds`; `keep_alive_seconds` is the longest silence of a stream. The proxy's statement of a client's key
+    counts only with `proxy_secret`; "" accepts none.
     """
 
     host: str = "127.0.0.1"
@@ -30,3 +32,8 @@ class WebSettings:
     linger_seconds: float = 1.0
     keep_alive_seconds: float = 10.0
     poll_seconds: float = 0.03
+
+    @property
+    def access(self) -> AccessRules:
+        """The rules of who may speak."""
+        return AccessRules(self.host, self.api_key, self.allowed_origins, self.allowed_hosts)

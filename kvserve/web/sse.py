@@ -8,12 +8,12 @@ from kvserve.core import JsonObject
 from kvserve.errors import RequestError
 
 _LAST_CHUNK = b"0\r\n\r\n"
-_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # json.dumps would make one for each token
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # made once: json.dumps would make one for each token
 
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How a protocol writes its events: `has_names` puts each event's `type` before it as its name; `end` closes."""
+    """A protocol's form of events: `has_names` writes each event's `type` as its name; `end` ends the stream."""
 
     has_names: bool
     end: bytes
@@ -21,7 +21,7 @@ class Framing:
 
 UNNAMED = Framing(has_names=False, end=b"data: [DONE]\n\n")
 NAMED = Framing(has_names=True, end=b"")
-"""The last event says that it is the last one."""
+"""The last event itself marks the end."""
 
 
 def encode_json(payload: JsonObject) -> bytes:
@@ -40,7 +40,7 @@ def encode_named_event(payload: JsonObject) -> bytes:
 
 
 class EventStream:
-    """An open stream of events. `send` writes bytes to the client and raises ClientGone when there is none."""
+    """An open stream of events. `send` writes bytes to the client and raises ClientGone if it has left."""
 
     def __init__(
         self,
@@ -57,18 +57,18 @@ class EventStream:
         self._is_open = True
 
     def send(self, payloads: Iterable[JsonObject]) -> None:
-        """Send these events in one write; nothing at all if there are none."""
+        """Send these events in one write; nothing if there are none."""
         if data := b"".join(map(self._encode, payloads)):
             self._send(self._frame(data))
 
     def comment(self, text: str) -> None:
-        """Send a line that clients pass over, for whoever looks at the wire; nothing where events have names: those
-        protocols have events of their own for silence."""
+        """Send a comment, which clients skip; nothing if events have names: those protocols have their own events for
+        silence."""
         if self._encode is encode_event:
             self._send(self._frame(b": " + text.encode("ascii") + b"\n\n"))
 
     def end(self) -> None:
-        """End the answer as its protocol does."""
+        """End the answer in the protocol's form."""
         self._close(self._end)
 
     def fail(self, error: RequestError) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.agents.message_json import decode_messages, encode_messages
+from kvserve.agents.agent_store import decode_messages, encode_messages
 from kvserve.core import Block, ImageBlock, Message, TextBlock, ToolResultBlock
 from tests.laws import num_examples
 

@@ -8,7 +8,7 @@ from kvserve.app.call_forms import unheld_calls
 from kvserve.app.model_factory import OWN_TOOL_TAGS, read_calls
 from kvserve.core import CallRow
 from kvserve.output.formats import select_format
-from kvserve.output.tool_parsers.foreign import ForeignToolForm
+from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from kvserve.prompt.call_row import NoRow, call_row
 from kvserve.prompt.template import ChatTemplate
 from tests.laws import sampled, sampled_cells
@@ -66,7 +66,7 @@ def test_what_is_content_around_a_call_is_found() -> None:
 def test_a_form_that_only_a_library_reads_is_not_held() -> None:
     """What it reads is no content, but no grammar is known."""
     of = template_family("minimax_m2")
-    foreign = ForeignToolForm("<minimax:tool_call>", "</minimax:tool_call>", lambda *_: {"name": "x", "arguments": {}})
+    foreign = ForeignCallForm("<minimax:tool_call>", "</minimax:tool_call>", lambda *_: {"name": "x", "arguments": {}})
     output_format = select_format("auto", of.tokenizer.chat_template or "", (), foreign)
     found = unheld_calls(of.template, output_format, row_of(of))
     assert found is not None and found.startswith("only mlx-lm reads")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.canonical.canonicalise import canonicalise, chain, is_shortened_too_much, num_chars
-from kvserve.canonical.layout import canonical_arguments
+from kvserve.canonical.message_layout import canonical_arguments
 from kvserve.canonical.rules import DEFAULT_RULES, RULES, select
 from kvserve.core import (
     Block,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvserve.canonical.canonicalise import canonical_tools, canonicalise, chain
-from kvserve.canonical.replay import replay
+from kvserve.canonical.message_replay import replay
 from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.rules import DEFAULT_RULES, RULES, select
 from kvserve.core import Message, TextBlock, ToolSpec

@@ -9,8 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from kvserve.demo.build import FAMILIES
-from kvserve.demo.corpus import passages
-from kvserve.demo.vocabulary import QWEN, train
+from kvserve.demo.vocabulary import QWEN, passages, train
 from tests.models import tiny_model
 
 families = pytest.mark.parametrize("family", FAMILIES)

@@ -6,8 +6,8 @@ import pytest
 
 from kvserve.core import CallRow, ToolChoice, ToolSpec
 from kvserve.output.formats import select_format
-from kvserve.output.said import Says
-from kvserve.output.tool_parsers.foreign import ForeignToolForm
+from kvserve.output.said import MessageReader
+from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from tests.output.test_grammar import STRICT, Setup, byte_tokenizer
 
 ALL_FORMS = {"hermes", "qwen_coder", "qwen_coder_bare", "glm"}
@@ -55,8 +55,8 @@ def test_the_vocabulary_reveals_the_thinking_tags(tokens: Collection[str], name:
 
 def test_a_foreign_form_comes_first_unless_its_tag_is_read_here() -> None:
     """A parser from outside is used for tags of its own only."""
-    foreign = ForeignToolForm("<|tool_call>", "<tool_call|>", lambda text, tools: {})
-    known = ForeignToolForm("<tool_call>", "</tool_call>", lambda text, tools: {})
+    foreign = ForeignCallForm("<|tool_call>", "<tool_call|>", lambda text, tools: {})
+    known = ForeignCallForm("<tool_call>", "</tool_call>", lambda text, tools: {})
     assert select_format("auto", "", [], foreign).tool_forms[0].open_tag == "<|tool_call>"
     assert {form.name for form in select_format("auto", "", [], known).tool_forms} == ALL_FORMS
 
@@ -91,14 +91,16 @@ def test_tokens_around_thinking_and_answer_reach_no_client(opening: str, closing
     """Those that Ministral, Seed, Command and Apertus think in are told from the vocabulary, wherever they stand."""
     text = f"{opening}Hm.{closing}{answer.format('Hello.')}"
     tokens = [opening, closing, "<|START_RESPONSE|>", "<|END_RESPONSE|>"]
-    assert Says.under(select_format("auto", "", tokens, None), ())(text) == ("Hm.", "Hello.", ())
-    assert Says.under(select_format("auto", "", [], None), ())(text).content == text, "the control: words of the model"
+    assert MessageReader.under(select_format("auto", "", tokens, None), ())(text) == ("Hm.", "Hello.", ())
+    assert MessageReader.under(select_format("auto", "", [], None), ())(text).content == text, (
+        "the control: words of the model"
+    )
 
 
 def test_tokens_around_a_call_of_seeds_reach_no_client() -> None:
     """Its calls are Qwen-coder's between tokens of its own, which say nothing."""
     call = "<function=look>\n<parameter=q>a b</parameter>\n</function>"
     tokens, tools = ["<seed:think>", "</seed:think>"], (ToolSpec("look", None, {"type": "object"}),)
-    said = Says.under(select_format("auto", CODER_TEMPLATE, tokens, None), tools)
+    said = MessageReader.under(select_format("auto", CODER_TEMPLATE, tokens, None), tools)
     for text in (f"<seed:tool_call>\n{call}\n</seed:tool_call>", f"So:\n<seed:tool_call>{call}</seed:tool_call>\n"):
         assert said(text) == ("", text.partition("<seed")[0].strip(), (("look", '{"q": "a b"}'),))

@@ -20,7 +20,7 @@ from kvserve.output.formats import OutputFormat, select_format
 from kvserve.output.grammar import AnswerStart, Promise, build_grammar
 from kvserve.output.splitter import Splitter
 from kvserve.output.tool_parsers import glm, hermes, qwen_coder
-from kvserve.output.tool_parsers.foreign import ForeignToolForm
+from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from kvserve.output.tool_parsers.form import ParsedCall
 from tests.calls import calls_of
 from tests.laws import num_examples, sampled_cells
@@ -498,7 +498,7 @@ def test_auto_without_strict_tools_is_no_grammar(form: str, tokens: bool) -> Non
 
 def test_strict_tools_of_a_foreign_form_are_noted() -> None:
     """Nobody here knows its grammar: the calls are free, and the notes say so. Forced ones come in the JSON form."""
-    foreign = ForeignToolForm("[TOOL_CALLS]", "", lambda text, tools: json.loads(text))
+    foreign = ForeignCallForm("[TOOL_CALLS]", "", lambda text, tools: json.loads(text))
     case = Setup(byte_tokenizer(TAGS), select_format("auto", "", (), foreign))
     promise = case.promise(ToolChoice(), tools=STRICT)
     assert promise.grammar is None and "strict" in promise.notes[0]
@@ -507,7 +507,7 @@ def test_strict_tools_of_a_foreign_form_are_noted() -> None:
 
 FOREIGN = Setup(
     byte_tokenizer(TAGS),
-    select_format("auto", "", (), ForeignToolForm("[CALL]", "", lambda text, tools: json.loads(text))),
+    select_format("auto", "", (), ForeignCallForm("[CALL]", "", lambda text, tools: json.loads(text))),
 )
 
 

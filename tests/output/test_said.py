@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvserve.core import ToolSpec
 from kvserve.output.formats import OutputFormat, select_format
-from kvserve.output.said import Said, Says
+from kvserve.output.said import GeneratedMessage, MessageReader
 
 LOOK = ToolSpec("look", None, {"type": "object", "properties": {"q": {"type": "string"}, "n": {"type": "integer"}}})
 HERMES = select_format("auto", "<tool_call>", [], None)
@@ -18,8 +18,8 @@ HARMONY = select_format("auto", "", ["<|channel|>", "<|message|>"], None)
 FORMATS = (HERMES, CODER, GLM, HARMONY)
 
 
-def said(output_format: OutputFormat, text: str, tools: tuple[ToolSpec, ...] = (LOOK,)) -> Said:
-    return Says.under(output_format, tools)(text)
+def said(output_format: OutputFormat, text: str, tools: tuple[ToolSpec, ...] = (LOOK,)) -> GeneratedMessage:
+    return MessageReader.under(output_format, tools)(text)
 
 
 CALLS = {
@@ -41,7 +41,7 @@ CALLS = {
 @pytest.mark.parametrize("form", CALLS)
 def test_a_call_is_its_name_and_its_arguments(form: str) -> None:
     """Every form gives the same call; text and reasoning are empty."""
-    assert said(*CALLS[form]) == Said("", "", (("look", '{"n": 1, "q": "x  y"}'),))
+    assert said(*CALLS[form]) == GeneratedMessage("", "", (("look", '{"n": 1, "q": "x  y"}'),))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_string_that_reads_like_json_is_a_string() -> None:
 def test_without_tools_a_call_is_text() -> None:
     """Then its spacing is the text's own."""
     output_format, text = CALLS["hermes"]
-    assert said(output_format, text, ()) == Said("", text, ())
+    assert said(output_format, text, ()) == GeneratedMessage("", text, ())
     assert said(output_format, text.replace('"x  y", ', '"x  y",'), ()) != said(output_format, text, ())
 
 
@@ -96,14 +96,14 @@ def test_without_tools_a_call_is_text() -> None:
 def test_empty_thinking_is_none(output_format: OutputFormat) -> None:
     """An empty think block, a bare closing tag and nothing at all say the same."""
     texts = ("<think>\n\n</think>\n\nyes", "</think>yes", "yes", "\n yes \n")
-    assert {said(output_format, text) for text in texts} == {Said("", "yes", ())}
-    assert said(output_format, "<think>\nno\n</think>\n\nyes") == Said("no", "yes", ())
+    assert {said(output_format, text) for text in texts} == {GeneratedMessage("", "yes", ())}
+    assert said(output_format, "<think>\nno\n</think>\n\nyes") == GeneratedMessage("no", "yes", ())
 
 
 def test_channels_are_reasoning_and_content() -> None:
     """Several messages of one answer are read together."""
     text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|> yes"
-    assert said(HARMONY, text) == Said("hm", "yes", ())
+    assert said(HARMONY, text) == GeneratedMessage("hm", "yes", ())
 
 
 @given(st.text(max_size=30), st.text(max_size=30))
@@ -117,6 +117,6 @@ def test_readers_of_equal_tools_have_equal_keys() -> None:
     """The key differs with any name or schema; what describes a tool does not matter to a reader."""
     other = ToolSpec("look", None, {"type": "object", "properties": {"q": {"type": "integer"}}})
     same = ToolSpec("look", "described", json.loads(json.dumps(LOOK.parameters)))
-    keys = {Says.under(HERMES, tools).key for tools in ((), (LOOK,), (other,), (LOOK, other))}
+    keys = {MessageReader.under(HERMES, tools).key for tools in ((), (LOOK,), (other,), (LOOK, other))}
     assert len(keys) == 4
-    assert Says.under(HERMES, (same,)).key == Says.under(HERMES, (LOOK,)).key
+    assert MessageReader.under(HERMES, (same,)).key == MessageReader.under(HERMES, (LOOK,)).key

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvserve.core import ContentDelta, OutputDelta, ReasoningDelta, ToolSpec
 from kvserve.output.formats import OutputFormat, select_format
-from kvserve.output.record import Piece, random_call_id
+from kvserve.output.record import TextPiece, random_call_id
 from kvserve.output.splitter import Splitter
-from kvserve.output.tool_parsers.foreign import ForeignToolForm
+from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from tests.calls import calls_of
 from tests.laws import num_examples, sampled_cells
 
@@ -31,8 +31,8 @@ def read_foreign(text: str, tools: list[dict[str, object]] | None) -> object:
     return {"name": text.removeprefix("call:"), "arguments": {}}
 
 
-FOREIGN = ForeignToolForm("<|tool_call>", "<tool_call|>", read_foreign)
-TO_THE_END = ForeignToolForm("[TOOL_CALLS]", "", read_foreign)
+FOREIGN = ForeignCallForm("<|tool_call>", "<tool_call|>", read_foreign)
+TO_THE_END = ForeignCallForm("[TOOL_CALLS]", "", read_foreign)
 FORMATS = {
     "qwen": select_format("auto", "", ["<think>", "</think>"], None),
     "gemma4": select_format("auto", "", ["<|channel>", "<channel|>"], FOREIGN),
@@ -50,10 +50,10 @@ class Outcome:
     calls: tuple[tuple[str, str, str], ...]
     are_cut: tuple[bool, ...]
     order: tuple[str, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TextPiece, ...]
 
 
-def outcome(deltas: Sequence[OutputDelta], pieces: tuple[Piece, ...]) -> Outcome:
+def outcome(deltas: Sequence[OutputDelta], pieces: tuple[TextPiece, ...]) -> Outcome:
     ends = calls_of(deltas)
     calls = tuple((end.call.call_id, end.call.name, end.call.arguments) for end in ends)
     kinds = [type(d).__name__ for d in deltas]
@@ -190,7 +190,7 @@ def test_nothing_is_lost(text: str, options: dict[str, object]) -> None:
     check_nothing_is_lost(text, options)
 
 
-def check_dropped_space(pieces: tuple[Piece, ...], options: dict[str, object]) -> None:
+def check_dropped_space(pieces: tuple[TextPiece, ...], options: dict[str, object]) -> None:
     """Dropped white space fills a gap between marks, or is line ends beside a thinking tag."""
     neighbours = [None, *pieces, None]
     for before, piece, after in zip(neighbours, pieces, neighbours[2:], strict=False):

@@ -8,7 +8,7 @@ import pytest
 from kvserve.app.call_forms import unheld_calls
 from kvserve.core import CallRow, Message, TextBlock, ToolBlock, ToolChoice, ToolSpec
 from kvserve.output.formats import OutputFormat, select_format
-from kvserve.output.said import Says
+from kvserve.output.said import MessageReader
 from kvserve.prompt.call_words import ARGUMENT, FUNCTION, VALUE
 from kvserve.prompt.template import ChatTemplate
 from tests.laws import sampled
@@ -78,6 +78,6 @@ def test_no_other_form_of_calls_stands_in_a_prompt(name: str, told) -> None:  # 
     case = Setup(byte_tokenizer(()), output_format)
     forced = case.grammar(ToolChoice("required"), tools=(CALLED,))
     for number, text in enumerate(example.split("\nTwo calls at once are written like this:\n"), 1):
-        said = Says.under(output_format, (CALLED,))(text)
+        said = MessageReader.under(output_format, (CALLED,))(text)
         assert said.calls == ((FUNCTION, json.dumps({ARGUMENT: VALUE})),) * number and not said.content, text
         assert output_format.channels == "harmony" or case.accepts(forced, text), text

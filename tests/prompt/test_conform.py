@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvserve.core import ImageBlock, Message, TextBlock, ToolCallBlock, ToolResultBlock
 from kvserve.errors import BadRequest
 from kvserve.prompt.compiled import CompiledTemplate
-from kvserve.prompt.conform import Dialect, Memory, conform
+from kvserve.prompt.conform import ConformMemo, Dialect, conform
 from kvserve.prompt.probe import PROBE_TOOL, Prober, in_order, probe
 from kvserve.prompt.template import ChatTemplate
 from tests.laws import num_examples, sampled_cells
@@ -201,7 +201,7 @@ def test_a_conversation_that_no_form_saves_is_told_in_plain_text() -> None:
 @settings(max_examples=num_examples(6), deadline=None)
 def test_with_a_memory_the_steps_are_the_same(name: str, messages, cuts, with_tools) -> None:
     """Whatever was placed before, shorter or longer: the steps, what the template reads, and the notes."""
-    dialect, memory = dialect_of(name, with_tools), Memory(2**20)
+    dialect, memory = dialect_of(name, with_tools), ConformMemo(2**20)
     tools = TOOLS if with_tools else ()
     for cut in [*cuts, len(messages), len(messages)]:
         said = messages[:cut]
@@ -210,11 +210,11 @@ def test_with_a_memory_the_steps_are_the_same(name: str, messages, cuts, with_to
 
 def test_a_next_turn_is_placed_from_where_the_last_one_ended() -> None:
     """What is known of a conversation is not placed again; other messages of the same length are nobody's."""
-    dialect, memory = dialect_of("qwen3", False), Memory(2**20)
+    dialect, memory = dialect_of("qwen3", False), ConformMemo(2**20)
     talk = [user("one"), answer("two"), user("three")]
     first = conform(talk, (), dialect, memory)
     longer = conform([*talk, answer("four"), user("five")], (), dialect, memory)
     assert all(mine is theirs for mine, theirs in zip(longer.dicts, first.dicts, strict=False))
     other = conform([user("one"), answer("2"), talk[2]], (), dialect, memory)
     assert [step.text for step in other.steps] == ["one", "2", "three"]
-    assert conform([*talk], (), dialect, Memory(0)) == first
+    assert conform([*talk], (), dialect, ConformMemo(0)) == first

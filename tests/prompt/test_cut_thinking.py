@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.prompt.test_replay import KEEPS_PAST_THINKING
+from tests.prompt.test_token_replay import KEEPS_PAST_THINKING
 from tests.prompt.turns import Talk, family, in_odd_tokens
 
 

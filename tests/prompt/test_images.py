@@ -24,7 +24,7 @@ from kvserve.core import (
 from kvserve.prompt.images import Images
 
 
-class Reader:
+class MeasuresImage:
     """Names a picture by its pixels, and counts how often it was asked."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ def sources(looked: Turn) -> list[str]:
 
 def test_an_image_is_named_by_what_it_shows() -> None:
     """The same pixels in two files are one image; nothing of the file stays in the turn."""
-    looked = Images(Reader(), WORDS).look(turn(user(url("red"), url("red", "BMP"), url("blue"))))
+    looked = Images(MeasuresImage(), WORDS).look(turn(user(url("red"), url("red", "BMP"), url("blue"))))
     first, same, other = sources(looked)
     assert first == same != other
     assert [image.facts.digest for image in looked.images] == [first, other]
@@ -68,7 +68,7 @@ def test_an_image_is_named_by_what_it_shows() -> None:
 
 def test_a_picture_is_measured_once() -> None:
     """A file that was seen before is neither decoded nor measured, until the tower must look at it again."""
-    reader = Reader()
+    reader = MeasuresImage()
     images = Images(reader, WORDS)
     images.look(turn(user(url("red"))))
     [image] = images.look(turn(user(url("red")))).images
@@ -82,7 +82,7 @@ def test_what_was_measured_is_held_within_a_number_of_bytes() -> None:
     """Of a request with many large pictures; the rest is measured again when the tower comes to it."""
     made: list[weakref.ref[np.ndarray]] = []
 
-    class Large(Reader):
+    class Large(MeasuresImage):
         def __call__(self, picture: Image.Image) -> MeasuredImage:
             pixels = np.full(250_000, picture.getpixel((0, 0))[0], dtype=np.float32)  # type: ignore[index]
             made.append(weakref.ref(pixels))
@@ -101,7 +101,9 @@ def test_what_was_measured_is_held_within_a_number_of_bytes() -> None:
 
 def test_images_of_tool_results_are_taken() -> None:
     """Those too are named."""
-    looked = Images(Reader(), WORDS).look(turn(Message("tool", (ToolResultBlock("c", (ImageBlock(url("red")),)),))))
+    looked = Images(MeasuresImage(), WORDS).look(
+        turn(Message("tool", (ToolResultBlock("c", (ImageBlock(url("red")),)),)))
+    )
     [block] = looked.messages[0].blocks
     assert isinstance(block, ToolResultBlock)
     assert isinstance(block.blocks[0], ImageBlock)
@@ -111,12 +113,14 @@ def test_images_of_tool_results_are_taken() -> None:
 def test_a_turn_without_images_stays_as_it_is() -> None:
     """Not even its messages are copied."""
     given = turn(user())
-    assert Images(Reader(), WORDS).look(given).messages[0] is given.messages[0]
+    assert Images(MeasuresImage(), WORDS).look(given).messages[0] is given.messages[0]
 
 
 def test_an_image_of_the_assistants_is_words() -> None:
     """No template takes one there, but a client's history may hold one that another server drew."""
-    looked = Images(Reader(), WORDS).look(turn(Message("assistant", (TextBlock("Here:"), ImageBlock(url("red"))))))
+    looked = Images(MeasuresImage(), WORDS).look(
+        turn(Message("assistant", (TextBlock("Here:"), ImageBlock(url("red")))))
+    )
     assert looked.images == ()
     [message] = looked.messages
     assert message.blocks == (TextBlock("Here:"), TextBlock("\n[An image that this model cannot see]\n"))

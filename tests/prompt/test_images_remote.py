@@ -20,7 +20,7 @@ from kvserve.core import ImageBlock, Message, TextBlock
 from kvserve.errors import BadRequest
 from kvserve.prompt.images import Images
 from kvserve.prompt.images_remote import RemoteLimits, RemotePictures, Visit, is_public
-from tests.prompt.test_images import WORDS, Reader, turn, user
+from tests.prompt.test_images import WORDS, MeasuresImage, turn, user
 from tests.prompt.test_images_source import RED, encoded
 
 HOST = "pictures.test"
@@ -354,7 +354,7 @@ def test_what_a_host_lets_others_keep_is_kept_so_long(host: Host) -> None:
 
 def test_what_is_there_now_is_what_is_seen(host: Host) -> None:
     """An address with another picture is another image; the same picture under another address is measured once."""
-    reader = Reader()
+    reader = MeasuresImage()
     images = Images(reader, WORDS, remote=host.pictures())
 
     def digest() -> str:
@@ -375,14 +375,14 @@ def test_a_file_that_is_no_picture_is_refused(host: Host) -> None:
     """What comes from elsewhere is read by the same rules as what comes in the request."""
     host.answers["/red.png"] = sends(b"<svg/>")
     with pytest.raises(BadRequest, match="broken or not one of"):
-        Images(Reader(), WORDS, remote=host.pictures()).look(turn(user(host.url())))
+        Images(MeasuresImage(), WORDS, remote=host.pictures()).look(turn(user(host.url())))
 
 
 def test_nothing_is_fetched_unless_hosts_are_named(host: Host) -> None:
     """By default a remote address is refused; with hosts, paths and http still are."""
     with pytest.raises(BadRequest, match="IMAGE_HOSTS"):
-        Images(Reader(), WORDS).look(turn(user(host.url())))
-    images = Images(Reader(), WORDS, remote=host.pictures())
+        Images(MeasuresImage(), WORDS).look(turn(user(host.url())))
+    images = Images(MeasuresImage(), WORDS, remote=host.pictures())
     for source in ("file:///etc/passwd", "/etc/passwd", f"http://{HOST}/red.png"):
         message = Message("user", (TextBlock("see"), ImageBlock(source)))
         with pytest.raises(BadRequest, match="opens no files"):

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from kvserve.errors import BadRequest
-from kvserve.prompt.images_source import ImageLimits, read_image
+from kvserve.prompt.images import ImageLimits, read_image
 
 LIMITS = ImageLimits(max_bytes=200_000, max_pixels=1_000_000)
 

@@ -67,9 +67,9 @@ def written(name: str, messages: tuple[Message, ...], tools: tuple[ToolSpec, ...
 
 def described(name: str, tool: ToolSpec) -> str:
     """The family's own description of a tool, which its template writes in front too; JSON where it writes none."""
-    voice = family(name).template._voice
-    assert voice is not None
-    said = voice.tool_form.describe(tool) if voice.tool_form is not None else None
+    profile = family(name).template._profile
+    assert profile is not None
+    said = profile.tool_form.describe(tool) if profile.tool_form is not None else None
     assert (said is None) == (name == "gemma3")
     said = json.dumps(function_dict(tool), ensure_ascii=False) if said is None else said
     assert said in written(name, (HI,), (LOOK, tool))
@@ -151,15 +151,15 @@ def test_a_longer_conversation_begins_with_the_words_of_the_shorter_one(name: st
 def test_real_templates_describe_a_later_tool_as_one_in_front(path: object) -> None:
     """Line by line; JSON where the template writes no tools."""
     template = CompiledTemplate(path.read_text("utf-8"), {"bos_token": "<s>", "eos_token": "</s>"})  # type: ignore[attr-defined]
-    voice = _probed(template)
-    if voice is None or voice.tool_dialect is None:
-        assert voice is None or voice.tool_form is None
+    profile = _probed(template)
+    if profile is None or profile.tool_dialect is None:
+        assert profile is None or profile.tool_form is None
         said = ToolWords().said([ToolBlock.of(LATER)])
         assert said == OPENING + json.dumps(function_dict(LATER), ensure_ascii=False)
         return
-    assert voice.tool_form is not None
-    described = voice.tool_form.describe(LATER)
-    assert described is not None and described in ToolWords(voice.tool_form).said([ToolBlock.of(LATER)])
+    assert profile.tool_form is not None
+    described = profile.tool_form.describe(LATER)
+    assert described is not None and described in ToolWords(profile.tool_form).said([ToolBlock.of(LATER)])
     messages = [{"role": "user", "content": "hi"}]
     tools = [{"type": "function", "function": function_dict(tool)} for tool in (LOOK, LATER)]
     in_front = template.render(messages, tools, add_generation_prompt=True, arguments={})

@@ -16,10 +16,10 @@ from kvserve.core import (
 )
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.output.formats import OutputFormat, select_format
-from kvserve.output.said import Says
+from kvserve.output.said import MessageReader
 from kvserve.output.splitter import Splitter
 from kvserve.output.tool_parsers import glm, hermes, qwen_coder
-from kvserve.output.tool_parsers.foreign import ForeignToolForm
+from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from kvserve.output.tool_parsers.form import ParsedCall
 from kvserve.prompt.boundaries import MessageMarkers, learn_markers
 from kvserve.prompt.stitch import Stitched, Stitcher
@@ -74,8 +74,8 @@ class Family:
     stitcher: Stitcher
     output_format: OutputFormat
 
-    def says(self, tools: tuple[ToolSpec, ...] = (LOOK,)) -> Says:
-        return Says.under(self.output_format, tools)
+    def says(self, tools: tuple[ToolSpec, ...] = (LOOK,)) -> MessageReader:
+        return MessageReader.under(self.output_format, tools)
 
 
 @cache
@@ -93,7 +93,7 @@ def _output_format(name: str, tokenizer: Tokenizer) -> OutputFormat:
     if name == "gemma4":
         parser = library_tool_parser(tiny_model(name))
         assert parser is not None
-        foreign = ForeignToolForm(parser.open_tag, parser.close_tag, parser.parse)
+        foreign = ForeignCallForm(parser.open_tag, parser.close_tag, parser.parse)
     return select_format("auto", tokenizer.chat_template or "", added, foreign)
 
 

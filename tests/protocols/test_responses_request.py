@@ -12,7 +12,7 @@ from kvserve.core import NOBODY, Message, RequestDefaults, SessionHint, TextBloc
 from kvserve.errors import BadRequest, NotFound, RequestError
 from kvserve.protocols.responses_request import parse_responses
 from kvserve.protocols.responses_store import ResponseStore, StoredResponse
-from kvserve.protocols.sampling import NO_LIMIT
+from kvserve.protocols.sampling_fields import NO_LIMIT
 from tests.laws import num_examples
 from tests.protocols.responses_wire import ID, parse
 from tests.protocols.test_robustness import JSON, paths, replaced

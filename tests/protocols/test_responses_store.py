@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvserve.core import NOBODY, Principal
 from kvserve.core.keeping import Scope
 from kvserve.errors import BadRequest, NotFound
-from kvserve.protocols.responses_listing import list_items
+from kvserve.protocols.responses_items import list_items
 from kvserve.protocols.responses_store import OwnResponses, ResponseStore, StoredResponse
 
 

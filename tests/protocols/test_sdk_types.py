@@ -13,8 +13,7 @@ import pytest
 
 from kvserve.protocols import anthropic_models
 from kvserve.protocols.openai_models import ModelCard
-from kvserve.protocols.responses_items import input_items
-from kvserve.protocols.responses_listing import list_items
+from kvserve.protocols.responses_items import input_items, list_items
 from tests.protocols.conftest import GOLDEN
 from tests.protocols.responses_wire import ID
 from tests.protocols.sdk_types import faults

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 from kvserve.errors import Forbidden, RequestError, Unauthorized
-from kvserve.proxy.access import AccessRules, check_access
-from kvserve.web import guard as web_guard
+from kvserve.proxy.access import AccessRules, check_access, check_host, check_key, check_origin
+from kvserve.web.handler import access_headers
 from kvserve.web.head import RequestHead
 from kvserve.web.settings import WebSettings
 
@@ -56,11 +56,14 @@ def verdict_there(headers: tuple[tuple[str, str], ...]) -> object:
     """The same of the server's own port."""
     head = RequestHead("POST", "/v1/chat/completions", "", (1, 0), headers)
     allowed = ("https://allowed.example",)
-    rules = WebSettings(host="10.0.0.5", api_key="k\u00e9y", allowed_origins=allowed, allowed_hosts=("Box.example.",))
+    settings = WebSettings(
+        host="10.0.0.5", api_key="k\u00e9y", allowed_origins=allowed, allowed_hosts=("Box.example.",)
+    )
     try:
-        web_guard.check_host(head, rules)
-        origin = web_guard.check_origin(head, rules)
-        web_guard.check_key(head, rules)
+        sent, rules = access_headers(head), settings.access
+        check_host(sent, rules)
+        origin = check_origin(sent, rules)
+        check_key(sent, rules)
     except RequestError as error:
         return type(error), error.message
     return origin

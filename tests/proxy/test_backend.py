@@ -14,7 +14,7 @@ import pytest
 
 from kvserve.core import JsonObject, key_digest
 from kvserve.proxy.asgi import Message, Scope
-from kvserve.proxy.backend import Backend
+from kvserve.proxy.entry import Backend
 from kvserve.proxy.guard import Guard, GuardRules
 from kvserve.web import dashboard_pages
 from kvserve.web.dashboard_pages import FILES

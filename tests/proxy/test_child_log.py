@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve.proxy.child_log import ChildLog
+from kvserve.proxy.litellm import ChildLog
 
 
 def test_the_file_stays_bounded(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from kvserve.core import KEY_HEADER, NO_KEY, key_digest
 from kvserve.errors import BadRequest, MethodNotAllowed, NotFound
 from kvserve.protocols.fields import decode_body
 from kvserve.proxy.asgi import App, Message, Receive, Scope, Send, parse_json_object
-from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange, UpstreamError
 from kvserve.proxy.guard import Guard, GuardRules
+from kvserve.proxy.handover import CURRENT_EXCHANGE, ProxyExchange, UpstreamError
 from kvserve.proxy.paths import ROUTES, find_route
 
 RULES = GuardRules("127.0.0.1", "openai/m", max_body_bytes=1000, secret="shared")
@@ -28,8 +28,8 @@ class Inner:
     content_type: bytes = b"application/json"
     body: bytes = b"{}"
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    on_exchange: Callable[[Exchange], None] | None = None
-    seen: list[tuple[Scope, bytes, Exchange | None]] = field(default_factory=list)
+    on_exchange: Callable[[ProxyExchange], None] | None = None
+    seen: list[tuple[Scope, bytes, ProxyExchange | None]] = field(default_factory=list)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         message = await receive()
@@ -155,7 +155,7 @@ def test_litellm_never_sees_an_origin() -> None:
 def test_the_backends_error_replaces_litellms() -> None:
     """Status, body, type and Retry-After; LiteLLM's own body is dropped."""
 
-    def fail(exchange: Exchange) -> None:
+    def fail(exchange: ProxyExchange) -> None:
         exchange.upstream_error = UpstreamError(529, b"own words", "text/weird", "7")
 
     inner = Inner(500, body=b'{"error": "litellm says"}', on_exchange=fail)
@@ -168,7 +168,7 @@ def test_the_backends_error_replaces_litellms() -> None:
 def test_an_error_that_litellm_overcame_is_not_shown() -> None:
     """A fallback that answered 200 stays a 200."""
 
-    def fail(exchange: Exchange) -> None:
+    def fail(exchange: ProxyExchange) -> None:
         exchange.upstream_error = UpstreamError(500, b"first try", "text/plain", None)
 
     sent = call(Inner(on_exchange=fail), scope_of(), piece(b"{}"))

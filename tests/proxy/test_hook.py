@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvserve.proxy.exchange import CURRENT_EXCHANGE, Exchange
+from kvserve.proxy.handover import CURRENT_EXCHANGE, ProxyExchange
 
 
 @cache
@@ -30,7 +30,7 @@ def hook() -> ModuleType:
     return made
 
 
-def in_exchange(exchange: Exchange | None, data: dict[str, Any]) -> dict[str, Any]:
+def in_exchange(exchange: ProxyExchange | None, data: dict[str, Any]) -> dict[str, Any]:
     """What the pre-call hook makes of `data`."""
 
     async def run() -> dict[str, Any]:
@@ -42,7 +42,7 @@ def in_exchange(exchange: Exchange | None, data: dict[str, Any]) -> dict[str, An
 
 def test_the_clients_body_and_headers_go_out() -> None:
     """Every field but the model's name, beside what LiteLLM forwards already."""
-    exchange = Exchange({"model": "m", "messages": [1], "user": "u"}, {"user-agent": "a"})
+    exchange = ProxyExchange({"model": "m", "messages": [1], "user": "u"}, {"user-agent": "a"})
     data = in_exchange(exchange, {"model": "m", "messages": [], "headers": {"x-a": "1"}})
     assert data["extra_body"] == {"messages": [1], "user": "u"}
     assert data["headers"] == {"x-a": "1", "user-agent": "a"}
@@ -55,19 +55,19 @@ def test_a_call_of_litellms_own_is_left_alone() -> None:
 
 def test_a_warm_up_goes_elsewhere() -> None:
     """The backend hears nothing of it."""
-    data = in_exchange(Exchange({"model": "m"}, {}, instead_of_backend="http://there/v1"), {"model": "m"})
+    data = in_exchange(ProxyExchange({"model": "m"}, {}, instead_of_backend="http://there/v1"), {"model": "m"})
     assert data["api_base"] == "http://there/v1"
-    assert "api_base" not in in_exchange(Exchange({"model": "m"}, {}), {"model": "m"})
+    assert "api_base" not in in_exchange(ProxyExchange({"model": "m"}, {}), {"model": "m"})
 
 
 def test_litellms_question_for_usage_stays_where_it_will_remove_the_answer() -> None:
     """Only where it marked the stream, and only over a well-formed value."""
     asked = {"_litellm_strip_stream_usage": True, "stream_options": {"include_usage": True, "x": 1}}
-    assert hook().outgoing_fields(Exchange({"stream_options": {"x": 1}}, {}), asked) == {
+    assert hook().outgoing_fields(ProxyExchange({"stream_options": {"x": 1}}, {}), asked) == {
         "stream_options": {"include_usage": True, "x": 1}
     }
-    assert hook().outgoing_fields(Exchange({"stream_options": 5}, {}), asked) == {"stream_options": 5}
-    assert hook().outgoing_fields(Exchange({"stream_options": None}, {}), {}) == {"stream_options": None}
+    assert hook().outgoing_fields(ProxyExchange({"stream_options": 5}, {}), asked) == {"stream_options": 5}
+    assert hook().outgoing_fields(ProxyExchange({"stream_options": None}, {}), {}) == {"stream_options": None}
 
 
 def failed(status: int, text: str, headers: dict[str, str] | None = None) -> httpx.HTTPStatusError:

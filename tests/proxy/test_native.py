@@ -15,8 +15,8 @@ import pytest
 
 from kvserve.errors import MethodNotAllowed, NotFound
 from kvserve.proxy.asgi import Message, Receive, Scope, Send
+from kvserve.proxy.envelope import pass_through_endpoint, run_while_wanted
 from kvserve.proxy.guard import GuardRules
-from kvserve.proxy.native import pass_through_endpoint, run_while_wanted
 from kvserve.proxy.paths import find_route
 from tests.proxy.stubs import KEY, Backend, Client, Script
 from tests.proxy.test_guard import RULES, Inner, call, header, piece, scope_of

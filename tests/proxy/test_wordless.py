@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvserve.proxy.asgi import Receive, Scope, Send
-from kvserve.proxy.wordless import WordlessLog
+from kvserve.proxy.entry import WordlessLog
 
 WORD = "MARZIPAN"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve.canonical.layout import same_arguments
+from kvserve.canonical.message_layout import same_arguments
 from kvserve.core import ImageBlock, Message, TextBlock, ThinkingBlock, ToolCallBlock
 from kvserve.sessions.healing import HealingStore, healed
 from tests.sessions.samples import Notebook, assistant, call, user, written

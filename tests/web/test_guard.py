@@ -3,7 +3,8 @@
 import pytest
 
 from kvserve.errors import Forbidden, Unauthorized
-from kvserve.web import guard
+from kvserve.proxy.access import check_host, check_key, check_origin, preflight_headers
+from kvserve.web.handler import access_headers, is_preflight
 from kvserve.web.head import RequestHead, parse_head
 from kvserve.web.settings import WebSettings
 
@@ -50,7 +51,7 @@ def test_own_hosts(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any address in numbers, names that no public name server gives out, this machine's own name, the bound host and
     allowed names are ours, on any port."""
     monkeypatch.setattr("socket.gethostname", lambda: "Desk.office.example")
-    guard.check_host(head_of(f"Host: {host}"), SETTINGS)
+    check_host(access_headers(head_of(f"Host: {host}")), SETTINGS.access)
 
 
 @pytest.mark.parametrize(
@@ -84,21 +85,21 @@ def test_foreign_hosts(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that could be re-pointed at this machine, and anything malformed, is refused."""
     monkeypatch.setattr("socket.gethostname", lambda: "desk.office.example")
     with pytest.raises(Forbidden):
-        guard.check_host(head_of(f"Host: {host}"), SETTINGS)
+        check_host(access_headers(head_of(f"Host: {host}")), SETTINGS.access)
 
 
 def test_an_absolute_target_overrides_host() -> None:
     """The authority of the target counts, whatever the Host header says."""
     with pytest.raises(Forbidden):
-        guard.check_host(head_of("Host: localhost", target="http://evil.example/"), SETTINGS)
+        check_host(access_headers(head_of("Host: localhost", target="http://evil.example/")), SETTINGS.access)
 
 
 def test_a_star_admits_every_host_and_origin() -> None:
     """`*` switches both checks off."""
     settings = WebSettings(allowed_hosts=("*",), allowed_origins=("*",))
     head = head_of("Host: anything.example", "Origin: https://evil.example")
-    guard.check_host(head, settings)
-    assert guard.check_origin(head, settings) == "https://evil.example"
+    check_host(access_headers(head), settings.access)
+    assert check_origin(access_headers(head), settings.access) == "https://evil.example"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_a_star_admits_every_host_and_origin() -> None:
 )
 def test_own_origins(host: str, origin: str) -> None:
     """Pages that this machine serves, on whichever port, the server's own pages and the listed ones may call."""
-    assert guard.check_origin(head_of(f"Host: {host}", f"Origin: {origin}"), SETTINGS) == origin
+    assert check_origin(access_headers(head_of(f"Host: {host}", f"Origin: {origin}")), SETTINGS.access) == origin
 
 
 @pytest.mark.parametrize(
@@ -147,25 +148,27 @@ def test_own_origins(host: str, origin: str) -> None:
 def test_foreign_origins(origin: str) -> None:
     """Another machine, scheme, name or none at all is foreign."""
     with pytest.raises(Forbidden):
-        guard.check_origin(head_of("Host: localhost:8080", f"Origin: {origin}"), SETTINGS)
+        check_origin(access_headers(head_of("Host: localhost:8080", f"Origin: {origin}")), SETTINGS.access)
 
 
 def test_another_port_of_a_machine_of_the_network_is_foreign() -> None:
     """Under its own address the server's own page is known by its port: what else is served there is not ours."""
     with pytest.raises(Forbidden):
-        guard.check_origin(head_of("Host: 192.168.1.6:8080", "Origin: http://192.168.1.6:3000"), SETTINGS)
+        check_origin(
+            access_headers(head_of("Host: 192.168.1.6:8080", "Origin: http://192.168.1.6:3000")), SETTINGS.access
+        )
 
 
 def test_two_origins_are_foreign() -> None:
     """Nobody may hide a foreign Origin behind an own one."""
     lines = ("Host: localhost:1", "Origin: http://localhost:1", "Origin: https://evil.example")
     with pytest.raises(Forbidden):
-        guard.check_origin(head_of(*lines), SETTINGS)
+        check_origin(access_headers(head_of(*lines)), SETTINGS.access)
 
 
 def test_no_origin_passes() -> None:
     """Programs send none."""
-    assert guard.check_origin(head_of("Host: localhost"), SETTINGS) is None
+    assert check_origin(access_headers(head_of("Host: localhost")), SETTINGS.access) is None
 
 
 @pytest.mark.parametrize(
@@ -180,7 +183,7 @@ def test_no_origin_passes() -> None:
 def test_the_right_key(lines: tuple[str, ...]) -> None:
     """Either header may carry it; a key that is not ASCII is compared as the bytes that were sent."""
     wire = tuple(line.encode("utf-8").decode("latin-1") for line in lines)
-    guard.check_key(head_of("Host: a", *wire), WebSettings(api_key="s3cr\xe9t"))
+    check_key(access_headers(head_of("Host: a", *wire)), WebSettings(api_key="s3cr\xe9t").access)
 
 
 @pytest.mark.parametrize(
@@ -198,12 +201,12 @@ def test_the_right_key(lines: tuple[str, ...]) -> None:
 def test_a_wrong_key(lines: tuple[str, ...]) -> None:
     """Missing, misplaced, cut or longer keys are refused."""
     with pytest.raises(Unauthorized):
-        guard.check_key(head_of("Host: a", *lines), WebSettings(api_key="key"))
+        check_key(access_headers(head_of("Host: a", *lines)), WebSettings(api_key="key").access)
 
 
 def test_without_a_key_any_key_passes() -> None:
     """Clients that must send some key work with a server that wants none."""
-    guard.check_key(head_of("Host: a", "Authorization: Bearer whatever"), WebSettings())
+    check_key(access_headers(head_of("Host: a", "Authorization: Bearer whatever")), WebSettings().access)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_preflights_grant_header_names_only(asked: str, granted: str) -> None:
     """What is echoed is a list of header names."""
     lines = ("Host: a", "Origin: b", "Access-Control-Request-Method: POST", f"Access-Control-Request-Headers: {asked}")
     head = head_of(*lines, method="OPTIONS")
-    assert guard.is_preflight(head)
-    headers = dict(guard.preflight_headers(head, ("GET", "POST")))
+    assert is_preflight(head)
+    headers = dict(preflight_headers(access_headers(head), ("GET", "POST")))
     assert headers["Access-Control-Allow-Headers"] == granted
     assert headers["Access-Control-Allow-Methods"] == "GET, POST"

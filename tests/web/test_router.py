@@ -1,13 +1,13 @@
 """The endpoint table's lookup."""
 
 from kvserve.protocols.openai_errors import encode_error
-from kvserve.web.exchange import Exchange
+from kvserve.web.exchange import HttpExchange
 from kvserve.web.router import Route, Router
 from kvserve.web.service import WebService
 from tests.web.fakes import FakeService
 
 
-def nothing(exchange: Exchange, service: WebService) -> None:
+def nothing(exchange: HttpExchange, service: WebService) -> None:
     """A row's function."""
 
 
@@ -32,16 +32,16 @@ def test_exact_paths_and_their_methods() -> None:
     """GET rows answer HEAD; Allow names everything possible."""
     match = ROUTER.find("/a")
     assert match.methods == ("DELETE", "GET", "HEAD", "OPTIONS")
-    assert match.row("HEAD") is match.row("GET") is not None
-    assert match.row("POST") is None
+    assert match.route("HEAD") is match.route("GET") is not None
+    assert match.route("POST") is None
 
 
 def test_the_longest_prefix_wins_and_leaves_the_rest() -> None:
     """A rest may contain slashes; an empty rest is no match."""
     assert (ROUTER.find("/a/x/y").path_rest, ROUTER.find("/a/x/y").methods) == ("x/y", ("GET", "HEAD", "OPTIONS"))
     assert (ROUTER.find("/a/b/c").path_rest, ROUTER.find("/a/b/c").methods) == ("c", ("OPTIONS", "POST"))
-    assert ROUTER.find("/a/").rows == {}
-    assert ROUTER.find("/ab").rows == {}
+    assert ROUTER.find("/a/").routes == {}
+    assert ROUTER.find("/ab").routes == {}
 
 
 def test_a_star_may_stand_in_the_middle() -> None:
@@ -77,9 +77,9 @@ def test_a_path_of_many_parts_costs_a_look_at_each_endpoint() -> None:
 def test_a_path_may_lack_the_prefix() -> None:
     """Exact or with a rest, and what is not there takes the form of the endpoint that it continues; a path that is in
     the table as it is means that one."""
-    assert ROUTER.find("/talk") == ROUTER.find("/v7/talk") and ROUTER.find("/talk").rows
+    assert ROUTER.find("/talk") == ROUTER.find("/v7/talk") and ROUTER.find("/talk").routes
     assert ROUTER.find("/talk/x/y") == ROUTER.find("/v7/talk/x/y")
     assert ROUTER.find("/talk/x/y").path_rest == "x/y"
     assert ROUTER.above("/talk/x") is ROUTER.above("/v7/talk/x") is not None
-    assert ROUTER.find("/a").row("DELETE") is not None
-    assert ROUTER.find("/v7/v7/talk").rows == {}
+    assert ROUTER.find("/a").route("DELETE") is not None
+    assert ROUTER.find("/v7/v7/talk").routes == {}

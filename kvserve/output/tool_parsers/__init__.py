@@ -1,1 +1,1 @@
-"""One file per written form of a tool call; each knows its own tags and nothing of the stream around them."""
+"""Reads tool calls, with one file per written form; each file knows its own tags, not the stream around them."""

@@ -1,10 +1,10 @@
-"""Argument values that are written as bare text (GLM, Qwen-coder): text to JSON value and back by the tool's schema.
+"""Converts argument values between bare text (GLM, Qwen-coder) and JSON, by the tool's schema.
 
-Both forms write strings as they are and everything else as JSON. So text is read as a string where the schema says
-string, as JSON where it says something else, and, where it allows both or says nothing, as JSON if it is a JSON value
-of an allowed type other than string. Only there can a string be taken for something else: one that reads like JSON.
+Both forms write strings as they are and everything else as JSON. So text is a string if the schema says string, JSON if
+it says another type, and, if it allows both or says nothing, JSON if it is a JSON value of an allowed type other than
+string. Only then can a string be mistaken: one that reads like JSON.
 
-A value that can only be a string goes to the call's draft as it comes, any other one when it is finished.
+A value that can only be a string goes to the call's draft as it arrives, any other value when it is finished.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,8 @@ _MAX_NUMBER_CHARS = 64
 
 
 class TypedArguments:
-    """The arguments of one call of the tool `name`, read one after the other. `in_own_lines`: one line end on either
-    side of a value belongs to the form."""
+    """Reads the arguments of one call of the tool `name`. `in_own_lines`: one line end on either side of a value
+    belongs to the form."""
 
     def __init__(self, name: str, tools: Sequence[ToolSpec], draft: Draft, *, in_own_lines: bool = False) -> None:
         self._name = name
@@ -79,7 +79,7 @@ class _Value:
             draft.write('"')
 
     def put(self, text: str) -> None:
-        """The value goes on with `text`."""
+        """Add `text` to the value."""
         if text and self._in_own_lines and not self._text:
             self._text.append("")  # one line end before the value was looked for
             text = text.removeprefix("\n")
@@ -98,7 +98,7 @@ class _Value:
             self._waiting = self._waiting[len(certain) :]
 
     def finish(self) -> str:
-        """The whole text of the value: nothing more comes."""
+        """The whole text of the value, which is finished."""
         text = "".join(self._text)
         if self._in_own_lines:
             text = text.removesuffix("\n")
@@ -106,7 +106,7 @@ class _Value:
         return text
 
     def break_off(self) -> None:
-        """No end of the value comes: what there is of it is the beginning of a string."""
+        """Write an unfinished value as the beginning of a string."""
         self._draft.write(("" if self._is_string else '"') + escaped(self._waiting))
 
 
@@ -114,7 +114,7 @@ def typed_call(name: str, values: Sequence[tuple[str, str]], tools: Sequence[Too
     """The call whose arguments were written as `values`, typed by the schema of the tool `name`.
 
     Raises:
-        NotACall: a key stands there twice; taking either value would drop the other.
+        NotACall: a key occurs twice; taking either value would drop the other.
     """
     schema = parameters_of(name, tools)
     arguments = {key: read_argument(text, types_of(property_schema(schema, key), schema)) for key, text in values}
@@ -129,7 +129,7 @@ def parameters_of(name: str, tools: Sequence[ToolSpec]) -> Mapping[str, object]:
 
 
 def property_schema(schema: Mapping[str, object], key: str) -> object:
-    """The schema of one argument; empty where nothing is said of it."""
+    """The schema of one argument; empty without one."""
     properties = schema.get("properties")
     if isinstance(properties, Mapping) and key in properties:
         return properties[key]
@@ -137,7 +137,7 @@ def property_schema(schema: Mapping[str, object], key: str) -> object:
 
 
 def types_of(schema: object, root: object) -> frozenset[str]:
-    """The JSON types that `schema` allows, references resolved inside `root`; all of them where it does not say."""
+    """The JSON types that `schema` allows, references resolved inside `root`; all of them if it names none."""
     return _types(schema, root, {}, 0)
 
 
@@ -191,7 +191,7 @@ def type_names(value: object) -> frozenset[str]:
 
 
 def read_argument(text: str, types: frozenset[str]) -> object:
-    """The value that `text` stands for where `types` are allowed."""
+    """The value of `text` if `types` are allowed."""
     if types == {"string"}:
         return text
     exact = "string" in types

@@ -1,11 +1,11 @@
-"""Where a call ends whose arguments are no JSON: it knows brackets, quotes, tags and how calls begin, and no stream."""
+"""Finds the end of a call whose arguments are not JSON. It knows brackets, quotes, tags and call openings."""
 
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvserve.output.tool_parsers.form import SPACE
-from kvserve.output.tool_parsers.row_paths import Path, Place, Word, after
+from kvserve.output.tool_parsers.row_paths import Path, PathPlace, Word, after
 
 _LINE_END_BEHIND_BRACKET = re.compile(r"(?<=\})[ \t]*\r?\n(?!\s*[}\]\",])")
 _LINE_END = re.compile(r"\r?\n")
@@ -14,7 +14,7 @@ _PAIRS = {"}": "{", "]": "["}
 
 
 class _Brackets:
-    """Which brackets are open outside of quotes."""
+    """The open brackets outside of quotes."""
 
     def __init__(self) -> None:
         self.in_quotes = False
@@ -22,7 +22,7 @@ class _Brackets:
         self._open: list[str] = []
 
     def add(self, char: str) -> None:
-        """A bracket closes all that were opened behind its own; one that nothing opened says nothing."""
+        """A closing bracket also closes brackets opened inside its own; without an opening one it is ignored."""
         if self.in_quotes:
             self.in_quotes = self._is_escaped or char != '"'
             self._is_escaped = char == "\\" and not self._is_escaped
@@ -41,9 +41,9 @@ class _Brackets:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What tells where a call ends: tags that close it or open others, other marks behind it that no JSON has, the ways
-    to another call's arguments and the names of tools, and the characters that something behind a call begins with."""
+class CallContext:
+    """What marks the end of a call: tags that close it or open others, other marks that JSON cannot have, the openings
+    of other calls' arguments and the names of tools, and the first characters of what may follow a call."""
 
     close_tags: Sequence[str]
     open_tags: Sequence[str]
@@ -54,23 +54,23 @@ class Surroundings:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What no JSON has behind a bracket."""
+        """The texts that JSON cannot have behind a bracket."""
         return (*self.close_tags, *self.open_tags, *self.fences)
 
 
 class EndOfBroken:
-    """Finds the end of a call whose arguments begin with `text`, which is no JSON.
+    """Finds the end of a call whose arguments begin with `text`, which is not JSON.
 
-    These end where their brackets do, quotes counted, unless JSON goes on there; else before a tag that closes calls,
-    or before the next call if it stands outside of quotes or behind a bracket, for arguments may quote one; else, at
-    the end, with their line. A string that nobody closed may have taken the end before the text was found to be none.
+    They end with their brackets, quotes respected, unless JSON continues there; else before a tag that closes calls, or
+    before the next call if that is outside of quotes or behind a bracket, since arguments may quote a call; else, at
+    the end of the text, with their line. An unclosed string may include the end before the text is known to be broken.
     """
 
-    def __init__(self, text: str, around: Surroundings) -> None:
+    def __init__(self, text: str, around: CallContext) -> None:
         self._around = around
         self._brackets = _Brackets()
         self._seen: list[str] = []
-        self._starts: list[tuple[int, Place]] = []
+        self._starts: list[tuple[int, PathPlace]] = []
         self._broke_at = len(text[:-1].rstrip())
         self._string = _last_string(text)
         for index, char in enumerate(text):
@@ -81,13 +81,13 @@ class EndOfBroken:
         self._end = len(text) if self._brackets.are_closed else None
 
     def at_once(self) -> int | None:
-        """The same before anything else is read: a string that nobody closed has taken what closes the call."""
+        """The same before more text is read, for an unclosed string that includes the call's closing."""
         text = "".join(self._seen)
         is_at_fault = text[: self._broke_at].endswith('"')
         return self._num_taken(text) if is_at_fault else None
 
     def unfinished(self) -> int | None:
-        """The same at the end of a text that only lacks the rest of a string."""
+        """The same at the end of a text that lacks only the rest of a string."""
         text = "".join(self._seen)
         if not self._brackets.in_quotes:
             return None
@@ -96,13 +96,13 @@ class EndOfBroken:
         return len(text) - line.start() if line is not None else taken
 
     def _num_taken(self, text: str) -> int | None:
-        """How much of the text stands, in its last string, from a tag behind a bracket on."""
+        """The length of the text, in its last string, from a tag behind a bracket on."""
         marks = "|".join(map(re.escape, self._around.marks))
         found = re.compile(rf"(?<=[\]}}])\s*(?:{marks})").search(text, self._string) if marks else None
         return len(text) - found.start() if found is not None else None
 
     def add(self, char: str) -> int | None:
-        """How many of the last characters do not belong to the arguments; None while these go on."""
+        """How many of the last characters do not belong to the arguments; None while they continue."""
         seen, around = self._seen, self._around
         num_read = len(seen) + 1
         if self._end is not None and char not in SPACE:
@@ -125,16 +125,16 @@ class EndOfBroken:
         return len(tag) if tag is not None and not is_quoted else None
 
     def finish(self, *, cut: bool) -> int | None:
-        """The same at the end of the text; None where they have no end. `cut`: a limit ended it."""
+        """The same at the end of the text; None if the arguments have no end. `cut`: a limit ended the text."""
         if self._end is not None:
             return len(self._seen) - self._end
         return None if cut else _num_behind_line("".join(self._seen), self._broke_at)
 
     def _follow_calls(self, char: str) -> None:
-        """The next call may begin with any character that stands outside of quotes or behind a bracket."""
+        """Track possible next calls, which may begin outside of quotes or behind a bracket."""
         seen, starts = self._seen, self._starts
         if not self._brackets.in_quotes or char == "}" or _ends_in_bracket(seen, len(seen)):
-            starts += [(len(seen), Place(path)) for path in self._around.calls if _begins(path, char)]
+            starts += [(len(seen), PathPlace(path)) for path in self._around.calls if _begins(path, char)]
         self._starts = [(start, moved) for start, place in starts for moved in after(place, char)]
 
 
@@ -166,6 +166,6 @@ def _ends_in_bracket(seen: Sequence[str], end: int) -> bool:
 
 
 def _num_behind_line(text: str, start: int) -> int | None:
-    """How much stands behind the line that the arguments end with: the first from `start` on with their bracket."""
+    """The length of the text behind the arguments' last line: the first line from `start` on that has their bracket."""
     line = _LINE_END_BEHIND_BRACKET.search(text, start) or _LINE_END.search(text, start)
     return len(text) - line.start() if line is not None else None

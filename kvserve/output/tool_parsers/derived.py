@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvserve.core import CallParts, CallRow, CallSlot, ToolSpec
-from kvserve.output.tool_parsers.broken import EndOfBroken, Surroundings
+from kvserve.output.tool_parsers.broken import CallContext, EndOfBroken
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import NotACall, ParsedCall, Reader, Scan, ToolForm, skip_space
+from kvserve.output.tool_parsers.form import CallForm, NotACall, ParsedCall, Reader, Scan, skip_space
 from kvserve.output.tool_parsers.hermes import ARGUMENT_KEYS, read_arguments
 from kvserve.output.tool_parsers.json_text import json_container, read_json, write_json
 from kvserve.output.tool_parsers.row_paths import TAG, Offered, Path, Word, behind, lead, steps_of
@@ -35,19 +35,19 @@ _NAMESPACE = re.compile(r"(?<![\w.])\w+\.\Z")
 _LAST_TAG = re.compile(rf"(?:{TAG})\s*\Z")
 
 
-def form_of(row: CallRow) -> ToolForm:
+def form_of(row: CallRow) -> CallForm:
     """The form of the row's calls."""
     tag = _first_word(row.opening)
     return _form(row, tag, opened=tag)
 
 
-def forms_of(row: CallRow, *, has_python_tag: bool) -> tuple[ToolForm, ...]:
+def forms_of(row: CallRow, *, has_python_tag: bool) -> tuple[CallForm, ...]:
     """All forms in which a model with this row writes: the row's own first."""
     form = form_of(row)
     python = (_form(row, PYTHON_TAG, opened=""),) if form.at_start and has_python_tag else ()
     if form.at_start or not (form.open_tag == _MISTRAL or _keys(row)):
         return (form, *python)
-    return (form, ToolForm(LISTED, form.open_tag, _list_scan(row), row=row))
+    return (form, CallForm(LISTED, form.open_tag, _list_scan(row), row=row))
 
 
 def is_bare(row: CallRow) -> bool:
@@ -100,7 +100,7 @@ class _Behind:
         return behind(self.paths, word)
 
 
-def _form(row: CallRow, tag: str, *, opened: str) -> ToolForm:
+def _form(row: CallRow, tag: str, *, opened: str) -> CallForm:
     """The form of the row's calls behind `tag`, of which `opened` belongs to the row's opening."""
     words = [part for parts in (row.opening, row.middle, row.between or (), row.closing) for part in parts]
     inner = dict.fromkeys(found for text in words if isinstance(text, str) for found in re.findall(TAG, text))
@@ -121,7 +121,7 @@ def _form(row: CallRow, tag: str, *, opened: str) -> ToolForm:
         names, odd = offered(tools).names, offered(tools).odd
         calls = [path for path in (*_behind(row, odd).paths, *_openings(row, "", odd)) if not path.closes]
         opens = [tag] if re.fullmatch(TAG, tag) else []
-        return EndOfBroken(text, Surroundings(ends, opens, fences, calls, names, firsts))
+        return EndOfBroken(text, CallContext(ends, opens, fences, calls, names, firsts))
 
     def follow(word: str, tools: Sequence[ToolSpec], draft: Draft) -> Scan | None:
         return _follow(_behind(row, offered(tools).odd), word, offered(tools), draft)
@@ -129,7 +129,7 @@ def _form(row: CallRow, tag: str, *, opened: str) -> ToolForm:
     def follow_closed(word: str, tools: Sequence[ToolSpec], draft: Draft) -> Scan | None:
         return _follow(_behind(row, offered(tools).odd, is_closed=True), word, offered(tools), draft)
 
-    return ToolForm(
+    return CallForm(
         NAME,
         tag,
         scan,
@@ -138,7 +138,7 @@ def _form(row: CallRow, tag: str, *, opened: str) -> ToolForm:
         at_start=is_bare(row) and tag == opened,
         follow_tags=follows.tags,
         follow=follow,
-        closed=ToolForm(NAME, tag, scan, follow_tags=closed.tags, follow=follow_closed, broken=broken),
+        closed=CallForm(NAME, tag, scan, follow_tags=closed.tags, follow=follow_closed, broken=broken),
         broken=broken,
         row=row,
     )

@@ -1,4 +1,4 @@
-"""A call on its way: its name and its arguments' text as far as they are certain. It knows no form and no stream."""
+"""Holds a call that is being read: its name and its arguments as far as they are certain. It knows no form."""
 
 from collections.abc import Collection, Sequence
 
@@ -6,11 +6,10 @@ from kvserve.core import CallParts
 
 
 class Draft:
-    """What a scan is certain of while it reads a call, for the client that wants it before the call is finished.
+    """The certain part of a call that a scan reads, for clients that receive it before the call is finished.
 
-    Only a call of a tool that is `offered` is ever opened; until then, and for others, nothing is written. The text is
-    the JSON that a whole call's arguments are sent as. Its last bracket is written last of all, so whatever breaks off
-    before is no JSON value.
+    Only calls of `offered` tools are opened; nothing is written before, or for other tools. The text is the JSON of a
+    whole call's arguments. Its last bracket is written last, so that text that breaks off is not a JSON value.
     """
 
     def __init__(self, offered: Collection[str] = ()) -> None:
@@ -22,15 +21,15 @@ class Draft:
         self.is_other = False
         """Whether the arguments of a tool that is not offered have begun."""
         self.before: Sequence[tuple[str, str]] = ()
-        """Calls, name and arguments, that stand before this one and are certain with it."""
+        """Earlier calls (name, arguments) that become certain with this one."""
         self.num_behind = 0
-        """How many of the last characters that were read belong to what follows the call."""
+        """How many of the last characters belong to what follows the call."""
         self.closing: CallParts = ()
         """What the model's template writes behind the arguments."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it is certain that this is a call, and of which tool."""
+        """Whether the call and its tool are certain."""
         return self.name is not None
 
     @property
@@ -40,32 +39,32 @@ class Draft:
 
     @property
     def held(self) -> str:
-        """The characters of the source that nothing was written for yet."""
+        """The characters of the source that are not written yet."""
         return "".join(self._held)
 
     def open(self, name: str) -> None:
-        """A call of `name` has begun, if such a tool is offered."""
+        """Open a call of `name` if that tool is offered."""
         if name in self._offered:
             self.name = name
 
     def hold(self, char: str) -> None:
-        """A character of the source comes, which the scan has not read yet."""
+        """Hold a character of the source that the scan is about to read."""
         if self.name is not None:
             self._held.append(char)
 
     def write(self, text: str, *, num_ahead: int = 0) -> None:
-        """What was held means `text`, but for its last `num_ahead` characters."""
+        """Write `text` for the held characters, except the last `num_ahead`."""
         if self.name is not None:
             self._written.append(text)
             self._held = self._held[-num_ahead:] if num_ahead else []
 
     def end_as_written(self, num_behind: int) -> None:
-        """What was held is the end of the call as it stands, but for the last `num_behind` characters."""
+        """Write the held characters unchanged as the call's end, except the last `num_behind`."""
         self.write(self.held[: max(0, len(self._held) - num_behind)])
         self.num_behind = num_behind
 
     def take(self) -> str:
-        """What was written since the last call."""
+        """The text written since the last `take`."""
         new = "".join(self._written[self._num_taken :])
         self._num_taken = len(self._written)
         return new

@@ -1,11 +1,11 @@
-"""Forms of other families, read by a parser function that is handed in; knows only its tags and its answer."""
+"""Reads forms of other families with a parser function that is handed in; knows only its tags and its answer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers.draft import Draft
-from kvserve.output.tool_parsers.form import END, NotACall, ParsedCall, Scan, ToolForm
+from kvserve.output.tool_parsers.form import END, CallForm, NotACall, ParsedCall, Scan
 from kvserve.output.tool_parsers.hermes import read_arguments
 from kvserve.output.tool_parsers.json_text import read_json, write_json
 
@@ -13,23 +13,23 @@ type ForeignParse = Callable[[str, list[dict[str, object]] | None], object]
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignToolForm:
+class ForeignCallForm:
     """`parse(text, tools)` reads the text between the first `open_tag` and the next `close_tag`.
 
-    It answers one call as a dict with `name` and `arguments`, or a list of them; whatever it raises means that the
-    text is not a call. An empty `close_tag` means the end of the turn.
+    It returns one call as a dict with `name` and `arguments`, or a list of them; any error means that the text is not a
+    call. An empty `close_tag` means the end of the turn.
     """
 
     open_tag: str
     close_tag: str
     parse: ForeignParse
 
-    def form(self) -> ToolForm:
-        """This form as the splitter uses it."""
-        return ToolForm("foreign", self.open_tag, self._scan, inner_tags=(self.close_tag,))
+    def form(self) -> CallForm:
+        """This form for the splitter."""
+        return CallForm("foreign", self.open_tag, self._scan, inner_tags=(self.close_tag,))
 
     def _scan(self, tools: Sequence[ToolSpec], _: Draft) -> Scan:
-        """The draft stays empty: only the whole text can be given to the parser."""
+        """Read the whole text; the draft stays empty, because the parser needs all of it."""
         chars: list[str] = []
         while True:
             char = yield

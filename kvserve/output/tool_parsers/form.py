@@ -1,7 +1,7 @@
-"""What a written form of a tool call is, and the small scanners that forms are made of.
+"""Defines a written form of tool calls, and the small scanners that forms consist of.
 
-A scan is a generator that is sent one character at a time, so the same code reads a stream as it comes and a whole
-text, and how the text was cut cannot matter. It raises `NotACall` at the first character that no call can have there.
+A scan is a generator that receives one character at a time, so the same code reads a stream and a whole text, and the
+cuts of the text cannot matter. It raises `NotACall` at the first character that no call can have there.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -12,15 +12,15 @@ from kvserve.core import CallRow, ToolSpec
 from kvserve.output.tool_parsers.draft import Draft
 
 END = ""
-"""Sent to a scan when the turn is over: no character equals it."""
+"""Sent to a scan at the end of the turn; no character equals it."""
 
 SPACE = frozenset(" \t\r\n")
 
 
 class NotACall(ValueError):
-    """The text is not a call of this form. It never leaves this room: the text becomes content, or, behind the
-    beginning of a call that was sent already, arguments as the model wrote them. Of text that follows a call the first
-    `num_closing` characters close it all the same."""
+    """The text is not a call of this form. It never leaves this package: the text becomes content, or, in a call that
+    was sent already, arguments as the model wrote them. Of text behind a call the first `num_closing` characters still
+    close the call."""
 
     def __init__(self, reason: str = "", num_closing: int = 0) -> None:
         super().__init__(reason)
@@ -29,7 +29,7 @@ class NotACall(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A call as read: the function's name and its arguments as JSON values."""
+    """A parsed call: the function's name and its arguments as JSON values."""
 
     name: str
     arguments: Mapping[str, object]
@@ -38,43 +38,41 @@ class ParsedCall:
 type Scan = Generator[None, str, list[ParsedCall]]
 type Reader[T] = Generator[None, str, T]
 type Chain = tuple[str, ...]
-"""Tags with nothing but white space between them."""
+"""Tags with only white space between them."""
 
 
 class FindsEnd(Protocol):
-    """Finds the end of a broken call: each answer says how many of the last characters are not the call's."""
+    """Finds the end of a broken call: each method returns how many of the last characters are not the call's."""
 
     def at_once(self) -> int | None:
-        """None where the call goes on."""
+        """None if the call continues."""
         ...
 
     def add(self, char: str) -> int | None:
-        """None while the call goes on."""
+        """None while the call continues."""
         ...
 
     def finish(self, *, cut: bool) -> int | None:
-        """The text is over; None where the call has no end. `cut`: a limit ended it."""
+        """At the end of the text; None if the call has no end. `cut`: a limit ended the text."""
         ...
 
     def unfinished(self) -> int | None:
-        """The same where the text might go on as JSON."""
+        """The same for text that could continue as JSON."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class ToolForm:
-    """A form: `scan(tools, draft)` reads what follows `open_tag` and writes to the draft what is certain already;
-    `stray_close` is a tag some models write after it.
+class CallForm:
+    """A form: `scan(tools, draft)` reads what follows `open_tag` and writes certain text to the draft; `stray_close` is
+    a tag that some models write after it. `inner_tags` are its other tags, `close_tags` those that end a call.
 
-    `inner_tags` are the others that it is written with, `close_tags` those of them that end a call.
+    If a call ends with its arguments, `follow` reads what may follow them, from one of `follow_tags` on: the next call,
+    or the closing of the calls, which gives no call; no scan if the tag alone closes them. `closed` is the form of a
+    call that may follow even then. `at_start`: the tag opens a call only at the beginning of an answer. Such a form was
+    derived from `row`.
 
-    Where a call ends with its arguments, `follow` reads what may stand behind them, from one of `follow_tags` on: the
-    next call, or what closes the calls, which is none; no scan where the tag alone closes them. `closed` is how another
-    call may follow even then. `at_start`: the tag may be anything, so it opens a call only at the beginning of an
-    answer. `row` is what such a form was made of.
-
-    `broken(text, tools)` finds the end of a call whose arguments, `text` so far, are no JSON. Without it a broken call
-    ends with a closing tag only.
+    `broken(text, tools)` finds the end of a call whose arguments, `text` so far, are not JSON. Without it only a
+    closing tag ends a broken call.
     """
 
     name: str
@@ -86,13 +84,13 @@ class ToolForm:
     at_start: bool = False
     follow_tags: tuple[str, ...] = ()
     follow: Callable[[str, Sequence[ToolSpec], Draft], Scan | None] | None = None
-    closed: "ToolForm | None" = None
+    closed: "CallForm | None" = None
     broken: Callable[[str, Sequence[ToolSpec]], FindsEnd] | None = None
     row: CallRow | None = None
 
 
-def parse_text(form: ToolForm, text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
-    """The calls of `text`, which must be one element of `form` and nothing else but white space around it.
+def parse_text(form: CallForm, text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
+    """The calls of `text`, one element of `form` with white space around it.
 
     Raises:
         NotACall: it is something else.
@@ -130,7 +128,7 @@ def skip_space(char: str) -> Reader[str]:
 
 
 def one_of(char: str, tags: Iterable[str]) -> Reader[str]:
-    """The tag that starts with `char`. No tag may be the beginning of another."""
+    """The tag that starts with `char`. No tag may begin with another."""
     candidates = list(tags)
     seen = ""
     while True:
@@ -144,7 +142,7 @@ def one_of(char: str, tags: Iterable[str]) -> Reader[str]:
 
 
 def text_until(char: str, closing_tag: str) -> Reader[str]:
-    """A short label up to `closing_tag`: not empty, on one line, without another tag in it."""
+    """A short label up to `closing_tag`: not empty, on one line, without other tags."""
     label: list[str] = []
     while char != closing_tag[0]:
         if char == END or char in "<>\r\n":
@@ -158,8 +156,8 @@ def text_until(char: str, closing_tag: str) -> Reader[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Text from `start` on may be `chain`: all before its tag `index` was there, and `offset` characters of that."""
+class _ChainPlace:
+    """Text from `start` on that may be `chain`: the tags before `index` and `offset` characters of that tag matched."""
 
     start: int
     chain: Chain
@@ -174,13 +172,13 @@ class _Place:
     def lacks_end(self) -> bool:
         return self.index == len(self.chain) - 1
 
-    def after(self, char: str) -> "_Place | None":
-        """The place behind `char`; None where the chain does not go on like that."""
+    def after(self, char: str) -> "_ChainPlace | None":
+        """The place behind `char`; None if the chain does not continue with it."""
         tag = self.chain[self.index]
         if char != tag[self.offset]:
             return self if self.offset == 0 and self.index and char in SPACE else None
         is_whole = self.offset + 1 == len(tag)
-        return _Place(self.start, self.chain, self.index + is_whole, 0 if is_whole else self.offset + 1)
+        return _ChainPlace(self.start, self.chain, self.index + is_whole, 0 if is_whole else self.offset + 1)
 
 
 def text_before(
@@ -188,12 +186,12 @@ def text_before(
 ) -> Reader[Chain]:
     """Free text up to the first of `chains`, and that chain; `put` gets each piece as soon as it is certain.
 
-    A tag that is not followed by the rest of its chain is text. Where the turn ends first, `put` gets all that was
-    left and NotACall is raised; chains that `may_lack_end` are whole there without their last tag.
+    A tag without the rest of its chain is text. If the turn ends first, `put` gets the remaining text and NotACall is
+    raised; chains that `may_lack_end` are then whole without their last tag.
     """
     firsts = frozenset(chain[0][0] for chain in chains)
     held, num_put = "", 0
-    places: list[_Place] = []
+    places: list[_ChainPlace] = []
     while True:
         char = yield
         if char == END:
@@ -207,7 +205,7 @@ def text_before(
             num_put += 1
             put(char)
             continue
-        here = [*places, *(_Place(num_put + len(held), chain) for chain in chains)]
+        here = [*places, *(_ChainPlace(num_put + len(held), chain) for chain in chains)]
         places = [moved for place in here if (moved := place.after(char)) is not None]
         held += char
         end = next((place for place in places if place.is_end), None)
@@ -220,9 +218,9 @@ def text_before(
 
 
 def end_of_call(endings: Sequence[Chain]) -> Reader[Chain | None]:
-    """The one of `endings` that stands behind arguments that are whole; None where the end of the turn comes first."""
+    """The ending behind complete arguments; None if the turn ends first."""
     char = yield from skip_space((yield))
-    places = [_Place(0, chain) for chain in endings]
+    places = [_ChainPlace(0, chain) for chain in endings]
     while char != END:
         places = [moved for place in places if (moved := place.after(char)) is not None]
         if not places:

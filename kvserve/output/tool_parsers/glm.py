@@ -1,8 +1,8 @@
 """GLM's form: `<tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value>...</tool_call>`.
 
-White space between the tags means nothing; a string value is exact. A value ends at the first `</arg_value>` that
-`<arg_key>` or `</tool_call>` follows (white space aside), so what cannot be told apart is a string value that contains
-that very sequence. Without arguments the name must be that of a given tool; another word between the tags is prose.
+White space between the tags is ignored; a string value is exact. A value ends at the first `</arg_value>` that
+`<arg_key>` or `</tool_call>` follows (white space aside), so a string value must not contain that sequence. Without
+arguments the name must be a given tool's; any other word between the tags is prose.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers.arguments import TypedArguments, write_argument
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import (
+    CallForm,
     NotACall,
     ParsedCall,
     Reader,
     Scan,
-    ToolForm,
     one_of,
     parse_text,
     skip_space,
@@ -51,7 +51,7 @@ def _name(char: str) -> Reader[tuple[str, str]]:
     return "".join(name), char
 
 
-GLM = ToolForm("glm", OPEN, scan, inner_tags=(KEY_OPEN, KEY_CLOSE, VALUE_OPEN, VALUE_CLOSE, CLOSE), close_tags=(CLOSE,))
+GLM = CallForm("glm", OPEN, scan, inner_tags=(KEY_OPEN, KEY_CLOSE, VALUE_OPEN, VALUE_CLOSE, CLOSE), close_tags=(CLOSE,))
 
 
 def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
@@ -60,7 +60,7 @@ def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
 
 
 def render(call: ParsedCall, tools: Sequence[ToolSpec]) -> str:
-    """The call as GLM's template writes it."""
+    """The call in the spelling of GLM's template."""
     pairs = (
         f"{KEY_OPEN}{key}{KEY_CLOSE}{VALUE_OPEN}{write_argument(value)}{VALUE_CLOSE}"
         for key, value in call.arguments.items()

@@ -1,9 +1,9 @@
 """The JSON form of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-The end is where the JSON value ends, so a closing tag inside a string is text and nothing is ambiguous. A list of such
-objects is several calls. An object with other keys is not a call: taking it for one would drop what they say. A call is
-certain once its arguments open behind its name; then its own last bracket and the closing tag may be missing, at the
-end of the turn or before the next call.
+A call ends with its JSON value, so a closing tag inside a string is text. A list of such objects is several calls. An
+object with other keys is not a call: reading it as one would drop those keys. A call is certain once its arguments open
+behind its name; its last bracket and the closing tag may then be missing at the end of the turn or before the next
+call.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import (
+    CallForm,
     NotACall,
     ParsedCall,
     Scan,
-    ToolForm,
     end_of_call,
     one_of,
     parse_text,
@@ -41,7 +41,7 @@ def scan(tools: Sequence[ToolSpec], draft: Draft) -> Scan:
 
 
 def _opens(head: str, draft: Draft) -> bool:
-    """Whether the object that follows `head` is the arguments of the call whose name stands in it."""
+    """Whether the object behind `head` holds the arguments of the call that `head` names."""
     try:
         members = read_json(f"{head}null}}")
     except ValueError:
@@ -73,7 +73,7 @@ def _call(item: object) -> ParsedCall:
 
 
 def read_arguments(value: object) -> dict[str, object]:
-    """The arguments' object, also where the model wrote it as JSON inside a string; null is none. Raises NotACall."""
+    """The arguments' object, also if the model wrote it as JSON inside a string; null is empty. Raises NotACall."""
     if isinstance(value, str):
         try:
             value = read_json(value)
@@ -86,11 +86,11 @@ def read_arguments(value: object) -> dict[str, object]:
     return value
 
 
-HERMES = ToolForm("hermes", OPEN, scan, inner_tags=(CLOSE,), close_tags=(CLOSE,))
+HERMES = CallForm("hermes", OPEN, scan, inner_tags=(CLOSE,), close_tags=(CLOSE,))
 
 
 def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
-    """The calls that `text` is. Raises NotACall."""
+    """The calls in `text`. Raises NotACall."""
     return parse_text(HERMES, text, tools)
 
 

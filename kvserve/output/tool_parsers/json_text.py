@@ -1,7 +1,8 @@
-"""JSON as models write it: an incremental scanner that stops at the first impossible character, and strict reading.
+"""Reads JSON as models write it, with an incremental scanner that stops at the first impossible character, and
+strictly.
 
-Literal line ends and tabs inside strings are accepted, since models write them and they can only mean themselves.
-Where the scanner has a draft, it writes to it what it reads, in the spelling of `write_json`.
+Literal line ends and tabs inside strings are accepted: models write them, and their meaning is clear. A scanner with a
+draft writes to it what it reads, in the spelling of `write_json`.
 """
 
 import json
@@ -33,8 +34,8 @@ def json_container(
 ) -> Reader[str]:
     """The text of the object or array that starts with `char`, up to its own closing bracket.
 
-    `draft` gets it all but that bracket; it takes no key twice in one object. At an object that is a member's value
-    `stops_at` is asked with the text before it, and, if it says so, that text is the answer.
+    `draft` gets all of it but that bracket, without equal keys. At an object that is a member's value, `stops_at` gets
+    the text before it; if it returns True, that text is the result.
     """
     text: list[str] = []
     stack: list[str] = []
@@ -92,7 +93,7 @@ def _string(text: list[str]) -> Reader[None]:
 
 
 def _escape(text: list[str]) -> Reader[str]:
-    """The character that an escape stands for; half of one where it is half of a surrogate pair."""
+    """The character of an escape, or half of a surrogate pair."""
     char = yield
     text.append(char)
     if char in _ESCAPED:
@@ -110,7 +111,7 @@ def _escape(text: list[str]) -> Reader[str]:
 
 
 def _written_string(text: list[str], draft: Draft) -> Reader[None]:
-    """A string whose characters go to the draft one by one; half of a surrogate pair waits for the other half."""
+    """A string whose characters go to the draft one by one; a half of a surrogate pair waits for the other half."""
     draft.write('"')
     half = ""
     while True:
@@ -137,7 +138,7 @@ def _written_string(text: list[str], draft: Draft) -> Reader[None]:
 
 
 def _key(text: list[str], known: set[str], draft: Draft | None) -> Reader[None]:
-    """A key, which goes to the draft as a whole."""
+    """A key, written to the draft as a whole."""
     start = len(text) - 1
     yield from _string(text)
     if draft is None:
@@ -175,7 +176,7 @@ def read_json(text: str) -> object:
     """The value of `text`.
 
     Raises:
-        ValueError: not JSON, a key twice in one object, a number that no JSON can hold again, or nested too deeply.
+        ValueError: not JSON, equal keys in one object, a number that JSON cannot express, or nested too deeply.
     """
     try:
         return json.loads(
@@ -191,7 +192,7 @@ def write_json(value: object) -> str:
 
 
 def escaped(text: str) -> str:
-    """`text` as it stands inside a JSON string."""
+    """`text` escaped for a JSON string."""
     return text if text.isalnum() else write_json(text)[1:-1]
 
 

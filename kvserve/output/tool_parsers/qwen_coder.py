@@ -1,9 +1,9 @@
 """Qwen-coder's form: `<tool_call>` `<function=name>` `<parameter=key>` value `</parameter>` ... and the closing tags.
 
-Each tag stands on its own line; one line end on either side of a value belongs to the form, the rest is exact. Models
-also leave the outer tags out. A value ends at the first `</parameter>` that the next `<parameter=` or the closing tags
-follow (white space aside), so what cannot be told apart is a string value that contains that very sequence. At the end
-of the turn a function that is closed is whole without `</tool_call>`.
+Each tag is on its own line; one line end on either side of a value belongs to the form, the rest is exact. Models may
+leave the outer tags out. A value ends at the first `</parameter>` that the next `<parameter=` or the closing tags
+follow (white space aside), so a string value must not contain that sequence. At the end of the turn a closed function
+is whole without `</tool_call>`.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from kvserve.core import ToolSpec
 from kvserve.output.tool_parsers.arguments import TypedArguments, write_argument
 from kvserve.output.tool_parsers.draft import Draft
 from kvserve.output.tool_parsers.form import (
+    CallForm,
     Chain,
     NotACall,
     ParsedCall,
     Scan,
-    ToolForm,
     end_of_call,
     one_of,
     parse_text,
@@ -58,8 +58,8 @@ def _function(tools: Sequence[ToolSpec], closing: Chain, draft: Draft) -> Scan:
 
 
 _INNER_TAGS = (PARAMETER_OPEN, PARAMETER_CLOSE, FUNCTION_CLOSE)
-QWEN_CODER = ToolForm("qwen_coder", OPEN, scan, inner_tags=(FUNCTION_OPEN, *_INNER_TAGS, CLOSE), close_tags=(CLOSE,))
-QWEN_CODER_BARE = ToolForm(
+QWEN_CODER = CallForm("qwen_coder", OPEN, scan, inner_tags=(FUNCTION_OPEN, *_INNER_TAGS, CLOSE), close_tags=(CLOSE,))
+QWEN_CODER_BARE = CallForm(
     "qwen_coder_bare",
     FUNCTION_OPEN,
     scan_bare,
@@ -70,13 +70,13 @@ QWEN_CODER_BARE = ToolForm(
 
 
 def parse(text: str, tools: Sequence[ToolSpec]) -> list[ParsedCall]:
-    """The call that `text` is, with or without the outer tags. Raises NotACall."""
+    """The call in `text`, with or without the outer tags. Raises NotACall."""
     bare = text.lstrip().startswith(FUNCTION_OPEN)
     return parse_text(QWEN_CODER_BARE if bare else QWEN_CODER, text, tools)
 
 
 def render(call: ParsedCall, tools: Sequence[ToolSpec]) -> str:
-    """The call as the template of Qwen's coder models writes it."""
+    """The call in the spelling of Qwen-coder's template."""
     pairs = (
         f"{PARAMETER_OPEN}{key}>\n{write_argument(value)}\n{PARAMETER_CLOSE}\n" for key, value in call.arguments.items()
     )

@@ -51,7 +51,7 @@ class Blank:
         return char in _SLOT_CHARS[self.slot]
 
 
-type Step = Word | Blank
+type PathStep = Word | Blank
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Path:
     """One way to go on: to the arguments of the tool of this name, of any tool where it has none, or to the end of the
     calls."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PathStep, ...]
     name: str | None = None
     closes: bool = False
     closing: CallParts = ()
@@ -89,7 +89,7 @@ class Lead:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PathPlace:
     """How far text has come on a path, and what was read of its blanks."""
 
     path: Path
@@ -116,9 +116,9 @@ class Place:
         return tuple(known[part] if isinstance(part, CallSlot) else part for part in self.path.closing)
 
 
-def steps_of(parts: CallParts, name: str | None = None, middle: CallParts = ()) -> tuple[Step, ...]:
+def steps_of(parts: CallParts, name: str | None = None, middle: CallParts = ()) -> tuple[PathStep, ...]:
     """The steps of `parts`; of a call's with its name, None for any, and what stands behind that."""
-    steps: list[Step] = []
+    steps: list[PathStep] = []
     is_apart = False
 
     def add(part: str | CallSlot) -> None:
@@ -157,7 +157,7 @@ def lead(paths: Sequence[Path], offered: Offered, num_read: int = 0, num_closing
     Raises NotACall where no path goes on. Of the `num_read` characters that were read before, and of those that are
     read here, the first `num_closing` close calls whatever follows: the error says how many these are by then.
     """
-    places = [Place(path) for path in paths]
+    places = [PathPlace(path) for path in paths]
     while places:
         char = yield
         if char == END:
@@ -175,7 +175,7 @@ def lead(paths: Sequence[Path], offered: Offered, num_read: int = 0, num_closing
     raise NotACall("no call of an offered tool", num_closing)
 
 
-def _lead(places: Sequence[Place], offered: Offered) -> Lead | None:
+def _lead(places: Sequence[PathPlace], offered: Offered) -> Lead | None:
     ends = [place for place in places if place.is_end]
     found = next((place for place in ends if place.called in offered.names), None)
     if found is None and not offered.alone:
@@ -183,13 +183,13 @@ def _lead(places: Sequence[Place], offered: Offered) -> Lead | None:
     return Lead(found.called, found.called in offered.names, found.closing) if found is not None else None
 
 
-def _closes(place: Place) -> bool:
+def _closes(place: PathPlace) -> bool:
     """Whether a word that closes calls was just read."""
     last = place.path.steps[place.index - 1] if place.index and not place.offset else None
     return place.path.closes and isinstance(last, Word) and last.is_closing
 
 
-def after(place: Place, char: str) -> Iterator[Place]:
+def after(place: PathPlace, char: str) -> Iterator[PathPlace]:
     """The places behind `char`, from one before it."""
     path, index, offset = place.path, place.index, place.offset
     match path.steps[index] if index < len(path.steps) else None:

@@ -4,7 +4,7 @@ import pytest
 from mlx_lm.tool_parsers import gemma4, kimi_k2, mistral, pythonic
 
 from kvserve.core import ToolSpec
-from kvserve.output.tool_parsers.foreign import ForeignToolForm
+from kvserve.output.tool_parsers.foreign import ForeignCallForm
 from kvserve.output.tool_parsers.form import NotACall, ParsedCall, parse_text
 
 TOOLS = [ToolSpec("read", "Reads.", {"type": "object", "properties": {"path": {"type": "string"}}})]
@@ -27,7 +27,7 @@ CALL = ParsedCall("read", {"path": "a b"})
 )  # fmt: skip
 def test_real_parsers_read_their_form(module: object, text: str) -> None:
     """A family's own text becomes the call through the parser that mlx-lm has for it."""
-    form = ForeignToolForm(module.tool_call_start, module.tool_call_end, module.parse_tool_call).form()  # type: ignore[attr-defined]
+    form = ForeignCallForm(module.tool_call_start, module.tool_call_end, module.parse_tool_call).form()  # type: ignore[attr-defined]
     assert parse_text(form, text, TOOLS) == [CALL]
 
 
@@ -54,7 +54,7 @@ def test_whatever_a_parser_does_wrong_means_not_a_call(answer: object) -> None:
         return answer
 
     with pytest.raises(NotACall):
-        parse_text(ForeignToolForm("<a>", "</a>", parse).form(), "<a>x</a>", TOOLS)
+        parse_text(ForeignCallForm("<a>", "</a>", parse).form(), "<a>x</a>", TOOLS)
 
 
 def test_the_parser_gets_the_text_between_the_tags_and_the_tools() -> None:
@@ -65,7 +65,7 @@ def test_the_parser_gets_the_text_between_the_tags_and_the_tools() -> None:
         seen.append((text, tools))
         return [{"name": "f", "arguments": '{"a": 1}'}, {"name": "g"}]
 
-    form = ForeignToolForm("<a>", "</a>", parse).form()
+    form = ForeignCallForm("<a>", "</a>", parse).form()
     assert parse_text(form, "<a> x </a>", TOOLS) == [ParsedCall("f", {"a": 1}), ParsedCall("g", {})]
     tool = {
         "type": "function",

@@ -1,40 +1,40 @@
-"""The rows of `/v1/agents`: wire body -> agent or turn -> answer."""
+"""The routes of `/v1/agents`."""
 
 import time
 
 from kvserve.protocols import agents, openai_chat
 from kvserve.protocols.fields import decode_body
 from kvserve.requests.serve import collect
-from kvserve.web.exchange import Exchange
+from kvserve.web.exchange import HttpExchange
 from kvserve.web.router import Route
+from kvserve.web.send_turn import stream_turn, whole_answer_events
 from kvserve.web.service import WebService
-from kvserve.web.turns import stream_turn, whole_answer_events
 
 
-def post_agents(exchange: Exchange, service: WebService) -> None:
+def post_agents(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/agents."""
     card = service.agents.create(agents.parse_create(decode_body(exchange.body)))
     exchange.send_json(201, agents.encode_agent(card))
 
 
-def get_agents(exchange: Exchange, service: WebService) -> None:
+def get_agents(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/agents."""
     exchange.send_json(200, agents.encode_list(service.agents.cards()))
 
 
-def get_agent(exchange: Exchange, service: WebService) -> None:
+def get_agent(exchange: HttpExchange, service: WebService) -> None:
     """GET /v1/agents/{agent_id}."""
     agent_id = exchange.path_rest
     exchange.send_json(200, agents.encode_agent(service.agents.card(agent_id), service.agents.history(agent_id)))
 
 
-def delete_agent(exchange: Exchange, service: WebService) -> None:
+def delete_agent(exchange: HttpExchange, service: WebService) -> None:
     """DELETE /v1/agents/{agent_id}."""
     service.agents.delete(exchange.path_rest)
     exchange.send_json(200, agents.encode_deleted(exchange.path_rest))
 
 
-def post_generate(exchange: Exchange, service: WebService) -> None:
+def post_generate(exchange: HttpExchange, service: WebService) -> None:
     """POST /v1/agents/{agent_id}/generate."""
     body, headers = decode_body(exchange.body), exchange.head.as_mapping()
     request = agents.parse_generate(body, headers, service.defaults, exchange.request_id)

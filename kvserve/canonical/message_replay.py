@@ -1,24 +1,24 @@
-"""What the model reads for a message that it has read before in another wording: as it read it, or as it is sent now.
+"""Decides what the model reads for a message that it read before in another wording: the earlier or the sent one.
 
-The law: the model is never blinded. Only the text of a rule's own span ever comes from the past, only as the rule's
-policy allows, and only if the client left the span out or changed nothing but its volatile parts. Whatever is unsure
-is rendered as the client sent it.
+The law: the model is never blinded. Only the text of a rule's own span may come from the past, only as the rule's
+policy allows, and only if the client left the span out or changed only its volatile parts. Anything uncertain is
+rendered as the client sent it.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvserve.canonical.layout import Layout, Part, canonical_blocks, lay_out, trimmed
+from kvserve.canonical.message_layout import Layout, Part, canonical_blocks, lay_out, trimmed
 from kvserve.canonical.rule import RuleSet
 from kvserve.canonical.rules import DEFAULT_RULES
-from kvserve.canonical.spans import Span
+from kvserve.canonical.spans import RuleSpan
 from kvserve.core import Block, Message, TextBlock, ThinkingBlock, ToolCallBlock
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The message to render. `fired`: rules through which it says what the model read before instead of what was
-    sent; `as_sent`: rules whose spans differ from what the model read and were rendered as sent."""
+    """The message to render. `fired`: rules that put the earlier text in place of the sent one; `as_sent`: rules whose
+    spans differ from the earlier text and are rendered as sent."""
 
     message: Message
     fired: frozenset[str] = frozenset()
@@ -27,7 +27,7 @@ class Replayed:
 
 @dataclass(slots=True)
 class _Notes:
-    """What happened, by rule; filled while one message is put together."""
+    """The rules applied so far, while one message is being joined."""
 
     fired: set[str] = field(default_factory=set)
     as_sent: set[str] = field(default_factory=set)
@@ -45,12 +45,12 @@ def replay(
     rules: RuleSet = DEFAULT_RULES,
     may_put_back: bool = True,
 ) -> Replayed:
-    """`fresh`, with what the rules allow as in `seen`. Both stay as they are.
+    """`fresh`, with the parts of `seen` that the rules allow. Neither is changed.
 
     `wrote`: what the model itself wrote there, the only thinking that comes back. `in_history`: the model has already
-    answered to what follows this message. `may_put_back`: False where messages of this identity are known that mean
-    something else (`Canonical.meaning`): then nobody knows which of them left a span out, and none comes back. Messages
-    of different identity are no pair: then it is `fresh`.
+    answered what follows this message. `may_put_back`: False if messages of this identity with another meaning
+    (`Canonical.meaning`) are known: it is then unclear which of them left a span out, and none comes back. The result
+    is `fresh` for messages of different identity.
     """
     if fresh == seen or fresh.role != seen.role or fresh.name != seen.name:
         return Replayed(fresh)
@@ -68,7 +68,8 @@ def replay(
 def _replay_assistant(
     fresh: Message, seen: Message, wrote: Message | None, rules: RuleSet, in_history: bool
 ) -> Replayed:
-    """Equal but for thinking, white space around text, call ids and the JSON text of arguments."""
+    """The replay of an assistant's message, whose thinking, outer white space, call ids and spelling of arguments may
+    differ."""
     notes = _Notes()
     spoken = iter(
         [
@@ -90,7 +91,7 @@ def _replay_assistant(
 
 
 def _is_unspoken(block: Block, rules: RuleSet) -> bool:
-    """Whether nothing stands for this block of an assistant's message in identity."""
+    """Whether this block of an assistant's message has no canonical form."""
     if isinstance(block, TextBlock):
         return not (trimmed(block.text) if "answer_edges" in rules else block.text)
     return isinstance(block, ThinkingBlock)
@@ -120,17 +121,17 @@ def _replay_spoken(fresh: Block, seen: Block, rules: RuleSet, in_history: bool, 
     return ToolCallBlock(fresh.call_id, fresh.name, seen.arguments)
 
 
-# --- everybody else: spans -------------------------------------------------------------------------------------------
+# --- other roles: spans ----------------------------------------------------------------------------------------------
 
 type _Key = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What can be replayed or put back in one piece at one place: a span, or a block that is nothing but spans (an
-    empty block has none)."""
+    """A unit that is replayed or put back whole at one place: a span, or a block that consists of spans (an empty block
+    has none)."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[RuleSpan, ...]
     text: str
 
     @property
@@ -139,15 +140,15 @@ class _Item:
 
 
 @dataclass(slots=True)
-class _Place:
-    """The items at one place of the canonical message, with the partner of each of `fresh` in `seen`."""
+class _SpanPlace:
+    """The items at one place of the canonical message, and the partner in `seen` of each item of `fresh`."""
 
     fresh: list[_Item] = field(default_factory=list)
     seen: list[_Item] = field(default_factory=list)
     partners: list[int | None] = field(default_factory=list)
 
     def pair(self) -> None:
-        """Items that mean the same, in order; the others have no partner."""
+        """Find partners: items with equal meaning, in order."""
         following = 0
         for item in self.fresh:
             found = next((i for i in range(following, len(self.seen)) if self.seen[i].key == item.key), None)
@@ -159,8 +160,8 @@ _GAP = -1
 
 
 class _SpanReplay:
-    """One message of system, user or tool: places are (number of the canonical block, offset in its canonical text),
-    or the gap before a block, where blocks stand that have no canonical form."""
+    """The replay of a system, user or tool message. Places are (number of the canonical block, offset in its canonical
+    text), or the gap before a block, for blocks without a canonical form."""
 
     def __init__(
         self,
@@ -177,11 +178,11 @@ class _SpanReplay:
         self._in_history = in_history
         self._puts_back = may_put_back
         self._notes = _Notes()
-        self._places: dict[tuple[int, int], _Place] = {}
+        self._places: dict[tuple[int, int], _SpanPlace] = {}
         for position, item in _items(fresh_layout):
-            self._places.setdefault(position, _Place()).fresh.append(item)
+            self._places.setdefault(position, _SpanPlace()).fresh.append(item)
         for position, item in _items(seen_layout):
-            self._places.setdefault(position, _Place()).seen.append(item)
+            self._places.setdefault(position, _SpanPlace()).seen.append(item)
         for place in self._places.values():
             place.pair()
         self._edited = {
@@ -193,7 +194,7 @@ class _SpanReplay:
         }
 
     def result(self) -> Replayed:
-        """The message as it is to be rendered."""
+        """The message to render."""
         self._notes.as_sent |= self._edited
         blocks: list[Block] = []
         number = 0
@@ -227,9 +228,9 @@ class _SpanReplay:
                 canonical = offset + len(item.spans[0].canonical)
         return TextBlock("".join([*pieces, text[raw:]]))
 
-    def _said(self, place: _Place | None, *, may_insert: bool) -> list[str]:
-        """The texts at one place. Something that is not known from before keeps all of it as sent: the order of what
-        would be put back beside it is unknown."""
+    def _said(self, place: _SpanPlace | None, *, may_insert: bool) -> list[str]:
+        """The texts at one place. With an unknown item all of it stays as sent: the order of items put back beside it
+        is unknown."""
         if place is None:
             return []
         replayed = {
@@ -255,7 +256,7 @@ class _SpanReplay:
         return said
 
     def _chosen(self, fresh: _Item, seen: _Item) -> str:
-        """Of two items that mean the same: the text as seen, if every rule whose part moved allows it."""
+        """Of two items with equal meaning the text of `seen`, if every rule whose part changed allows it."""
         moved = _moved(fresh, seen)
         if not moved:
             return fresh.text
@@ -294,7 +295,7 @@ def _items(layout: Layout) -> Iterable[tuple[tuple[int, int], _Item]]:
 
 
 def _moved(fresh: _Item, seen: _Item) -> set[str]:
-    """The rules whose part of the text is another in two items that mean the same."""
+    """The rules whose part of the text differs in two items with equal meaning."""
     if fresh.text == seen.text:
         return set()
     names: set[str] = set()

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.canonical.canonicalise import canonicalise
-from kvserve.canonical.familiar import Familiar
-from kvserve.canonical.replay import replay
+from kvserve.canonical.message_cache import CanonicalMessageCache
+from kvserve.canonical.message_replay import replay
 from kvserve.canonical.rules import DEFAULT_RULES
 from kvserve.core import Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
 from tests.laws import num_examples
@@ -35,7 +35,7 @@ def test_its_answers_are_those_of_the_functions(
     asked: list[tuple[Message, Message, bool, bool, bool]], max_bytes: int
 ) -> None:
     """Whatever was asked before, and whatever had to be forgotten."""
-    familiar = Familiar(DEFAULT_RULES, max_bytes)
+    familiar = CanonicalMessageCache(DEFAULT_RULES, max_bytes)
     for fresh, seen, is_written, in_history, may_put_back in asked * 2:
         [known] = familiar.recall([fresh])
         assert known.message == fresh
@@ -48,7 +48,7 @@ def test_its_answers_are_those_of_the_functions(
 
 def test_an_equal_message_is_the_same_object_and_its_replay_too() -> None:
     """So whoever looks at it next need not read it again; another clock is another question."""
-    familiar = Familiar(DEFAULT_RULES)
+    familiar = CanonicalMessageCache(DEFAULT_RULES)
     seen = answer("Hm.", "Look.", '{"a":1}')
     options = {"wrote": seen, "in_history": True, "rules": DEFAULT_RULES, "may_put_back": True}
     first, second = (familiar.recall([answer("", "Look.", '{"a": 1}')])[0] for _ in range(2))
@@ -64,7 +64,7 @@ def test_an_equal_message_is_the_same_object_and_its_replay_too() -> None:
 def test_what_was_not_used_for_longest_goes_first() -> None:
     """And everything goes when it is cleared."""
     said = [Message("user", (TextBlock(f"{number}" * 1_000),)) for number in range(3)]
-    familiar = Familiar(DEFAULT_RULES, max_bytes=3_500)
+    familiar = CanonicalMessageCache(DEFAULT_RULES, max_bytes=3_500)
     kept = familiar.recall(said[:2])
     familiar.recall(said[:1])
     familiar.recall(said[2:])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvserve.canonical.canonicalise import canonicalise
-from kvserve.canonical.replay import replay
+from kvserve.canonical.message_replay import replay
 from kvserve.canonical.rules import select
 from kvserve.core import Block, ImageBlock, Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock
 from tests.canonical.texts import LEADING, LINES, REPORT, TRAILING

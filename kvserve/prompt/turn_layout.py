@@ -1,7 +1,6 @@
-"""How one template lays out an assistant's turn: what opens it, and which tokens end it. Learned once a model.
+"""Learns one template's layout of an assistant's turn, once per model: its opening, and the tokens that end it.
 
-It knows how to ask a template. What it finds decides only where emitted ids may be put in place of a rendered turn;
-where it finds nothing, none are.
+The layout decides only where emitted ids may replace a rendered turn; without one they never do.
 """
 
 from collections.abc import Sequence
@@ -23,9 +22,9 @@ _PROBE = (("user", "Amber lake"), ("assistant", _ANSWER), ("user", _LATER))
 class TurnLayout:
     """`openers` begin a message and `ends` end an assistant's, each the text of one added token.
 
-    `header` is what every assistant's message begins with, its opener included; "" where such messages cannot be told
-    from others or do not end in one of the tokens. `end` is the one that the template itself writes behind an
-    assistant's words, "" where that is none.
+    `header` is the beginning of every assistant's message, with its opener; "" if such messages cannot be distinguished
+    or do not end in one of the tokens. `end` is the token that the template writes behind an assistant's words, "" if
+    it writes none.
     """
 
     openers: frozenset[str]
@@ -35,7 +34,7 @@ class TurnLayout:
 
 
 def learn_layout(tokenizer: Tokenizer, template: ChatTemplate, markers: MessageMarkers) -> TurnLayout:
-    """Render a short conversation and its generation tails, and look at what surrounds the answer."""
+    """Render a short conversation and its generation tails, and read the text around the answer."""
     added = {id: token.content for id, token in tokenizer.backend.get_added_tokens_decoder().items()}
     openers = frozenset(added[id] for id in markers.openers)
     ends = frozenset(added[id] for id in tokenizer.stop_token_ids if id in added) - openers
@@ -67,7 +66,7 @@ def _from_last(text: str, openers: frozenset[str]) -> str:
 
 
 def _shared_header(tokenizer: Tokenizer, shown: Sequence[str]) -> str:
-    """What all of the texts begin with, in whole tokens and without the reasoning that some go on with."""
+    """The common beginning of the texts, in whole tokens and without the reasoning that follows in some."""
     rows = zip(*(tokenizer.encode(text) for text in shown), strict=False)
     header = tokenizer.decode([row[0] for row in takewhile(lambda row: len(set(row)) == 1, rows)])
     for opening, _ in REASONING_TAGS:

@@ -1,7 +1,6 @@
-"""Messages that were sent before, with what is known of each: every request brings its whole history again.
+"""A memo of `canonicalise` and `replay` for equal messages: every request sends its whole history again.
 
-A memo of `canonicalise` and `replay` for equal messages, within a number of bytes, least recently used first. What it
-answers is what they would answer; it knows no conversations.
+It keeps a number of bytes, least recently used first out. Its results equal theirs; it knows no conversations.
 """
 
 import sys
@@ -12,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvserve.canonical.canonicalise import Canonical, canonicalise
-from kvserve.canonical.layout import forget_arguments
-from kvserve.canonical.replay import Replayed, replay
+from kvserve.canonical.message_layout import forget_arguments
+from kvserve.canonical.message_replay import Replayed, replay
 from kvserve.canonical.rule import RuleSet
 from kvserve.core import (
     Block,
@@ -28,11 +27,11 @@ from kvserve.core import (
 
 MAX_BYTES = 128 * 2**20
 VALUE_BYTES = 256
-"""What is known of a message beside its texts, roughly, and so for each block."""
+"""The approximate size of a message's entry without its texts, and of each block."""
 
 
 class _Asked(NamedTuple):
-    """A question that was put to `replay`; compared by identity, the values are kept by the answer."""
+    """The arguments of a call of `replay`, compared by identity; the entry keeps the objects alive."""
 
     seen: Message
     wrote: Message | None
@@ -52,7 +51,7 @@ class _Asked(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """A message, its canonical form, and the last question about its replay with the answer."""
+    """A message, its canonical form, and its last replay with the arguments."""
 
     message: Message
     canonical: Canonical
@@ -60,8 +59,8 @@ class Known:
     last: tuple[_Asked, Replayed] | None = None
 
 
-class Familiar:
-    """What is known of messages under one set of rules. Safe for several threads."""
+class CanonicalMessageCache:
+    """The memo under one set of rules. Thread-safe."""
 
     def __init__(self, rules: RuleSet, max_bytes: int = MAX_BYTES) -> None:
         self._rules = rules
@@ -73,11 +72,11 @@ class Familiar:
 
     @property
     def num_bytes(self) -> int:
-        """What is kept, roughly."""
+        """The approximate size of the entries."""
         return self._num_bytes
 
     def recall(self, messages: Sequence[Message]) -> list[Known]:
-        """Per message the equal one that was sent before, or itself; from now on it is known."""
+        """For each message the equal known one, or the message itself, which becomes known."""
         with self._lock:
             found = [self._known.get(message) for message in messages]
         recalled = [
@@ -99,7 +98,7 @@ class Familiar:
         rules: RuleSet,
         may_put_back: bool,
     ) -> Replayed:
-        """`canonical.replay.replay`; the same object again for a recalled message that is asked of again."""
+        """`message_replay.replay`; the same object again for the same arguments."""
         known = self._by_id.get(id(fresh))
         if known is None or known.message is not fresh:
             return replay(fresh, seen, wrote=wrote, in_history=in_history, rules=rules, may_put_back=may_put_back)
@@ -119,7 +118,7 @@ class Familiar:
             self._num_bytes = 0
 
     def _keep(self, known: Known) -> None:
-        """Make it the most recently used one. Of two that are equal the first stays."""
+        """Make the entry the most recently used one. Of two equal entries the first stays."""
         if self._by_id.get(id(known.message)) is known:
             self._by_id.move_to_end(id(known.message))
         elif self._known.setdefault(known.message, known) is known:

@@ -13,11 +13,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvserve.core import Message, TextBlock, ThinkingBlock, ToolCallBlock, ToolResultBlock, Written
-from kvserve.output.said import Said, Says
+from kvserve.output.said import GeneratedMessage, MessageReader
 from kvserve.output.tool_parsers.form import ParsedCall
 from kvserve.prompt.control import shown
-from kvserve.prompt.replay import MAX_MESSAGES_PER_TURN, Places, Span, Unit
 from kvserve.prompt.stitch import Stitched
+from kvserve.prompt.token_replay import MAX_MESSAGES_PER_TURN, ReplayPlaces, ReplaySpan, Unit
 from tests.laws import THREE_KINDS, num_examples, sampled_cells
 from tests.prompt.test_cuts import added_names
 from tests.prompt.turns import (
@@ -61,15 +61,19 @@ def turn_text(talk: Talk, base: str) -> str:
     return behind[: following - len(end)]
 
 
-def said_in(text: str, of: Family, says: Says) -> Said:
+def said_in(text: str, of: Family, says: MessageReader) -> GeneratedMessage:
     """What a turn's rendered text says, which may be several messages."""
     end, call_end = ENDS[of.name], CALL_ENDS.get(of.name, ENDS[of.name])
     border = "|".join(re.escape(each + HEADERS[of.name]) for each in (end, call_end))
     said = [says(shown(part)) for part in re.split(border, text)]
-    return Said("".join(s.reasoning for s in said), "".join(s.content for s in said), sum((s.calls for s in said), ()))
+    return GeneratedMessage(
+        "".join(s.reasoning for s in said), "".join(s.content for s in said), sum((s.calls for s in said), ())
+    )
 
 
-def check_turn(talk: Talk, ids: tuple[int, ...], *, cut: bool = False) -> tuple[Said, Said, Stitched]:
+def check_turn(
+    talk: Talk, ids: tuple[int, ...], *, cut: bool = False
+) -> tuple[GeneratedMessage, GeneratedMessage, Stitched]:
     """One answer of `ids` and what comes next: what was said, what the template says, what was stitched.
 
     A special token in the middle of an answer is words once the client echoes it: there the rendered text has a mark.
@@ -392,9 +396,11 @@ class Letters:
 
     key = "letters"
 
-    def __call__(self, text: str) -> Said:
+    def __call__(self, text: str) -> GeneratedMessage:
         kind, _, said = text.partition(":")
-        return Said(said if kind == "r" else "", said if kind == "t" else "", ((said, "{}"),) if kind == "c" else ())
+        return GeneratedMessage(
+            said if kind == "r" else "", said if kind == "t" else "", ((said, "{}"),) if kind == "c" else ()
+        )
 
 
 def units(*runs: str) -> list[Unit]:
@@ -403,24 +409,33 @@ def units(*runs: str) -> list[Unit]:
 
 def test_one_answer_may_be_several_messages_but_says_one_text() -> None:
     """Reasoning, a text and calls add up within a run; two texts or two thoughts never do."""
-    places = Places.of(units("r:a t:b c:x c:y", "t:d t:e"), 3, Letters())
-    assert places.find(0, Said("a", "b", (("x", "{}"), ("y", "{}"))), 0) == Span(0, 4)
-    assert places.find(0, Said("", "b", (("x", "{}"),)), 0) == Span(1, 3)
-    assert places.find(0, Said("", "de", ()), 0) is None
-    assert places.find(0, Said("", "d", ()), 5) is None
-    assert Places.of(units("t:d t:e c:x"), 2, Letters()).find(0, Said("", "d", (("x", "{}"),)), 0) is None
-    assert places.find(0, Said("", "", (("y", "{}"),)), 0) == Span(3, 4)
+    places = ReplayPlaces.of(units("r:a t:b c:x c:y", "t:d t:e"), 3, Letters())
+    assert places.find(0, GeneratedMessage("a", "b", (("x", "{}"), ("y", "{}"))), 0) == ReplaySpan(0, 4)
+    assert places.find(0, GeneratedMessage("", "b", (("x", "{}"),)), 0) == ReplaySpan(1, 3)
+    assert places.find(0, GeneratedMessage("", "de", ()), 0) is None
+    assert places.find(0, GeneratedMessage("", "d", ()), 5) is None
+    assert (
+        ReplayPlaces.of(units("t:d t:e c:x"), 2, Letters()).find(0, GeneratedMessage("", "d", (("x", "{}"),)), 0)
+        is None
+    )
+    assert places.find(0, GeneratedMessage("", "", (("y", "{}"),)), 0) == ReplaySpan(3, 4)
 
 
 def test_the_number_of_turns_decides_how_they_are_found() -> None:
     """As many runs, or as many units, as messages: each in its own place; else in order."""
-    assert Places.of(units("t:a", "t:a"), 2, Letters()).find(1, Said("", "a", ()), 0) == Span(1, 2)
-    assert Places.of(units("t:a t:a"), 2, Letters()).find(1, Said("", "a", ()), 0) == Span(1, 2)
-    in_order = Places.of(units("t:a", "t:a"), 5, Letters())
-    assert [in_order.find(4, Said("", "a", ()), unit) for unit in range(3)] == [Span(0, 1), Span(1, 2), None]
+    assert ReplayPlaces.of(units("t:a", "t:a"), 2, Letters()).find(1, GeneratedMessage("", "a", ()), 0) == ReplaySpan(
+        1, 2
+    )
+    assert ReplayPlaces.of(units("t:a t:a"), 2, Letters()).find(1, GeneratedMessage("", "a", ()), 0) == ReplaySpan(1, 2)
+    in_order = ReplayPlaces.of(units("t:a", "t:a"), 5, Letters())
+    assert [in_order.find(4, GeneratedMessage("", "a", ()), unit) for unit in range(3)] == [
+        ReplaySpan(0, 1),
+        ReplaySpan(1, 2),
+        None,
+    ]
 
 
 def test_an_answer_is_looked_for_in_few_messages() -> None:
     """So that a run of many messages without text costs no more than its length."""
-    places = Places.of(units("c:x " * 40), 1, Letters())
+    places = ReplayPlaces.of(units("c:x " * 40), 1, Letters())
     assert max(span.stop - span.start for spans in places.spans.values() for span in spans) == MAX_MESSAGES_PER_TURN

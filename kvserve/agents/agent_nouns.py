@@ -8,8 +8,8 @@ from kvserve.core import Message, TokenSequence
 
 @dataclass(frozen=True, slots=True)
 class NewAgent:
-    """What a client says when it creates an agent. `model` None is the server's default, whichever that is then;
-    `max_context` None is the model's own limit, in tokens."""
+    """A client's request for an agent. `model` None is the server's default at each turn; `max_context` None is the
+    model's own limit, in tokens."""
 
     agent_id: str
     model: str | None = None
@@ -20,10 +20,10 @@ class NewAgent:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent as it stands after its last finished turn. `key` is never given out twice, an id can be.
+    """An agent after its last finished turn. A `key` is never reused, an id can be.
 
-    Times are seconds since the epoch. Its history has `num_turns` turns, of which prompts show those from `first_turn`
-    on. `context` are the model's tokens of the conversation after that turn, for the model `context_model`.
+    Times are seconds since the epoch. Its history has `num_turns` turns; prompts show those from `first_turn` on.
+    `context` are the conversation's tokens after that turn, for the model `context_model`.
     """
 
     key: int
@@ -46,7 +46,7 @@ class Agent:
 
 @dataclass(frozen=True, slots=True)
 class TurnDone:
-    """A finished turn, to be added: the new messages and the answer, and what it changed of its agent."""
+    """A finished turn to add: the new messages and the answer, and the agent's new values."""
 
     messages: Sequence[Message]
     model: str | None

@@ -7,7 +7,7 @@ import pytest
 from kvserve.core import RequestDefaults, SamplingParams
 from kvserve.errors import BadRequest
 from kvserve.protocols.openai_chat import ChatRequest
-from kvserve.protocols.sampling import NO_LIMIT
+from kvserve.protocols.sampling_fields import NO_LIMIT
 
 type Parse = Callable[..., ChatRequest]
 

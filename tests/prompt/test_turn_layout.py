@@ -3,9 +3,9 @@
 import pytest
 
 from kvserve.prompt.boundaries import learn_markers
-from kvserve.prompt.layout import learn_layout
 from kvserve.prompt.stitch import Stitcher
 from kvserve.prompt.template import ChatTemplate
+from kvserve.prompt.turn_layout import learn_layout
 from tests.prompt.samples import HOSTILE, byte_level_backend, tokenizer_of
 from tests.prompt.turns import ENDS, FAMILIES, HEADERS, family
 

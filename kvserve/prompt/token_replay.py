@@ -1,6 +1,6 @@
-"""Which stretches of a rendered prompt the model itself wrote, word for word or in other spelling.
+"""Finds the parts of a rendered prompt that the model itself wrote, literally or in another spelling.
 
-It knows pieces of text and a reader of what they say, which is handed in; it never looks at token ids.
+It knows pieces of text and a reader of their content, which is handed in, no token ids.
 """
 
 from bisect import bisect_left
@@ -9,37 +9,37 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvserve.prompt.cuts import Piece
-from kvserve.prompt.layout import TurnLayout
+from kvserve.prompt.turn_layout import TurnLayout
 
-type Said = tuple[str, str, tuple[tuple[str, str], ...]]
-"""Reasoning, content and calls (name, arguments), in a form that is equal for texts that say the same."""
+type MessageParts = tuple[str, str, tuple[tuple[str, str], ...]]
+"""Reasoning, content and calls (name, arguments), in a form that is equal for texts with the same meaning."""
 
 MAX_MESSAGES_PER_TURN = 8
-"""How many rendered messages one answer is looked for in: its reasoning, its text, and then a message per call."""
+"""The most rendered messages of one answer: its reasoning, its text, and a message per call."""
 
 
-class Says(Protocol):
+class ReadsMessages(Protocol):
     """Reads turns; `key` is equal for readers that read alike."""
 
     @property
     def key(self) -> Hashable: ...
 
-    def __call__(self, text: str) -> Said:
-        """What `text`, a whole assistant's message behind its header, says."""
+    def __call__(self, text: str) -> MessageParts:
+        """The content of `text`, a whole assistant's message behind its header."""
         ...
 
-    def ids(self, text: str, said: Said) -> tuple[str, ...]:
-        """The ids that the calls of such a text, which says this, are written with; "" for one without."""
+    def ids(self, text: str, said: MessageParts) -> tuple[str, ...]:
+        """The ids in such a text of its calls; "" for a call without one."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A piece that may be an assistant's message: `text` is what stands behind the header.
+    """A piece that may be an assistant's message; `text` is the text behind the header.
 
-    Templates that write a whole tool loop as one message have a result and the answer to it in one piece, which begins
-    with the token that ended the turn; that is a unit too, with all of its text. Units without another message between
-    them share their `run`.
+    Templates that write a whole tool loop as one message have a result and its answer in one piece, which begins with
+    the token that ended the turn; that is a unit too, with all of its text. Units without another message between them
+    share their `run`.
     """
 
     index: int
@@ -47,7 +47,7 @@ class Unit:
     text: str
 
 
-class Span(NamedTuple):
+class ReplaySpan(NamedTuple):
     """The units `[start, stop)`."""
 
     start: int
@@ -55,7 +55,7 @@ class Span(NamedTuple):
 
 
 def behind_header(text: str, layout: TurnLayout) -> str | None:
-    """The text of a unit, None for what cannot be one."""
+    """The text of a unit, None if it cannot be one."""
     if layout.header and text.startswith(layout.header):
         return text[len(layout.header) :]
     return text if layout.header and text.startswith(tuple(layout.ends)) else None
@@ -71,7 +71,7 @@ def find_units(pieces: Sequence[Piece], layout: TurnLayout) -> list[Unit]:
             if in_run and body and not body.isspace():
                 units.append(Unit(index, run, token + body))
             continue
-        rest = header.removeprefix(token)  # what the header says behind the token that the piece begins with
+        rest = header.removeprefix(token)  # the header behind the token that begins the piece
         is_answer = header.startswith(token) and bool(header) and body.startswith(rest)
         if is_answer:
             run += not in_run
@@ -81,43 +81,43 @@ def find_units(pieces: Sequence[Piece], layout: TurnLayout) -> list[Unit]:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where what is said in a prompt: spans of units by their slot and what they say.
+class ReplayPlaces:
+    """The contents of a prompt's units: spans of units by slot and content.
 
-    The k-th assistant's message of the conversation is looked for in slot k if there are as many runs (or else units)
-    as messages; else all spans are in slot 0 and looked through in order.
+    The k-th assistant's message of the conversation is searched in slot k if there are as many runs (or else units) as
+    messages; else all spans are in slot 0 and searched in order.
     """
 
-    spans: Mapping[tuple[int, Said], Sequence[Span]]
+    spans: Mapping[tuple[int, MessageParts], Sequence[ReplaySpan]]
     is_aligned: bool
 
     @classmethod
-    def of(cls, units: Sequence[Unit], num_messages: int, says: Says) -> "Places":
+    def of(cls, units: Sequence[Unit], num_messages: int, says: ReadsMessages) -> "ReplayPlaces":
         """The places of these units; each unit is read."""
         by_run = units and units[-1].run + 1 == num_messages
         by_unit = len(units) == num_messages
-        found: dict[tuple[int, Said], list[Span]] = {}
+        found: dict[tuple[int, MessageParts], list[ReplaySpan]] = {}
         said = [says(unit.text) for unit in units]
         for start, unit in enumerate(units):
             slot = unit.run if by_run else start if by_unit else 0
-            together: Said = ("", "", ())
+            together: MessageParts = ("", "", ())
             for stop in range(start + 1, min(start + MAX_MESSAGES_PER_TURN, len(units)) + 1):
                 joined = _together(together, said[stop - 1])
                 if joined is None or units[stop - 1].run != unit.run:
                     break
                 together = joined
-                found.setdefault((slot, together), []).append(Span(start, stop))
+                found.setdefault((slot, together), []).append(ReplaySpan(start, stop))
         return cls(found, bool(by_run or by_unit))
 
-    def find(self, message: int, said: Said, at_or_after: int) -> Span | None:
-        """The first span that says what the assistant's message with this number does, from a unit on."""
+    def find(self, message: int, said: MessageParts, at_or_after: int) -> ReplaySpan | None:
+        """The first span, from a unit on, with the content of the assistant's message with this number."""
         spans = self.spans.get((message if self.is_aligned else 0, said), ())
-        first = bisect_left(spans, Span(at_or_after, 0))
+        first = bisect_left(spans, ReplaySpan(at_or_after, 0))
         return spans[first] if first < len(spans) else None
 
 
-def _together(first: Said, second: Said) -> Said | None:
-    """What two messages say together, None where that is more than one answer can: each has one text at most."""
+def _together(first: MessageParts, second: MessageParts) -> MessageParts | None:
+    """The content of two messages together, None if one answer cannot have it: an answer has at most one text."""
     if (first[0] and second[0]) or (first[1] and second[1]):
         return None
     return first[0] or second[0], first[1] or second[1], first[2] + second[2]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvserve.canonical.layout import same_arguments
+from kvserve.canonical.message_layout import same_arguments
 from tests.laws import num_examples
 
 TEXTS = st.text(max_size=20)

@@ -1,4 +1,4 @@
-"""One message taken apart: each block with its canonical form and its spans. Both identity and replay read this."""
+"""Takes a message apart: each block with its canonical form and its spans, for identity and replay."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NoReturn
 
 from kvserve.canonical.rule import RuleSet
-from kvserve.canonical.spans import Span, canonical_text, find_spans
+from kvserve.canonical.spans import RuleSpan, canonical_text, find_spans
 from kvserve.core import (
     Block,
     ImageBlock,
@@ -21,24 +21,23 @@ from kvserve.core import (
 )
 
 _MAX_EXACT_INTEGER = 2**53
-"""Below it a double holds every integer exactly: a client whose numbers are doubles cannot tell 1.0 from 1."""
+"""A double holds every smaller integer exactly: a client with doubles cannot distinguish 1.0 and 1."""
 
 
 _WHITE_SPACE = " \t\r\n"
 
 _MAX_MEMOISED_CHARS = 2_000
-"""Calls that write whole files are not worth their memory."""
+"""Longer calls, which write whole files, are not remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A block, what stands for it in identity (None: nothing), the rules that made the difference, and the spans in it
-    if it is text."""
+    """A block, its canonical form (None: it has none), the rules that made the difference, and the spans of a text."""
 
     block: Block
     canonical: Block | None
     fired: tuple[str, ...] = ()
-    spans: tuple[Span, ...] = ()
+    spans: tuple[RuleSpan, ...] = ()
 
 
 type Layout = tuple[Part, ...]
@@ -51,7 +50,7 @@ def lay_out(message: Message, rules: RuleSet) -> Layout:
 
 
 def canonical_blocks(layout: Layout) -> tuple[Block, ...]:
-    """What stands for the message in identity."""
+    """The message's canonical blocks."""
     return tuple([part.canonical for part in layout if part.canonical is not None])
 
 
@@ -77,7 +76,7 @@ def _part(block: Block, role: Role, names: frozenset[str], rules: RuleSet) -> Pa
     if isinstance(block, ThinkingBlock):
         if "thinking" in names:
             return Part(block, None, ("thinking",))
-        return Part(block, ThinkingBlock(block.text))  # the signature is the client's echo of ours, never content
+        return Part(block, ThinkingBlock(block.text))  # the signature is an echo of ours, not content
     if isinstance(block, ToolCallBlock):
         return _call_part(block, names)
     if isinstance(block, ImageBlock):
@@ -108,7 +107,7 @@ def _text_part(block: TextBlock, role: Role, names: frozenset[str], rules: RuleS
     return Part(block, TextBlock(text) if fired else block, fired)
 
 
-def _fired(spans: tuple[Span, ...]) -> tuple[str, ...]:
+def _fired(spans: tuple[RuleSpan, ...]) -> tuple[str, ...]:
     whole = [span.rule.name for span in spans if span.canonical != span.text]
     return (*whole, *(name for span in spans for name, moved in span.volatile if moved))
 
@@ -127,8 +126,8 @@ def _call_part(block: ToolCallBlock, names: frozenset[str]) -> Part:
 
 
 def canonical_arguments(arguments: str) -> str:
-    """The JSON text of a call's arguments without what a client's serialiser decides: spacing, escapes, the order of
-    keys, 1.0 for 1. Text that is not a JSON object, or that names a key twice, is its own canonical form."""
+    """The JSON text of a call's arguments in one spelling: spacing, escapes, order of keys, 1.0 for 1. Text that is not
+    a JSON object, or has equal keys, is its own canonical form."""
     return _memoised(arguments) if len(arguments) <= _MAX_MEMOISED_CHARS else _canonical_json(arguments)
 
 
@@ -141,12 +140,12 @@ def _canonical_json(arguments: str) -> str:
 
 
 def same_arguments(one: str, other: str) -> bool:
-    """Whether the arguments of two calls say the same."""
+    """Whether two calls' arguments are equal in canonical form."""
     return one == other or canonical_arguments(one) == canonical_arguments(other)
 
 
 _memoised = lru_cache(maxsize=2_048)(_canonical_json)
-"""Every request brings all calls of its history again."""
+"""Remembered because every request sends all calls of its history again."""
 
 
 def forget_arguments() -> None:

@@ -1,4 +1,4 @@
-"""How to draw tokens and when to stop, as both OpenAI generation endpoints spell it. Knows fields and their ranges."""
+"""Parses sampling fields and stop conditions, which both OpenAI generation endpoints share."""
 
 import json
 from collections.abc import Mapping
@@ -68,19 +68,19 @@ _TOLERATED: Mapping[str, Reader[object]] = {
     "metadata": mapping,
     "verbosity": text,
 }
-"""Known fields that change nothing here: of the right type they pass."""
+"""Known fields that change nothing here; only their types are checked."""
 
 
 def read_sampling(fields: Fields, defaults: SamplingParams) -> SamplingParams:
-    """`defaults`, changed by what the request says. Raises BadRequest."""
+    """`defaults` with the request's values. Raises BadRequest."""
     said = {name: fields.optional(name, reader) for name, reader in SAMPLING_FIELDS.items()}
     changes: dict[str, object] = {name: value for name, value in said.items() if value is not None}
     return replace(defaults, **changes)  # type: ignore[arg-type]  # the table above gives each field its type
 
 
 def read_stop_strings(fields: Fields, name: str = "stop") -> tuple[str, ...]:
-    """The field of this name: one string or several. Duplicates count once; an empty one, which clients send for none,
-    stops nothing. Raises BadRequest."""
+    """The stop strings in a field: one string or several. Duplicates count once; an empty string, which clients send
+    for none, is ignored. Raises BadRequest."""
 
     def read(value: object, path: str) -> list[str]:
         stops = list_of(text)(value, path) if isinstance(value, list) else [text(value, path)]
@@ -96,12 +96,12 @@ def read_stop_strings(fields: Fields, name: str = "stop") -> tuple[str, ...]:
 
 
 def _read_limit(value: object, path: str) -> int:
-    """-1 is how clients of local servers spell that there is no limit but the context."""
+    """A limit; clients of local servers send -1 for no limit but the context."""
     return NO_LIMIT if value == -1 and not isinstance(value, bool) else integer(1, MAX_TOKEN_COUNT)(value, path)
 
 
 def read_max_tokens(fields: Fields, *names: str) -> int | None:
-    """The limit under any of `names`, None where there is none. Two different limits are a BadRequest."""
+    """The limit under any of `names`; None without one. Raises BadRequest for two different limits."""
     limits = {name: fields.optional(name, _read_limit) for name in names}
     said = {name: limit for name, limit in limits.items() if limit is not None}
     if len(set(said.values())) > 1:
@@ -121,10 +121,8 @@ def read_stream(fields: Fields) -> tuple[bool, bool]:
 
 
 def refuse_unsupported(fields: Fields, harmless: Mapping[str, tuple[object, ...]]) -> None:
-    """Raises BadRequest for a field that asks for something which is not done here.
-
-    `harmless` maps each such field to the values that ask for nothing (null always does).
-    """
+    """Raises BadRequest for a field that asks for something unsupported. `harmless` maps each such field to the values
+    that ask for nothing, as null always does."""
     for name, values in harmless.items():
         value, path = fields.locate(name)
         asks_nothing = (value == known and isinstance(value, bool) == isinstance(known, bool) for known in values)
@@ -135,6 +133,6 @@ def refuse_unsupported(fields: Fields, harmless: Mapping[str, tuple[object, ...]
 
 
 def check_tolerated(fields: Fields) -> None:
-    """Raises BadRequest where a known field that changes nothing has the wrong type."""
+    """Raises BadRequest if a known field that changes nothing has the wrong type."""
     for name, reader in _TOLERATED.items():
         fields.optional(name, reader)

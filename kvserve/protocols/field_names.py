@@ -1,6 +1,6 @@
-"""What a protocol calls the fields that are found wrong behind the protocols, where the names are chat/completions'.
+"""Translates field names in errors that are raised behind the protocols, where fields have chat/completions' names.
 
-A schema that no grammar can enforce, or a prompt that is too long, is found where nobody knows the wire. Knows names.
+A schema that no grammar can enforce, or a prompt that is too long, is found in code that does not know the protocol.
 """
 
 import re
@@ -16,7 +16,7 @@ _PARAMETERS = re.compile(r"tools\[([0-9]+)\]\.function\.parameters")
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """A request's own names: of its messages, of the schema of its content, and of that of each tool of its turn."""
+    """A request's own names of its messages, of its content's schema, and of the schema of each tool of its turn."""
 
     messages: str = "messages"
     schema: str = _SCHEMA
@@ -24,7 +24,7 @@ class FieldNames:
 
     @contextmanager
     def speaking(self) -> Iterator[None]:
-        """Lets a RequestError pass that names a field as the client does."""
+        """Gives a passing RequestError the client's name of its field."""
         try:
             yield
         except RequestError as error:

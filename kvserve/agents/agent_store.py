@@ -1,24 +1,27 @@
-"""Agents and their histories in SQLite: those that persist in one file, the others in memory.
+"""Stores agents and their histories in SQLite: persistent ones in one file, the others in memory.
 
-A turn is written in one transaction before its client hears of its end, so the history is complete up to the last
+A turn is written in one transaction before its client receives the end, so the history is complete up to the last
 finished turn whatever happens to the process. It knows no wire form and no model.
 """
 
+import dataclasses
 import json
 import sqlite3
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from kvserve.agents.message_json import decode_messages, encode_messages
-from kvserve.agents.records import Agent, NewAgent, TurnDone
-from kvserve.core import ImageSpan, Message, TokenSequence
+from kvserve.agents.agent_nouns import Agent, NewAgent, TurnDone
+from kvserve.core import Block, ImageSpan, Message, TokenSequence
 from kvserve.errors import Conflict, NotFound, StorageFailure
 
 BUSY_SECONDS = 5.0
+
+_KIND = "kind"
+_BLOCKS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Block.__value__)}
 
 _PRAGMAS = """
 PRAGMA journal_mode = WAL;
@@ -44,12 +47,12 @@ _COLUMNS = (
     "context_model, context_ids, context_images"
 )
 _LATER_COLUMN = "context_images TEXT NOT NULL DEFAULT '[]'"
-"""What the first files did not have."""
+"""The column that the first files lack."""
 
 
 class AgentStore:
-    """Safe for several threads. The file is made with the first agent that persists; without a file none does.
-    Everything raises StorageFailure where the file cannot be read or written; nothing is changed then."""
+    """Thread-safe. The first persistent agent creates the file; without a file no agent persists. Every method raises
+    StorageFailure, and changes nothing, if the file cannot be read or written."""
 
     def __init__(self, file: Path | None, wall_clock: Callable[[], float] = time.time) -> None:
         self._passing = _Shelf(None)
@@ -68,7 +71,7 @@ class AgentStore:
             return self._agent(new.agent_id)
 
     def agent(self, agent_id: str) -> Agent:
-        """Raises NotFound."""
+        """The agent with this id. Raises NotFound."""
         with self._lock:
             return self._agent(agent_id)
 
@@ -79,7 +82,7 @@ class AgentStore:
         return tuple(sorted(found, key=lambda agent: agent.created_at))
 
     def num_agents(self) -> int:
-        """How many there are."""
+        """The number of agents."""
         with self._lock:
             return sum(shelf.num_agents() for shelf in self._shelves)
 
@@ -89,8 +92,8 @@ class AgentStore:
             return self._shelf(agent).turns(agent.key)
 
     def append(self, agent: Agent, done: TurnDone) -> Agent:
-        """Add a turn behind the agent's last one. Raises NotFound if the agent was deleted meanwhile, also where
-        another one has taken its id, and Conflict where another server has added a turn."""
+        """Add a turn behind the agent's last one. Raises NotFound if the agent was deleted meanwhile, also if another
+        agent took its id, and Conflict if another server added a turn."""
         with self._lock:
             is_added = self._shelf(agent).append(agent, done, self._wall_clock())
             now = self._agent(agent.agent_id)
@@ -101,7 +104,7 @@ class AgentStore:
             return now
 
     def delete(self, agent_id: str) -> Agent:
-        """Take an agent away with its history; what it was. Raises NotFound."""
+        """Delete an agent with its history, and return it. Raises NotFound."""
         with self._lock:
             agent = self._agent(agent_id)
             self._shelf(agent).delete(agent.key)
@@ -159,7 +162,7 @@ class _Shelf:
         )
 
     def append(self, agent: Agent, done: TurnDone, now: float) -> bool:
-        """False where the agent is gone, or where somebody else has added this turn."""
+        """Add the turn; False if the agent is gone or another server added this turn."""
         ids = array("i", done.context.ids).tobytes()
         images = json.dumps([(span.start, span.end, span.digest) for span in done.context.images])
         changed = self._write(
@@ -187,7 +190,7 @@ class _Shelf:
             self._connection.close()
             self._connection = None
 
-    # --- the database -------------------------------------------------------------------------------------------------
+    # --- the database ------------------------------------------------------------------------------------------------
 
     def _read(self, statement: str, *values: object) -> list[Any]:
         try:
@@ -197,7 +200,7 @@ class _Shelf:
             raise self._failure(error) from error
 
     def _write(self, *statements: tuple[str, tuple[object, ...]]) -> bool:
-        """All in one transaction, or none where the first changes nothing (False)."""
+        """Run all in one transaction, or none if the first changes nothing (False)."""
         try:
             connection = self._opened(may_make=True)
             assert connection is not None
@@ -210,7 +213,7 @@ class _Shelf:
             raise self._failure(error) from error
 
     def _opened(self, *, may_make: bool) -> sqlite3.Connection | None:
-        """The connection; None where there is no file yet and none is to be made."""
+        """The connection; None if there is no file yet and none may be made."""
         if self._connection is None and (may_make or self._file is None or self._file.exists()):
             if self._file is not None:
                 self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -257,7 +260,7 @@ class _Shelf:
 
 
 def _add_later_column(connection: sqlite3.Connection) -> None:
-    """Give a file from before images were kept what it lacks; where two servers open it, one of them does."""
+    """Add the later column to an old file; of two servers that open it at once, one does."""
 
     def is_there() -> bool:
         return any(row[1] == "context_images" for row in connection.execute("PRAGMA table_info(agents)"))
@@ -272,3 +275,41 @@ def _add_later_column(connection: sqlite3.Connection) -> None:
 
 def _unknown(agent_id: str) -> NotFound:
     return NotFound(f"There is no agent {agent_id!r}.", param="agent_id")
+
+
+# --- messages as JSON ------------------------------------------------------------------------------------------------
+#
+# Blocks are written by their dataclass fields: a new kind of block needs no line here.
+
+
+def encode_messages(messages: Sequence[Message]) -> str:
+    """One line of JSON."""
+    return json.dumps([_plain(message) for message in messages], ensure_ascii=False, separators=(",", ":"))
+
+
+def decode_messages(text: str) -> tuple[Message, ...]:
+    """The messages that `encode_messages` wrote. Raises ValueError for what it cannot have written."""
+    try:
+        return tuple(
+            Message(row["role"], tuple(_block(block) for block in row["blocks"]), row.get("name"))
+            for row in json.loads(text)
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a list of messages: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return fields if isinstance(value, Message) else {_KIND: type(value).__name__, **fields}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _block(row: Mapping[str, Any]) -> Any:
+    """A block, and the blocks inside it: every list is a tuple of blocks."""
+    fields = {
+        name: tuple(_block(item) for item in value) if isinstance(value, list) else value
+        for name, value in row.items()
+        if name != _KIND
+    }
+    return _BLOCKS[row[_KIND]](**fields)

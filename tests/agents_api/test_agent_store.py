@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvserve.agents.records import NewAgent, TurnDone
-from kvserve.agents.store import AgentStore
+from kvserve.agents.agent_nouns import NewAgent, TurnDone
+from kvserve.agents.agent_store import AgentStore
 from kvserve.core import ImageSpan, Message, TextBlock, ThinkingBlock, TokenSequence, ToolCallBlock
 from kvserve.errors import Conflict, NotFound, StorageFailure
 

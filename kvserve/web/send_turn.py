@@ -1,6 +1,6 @@
-"""Sends a running turn to its client, as a stream or to be collected, and ends it when the client is gone.
+"""Sends a running turn to its client, as a stream or collected, and cancels it when the client leaves.
 
-It knows events and time, no protocol's fields: those come from the encoder that a route passes in.
+It knows events and time; the route's encoder knows the protocol's fields.
 """
 
 import time
@@ -11,35 +11,35 @@ from typing import Protocol
 from kvserve.core import AnswerEvent, Finished, JsonObject, Waiting
 from kvserve.errors import EngineFailure, NotReady, RequestError
 from kvserve.requests.deferred import RunningTurn
-from kvserve.web.exchange import Exchange
+from kvserve.web.exchange import HttpExchange
 from kvserve.web.sse import UNNAMED, EventStream, Framing
 
 _STOPPED = "The server is shutting down; the answer was not finished."
 
 
 class StreamEncoder(Protocol):
-    """How a protocol writes the events of one answer."""
+    """A protocol's encoding of one answer's events."""
 
     def encode(self, event: AnswerEvent) -> Sequence[JsonObject]:
-        """The chunks that the event makes; none while waiting."""
+        """The chunks for the event; none while waiting."""
 
     def keep_alive(self) -> JsonObject:
-        """A chunk that says nothing."""
+        """An empty chunk."""
 
     def error_chunk(self, error: RequestError) -> JsonObject:
-        """The last chunk of an answer that fails after it began."""
+        """The last chunk of an answer that failed after it began."""
 
 
 def stream_turn(
-    exchange: Exchange,
+    exchange: HttpExchange,
     running: RunningTurn,
     encoder: StreamEncoder,
     first: Sequence[JsonObject],
     framing: Framing = UNNAMED,
 ) -> None:
-    """Send headers and `first` at once, then every event as it comes, and the end. Raises ClientGone, RequestError.
+    """Send headers and `first` at once, then every event as it arrives, and the end. Raises ClientGone, RequestError.
 
-    Headers go out before prefill: a proxy in front passes on that its client left only once it has them.
+    Headers are sent before prefill: only then does a proxy in front report that its client left.
     """
     try:
         stream = exchange.open_stream(encoder.error_chunk, framing)
@@ -52,23 +52,25 @@ def stream_turn(
 
 
 def send_events(
-    exchange: Exchange,
+    exchange: HttpExchange,
     events: Iterable[AnswerEvent],
     encoder: StreamEncoder,
     framing: Framing = UNNAMED,
     first: Iterable[JsonObject] = (),
 ) -> None:
-    """Send an answer that is known as a whole, as a stream. Raises ClientGone."""
+    """Send a complete answer as a stream. Raises ClientGone."""
     stream = exchange.open_stream(encoder.error_chunk, framing)
     stream.send([*first, *(chunk for event in events for chunk in encoder.encode(event))])
     stream.end()
 
 
 class _Streaming:
-    """An answer on its way to its client. It runs on the connection's thread; while that one waits, tokens are sent by
-    the thread that brings them, never by both at once."""
+    """Sends one answer. It runs on the connection's thread; while that thread waits, the thread that delivers tokens
+    sends them, never both at once."""
 
-    def __init__(self, exchange: Exchange, running: RunningTurn, encoder: StreamEncoder, stream: EventStream) -> None:
+    def __init__(
+        self, exchange: HttpExchange, running: RunningTurn, encoder: StreamEncoder, stream: EventStream
+    ) -> None:
         self._exchange = exchange
         self._running = running
         self._encoder = encoder
@@ -91,8 +93,8 @@ class _Streaming:
                 self._send_arrived()
 
     def _send_elsewhere(self) -> bool:
-        """What has arrived, sent on another thread. False where this one's own is needed: the client is gone or does
-        not read, or something failed."""
+        """Send what has arrived, on another thread. False if the connection's own thread is needed: the client has left
+        or does not read, or something failed."""
         if self._exchange.client_is_gone:
             return False
         try:
@@ -121,11 +123,11 @@ class _Streaming:
             self._last_output = now
 
 
-def complete_events(exchange: Exchange, running: RunningTurn, poll_seconds: float) -> Generator[AnswerEvent]:
+def complete_events(exchange: HttpExchange, running: RunningTurn, poll_seconds: float) -> Generator[AnswerEvent]:
     """The events up to `Finished`.
 
-    Raises NotReady where the server stops before that, so that nobody takes what was sent for the whole, EngineFailure
-    where they end without it. Whatever stops the iteration early cancels the turn.
+    Raises NotReady if the server stops before that, so that no client takes a part for the whole, and EngineFailure if
+    they end without it. Stopping the iteration early cancels the turn.
     """
     is_complete = False
     try:
@@ -142,9 +144,8 @@ def complete_events(exchange: Exchange, running: RunningTurn, poll_seconds: floa
             running.cancel()
 
 
-def whole_answer_events(exchange: Exchange, running: RunningTurn) -> Generator[AnswerEvent]:
-    """The same for an answer that is sent whole, with a look at the client before each event: ClientGone is raised when
-    nobody listens."""
+def whole_answer_events(exchange: HttpExchange, running: RunningTurn) -> Generator[AnswerEvent]:
+    """The same for an answer that is sent whole. Raises ClientGone if the client has left before an event."""
     with closing(complete_events(exchange, running, exchange.settings.poll_seconds)) as events:
         for event in events:
             exchange.check_client()
