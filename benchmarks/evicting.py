@@ -26,8 +26,9 @@ from kvserve.core import (
 )
 from kvserve.demo.build import build_model
 from kvserve.engine.disk_open import DiskSettings
+from kvserve.engine.engine_settings import EngineSettings
 from kvserve.engine.scheduler import Scheduler
-from kvserve.engine.worker import Engine, EngineSettings
+from kvserve.engine.worker import Engine
 
 FAMILY = "qwen3_5"
 NUM_STATES = 1000

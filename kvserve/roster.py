@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvserve.catalogue import Catalogue, Listing, ModelSource
 from kvserve.core import Turn
 from kvserve.deferred import DeferredTurn, TurnInProgress
-from kvserve.engine.worker import EngineStatus
+from kvserve.engine.engine_settings import EngineStatus
 from kvserve.errors import ModelLoadError, ModelNotFound, ModelUnavailable, NotReady, QueueFull, RequestError
 from kvserve.identity.conversations import ForgottenRecords
 from kvserve.keeping import Scope

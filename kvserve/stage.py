@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvserve.catalogue import ModelSource
+from kvserve.engine.engine_settings import EngineStatus
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.model_files import weights_stamp
-from kvserve.engine.worker import Engine, EngineStatus
+from kvserve.engine.worker import Engine
 from kvserve.errors import ModelLoadError, NotReady
 from kvserve.identity.conversations import ForgottenRecords
 from kvserve.keeping import Scope

@@ -18,7 +18,7 @@ import pytest
 
 from kvserve import stage
 from kvserve.core import SamplingParams
-from kvserve.engine import worker
+from kvserve.engine import engine_start
 from kvserve.engine.census import census
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import CacheSupport, LoadedModel
@@ -40,7 +40,7 @@ _THAWED_GC = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=l
 """A swap of models collects what was frozen too: of a server its modules, of a process of tests every collected test as
 well, which takes a third of a second. Here nothing is frozen, so what a model leaves is collected without that."""
 
-_load, _check_caches, _draw_two_tokens = worker.load, worker.check_caches, worker.draw_two_tokens
+_load, _check_caches, _draw_two_tokens = engine_start.load, engine_start.check_caches, engine_start._draw_two_tokens
 _probed = template._probed
 
 
@@ -84,10 +84,10 @@ def _probed_once(compiled: Any, row: Any = None) -> Any:
 def remembered_starts() -> Iterator[None]:
     """Meanwhile a start takes from the ones before what it would find out again. What a test has replaced stays so."""
     with pytest.MonkeyPatch.context() as patch:
-        if worker.load is _load and worker.check_caches is _check_caches:
-            patch.setattr(worker, "load", _load_and_note)
-            patch.setattr(worker, "check_caches", _check_caches_once)
-            patch.setattr(worker, "draw_two_tokens", _draw_two_tokens_once)
+        if engine_start.load is _load and engine_start.check_caches is _check_caches:
+            patch.setattr(engine_start, "load", _load_and_note)
+            patch.setattr(engine_start, "check_caches", _check_caches_once)
+            patch.setattr(engine_start, "_draw_two_tokens", _draw_two_tokens_once)
         if template._probed is _probed:
             patch.setattr(template, "_probed", _probed_once)
         if not IS_FULL:

@@ -1,50 +1,40 @@
-"""The engine thread: it loads and owns the model and keeps the scheduler going, whatever a request does to it.
+"""The engine thread: it owns the model and keeps the scheduler going, whatever a request does to it.
 
 Web threads put requests in and take events out; they never touch an array.
 """
 
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from kvserve.core import GenerationRequest, SamplingParams, TokenSequence
-from kvserve.engine.admission import Budget
+from kvserve.core import GenerationRequest, TokenSequence
 from kvserve.engine.borders import described, engine_outlives
-from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv
+from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.courier import Courier
 from kvserve.engine.digest_memory import DigestMemory
-from kvserve.engine.disk_open import DiskSettings, forget_on_disk, use_disk
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH
-from kvserve.engine.fingerprint import kv_fingerprint
-from kvserve.engine.first_tokens import draw_two_tokens
+from kvserve.engine.engine_settings import EngineSettings, EngineState, EngineStatus
+from kvserve.engine.engine_start import EngineStart, Errand
 from kvserve.engine.logprobs import LogprobReader
-from kvserve.engine.memory import Account, Memory, MemoryReport
-from kvserve.engine.memory_plan import MemoryPlan, WantedMemory, memory_bytes, overdrawn, plan_memory
-from kvserve.engine.model import CacheSupport, LoadedModel, load
-from kvserve.engine.model_digest import DigestStatus, ModelDigest
-from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.quantised import FULL_PRECISION, KvSettings
+from kvserve.engine.memory import Account
+from kvserve.engine.model import LoadedModel
+from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.sampling import check_sampling
 from kvserve.engine.scheduler import Scheduler
-from kvserve.engine.self_check import check_caches
 from kvserve.engine.thinking_limit import ThinkingLimiter
-from kvserve.engine.vision_check import with_images_tried
 from kvserve.engine.vision_tower import ImageReport
-from kvserve.engine.warming import Warming, WarmJob, WarmSettings
-from kvserve.engine.wired import WiredLimit, wired_bytes
+from kvserve.engine.warming import Warming, WarmJob
 from kvserve.errors import ContextOverflow, EngineFailure, ModelLoadError, NotReady, QueueFull
 
 ERRAND_TIMEOUT_SECONDS = 30.0
@@ -54,62 +44,6 @@ FLUSH_SECONDS = 20.0
 
 TELL_SECONDS = 0.25
 """How often whoever waits for that is told how far it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """What the operator decides about the engine; bytes that are None are a share of the memory that weights leave.
-    `wired_bytes`: 0 wires nothing, None what weights and KV take."""
-
-    max_kv_size: int
-    max_concurrent_requests: int
-    max_queued_requests: int
-    max_batch_bytes: int | None
-    prefill_step_size: int
-    watchdog_seconds: float
-    stream_share: float
-    default_sampling: SamplingParams
-    cache: CacheSettings
-    kv: KvSettings = FULL_PRECISION
-    disk: DiskSettings | None = None
-    idle_sweep_seconds: float = 30.0
-    image_feature_bytes: int | None = None
-    records_bytes: int | None = None
-    wired_bytes: int | None = 0
-    warming: WarmSettings = WarmSettings()
-
-    def wanted_memory(self) -> WantedMemory:
-        """Which budgets are not left to the machine."""
-        return WantedMemory(
-            kv_bytes=self.cache.max_bytes,
-            batch_bytes=self.max_batch_bytes,
-            records_bytes=self.records_bytes,
-            image_feature_bytes=self.image_feature_bytes,
-            write_queue_bytes=self.disk.max_queued_bytes if self.disk is not None else None,
-            read_ahead_bytes=self.disk.max_read_ahead_bytes if self.disk is not None else None,
-        )
-
-
-type Errand = Callable[[Scheduler | None], None]
-"""Something that another thread wants done on the engine thread; None means that it will not be done any more."""
-
-type EngineState = Literal["loading", "ready", "failed", "stopped"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """A snapshot for `/health`: rows by stage, bytes of MLX memory in use, of KV that is kept in RAM and on disk, and
-    what the loaded model's caches allow."""
-
-    state: EngineState
-    num_waiting: int
-    num_prefilling: int
-    num_decoding: int
-    active_memory_bytes: int
-    cache_support: CacheSupport | None
-    held_bytes: tuple[int, int] = (0, 0)
-    digest: DigestStatus = DigestStatus()
-    memory: MemoryReport | None = None
 
 
 class Engine:
@@ -142,13 +76,12 @@ class Engine:
         self._model: LoadedModel | None = None
         self._scheduler: Scheduler | None = None
         self._courier = Courier()
-        self._memory: Memory | None = None
-        self._outside: dict[Account, Callable[[], int]] = {}
-        self._wired = WiredLimit()
-        self._found_cache_limit: int | None = None
         outlives = (disk := settings.disk) is not None and not disk.is_ephemeral
         memory = DigestMemory(disk.folder, report, note) if disk and outlives else None
         self.digest = ModelDigest(folder, memory, report, note)
+        self._start = EngineStart(
+            folder, settings, self.digest, depart=self._courier.depart, put=self._put, report=report
+        )
         self._thread = threading.Thread(target=self._run, name="kvserve-engine", daemon=True)
 
     # --- any thread ---------------------------------------------------------------------------------------------------
@@ -184,12 +117,12 @@ class Engine:
             cache_support=model.cache_support if (model := self._model) is not None else None,
             held_bytes=scheduler.cache.held_bytes() if scheduler else (0, 0),
             digest=self.digest.status,
-            memory=memory.report() if (memory := self._memory) is not None else None,
+            memory=memory.report() if (memory := self._start.ledger) is not None else None,
         )
 
     def count(self, account: Account, read: Callable[[], int]) -> None:
         """Have what somebody else holds for this model in its ledger. Before `start`."""
-        self._outside[account] = read
+        self._start.outside[account] = read
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Queue a request; computes nothing.
@@ -337,27 +270,17 @@ class Engine:
         if num_prompt_tokens >= model.context_limit:
             raise ContextOverflow(num_prompt_tokens, model.context_limit)
         check_sampling(request.sampling, model.vocab_size)
-        self._budget(model).check(num_prompt_tokens, request.max_tokens)
-
-    def _budget(self, model: LoadedModel) -> Budget:
-        return Budget(
-            max_rows=self._settings.max_concurrent_requests,
-            max_bytes=self._plan(model).batch_bytes,
-            sizes=model.sizes,
-        )
+        self._settings.budget(model).check(num_prompt_tokens, request.max_tokens)
 
     def _within_memory(self, request: GenerationRequest, model: LoadedModel) -> GenerationRequest:
         """An answer that would outgrow the memory for running rows even alone ends before that."""
-        num_prompt_tokens, memory = len(request.prompt), self._memory
-        most = self._budget(model).most_tokens(num_prompt_tokens + request.max_tokens) - num_prompt_tokens
+        num_prompt_tokens, memory = len(request.prompt), self._start.ledger
+        most = self._settings.budget(model).most_tokens(num_prompt_tokens + request.max_tokens) - num_prompt_tokens
         if most >= request.max_tokens or most < 1:
             return request
         if memory is not None:
             memory.press("running_rows", f"an answer ends after {most:,} tokens instead of {request.max_tokens:,}.")
         return replace(request, max_tokens=most)
-
-    def _plan(self, model: LoadedModel) -> MemoryPlan:
-        return plan_memory(memory_bytes(), model.weight_bytes, self._settings.wanted_memory())
 
     def _row_ended(self) -> None:
         with self._lock:
@@ -377,11 +300,8 @@ class Engine:
                     if self._scheduler.cache.close_disk(FLUSH_SECONDS):
                         self._flush = NOTHING_TO_FLUSH
                     self._scheduler.cache.clear()
-                self._model = self._scheduler = self._memory = None
-                mx.synchronize()
-                self._wired.end()
-                if self._found_cache_limit is not None:
-                    mx.set_cache_limit(self._found_cache_limit)
+                self._model = self._scheduler = None
+                self._start.end()
         finally:
             self._loaded.set()
             self._courier.stop()
@@ -389,19 +309,8 @@ class Engine:
             mx.clear_streams()  # else the interpreter aborts at exit because MLX ran on another thread
 
     def _load(self) -> None:
-        mx.clear_cache()  # buffers of a model that was here before
         try:
-            self.digest.begin()
-            model = load(self._folder, self._settings.max_kv_size, self._settings.kv)
-            support = check_caches(model)
-            notes = (*support.notes, *model.kv_notes, *overdrawn(memory_bytes(), model.weight_bytes, self._plan(model)))
-            model = replace(model, cache_support=replace(support, notes=notes))
-            model = with_images_tried(model, self._plan(model).image_feature_bytes)
-            self.digest.confirm()
-            scheduler = self._new_scheduler(model)
-            draw_two_tokens(scheduler, self._settings.default_sampling)
-            scheduler.cache.begin_anew()
-            self._open_disk(scheduler, model)
+            model, scheduler = self._start.load()
         except ModelLoadError as error:
             self._load_error = error
             return
@@ -410,57 +319,6 @@ class Engine:
             return
         self._scheduler, self._model = scheduler, model
         self._loaded.set()
-
-    def _new_scheduler(self, model: LoadedModel) -> Scheduler:
-        memory = self._memory = self._ledger(model)
-        return Scheduler(
-            model,
-            self._budget(model),
-            PrefixCache(model, self._settings.cache, memory, secrets.token_hex(32)),  # nobody else's name
-            prefill_step_size=self._settings.prefill_step_size,
-            watchdog_seconds=self._settings.watchdog_seconds,
-            stream_share=self._settings.stream_share,
-            report=self._report,
-            warming=self._settings.warming,
-            depart=self._courier.depart,
-        )
-
-    def _ledger(self, model: LoadedModel) -> Memory:
-        """All memory that grows with work, from here on; MLX holds no more freed buffers, and wires no more, than it
-        may."""
-        plan = self._plan(model)
-        self._found_cache_limit = mx.set_cache_limit(plan.buffer_bytes)
-        mx.set_cache_limit(min(plan.buffer_bytes, self._found_cache_limit))
-        self._wired.begin(wired_bytes(self._settings.wired_bytes, model.weight_bytes, plan))
-        memory = Memory(plan, self._report)
-        memory.open("buffers", mx.get_cache_memory)
-        if (sight := model.sight) is not None:
-            memory.open("image_features", lambda: sight.tower.num_bytes)
-        for account, read in self._outside.items():
-            memory.open(account, read)
-        return memory
-
-    def _open_disk(self, scheduler: Scheduler, model: LoadedModel) -> None:
-        """From here on, so that nothing of the warm-up is kept. What outlives the process waits for a name."""
-        if (settings := self._settings.disk) is None:
-            return
-        plan = self._plan(model)
-        settings = replace(
-            settings, max_queued_bytes=plan.write_queue_bytes, max_read_ahead_bytes=plan.read_ahead_bytes
-        )
-        cache = scheduler.cache
-        cache.forget_on_disk = partial(forget_on_disk, settings, cache.hasher, self._report)
-        if model.cache_support.can_keep and settings.is_ephemeral:
-            use_disk(cache, settings, self._report)
-        elif model.cache_support.can_keep:
-            cache.is_unnamed = True
-            self.digest.when_known(partial(self._name, settings))
-
-    def _name(self, settings: DiskSettings, fingerprint: str) -> None:
-        """What was loaded is known: between two steps the disk begins. On the thread that found it out."""
-        name = kv_fingerprint(fingerprint, self._settings.kv)
-        with suppress(NotReady):
-            self._put(lambda scheduler: use_disk(scheduler.cache, settings, self._report, name) if scheduler else None)
 
     def _keep_on_disk(self) -> None:
         """What running rows have computed is kept, to be written with all that RAM has."""

@@ -29,11 +29,12 @@ from kvserve.core import (
 from kvserve.engine import turns as turns_module
 from kvserve.engine.cache_records import CacheSettings
 from kvserve.engine.decode import Decoder
+from kvserve.engine.engine_settings import EngineSettings
 from kvserve.engine.policy import plan
 from kvserve.engine.policy_facts import Facts, Plan
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.scheduler import Scheduler
-from kvserve.engine.worker import Engine, EngineSettings
+from kvserve.engine.worker import Engine
 from tests.laws import sampled
 from tests.models import tiny_model
 from tests.starts import remembered_starts

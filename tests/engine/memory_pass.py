@@ -198,7 +198,7 @@ def _run_one(wanted: Pass, folder: Path, number: int, seen: Seen) -> None:
             found = WORKS[wanted.work](engine, wanted)
         if disk is not None:
             assert engine._ask(lambda scheduler: scheduler.cache._disk.tier.flush(60))  # type: ignore[union-attr]
-        memory = engine._memory
+        memory = engine._start.ledger
         assert memory is not None
         plan = memory.plan
         seen.budget_bytes = plan.pool_bytes + (plan.write_queue_bytes + plan.read_ahead_bytes if disk else 0)
@@ -236,7 +236,7 @@ def _host_bytes_read(engine: Engine, seen: Seen) -> Iterator[None]:
 
     def look() -> None:
         while not is_over.wait(0.002):
-            memory = engine._memory
+            memory = engine._start.ledger
             num_bytes = memory.held("read_ahead") if memory is not None else 0
             seen.host_bytes = max(seen.host_bytes, num_bytes)
             seen.both_bytes = max(seen.both_bytes, num_bytes + mx.get_active_memory() - IDLE["mlx"])

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from kvserve.core import TokenDelta
 from kvserve.demo.build import TINY, ModelScale
-from kvserve.engine import worker as worker_module
+from kvserve.engine import engine_start
 from kvserve.engine.decode import DecodePool, Step
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.model import CacheSupport, LoadedModel, load
@@ -460,7 +460,7 @@ def test_a_model_that_cannot_batch_crosses_the_start_alone(monkeypatch: pytest.M
     """Rows that each have a generator of their own are converted just so, and write the same."""
     prompts = [prompt_of(MIDDLE - 20, 3), BASE]
     expected = [cold(qwen3, prompt) for prompt in prompts]
-    monkeypatch.setattr(worker_module, "check_caches", lambda _: CacheSupport(can_batch=False))
+    monkeypatch.setattr(engine_start, "check_caches", lambda _: CacheSupport(can_batch=False))
     with engine_of(QWEN3) as engine:
         assert [result.tokens for result in generate(engine, *map(turn, prompts))] == expected
         longer = [*prompts[0], *expected[0], *prompt_of(30, 1)]

@@ -150,7 +150,7 @@ def test_nothing_leaves_for_a_row_that_is_not_kept() -> None:
         before = engine.cache_report().stats.num_stored_tokens
         generate(engine, replace(turn(prompt_of(600, 1)), ttl_seconds=0))
         assert engine.cache_report().stats.num_stored_tokens == before > 240
-        assert engine._memory is not None and engine._memory.pressures() == ()
+        assert engine._start.ledger is not None and engine._start.ledger.pressures() == ()
 
 
 def test_quantised_kv_is_not_moved() -> None:

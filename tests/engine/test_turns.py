@@ -65,7 +65,7 @@ def test_what_others_wait_for_is_computed_first_up_to_where_they_part(monkeypatc
 def test_a_row_without_room_keeps_nobody_waiting() -> None:
     """E6: twenty tokens waited for the end of another one's long answer, behind a row that had no room."""
     with running_engine() as engine:
-        budget = engine._budget(engine.wait_until_ready())
+        budget = engine._settings.budget(engine.wait_until_ready())
         max_bytes = budget.held_bytes([1040, 600], 0.0)
     assert max_bytes > budget.peak_bytes(1500)
     with running_engine(max_batch_bytes=int(max_bytes)) as engine:
@@ -93,7 +93,7 @@ def test_a_place_that_becomes_free_where_a_row_cannot_begin_is_given_away(monkey
 
     monkeypatch.setattr(PrefixCache, "enter", broken)
     with running_engine() as engine:
-        budget = engine._budget(engine.wait_until_ready())
+        budget = engine._settings.budget(engine.wait_until_ready())
         max_bytes = budget.held_bytes([1040, 600], 0.0)
     with running_engine(max_batch_bytes=int(max_bytes), max_concurrent_requests=2) as engine:
         running = engine.submit(request(prompt_of(40), 1000))

@@ -12,9 +12,8 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, TokenDelta
-from kvserve.engine import admission, policy
+from kvserve.engine import admission, engine_start, policy
 from kvserve.engine import scheduler as scheduler_module
-from kvserve.engine import worker as worker_module
 from kvserve.engine.decode import DecodePool, Step
 from kvserve.engine.kv_room import KvRoom
 from kvserve.engine.prefill import Prefill
@@ -222,7 +221,7 @@ def test_an_answer_that_would_outgrow_the_memory_ends_before(monkeypatch: pytest
     monkeypatch.setattr(admission, "ANSWER_ALLOWANCE_TOKENS", 4)
     lines: list[str] = []
     with running_engine(max_batch_bytes=2**19, report=lines.append) as engine:
-        budget = engine._budget(engine.wait_until_ready())
+        budget = engine._settings.budget(engine.wait_until_ready())
         most = budget.most_tokens(10**6)
         [result] = generate(engine, request(prompt_of(most - 20), 100_000))
         pressures = engine.status.memory.pressures if engine.status.memory is not None else ()
@@ -555,7 +554,7 @@ def test_a_model_that_cannot_generate_is_an_error_of_the_start(monkeypatch: pyte
 
 def test_whatever_goes_wrong_while_loading_reaches_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception that nobody foresaw ends the start with a message, not with a server that loads for ever."""
-    monkeypatch.setattr(worker_module, "PrefixCache", lambda *_: 1 / 0)
+    monkeypatch.setattr(engine_start, "PrefixCache", lambda *_: 1 / 0)
     engine = Engine(tiny_model("qwen3"), engine_settings(), grammar_tokenizer=lambda _: None, report=lambda _: None)
     engine.start()
     with pytest.raises(ModelLoadError, match="ZeroDivisionError"):
