@@ -24,9 +24,9 @@ import kvserve.web.server
 from kvserve.app import App
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.config import DiskMode, Launch, Settings
-from kvserve.engine import prefill_pool
-from kvserve.engine import scheduler as scheduler_module
-from kvserve.engine.decode import DecodePool, Step
+from kvserve.engine import decode_group, prefill_pool
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.decode_group import Step
 from kvserve.engine.prefill import Prefill
 from kvserve.pipeline import ServedModel
 from kvserve.telemetry.terminal import Terminal
@@ -222,7 +222,7 @@ def writing(under_test: AppUnderTest, text: str, *, ends: bool = True) -> Iterat
     """
     tokenizer = under_test.served.tokenizer
     script = [*tokenizer.encode(text), *([min(tokenizer.stop_token_ids)] if ends else [])]
-    real = scheduler_module.processors_for
+    real = decode_group.processors_for
 
     def processors_for(params: Any, num_prompt_tokens: int) -> list[Any]:
         if params.seed != SCRIPT_SEED:
@@ -237,7 +237,7 @@ def writing(under_test: AppUnderTest, text: str, *, ends: bool = True) -> Iterat
         return [follow]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_module, "processors_for", processors_for)
+        patch.setattr(decode_group, "processors_for", processors_for)
         yield {"seed": SCRIPT_SEED}
 
 

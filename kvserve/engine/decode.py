@@ -10,7 +10,7 @@ a model's caches cannot be batched, each row has a generator of its own.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,8 @@ from kvserve.engine.batch_kv import BatchKv, entering
 from kvserve.engine.before_stop import StatesBefore, is_recurrent
 from kvserve.engine.borders import guarded
 from kvserve.engine.courier import Departing
-from kvserve.engine.drawn_token import drawn_token, hand_out
-from kvserve.engine.kv_buffers import num_slots, settle
+from kvserve.engine.decode_group import Crossing, Decoder, Group, Left, Step, drawn_token, hand_out
+from kvserve.engine.kv_buffers import settle
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.out_of_memory import is_helped_by_room, is_out_of_memory, told
@@ -32,87 +32,6 @@ from kvserve.engine.rows import Row
 from kvserve.engine.sampling import LogitsProcessor, Sampler
 from kvserve.engine.solo import SoloGenerator
 from kvserve.engine.wired import batch_generator
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """One generator and its rows by uid. `used_seconds` is its decoding time divided by the rows that shared it."""
-
-    generator: Any  # BatchGenerator, which is not typed, or SoloGenerator
-    rows: dict[int, Row] = field(default_factory=dict)
-    decoders: "dict[int, Decoder]" = field(default_factory=dict)
-    used_seconds: float = 0.0
-    is_packed: bool = False
-    """Whether its rows' KV is quantised: those in full precision decode in another one."""
-    has_lost_rows: bool = False
-    """Whether a row left since the batch was computed last."""
-
-    def drop(self, uid: int) -> Row:
-        """Forget a row that has left the generator."""
-        del self.decoders[uid]
-        self.has_lost_rows = True
-        return self.rows.pop(uid)
-
-    @property
-    def longest(self) -> int:
-        return max((row.num_tokens for row in self.rows.values()), default=0)
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens that each row's buffers have room for: a row by itself entered with room for its answer."""
-        if len(self.rows) == 1:
-            [row] = self.rows.values()
-            admitted = admitted_tokens(row)
-            return admitted if row.num_tokens <= admitted else num_slots(row.num_tokens)
-        return self.longest
-
-
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """How one row draws its tokens. Rows may share a sampler; one of a row's own (`is_private`) is seeded."""
-
-    sampler: Sampler
-    processors: Sequence[LogitsProcessor]
-    is_private: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """A row that left its batch whole: plain caches that hold the KV of `tokens`, prompt included, and states behind
-    exactly these. `rest`: for each leaf those of the batch that goes on, and of the rows that left with this one, which
-    have its buffers too until they are computed; empty where it was alone, None where they cannot be given up."""
-
-    row: Row
-    caches: list[Any]
-    tokens: list[int]
-    rest: tuple[tuple[Any, ...], ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """A row that left its batch where quantised KV starts, to enter another one with what draws its tokens.
-
-    `left` holds the KV of all its tokens but the newest, in full precision.
-    """
-
-    left: Left
-    decoder: Decoder
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one decode step brought: rows that are finished, failed, must enter again from their tokens, or cross.
-
-    `is_short_of_memory`: an allocation failed, so that room must be made before rows enter again. `broken`: what failed
-    rows held, where it was not their batch that failed.
-    """
-
-    finished: tuple[Left, ...] = ()
-    failed: tuple[Row, ...] = ()
-    evicted: tuple[Row, ...] = ()
-    crossed: tuple[Crossing, ...] = ()
-    is_short_of_memory: bool = False
-    broken: tuple[Left, ...] = ()
 
 
 def extra_padding_tokens(lengths: Sequence[int], joining: int) -> int:
@@ -132,7 +51,7 @@ class DecodePool:
         self._depart = depart
         self._module = Departing(model.module, depart)
         self._max_batch_size = max_batch_size
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
         self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, leaves(model.new_caches())))
 
     @property
@@ -219,12 +138,12 @@ class DecodePool:
         left = self.remove(row) if row.is_over else None
         return Step(finished=(left,) if left is not None else ())
 
-    def _rest(self, group: _Group, others: Sequence[Left] = ()) -> tuple[tuple[Any, ...], ...]:
+    def _rest(self, group: Group, others: Sequence[Left] = ()) -> tuple[tuple[Any, ...], ...]:
         """For each leaf those of the rows that a group still has, and of others that have left it."""
         held = [leaves(group.generator._generation_batch.prompt_cache)] if group.rows else []
         return tuple(zip(*held, *(leaves(left.caches) for left in others), strict=True))
 
-    def _with_rest(self, group: _Group, lefts: Sequence[Left], all_left: Sequence[Left]) -> list[Left]:
+    def _with_rest(self, group: Group, lefts: Sequence[Left], all_left: Sequence[Left]) -> list[Left]:
         """Rows that leave a group in one step, each with the others who have its buffers."""
         return [
             replace(left, rest=self._rest(group, [other for other in all_left if other is not left])) for left in lefts
@@ -267,7 +186,7 @@ class DecodePool:
         self._groups = []
         return rows
 
-    def _step_group(self, group: _Group) -> Step:
+    def _step_group(self, group: Group) -> Step:
         started = time.perf_counter()
         num_rows = len(group.rows)
         begun = self._asked(group, partial(self._next, group))
@@ -298,20 +217,20 @@ class DecodePool:
         group.used_seconds += (time.perf_counter() - started) / num_rows
         return Step(tuple(finished), tuple(failed), crossed=tuple(crossed), broken=tuple(broken))
 
-    def _next(self, group: _Group) -> tuple[dict[int, Left], StatesBefore | None, list[Any]]:
+    def _next(self, group: Group) -> tuple[dict[int, Left], StatesBefore | None, list[Any]]:
         """Who crosses at this step, the states from before it where they are held, and the generator's responses."""
         at_start = self._at_start(group)
         before = StatesBefore.of(group.generator) if self._holds_states else None
         return at_start, before, group.generator.next()[1]
 
-    def _asked[T](self, group: _Group, question: Callable[[], T]) -> T | Step:
+    def _asked[T](self, group: Group, question: Callable[[], T]) -> T | Step:
         """What a generator gives; where it raises, what breaking it up leaves to do."""
         try:
             return question()
         except Exception as error:  # noqa: BLE001 - whatever broke inside a generator, its state is unknown
             return self._break_up(group, error)
 
-    def _at_start(self, group: _Group) -> dict[int, Left]:
+    def _at_start(self, group: Group) -> dict[int, Left]:
         """By uid the rows whose next token is the first that quantised KV must compute, without KV that can be cut.
 
         That token is drawn already. The next step hands it out, and computes it in full precision for nothing: states
@@ -328,13 +247,13 @@ class DecodePool:
         # A row that has only just entered has not computed its last prompt token.
         return {uid: left for uid, left in held.items() if len(left.tokens) == start}
 
-    def _cross(self, group: _Group, uid: int, left: Left) -> Crossing:
+    def _cross(self, group: Group, uid: int, left: Left) -> Crossing:
         caches, _ = group.generator.remove([uid], return_prompt_caches=True)[uid]
         decoder = group.decoders[uid]
         group.drop(uid)
         return Crossing(replace(left, caches=_taken_back(left.caches, caches)), decoder)
 
-    def _break_up(self, group: _Group, error: Exception) -> Step:
+    def _break_up(self, group: Group, error: Exception) -> Step:
         """Discard a generator that raised: rows enter again from their tokens, a second failure is the row's own."""
         self._groups.remove(group)
         group.generator.close()
@@ -362,7 +281,7 @@ class DecodePool:
             longest = max(rows, key=lambda row: row.num_tokens)
             longest.failure = longest.failure or told(error, self._model.sizes.peak(longest.num_tokens))
 
-    def _group_for(self, num_tokens: int, is_packed: bool, most_bytes: float) -> _Group:
+    def _group_for(self, num_tokens: int, is_packed: bool, most_bytes: float) -> Group:
         """The generator to join: the least padding, where there is memory for it and it is cheaper than one more pass
         over the weights (`most_bytes`)."""
         if not self._model.cache_support.can_batch:
@@ -377,11 +296,11 @@ class DecodePool:
             return min(candidates)[2]
         return self._empty_group(is_packed)
 
-    def _empty_group(self, is_packed: bool) -> _Group:
+    def _empty_group(self, is_packed: bool) -> Group:
         """A generator without rows, an idle one if there is one. It starts level with the others, without a lead."""
         group = next((group for group in self._groups if not group.rows), None)
         if group is None:
-            group = _Group(self._new_generator())
+            group = Group(self._new_generator())
             self._groups.append(group)
         group.is_packed = is_packed
         busy = [other.used_seconds for other in self._groups if other.rows]

@@ -16,7 +16,8 @@ from kvserve.engine.admission import Budget
 from kvserve.engine.arrivals import Arrivals
 from kvserve.engine.borders import row_fails_alone
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
-from kvserve.engine.decode import Crossing, DecodePool, Decoder, Left, Step
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.decode_group import Crossing, Decoder, Left, Step
 from kvserve.engine.entrance import Entrance
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.out_of_memory import ShortMemory
@@ -26,7 +27,6 @@ from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.row_outline import expected_tokens
 from kvserve.engine.rows import Row
-from kvserve.engine.sampling import Sampler, processors_for, sampler_for
 from kvserve.engine.tenancies import Tenancies
 from kvserve.engine.turns import Turns
 from kvserve.engine.warmer import Warmer
@@ -331,22 +331,9 @@ class Scheduler:
         prefill.row.begin_decoding()
         with self._or_leaves(prefill.row):
             padding_bytes = self._entrance.padding_left([*self._turns.running(), prefill.row])
-            decoder = self._decoder(prefill.row)
+            decoder = Decoder.of(prefill.row, self._model.vocab_size)
             self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, decoder, padding_bytes))
             self.cache.count(num_prefill_tokens=1)
-
-    def _decoder(self, row: Row) -> Decoder:
-        sampling, num_prompt_tokens = row.request.sampling, len(row.request.prompt)
-        processors = processors_for(sampling, num_prompt_tokens)
-        if row.logprobs is not None:
-            processors.insert(0, row.logprobs)
-        for constraint in row.constraints:
-            constraint.reset()
-            processors.append(constraint)
-        return Decoder(self._sampler(row), processors, sampling.seed is not None)
-
-    def _sampler(self, row: Row) -> Sampler:
-        return sampler_for(row.request.sampling, self._model.vocab_size, len(row.generated))
 
     def _settle(self, step: Step) -> None:
         """What a decode step left to do; rows that must hear something hear it first."""
@@ -378,7 +365,7 @@ class Scheduler:
         """A row has come to where quantised KV starts: what it has in full precision is kept, then it is converted."""
         left = crossing.left
         self._tenancies.keep_rest(left.row, left.caches, left.tokens)
-        decoder = replace(crossing.decoder, sampler=self._sampler(left.row))  # its old one drew a token that nobody got
+        decoder = crossing.decoder.going_on(left.row, self._model.vocab_size)  # its old sampler is a token ahead
         with self._or_leaves(left.row):
             self._memory.with_second_try(lambda: self._pool.enter(left.row, left.caches, decoder))
 

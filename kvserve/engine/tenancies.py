@@ -11,7 +11,8 @@ import mlx.core as mx
 from kvserve.core import TokenSequence
 from kvserve.engine.borders import costs_no_row
 from kvserve.engine.cache_records import Tenancy
-from kvserve.engine.decode import DecodePool, Left
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.decode_group import Left
 from kvserve.engine.kv_room import NO_ROOM
 from kvserve.engine.out_of_memory import ShortMemory
 from kvserve.engine.prefill import Prefill

@@ -28,12 +28,11 @@ from kvserve.core import (
 )
 from kvserve.engine import turns as turns_module
 from kvserve.engine.cache_records import CacheSettings
-from kvserve.engine.decode import Decoder
+from kvserve.engine.decode_group import Decoder
 from kvserve.engine.engine_settings import EngineSettings
 from kvserve.engine.policy import plan
 from kvserve.engine.policy_facts import Facts, Plan
 from kvserve.engine.rows import Generation, Row
-from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.worker import Engine
 from tests.laws import sampled
 from tests.models import tiny_model
@@ -306,20 +305,20 @@ def cold_with_logits(
 def generate_each_with_logits(engine: Engine, *requests: GenerationRequest) -> list[tuple[Result, np.ndarray]]:
     """The same of several rows that come at once."""
     steps: dict[Generation, list[np.ndarray]] = {}
-    real = Scheduler._decoder
+    real = Decoder.of
 
-    def listening(self: Scheduler, row: Row) -> Decoder:
+    def listening(row: Row, vocab_size: int) -> Decoder:
         own = steps.setdefault(row.generation, [])
 
         def listen(_tokens: mx.array, logits: mx.array) -> mx.array:
             own.append(np.array(logits[0]))
             return logits
 
-        decoder = real(self, row)
+        decoder = real(row, vocab_size)
         return replace(decoder, processors=[*decoder.processors, listen])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduler, "_decoder", listening)
+        patch.setattr(Decoder, "of", listening)
         with held(engine):
             generations = [engine.submit(each) for each in requests]
         results = [collect(generation) for generation in generations]

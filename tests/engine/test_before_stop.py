@@ -5,7 +5,8 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from kvserve.engine.decode import DecodePool, Left
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.decode_group import Left
 from kvserve.engine.model import LoadedModel, load
 from tests.engine.engines import prompt_of, request
 from tests.engine.test_decode import enter

@@ -5,7 +5,8 @@ import pytest
 
 from kvserve.core import GenerationRequest
 from kvserve.engine.courier import Carry, Delivery, call_now
-from kvserve.engine.decode import DecodePool, Decoder, extra_padding_tokens
+from kvserve.engine.decode import DecodePool, extra_padding_tokens
+from kvserve.engine.decode_group import Decoder
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.sampling import sampler_for

@@ -19,7 +19,8 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from kvserve.core import TokenDelta
 from kvserve.demo.build import TINY, ModelScale
 from kvserve.engine import engine_start
-from kvserve.engine.decode import DecodePool, Step
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.decode_group import Step
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.model import CacheSupport, LoadedModel, load
 from kvserve.engine.quantised import KvSettings, Quantiser

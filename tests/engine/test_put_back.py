@@ -14,7 +14,7 @@ from kvserve.engine import decode, row_outline
 from kvserve.engine import rows as rows_module
 from kvserve.engine import turns as turns_module
 from kvserve.engine.cache_records import Totals
-from kvserve.engine.drawn_token import drawn_token
+from kvserve.engine.decode_group import drawn_token
 from kvserve.engine.entrance import Entrance
 from kvserve.engine.rows import Row
 from kvserve.engine.worker import Engine

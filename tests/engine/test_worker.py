@@ -12,9 +12,10 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
 
 from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, TokenDelta
-from kvserve.engine import admission, engine_start, policy
+from kvserve.engine import admission, decode_group, engine_start, policy
 from kvserve.engine import scheduler as scheduler_module
-from kvserve.engine.decode import DecodePool, Step
+from kvserve.engine.decode import DecodePool
+from kvserve.engine.decode_group import Step
 from kvserve.engine.kv_room import KvRoom
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
@@ -254,7 +255,7 @@ def test_rows_that_outgrow_their_memory_wait_and_lose_nothing(monkeypatch: pytes
 
 def test_a_row_whose_sampler_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seeded row's broken sampler ends that row with an error; its neighbours' text is that of a quiet run."""
-    real = scheduler_module.sampler_for
+    real = decode_group.sampler_for
 
     def breaking(params, *more):
         sampler = real(params, *more)
@@ -265,7 +266,7 @@ def test_a_row_whose_sampler_raises_fails_alone(monkeypatch: pytest.MonkeyPatch)
 
     with running_engine() as engine:
         quiet = generate(engine, request(prompt_of(40), 24), request(prompt_of(70, 1), 24))
-        monkeypatch.setattr(scheduler_module, "sampler_for", breaking)
+        monkeypatch.setattr(decode_group, "sampler_for", breaking)
         rows = [
             request(prompt_of(40), 24),
             request(prompt_of(50, 2), 24, temperature=1.0, seed=13),
