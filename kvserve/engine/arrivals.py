@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvserve.cache.checkpoints import Stop
+from kvserve.cache.in_flight import InFlight, plan_wait
 from kvserve.core import Awaiting
 from kvserve.engine.borders import costs_no_row
 from kvserve.engine.cache_records import Tenancy
@@ -11,6 +13,7 @@ from kvserve.engine.kv_room import NO_ROOM
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefill_pool import PrefillPool
 from kvserve.engine.prefix_cache import PrefixCache
+from kvserve.engine.row_outline import tokens_of
 from kvserve.engine.rows import Row
 
 NOT_RESTORED = "KV could not be restored and will be computed again"
@@ -115,33 +118,57 @@ class Arrivals:
 
     def _awaits_row(self, arrival: _Arrival, prefills: PrefillPool, keep: Callable[[Prefill], None]) -> bool:
         """Whether a row in flight will have what this one needs. Asked anew once that row is there, or gone."""
-        in_flight = [(prefill.tenancy, prefill.num_done) for prefill in prefills]
-        for awaited, num_done in in_flight:
+        for prefill in prefills:
+            awaited, num_done = prefill.tenancy, prefill.num_done
             if awaited is arrival.awaited and not awaited.lease.is_detached:
                 # One that has come to that place and could not keep it, for want of room, will not have it later.
                 is_to_come = awaited.lease.num_tokens < arrival.awaited_tokens != num_done
                 if is_to_come:
                     return True
-        wait = self._cache.wait_for(arrival.row, in_flight)
-        arrival.awaited, arrival.awaited_tokens = wait or (None, 0)
-        arrival.row.has_waited_for_row |= wait is not None
-        for prefill in prefills:
-            if wait == (prefill.tenancy, prefill.num_done):  # its state there is gone after its next chunk
-                keep(prefill)
-                arrival.awaited, arrival.awaited_tokens = None, 0
-                return False
-        if wait is not None:
-            self._tell(arrival.row, wait, prefills)
-        return wait is not None
+        arrival.awaited, arrival.awaited_tokens = None, 0
+        if (wait := self._wait_for(arrival.row, prefills)) is None:
+            return False
+        prefill, num_tokens = wait
+        arrival.row.has_waited_for_row = True
+        if prefill.num_done == num_tokens:  # its state there is gone after its next chunk
+            keep(prefill)
+            return False
+        arrival.awaited, arrival.awaited_tokens = prefill.tenancy, num_tokens
+        self._tell(arrival.row, prefill, num_tokens, prefills.tokens_per_second)
+        return True
 
-    def _tell(self, row: Row, wait: tuple[Tenancy, int], prefills: PrefillPool) -> None:
+    def _wait_for(self, row: Row, prefills: PrefillPool) -> tuple[Prefill, int] | None:
+        """The prefill that a row should wait for, and up to which offset; it is made to stop there."""
+        partition, tokens = row.request.partition, tokens_of(row)
+        shared = [
+            prefill
+            for prefill in prefills
+            if not prefill.tenancy.lease.is_detached and prefill.row.request.partition == partition
+        ]
+        if not shared:
+            return None
+        flights = [
+            InFlight(
+                prefill.tenancy.prompt,
+                prefill.num_done,
+                prefill.tenancy.lease.num_tokens,
+                tuple(stop.offset for stop in prefill.tenancy.stops),
+            )
+            for prefill in shared
+        ]
+        num_usable_tokens = self._cache.usable_tokens(tokens, partition)
+        wait = plan_wait(tokens, num_usable_tokens, flights, needs_checkpoints=self._cache.needs_checkpoints)
+        if wait is None:
+            return None
+        if wait.is_new_stop:
+            shared[wait.row].tenancy.add_stop(Stop(wait.offset, "divergence"))
+        return shared[wait.row], wait.offset
+
+    def _tell(self, row: Row, prefill: Prefill, num_tokens: int, rate: float | None) -> None:
         """Whoever watches sees for whom a row waits, and for how long if nobody else computes meanwhile."""
-        tenancy, num_tokens = wait
-        num_done = next(prefill.num_done for prefill in prefills if prefill.tenancy is tenancy)
-        rate, num_left = prefills.tokens_per_second, num_tokens - num_done
-        row.generation.put(
-            Awaiting(tenancy.row.request.request_id, num_tokens, num_left, num_left / rate if rate else None)
-        )
+        num_left = num_tokens - prefill.num_done
+        seconds = num_left / rate if rate else None
+        row.generation.put(Awaiting(prefill.row.request.request_id, num_tokens, num_left, seconds))
 
     def _is_restoring(self, arrival: _Arrival) -> bool:
         """Whether more of what it starts from is on its way from the disk. What has come is progress."""

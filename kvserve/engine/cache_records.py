@@ -50,6 +50,9 @@ class Tenancy:
     def stop_at(self, offset: int) -> Stop | None:
         return next((stop for stop in self.stops if stop.offset == offset), None)
 
+    def add_stop(self, stop: Stop) -> None:
+        self.stops = sorted([*self.stops, stop], key=lambda each: each.offset)
+
 
 @dataclass(frozen=True, slots=True)
 class ForgottenKv:

@@ -21,7 +21,6 @@ from kvserve.cache.checkpoints import Stop, plan_stops
 from kvserve.cache.disk_records import Removal
 from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.forgetting import IsForgotten
-from kvserve.cache.in_flight import InFlight, Wait, plan_wait
 from kvserve.cache.match import Match
 from kvserve.cache.node import Lease
 from kvserve.cache.records import Limits
@@ -52,7 +51,7 @@ class PrefixCache:
         self._layout = CacheLayout(model.new_caches, model.quantiser)
         self._model = model
         self._max_bytes = max_bytes = memory.plan.kv_bytes
-        self._needs_checkpoints = not self._layout.is_cuttable
+        self.needs_checkpoints = not self._layout.is_cuttable
         self.hasher = BlockHasher(settings.block_size, fingerprint)
         self._disk: DiskCache | None = None
         self.has_lost_disk = False
@@ -70,7 +69,7 @@ class PrefixCache:
                 keep_alive_seconds=settings.keep_alive_seconds,
                 check_seconds=settings.check_seconds,
             ),
-            needs_checkpoints=self._needs_checkpoints,
+            needs_checkpoints=self.needs_checkpoints,
             cut_payload=lambda payload, start, end: merged([(payload, start, end)]),  # type: ignore[list-item]
             use_index=settings.use_index,
         )
@@ -86,31 +85,9 @@ class PrefixCache:
 
     # --- a row's life -------------------------------------------------------------------------------------------------
 
-    def wait_for(self, row: Row, prefilling: Sequence[tuple[Tenancy, int]]) -> tuple[Tenancy, int] | None:
-        """The row in flight that this one should wait for, and up to which offset; it is made to stop there.
-
-        `prefilling` are the rows that compute now, with the number of prompt tokens each has done.
-        """
-        partition = row.request.partition
-        prefilling = [
-            (tenancy, num_done)
-            for tenancy, num_done in prefilling
-            if not tenancy.lease.is_detached and tenancy.row.request.partition == partition
-        ]
-        if not prefilling:
-            return None
-        tokens = tokens_of(row)
-        flights = [
-            InFlight(tenancy.prompt, num_done, tenancy.lease.num_tokens, tuple(stop.offset for stop in tenancy.stops))
-            for tenancy, num_done in prefilling
-        ]
-        usable = self._tree.lookup(tokens, partition=partition).num_usable_tokens
-        wait = plan_wait(tokens, usable, flights, needs_checkpoints=self._needs_checkpoints)
-        if wait is None:
-            return None
-        awaited = prefilling[wait.row][0]
-        self._add_stop(awaited, wait)
-        return awaited, wait.offset
+    def usable_tokens(self, tokens: TokenSequence, partition: str) -> int:
+        """How many of a prompt's tokens a row could start behind now."""
+        return self._tree.lookup(tokens, partition=partition).num_usable_tokens
 
     def enter(self, row: Row, *, is_ahead: bool = False, is_guess: bool = False) -> tuple[Tenancy, list[Any], int]:
         """Restore what is known of a row's tokens: its tenancy, live caches, and how many tokens they hold.
@@ -152,12 +129,12 @@ class PrefixCache:
             state = match.state.payload if match.state is not None else None
             caches = self._layout.restore(pieces, state, num_next)  # type: ignore[arg-type]
         stops = plan_stops(
-            outline(tokens, row.request.message_starts, needs_checkpoints=self._needs_checkpoints),
+            outline(tokens, row.request.message_starts, needs_checkpoints=self.needs_checkpoints),
             num_usable_tokens=match.num_usable_tokens,
             num_matched_tokens=match.num_matched_tokens,
-            needs_checkpoints=self._needs_checkpoints,
+            needs_checkpoints=self.needs_checkpoints,
         )
-        if not self._needs_checkpoints:  # rows alone serve others: the whole prompt is kept before the answer begins
+        if not self.needs_checkpoints:  # rows alone serve others: the whole prompt is kept before the answer begins
             stops = (*stops, Stop(len(tokens) - 1, "stride"))
         packed_from = self._model.packed_from(tokens.images)
         stops = with_stop(stops, packed_from, match.num_usable_tokens, len(tokens) - 1)
@@ -215,7 +192,7 @@ class PrefixCache:
         sequence = TokenSequence(tuple(tokens), tenancy.row.request.prompt.images)
         end = len(sequence)
         if (image := image_around(sequence.images, end)) is not None:
-            if self._needs_checkpoints or image.start <= tenancy.lease.num_tokens:
+            if self.needs_checkpoints or image.start <= tenancy.lease.num_tokens:
                 return rest is not None and self.moving.insert_prompt(tenancy, sequence, caches, rest)
             end = image.start
         if rest is not None:
@@ -254,10 +231,6 @@ class PrefixCache:
             self._totals.num_cached_tokens + num_cached_tokens,
             self._totals.num_prefill_tokens + num_prefill_tokens,
         )
-
-    def _add_stop(self, tenancy: Tenancy, wait: Wait) -> None:
-        if wait.is_new_stop:
-            tenancy.stops = sorted([*tenancy.stops, Stop(wait.offset, "divergence")], key=lambda stop: stop.offset)
 
     def _note_reuse(self, row: Row, match: Match) -> None:
         """Say on the row what it starts from, and count where a checkpoint was missing."""
@@ -368,7 +341,7 @@ class PrefixCache:
     def use_disk(self, tier: DiskTier, *, is_ram_lent: bool = False) -> None:
         """From now on what is kept is written to disk too, and comes back from there, also what RAM has already.
         `is_ram_lent`: RAM keeps what rows need now, nothing else."""
-        wants, room, some = self._needs_checkpoints, self.make_room, self.kv_room.make_some
+        wants, room, some = self.needs_checkpoints, self.make_room, self.kv_room.make_some
         self._disk = DiskCache(
             tier, self._tree, needs_checkpoints=wants, is_ram_lent=is_ram_lent, make_room=room, make_some_room=some
         )

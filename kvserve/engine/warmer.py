@@ -288,7 +288,7 @@ class Warmer:
         if (image := image_around(task.warming.job.tokens.images, stint.end)) is not None:
             stint.end = image.end
         if tenancy.stop_at(stint.end) is None:
-            tenancy.stops = sorted([*tenancy.stops, Stop(stint.end, "stride")], key=lambda stop: stop.offset)
+            tenancy.add_stop(Stop(stint.end, "stride"))
         return Prefill(stint.row, tenancy, caches, num_done, images=images)
 
     def _most_tokens(self, task: _Task) -> int:
