@@ -13,11 +13,10 @@ from kvserve.cache.disk_tier import DiskTier
 from kvserve.cache.kept_path import KeptPart, KeptPath
 from kvserve.cache.leaving import Leaving
 from kvserve.cache.node import Lease
-from kvserve.cache.records import Copy
+from kvserve.cache.records import BoundaryKind, Copy
 from kvserve.cache.tree import PrefixTree
 from kvserve.engine.blobs import NotStorable, encode_kv, encode_state
 from kvserve.engine.borders import costs_the_disk_only
-from kvserve.engine.disk_worth import UNWANTED, is_worth_writing
 from kvserve.engine.snapshot import KvSlice, StateSnapshot, merged
 from kvserve.engine.windows import since
 
@@ -25,6 +24,14 @@ IDLE_WAIT_SECONDS = 0.02
 
 MAX_CHAIN = 16
 """So many states are read one after the other at most, to have the windows of the last."""
+
+KINDS: frozenset[BoundaryKind] = frozenset({"system", "user", "answer", "stride"})
+"""Ends whose states are written: those that requests come back to whatever else they change, and what is far from any
+end. A state is as large as thousands of tokens of KV, and in a tool loop a prefill stops at the ends of several
+messages, where RAM keeps one each."""
+
+STRIDE_TOKENS = 8192
+"""So far from the last one any state is written."""
 
 LEAVE_SECONDS = 2.0
 """So long what must leave RAM may wait until the disk has it; streams stand still meanwhile."""
@@ -43,6 +50,23 @@ class Flush:
 
 
 NOTHING_TO_FLUSH = Flush(0, lambda: 0)
+
+
+def is_worth_writing(kind: BoundaryKind, num_tokens_behind: int, *, is_end: bool) -> bool:
+    """Whether a state goes to disk that stands so many tokens behind the last one there. `is_end`: its path is left
+    now, and nothing stands behind it."""
+    return is_end or kind in KINDS or num_tokens_behind >= STRIDE_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class _Unwanted:
+    """Stands for the copy of a state that the disk is not to have: there is nothing to wait for when it leaves RAM."""
+
+    is_written: bool = True
+    is_forgotten: bool = False
+
+
+UNWANTED: Copy = _Unwanted()
 
 
 class DiskWriting:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from kvserve.cache.leased import leased_bytes
+from kvserve.cache.node import Node
 from kvserve.cache.records import Room
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
@@ -123,8 +123,17 @@ class KvRoom:
         self.memory.press("kv_pool", f"{NOT_KEPT} ({self.memory.plan.pool_bytes / 2**30:.2f} GiB).")
 
     def leased_bytes(self) -> int:
-        """What rows stand on: it cannot leave."""
-        return leased_bytes(self._tree._leases)
+        """Bytes of all rows and states that rows stand on, each once: they cannot leave."""
+        seen: set[int] = set()
+        num_bytes = 0
+        for lease in self._tree._leases:
+            node: Node | None = lease.node
+            while node is not None and node.segment is not None and id(node) not in seen:
+                seen.add(id(node))
+                num_bytes += node.segment.num_bytes * (node.end - node.start) // len(node.segment.tokens)
+                num_bytes += node.checkpoint.num_bytes if node.checkpoint is not None else 0
+                node = node.parent
+        return num_bytes
 
     def can_restore(self, num_live_bytes: float, num_tokens: int, known: Callable[[], int]) -> bool:
         """Whether a row of so many prompt tokens could start from all that is kept of it, where all rows take

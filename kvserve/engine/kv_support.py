@@ -14,8 +14,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from kvserve.engine.borders import finding
 from kvserve.engine.leaves import leaves
-from kvserve.engine.quantised import KvSettings, Quantiser, Scheme, Uniform
-from kvserve.engine.turboquant import Turbo
+from kvserve.engine.quantised import KvSettings, Quantiser, Scheme, Turbo, Uniform
 from kvserve.errors import ModelLoadError
 
 GROUP_SIZES = (32, 64, 128)

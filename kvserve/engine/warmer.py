@@ -25,8 +25,15 @@ from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Generation, Row
-from kvserve.engine.time_share import TimeShare
-from kvserve.engine.warming import Warming, WarmKind, WarmReport, WarmResult, WarmSettings, WarmState
+from kvserve.engine.warming import (
+    TimeShare,
+    Warming,
+    WarmKind,
+    WarmReport,
+    WarmResult,
+    WarmSettings,
+    WarmState,
+)
 
 MAX_JOBS = 64
 DISK_WAIT_SECONDS = 0.02
