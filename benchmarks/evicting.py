@@ -155,8 +155,8 @@ def _let_some_leave(scheduler: Scheduler) -> None:
 def _need_all(scheduler: Scheduler) -> None:
     """The row that comes next needs all the memory, whatever it is; else it is as a client's."""
     num_bytes = scheduler.cache.kv_room.left().num_bytes + scheduler.cache.report().stats.ram_bytes
-    entrance: Any = scheduler._entrance
-    entrance.missing_bytes = lambda _row, _behind: num_bytes
+    admission: Any = scheduler._admission
+    admission.missing_bytes = lambda _row, _behind: num_bytes
 
 
 def _request(

@@ -17,11 +17,11 @@ from benchmarks.given_ids import GivenIds
 from benchmarks.recordings import MESSAGES, RESPONSES, Reply, Request
 from kvserve.config import Settings
 from kvserve.core import NOBODY, GenerationRequest, JsonObject, RequestDefaults, RequestId, ToolCallBlock
+from kvserve.engine.kv_size import RowBytes
 from kvserve.engine.memory import fixed_memory
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.prefix_cache import PrefixCache, Tenancy
-from kvserve.engine.row_bytes import RowBytes
 from kvserve.engine.rows import Generation, Row
 from kvserve.identity.conversations import Conversations
 from kvserve.output.formats import select_format

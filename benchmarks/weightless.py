@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache
 
+from kvserve.engine.kv_size import RowBytes
 from kvserve.engine.model import LoadedModel, load
-from kvserve.engine.row_bytes import RowBytes
 
 
 class Weightless:

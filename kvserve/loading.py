@@ -19,7 +19,7 @@ from kvserve.call_ids import CallIds
 from kvserve.catalogue import ModelSource
 from kvserve.config import DiskMode, Settings
 from kvserve.core import CallRow, RequestDefaults, ToolSpec
-from kvserve.engine.census import Census, census, differing
+from kvserve.engine.loaded_files import Census, census, differing
 from kvserve.engine.memory_plan import memory_bytes, plan_memory
 from kvserve.engine.model import LoadedModel, check_folder, expected_sizes
 from kvserve.engine.model_files import check_weights, weight_file_bytes

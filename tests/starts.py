@@ -19,8 +19,8 @@ import pytest
 from kvserve import stage
 from kvserve.core import SamplingParams
 from kvserve.engine import engine_start
-from kvserve.engine.census import census
 from kvserve.engine.leaves import leaves
+from kvserve.engine.loaded_files import census
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.scheduler import Scheduler

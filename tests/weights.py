@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvserve.engine import model_digest
-from kvserve.engine.census import census
 from kvserve.engine.file_digest import Piece, file_digest, hash_piece, pieces
 from kvserve.engine.fingerprint import libraries_of, model_fingerprint
+from kvserve.engine.loaded_files import census
 
 
 def fingerprint_of(folder: Path) -> str:

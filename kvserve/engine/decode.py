@@ -21,7 +21,6 @@ from mlx_lm.models.cache import CacheList, KVCache
 from kvserve.engine.batch_kv import BatchKv, entering
 from kvserve.engine.before_stop import StatesBefore, is_recurrent
 from kvserve.engine.borders import guarded
-from kvserve.engine.courier import Departing
 from kvserve.engine.decode_group import Crossing, Decoder, Group, Left, Step, drawn_token, hand_out
 from kvserve.engine.kv_buffers import settle
 from kvserve.engine.leaves import leaves
@@ -31,6 +30,7 @@ from kvserve.engine.row_outline import admitted_tokens
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import LogitsProcessor, Sampler
 from kvserve.engine.solo import SoloGenerator
+from kvserve.engine.token_dispatcher import Departing
 from kvserve.engine.wired import batch_generator
 
 

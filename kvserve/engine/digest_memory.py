@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from kvserve.cache.disk_store import check_owner
-from kvserve.engine.census import MEMORY_FILE, OURS, Stamp
+from kvserve.engine.loaded_files import MEMORY_FILE, OURS, Stamp
 
 FORMAT = 1
 UNUSED_SECONDS = 180 * 86_400.0

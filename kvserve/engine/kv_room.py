@@ -12,8 +12,8 @@ from kvserve.cache.node import Node
 from kvserve.cache.records import Room
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
+from kvserve.engine.kv_size import RowBytes
 from kvserve.engine.memory import Memory
-from kvserve.engine.row_bytes import RowBytes
 
 CLEAR_AFTER_BYTES = 64 * 2**20
 """MLX keeps freed buffers for reuse; when so much has left they are given back."""

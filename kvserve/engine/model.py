@@ -18,10 +18,10 @@ from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.core import GenerationRequest, ImageSpan
 from kvserve.engine.config_file import read_config
+from kvserve.engine.kv_size import RowBytes
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.leaves import leaves
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
-from kvserve.engine.row_bytes import RowBytes
 from kvserve.engine.vision_load import Sight, Sighted, SightRule, is_vision, knows_family, load_sighted
 from kvserve.engine.vision_pass import place
 from kvserve.engine.vision_row import RowImages
@@ -111,10 +111,6 @@ class LoadedModel:
     def kv_bytes_per_token(self) -> float:
         """Bytes of a token's KV in full precision."""
         return self.sizes.per_token
-
-    def row_bytes(self, num_tokens: int) -> float:
-        """Bytes of KV of a row of this length, without padding and places ahead."""
-        return self.sizes.held(num_tokens)
 
 
 def fetched_folder(model_path: str, note: Callable[[str], None]) -> Path:

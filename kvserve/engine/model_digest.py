@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvserve.engine.census import Census, census, differing, stamp_of
 from kvserve.engine.digest_memory import DigestMemory
 from kvserve.engine.file_digest import Piece, file_digest, hash_piece, pieces
 from kvserve.engine.fingerprint import libraries_of, model_fingerprint
+from kvserve.engine.loaded_files import Census, census, differing, stamp_of
 
 AT_ONCE_BYTES = 32 * 2**20
 """So little is read on the spot: a loader reads it in the next moment anyway."""

@@ -31,10 +31,10 @@ from kvserve.core import Reuse, ReuseTier, TokenSequence
 from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv, Tenancy, Totals
 from kvserve.engine.disk_cache import DiskCache, Hold
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH, Flush
+from kvserve.engine.kv_moves import Moving
 from kvserve.engine.kv_room import BEHIND, FULL_DISK, KvRoom
 from kvserve.engine.memory import Memory
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.moving import Moving
 from kvserve.engine.row_outline import expected_tokens, outline, owner_of, request_owner, tokens_of, user_of, with_stop
 from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout, KvSlice, merged

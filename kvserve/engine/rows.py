@@ -24,9 +24,9 @@ from kvserve.core import (
     TokenDelta,
 )
 from kvserve.engine.constraint import GrammarProcessor
-from kvserve.engine.courier import Carry, call_now
-from kvserve.engine.logprobs import LogprobReader
+from kvserve.engine.logprob_reader import LogprobReader
 from kvserve.engine.thinking_limit import ThinkingLimiter
+from kvserve.engine.token_dispatcher import Carry, call_now
 from kvserve.errors import EngineFailure, KvserveError
 
 type Reader = Callable[[], bool]

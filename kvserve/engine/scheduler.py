@@ -12,13 +12,12 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
-from kvserve.engine.admission import Budget
-from kvserve.engine.arrivals import Arrivals
+from kvserve.engine.admission import Admission, Budget
 from kvserve.engine.borders import row_fails_alone
+from kvserve.engine.cache_leases import Tenancies
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import Crossing, Decoder, Left, Step
-from kvserve.engine.entrance import Entrance
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.out_of_memory import ShortMemory
 from kvserve.engine.policy_facts import DecodeStep, Ending, Pause, PrefillChunk
@@ -27,8 +26,8 @@ from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.row_outline import expected_tokens
 from kvserve.engine.rows import Row
-from kvserve.engine.tenancies import Tenancies
-from kvserve.engine.turns import Turns
+from kvserve.engine.turn_order import Turns
+from kvserve.engine.waiting_for_prefix import Arrivals
 from kvserve.engine.warmer import Warmer
 from kvserve.engine.warming import WarmSettings
 from kvserve.errors import EngineFailure, NoProgress
@@ -64,13 +63,13 @@ class Scheduler:
         self._arrivals = Arrivals(cache, report)
         self._depart = depart
         self._pool = DecodePool(model, budget.max_rows, depart)
-        self._entrance = Entrance(budget, cache, self._pool)
+        self._admission = Admission(budget, cache, self._pool)
         self._tenancies = Tenancies(cache, model.sizes, self._memory, report, self._account)
         self._chunk_length = ChunkLength(prefill_step_size)
         self.warmer = Warmer(model, budget, cache, self._chunk_length, warming)
         self._prefills = PrefillPool(model, self._chunk_length)
         self._turns = Turns(
-            cache, self._entrance, self._arrivals, self._prefills, self._pool, stream_share=stream_share
+            cache, self._admission, self._arrivals, self._prefills, self._pool, stream_share=stream_share
         )
 
     @property
@@ -237,7 +236,7 @@ class Scheduler:
     def _begin_ready(self) -> bool:
         """Begin the rows that nothing keeps waiting, where there is room for them; whether there were any."""
         started, num_begun = time.perf_counter(), 0
-        if self._arrivals.make_way(self._entrance.missing_bytes, is_beside_streams=bool(self._pool.num_rows)):
+        if self._arrivals.make_way(self._admission.missing_bytes, is_beside_streams=bool(self._pool.num_rows)):
             self._account()
         for row in self._arrivals.take_ready(self._prefills, self._tenancies.keep):
             self._begin(row)
@@ -250,7 +249,7 @@ class Scheduler:
         """Answers longer than their allowance have outgrown the memory for all: the newest row waits, and goes on from
         what it has computed."""
         rows = self._pool.rows()
-        if len(rows) < 2 or not self._entrance.is_outgrown():
+        if len(rows) < 2 or not self._admission.is_outgrown():
             return
         row = max(rows, key=lambda each: each.submitted_at)
         self._settle(self._pool.hand_out_drawn(row))
@@ -264,20 +263,20 @@ class Scheduler:
 
     def _arrive(self, row: Row, *, has_room: bool) -> None:
         self._turns.enters(row)
-        self._entrance.measure(row, self._turns.running())
+        self._admission.measure(row, self._turns.running())
         self._arrivals.add(row, has_room=has_room)
         self._account()
 
     def _account(self) -> None:
         """Say what live rows hold: what has left its batch is there until it is kept."""
         live_bytes, copied = self._live_bytes() + self._tenancies.transit_bytes, self._model.sizes.copied
-        awaited_bytes = self._entrance.arriving_bytes(self._arrivals.without_room())
+        awaited_bytes = self._admission.arriving_bytes(self._arrivals.without_room())
         self.cache.kv_room.account(live_bytes, copied(live_bytes), awaited_bytes + copied(awaited_bytes))
 
     def _live_bytes(self) -> float:
         """What live rows hold; one that has not begun to decode counts with its whole prompt, and with the room for its
         answer once it computes."""
-        arriving, peak = self._entrance.arriving_bytes(self._arrivals.rows()), self._model.sizes.peak
+        arriving, peak = self._admission.arriving_bytes(self._arrivals.rows()), self._model.sizes.peak
         beginning = sum(peak(expected_tokens(prefill.row)) for prefill in self._prefills)
         return self._pool.held_bytes() + arriving + beginning + self.warmer.live_bytes()
 
@@ -330,7 +329,7 @@ class Scheduler:
         self._prefills.remove(prefill.row)
         prefill.row.begin_decoding()
         with self._or_leaves(prefill.row):
-            padding_bytes = self._entrance.padding_left([*self._turns.running(), prefill.row])
+            padding_bytes = self._admission.padding_left([*self._turns.running(), prefill.row])
             decoder = Decoder.of(prefill.row, self._model.vocab_size)
             self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, decoder, padding_bytes))
             self.cache.count(num_prefill_tokens=1)

@@ -19,12 +19,12 @@ from kvserve.cache.token_run import image_around, pack
 from kvserve.engine.admission import Budget
 from kvserve.engine.borders import described
 from kvserve.engine.cache_records import Tenancy
-from kvserve.engine.courier import Delivery
 from kvserve.engine.disk_cache import Hold
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import ChunkLength, Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Generation, Row
+from kvserve.engine.token_dispatcher import Delivery
 from kvserve.engine.warming import (
     TimeShare,
     Warming,

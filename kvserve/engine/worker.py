@@ -20,12 +20,11 @@ from kvserve.core import GenerationRequest, TokenSequence
 from kvserve.engine.borders import described, engine_outlives
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.constraint import GrammarProcessor
-from kvserve.engine.courier import Courier
 from kvserve.engine.digest_memory import DigestMemory
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH
 from kvserve.engine.engine_settings import EngineSettings, EngineState, EngineStatus
 from kvserve.engine.engine_start import EngineStart, Errand
-from kvserve.engine.logprobs import LogprobReader
+from kvserve.engine.logprob_reader import LogprobReader
 from kvserve.engine.memory import Account
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.model_digest import ModelDigest
@@ -33,6 +32,7 @@ from kvserve.engine.rows import Generation, Row
 from kvserve.engine.sampling import check_sampling
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.thinking_limit import ThinkingLimiter
+from kvserve.engine.token_dispatcher import Courier
 from kvserve.engine.vision_tower import ImageReport
 from kvserve.engine.warming import Warming, WarmJob
 from kvserve.errors import ContextOverflow, EngineFailure, ModelLoadError, NotReady, QueueFull

@@ -1,5 +1,5 @@
 """Log-probabilities in OpenAI's three forms: how a request asks for them, and how an answer's tokens are spelt. Knows
-fields and their ranges; what the numbers mean is the engine's (`engine/logprobs.py`).
+fields and their ranges; what the numbers mean is the engine's (`engine/logprob_reader.py`).
 
 A token whose bytes are no whole characters is spelt as OpenAI does: each byte outside one as `\\xf0`, in completions
 the whole token behind `bytes:`.

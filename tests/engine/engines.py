@@ -26,7 +26,7 @@ from kvserve.core import (
     TokenDelta,
     TokenSequence,
 )
-from kvserve.engine import turns as turns_module
+from kvserve.engine import turn_order as turns_module
 from kvserve.engine.cache_records import CacheSettings
 from kvserve.engine.decode_group import Decoder
 from kvserve.engine.engine_settings import EngineSettings

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvserve.engine import admission
-from kvserve.engine.moving import Moving
-from kvserve.engine.row_bytes import RowBytes
+from kvserve.engine.kv_moves import Moving
+from kvserve.engine.kv_size import RowBytes
 from kvserve.engine.worker import Engine
 from tests.engine.engines import CACHE, NUM_ANSWER_TOKENS, cold, prompt_of, running_engine
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed, GenerationRequest, TokenDelta
 from kvserve.engine import decode
-from kvserve.engine.entrance import Entrance
+from kvserve.engine.admission import Admission
 from kvserve.engine.fair_clock import StreamShare
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.scheduler import Scheduler
@@ -69,7 +69,7 @@ def put_back_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[Generation], Non
 
     def act(_: Generation) -> None:
         has_outgrown = iter([True])
-        monkeypatch.setattr(Entrance, "is_outgrown", lambda _: next(has_outgrown, False))
+        monkeypatch.setattr(Admission, "is_outgrown", lambda _: next(has_outgrown, False))
 
     return act
 
@@ -81,11 +81,11 @@ def put_back_after(num_tokens: int, prompt: list[int], monkeypatch: pytest.Monke
     monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=count().__next__))
     has_outgrown: list[bool] = []
 
-    def is_outgrown(self: Entrance) -> bool:
+    def is_outgrown(self: Admission) -> bool:
         rows = [row for row in self._pool.rows() if row.request.prompt.ids == tuple(prompt)]
         if has_outgrown or not rows or len(rows[0].generated) != num_tokens:
             return False
         has_outgrown.append(True)
         return True
 
-    monkeypatch.setattr(Entrance, "is_outgrown", is_outgrown)
+    monkeypatch.setattr(Admission, "is_outgrown", is_outgrown)

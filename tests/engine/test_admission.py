@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvserve.engine.admission import ANSWER_ALLOWANCE_TOKENS, Budget
-from kvserve.engine.row_bytes import RowBytes
+from kvserve.engine.kv_size import RowBytes
 from kvserve.errors import MemoryExhausted
 
 BUDGET = Budget(max_rows=3, max_bytes=1000, sizes=RowBytes(fixed=100, per_token=1))
@@ -34,9 +34,9 @@ def test_rows_enter_by_number_and_by_bytes_with_padding() -> None:
 def test_a_row_that_will_be_quantised_is_admitted_with_its_peak() -> None:
     """Ten times smaller from token 400 on: longer rows fit, but for a moment the first 400 are there twice."""
     budget = Budget(max_rows=3, max_bytes=1000, sizes=RowBytes(100, 1, 0.1, packed_from=400))
-    assert budget.row_bytes(400) == 500
-    assert budget.row_bytes(401) == budget.row_bytes(4000) == 540
-    assert budget.row_bytes(8000) == 900
+    assert budget.sizes.peak(400) == 500
+    assert budget.sizes.peak(401) == budget.sizes.peak(4000) == 540
+    assert budget.sizes.peak(8000) == 900
     assert budget.can_ever_hold(9000) and not budget.can_ever_hold(9001)
 
 

@@ -16,9 +16,9 @@ from kvserve.engine.batch_kv import BatchKv, RowKv, entering
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import Decoder
 from kvserve.engine.kv_buffers import num_slots
+from kvserve.engine.kv_size import RowBytes
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.prefill import reserve
-from kvserve.engine.row_bytes import RowBytes
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.sampling import sampler_for
 from kvserve.engine.snapshot import CacheLayout

@@ -4,12 +4,12 @@ import mlx.core as mx
 import pytest
 
 from kvserve.core import GenerationRequest
-from kvserve.engine.courier import Carry, Delivery, call_now
 from kvserve.engine.decode import DecodePool, extra_padding_tokens
 from kvserve.engine.decode_group import Decoder
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.sampling import sampler_for
+from kvserve.engine.token_dispatcher import Carry, Delivery, call_now
 from tests.engine.engines import prompt_of, request
 from tests.models import tiny_model
 

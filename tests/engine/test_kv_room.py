@@ -6,8 +6,8 @@ import pytest
 
 from kvserve.core import TokenSequence
 from kvserve.engine import admission
+from kvserve.engine.kv_moves import Moving
 from kvserve.engine.memory import fixed_memory
-from kvserve.engine.moving import Moving
 from kvserve.engine.prefix_cache import PrefixCache
 from tests.engine.engines import (
     CACHE,

@@ -15,9 +15,9 @@ from kvserve.engine import kv_room
 from kvserve.engine.cache_records import Tenancy
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.kv_room import KvRoom
+from kvserve.engine.kv_size import RowBytes
 from kvserve.engine.memory import fixed_memory
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.row_bytes import RowBytes
 from kvserve.engine.rows import Generation, Row
 from kvserve.engine.scheduler import Scheduler
 from tests.cache.payloads import ROOMY, ROW_BYTES, make_tree, store

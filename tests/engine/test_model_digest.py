@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvserve.engine import model_digest
-from kvserve.engine.census import MEMORY_FILE
 from kvserve.engine.digest_memory import DigestMemory
 from kvserve.engine.file_digest import Piece, hash_piece
+from kvserve.engine.loaded_files import MEMORY_FILE
 from kvserve.engine.model_digest import ModelDigest
 from tests.laws import IS_FULL, num_examples
 from tests.models import tiny_model

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed
-from kvserve.engine.courier import Departing
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.out_of_memory import is_helped_by_room, is_out_of_memory, told
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.snapshot import CacheLayout
+from kvserve.engine.token_dispatcher import Departing
 from kvserve.engine.worker import Engine
 from kvserve.errors import BadRequest, MemoryExhausted
 from tests.engine.engines import generate, prompt_of, request, running_engine

@@ -10,9 +10,9 @@ import pytest
 from kvserve.cache.node import Node
 from kvserve.cache.trie import Trie
 from kvserve.core import GenerationRequest, ImageFacts, ImageInput, TokenSequence
-from kvserve.engine.arrivals import Arrivals
 from kvserve.engine.disk_open import DiskSettings
 from kvserve.engine.vision_tower import Features, Tower
+from kvserve.engine.waiting_for_prefix import Arrivals
 from kvserve.engine.warming import WarmJob, WarmSettings
 from kvserve.engine.worker import Engine
 from tests.engine.engines import MESSAGE_TOKENS, cached, generate, prompt_of, running_engine, turn

@@ -12,13 +12,13 @@ from kvserve.core import GenerationDone, GenerationFailed, TokenDelta
 from kvserve.engine import prefill_pool
 from kvserve.engine import rows as rows_module
 from kvserve.engine import scheduler as scheduler_module
-from kvserve.engine import turns as turns_module
-from kvserve.engine.arrivals import Arrivals
+from kvserve.engine import turn_order as turns_module
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.disk_cache import Hold
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.rows import Generation, Row
+from kvserve.engine.waiting_for_prefix import Arrivals
 from kvserve.errors import NoProgress
 from tests.engine.engines import cached, collect, generate, held, prompt_of, request, running_engine
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvserve.engine.row_bytes import RowBytes
+from kvserve.engine.kv_size import RowBytes
 
 FULL = RowBytes(fixed=100, per_token=8)
 PACKED = RowBytes(fixed=100, per_token=8, per_packed_token=2, packed_from=50)

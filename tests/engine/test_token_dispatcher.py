@@ -4,7 +4,7 @@ import threading
 
 import mlx.core as mx
 
-from kvserve.engine.courier import Courier, Departing
+from kvserve.engine.token_dispatcher import Courier, Departing
 
 
 def test_deliveries_keep_their_order_on_one_other_thread() -> None:

@@ -17,8 +17,8 @@ from kvserve.core import (
     TokenDelta,
     TokenSequence,
 )
-from kvserve.engine.courier import Courier
 from kvserve.engine.rows import Generation, Row
+from kvserve.engine.token_dispatcher import Courier
 from kvserve.errors import EngineFailure
 
 PATIENCE_SECONDS = 60.0

@@ -14,10 +14,10 @@ from kvserve.engine.cache_records import Tenancy
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.decode_group import Left
 from kvserve.engine.kv_room import NO_ROOM
+from kvserve.engine.kv_size import RowBytes
 from kvserve.engine.out_of_memory import ShortMemory
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.row_bytes import RowBytes
 from kvserve.engine.rows import Row
 
 NOT_KEPT = "KV could not be kept and will be computed again"

@@ -11,7 +11,7 @@ import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed, PrefillProgress, RequestId, TokenDelta
 from kvserve.engine import scheduler as scheduler_module
-from kvserve.engine import turns as turns_module
+from kvserve.engine import turn_order as turns_module
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.kv_room import KvRoom
 from kvserve.engine.prefill import Prefill

@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from kvserve.engine.arrivals import Arrivals
+from kvserve.engine.admission import Admission
 from kvserve.engine.decode import DecodePool
-from kvserve.engine.entrance import Entrance
 from kvserve.engine.fair_clock import FairClock, StreamShare
 from kvserve.engine.policy import candidates, first_token_seconds, plan
 from kvserve.engine.policy_facts import (
@@ -28,6 +27,7 @@ from kvserve.engine.prefill_pool import PrefillPool
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.row_outline import tokens_of
 from kvserve.engine.rows import Row
+from kvserve.engine.waiting_for_prefix import Arrivals
 
 TELL_SECONDS = 1.0
 """How often a row that waits for its turn says so."""
@@ -39,7 +39,7 @@ class Turns:
     def __init__(
         self,
         cache: PrefixCache,
-        entrance: Entrance,
+        admission: Admission,
         arrivals: Arrivals,
         prefills: PrefillPool,
         pool: DecodePool,
@@ -48,7 +48,7 @@ class Turns:
     ) -> None:
         self.waiting: list[Row] = []
         self._cache = cache
-        self._entrance = entrance
+        self._admission = admission
         self._arrivals = arrivals
         self._prefills = prefills
         self._pool = pool
@@ -168,7 +168,7 @@ class Turns:
         """The best of those that wait, and whether there is room. Of more than the first it is asked when rows have
         come or gone: what is asked looks into the cache."""
         running = self.running()
-        if not self.waiting or not self._entrance.has_place(running):
+        if not self.waiting or not self._admission.has_place(running):
             return
         now = time.monotonic()
         first = candidates([self._applicant(row, now) for row in self.waiting])
@@ -176,7 +176,7 @@ class Turns:
         self._asked_at_change = self._num_changes
         for applicant in first if is_asked else first[:1]:
             num_left = self._num_left(applicant.row)
-            fits = self._entrance.admits(applicant.row, running, len(self.waiting))
+            fits = self._admission.admits(applicant.row, running, len(self.waiting))
             yield replace(applicant, num_left_tokens=num_left, fits=fits)
 
     def _applicant(self, row: Row, now: float) -> Applicant[Row]:

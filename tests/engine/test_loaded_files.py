@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvserve.engine.census import MEMORY_FILE, census, differing
+from kvserve.engine.loaded_files import MEMORY_FILE, census, differing
 from kvserve.engine.model import load
 from kvserve.engine.tool_parser import library_tool_parser
 from kvserve.prompt.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ import pytest
 
 from kvserve.core import GenerationDone, PrefillProgress, TokenDelta
 from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.moving import Moving
+from kvserve.engine.kv_moves import Moving
 from kvserve.engine.snapshot import CacheLayout
 from tests.engine.engines import (
     NUM_ANSWER_TOKENS,
