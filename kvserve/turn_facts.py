@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from kvserve.core import Message, MessageStart, PrefillProgress, RequestId, Reuse, TokenSequence, Turn
-from kvserve.engine.rows import Generation
+from kvserve.engine.rows import RequestHandle
 from kvserve.identity.owner import Owner
 from kvserve.identity.reading import Reading
 from kvserve.output.answer import AnswerReader
@@ -52,7 +52,7 @@ class Submitted:
     model_name: str
     reading: Reading | None
     prompt: Prompt
-    generation: Generation
+    generation: RequestHandle
     cut_by: LengthLimit
     encode: Callable[[str], Sequence[int]]
     decode: Callable[[Sequence[int]], str]

@@ -26,7 +26,7 @@ from kvserve.cache.disk_tier import DiskTier
 from kvserve.config import DiskMode, Launch, Settings
 from kvserve.engine import decode_group, prefill_pool
 from kvserve.engine.decode import DecodePool
-from kvserve.engine.decode_group import Step
+from kvserve.engine.decode_group import DecodeResult
 from kvserve.engine.prefill import Prefill
 from kvserve.pipeline import ServedModel
 from kvserve.telemetry.terminal import Terminal
@@ -246,12 +246,12 @@ def no_tokens() -> Iterator[None]:
     """Running answers stand still behind their first token meanwhile, and everything else goes on: they are not over
     before what a test does beside them, however long its threads slept. Prompts may wait for first tokens."""
 
-    def standing(step: Callable[[DecodePool], Step]) -> Callable[[DecodePool], Step]:
-        def wait(pool: DecodePool) -> Step:
+    def standing(step: Callable[[DecodePool], DecodeResult]) -> Callable[[DecodePool], DecodeResult]:
+        def wait(pool: DecodePool) -> DecodeResult:
             if not all(row.generated for row in pool.rows()):
                 return step(pool)
             time.sleep(0.002)
-            return Step()
+            return DecodeResult()
 
         return wait
 

@@ -20,7 +20,7 @@ from kvserve import stage
 from kvserve.core import SamplingParams
 from kvserve.engine import engine_start
 from kvserve.engine.leaves import leaves
-from kvserve.engine.loaded_files import census
+from kvserve.engine.loaded_files import file_stamps
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
 from kvserve.engine.scheduler import Scheduler
@@ -45,7 +45,7 @@ _probed = template._probed
 
 
 def _load_and_note(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> LoadedModel:
-    stamps = (folder, *sorted(census(folder).items()))  # sizes, times and places of all files
+    stamps = (folder, *sorted(file_stamps(folder).items()))  # sizes, times and places of all files
     if stamps not in _fingerprints:
         _fingerprints[stamps] = fingerprint_of(folder)
     _loading.model = (_fingerprints[stamps], kv)

@@ -13,7 +13,7 @@ import pytest
 
 from kvserve.core import GenerationRequest, JsonObject
 from kvserve.engine import decode_group
-from kvserve.engine.rows import Generation
+from kvserve.engine.rows import RequestHandle
 from tests.models import tiny_model
 from tests.prompt.call_forms import SMALL, source_of
 from tests.prompt.vocabularies import SHARED
@@ -46,7 +46,7 @@ def prompts_of(app: AppUnderTest) -> Iterator[list[tuple[int, ...]]]:
     engine, prompts = app.served.engine, list[tuple[int, ...]]()
     submit = engine.submit
 
-    def seen(request: GenerationRequest) -> Generation:
+    def seen(request: GenerationRequest) -> RequestHandle:
         prompts.append(request.prompt.ids)
         return submit(request)
 

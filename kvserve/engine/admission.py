@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvserve.engine.decode import DecodePool
 from kvserve.engine.kv_buffers import num_slots
-from kvserve.engine.kv_size import RowBytes
+from kvserve.engine.kv_size import KvSize
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.row_outline import ANSWER_ALLOWANCE_TOKENS, admitted_tokens, tokens_of
 from kvserve.engine.rows import Row
@@ -22,7 +22,7 @@ class Budget:
 
     max_rows: int
     max_bytes: float
-    sizes: RowBytes
+    sizes: KvSize
 
     def reserved_tokens(self, num_prompt_tokens: int, max_tokens: int) -> int:
         """Tokens that a row is counted with."""
@@ -137,7 +137,7 @@ class Admission:
     def _moved_bytes(self, row: Row, restorable_bytes: float) -> float:
         """How much of what is kept of a row would leave the tree for it."""
         partition = row.request.partition
-        return self._cache.moving.planned_bytes(
+        return self._cache.kv_moves.planned_bytes(
             row, restorable_bytes, lambda: self._cache.kept_tokens(tokens_of(row), [partition])[1]
         )
 

@@ -1,4 +1,4 @@
-"""The nouns of the prefix cache as the engine uses it: what the operator decides, a row's tenancy, what is told of it.
+"""The nouns of the prefix cache as the engine uses it: what the operator decides, a row's lease, what is told of it.
 No arrays.
 """
 
@@ -29,7 +29,7 @@ class CacheSettings:
 
 
 @dataclass(slots=True, eq=False)
-class Tenancy:
+class CacheLease:
     """A row in the cache: what it stands on, where its prefill stops, and its prompt for rows that come after it.
 
     `is_stuck`: what it has computed cannot be taken in while it decodes. `may_evict`: somebody asked for it, so that

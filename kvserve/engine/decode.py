@@ -21,7 +21,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 from kvserve.engine.batch_kv import BatchKv, entering
 from kvserve.engine.before_stop import StatesBefore, is_recurrent
 from kvserve.engine.borders import guarded
-from kvserve.engine.decode_group import Crossing, Decoder, Group, Left, Step, drawn_token, hand_out
+from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow, Group, QuantiseStart, drawn_token, hand_out
 from kvserve.engine.kv_buffers import settle
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
@@ -30,7 +30,7 @@ from kvserve.engine.row_outline import admitted_tokens
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import LogitsProcessor, Sampler
 from kvserve.engine.solo import SoloGenerator
-from kvserve.engine.token_dispatcher import Departing
+from kvserve.engine.token_dispatcher import SendingModule
 from kvserve.engine.wired import batch_generator
 
 
@@ -45,11 +45,11 @@ def extra_padding_tokens(lengths: Sequence[int], joining: int) -> int:
 class DecodePool:
     """All decoding rows. Owned by the engine thread; every method but `num_rows` may run the model."""
 
-    def __init__(self, model: LoadedModel, max_batch_size: int, depart: Callable[[], None] = lambda: None) -> None:
-        """`depart` is called in the middle of a step, when the rest of it is the device's."""
+    def __init__(self, model: LoadedModel, max_batch_size: int, send_tokens: Callable[[], None] = lambda: None) -> None:
+        """`send_tokens` is called in the middle of a step, when the rest of it is the device's."""
         self._model = model
-        self._depart = depart
-        self._module = Departing(model.module, depart)
+        self._send_tokens = send_tokens
+        self._module = SendingModule(model.module, send_tokens)
         self._max_batch_size = max_batch_size
         self._groups: list[Group] = []
         self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, leaves(model.new_caches())))
@@ -106,44 +106,46 @@ class DecodePool:
         group.rows[uid] = row
         group.decoders[uid] = decoder
 
-    def look_at(self, row: Row) -> Left | None:
+    def look_at(self, row: Row) -> ExtractedRow | None:
         """What a row that goes on decoding holds between two steps, not evaluated yet; None if it does not decode."""
         for group in self._groups:
             for uid, each in group.rows.items():
                 if each is row:
                     caches, tokens = group.generator.extract_cache([uid])[uid]
-                    return Left(row, caches, list(tokens))
+                    return ExtractedRow(row, caches, list(tokens))
         return None
 
-    def remove(self, row: Row) -> Left | None:
+    def remove(self, row: Row) -> ExtractedRow | None:
         """Take a row out between two steps, with the KV of all its tokens; None if it does not decode."""
         for group in self._groups:
             for uid, each in list(group.rows.items()):
                 if each is row:
                     caches, tokens = group.generator.remove([uid], return_prompt_caches=True)[uid]
                     group.drop(uid)
-                    return Left(row, caches, tokens, self._rest(group))
+                    return ExtractedRow(row, caches, tokens, self._rest(group))
         return None
 
-    def hand_out_drawn(self, row: Row) -> Step:
+    def hand_out_drawn(self, row: Row) -> DecodeResult:
         """Hand out the token that the last step has drawn for a row that is about to leave and enter again: what its
         caches hold is all its tokens but this one. Where that is its last one the row is finished, and has left."""
         for group in self._groups:
             for uid in [uid for uid, each in group.rows.items() if each is row]:
                 token = self._asked(group, partial(drawn_token, group.generator, uid))
-                if isinstance(token, Step):
+                if isinstance(token, DecodeResult):
                     return token
                 if token is not None:
                     hand_out(row, token)
         left = self.remove(row) if row.is_over else None
-        return Step(finished=(left,) if left is not None else ())
+        return DecodeResult(finished=(left,) if left is not None else ())
 
-    def _rest(self, group: Group, others: Sequence[Left] = ()) -> tuple[tuple[Any, ...], ...]:
+    def _rest(self, group: Group, others: Sequence[ExtractedRow] = ()) -> tuple[tuple[Any, ...], ...]:
         """For each leaf those of the rows that a group still has, and of others that have left it."""
         held = [leaves(group.generator._generation_batch.prompt_cache)] if group.rows else []
         return tuple(zip(*held, *(leaves(left.caches) for left in others), strict=True))
 
-    def _with_rest(self, group: Group, lefts: Sequence[Left], all_left: Sequence[Left]) -> list[Left]:
+    def _with_rest(
+        self, group: Group, lefts: Sequence[ExtractedRow], all_left: Sequence[ExtractedRow]
+    ) -> list[ExtractedRow]:
         """Rows that leave a group in one step, each with the others who have its buffers."""
         return [
             replace(left, rest=self._rest(group, [other for other in all_left if other is not left])) for left in lefts
@@ -159,21 +161,21 @@ class DecodePool:
                         settle(leaf.keys, leaf.values)
             group.has_lost_rows = False
 
-    def step(self) -> Step:
+    def step(self) -> DecodeResult:
         """One token for every row of the generator whose turn it is; delivers the tokens to their rows."""
         running = [group for group in self._groups if group.rows]
         if not running:
-            return Step()
+            return DecodeResult()
         return self._step_group(min(running, key=lambda group: group.used_seconds))
 
-    def step_all(self) -> Step:
+    def step_all(self) -> DecodeResult:
         """One token for every row: what running streams get between two prefill chunks."""
         steps = [self._step_group(group) for group in list(self._groups) if group.rows]
-        return Step(
+        return DecodeResult(
             tuple(left for step in steps for left in step.finished),
             tuple(row for step in steps for row in step.failed),
             tuple(row for step in steps for row in step.evicted),
-            tuple(crossing for step in steps for crossing in step.crossed),
+            tuple(quantise_start for step in steps for quantise_start in step.quantise_starts),
             any(step.is_short_of_memory for step in steps),
             tuple(left for step in steps for left in step.broken),
         )
@@ -186,11 +188,11 @@ class DecodePool:
         self._groups = []
         return rows
 
-    def _step_group(self, group: Group) -> Step:
+    def _step_group(self, group: Group) -> DecodeResult:
         started = time.perf_counter()
         num_rows = len(group.rows)
         begun = self._asked(group, partial(self._next, group))
-        if isinstance(begun, Step):
+        if isinstance(begun, DecodeResult):
             return begun
         at_start, before, responses = begun
         finished = []
@@ -213,24 +215,28 @@ class DecodePool:
         broken = [left for row in failed if (left := self.remove(row)) is not None]
         if not at_start:
             finished, broken = (self._with_rest(group, lefts, (*finished, *broken)) for lefts in (finished, broken))
-        crossed = [self._cross(group, uid, left) for uid, left in at_start.items() if uid in group.rows]
+        quantise_starts = [
+            self._quantise_start(group, uid, left) for uid, left in at_start.items() if uid in group.rows
+        ]
         group.used_seconds += (time.perf_counter() - started) / num_rows
-        return Step(tuple(finished), tuple(failed), crossed=tuple(crossed), broken=tuple(broken))
+        return DecodeResult(
+            tuple(finished), tuple(failed), quantise_starts=tuple(quantise_starts), broken=tuple(broken)
+        )
 
-    def _next(self, group: Group) -> tuple[dict[int, Left], StatesBefore | None, list[Any]]:
+    def _next(self, group: Group) -> tuple[dict[int, ExtractedRow], StatesBefore | None, list[Any]]:
         """Who crosses at this step, the states from before it where they are held, and the generator's responses."""
-        at_start = self._at_start(group)
+        at_start = self._at_quantise_start(group)
         before = StatesBefore.of(group.generator) if self._holds_states else None
         return at_start, before, group.generator.next()[1]
 
-    def _asked[T](self, group: Group, question: Callable[[], T]) -> T | Step:
+    def _asked[T](self, group: Group, question: Callable[[], T]) -> T | DecodeResult:
         """What a generator gives; where it raises, what breaking it up leaves to do."""
         try:
             return question()
         except Exception as error:  # noqa: BLE001 - whatever broke inside a generator, its state is unknown
             return self._break_up(group, error)
 
-    def _at_start(self, group: Group) -> dict[int, Left]:
+    def _at_quantise_start(self, group: Group) -> dict[int, ExtractedRow]:
         """By uid the rows whose next token is the first that quantised KV must compute, without KV that can be cut.
 
         That token is drawn already. The next step hands it out, and computes it in full precision for nothing: states
@@ -240,20 +246,22 @@ class DecodePool:
         uids = [uid for uid, row in group.rows.items() if row.num_tokens == start and not group.is_packed]
         if not uids:
             return {}
-        self._depart()  # copying takes longer than a pass takes to be described
+        self._send_tokens()  # copying takes longer than a pass takes to be described
         found = group.generator.extract_cache(uids).items()
-        held = {uid: Left(group.rows[uid], _without_rows(caches), list(tokens)) for uid, (caches, tokens) in found}
+        held = {
+            uid: ExtractedRow(group.rows[uid], _without_rows(caches), list(tokens)) for uid, (caches, tokens) in found
+        }
         mx.eval([vars(leaf) for left in held.values() for leaf in leaves(left.caches)])
         # A row that has only just entered has not computed its last prompt token.
         return {uid: left for uid, left in held.items() if len(left.tokens) == start}
 
-    def _cross(self, group: Group, uid: int, left: Left) -> Crossing:
+    def _quantise_start(self, group: Group, uid: int, left: ExtractedRow) -> QuantiseStart:
         caches, _ = group.generator.remove([uid], return_prompt_caches=True)[uid]
         decoder = group.decoders[uid]
         group.drop(uid)
-        return Crossing(replace(left, caches=_taken_back(left.caches, caches)), decoder)
+        return QuantiseStart(replace(left, caches=_taken_back(left.caches, caches)), decoder)
 
-    def _break_up(self, group: Group, error: Exception) -> Step:
+    def _break_up(self, group: Group, error: Exception) -> DecodeResult:
         """Discard a generator that raised: rows enter again from their tokens, a second failure is the row's own."""
         self._groups.remove(group)
         group.generator.close()
@@ -269,7 +277,7 @@ class DecodePool:
                 row.num_generator_failures += 1
                 row.failure = row.failure or (error if row.num_generator_failures > 1 else None)
             (failed if row.failure is not None else again).append(row)
-        return Step(failed=tuple(failed), evicted=tuple(again), is_short_of_memory=is_short)
+        return DecodeResult(failed=tuple(failed), evicted=tuple(again), is_short_of_memory=is_short)
 
     def _blame_for_memory(self, rows: list[Row], error: Exception) -> None:
         """An allocation failed while these rows computed. The first time none is to blame; after that the longest one,
@@ -313,14 +321,14 @@ class DecodePool:
         return batch_generator(self._module, completion_batch_size=self._max_batch_size)
 
 
-def _left(row: Row, response: Any, before: StatesBefore | None) -> Left:
+def _left(row: Row, response: Any, before: StatesBefore | None) -> ExtractedRow:
     """A row that is finished. Of one that ended with another stop token than the next prompt will have behind its
     answer, a state behind that token would be of no use: it gets those from before it, where there are any."""
     caches, tokens = response.prompt_cache, response.all_tokens
     is_repeated = response.finish_reason != "stop" or response.token == row.request.turn_end
     if is_repeated or row.request.turn_end is None or before is None or not before.put_back(response.uid, caches):
-        return Left(row, caches, tokens)
-    return Left(row, caches, tokens[:-1])
+        return ExtractedRow(row, caches, tokens)
+    return ExtractedRow(row, caches, tokens[:-1])
 
 
 def _without_rows(caches: list[Any]) -> list[Any]:

@@ -78,7 +78,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class ExtractedRow:
     """A row that left its batch whole: plain caches that hold the KV of `tokens`, prompt included, and states behind
     exactly these. `rest`: for each leaf those of the batch that goes on, and of the rows that left with this one, which
     have its buffers too until they are computed; empty where it was alone, None where they cannot be given up."""
@@ -90,30 +90,30 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class QuantiseStart:
     """A row that left its batch where quantised KV starts, to enter another one with what draws its tokens.
 
     `left` holds the KV of all its tokens but the newest, in full precision.
     """
 
-    left: Left
+    left: ExtractedRow
     decoder: Decoder
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DecodeResult:
     """What one decode step brought: rows that are finished, failed, must enter again from their tokens, or cross.
 
     `is_short_of_memory`: an allocation failed, so that room must be made before rows enter again. `broken`: what failed
     rows held, where it was not their batch that failed.
     """
 
-    finished: tuple[Left, ...] = ()
+    finished: tuple[ExtractedRow, ...] = ()
     failed: tuple[Row, ...] = ()
     evicted: tuple[Row, ...] = ()
-    crossed: tuple[Crossing, ...] = ()
+    quantise_starts: tuple[QuantiseStart, ...] = ()
     is_short_of_memory: bool = False
-    broken: tuple[Left, ...] = ()
+    broken: tuple[ExtractedRow, ...] = ()
 
 
 def drawn_token(generator: Any, uid: int) -> int | None:

@@ -64,7 +64,7 @@ class DiskReport:
 
 
 @dataclass(slots=True, eq=False)
-class Hold:
+class PinnedPrefix:
     """What an admitted row will start from, kept from leaving; `load`, at most `room_bytes`, is what the disk gives,
     and `base` the state that was read last, from which the next one goes on."""
 
@@ -154,7 +154,7 @@ class DiskCache:
             self.let_go(hold)
         return removal
 
-    def _rescued(self, is_forgotten: IsForgotten, max_bytes: int) -> Iterator[Hold]:
+    def _rescued(self, is_forgotten: IsForgotten, max_bytes: int) -> Iterator[PinnedPrefix]:
         """What others would lose, in RAM: as much of it as can be read in a moment."""
         until = time.monotonic() + RESCUE_SECONDS
         for each in self.tier.index.endangered(is_forgotten):
@@ -202,24 +202,24 @@ class DiskCache:
         room_bytes: float = math.inf,
         *,
         is_guess: bool = False,
-    ) -> Hold:
+    ) -> PinnedPrefix:
         """Hold what RAM has of a row's tokens, and begin to read what the disk has beyond it."""
         match = self._tree.lookup(tokens, partition=partition)
         lease = self._tree.acquire(match, user=owner, is_guess=is_guess)
-        hold, has_begun = Hold(tokens, lease, partition=partition, owner=owner, room_bytes=room_bytes), False
+        hold, has_begun = PinnedPrefix(tokens, lease, partition=partition, owner=owner, room_bytes=room_bytes), False
         with costs_the_disk_only(partial(self.tier.faults.add, "unreadable")):
             self._begin(hold, match)
             has_begun = True
         hold.is_settled |= not has_begun
         return hold
 
-    def let_go(self, hold: Hold) -> None:
+    def let_go(self, hold: PinnedPrefix) -> None:
         """The row has begun, or left: what it waited for is not wanted any more. Idempotent."""
         self._end_load(hold)
         hold.is_settled = True
         self._tree.release(hold.lease)
 
-    def advance(self, hold: Hold) -> bool:
+    def advance(self, hold: PinnedPrefix) -> bool:
         """Take in what has been read for a row. True as long as there is something to wait for."""
         if hold.is_settled:
             return False
@@ -244,7 +244,7 @@ class DiskCache:
         """Nobody waits any more, whatever was begun."""
         self._loading.clear()
 
-    def _plan_again(self, hold: Hold) -> None:
+    def _plan_again(self, hold: PinnedPrefix) -> None:
         """The tree may have grown, and blobs may be gone: what is there now?"""
         match = self._tree.lookup(hold.tokens, partition=hold.partition)
         lease = self._tree.acquire(match, user=hold.owner, is_guess=hold.lease.is_guess)
@@ -252,7 +252,7 @@ class DiskCache:
         hold.lease = lease
         self._begin(hold, match)
 
-    def _begin(self, hold: Hold, match: Match) -> None:
+    def _begin(self, hold: PinnedPrefix, match: Match) -> None:
         rows, found = self._beyond(match)
         goal = self._goal(found, match, hold)
         self.tier.stands_on(rows, max(match.num_usable_tokens, goal.end if goal is not None else 0))
@@ -279,13 +279,13 @@ class DiskCache:
         found = found.written()
         return (*rows, *(step.segment for step in found.steps)), found
 
-    def _end_load(self, hold: Hold) -> None:
+    def _end_load(self, hold: PinnedPrefix) -> None:
         if hold.load is not None:
             self._loading -= hold.load.names
             self.tier.cancel(hold.load)
         hold.load = None
 
-    def _insert_arrived(self, hold: Hold, load: Load) -> bool:
+    def _insert_arrived(self, hold: PinnedPrefix, load: Load) -> bool:
         """Let the lease grow over blobs that have arrived, some at a time; what is not taken yet is not read beyond, so
         whoever takes slowly is read for slowly. False: one of them is of no use."""
         goal, num_bytes = hold.goal, 0
@@ -298,7 +298,7 @@ class DiskCache:
                 return False
         return True
 
-    def _insert(self, hold: Hold, goal: Goal, entry: Entry, blob: Blob) -> bool:
+    def _insert(self, hold: PinnedPrefix, goal: Goal, entry: Entry, blob: Blob) -> bool:
         self._make_room(entry.num_bytes)
         hold.room_bytes -= entry.num_bytes
         before = hold.lease.num_tokens
@@ -321,7 +321,7 @@ class DiskCache:
         hold.num_restored_tokens += max(num_tokens, blob.head.kind == "checkpoint")
         return True
 
-    def _insert_state(self, hold: Hold, goal: Goal, entry: Entry, blob: Blob) -> None:
+    def _insert_state(self, hold: PinnedPrefix, goal: Goal, entry: Entry, blob: Blob) -> None:
         """Raises NotReadable or RowsGone."""
         state = decode_state(blob.note, blob.tensors)
         if blob.head.base:
@@ -337,7 +337,9 @@ class DiskCache:
             self._extend(hold, goal.end, None, state, entry)
             self.num_restores += 1
 
-    def _extend(self, hold: Hold, end: int, kv: KvSlice | None, state: StateSnapshot | None, entry: Entry) -> None:
+    def _extend(
+        self, hold: PinnedPrefix, end: int, kv: KvSlice | None, state: StateSnapshot | None, entry: Entry
+    ) -> None:
         """The lease grows to `end` over rows that RAM has, and over those that were read."""
         first = entry.head.tokens.start
 
@@ -360,7 +362,7 @@ class DiskCache:
 
     # --- what is worth reading ----------------------------------------------------------------------------------------
 
-    def _goal(self, found: Found, match: Match, hold: Hold) -> Goal | None:
+    def _goal(self, found: Found, match: Match, hold: PinnedPrefix) -> Goal | None:
         """What to read so that the row starts soonest; None where computing is as fast, or RAM has as much."""
         best, best_saved, declined = None, 0.0, None
         for goal in goals(found, match, hold.tokens, needs_checkpoints=self._needs_checkpoints):

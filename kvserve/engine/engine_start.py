@@ -15,19 +15,19 @@ from kvserve.core import GenerationFailed, GenerationRequest, RequestId, Samplin
 from kvserve.engine.disk_open import DiskSettings, forget_on_disk, use_disk
 from kvserve.engine.engine_settings import EngineSettings
 from kvserve.engine.fingerprint import kv_fingerprint
-from kvserve.engine.memory import Account, Memory
+from kvserve.engine.memory import Account, MemoryLedger
 from kvserve.engine.memory_plan import memory_bytes, overdrawn
 from kvserve.engine.model import LoadedModel, load
 from kvserve.engine.model_digest import ModelDigest
 from kvserve.engine.prefix_cache import PrefixCache
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.self_check import check_caches
 from kvserve.engine.vision_check import with_images_tried
 from kvserve.engine.wired import WiredLimit, wired_bytes
 from kvserve.errors import ModelLoadError, NotReady
 
-type Errand = Callable[[Scheduler | None], None]
+type EngineCall = Callable[[Scheduler | None], None]
 """Something that another thread wants done on the engine thread; None means that it will not be done any more."""
 
 
@@ -43,22 +43,21 @@ class EngineStart:
         settings: EngineSettings,
         digest: ModelDigest,
         *,
-        depart: Callable[[], None],
-        put: Callable[[Errand], None],
+        send_tokens: Callable[[], None],
+        put: Callable[[EngineCall], None],
         report: Callable[[str], None],
     ) -> None:
-        """`depart` sends what rows have said to their clients; `put` has something done between two steps, and raises
-        NotReady where nothing is done any more."""
+        """`send_tokens` sends tokens that wait; `put` has something done between two steps, or raises NotReady."""
         self._folder = folder
         self._settings = settings
         self._digest = digest
-        self._depart = depart
+        self._send_tokens = send_tokens
         self._put = put
         self._report = report
         self._wired = WiredLimit()
         self._found_cache_limit: int | None = None
         self.outside: dict[Account, Callable[[], int]] = {}
-        self.ledger: Memory | None = None
+        self.ledger: MemoryLedger | None = None
 
     def load(self) -> tuple[LoadedModel, Scheduler]:
         """Load the model, try out what its caches allow, and begin with an empty cache. Raises whatever fails."""
@@ -95,20 +94,20 @@ class EngineStart:
             stream_share=self._settings.stream_share,
             report=self._report,
             warming=self._settings.warming,
-            depart=self._depart,
+            send_tokens=self._send_tokens,
         )
 
-    def _new_ledger(self, model: LoadedModel) -> Memory:
+    def _new_ledger(self, model: LoadedModel) -> MemoryLedger:
         """All memory that grows with work, from here on; MLX holds no more freed buffers, and wires no more, than it
         may."""
         plan = self._settings.memory_plan(model)
         self._found_cache_limit = mx.set_cache_limit(plan.buffer_bytes)
         mx.set_cache_limit(min(plan.buffer_bytes, self._found_cache_limit))
         self._wired.begin(wired_bytes(self._settings.wired_bytes, model.weight_bytes, plan))
-        memory = Memory(plan, self._report)
+        memory = MemoryLedger(plan, self._report)
         memory.open("buffers", mx.get_cache_memory)
-        if (sight := model.sight) is not None:
-            memory.open("image_features", lambda: sight.tower.num_bytes)
+        if (vision := model.vision) is not None:
+            memory.open("image_features", lambda: vision.tower.num_bytes)
         for account, read in self.outside.items():
             memory.open(account, read)
         return memory
@@ -141,10 +140,10 @@ def _draw_two_tokens(scheduler: Scheduler, sampling: SamplingParams) -> None:
     Raises ModelLoadError for a model that loads but cannot generate.
     """
     request = GenerationRequest(RequestId("warm-up"), TokenSequence((0, 0)), 2, sampling, frozenset())
-    generation = Generation(request)
-    scheduler.add(Row(generation, lambda: None))
+    handle = RequestHandle(request)
+    scheduler.add(Row(handle, lambda: None))
     while not scheduler.is_idle:
         scheduler.tick()
-    for batch in generation.batches(0):
+    for batch in handle.batches(0):
         if batch and isinstance(batch[-1], GenerationFailed):
             raise ModelLoadError(f"The model was loaded, but it cannot generate: {batch[-1].error}")

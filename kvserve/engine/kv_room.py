@@ -12,8 +12,8 @@ from kvserve.cache.node import Node
 from kvserve.cache.records import Room
 from kvserve.cache.tree import PrefixTree
 from kvserve.core import TokenSequence
-from kvserve.engine.kv_size import RowBytes
-from kvserve.engine.memory import Memory
+from kvserve.engine.kv_size import KvSize
+from kvserve.engine.memory import MemoryLedger
 
 CLEAR_AFTER_BYTES = 64 * 2**20
 """MLX keeps freed buffers for reuse; when so much has left they are given back."""
@@ -43,7 +43,7 @@ class KvRoom:
     """
 
     def __init__(
-        self, tree: PrefixTree, memory: Memory, sizes: RowBytes, clock: Callable[[], float] = time.monotonic
+        self, tree: PrefixTree, memory: MemoryLedger, sizes: KvSize, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.memory = memory
         self.has_more = False

@@ -41,7 +41,7 @@ MAX_NAMING_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class FileStamp:
     """Which file it is and when it was changed last. The time of its last change of any kind (`ctime_ns`) cannot be set
     by anybody, so a change shows even where the time of the contents was set back."""
 
@@ -52,17 +52,17 @@ class Stamp:
     ctime_ns: int
 
     @classmethod
-    def of(cls, found: os.stat_result) -> "Stamp":
+    def of(cls, found: os.stat_result) -> "FileStamp":
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
-type Census = Mapping[Path, Stamp]
+type FileStamps = Mapping[Path, FileStamp]
 """The files of a model by their way from its folder (a way from `/` where they lie outside)."""
 
 
-def census(folder: Path) -> Census:
+def file_stamps(folder: Path) -> FileStamps:
     """The files that loaders may read, as they are now. What cannot be looked at is not there for a loader either."""
-    found: dict[Path, Stamp] = {}
+    found: dict[Path, FileStamp] = {}
     for path in _below(folder, set()):
         _add(found, folder, path)
     for path in _named(folder):
@@ -70,21 +70,21 @@ def census(folder: Path) -> Census:
     return dict(sorted(found.items()))
 
 
-def differing(one: Census, other: Census) -> Path | None:
+def differing(one: FileStamps, other: FileStamps) -> Path | None:
     """A file that is not the same in both; None where all are."""
     return next((path for path in sorted({*one, *other}) if one.get(path) != other.get(path)), None)
 
 
-def stamp_of(path: Path) -> Stamp | None:
+def stamp_of(path: Path) -> FileStamp | None:
     """The stamp of a file, None where there is none."""
     try:
         status = path.stat()
     except (OSError, ValueError):  # a link that leads nowhere, a name that can be no file's
         return None
-    return Stamp.of(status) if stat.S_ISREG(status.st_mode) else None
+    return FileStamp.of(status) if stat.S_ISREG(status.st_mode) else None
 
 
-def _add(found: dict[Path, Stamp], folder: Path, path: Path) -> None:
+def _add(found: dict[Path, FileStamp], folder: Path, path: Path) -> None:
     if (stamp := stamp_of(path)) is not None:
         found[path.relative_to(folder) if path.is_relative_to(folder) else path] = stamp
 

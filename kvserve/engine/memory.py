@@ -68,7 +68,7 @@ class _Pressed:
     num_times: int = 1
 
 
-class Memory:
+class MemoryLedger:
     """The ledger of one loaded model. `tell` takes lines for a person."""
 
     def __init__(
@@ -194,6 +194,6 @@ _BOUNDS: Mapping[Bound, str] = {
 }
 
 
-def fixed_memory(kv_bytes: int) -> Memory:
+def fixed_memory(kv_bytes: int) -> MemoryLedger:
     """A ledger that knows one number: so many bytes for KV, on any machine."""
-    return Memory(plan_memory(0, 0, WantedMemory(kv_bytes=kv_bytes, batch_bytes=kv_bytes)))
+    return MemoryLedger(plan_memory(0, 0, WantedMemory(kv_bytes=kv_bytes, batch_bytes=kv_bytes)))

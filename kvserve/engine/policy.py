@@ -8,7 +8,6 @@ urgent as the most urgent of them, up to where they part. Streams: their share o
 from collections.abc import Hashable, Iterator, Sequence
 
 from kvserve.engine.policy_facts import (
-    Applicant,
     DecodeStep,
     Ending,
     Facts,
@@ -16,7 +15,8 @@ from kvserve.engine.policy_facts import (
     Pause,
     Plan,
     PrefillChunk,
-    Prompt,
+    PromptFacts,
+    WaitingPrompt,
 )
 
 CHUNK_SECONDS_BESIDE_STREAMS = 0.25
@@ -46,15 +46,15 @@ LEAST_WORK_TOKENS = 256
 def plan[R: Hashable](facts: Facts[R]) -> Plan[R]:
     """What is done next. The rows stay what they are to the caller."""
     ended = tuple(ending for life in facts.lives if (ending := _ending(life, facts.watchdog_seconds)) is not None)
-    return Plan(ended, None if ended else _admitted(facts.applicants), _work(facts))
+    return Plan(ended, None if ended else _admitted(facts.waiting_prompts), _work(facts))
 
 
-def candidates[R: Hashable](applicants: Sequence[Applicant[R]]) -> list[Applicant[R]]:
+def candidates[R: Hashable](waiting_prompts: Sequence[WaitingPrompt[R]]) -> list[WaitingPrompt[R]]:
     """Those that are considered for a place, the first to enter first. `fits` is not looked at."""
-    return sorted(applicants, key=_rank)[:NUM_CANDIDATES]
+    return sorted(waiting_prompts, key=_rank)[:NUM_CANDIDATES]
 
 
-def urgency[R: Hashable](prompts: Sequence[Prompt[R]]) -> dict[R, float]:
+def urgency[R: Hashable](prompts: Sequence[PromptFacts[R]]) -> dict[R, float]:
     """When each prompt, or the most urgent of those that wait for it, is through with equal shares."""
     urgent = {prompt.row: prompt.finish for prompt in prompts}
     for prompt in prompts:
@@ -92,19 +92,19 @@ def _ending[R: Hashable](life: Life[R], watchdog_seconds: float) -> Ending[R] | 
     return None
 
 
-def _rank[R: Hashable](applicant: Applicant[R]) -> tuple[bool, bool, float]:
+def _rank[R: Hashable](waiting_prompt: WaitingPrompt[R]) -> tuple[bool, bool, float]:
     """Those who had a place come first, then whom nobody may pass any more, then the highest response ratio."""
-    is_next = applicant.is_back or applicant.num_overtaken >= MAX_OVERTAKEN
-    ratio = applicant.waited_seconds / (applicant.num_left_tokens + LEAST_WORK_TOKENS)
-    return not applicant.is_back, not is_next, -applicant.waited_seconds if is_next else -ratio
+    is_next = waiting_prompt.is_back or waiting_prompt.num_overtaken >= MAX_OVERTAKEN
+    ratio = waiting_prompt.waited_seconds / (waiting_prompt.num_left_tokens + LEAST_WORK_TOKENS)
+    return not waiting_prompt.is_back, not is_next, -waiting_prompt.waited_seconds if is_next else -ratio
 
 
-def _admitted[R: Hashable](applicants: Sequence[Applicant[R]]) -> R | None:
+def _admitted[R: Hashable](waiting_prompts: Sequence[WaitingPrompt[R]]) -> R | None:
     """The first that fits, but nobody behind one that may not be passed."""
-    for applicant in candidates(applicants):
-        if applicant.fits:
-            return applicant.row
-        if applicant.is_back or applicant.num_overtaken >= MAX_OVERTAKEN:
+    for waiting_prompt in candidates(waiting_prompts):
+        if waiting_prompt.fits:
+            return waiting_prompt.row
+        if waiting_prompt.is_back or waiting_prompt.num_overtaken >= MAX_OVERTAKEN:
             return None
     return None
 
@@ -122,7 +122,7 @@ def _work[R: Hashable](facts: Facts[R]) -> PrefillChunk[R] | DecodeStep | Pause:
     return _before_first_tokens(facts, prompt)
 
 
-def _beside_streams[R: Hashable](facts: Facts[R], prompt: Prompt[R]) -> PrefillChunk[R] | DecodeStep:
+def _beside_streams[R: Hashable](facts: Facts[R], prompt: PromptFacts[R]) -> PrefillChunk[R] | DecodeStep:
     """A chunk when streams have had what they are owed; and what is left of its time, if that ends a prompt, so that
     short ones that come together enter together."""
     machine = facts.machine
@@ -134,7 +134,7 @@ def _beside_streams[R: Hashable](facts: Facts[R], prompt: Prompt[R]) -> PrefillC
     return DecodeStep(is_for_all=machine.stretch_seconds > 0)
 
 
-def _before_first_tokens[R: Hashable](facts: Facts[R], prompt: Prompt[R]) -> PrefillChunk[R] | DecodeStep:
+def _before_first_tokens[R: Hashable](facts: Facts[R], prompt: PromptFacts[R]) -> PrefillChunk[R] | DecodeStep:
     """Nobody reads yet: those whose prompts are computed wait for others that end soon, as long as equal shares would
     not have ended them either."""
     left_seconds = STRETCH_SECONDS_ALONE - facts.machine.stretch_seconds
@@ -144,16 +144,16 @@ def _before_first_tokens[R: Hashable](facts: Facts[R], prompt: Prompt[R]) -> Pre
     return PrefillChunk(prompt.row, min(left_seconds, CHUNK_SECONDS_ALONE))
 
 
-def _most_urgent[R: Hashable](prompts: Sequence[Prompt[R]]) -> Prompt[R] | None:
+def _most_urgent[R: Hashable](prompts: Sequence[PromptFacts[R]]) -> PromptFacts[R] | None:
     """Of those that can compute; first who has nothing left, and only enters."""
     urgent = urgency(prompts)
     return min(_ready(prompts), key=lambda prompt: (prompt.num_left_tokens > 0, urgent[prompt.row]), default=None)
 
 
-def _ready[R: Hashable](prompts: Sequence[Prompt[R]]) -> Iterator[Prompt[R]]:
+def _ready[R: Hashable](prompts: Sequence[PromptFacts[R]]) -> Iterator[PromptFacts[R]]:
     return (prompt for prompt in prompts if prompt.awaits is None and not prompt.is_held)
 
 
-def _ends_within[R: Hashable](facts: Facts[R], prompt: Prompt[R], seconds: float) -> bool:
+def _ends_within[R: Hashable](facts: Facts[R], prompt: PromptFacts[R], seconds: float) -> bool:
     rate = facts.machine.tokens_per_second
     return rate is not None and prompt.num_left_tokens <= rate * seconds

@@ -24,7 +24,7 @@ class Life[R: Hashable]:
 
 
 @dataclass(frozen=True, slots=True)
-class Applicant[R: Hashable]:
+class WaitingPrompt[R: Hashable]:
     """A row that waits for a place. `num_left_tokens` of its prompt are not known; `fits`: there is room for it now.
 
     `num_overtaken`: how many rows that came later were let in before it. Nobody passes one that `is_back`: it has had a
@@ -40,7 +40,7 @@ class Applicant[R: Hashable]:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt[R: Hashable]:
+class PromptFacts[R: Hashable]:
     """A row whose prompt is not computed yet. `finish`: where the fair clock stands when equal shares end it.
 
     `num_left_tokens` are its own to compute; before it may begin, `awaits` computes `num_awaited_tokens` that both
@@ -78,11 +78,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Facts[R: Hashable]:
-    """All that a plan is made of. Applicants and prompts stand in the order in which they came."""
+    """All that a plan is made of. Both kinds of prompts stand in the order in which they came."""
 
     lives: tuple[Life[R], ...] = ()
-    applicants: tuple[Applicant[R], ...] = ()
-    prompts: tuple[Prompt[R], ...] = ()
+    waiting_prompts: tuple[WaitingPrompt[R], ...] = ()
+    prompts: tuple[PromptFacts[R], ...] = ()
     streams: tuple[Stream[R], ...] = ()
     machine: Machine = Machine()
     watchdog_seconds: float = 0.0

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from kvserve.engine.cache_records import Tenancy
+from kvserve.engine.cache_records import CacheLease
 from kvserve.engine.kv_buffers import settle, with_room
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
@@ -79,7 +79,7 @@ class Prefill:
     """One row on its way through its prompt: `caches` hold the KV of `tokens[:num_done]`."""
 
     row: Row
-    tenancy: Tenancy
+    cache_lease: CacheLease
     caches: list[Any]
     num_done: int
     num_last_tokens: int = 0
@@ -98,7 +98,7 @@ class Prefill:
     def num_to_stop(self) -> int:
         """Tokens up to the next planned stop or the end. No chunk is longer, as a state can only be kept where it ends,
         unless an image must be computed in one piece."""
-        stop = self.tenancy.next_stop(self.num_done)
+        stop = self.cache_lease.next_stop(self.num_done)
         return self.num_left if stop is None else min(self.num_left, stop - self.num_done)
 
     def step(self, model: LoadedModel, chunk_length: ChunkLength, max_seconds: float) -> int:
@@ -132,18 +132,18 @@ class Prefill:
 
     def _whole_images(self, model: LoadedModel, num_tokens: int) -> int:
         """So many tokens, or more where the chunk would cut what must be computed in one pass."""
-        if self.images is None or model.sight is None or model.sight.rule == "anywhere":
+        if self.images is None or model.vision is None or model.vision.rule == "anywhere":
             return num_tokens
-        if model.sight.rule == "alone":
+        if model.vision.rule == "alone":
             return self.num_left
         return min(self.num_left, self.images.whole(self.num_done, self.num_done + num_tokens) - self.num_done)
 
     def _compute(self, model: LoadedModel, chunk: list[int]) -> None:
-        if self.images is None or model.sight is None:
+        if self.images is None or model.vision is None:
             model.module(mx.array(chunk)[None], cache=self.caches)
         else:
             decoder: Any = model.module
-            see(decoder, model.sight.tower, self.images, chunk, self.num_done, self.caches)
+            see(decoder, model.vision.tower, self.images, chunk, self.num_done, self.caches)
 
 
 def reserve(caches: Iterable[Any], num_tokens: int) -> None:

@@ -28,12 +28,12 @@ from kvserve.cache.token_run import image_around, pack
 from kvserve.cache.tree import PrefixTree
 from kvserve.cache.warmed import WarmedTokens
 from kvserve.core import Reuse, ReuseTier, TokenSequence
-from kvserve.engine.cache_records import CacheReport, CacheSettings, ForgottenKv, Tenancy, Totals
-from kvserve.engine.disk_cache import DiskCache, Hold
+from kvserve.engine.cache_records import CacheLease, CacheReport, CacheSettings, ForgottenKv, Totals
+from kvserve.engine.disk_cache import DiskCache, PinnedPrefix
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH, Flush
-from kvserve.engine.kv_moves import Moving
+from kvserve.engine.kv_moves import KvMoves
 from kvserve.engine.kv_room import BEHIND, FULL_DISK, KvRoom
-from kvserve.engine.memory import Memory
+from kvserve.engine.memory import MemoryLedger
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.row_outline import expected_tokens, outline, owner_of, request_owner, tokens_of, user_of, with_stop
 from kvserve.engine.rows import Row
@@ -46,7 +46,7 @@ TRIM_MISS_TOLERANCE_TOKENS = 64
 class PrefixCache:
     """Owns the tree and every array in it."""
 
-    def __init__(self, model: LoadedModel, settings: CacheSettings, memory: Memory, fingerprint: str) -> None:
+    def __init__(self, model: LoadedModel, settings: CacheSettings, memory: MemoryLedger, fingerprint: str) -> None:
         """`memory` is the ledger that says how much may be kept."""
         self._layout = CacheLayout(model.new_caches, model.quantiser)
         self._model = model
@@ -74,7 +74,7 @@ class PrefixCache:
             use_index=settings.use_index,
         )
         self.kv_room = KvRoom(self._tree, memory, model.sizes)
-        self.moving = Moving(self._tree, self._layout, model, self.kv_room, lambda: self._disk)
+        self.kv_moves = KvMoves(self._tree, self._layout, model, self.kv_room, lambda: self._disk)
         memory.open("write_queue", lambda: disk.tier.moving_bytes()[0] if (disk := self._disk) is not None else 0)
         memory.open("read_ahead", lambda: disk.tier.moving_bytes()[1] if (disk := self._disk) is not None else 0)
         memory.watch("disk", lambda: FULL_DISK if (disk := self._disk) and disk.tier.is_full else None)
@@ -89,8 +89,8 @@ class PrefixCache:
         """How many of a prompt's tokens a row could start behind now."""
         return self._tree.lookup(tokens, partition=partition).num_usable_tokens
 
-    def enter(self, row: Row, *, is_ahead: bool = False, is_guess: bool = False) -> tuple[Tenancy, list[Any], int]:
-        """Restore what is known of a row's tokens: its tenancy, live caches, and how many tokens they hold.
+    def enter(self, row: Row, *, is_ahead: bool = False, is_guess: bool = False) -> tuple[CacheLease, list[Any], int]:
+        """Restore what is known of a row's tokens: its lease, live caches, and how many tokens they hold.
 
         `is_ahead`: it has no answer, counts nowhere and becomes nobody's entry. `is_guess`: no client asked for it.
         """
@@ -106,24 +106,26 @@ class PrefixCache:
         try:
             return self._restored(row, tokens, match, lease)
         except Exception:
-            self.moving.let_go(lease)
+            self.kv_moves.let_go(lease)
             self._tree.release(lease)
             raise
 
     def _found(self, row: Row, tokens: TokenSequence) -> Match:
         """What a row begins with: all that is kept of it, or as much as fits beside it."""
         partition = row.request.partition
-        if row.moved_bytes and self.moving.nodes(row, self._tree.peek(tokens, partition=partition)):
+        if row.moved_bytes and self.kv_moves.nodes(row, self._tree.peek(tokens, partition=partition)):
             return self._tree.lookup(tokens, partition=partition)
         within = self.kv_room.within(tokens, row.restorable_bytes)
         match = self._tree.lookup(within, partition=partition)
         self.kv_room.note_cut(tokens, within, match.num_matched_tokens)
         return match
 
-    def _restored(self, row: Row, tokens: TokenSequence, match: Match, lease: Lease) -> tuple[Tenancy, list[Any], int]:
+    def _restored(
+        self, row: Row, tokens: TokenSequence, match: Match, lease: Lease
+    ) -> tuple[CacheLease, list[Any], int]:
         num_next = expected_tokens(row) - match.num_usable_tokens
-        if moving := self.moving.nodes(row, match, lease):
-            caches = self.moving.restore(row, match, lease, moving, num_next)
+        if moving := self.kv_moves.nodes(row, match, lease):
+            caches = self.kv_moves.restore(row, match, lease, moving, num_next)
         else:
             pieces = [(each.payload, each.first_row, each.end_row) for each in match.pieces if each.payload is not None]
             state = match.state.payload if match.state is not None else None
@@ -139,9 +141,9 @@ class PrefixCache:
         packed_from = self._model.packed_from(tokens.images)
         stops = with_stop(stops, packed_from, match.num_usable_tokens, len(tokens) - 1)
         run = match.run if len(match.run) == len(tokens) else pack(tokens)
-        return Tenancy(row, lease, run, list(stops)), caches, match.num_usable_tokens
+        return CacheLease(row, lease, run, list(stops)), caches, match.num_usable_tokens
 
-    def hold(self, row: Row, room_bytes: float = math.inf, *, is_guess: bool = False) -> Hold:
+    def hold(self, row: Row, room_bytes: float = math.inf, *, is_guess: bool = False) -> PinnedPrefix:
         """Keep what a row will start from until it enters: room is made for it before it does. What only the disk has
         of it begins to come back, up to so many bytes."""
         partition, user = row.request.partition, user_of(row)
@@ -151,14 +153,14 @@ class PrefixCache:
         if self._disk is not None:
             return self._disk.hold(tokens, partition, user, room_bytes, is_guess=is_guess)
         match = self._tree.lookup(tokens, partition=partition)
-        return Hold(tokens, self._tree.acquire(match, user=user, is_guess=is_guess), is_settled=True)
+        return PinnedPrefix(tokens, self._tree.acquire(match, user=user, is_guess=is_guess), is_settled=True)
 
-    def hold_more(self, hold: Hold) -> None:
+    def hold_more(self, hold: PinnedPrefix) -> None:
         """What others have added of a row's prompt since is held for it too."""
         if hold.is_settled:  # what comes from the disk is put where the lease stands
             self._tree.follow(hold.lease, hold.tokens)
 
-    def is_restoring(self, hold: Hold) -> bool:
+    def is_restoring(self, hold: PinnedPrefix) -> bool:
         """Take in what the disk has given for a row so far; True while more is to come."""
         return self._disk is not None and self._disk.advance(hold)
 
@@ -171,57 +173,57 @@ class PrefixCache:
         if self._disk is not None:
             self._disk.tier.wait(seconds)
 
-    def let_go(self, hold: Hold) -> None:
+    def let_go(self, hold: PinnedPrefix) -> None:
         """End a hold."""
         if self._disk is not None:
             self._disk.let_go(hold)
         else:
             self._tree.release(hold.lease)
 
-    def keep(self, tenancy: Tenancy, caches: Sequence[Any], num_done: int) -> None:
+    def keep(self, cache_lease: CacheLease, caches: Sequence[Any], num_done: int) -> None:
         """Take in what a prefill has computed up to the planned stop `num_done`; nothing where it does not stop."""
-        if (stop := tenancy.stop_at(num_done)) is not None:
-            self.moving.insert(tenancy, tokens_of(tenancy.row), caches, num_done, stop.kind)
+        if (stop := cache_lease.stop_at(num_done)) is not None:
+            self.kv_moves.insert(cache_lease, tokens_of(cache_lease.row), caches, num_done, stop.kind)
 
     def extend(
-        self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
+        self, cache_lease: CacheLease, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
     ) -> bool:
         """Take in the KV of `tokens`, all that a row's caches hold between two steps, but nothing of half an image.
         Whether the caches were given up for it, as may be where the row is over and but for the `rest` of its batch
         nobody else has them; None: it goes on."""
-        sequence = TokenSequence(tuple(tokens), tenancy.row.request.prompt.images)
+        sequence = TokenSequence(tuple(tokens), cache_lease.row.request.prompt.images)
         end = len(sequence)
         if (image := image_around(sequence.images, end)) is not None:
-            if self.needs_checkpoints or image.start <= tenancy.lease.num_tokens:
-                return rest is not None and self.moving.insert_prompt(tenancy, sequence, caches, rest)
+            if self.needs_checkpoints or image.start <= cache_lease.lease.num_tokens:
+                return rest is not None and self.kv_moves.insert_prompt(cache_lease, sequence, caches, rest)
             end = image.start
         if rest is not None:
-            return self.moving.insert_last(tenancy, sequence, caches, end, "answer", rest)
-        self.moving.insert(tenancy, sequence, caches, end, "answer")
+            return self.kv_moves.insert_last(cache_lease, sequence, caches, end, "answer", rest)
+        self.kv_moves.insert(cache_lease, sequence, caches, end, "answer")
         return False
 
     def finish(
-        self, tenancy: Tenancy, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
+        self, cache_lease: CacheLease, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
     ) -> bool:
         """The same when it has left its batch, and mark its end."""
         if self._disk is not None:
             self._disk.num_turns += 1
-        is_moved = self.extend(tenancy, caches, tokens, rest)
-        self._tree.mark_end(tenancy.lease)
+        is_moved = self.extend(cache_lease, caches, tokens, rest)
+        self._tree.mark_end(cache_lease.lease)
         return is_moved
 
-    def retract_answer(self, tenancy: Tenancy) -> None:
+    def retract_answer(self, cache_lease: CacheLease) -> None:
         """The row is gone, and what was kept of its answer meanwhile goes with it, from the disk too."""
-        start = tenancy.row.answer_kept_from
-        path = self._tree.retract(tenancy.lease, start) if start is not None else None
+        start = cache_lease.row.answer_kept_from
+        path = self._tree.retract(cache_lease.lease, start) if start is not None else None
         if self._disk is not None and path is not None and start is not None:
             self._disk.retract(path, start)
 
-    def leave(self, tenancy: Tenancy) -> None:
+    def leave(self, cache_lease: CacheLease) -> None:
         """The row is gone; segments that were complete stay."""
-        self.moving.let_go(tenancy.lease)
-        self._tree.release(tenancy.lease)
-        if tenancy.row.is_forgotten:
+        self.kv_moves.let_go(cache_lease.lease)
+        self._tree.release(cache_lease.lease)
+        if cache_lease.row.is_forgotten:
             self._tree.forget_names()
 
     def count(self, *, num_prompt_tokens: int = 0, num_cached_tokens: int = 0, num_prefill_tokens: int = 0) -> None:
@@ -319,7 +321,7 @@ class PrefixCache:
         """Forget everything that RAM keeps; live rows go on."""
         if self._disk is not None:
             self._disk.abandon()
-        self.moving.clear()
+        self.kv_moves.clear()
         self._tree.clear()
         mx.clear_cache()
 

@@ -1,6 +1,6 @@
 """A row: one request inside the engine, and the handle through which its client hears of it.
 
-`Generation` is shared between threads: the engine writes events, any thread may cancel. `Row` belongs to the engine
+`RequestHandle` is shared between threads: the engine writes events, any thread may cancel. `Row` belongs to the engine
 thread alone.
 """
 
@@ -26,7 +26,7 @@ from kvserve.core import (
 from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.logprob_reader import LogprobReader
 from kvserve.engine.thinking_limit import ThinkingLimiter
-from kvserve.engine.token_dispatcher import Carry, call_now
+from kvserve.engine.token_dispatcher import Dispatch, call_now
 from kvserve.errors import EngineFailure, KvserveError
 
 type Reader = Callable[[], bool]
@@ -38,13 +38,13 @@ DECODING_POLL_SECONDS = 1.0
 that looks in between would only cost the model's threads their processors."""
 
 
-class Generation:
+class RequestHandle:
     """The client's end of a row: events come out, a cancellation goes in."""
 
-    def __init__(self, request: GenerationRequest, carry: Carry = call_now) -> None:
-        """`carry` takes what delivers an event to its client's thread, and calls it in order."""
+    def __init__(self, request: GenerationRequest, dispatch: Dispatch = call_now) -> None:
+        """`dispatch` takes what delivers an event to its client's thread, and calls it in order."""
         self.request = request
-        self._carry = carry
+        self._dispatch = dispatch
         self._news = threading.Condition()
         self._arrived: deque[GenerationEvent] = deque()
         self._has_begun = False
@@ -61,9 +61,8 @@ class Generation:
         self._cancelled.set()
 
     def put(self, event: GenerationEvent, *, may_wait: bool = False) -> None:
-        """Deliver one event, soon or (`may_wait`) behind the courier's next departure; called by the engine thread
-        only."""
-        self._carry(partial(self._deliver, event), may_wait=may_wait)
+        """Deliver one event, soon or (`may_wait`) with the next one; called by the engine thread only."""
+        self._dispatch(partial(self._deliver, event), may_wait=may_wait)
 
     def batches(self, poll_seconds: float) -> Iterator[list[GenerationEvent]]:
         """Yield all events that have arrived since the last look, an empty list after `poll_seconds` without one, or
@@ -84,7 +83,7 @@ class Generation:
             if self._arrived:
                 return
             self._reader = read
-            self._news.wait(self._patience(seconds))
+            self._news.wait(self._longest_wait(seconds))
             self._reader = None
             while self._is_read_elsewhere:
                 self._news.wait()
@@ -108,14 +107,14 @@ class Generation:
     def _take(self, poll_seconds: float) -> list[GenerationEvent]:
         with self._news:
             if not self._arrived and poll_seconds:
-                self._news.wait(self._patience(poll_seconds))
+                self._news.wait(self._longest_wait(poll_seconds))
             batch = list(self._arrived)
             self._arrived.clear()
         if batch:  # a row whose batch broke begins again, with progress
             self._has_begun = isinstance(batch[-1], TokenDelta)
         return batch
 
-    def _patience(self, seconds: float) -> float:
+    def _longest_wait(self, seconds: float) -> float:
         return max(seconds, DECODING_POLL_SECONDS) if self._has_begun else seconds
 
 
@@ -140,7 +139,7 @@ class Row:
     blame for.
     """
 
-    generation: Generation
+    handle: RequestHandle
     on_end: Callable[[], None]
     constraints: tuple[GrammarProcessor | ThinkingLimiter, ...] = ()
     submitted_at: float = field(default_factory=time.monotonic)
@@ -171,7 +170,7 @@ class Row:
 
     @property
     def request(self) -> GenerationRequest:
-        return self.generation.request
+        return self.handle.request
 
     @property
     def has_begun(self) -> bool:
@@ -228,7 +227,7 @@ class Row:
     def report_progress(self, num_done_tokens: int) -> None:
         num_prompt_tokens = len(self.request.prompt)
         seconds = self.first_token_seconds if num_done_tokens < self.num_tokens - 1 else None  # it is there at once
-        self.generation.put(
+        self.handle.put(
             PrefillProgress(num_done_tokens, num_prompt_tokens, self.num_cached_tokens, self.reuse, seconds)
         )
 
@@ -239,7 +238,7 @@ class Row:
             self.first_token_at = time.monotonic()
         logprobs = self.logprobs.take(self.num_tokens, token) if self.logprobs is not None else None
         self.generated.append(token)
-        self.generation.put(TokenDelta(token, logprobs), may_wait=not is_first)
+        self.handle.put(TokenDelta(token, logprobs), may_wait=not is_first)
 
     def finish(self, reason: StopReason, *, num_hidden_tokens: int = 0) -> None:
         """Tell the client that the row is over; `num_hidden_tokens` were generated but not delivered (a stop token)."""
@@ -248,7 +247,7 @@ class Row:
         started = self.prefill_started_at or now
         first = self.first_token_at or now
         self.on_end()
-        self.generation.put(
+        self.handle.put(
             GenerationDone(
                 reason=reason,
                 num_prompt_tokens=len(self.request.prompt),
@@ -264,4 +263,4 @@ class Row:
             error = EngineFailure(f"The model failed on this request: {type(error).__name__}: {error}")
         self.is_over = True
         self.on_end()
-        self.generation.put(GenerationFailed(error))
+        self.handle.put(GenerationFailed(error))

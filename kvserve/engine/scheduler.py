@@ -14,10 +14,10 @@ from functools import partial
 
 from kvserve.engine.admission import Admission, Budget
 from kvserve.engine.borders import row_fails_alone
-from kvserve.engine.cache_leases import Tenancies
+from kvserve.engine.cache_leases import CacheLeases
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.decode import DecodePool
-from kvserve.engine.decode_group import Crossing, Decoder, Left, Step
+from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow, QuantiseStart
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.out_of_memory import ShortMemory
 from kvserve.engine.policy_facts import DecodeStep, Ending, Pause, PrefillChunk
@@ -26,8 +26,8 @@ from kvserve.engine.prefill_pool import PrefillPool, PrefillStep
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.row_outline import expected_tokens
 from kvserve.engine.rows import Row
-from kvserve.engine.turn_order import Turns
-from kvserve.engine.waiting_for_prefix import Arrivals
+from kvserve.engine.turn_order import TurnOrder
+from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 from kvserve.engine.warmer import Warmer
 from kvserve.engine.warming import WarmSettings
 from kvserve.errors import EngineFailure, NoProgress
@@ -50,31 +50,31 @@ class Scheduler:
         stream_share: float,
         report: Callable[[str], None],
         warming: WarmSettings,
-        depart: Callable[[], None] = lambda: None,
+        send_tokens: Callable[[], None] = lambda: None,
     ) -> None:
-        """`stream_share` of the time that prompts take beside streams is these. `depart` is called whenever what rows
-        have said may go to their clients."""
+        """Beside prompts streams have `stream_share` of the time. `send_tokens` is called whenever tokens that wait may
+        go to their clients."""
         self.cache = cache
         self._model = model
         self._watchdog_seconds = watchdog_seconds
         self._report = report
         self._memory = ShortMemory(cache.make_room, model.sizes.peak, report)
         self._rows: list[Row] = []
-        self._arrivals = Arrivals(cache, report)
-        self._depart = depart
-        self._pool = DecodePool(model, budget.max_rows, depart)
+        self._waiting_for_prefix = WaitingForPrefix(cache, report)
+        self._send_tokens = send_tokens
+        self._pool = DecodePool(model, budget.max_rows, send_tokens)
         self._admission = Admission(budget, cache, self._pool)
-        self._tenancies = Tenancies(cache, model.sizes, self._memory, report, self._account)
+        self._cache_leases = CacheLeases(cache, model.sizes, self._memory, report, self._account)
         self._chunk_length = ChunkLength(prefill_step_size)
         self.warmer = Warmer(model, budget, cache, self._chunk_length, warming)
         self._prefills = PrefillPool(model, self._chunk_length)
-        self._turns = Turns(
-            cache, self._admission, self._arrivals, self._prefills, self._pool, stream_share=stream_share
+        self._turn_order = TurnOrder(
+            cache, self._admission, self._waiting_for_prefix, self._prefills, self._pool, stream_share=stream_share
         )
 
     @property
     def num_prefilling(self) -> int:
-        return len(self._arrivals) + len(self._prefills)
+        return len(self._waiting_for_prefix) + len(self._prefills)
 
     @property
     def num_decoding(self) -> int:
@@ -82,31 +82,33 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._turns.waiting or self._arrivals or self._prefills or self._pool.num_rows)
+        return not (self._turn_order.waiting or self._waiting_for_prefix or self._prefills or self._pool.num_rows)
 
     @property
     def _is_only_decoding(self) -> bool:
         """Whether a tick is a step and nothing else: what rows have said may wait until the middle of it."""
-        return bool(self._pool.num_rows) and not (self._turns.waiting or self._arrivals or self._prefills)
+        return bool(self._pool.num_rows) and not (
+            self._turn_order.waiting or self._waiting_for_prefix or self._prefills
+        )
 
     def add(self, row: Row) -> None:
         """Queue a row behind those that wait; what nobody asked for makes way."""
         self.warmer.pause()
         self._rows.append(row)
-        self._turns.queue(row)
+        self._turn_order.queue(row)
 
     def tick(self) -> None:
         """Ask the policy and do what it says: rows go, rows enter, then one chunk of prefill or one step of streams."""
         self._look_around()
-        plan = self._turns.next_plan(self._watchdog_seconds)
+        plan = self._turn_order.next_plan(self._watchdog_seconds)
         while plan.ended or plan.admitted is not None:
             self._let_go(plan.ended)
             self._let_in(plan.admitted)
-            plan = self._turns.next_plan(self._watchdog_seconds)
-        is_changed = self._begin_ready() or bool(self._arrivals)  # these say for whom they wait
-        self._compute(self._turns.next_work() if is_changed else plan.work)
+            plan = self._turn_order.next_plan(self._watchdog_seconds)
+        is_changed = self._begin_ready() or bool(self._waiting_for_prefix)  # these say for whom they wait
+        self._compute(self._turn_order.next_work() if is_changed else plan.work)
         self._pool.settle()
-        self._tenancies.keep_long_answers(self._pool, self._depart)
+        self._cache_leases.keep_long_answers(self._pool, self._send_tokens)
         self.cache.give_ram_back()
 
     def _look_around(self) -> None:
@@ -114,7 +116,7 @@ class Scheduler:
         if not self.is_idle:
             self.warmer.note_busy()
         if not self._is_only_decoding:
-            self._depart()
+            self._send_tokens()
         self._account()
         self.cache.kv_room.memory.look()
         self._put_back_outgrown()
@@ -123,17 +125,17 @@ class Scheduler:
     def _compute(self, work: PrefillChunk[Row] | DecodeStep | Pause) -> None:
         """One piece of work, and how long it took. What a chunk leaves behind is part of it."""
         self._account()
-        started, has_readers = time.perf_counter(), self._turns.has_readers
+        started, has_readers = time.perf_counter(), self._turn_order.has_readers
         match work:
             case PrefillChunk(row, seconds):
                 step = self._prefills.step(row, seconds)
                 self._settle_prefill(step)
                 took, rows = time.perf_counter() - started, (prefill.row for prefill in step.computed)
-                self._turns.prefilled(rows, step.num_tokens, took, is_beside_streams=has_readers)
+                self._turn_order.prefilled(rows, step.num_tokens, took, is_beside_streams=has_readers)
             case DecodeStep(is_for_all):
                 self._settle(self._pool.step_all() if is_for_all else self._pool.step())
-                self._turns.stepped(time.perf_counter() - started)
-            case Pause() if self._arrivals:
+                self._turn_order.stepped(time.perf_counter() - started)
+            case Pause() if self._waiting_for_prefix:
                 self.cache.await_disk(DISK_WAIT_SECONDS)
 
     def sweep(self) -> None:
@@ -169,26 +171,26 @@ class Scheduler:
         self.warmer.forget(is_forgotten)
         for row in self._rows:
             row.is_forgotten |= is_forgotten(row.request.owner)
-        self._arrivals.forget()
+        self._waiting_for_prefix.forget()
         self._forget_images()
         return self.cache.forget(is_forgotten)
 
     def _forget_images(self) -> None:
         """Of what a vision tower made nobody knows whose it is."""
-        if self._model.sight is not None:
-            self._model.sight.tower.clear()
+        if self._model.vision is not None:
+            self._model.vision.tower.clear()
 
     def keep_running(self) -> None:
         """Keep what running rows have computed so far: nothing will run on."""
         self.warmer.drop_all("shutdown")
         for prefill in list(self._prefills):
             self._prefills.remove(prefill.row)
-            with self._tenancies.in_transit(prefill.row):
-                self._tenancies.keep_prefilled(prefill)
+            with self._cache_leases.in_transit(prefill.row):
+                self._cache_leases.keep_prefilled(prefill)
         for row in self._pool.rows():
             if (left := self._pool.remove(row)) is not None:
-                with self._tenancies.in_transit(row):
-                    self._tenancies.keep_rest(row, left.caches, left.tokens, left.rest)
+                with self._cache_leases.in_transit(row):
+                    self._cache_leases.keep_rest(row, left.caches, left.tokens, left.rest)
 
     def drain(self, *, is_last: bool = False) -> list[Row]:
         """Take every row out, whatever its stage, also one that was on its way from one to the next when something
@@ -199,9 +201,9 @@ class Scheduler:
         self.warmer.drop_all("the engine begins anew")
         self._pool.discard()
         self._prefills.discard()
-        self._turns.clear()
-        self._arrivals.discard(is_cache_kept=is_last)
-        self._tenancies.clear(is_cache_kept=is_last)
+        self._turn_order.clear()
+        self._waiting_for_prefix.discard(is_cache_kept=is_last)
+        self._cache_leases.clear(is_cache_kept=is_last)
         if not is_last:
             self.cache.clear()
         return rows
@@ -211,20 +213,20 @@ class Scheduler:
     def _let_go(self, ended: Sequence[Ending[Row]]) -> None:
         """Free the rows whose client left or whose time is up, between two steps."""
         for row, reason in ((ending.row, ending.reason) for ending in ended):
-            self._depart()
-            self._arrivals.remove(row)
+            self._send_tokens()
+            self._waiting_for_prefix.remove(row)
             prefill, left = self._prefills.remove(row), self._pool.remove(row)
-            self._turns.leaves(row, prefill)
+            self._turn_order.leaves(row, prefill)
             if reason == "stuck":
                 row.fail(NoProgress(self._watchdog_seconds))
             else:
                 row.finish(reason)
-            with self._tenancies.in_transit(*([row] if prefill is not None or left is not None else [])):
+            with self._cache_leases.in_transit(*([row] if prefill is not None or left is not None else [])):
                 if prefill is not None and reason != "watchdog":
-                    self._tenancies.keep_prefilled(prefill)
+                    self._cache_leases.keep_prefilled(prefill)
                 # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
                 if reason == "watchdog":
-                    self._tenancies.keep_prompt_only(row, prefill, left)
+                    self._cache_leases.keep_prompt_only(row, prefill, left)
                 self._release(row, left if reason == "cancelled" else None)
 
     def _let_in(self, row: Row | None) -> None:
@@ -236,13 +238,15 @@ class Scheduler:
     def _begin_ready(self) -> bool:
         """Begin the rows that nothing keeps waiting, where there is room for them; whether there were any."""
         started, num_begun = time.perf_counter(), 0
-        if self._arrivals.make_way(self._admission.missing_bytes, is_beside_streams=bool(self._pool.num_rows)):
+        if self._waiting_for_prefix.make_way(
+            self._admission.missing_bytes, is_beside_streams=bool(self._pool.num_rows)
+        ):
             self._account()
-        for row in self._arrivals.take_ready(self._prefills, self._tenancies.keep):
+        for row in self._waiting_for_prefix.take_ready(self._prefills, self._cache_leases.keep):
             self._begin(row)
             num_begun += 1
         if num_begun:
-            self._turns.restored(time.perf_counter() - started)
+            self._turn_order.restored(time.perf_counter() - started)
         return num_begun > 0
 
     def _put_back_outgrown(self) -> None:
@@ -255,28 +259,28 @@ class Scheduler:
         self._settle(self._pool.hand_out_drawn(row))
         if (left := self._pool.remove(row)) is None:
             return
-        with self._tenancies.in_transit(row):
-            self._tenancies.keep_rest(row, left.caches, left.tokens, left.rest)
+        with self._cache_leases.in_transit(row):
+            self._cache_leases.keep_rest(row, left.caches, left.tokens, left.rest)
             self._release(row, None)
         row.wait_again()
-        self._turns.queue(row, is_back=True)
+        self._turn_order.queue(row, is_back=True)
 
     def _arrive(self, row: Row, *, has_room: bool) -> None:
-        self._turns.enters(row)
-        self._admission.measure(row, self._turns.running())
-        self._arrivals.add(row, has_room=has_room)
+        self._turn_order.enters(row)
+        self._admission.measure(row, self._turn_order.running())
+        self._waiting_for_prefix.add(row, has_room=has_room)
         self._account()
 
     def _account(self) -> None:
         """Say what live rows hold: what has left its batch is there until it is kept."""
-        live_bytes, copied = self._live_bytes() + self._tenancies.transit_bytes, self._model.sizes.copied
-        awaited_bytes = self._admission.arriving_bytes(self._arrivals.without_room())
+        live_bytes, copied = self._live_bytes() + self._cache_leases.transit_bytes, self._model.sizes.copied
+        awaited_bytes = self._admission.arriving_bytes(self._waiting_for_prefix.without_room())
         self.cache.kv_room.account(live_bytes, copied(live_bytes), awaited_bytes + copied(awaited_bytes))
 
     def _live_bytes(self) -> float:
         """What live rows hold; one that has not begun to decode counts with its whole prompt, and with the room for its
         answer once it computes."""
-        arriving, peak = self._admission.arriving_bytes(self._arrivals.rows()), self._model.sizes.peak
+        arriving, peak = self._admission.arriving_bytes(self._waiting_for_prefix.rows()), self._model.sizes.peak
         beginning = sum(peak(expected_tokens(prefill.row)) for prefill in self._prefills)
         return self._pool.held_bytes() + arriving + beginning + self.warmer.live_bytes()
 
@@ -285,16 +289,16 @@ class Scheduler:
         with row_fails_alone(row, self._memory, self._forget_ended):
             images = self._model.images(row.request)
             if row.moved_bytes:
-                self._arrivals.remove(row)  # nobody else stands on what it takes over
-            tenancy, caches, num_done = self._memory.with_second_try(lambda: self.cache.enter(row))
+                self._waiting_for_prefix.remove(row)  # nobody else stands on what it takes over
+            cache_lease, caches, num_done = self._memory.with_second_try(lambda: self.cache.enter(row))
         if row.is_over:
             return
         if not row.has_begun:
             row.num_cached_tokens = num_done
             self.cache.count(num_prompt_tokens=len(row.request.prompt), num_cached_tokens=num_done)
-        self._tenancies.begin(row, tenancy)
-        self._prefills.add(prefill := Prefill(row, tenancy, caches, num_done, images=images))
-        self._turns.begins(row, prefill.num_left)
+        self._cache_leases.begin(row, cache_lease)
+        self._prefills.add(prefill := Prefill(row, cache_lease, caches, num_done, images=images))
+        self._turn_order.begins(row, prefill.num_left)
         row.report_progress(num_done)
 
     # --- computing ----------------------------------------------------------------------------------------------------
@@ -308,7 +312,7 @@ class Scheduler:
             self.cache.measured_prefill(self._chunk_length.tokens_per_second)
         for prefill in step.computed:
             if step.num_tokens:
-                self._tenancies.keep(prefill)
+                self._cache_leases.keep(prefill)
             if not prefill.num_left:
                 self._decode(prefill)
         if step.failed is not None:
@@ -316,7 +320,7 @@ class Scheduler:
 
     def _settle_failed(self, prefill: Prefill, error: Exception) -> None:
         row, prefill.caches = prefill.row, []  # half written, and of no use
-        self._turns.leaves(row, prefill)
+        self._turn_order.leaves(row, prefill)
         if self._memory.may_begin_again(row, error):
             self._release(row, None)
             self._arrive(row, has_room=True)
@@ -329,23 +333,23 @@ class Scheduler:
         self._prefills.remove(prefill.row)
         prefill.row.begin_decoding()
         with self._or_leaves(prefill.row):
-            padding_bytes = self._admission.padding_left([*self._turns.running(), prefill.row])
+            padding_bytes = self._admission.padding_left([*self._turn_order.running(), prefill.row])
             decoder = Decoder.of(prefill.row, self._model.vocab_size)
             self._memory.with_second_try(lambda: self._pool.enter(prefill.row, prefill.caches, decoder, padding_bytes))
             self.cache.count(num_prefill_tokens=1)
 
-    def _settle(self, step: Step) -> None:
+    def _settle(self, step: DecodeResult) -> None:
         """What a decode step left to do; rows that must hear something hear it first."""
-        if step.finished or step.evicted or step.crossed:
-            self._depart()  # the others wait for nothing that is done now
+        if step.finished or step.evicted or step.quantise_starts:
+            self._send_tokens()  # the others wait for nothing that is done now
         if step.is_short_of_memory and step.evicted:  # while their leases hold what they will begin from
             self._memory.free()
         for row in step.failed:
             row.fail(row.failure or EngineFailure("The row failed for an unknown reason."))
             left = next((each for each in step.broken if each.row is row), None)
-            with self._tenancies.in_transit(*([row] if left is not None else [])):
+            with self._cache_leases.in_transit(*([row] if left is not None else [])):
                 if left is not None:
-                    self._tenancies.keep_prompt(row, left.caches, left.tokens, left.rest)
+                    self._cache_leases.keep_prompt(row, left.caches, left.tokens, left.rest)
                 self._release(row, None)
         for row in step.evicted:
             cause = f"{type(row.trouble).__name__}: {row.trouble}"
@@ -354,17 +358,17 @@ class Scheduler:
             row.leave_batch()
             self._release(row, None)
             self._arrive(row, has_room=True)
-        with self._tenancies.in_transit(*(left.row for left in step.finished)):
+        with self._cache_leases.in_transit(*(left.row for left in step.finished)):
             for left in step.finished:
                 self._release(left.row, left)
-        for crossing in step.crossed:
-            self._cross(crossing)
+        for quantise_start in step.quantise_starts:
+            self._quantise(quantise_start)
 
-    def _cross(self, crossing: Crossing) -> None:
+    def _quantise(self, quantise_start: QuantiseStart) -> None:
         """A row has come to where quantised KV starts: what it has in full precision is kept, then it is converted."""
-        left = crossing.left
-        self._tenancies.keep_rest(left.row, left.caches, left.tokens)
-        decoder = crossing.decoder.going_on(left.row, self._model.vocab_size)  # its old sampler is a token ahead
+        left = quantise_start.left
+        self._cache_leases.keep_rest(left.row, left.caches, left.tokens)
+        decoder = quantise_start.decoder.going_on(left.row, self._model.vocab_size)  # its old sampler is a token ahead
         with self._or_leaves(left.row):
             self._memory.with_second_try(lambda: self._pool.enter(left.row, left.caches, decoder))
 
@@ -372,17 +376,17 @@ class Scheduler:
         """A row that cannot enter its batch fails, and is gone."""
         return row_fails_alone(row, self._memory, partial(self._release, row, None))
 
-    def _release(self, row: Row, left: Left | None) -> None:
+    def _release(self, row: Row, left: ExtractedRow | None) -> None:
         """A row is gone; with `left` its KV is taken in up to the last whole token."""
         self._forget_ended()
         if row.is_forgotten:
             self._forget_images()
         self._account()
-        self._tenancies.release(row, left)
+        self._cache_leases.release(row, left)
 
     def _forget_ended(self) -> None:
         """A request has its pictures as they were sent: an idle engine holds none."""
         for row in self._rows:
             if row.is_over:
-                self._turns.leaves(row)
+                self._turn_order.leaves(row)
         self._rows = [each for each in self._rows if not each.is_over]

@@ -104,7 +104,7 @@ def check_caches(model: LoadedModel) -> CacheSupport:
         no_batch = _why_not_batch(unknown, named) or _trouble(trial.batch)
         no_batch = no_batch or _why_not_packed(model, tokens, allows_noise=not unknown)
         no_copy = _trouble(trial.copies)
-        is_plain = model.quantiser is None and model.sight is None and can_be_padded(model.new_caches())
+        is_plain = model.quantiser is None and model.vision is None and can_be_padded(model.new_caches())
         no_pad = _trouble(trial.padded) if is_plain and not no_batch else ""
     names = ", ".join(sorted({type(leaf).__name__ for leaf in unknown or tried}))
     if no_batch and no_copy and (start := model.sizes.packed_from):

@@ -11,7 +11,6 @@ from kvserve.engine.decode import DecodePool
 from kvserve.engine.fair_clock import FairClock, StreamShare
 from kvserve.engine.policy import candidates, first_token_seconds, plan
 from kvserve.engine.policy_facts import (
-    Applicant,
     DecodeStep,
     Facts,
     Life,
@@ -19,28 +18,29 @@ from kvserve.engine.policy_facts import (
     Pause,
     Plan,
     PrefillChunk,
-    Prompt,
+    PromptFacts,
     Stream,
+    WaitingPrompt,
 )
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefill_pool import PrefillPool
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.row_outline import tokens_of
 from kvserve.engine.rows import Row
-from kvserve.engine.waiting_for_prefix import Arrivals
+from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 
 TELL_SECONDS = 1.0
 """How often a row that waits for its turn says so."""
 
 
-class Turns:
+class TurnOrder:
     """The queue, and the clocks of those who have a place."""
 
     def __init__(
         self,
         cache: PrefixCache,
         admission: Admission,
-        arrivals: Arrivals,
+        waiting_for_prefix: WaitingForPrefix,
         prefills: PrefillPool,
         pool: DecodePool,
         *,
@@ -49,7 +49,7 @@ class Turns:
         self.waiting: list[Row] = []
         self._cache = cache
         self._admission = admission
-        self._arrivals = arrivals
+        self._waiting_for_prefix = waiting_for_prefix
         self._prefills = prefills
         self._pool = pool
         self._clock = FairClock[Row]()
@@ -62,7 +62,7 @@ class Turns:
 
     def next_plan(self, watchdog_seconds: float) -> Plan[Row]:
         """What the policy says now."""
-        return plan(self._facts(tuple(self._lives()), tuple(self._applicants()), watchdog_seconds))
+        return plan(self._facts(tuple(self._lives()), tuple(self._waiting_prompts()), watchdog_seconds))
 
     def next_work(self) -> PrefillChunk[Row] | DecodeStep | Pause:
         """What it says is computed, where nobody goes or enters before that. Who has room is not asked: whoever was
@@ -82,7 +82,7 @@ class Turns:
             self.waiting.remove(row)
             for other in self.waiting:
                 other.num_overtaken += other.submitted_at < row.submitted_at
-        if not self._arrivals and not self._prefills:
+        if not self._waiting_for_prefix and not self._prefills:
             self._clock.rest()
         self._clock.leave(row)
         self._clock.enter(row, self._num_left(row))
@@ -120,10 +120,10 @@ class Turns:
         """Streams stepped for so long. While they are owed that it is the turn of no prompt."""
         if self._streams.owed_seconds > 0:
             self._prefilled_at += seconds
-            for row in (*self._arrivals.rows(), *(prefill.row for prefill in self._prefills)):
+            for row in (*self._waiting_for_prefix.rows(), *(prefill.row for prefill in self._prefills)):
                 row.progressed_at += seconds
         self._streams.stepped(seconds, is_beside_prompts=bool(self._prefills))
-        if not self._prefills and not self._arrivals:
+        if not self._prefills and not self._waiting_for_prefix:
             self._clock.rest()
 
     def clear(self) -> None:
@@ -142,47 +142,47 @@ class Turns:
     def _facts(
         self,
         lives: tuple[Life[Row], ...] = (),
-        applicants: tuple[Applicant[Row], ...] = (),
+        waiting_prompts: tuple[WaitingPrompt[Row], ...] = (),
         watchdog_seconds: float = 0.0,
     ) -> Facts[Row]:
         streams = tuple(Stream(row, self._clock.finish(row), bool(row.generated)) for row in self._pool.rows())
-        facts = Facts(lives, applicants, tuple(self._prompts()), streams, self._machine(), watchdog_seconds)
+        facts = Facts(lives, waiting_prompts, tuple(self._prompts()), streams, self._machine(), watchdog_seconds)
         if facts.prompts:
             self._tell(facts)
         return facts
 
     def _lives(self) -> Iterator[Life[Row]]:
         """Who has no place yet, or decodes, waits for nothing."""
-        now, awaited = time.monotonic(), self._arrivals.awaited()
+        now, awaited = time.monotonic(), self._waiting_for_prefix.awaited()
         for row in (*self.waiting, *self._pool.rows()):
-            yield Life(row, row.generation.is_cancelled, row.decoding_seconds(now))
-        for row in (*self._arrivals.rows(), *(prefill.row for prefill in self._prefills)):
+            yield Life(row, row.handle.is_cancelled, row.decoding_seconds(now))
+        for row in (*self._waiting_for_prefix.rows(), *(prefill.row for prefill in self._prefills)):
             progressed_at = row.progressed_at
             if (wait := awaited.get(row)) is not None:
                 progressed_at = max(progressed_at, wait[0].progressed_at)
             is_passed = self._prefilled_at > progressed_at and self._clock.now < self._clock.finish(row)
             decoding_seconds, idle_seconds = row.decoding_seconds(now), now - progressed_at
-            yield Life(row, row.generation.is_cancelled, decoding_seconds, idle_seconds, is_passed=is_passed)
+            yield Life(row, row.handle.is_cancelled, decoding_seconds, idle_seconds, is_passed=is_passed)
 
-    def _applicants(self) -> Iterator[Applicant[Row]]:
+    def _waiting_prompts(self) -> Iterator[WaitingPrompt[Row]]:
         """The best of those that wait, and whether there is room. Of more than the first it is asked when rows have
         come or gone: what is asked looks into the cache."""
         running = self.running()
         if not self.waiting or not self._admission.has_place(running):
             return
         now = time.monotonic()
-        first = candidates([self._applicant(row, now) for row in self.waiting])
+        first = candidates([self._waiting_prompt(row, now) for row in self.waiting])
         is_asked = self._asked_at_change != self._num_changes
         self._asked_at_change = self._num_changes
-        for applicant in first if is_asked else first[:1]:
-            num_left = self._num_left(applicant.row)
-            fits = self._admission.admits(applicant.row, running, len(self.waiting))
-            yield replace(applicant, num_left_tokens=num_left, fits=fits)
+        for waiting_prompt in first if is_asked else first[:1]:
+            num_left = self._num_left(waiting_prompt.row)
+            fits = self._admission.admits(waiting_prompt.row, running, len(self.waiting))
+            yield replace(waiting_prompt, num_left_tokens=num_left, fits=fits)
 
-    def _applicant(self, row: Row, now: float) -> Applicant[Row]:
+    def _waiting_prompt(self, row: Row, now: float) -> WaitingPrompt[Row]:
         num_left, _ = self._left_tokens.get(row, (row.num_tokens, -1))
         waited_seconds = now - row.submitted_at
-        return Applicant(row, waited_seconds, num_left, False, row.num_overtaken, is_back=row.waits_again)
+        return WaitingPrompt(row, waited_seconds, num_left, False, row.num_overtaken, is_back=row.waits_again)
 
     def _num_left(self, row: Row) -> int:
         """Tokens of a row that nobody has computed, as far as is known since rows last came or went."""
@@ -193,16 +193,16 @@ class Turns:
             self._left_tokens[row] = num_left, self._num_changes
         return num_left
 
-    def _prompts(self) -> Iterator[Prompt[Row]]:
-        finish, awaited = self._clock.finish, self._arrivals.awaited()
+    def _prompts(self) -> Iterator[PromptFacts[Row]]:
+        finish, awaited = self._clock.finish, self._waiting_for_prefix.awaited()
         num_done = {prefill.row: prefill.num_done for prefill in self._prefills}
         for prefill in self._prefills:
-            yield Prompt(prefill.row, finish(prefill.row), prefill.num_left)
-        for row in self._arrivals.rows():
+            yield PromptFacts(prefill.row, finish(prefill.row), prefill.num_left)
+        for row in self._waiting_for_prefix.rows():
             other, num_tokens = awaited.get(row, (None, 0))
             num_awaited = max(0, num_tokens - num_done.get(other, 0)) if other is not None else 0
             num_left = row.num_tokens - 1 - num_tokens
-            yield Prompt(row, finish(row), num_left, other, num_awaited, is_held=other is None)
+            yield PromptFacts(row, finish(row), num_left, other, num_awaited, is_held=other is None)
 
     def _machine(self) -> Machine:
         streams = self._streams
@@ -225,4 +225,4 @@ class Turns:
 
     def running(self) -> list[Row]:
         """Those who have a place."""
-        return [*self._arrivals.rows(), *(prefill.row for prefill in self._prefills), *self._pool.rows()]
+        return [*self._waiting_for_prefix.rows(), *(prefill.row for prefill in self._prefills), *self._pool.rows()]

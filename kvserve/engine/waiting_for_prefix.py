@@ -7,8 +7,8 @@ from kvserve.cache.checkpoints import Stop
 from kvserve.cache.in_flight import InFlight, plan_wait
 from kvserve.core import Awaiting
 from kvserve.engine.borders import costs_no_row
-from kvserve.engine.cache_records import Tenancy
-from kvserve.engine.disk_cache import Hold
+from kvserve.engine.cache_records import CacheLease
+from kvserve.engine.disk_cache import PinnedPrefix
 from kvserve.engine.kv_room import NO_ROOM
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefill_pool import PrefillPool
@@ -20,60 +20,60 @@ NOT_RESTORED = "KV could not be restored and will be computed again"
 
 
 @dataclass(slots=True, eq=False)
-class _Arrival:
+class _Waiting:
     """`awaited` is the row in flight that will have stored this one's first tokens. `hold` keeps what is known of its
     prompt from leaving while room is made for it; without `has_room` it does not begin."""
 
     row: Row
-    hold: Hold
+    hold: PinnedPrefix
     has_room: bool
-    awaited: Tenancy | None = None
+    awaited: CacheLease | None = None
     awaited_tokens: int = 0
 
 
-class Arrivals:
+class WaitingForPrefix:
     """Admitted rows that have not begun, in the order in which they were admitted. Owned by the engine thread."""
 
     def __init__(self, cache: PrefixCache, report: Callable[[str], None]) -> None:
         self._cache = cache
         self._report = report
-        self._arrivals: list[_Arrival] = []
+        self._entries: list[_Waiting] = []
 
     def __len__(self) -> int:
-        return len(self._arrivals)
+        return len(self._entries)
 
     def rows(self) -> list[Row]:
         """The rows that have not begun."""
-        return [arrival.row for arrival in self._arrivals]
+        return [entry.row for entry in self._entries]
 
     def without_room(self) -> list[Row]:
         """Those for which room is still to be made."""
-        return [arrival.row for arrival in self._arrivals if not arrival.has_room]
+        return [entry.row for entry in self._entries if not entry.has_room]
 
     def awaited(self) -> dict[Row, tuple[Row, int]]:
         """Who waits for whom, and for how many tokens of its prompt."""
-        waits = ((each.row, each.awaited, each.awaited_tokens) for each in self._arrivals)
+        waits = ((each.row, each.awaited, each.awaited_tokens) for each in self._entries)
         return {row: (awaited.row, num_tokens) for row, awaited, num_tokens in waits if awaited is not None}
 
     def add(self, row: Row, *, has_room: bool) -> None:
         """Take a row in, and hold what it will start from."""
-        self._arrivals.append(_Arrival(row, self._cache.hold(row), has_room))
+        self._entries.append(_Waiting(row, self._cache.hold(row), has_room))
 
     def make_way(self, missing_bytes: Callable[[Row, Sequence[Row]], float], *, is_beside_streams: bool) -> bool:
         """Have what is kept make room for rows, one after the other, so many bytes for one before those behind it, or
         go on with what nobody waits for. Beside streams for a slice of time. Whether one more has room."""
         is_one_more = False
-        waiting = [arrival for arrival in self._arrivals if not arrival.has_room]
+        waiting = [entry for entry in self._entries if not entry.has_room]
         if not waiting:
             self._let_rest_leave()
-        for arrival in self._arrivals if waiting else ():  # or what a row waited for makes way for it
-            self._cache.hold_more(arrival.hold)
-        for place, arrival in enumerate(waiting, 1):
-            num_bytes = missing_bytes(arrival.row, [each.row for each in waiting[place:]])
+        for entry in self._entries if waiting else ():  # or what a row waited for makes way for it
+            self._cache.hold_more(entry.hold)
+        for place, entry in enumerate(waiting, 1):
+            num_bytes = missing_bytes(entry.row, [each.row for each in waiting[place:]])
             while not self._make_some(num_bytes):
                 if is_beside_streams:
                     return is_one_more
-            arrival.has_room = is_one_more = True
+            entry.has_room = is_one_more = True
         return is_one_more
 
     def _make_some(self, num_bytes: float) -> bool:
@@ -89,21 +89,21 @@ class Arrivals:
 
     def remove(self, row: Row) -> None:
         """The row has begun, or left; nothing is held for it any more. Nothing where it is not here."""
-        for arrival in [arrival for arrival in self._arrivals if arrival.row is row]:
-            self._arrivals.remove(arrival)
-            self._cache.let_go(arrival.hold)
+        for entry in [entry for entry in self._entries if entry.row is row]:
+            self._entries.remove(entry)
+            self._cache.let_go(entry.hold)
 
     def forget(self) -> None:
         """Those who were forgotten begin with what is left."""
-        for arrival in [each for each in self._arrivals if each.row.is_forgotten]:
-            self._cache.let_go(arrival.hold)
+        for entry in [each for each in self._entries if each.row.is_forgotten]:
+            self._cache.let_go(entry.hold)
 
     def discard(self, *, is_cache_kept: bool) -> None:
         """Throw all of them away, and their holds unless the cache goes with them."""
-        arrivals, self._arrivals = self._arrivals, []
+        entries, self._entries = self._entries, []
         if is_cache_kept:
-            for arrival in arrivals:
-                self._cache.let_go(arrival.hold)
+            for entry in entries:
+                self._cache.let_go(entry.hold)
 
     def take_ready(self, prefills: PrefillPool, keep: Callable[[Prefill], None]) -> Iterator[Row]:
         """The rows that nothing keeps waiting. Each is held until the next one is asked for, so that it can begin.
@@ -111,30 +111,30 @@ class Arrivals:
         `prefills` are those in flight, these rows among them once they have begun; `keep` stores what one has at this
         very offset, where a row waits for it.
         """
-        for arrival in list(self._arrivals):
-            if not (self._is_restoring(arrival) or self._awaits_row(arrival, prefills, keep)) and arrival.has_room:
-                yield arrival.row
-                self.remove(arrival.row)
+        for entry in list(self._entries):
+            if not (self._is_restoring(entry) or self._awaits_row(entry, prefills, keep)) and entry.has_room:
+                yield entry.row
+                self.remove(entry.row)
 
-    def _awaits_row(self, arrival: _Arrival, prefills: PrefillPool, keep: Callable[[Prefill], None]) -> bool:
+    def _awaits_row(self, entry: _Waiting, prefills: PrefillPool, keep: Callable[[Prefill], None]) -> bool:
         """Whether a row in flight will have what this one needs. Asked anew once that row is there, or gone."""
         for prefill in prefills:
-            awaited, num_done = prefill.tenancy, prefill.num_done
-            if awaited is arrival.awaited and not awaited.lease.is_detached:
+            awaited, num_done = prefill.cache_lease, prefill.num_done
+            if awaited is entry.awaited and not awaited.lease.is_detached:
                 # One that has come to that place and could not keep it, for want of room, will not have it later.
-                is_to_come = awaited.lease.num_tokens < arrival.awaited_tokens != num_done
+                is_to_come = awaited.lease.num_tokens < entry.awaited_tokens != num_done
                 if is_to_come:
                     return True
-        arrival.awaited, arrival.awaited_tokens = None, 0
-        if (wait := self._wait_for(arrival.row, prefills)) is None:
+        entry.awaited, entry.awaited_tokens = None, 0
+        if (wait := self._wait_for(entry.row, prefills)) is None:
             return False
         prefill, num_tokens = wait
-        arrival.row.has_waited_for_row = True
+        entry.row.has_waited_for_row = True
         if prefill.num_done == num_tokens:  # its state there is gone after its next chunk
             keep(prefill)
             return False
-        arrival.awaited, arrival.awaited_tokens = prefill.tenancy, num_tokens
-        self._tell(arrival.row, prefill, num_tokens, prefills.tokens_per_second)
+        entry.awaited, entry.awaited_tokens = prefill.cache_lease, num_tokens
+        self._tell(entry.row, prefill, num_tokens, prefills.tokens_per_second)
         return True
 
     def _wait_for(self, row: Row, prefills: PrefillPool) -> tuple[Prefill, int] | None:
@@ -143,16 +143,16 @@ class Arrivals:
         shared = [
             prefill
             for prefill in prefills
-            if not prefill.tenancy.lease.is_detached and prefill.row.request.partition == partition
+            if not prefill.cache_lease.lease.is_detached and prefill.row.request.partition == partition
         ]
         if not shared:
             return None
         flights = [
             InFlight(
-                prefill.tenancy.prompt,
+                prefill.cache_lease.prompt,
                 prefill.num_done,
-                prefill.tenancy.lease.num_tokens,
-                tuple(stop.offset for stop in prefill.tenancy.stops),
+                prefill.cache_lease.lease.num_tokens,
+                tuple(stop.offset for stop in prefill.cache_lease.stops),
             )
             for prefill in shared
         ]
@@ -161,24 +161,24 @@ class Arrivals:
         if wait is None:
             return None
         if wait.is_new_stop:
-            shared[wait.row].tenancy.add_stop(Stop(wait.offset, "divergence"))
+            shared[wait.row].cache_lease.add_stop(Stop(wait.offset, "divergence"))
         return shared[wait.row], wait.offset
 
     def _tell(self, row: Row, prefill: Prefill, num_tokens: int, rate: float | None) -> None:
         """Whoever watches sees for whom a row waits, and for how long if nobody else computes meanwhile."""
         num_left = num_tokens - prefill.num_done
         seconds = num_left / rate if rate else None
-        row.generation.put(Awaiting(prefill.row.request.request_id, num_tokens, num_left, seconds))
+        row.handle.put(Awaiting(prefill.row.request.request_id, num_tokens, num_left, seconds))
 
-    def _is_restoring(self, arrival: _Arrival) -> bool:
+    def _is_restoring(self, entry: _Waiting) -> bool:
         """Whether more of what it starts from is on its way from the disk. What has come is progress."""
-        num_before, is_restoring, is_known = arrival.hold.num_restored_tokens, False, False
+        num_before, is_restoring, is_known = entry.hold.num_restored_tokens, False, False
         with costs_no_row(self._report, NOT_RESTORED):
-            is_restoring = self._cache.is_restoring(arrival.hold)
-            if arrival.hold.num_restored_tokens > num_before:
-                arrival.row.note_progress()
-            is_restoring |= self._cache.moving.awaits_disk(arrival.row, arrival.hold)
-            arrival.row.has_come_from_disk |= arrival.hold.num_restored_tokens > 0
+            is_restoring = self._cache.is_restoring(entry.hold)
+            if entry.hold.num_restored_tokens > num_before:
+                entry.row.note_progress()
+            is_restoring |= self._cache.kv_moves.awaits_disk(entry.row, entry.hold)
+            entry.row.has_come_from_disk |= entry.hold.num_restored_tokens > 0
             is_known = True
-        arrival.hold.is_settled |= not is_known
+        entry.hold.is_settled |= not is_known
         return is_restoring and is_known

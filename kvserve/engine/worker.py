@@ -23,21 +23,21 @@ from kvserve.engine.constraint import GrammarProcessor
 from kvserve.engine.digest_memory import DigestMemory
 from kvserve.engine.disk_writing import NOTHING_TO_FLUSH
 from kvserve.engine.engine_settings import EngineSettings, EngineState, EngineStatus
-from kvserve.engine.engine_start import EngineStart, Errand
+from kvserve.engine.engine_start import EngineCall, EngineStart
 from kvserve.engine.logprob_reader import LogprobReader
 from kvserve.engine.memory import Account
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.model_digest import ModelDigest
-from kvserve.engine.rows import Generation, Row
+from kvserve.engine.rows import RequestHandle, Row
 from kvserve.engine.sampling import check_sampling
 from kvserve.engine.scheduler import Scheduler
 from kvserve.engine.thinking_limit import ThinkingLimiter
-from kvserve.engine.token_dispatcher import Courier
+from kvserve.engine.token_dispatcher import TokenDispatcher
 from kvserve.engine.vision_tower import ImageReport
 from kvserve.engine.warming import Warming, WarmJob
 from kvserve.errors import ContextOverflow, EngineFailure, ModelLoadError, NotReady, QueueFull
 
-ERRAND_TIMEOUT_SECONDS = 30.0
+CALL_TIMEOUT_SECONDS = 30.0
 DIGEST_STOP_SECONDS = 2.0
 FLUSH_SECONDS = 20.0
 """How long the end of the process may wait for KV that is on its way to the disk."""
@@ -64,7 +64,7 @@ class Engine:
         self._settings = settings
         self._grammar_tokenizer = grammar_tokenizer
         self._report = report
-        self._inbox: queue.SimpleQueue[Row | Errand | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Row | EngineCall | None] = queue.SimpleQueue()
         self._num_open = 0
         self._lock = threading.Lock()
         self._loaded = threading.Event()
@@ -75,12 +75,12 @@ class Engine:
         self._load_error: ModelLoadError | None = None
         self._model: LoadedModel | None = None
         self._scheduler: Scheduler | None = None
-        self._courier = Courier()
+        self._dispatcher = TokenDispatcher()
         outlives = (disk := settings.disk) is not None and not disk.is_ephemeral
         memory = DigestMemory(disk.folder, report, note) if disk and outlives else None
         self.digest = ModelDigest(folder, memory, report, note)
         self._start = EngineStart(
-            folder, settings, self.digest, depart=self._courier.depart, put=self._put, report=report
+            folder, settings, self.digest, send_tokens=self._dispatcher.send, put=self._put, report=report
         )
         self._thread = threading.Thread(target=self._run, name="kvserve-engine", daemon=True)
 
@@ -88,7 +88,7 @@ class Engine:
 
     def start(self) -> None:
         """Start loading; `wait_until_ready` tells how it went."""
-        self._courier.start()
+        self._dispatcher.start()
         self._thread.start()
 
     def wait_until_ready(self, timeout_seconds: float | None = None) -> LoadedModel:
@@ -124,7 +124,7 @@ class Engine:
         """Have what somebody else holds for this model in its ledger. Before `start`."""
         self._start.outside[account] = read
 
-    def submit(self, request: GenerationRequest) -> Generation:
+    def submit(self, request: GenerationRequest) -> RequestHandle:
         """Queue a request; computes nothing.
 
         Raises ContextOverflow, BadRequest (logit_bias, a begun answer), MemoryExhausted, QueueFull, NotReady, or
@@ -139,15 +139,13 @@ class Engine:
             if self._num_open >= self._settings.max_concurrent_requests + self._settings.max_queued_requests:
                 raise QueueFull(f"{self._num_open} requests are open already; try again later.", retry_after_seconds=5)
             self._num_open += 1
-        generation = Generation(request, self._courier.carry)
+        handle = RequestHandle(request, self._dispatcher.dispatch)
         try:
-            self._put(
-                Row(generation, self._row_ended, constraints, is_forgotten=request.is_forgotten, logprobs=logprobs)
-            )
+            self._put(Row(handle, self._row_ended, constraints, is_forgotten=request.is_forgotten, logprobs=logprobs))
         except NotReady:
             self._row_ended()
             raise
-        return generation
+        return handle
 
     def _constraints(
         self, request: GenerationRequest, model: LoadedModel
@@ -200,15 +198,15 @@ class Engine:
 
     def image_report(self) -> ImageReport | None:
         """What the vision tower has done; None for a model that takes no images. Raises NotReady."""
-        sight = self.wait_until_ready(0).sight
-        return sight.tower.report() if sight is not None else None
+        vision = self.wait_until_ready(0).vision
+        return vision.tower.report() if vision is not None else None
 
     def _ask[T](self, question: Callable[[Scheduler], T]) -> T:
         """Have something done between two steps of the engine, and wait for it."""
         self.wait_until_ready(0)
         answer: Future[T] = Future()
 
-        def errand(scheduler: Scheduler | None) -> None:
+        def call(scheduler: Scheduler | None) -> None:
             if scheduler is None:
                 answer.set_exception(NotReady("The server is shutting down.", retry_after_seconds=10))
                 return
@@ -217,13 +215,13 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - it belongs to whoever asked, not to the rows
                 answer.set_exception(error)
 
-        self._put(errand)
+        self._put(call)
         try:
-            return answer.result(ERRAND_TIMEOUT_SECONDS)
+            return answer.result(CALL_TIMEOUT_SECONDS)
         except TimeoutError as error:
             raise NotReady("The engine is busy.", retry_after_seconds=5) from error
 
-    def _put(self, item: "Row | Errand") -> None:
+    def _put(self, item: "Row | EngineCall") -> None:
         """Into the inbox, unless the engine thread has emptied it for the last time."""
         with self._lock:
             if self._is_closed:
@@ -304,7 +302,7 @@ class Engine:
                 self._start.end()
         finally:
             self._loaded.set()
-            self._courier.stop()
+            self._dispatcher.stop()
             self.digest.stop(DIGEST_STOP_SECONDS)
             mx.clear_streams()  # else the interpreter aborts at exit because MLX ran on another thread
 
@@ -326,7 +324,7 @@ class Engine:
             return
         with engine_outlives(self._report, "KV could not be kept at the end"):
             self._is_flushing.set()
-            self._courier.depart()
+            self._dispatcher.send()
             self._scheduler.keep_running()
             self._flush = self._scheduler.cache.begin_flush()
 
@@ -354,12 +352,12 @@ class Engine:
                 if isinstance(item, Row):
                     scheduler.add(item)
                 else:
-                    self._courier.depart()  # no stream waits for an errand
+                    self._dispatcher.send()  # no stream waits for it
                     item(scheduler)
         except queue.Empty:
             return
 
-    def _next_item(self, scheduler: Scheduler) -> "Row | Errand | None":
+    def _next_item(self, scheduler: Scheduler) -> "Row | EngineCall | None":
         """The next of the inbox. An idle engine waits, and looks now and then for what has outlived its time."""
         if not scheduler.is_idle or self._stopping.is_set():
             return self._inbox.get_nowait()

@@ -22,7 +22,7 @@ import mlx.core as mx
 from kvserve.core import GenerationRequest
 from kvserve.demo.families import ModelScale
 from kvserve.engine.disk_open import DiskSettings
-from kvserve.engine.memory import Account, Memory
+from kvserve.engine.memory import Account, MemoryLedger
 from kvserve.engine.worker import Engine
 from tests.engine.engines import CACHE, engine_settings, generate, prompt_of, request
 from tests.models import tiny_model
@@ -160,12 +160,12 @@ def run(wanted: Pass) -> Seen:
     """Do the work on a fresh engine, and on another one after that."""
     seen = Seen()
     if wanted.forgets:
-        real = Memory.held
+        real = MemoryLedger.held
 
-        def held(self: Memory, account: Account) -> int:
+        def held(self: MemoryLedger, account: Account) -> int:
             return 0 if account == wanted.forgets else real(self, account)
 
-        Memory.held = held  # type: ignore[method-assign]
+        MemoryLedger.held = held  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         for number in range(wanted.num_engines):
             _run_one(wanted, Path(folder), number, seen)

@@ -3,14 +3,14 @@
 from kvserve.engine.fair_clock import FairClock, StreamShare
 from kvserve.engine.policy import STRETCH_SECONDS_ALONE, candidates, plan
 from kvserve.engine.policy_facts import (
-    Applicant,
     DecodeStep,
     Facts,
     Machine,
     Pause,
     PrefillChunk,
-    Prompt,
+    PromptFacts,
     Stream,
+    WaitingPrompt,
 )
 from tests.engine.scheduling_simulator import SHARE, SimRow, Simulator
 
@@ -25,21 +25,23 @@ class Fair:
     def admitted(self, machine: Simulator) -> SimRow | None:
         if not machine.waiting:
             return None
-        applicants = [
-            Applicant(
+        waiting_prompts = [
+            WaitingPrompt(
                 row, machine.now - row.job.at, row.job.num_tokens - machine.num_known(row), False, row.num_overtaken
             )
             for row in machine.waiting
         ]
         asked = tuple(
-            Applicant(each.row, each.waited_seconds, each.num_left_tokens, machine.fits(each.row), each.num_overtaken)
-            for each in candidates(applicants)
+            WaitingPrompt(
+                each.row, each.waited_seconds, each.num_left_tokens, machine.fits(each.row), each.num_overtaken
+            )
+            for each in candidates(waiting_prompts)
         )
-        return plan(Facts(applicants=asked)).admitted
+        return plan(Facts(waiting_prompts=asked)).admitted
 
     def work(self, machine: Simulator) -> PrefillChunk[SimRow] | DecodeStep | Pause:
         prompts = tuple(
-            Prompt(
+            PromptFacts(
                 row,
                 self._clock.finish(row),
                 row.num_left,

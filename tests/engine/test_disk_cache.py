@@ -413,9 +413,9 @@ def test_a_long_answer_is_kept_while_it_is_written(
     ends: list[int] = []
     real = PrefixCache.extend
 
-    def note(self: PrefixCache, tenancy: Any, caches: Any, tokens: Any, *rest: Any) -> bool:
+    def note(self: PrefixCache, cache_lease: Any, caches: Any, tokens: Any, *rest: Any) -> bool:
         ends.append(len(tokens))
-        return real(self, tenancy, caches, tokens, *rest)
+        return real(self, cache_lease, caches, tokens, *rest)
 
     with running_engine(family, disk=on(tmp_path)) as engine:
         with monkeypatch.context() as patch:

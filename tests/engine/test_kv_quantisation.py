@@ -20,7 +20,7 @@ from kvserve.core import TokenDelta
 from kvserve.demo.build import TINY, ModelScale
 from kvserve.engine import engine_start
 from kvserve.engine.decode import DecodePool
-from kvserve.engine.decode_group import Step
+from kvserve.engine.decode_group import DecodeResult
 from kvserve.engine.kv_support import try_quantising
 from kvserve.engine.model import CacheSupport, LoadedModel, load
 from kvserve.engine.quantised import KvSettings, Quantiser
@@ -390,7 +390,7 @@ def test_rows_in_full_precision_and_quantised_ones_have_their_own_batches(
     seen: set[tuple[tuple[bool, int], ...]] = set()
     step = DecodePool.step
 
-    def watched(pool: DecodePool) -> Step:
+    def watched(pool: DecodePool) -> DecodeResult:
         seen.add(tuple(sorted((group.is_packed, len(group.rows)) for group in pool._groups if group.rows)))
         return step(pool)
 
@@ -518,7 +518,7 @@ def test_an_answer_that_is_not_converted_at_the_start_is_not_kept(monkeypatch: p
     prompt = prompt_of(MIDDLE - 20, 3)
     with engine_of(QWEN3) as engine:
         expected = cold(engine, prompt, 80)
-        monkeypatch.setattr("kvserve.engine.decode.DecodePool._at_start", lambda self, group: {})
+        monkeypatch.setattr("kvserve.engine.decode.DecodePool._at_quantise_start", lambda self, group: {})
         [wrong] = generate(engine, turn(prompt, 80))
         assert wrong.tokens != expected
         assert engine.cache_report().stats.num_stored_tokens == len(prompt) - 1

@@ -15,7 +15,7 @@ from kvserve.engine import decode_group
 from kvserve.engine.decode_group import Decoder
 from kvserve.engine.logprob_reader import LogprobReader
 from kvserve.engine.quantised import KvSettings
-from kvserve.engine.rows import Generation
+from kvserve.engine.rows import RequestHandle
 from kvserve.engine.worker import Engine
 from kvserve.prompt.tokenizer import load_tokenizer
 from tests.engine.engines import beside_stream, engine_settings, held, prompt_of, request, running_engine
@@ -35,7 +35,7 @@ def asking(wanted: GenerationRequest, num_top: int = NUM_TOP) -> GenerationReque
     return replace(wanted, num_top_logprobs=num_top)
 
 
-def said(generation: Generation) -> Said:
+def said(generation: RequestHandle) -> Said:
     """The tokens of a row that asks, each with what came with it."""
     tokens: Said = []
     for batch in generation.batches(60):

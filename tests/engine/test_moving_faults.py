@@ -183,7 +183,7 @@ def test_rows_with_images_move(family: str, monkeypatch: pytest.MonkeyPatch) -> 
         def step(self: Prefill, *args: Any) -> int:
             num_tokens = real(self, *args)
             if span.start < self.num_done < span.end:
-                self.row.generation.cancel()
+                self.row.handle.cancel()
             return num_tokens
 
         monkeypatch.setattr(Prefill, "step", step)

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from kvserve.core import GenerationDone, TokenDelta
-from kvserve.engine import decode, row_outline
+from kvserve.engine import decode, row_outline, turn_order
 from kvserve.engine import rows as rows_module
-from kvserve.engine import turn_order as turns_module
 from kvserve.engine.admission import Admission
 from kvserve.engine.cache_records import Totals
 from kvserve.engine.decode_group import drawn_token
@@ -152,7 +151,7 @@ def test_the_time_that_a_row_waits_again_is_not_the_watchdogs(monkeypatch: pytes
     late_seconds, real, prompt = 0, Admission.admits, prompt_of(70, 1)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_seconds)
     monkeypatch.setattr(rows_module, "time", clock)
-    monkeypatch.setattr(turns_module, "time", clock)
+    monkeypatch.setattr(turn_order, "time", clock)
 
     def admits(self: Admission, row: Row, running: Sequence[Row], num_waiting: int) -> bool:
         nonlocal late_seconds
