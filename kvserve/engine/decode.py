@@ -16,12 +16,11 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import StopSequences
-from mlx_lm.models.cache import CacheList, KVCache
 
 from kvserve.engine.batch_kv import BatchKv, entering
 from kvserve.engine.before_stop import StatesBefore, is_recurrent
 from kvserve.engine.borders import guarded
-from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow, Group, QuantiseStart, drawn_token, hand_out
+from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow, Group, drawn_token, hand_out
 from kvserve.engine.kv_buffers import settle
 from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
@@ -104,7 +103,6 @@ class DecodePool:
             stop_sequences=[StopSequences([[token] for token in stop_tokens])],
         )
         group.rows[uid] = row
-        group.decoders[uid] = decoder
 
     def look_at(self, row: Row) -> ExtractedRow | None:
         """What a row that goes on decoding holds between two steps, not evaluated yet; None if it does not decode."""
@@ -130,13 +128,20 @@ class DecodePool:
         caches hold is all its tokens but this one. Where that is its last one the row is finished, and has left."""
         for group in self._groups:
             for uid in [uid for uid, each in group.rows.items() if each is row]:
-                token = self._asked(group, partial(drawn_token, group.generator, uid))
+                token = self._asked(group, partial(_drawn_id, group.generator, uid))
                 if isinstance(token, DecodeResult):
                     return token
                 if token is not None:
                     hand_out(row, token)
         left = self.remove(row) if row.is_over else None
         return DecodeResult(finished=(left,) if left is not None else ())
+
+    def at_quantise_start(self) -> list[Row]:
+        """The rows whose next token, which is drawn already, is the first that quantised KV must compute."""
+        start = self._model.sizes.packed_from
+        plain = [(group, uid, row) for group in self._groups if not group.is_packed for uid, row in group.rows.items()]
+        due = [each for each in plain if each[2].num_tokens == start]
+        return [row for group, uid, row in due if drawn_token(group.generator, uid) is not None]
 
     def _rest(self, group: Group, others: Sequence[ExtractedRow] = ()) -> tuple[tuple[Any, ...], ...]:
         """For each leaf those of the rows that a group still has, and of others that have left it."""
@@ -175,7 +180,6 @@ class DecodePool:
             tuple(left for step in steps for left in step.finished),
             tuple(row for step in steps for row in step.failed),
             tuple(row for step in steps for row in step.evicted),
-            tuple(quantise_start for step in steps for quantise_start in step.quantise_starts),
             any(step.is_short_of_memory for step in steps),
             tuple(left for step in steps for left in step.broken),
         )
@@ -194,17 +198,13 @@ class DecodePool:
         begun = self._asked(group, partial(self._next, group))
         if isinstance(begun, DecodeResult):
             return begun
-        at_start, before, responses = begun
+        before, responses = begun
         finished = []
         for response in responses:
             row = group.rows[response.uid]
             if response.finish_reason is not None:
                 group.drop(response.uid)
-                # What a row computed in full precision behind the start of quantised KV is nothing to keep.
-                left = at_start.pop(response.uid, None)
-                if left is not None:
-                    left = replace(left, caches=_taken_back(left.caches, response.prompt_cache))
-                finished.append(left or _left(row, response, before))
+                finished.append(_left(row, response, before))
             if response.finish_reason == "stop":
                 row.finish("stop", num_hidden_tokens=1)
                 continue
@@ -213,21 +213,14 @@ class DecodePool:
                 row.finish("length")
         failed = [row for row in group.rows.values() if row.failure is not None]
         broken = [left for row in failed if (left := self.remove(row)) is not None]
-        if not at_start:
-            finished, broken = (self._with_rest(group, lefts, (*finished, *broken)) for lefts in (finished, broken))
-        quantise_starts = [
-            self._quantise_start(group, uid, left) for uid, left in at_start.items() if uid in group.rows
-        ]
+        finished, broken = (self._with_rest(group, lefts, (*finished, *broken)) for lefts in (finished, broken))
         group.used_seconds += (time.perf_counter() - started) / num_rows
-        return DecodeResult(
-            tuple(finished), tuple(failed), quantise_starts=tuple(quantise_starts), broken=tuple(broken)
-        )
+        return DecodeResult(tuple(finished), tuple(failed), broken=tuple(broken))
 
-    def _next(self, group: Group) -> tuple[dict[int, ExtractedRow], StatesBefore | None, list[Any]]:
-        """Who crosses at this step, the states from before it where they are held, and the generator's responses."""
-        at_start = self._at_quantise_start(group)
+    def _next(self, group: Group) -> tuple[StatesBefore | None, list[Any]]:
+        """The states from before a step where they are held, and the generator's responses."""
         before = StatesBefore.of(group.generator) if self._holds_states else None
-        return at_start, before, group.generator.next()[1]
+        return before, group.generator.next()[1]
 
     def _asked[T](self, group: Group, question: Callable[[], T]) -> T | DecodeResult:
         """What a generator gives; where it raises, what breaking it up leaves to do."""
@@ -235,31 +228,6 @@ class DecodePool:
             return question()
         except Exception as error:  # noqa: BLE001 - whatever broke inside a generator, its state is unknown
             return self._break_up(group, error)
-
-    def _at_quantise_start(self, group: Group) -> dict[int, ExtractedRow]:
-        """By uid the rows whose next token is the first that quantised KV must compute, without KV that can be cut.
-
-        That token is drawn already. The next step hands it out, and computes it in full precision for nothing: states
-        and windows are copied before it, keys and values of every token are the same behind it but for one.
-        """
-        start = self._model.sizes.packed_from
-        uids = [uid for uid, row in group.rows.items() if row.num_tokens == start and not group.is_packed]
-        if not uids:
-            return {}
-        self._send_tokens()  # copying takes longer than a pass takes to be described
-        found = group.generator.extract_cache(uids).items()
-        held = {
-            uid: ExtractedRow(group.rows[uid], _without_rows(caches), list(tokens)) for uid, (caches, tokens) in found
-        }
-        mx.eval([vars(leaf) for left in held.values() for leaf in leaves(left.caches)])
-        # A row that has only just entered has not computed its last prompt token.
-        return {uid: left for uid, left in held.items() if len(left.tokens) == start}
-
-    def _quantise_start(self, group: Group, uid: int, left: ExtractedRow) -> QuantiseStart:
-        caches, _ = group.generator.remove([uid], return_prompt_caches=True)[uid]
-        decoder = group.decoders[uid]
-        group.drop(uid)
-        return QuantiseStart(replace(left, caches=_taken_back(left.caches, caches)), decoder)
 
     def _break_up(self, group: Group, error: Exception) -> DecodeResult:
         """Discard a generator that raised: rows enter again from their tokens, a second failure is the row's own."""
@@ -331,30 +299,9 @@ def _left(row: Row, response: Any, before: StatesBefore | None) -> ExtractedRow:
     return ExtractedRow(row, caches, tokens[:-1])
 
 
-def _without_rows(caches: list[Any]) -> list[Any]:
-    """A row's caches, but without the keys and values that can be cut: held over a step they would have the whole batch
-    copied, which else is written in place."""
-
-    def changed(cache: Any) -> Any:
-        if isinstance(cache, CacheList):
-            return CacheList(*map(changed, cache.caches))  # type: ignore[no-untyped-call]
-        return KVCache() if type(cache) is KVCache else cache  # type: ignore[no-untyped-call]
-
-    return [changed(cache) for cache in caches]
-
-
-def _taken_back(before: list[Any], after: list[Any]) -> list[Any]:
-    """A row's caches as they were before a step of one token: `after` it, and what was held of them before."""
-
-    def changed(old: Any, new: Any) -> Any:
-        if isinstance(new, CacheList):
-            return CacheList(*map(changed, old.caches, new.caches))  # type: ignore[no-untyped-call]
-        if type(new) is not KVCache:
-            return old
-        new.trim(1)  # type: ignore[no-untyped-call]
-        return new
-
-    return [changed(old, new) for old, new in zip(before, after, strict=True)]
+def _drawn_id(generator: Any, uid: int) -> int | None:
+    token = drawn_token(generator, uid)
+    return int(token.item()) if token is not None else None  # type: ignore[arg-type]
 
 
 def _guarded_sampler(row: Row, sampler: Sampler) -> Sampler:

@@ -6,8 +6,10 @@ always computed, so such a row takes the drawn one along.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+import mlx.core as mx
 
 from kvserve.engine.kv_buffers import num_slots
 from kvserve.engine.row_outline import admitted_tokens
@@ -33,15 +35,8 @@ class Decoder:
         for constraint in row.constraints:
             constraint.reset()
             processors.append(constraint)
-        return cls(_sampler(row, vocab_size), processors, row.request.sampling.seed is not None)
-
-    def going_on(self, row: Row, vocab_size: int) -> "Decoder":
-        """The same for a row that changes its batch: random keys go on behind the tokens that it has."""
-        return replace(self, sampler=_sampler(row, vocab_size))
-
-
-def _sampler(row: Row, vocab_size: int) -> Sampler:
-    return sampler_for(row.request.sampling, vocab_size, len(row.generated))
+        sampler = sampler_for(row.request.sampling, vocab_size, len(row.generated))
+        return cls(sampler, processors, row.request.sampling.seed is not None)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +45,6 @@ class Group:
 
     generator: Any  # BatchGenerator, which is not typed, or SoloGenerator
     rows: dict[int, Row] = field(default_factory=dict)
-    decoders: dict[int, Decoder] = field(default_factory=dict)
     used_seconds: float = 0.0
     is_packed: bool = False
     """Whether its rows' KV is quantised: those in full precision decode in another one."""
@@ -59,7 +53,6 @@ class Group:
 
     def drop(self, uid: int) -> Row:
         """Forget a row that has left the generator."""
-        del self.decoders[uid]
         self.has_lost_rows = True
         return self.rows.pop(uid)
 
@@ -90,19 +83,8 @@ class ExtractedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantiseStart:
-    """A row that left its batch where quantised KV starts, to enter another one with what draws its tokens.
-
-    `left` holds the KV of all its tokens but the newest, in full precision.
-    """
-
-    left: ExtractedRow
-    decoder: Decoder
-
-
-@dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """What one decode step brought: rows that are finished, failed, must enter again from their tokens, or cross.
+    """What one decode step brought: rows that are finished, failed, or must enter again from their tokens.
 
     `is_short_of_memory`: an allocation failed, so that room must be made before rows enter again. `broken`: what failed
     rows held, where it was not their batch that failed.
@@ -111,18 +93,17 @@ class DecodeResult:
     finished: tuple[ExtractedRow, ...] = ()
     failed: tuple[Row, ...] = ()
     evicted: tuple[Row, ...] = ()
-    quantise_starts: tuple[QuantiseStart, ...] = ()
     is_short_of_memory: bool = False
     broken: tuple[ExtractedRow, ...] = ()
 
 
-def drawn_token(generator: Any, uid: int) -> int | None:
-    """A row's next token, None where its last prompt token has not gone through the model. It may have to be computed:
-    raises what that raises."""
+def drawn_token(generator: Any, uid: int) -> mx.array | None:
+    """A row's next token (), which may not be computed yet; None where its last prompt token has not gone through the
+    model."""
     if isinstance(generator, SoloGenerator):
         return generator.drawn_token(uid)
     batch = generator._generation_batch
-    return int(batch._next_tokens[batch.uids.index(uid)].item()) if uid in batch.uids else None
+    return batch._next_tokens[batch.uids.index(uid)] if uid in batch.uids else None
 
 
 def hand_out(row: Row, token: int) -> None:

@@ -17,7 +17,7 @@ from kvserve.engine.borders import row_fails_alone
 from kvserve.engine.cache_leases import CacheLeases
 from kvserve.engine.cache_records import CacheReport, ForgottenKv
 from kvserve.engine.decode import DecodePool
-from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow, QuantiseStart
+from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.out_of_memory import ShortMemory
 from kvserve.engine.policy_facts import DecodeStep, Ending, Pause, PrefillChunk
@@ -120,6 +120,7 @@ class Scheduler:
         self._account()
         self.cache.kv_room.memory.look()
         self._put_back_outgrown()
+        self._quantise_due()
         self._pool.settle()
 
     def _compute(self, work: PrefillChunk[Row] | DecodeStep | Pause) -> None:
@@ -256,14 +257,30 @@ class Scheduler:
         if len(rows) < 2 or not self._admission.is_outgrown():
             return
         row = max(rows, key=lambda each: each.submitted_at)
-        self._settle(self._pool.hand_out_drawn(row))
-        if (left := self._pool.remove(row)) is None:
+        if (left := self._taken_out(row)) is None:
             return
         with self._cache_leases.in_transit(row):
             self._cache_leases.keep_rest(row, left.caches, left.tokens, left.rest)
             self._release(row, None)
         row.wait_again()
         self._turn_order.queue(row, is_back=True)
+
+    def _quantise_due(self) -> None:
+        """Rows have come to where quantised KV starts: what they hold in full precision is kept, then converted."""
+        for row in self._pool.at_quantise_start():
+            if (left := self._taken_out(row)) is None:
+                continue
+            self._send_tokens()  # the others wait for nothing that is done now
+            self._cache_leases.keep_rest(row, left.caches, left.tokens)
+            with self._or_leaves(row):
+                enter = partial(self._pool.enter, row, left.caches, Decoder.of(row, self._model.vocab_size))
+                self._memory.with_second_try(enter)
+
+    def _taken_out(self, row: Row) -> ExtractedRow | None:
+        """A row leaves its batch to enter again, and hands out the token that is drawn for it: its states stand before
+        that one. None where it was the last one, or the batch broke."""
+        self._settle(self._pool.hand_out_drawn(row))
+        return self._pool.remove(row)
 
     def _arrive(self, row: Row, *, has_room: bool) -> None:
         self._turn_order.enters(row)
@@ -340,7 +357,7 @@ class Scheduler:
 
     def _settle(self, step: DecodeResult) -> None:
         """What a decode step left to do; rows that must hear something hear it first."""
-        if step.finished or step.evicted or step.quantise_starts:
+        if step.finished or step.evicted:
             self._send_tokens()  # the others wait for nothing that is done now
         if step.is_short_of_memory and step.evicted:  # while their leases hold what they will begin from
             self._memory.free()
@@ -361,16 +378,6 @@ class Scheduler:
         with self._cache_leases.in_transit(*(left.row for left in step.finished)):
             for left in step.finished:
                 self._release(left.row, left)
-        for quantise_start in step.quantise_starts:
-            self._quantise(quantise_start)
-
-    def _quantise(self, quantise_start: QuantiseStart) -> None:
-        """A row has come to where quantised KV starts: what it has in full precision is kept, then it is converted."""
-        left = quantise_start.left
-        self._cache_leases.keep_rest(left.row, left.caches, left.tokens)
-        decoder = quantise_start.decoder.going_on(left.row, self._model.vocab_size)  # its old sampler is a token ahead
-        with self._or_leaves(left.row):
-            self._memory.with_second_try(lambda: self._pool.enter(left.row, left.caches, decoder))
 
     def _or_leaves(self, row: Row) -> AbstractContextManager[None]:
         """A row that cannot enter its batch fails, and is gone."""

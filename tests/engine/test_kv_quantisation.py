@@ -445,7 +445,7 @@ def test_a_seeded_row_that_crosses_the_start_draws_on(qwen3: Engine) -> None:
 def test_a_seeded_row_that_is_put_back_behind_the_start_draws_on(
     qwen3: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token that was computed for nothing where it crossed took no random key along."""
+    """Where it changed its batch it left no random key out, and took none twice."""
     prompt = prompt_of(MIDDLE - 4, 3)
     wanted = request(prompt, 16, temperature=1.0, seed=7)
     qwen3.clear_cache()
@@ -518,7 +518,7 @@ def test_an_answer_that_is_not_converted_at_the_start_is_not_kept(monkeypatch: p
     prompt = prompt_of(MIDDLE - 20, 3)
     with engine_of(QWEN3) as engine:
         expected = cold(engine, prompt, 80)
-        monkeypatch.setattr("kvserve.engine.decode.DecodePool._at_quantise_start", lambda self, group: {})
+        monkeypatch.setattr(DecodePool, "at_quantise_start", lambda _: [])
         [wrong] = generate(engine, turn(prompt, 80))
         assert wrong.tokens != expected
         assert engine.cache_report().stats.num_stored_tokens == len(prompt) - 1

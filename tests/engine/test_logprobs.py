@@ -198,7 +198,7 @@ def test_a_broken_generator_costs_no_token_its_values(monkeypatch: pytest.Monkey
 
 
 def test_an_answer_that_comes_past_the_start_of_quantised_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row leaves one batch for another one there, which computes a token anew: told is what was drawn from."""
+    """The row leaves one batch for another one there: told is what was drawn from."""
     kv = KvSettings(bits=4, scheme="uniform", group_size=32, start=100)
     drawn_from: dict[int, np.ndarray] = {}
     real = Decoder.of
