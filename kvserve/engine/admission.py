@@ -1,6 +1,6 @@
 """Who may enter: rows are admitted by number, by the bytes of KV that they hold at their peak, padding included, and by
-what they would be restored from beside what others stand on. `Budget` is arithmetic; `Admission` looks at the rows that
-there are and belongs to the engine thread. It runs no model.
+the kept KV that they would be restored from, beside what other rows use. `Budget` is arithmetic; `Admission` looks at
+the rows and belongs to the engine thread. It runs no model.
 """
 
 from bisect import bisect_right
@@ -75,7 +75,7 @@ class Budget:
 
 
 class Admission:
-    """The door to one model's rows."""
+    """Admits one model's rows."""
 
     def __init__(self, budget: Budget, cache: PrefixCache, pool: DecodePool) -> None:
         self._budget = budget
@@ -96,7 +96,7 @@ class Admission:
         return False
 
     def measure(self, row: Row, running: Sequence[Row]) -> None:
-        """Say on a row that enters how much of what is kept it may stand on, and how much it takes over."""
+        """Note on a row that enters how much of the kept KV it may use, and how much it takes over."""
         row.restorable_bytes = self._cache.kv_room.restorable_bytes(self._peak_bytes([*running, row]))
         row.moved_bytes = self._moved_bytes(row, row.restorable_bytes)
 

@@ -1,7 +1,7 @@
 """Recurrent states as they were before a step: where an answer ends whose stop token the next prompt may not repeat.
 
 A step hands a token out after the model has gone through it, and a recurrent state cannot be taken back. The step
-replaces these arrays and changes none, so those from before it are there for as long as somebody holds them.
+replaces these arrays and changes none, so those from before it exist for as long as they are held.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,5 @@
-"""Where failures end in the engine: each border is named after what a failure costs there, and whoever works behind it
-says who hears of it. It knows no model, no cache and no disk.
+"""Where failures end in the engine: each border is named after what a failure costs there, and its caller says who
+hears of it. It knows no model, no cache and no disk.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from kvserve.engine.rows import Row
 
 
 def described(error: Exception) -> str:
-    """What a person reads of an error that nobody foresaw."""
+    """What a person reads of an unforeseen error."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -75,5 +75,5 @@ def finding[T](trial: Callable[[], T]) -> T | Exception:
     go of the arrays of its frames."""
     try:
         return trial()
-    except Exception as error:  # noqa: BLE001 - a class, family or checkpoint that nobody knows may raise anything
+    except Exception as error:  # noqa: BLE001 - a class, family or checkpoint that is not known may raise anything
         return error.with_traceback(None)

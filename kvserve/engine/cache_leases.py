@@ -72,7 +72,7 @@ class CacheLeases:
                 self._in_transit.pop(row, None)
 
     def keep(self, prefill: Prefill) -> None:
-        """Store what a stop gives. What cannot be stored is computed again another time; the request goes on."""
+        """Store what a stop gives. What cannot be stored is computed again another time; the request continues."""
         with costs_no_row(self._report, NOT_KEPT):
             self._memory.with_second_try(
                 lambda: self._cache.keep(prefill.cache_lease, prefill.caches, prefill.num_done)

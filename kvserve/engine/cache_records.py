@@ -1,4 +1,4 @@
-"""The nouns of the prefix cache as the engine uses it: what the operator decides, a row's lease, what is told of it.
+"""The nouns of the prefix cache as the engine uses it: what the operator decides, a row's lease, the cache's report.
 No arrays.
 """
 
@@ -30,9 +30,9 @@ class CacheSettings:
 
 @dataclass(slots=True, eq=False)
 class CacheLease:
-    """A row in the cache: what it stands on, where its prefill stops, and its prompt for rows that come after it.
+    """A row in the cache: the KV that it uses, where its prefill stops, and its prompt for rows that come after it.
 
-    `is_stuck`: what it has computed cannot be taken in while it decodes. `may_evict`: somebody asked for it, so that
+    `is_stuck`: what it has computed cannot be taken in while it decodes. `may_evict`: a client asked for it, so that
     what it computes is worth more than what was used before; else it is kept where there is room.
     """
 
@@ -76,7 +76,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """What `/v1/cache` tells: the tree's own figures, its budget for kept and live KV, and the engine's counters.
+    """What `/v1/cache` shows: the tree's own figures, its budget for kept and live KV, and the engine's counters.
     `has_lost_disk`: there is to be one, and it cannot be used."""
 
     stats: CacheStats

@@ -105,7 +105,7 @@ class DecodePool:
         group.rows[uid] = row
 
     def look_at(self, row: Row) -> ExtractedRow | None:
-        """What a row that goes on decoding holds between two steps, not evaluated yet; None if it does not decode."""
+        """What a row that continues decoding holds between two steps, not evaluated yet; None if it does not decode."""
         for group in self._groups:
             for uid, each in group.rows.items():
                 if each is row:
@@ -158,7 +158,7 @@ class DecodePool:
 
     def settle(self) -> None:
         """Compute batches that rows have left, large layers one after the other: as long as that is only described,
-        what they were before is there as well. Whoever left is let go of first."""
+        what they were before is there as well. Rows that have left are let go of first."""
         for group in self._groups:
             if group.has_lost_rows and group.rows and self._model.cache_support.can_batch:
                 for leaf in leaves(group.generator._generation_batch.prompt_cache):

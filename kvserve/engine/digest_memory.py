@@ -1,5 +1,5 @@
 """Digests of files that were read once, by what shows a change of each. One small file below the cache folder; it holds
-numbers and digests, no names and nobody's words.
+numbers and digests, no names and no words.
 
 It may vanish at any time: what is not remembered is read again. A file that does not add up is worth nothing.
 """
@@ -79,7 +79,7 @@ class DigestMemory:
                     self._report(f"What the weights are cannot be noted, the next start reads them again: {error}")
 
     def _read(self) -> dict[FileStamp, _Entry]:
-        """What is there; nothing where it cannot be read or believed."""
+        """The entries of the file; none where it cannot be read or believed."""
         try:
             check_owner(self._path.parent)
             held = json.loads(self._path.read_bytes())

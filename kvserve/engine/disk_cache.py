@@ -66,7 +66,7 @@ class DiskReport:
 @dataclass(slots=True, eq=False)
 class PinnedPrefix:
     """What an admitted row will start from, kept from leaving; `load`, at most `room_bytes`, is what the disk gives,
-    and `base` the state that was read last, from which the next one goes on."""
+    and `base` the state that was read last, on which the next one builds."""
 
     tokens: TokenSequence
     lease: Lease
@@ -91,14 +91,14 @@ class PinnedPrefix:
 
 RESCUE_SECONDS = 5.0
 RESCUE_WAIT_SECONDS = 0.02
-"""So long nobody is served while what others have is read before somebody is forgotten; the rest is computed again."""
+"""So long rows wait while what others have is read before an owner is forgotten; the rest is computed again."""
 
 ANY_TOKEN = 0
 """Stands behind what is to be had whole: of a prompt all but the last token are."""
 
 
 class RowsGone(Exception):
-    """What a blob was to be put behind has left RAM meanwhile."""
+    """The rows that a blob continues were evicted from RAM meanwhile."""
 
 
 class DiskCache:
@@ -145,8 +145,8 @@ class DiskCache:
             self.tier.discard(index.exclusive(run, hasher.start(partition).extended(run)))
 
     def forget(self, is_forgotten: IsForgotten, max_bytes: int) -> Removal:
-        """Forget what only these users are known to have used, and what is of nobody who is known; the tree has done so
-        before. What others have that stands on it goes through RAM, within `max_bytes` there, and is written anew."""
+        """Forget what only these users are known to have used, and what has no known user; the tree has done so before.
+        What others have behind it goes through RAM, within `max_bytes` there, and is written anew."""
         holds = list(self._rescued(is_forgotten, max_bytes))
         removal = self.tier.forget(is_forgotten)
         self.writing.save_kept()
@@ -172,7 +172,7 @@ class DiskCache:
 
     @property
     def answer_stride_tokens(self) -> int:
-        """After so many tokens of an answer the row is kept while it goes on."""
+        """After so many tokens of an answer the row is kept while it continues."""
         return CHECKPOINT_STRIDE_TOKENS if self._needs_checkpoints else ANSWER_STRIDE_TOKENS
 
     def do_idle_work(self, num_bytes: int) -> bool:
@@ -214,7 +214,7 @@ class DiskCache:
         return hold
 
     def let_go(self, hold: PinnedPrefix) -> None:
-        """The row has begun, or left: what it waited for is not wanted any more. Idempotent."""
+        """End a row's hold: it has begun, or left. Idempotent."""
         self._end_load(hold)
         hold.is_settled = True
         self._tree.release(hold.lease)
@@ -241,11 +241,11 @@ class DiskCache:
         return not hold.is_settled
 
     def abandon(self) -> None:
-        """Nobody waits any more, whatever was begun."""
+        """Give up every load that was begun: no row waits for one."""
         self._loading.clear()
 
     def _plan_again(self, hold: PinnedPrefix) -> None:
-        """The tree may have grown, and blobs may be gone: what is there now?"""
+        """Look again at what is there: the tree may have grown, and blobs may be gone."""
         match = self._tree.lookup(hold.tokens, partition=hold.partition)
         lease = self._tree.acquire(match, user=hold.owner, is_guess=hold.lease.is_guess)
         self._tree.release(hold.lease)
@@ -270,7 +270,7 @@ class DiskCache:
         hold.last_news_at = time.monotonic()
 
     def _beyond(self, match: Match) -> tuple[Sequence[Copy], Found]:
-        """What the disk has beyond what RAM can use, and the blobs that have what a row would stand on."""
+        """What the disk has beyond what RAM can use, and the blobs that have what a row would start from."""
         rows, depth = _on_disk(match)
         index, run = self.tier.index, match.run
         found = index.find(run.part(depth, run.end) if depth else run, match.chain, rows)
@@ -287,7 +287,7 @@ class DiskCache:
 
     def _insert_arrived(self, hold: PinnedPrefix, load: Load) -> bool:
         """Let the lease grow over blobs that have arrived, some at a time; what is not taken yet is not read beyond, so
-        whoever takes slowly is read for slowly. False: one of them is of no use."""
+        a row that takes slowly is read for slowly. False: one of them is of no use."""
         goal, num_bytes = hold.goal, 0
         while goal is not None and num_bytes < MAX_INSERT_BYTES and (taken := self.tier.take(load)):
             [blob], entry = taken, goal.entries[hold.num_taken]

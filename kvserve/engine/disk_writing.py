@@ -38,7 +38,7 @@ LEAVE_SECONDS = 2.0
 
 LEAVE_WINDOW_SECONDS = 60.0
 MAX_WAITS_SECONDS = 5.0
-"""All such waits of one window together. A disk that was waited for in vain is left alone for half a window."""
+"""All such waits of one window together. A disk that did not make it in time is left alone for half a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class DiskWriting:
             self._tier.note_users(path)
 
     def _end_of(self, lease: Lease, behind: int) -> KeptPath | None:
-        """What the disk lacks of what a row stands on; all of it where the disk has lost what that follows on."""
+        """What the disk lacks of a row's path; all of it where the disk has lost what that follows."""
         path = self._tree.kept_end(lease, behind)
         is_cut_off = path is not None and self._tier.index.find(path.run, path.chain, path.above).depth < path.run.start
         return self._tree.kept(lease) if is_cut_off else path
@@ -144,7 +144,7 @@ class DiskWriting:
         return has_lost
 
     def leave_ram(self, num_bytes: int) -> None:
-        """Where RAM is only lent: what no row stands on leaves it, up to so many bytes, once all is on disk."""
+        """Where RAM is only lent: evict what no row uses, up to so many bytes, once all is on disk."""
         if not self._is_ram_lent or self._tree.num_ram_bytes == self._num_left_bytes:
             return
         if self._tier.is_settled:
@@ -162,14 +162,14 @@ class DiskWriting:
         return self._tier.is_writing
 
     def _leave(self, num_bytes: int) -> bool:
-        """Whether all has left that could."""
+        """Whether all was evicted that could be."""
         if is_all := self._make_some_room(num_bytes):
             self._num_left_bytes = self._tree.num_ram_bytes
         return is_all
 
     def secure(self, leaving: Leaving) -> None:
-        """This leaves RAM now: the disk is waited for a moment until it has all of it. What it refuses is counted. What
-        it has already is told at what leaves, and costs nothing."""
+        """Wait a moment until the disk has all of what is evicted from RAM now. What it refuses is counted. What it has
+        already is noted there, and costs nothing."""
         if not self._is_storable or self._tier.is_settled:
             return
         is_lost = self._tier.has_lost and not leaving.is_copied
@@ -190,7 +190,7 @@ class DiskWriting:
         self._waited_seconds += over - now
         if patience_seconds and over >= until and not (is_put and is_there):
             self._patient_from = over + LEAVE_WINDOW_SECONDS / 2
-        if not is_put and not self._tier.is_full:  # of a full disk is told anyway
+        if not is_put and not self._tier.is_full:  # a full disk is reported anyway
             self._tier.faults.add("behind", f"not within {LEAVE_SECONDS:g} s")
 
     def _patience_seconds(self, now: float) -> float:
@@ -238,7 +238,7 @@ class DiskWriting:
         return entry
 
     def _save_state(self, path: KeptPath, part: KeptPart, until: float) -> bool:
-        """Whether all is well: there is no state here, or it is on its way."""
+        """Whether there is no state here, or it is on its way."""
         if part.state is None or not isinstance(part.state.payload, StateSnapshot):
             return True
         if not self._tier.can_take(part.state.payload.num_bytes, until):

@@ -88,7 +88,7 @@ class EngineStart:
         return Scheduler(
             model,
             self._settings.budget(model),
-            PrefixCache(model, self._settings.cache, memory, secrets.token_hex(32)),  # nobody else's name
+            PrefixCache(model, self._settings.cache, memory, secrets.token_hex(32)),  # a name of its own
             prefill_step_size=self._settings.prefill_step_size,
             watchdog_seconds=self._settings.watchdog_seconds,
             stream_share=self._settings.stream_share,

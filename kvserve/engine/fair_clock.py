@@ -1,5 +1,5 @@
 """Two clocks of fairness: where a machine that divides itself equally among all prompts would stand, and how long
-streams are to step for the time that prompts took. Numbers only; whoever computes says what was computed.
+streams are to step for the time that prompts took. Numbers only; the scheduler says what was computed.
 """
 
 from collections.abc import Hashable
@@ -22,7 +22,7 @@ class FairClock[R: Hashable]:
         self._ahead: list[float] = []
 
     def enter(self, row: R, work: float) -> None:
-        """A row comes with so much work, as if nobody computed any of it for it."""
+        """A row comes with so much work, all of it its own to compute."""
         self._entered[row], self._finish[row] = self.now, self.now + work
         self._ahead.append(self.now + work)
 
@@ -55,7 +55,7 @@ class FairClock[R: Hashable]:
             self.now = self._ahead.pop(0)
 
     def rest(self) -> None:
-        """Nobody has work left: whoever comes now has the machine."""
+        """No row has work left: the next one has the machine to itself."""
         self._ahead.clear()
 
     def _move(self, row: R, finish: float) -> None:
@@ -78,7 +78,7 @@ class StreamShare:
     stretch_seconds: float = 0.0
 
     def prefilled(self, seconds: float, *, is_beside_streams: bool) -> None:
-        """A prompt was computed for so long. Where nobody reads, whoever was owed something is gone."""
+        """A prompt was computed for so long. Where no client reads, streams that were owed something are gone."""
         self.stretch_seconds += seconds
         if is_beside_streams:
             self.owed_seconds += seconds * self.share / (1 - self.share)

@@ -33,7 +33,7 @@ def pieces(path: Path, num_bytes: int) -> Iterator[FilePiece]:
 
 def hash_piece(piece: FilePiece, told: Callable[[int], None], *, spares_cache: bool = False) -> bytes:
     """The SHA-256 of a piece, or of as much of it as there is. `told` hears of every few bytes that were read, and may
-    raise. `spares_cache`: nobody else is about to read the file, so the system need not keep its pages for them.
+    raise. `spares_cache`: no loader is about to read the file, so the system need not keep its pages.
 
     Raises OSError; the digest of a file that may not be read is that of nothing.
     """
@@ -68,6 +68,6 @@ def _keep_no_pages(descriptor: int) -> None:
 
 
 def _drop_pages(descriptor: int, piece: FilePiece) -> None:
-    """Linux gives back pages that nobody has mapped."""
+    """Linux gives back pages that no process has mapped."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, piece.start, piece.end - piece.start, os.POSIX_FADV_DONTNEED)

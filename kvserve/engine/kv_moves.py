@@ -1,8 +1,8 @@
 """How the KV of a row gets into the prefix tree and out again: copied where both fit beside each other, else moved
-where nobody else needs it.
+where no other row needs it.
 
     restore        what is kept of a prompt leaves the tree for the row, which gives it back at its end
-    insert         a row goes on: a copy, or its boundary is deferred to the row's end
+    insert         a row continues: a copy, or its boundary is deferred to the row's end
     insert_last    a row is over that holds its buffers alone: a copy, or they are given up, layer by layer
     insert_prompt  a row is over that leaves no answer: the same of what was restored, and of its prompt
 
@@ -49,7 +49,7 @@ class _Deferred:
 
 
 class KvMoves:
-    """The way in and out of one model's prefix tree. `disk` tells the disk side, if there is one."""
+    """The way in and out of one model's prefix tree. `disk` gives the disk side, if there is one."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class KvMoves:
     # --- out of the tree ----------------------------------------------------------------------------------------------
 
     def planned_bytes(self, row: Row, restorable_bytes: float, known: Callable[[], int]) -> float:
-        """How much of what is kept a row would take over where it may stand on so much of it: 0 where all of it fits
-        beside the row, or others need it. `known` tells how much is kept, also on disk, which costs a walk."""
+        """How much of the kept KV a row would take over where it may use so much of it: 0 where all of it fits beside
+        the row, or others need it. `known` says how much is kept, also on disk, which costs a walk."""
         request, tokens = row.request, tokens_of(row)
         can_be_kept = self._can_move and self._model.cache_support.can_keep
         if not can_be_kept or request.ttl_seconds == 0 or row.is_forgotten or restorable_bytes < 0:
@@ -149,7 +149,7 @@ class KvMoves:
     def insert(
         self, cache_lease: CacheLease, tokens: TokenSequence, caches: Sequence[Any], end: int, kind: BoundaryKind
     ) -> None:
-        """Keep the KV of a row that goes on, up to `end`.
+        """Keep the KV of a row that continues, up to `end`.
 
         Room is made first: the tier is never above its budget, but for what goes through RAM to the disk.
         """
@@ -165,7 +165,7 @@ class KvMoves:
         kind: BoundaryKind,
         rest: Sequence[Any],
     ) -> bool:
-        """The same of a row that is over: but for the `rest` of its batch nobody else holds its buffers. Whether they
+        """The same of a row that is over: only it and the `rest` of its batch hold its buffers. Whether they
         were given up for it: where a copy would cost what is kept, and where there is no room for one.
         """
         if not self._may_insert(cache_lease, end):

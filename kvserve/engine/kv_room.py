@@ -16,14 +16,14 @@ from kvserve.engine.kv_size import KvSize
 from kvserve.engine.memory import MemoryLedger
 
 CLEAR_AFTER_BYTES = 64 * 2**20
-"""MLX keeps freed buffers for reuse; when so much has left they are given back."""
+"""MLX keeps freed buffers for reuse; when so much was evicted they are given back."""
 
 PIECES = 16
-"""So many leaves and states leave before somebody looks whether it is enough, or at the clock."""
+"""So many leaves and states are evicted before it is checked whether that is enough, and how long it took."""
 
 NO_ROOM = "Room could not be made in the prefix cache"
 SLICE_SECONDS = 0.008
-"""So long running streams stand still between two steps for what leaves, and for one piece more."""
+"""So long eviction may hold up running streams between two steps, and for one piece more."""
 
 FULL_DISK = "KV is kept in RAM only, and is computed again once it has left it."
 BEHIND = "some KV is not on disk yet, and is written when the disk has caught up."
@@ -72,21 +72,20 @@ class KvRoom:
             pass
 
     def make_some(self, num_needed_bytes: float = 0) -> bool:
-        """The same for a slice of time, also for rows that wait for room. Whether there is no more to be done for
-        it."""
+        """The same for a slice of time, also for rows that wait for room. Whether it is done."""
         until = self._clock() + SLICE_SECONDS
         while not (is_made := self._evict(num_needed_bytes)) and self._clock() < until:
             pass
         return is_made
 
     def let_rest_leave(self, *, to_its_end: bool = False) -> None:
-        """Go on with what nobody waits for, for a slice of time or to its end."""
+        """Continue to evict what no row waits for, for a slice of time or to its end."""
         until = self._clock() + SLICE_SECONDS
         while self.has_more and (to_its_end or self._clock() < until):
             self._evict(-self._awaited_bytes)
 
     def _evict(self, num_needed_bytes: float) -> bool:
-        """Let a piece leave. Whether so much fits now, or nothing more can leave."""
+        """Evict a piece. Whether so much fits now, or nothing more can be evicted."""
         self.has_more = False  # where this raises the next run tries again
         eviction = self._tree.evict(int(num_needed_bytes), PIECES)
         self.has_more = not eviction.is_over
@@ -99,16 +98,16 @@ class KvRoom:
         return is_made
 
     def takes(self, num_bytes: float, *, has_disk: bool, num_moved_bytes: float = 0) -> bool:
-        """Whether so much may be kept now that everything has left that could, or `num_moved_bytes` in the place of a
-        row that goes. With a disk what one row needs may pass the bound of what is kept, never that of all KV. What
-        rows wait for may be used until they begin, where enough can leave by then."""
+        """Whether so much may be kept now that everything was evicted that could be, or `num_moved_bytes` in the place
+        of a row that goes. With a disk what one row needs may pass the bound of what is kept, never that of all KV.
+        What rows wait for may be used until they begin, where enough can leave by then."""
         if self._awaited_bytes and not self.could_take(num_bytes, has_disk=has_disk, num_moved_bytes=num_moved_bytes):
             return False
         kept_bytes = self.memory.held("kept")
         return self._fits(num_bytes, kept_bytes, num_moved_bytes, has_disk=has_disk, unused_bytes=self._awaited_bytes)
 
     def could_take(self, num_bytes: float, *, has_disk: bool, num_moved_bytes: float = 0) -> bool:
-        """The same if all left that nobody stands on: else nothing needs to leave in vain."""
+        """The same if all KV that no row uses were evicted: if not, evicting would be wasted."""
         return self._fits(num_bytes, self.leased_bytes(), num_moved_bytes, has_disk=has_disk)
 
     def _fits(
@@ -123,7 +122,7 @@ class KvRoom:
         self.memory.press("kv_pool", f"{NOT_KEPT} ({self.memory.plan.pool_bytes / 2**30:.2f} GiB).")
 
     def leased_bytes(self) -> int:
-        """Bytes of all rows and states that rows stand on, each once: they cannot leave."""
+        """Bytes of all KV and states under a lease, each once: they cannot be evicted."""
         seen: set[int] = set()
         num_bytes = 0
         for lease in self._tree._leases:
@@ -137,12 +136,12 @@ class KvRoom:
 
     def can_restore(self, num_live_bytes: float, num_tokens: int, known: Callable[[], int]) -> bool:
         """Whether a row of so many prompt tokens could start from all that is kept of it, where all rows take
-        `num_live_bytes` at their peak. `known` tells how much that is, which costs a walk."""
+        `num_live_bytes` at their peak. `known` says how much that is, which costs a walk."""
         left = self.restorable_bytes(num_live_bytes)
         return self._sizes.kept(0, num_tokens) <= left or self._sizes.kept(0, known()) <= left
 
     def restorable_bytes(self, num_live_bytes: float) -> float:
-        """How much of what is kept a row may stand on, where all rows take so many bytes at their peak."""
+        """How much of the kept KV a row may use, where all rows take so many bytes at their peak."""
         return self.memory.plan.pool_bytes - num_live_bytes - self.leased_bytes() - self.deferred_bytes()
 
     def within(self, tokens: TokenSequence, num_bytes: float) -> TokenSequence:

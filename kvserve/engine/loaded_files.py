@@ -10,7 +10,7 @@ such lists grow with each release, the rule is the other way round. Every file o
 - in subfolders: weights in forms that no loader for MLX opens (`FOREIGN_SUFFIXES`), such as a trainer's.
 
 Files that `config.json` names count wherever they are, and so do those that a JSON file names which it names. Links are
-followed. What is left out can change no answer; what counts in vain costs one reading.
+followed. What is left out can change no answer; a file too many costs one reading.
 """
 
 import json
@@ -31,7 +31,7 @@ _DOCUMENT = re.compile(r"(license|licence|notice|readme|copying|use_policy)[^.]*
 _DATABASE = re.compile(r".*\.sqlite3?(-wal|-shm|-journal)?")
 
 MEMORY_FILE = "weights-seen.json"
-"""What kvserve remembers of models; somebody's cache folder may be a model's folder."""
+"""What kvserve remembers of models; a cache folder may be a model's folder."""
 
 OURS = re.compile(r"(records-)?[0-9a-f]{32}")
 """Folders of KV and of records."""

@@ -135,8 +135,8 @@ class MemoryLedger:
     # --- what is at its bound -----------------------------------------------------------------------------------------
 
     def watch(self, bound: Bound, cost: Callable[[], str | None]) -> None:
-        """Have a bound looked at whenever somebody asks: what it costs that it is met, None while it is not. From any
-        thread; whoever it belongs to tells a person."""
+        """Have a bound looked at with every report: what it costs that it is met, None while it is not. From any
+        thread; its owner tells a person."""
         self._watched[bound] = cost
 
     def press(self, bound: Bound, cost: str) -> None:

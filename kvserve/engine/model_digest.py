@@ -3,7 +3,7 @@
     look      before anything is loaded: what is remembered, or so little that it is read at once
     begin     the load begins: the files as they are now, and a thread that reads them where nothing is remembered
     confirm   the load is over: whether it can have read anything else than that
-    known     both agree: whoever waits for the name is called
+    known     both agree: callers that wait for the name are called
 
 Until then, and where files changed meanwhile, the model has no name, and nothing is kept or found under one.
 """
@@ -33,7 +33,7 @@ SETTLED_SECONDS = 2.0
 holds is not remembered."""
 
 QUIET_SECONDS = 2.0
-"""What takes no longer is not told of."""
+"""A reading that takes no longer is not reported."""
 
 type DigestState = Literal["not needed", "reading", "known", "unknown"]
 
@@ -49,12 +49,12 @@ class DigestStatus:
 
 
 class _Stopped(Exception):
-    """Nobody wants to know any more."""
+    """The reading was stopped."""
 
 
 class ModelDigest:
-    """Which model is in a folder, for one load of it. `look`, `begin` and `confirm` are called in this order, each by
-    whoever loads; the rest may be called from any thread."""
+    """Which model is in a folder, for one load of it. `look`, `begin` and `confirm` are called in this order, each on
+    the thread that loads; the rest may be called from any thread."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class ModelDigest:
             self._thread.start()
 
     def confirm(self) -> None:
-        """The load is over: it has read the files that `begin` found, or nobody knows what it has read."""
+        """The load is over: it has read the files that `begin` found, or what it has read is unknown."""
         self._is_loaded.set()
         if self._memory is None:
             return
@@ -146,7 +146,7 @@ class ModelDigest:
         self._tell_if_known()
 
     def stop(self, timeout_seconds: float = 0.0) -> None:
-        """Read no further, and call nobody any more. Idempotent."""
+        """Read no further, and call no waiting caller. Idempotent."""
         self._stopping.set()
         self._is_loaded.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -199,7 +199,7 @@ class ModelDigest:
             self._give_up(f"it cannot be read: {error}")
         finally:
             if self._fingerprint is None and not self._stopping.is_set():
-                self._give_up("its reading has ended")  # by a defect of ours; nobody waits for ever
+                self._give_up("its reading has ended")  # by a defect of ours; no caller waits for ever
 
     def _await_settled(self) -> None:
         """A model that was just written is read once the times of its files can be trusted."""
@@ -231,7 +231,7 @@ class ModelDigest:
 
     def _hashed(self, files: FileStamps, *, num_threads: int = 0) -> dict[Path, bytes]:
         """The digests of these files, read on this thread where there are no others. A long one is remembered once it
-        is read, so that a reading that is broken off goes on there. Raises OSError, _Stopped."""
+        is read, so that a reading that is broken off continues there. Raises OSError, _Stopped."""
         started = time.time()
         jobs = {path: [*pieces(self._folder / path, stamp.num_bytes)] for path, stamp in files.items()}
         every = [piece for job in jobs.values() for piece in job]
@@ -261,7 +261,7 @@ class ModelDigest:
                     return
                 try:
                     future.set_result(self._hash(piece))
-                except Exception as error:  # noqa: BLE001 - whoever waits for the piece raises it
+                except Exception as error:  # noqa: BLE001 - the thread that waits for the piece raises it
                     future.set_exception(error)
 
         threads = [threading.Thread(target=work, name="kvserve-weights", daemon=True) for _ in range(num_threads)]
@@ -293,7 +293,7 @@ class ModelDigest:
         return model_fingerprint(digests, libraries_of(self._folder))
 
     def _note_read(self, num_bytes: int) -> None:
-        """Count what was read, tell of it by quarters, and end where nobody wants to know. Raises _Stopped."""
+        """Count what was read, report it by quarters, and end where the reading was stopped. Raises _Stopped."""
         if self._stopping.is_set():
             raise _Stopped
         with self._lock:

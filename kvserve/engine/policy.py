@@ -1,6 +1,6 @@
 """Who goes, who enters, and what is computed next: one function from facts to a plan, and its rules. Pure.
 
-Places: the highest response ratio first, as long as nobody is overtaken too often. Prompts: in the order in which a
+Places: the highest response ratio first, as long as no row is overtaken too often. Prompts: in the order in which a
 machine that divides itself equally would end them, so that none is later than there; one that others wait for is as
 urgent as the most urgent of them, up to where they part. Streams: their share of the time that prompts take.
 """
@@ -28,13 +28,13 @@ SHORTEST_CHUNK_SECONDS = CHUNK_SECONDS_BESIDE_STREAMS / 4
 CHUNK_SECONDS_ALONE = 1.0
 STRETCH_SECONDS_ALONE = CHUNK_SECONDS_ALONE + CHUNK_SECONDS_BESIDE_STREAMS
 """How long prompts that come together may keep the first of them from its first token: a step with one row costs about
-as much as one with all of them. No longer than one chunk may that nobody shares."""
+as much as one with all of them. A chunk that no other prompt shares may take no longer."""
 
 LENIENT_TOKENS = 64
 """As much of an equal share more: of short prompts that come one behind the other the first is through at once."""
 
 MAX_OVERTAKEN = 8
-"""So many rows that came later may enter before one; then nobody does until it has a place."""
+"""So many rows that came later may enter before one; then none does until it has a place."""
 
 NUM_CANDIDATES = 8
 """Of so many that wait it is asked whether there is room for them."""
@@ -64,7 +64,7 @@ def urgency[R: Hashable](prompts: Sequence[PromptFacts[R]]) -> dict[R, float]:
 
 
 def first_token_seconds[R: Hashable](facts: Facts[R], share: float) -> dict[R, float]:
-    """How long each prompt takes to its first token if nobody else comes; nothing where no rate is known."""
+    """How long each prompt takes to its first token if no other row comes; nothing where no rate is known."""
     if not (rate := facts.machine.tokens_per_second):
         return {}
     if facts.streams:
@@ -93,14 +93,14 @@ def _ending[R: Hashable](life: Life[R], watchdog_seconds: float) -> Ending[R] | 
 
 
 def _rank[R: Hashable](waiting_prompt: WaitingPrompt[R]) -> tuple[bool, bool, float]:
-    """Those who had a place come first, then whom nobody may pass any more, then the highest response ratio."""
+    """Rows that had a place come first, then those that no other may pass any more, then the highest response ratio."""
     is_next = waiting_prompt.is_back or waiting_prompt.num_overtaken >= MAX_OVERTAKEN
     ratio = waiting_prompt.waited_seconds / (waiting_prompt.num_left_tokens + LEAST_WORK_TOKENS)
     return not waiting_prompt.is_back, not is_next, -waiting_prompt.waited_seconds if is_next else -ratio
 
 
 def _admitted[R: Hashable](waiting_prompts: Sequence[WaitingPrompt[R]]) -> R | None:
-    """The first that fits, but nobody behind one that may not be passed."""
+    """The first that fits, but none behind one that may not be passed."""
     for waiting_prompt in candidates(waiting_prompts):
         if waiting_prompt.fits:
             return waiting_prompt.row
@@ -135,7 +135,7 @@ def _beside_streams[R: Hashable](facts: Facts[R], prompt: PromptFacts[R]) -> Pre
 
 
 def _before_first_tokens[R: Hashable](facts: Facts[R], prompt: PromptFacts[R]) -> PrefillChunk[R] | DecodeStep:
-    """Nobody reads yet: those whose prompts are computed wait for others that end soon, as long as equal shares would
+    """No client reads yet: rows whose prompts are computed wait for others that end soon, as long as equal shares would
     not have ended them either."""
     left_seconds = STRETCH_SECONDS_ALONE - facts.machine.stretch_seconds
     is_due = facts.machine.fair_now >= min(stream.finish for stream in facts.streams) + LENIENT_TOKENS

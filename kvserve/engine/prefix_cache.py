@@ -3,7 +3,7 @@
     enter   look the prompt up, restore what is known, plan where the prefill will stop
     keep    at a stop: the KV since the last one and, where layers cannot be cut, their state
     finish  the answer's KV, up to the last whole token
-    leave   the row is gone; what it stood on may be evicted
+    leave   the row is gone; what it used may be evicted
 
 Everything here belongs to the engine thread. An array is copied on its way in and on its way out.
 """
@@ -92,7 +92,7 @@ class PrefixCache:
     def enter(self, row: Row, *, is_ahead: bool = False, is_guess: bool = False) -> tuple[CacheLease, list[Any], int]:
         """Restore what is known of a row's tokens: its lease, live caches, and how many tokens they hold.
 
-        `is_ahead`: it has no answer, counts nowhere and becomes nobody's entry. `is_guess`: no client asked for it.
+        `is_ahead`: it has no answer, counts nowhere and becomes no owner's entry. `is_guess`: no client asked for it.
         """
         tokens = tokens_of(row)
         match = self._found(row, tokens)
@@ -102,7 +102,7 @@ class PrefixCache:
         ttl_seconds = request.ttl_seconds
         lease = self._tree.acquire(match, owner=owner, ttl_seconds=ttl_seconds, user=user, is_guess=is_guess)
         if not self._model.cache_support.can_keep or request.ttl_seconds == 0 or row.is_forgotten:
-            self._tree.release(lease)  # a row that stands on nothing leaves nothing behind, and nobody waits for it
+            self._tree.release(lease)  # a row without a lease leaves nothing behind, and no row waits for it
         try:
             return self._restored(row, tokens, match, lease)
         except Exception:
@@ -165,7 +165,7 @@ class PrefixCache:
         return self._disk is not None and self._disk.advance(hold)
 
     def answer_stride_tokens(self) -> int | None:
-        """After so many tokens of an answer the row is kept while it goes on; None: only at its end."""
+        """After so many tokens of an answer the row is kept while it continues; None: only at its end."""
         return self._disk.answer_stride_tokens if self._disk is not None else None
 
     def await_disk(self, seconds: float) -> None:
@@ -189,8 +189,8 @@ class PrefixCache:
         self, cache_lease: CacheLease, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
     ) -> bool:
         """Take in the KV of `tokens`, all that a row's caches hold between two steps, but nothing of half an image.
-        Whether the caches were given up for it, as may be where the row is over and but for the `rest` of its batch
-        nobody else has them; None: it goes on."""
+        Whether the caches were given up for it, as may be where the row is over and only the `rest` of its batch has
+        them too; None: it continues."""
         sequence = TokenSequence(tuple(tokens), cache_lease.row.request.prompt.images)
         end = len(sequence)
         if (image := image_around(sequence.images, end)) is not None:
@@ -213,7 +213,7 @@ class PrefixCache:
         return is_moved
 
     def retract_answer(self, cache_lease: CacheLease) -> None:
-        """The row is gone, and what was kept of its answer meanwhile goes with it, from the disk too."""
+        """Forget what was kept of a row's answer meanwhile, on disk too: the row is gone."""
         start = cache_lease.row.answer_kept_from
         path = self._tree.retract(cache_lease.lease, start) if start is not None else None
         if self._disk is not None and path is not None and start is not None:
@@ -254,7 +254,7 @@ class PrefixCache:
 
     def kept_tokens(self, tokens: TokenSequence, partitions: Sequence[str] | None = None) -> tuple[int, int]:
         """How much of a conversation RAM has, and how much RAM or the disk has, the partition with most of it (None:
-        of all); to ask is no use of it."""
+        of all); asking does not count as use."""
         disk, asked = self._disk, partitions
         if asked is None:
             asked = [*self._tree.partitions(), *(disk.tier.index.partitions() if disk is not None else ())]
@@ -267,14 +267,14 @@ class PrefixCache:
         paths = self._tree.discard(tokens, lambda entry_owner: is_owner(request_owner(entry_owner)))
         if self._disk is not None:
             self._disk.discard(tokens, paths, self.hasher)
-        elif self.is_unnamed:  # no prefix can be found there yet, but whose each file is stands in the books
+        elif self.is_unnamed:  # no prefix can be found there yet, but the index knows each file's owners
             self.forget_on_disk(is_owner)
         del paths
         mx.clear_cache()
 
     def forget(self, is_forgotten: IsForgotten) -> ForgottenKv:
-        """Forget what only the requests of these owners used, and what is of nobody who is known: it may be theirs. On
-        the disk of this model: see `forget_of_others`."""
+        """Forget what only the requests of these owners used, and what has no known owner: it may be theirs. On the
+        disk of this model: see `forget_of_others`."""
         held_bytes = self._tree.num_ram_bytes
         num_tokens = self._tree.forget(is_forgotten)
         num_ram_bytes = held_bytes - self._tree.num_ram_bytes
@@ -296,7 +296,7 @@ class PrefixCache:
         self.kv_room.make(num_needed_bytes)
 
     def give_ram_back(self) -> None:
-        """Where RAM is only lent, what no row stands on leaves it as soon as the disk has it."""
+        """Where RAM is only lent, evict what no row uses as soon as the disk has it."""
         if self._disk is not None:
             self._disk.writing.leave_ram(self._max_bytes)
 
@@ -329,7 +329,7 @@ class PrefixCache:
         """Forget everything, on disk too; live rows go on."""
         if self._disk is not None:
             self._disk.tier.clear()
-        elif self.is_unnamed:  # which of all that the disk has is this model's nobody knows
+        elif self.is_unnamed:  # which of the files on disk are this model's is not known
             self.forget_on_disk(lambda _: True)
         self.clear()
         self.warmed.clear()

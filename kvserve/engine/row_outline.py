@@ -24,7 +24,7 @@ def owner_of(row: Row) -> str:
 
 
 def user_of(row: Row) -> str:
-    """By whose name it is noted what a row used; nobody's where who asks was forgotten."""
+    """By whose name it is noted what a row used; "" where that owner was forgotten."""
     return "" if row.is_forgotten else row.request.owner
 
 

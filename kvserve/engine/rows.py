@@ -124,7 +124,7 @@ class Row:
 
     `on_end` frees its place, before its client hears of the end and may come again.
     `has_waited_for_row`: another row was computing what this one begins with, `has_come_from_disk`: it was read.
-    `answer_kept_from`: where what was kept of its answer while it went on begins, None as long as there is nothing.
+    `answer_kept_from`: where the KV begins that was kept of its answer meanwhile, None as long as there is none.
     `progressed_at`: when it got its place, or something was computed for it or came from the disk last, and as much
     later as prompts stood still for streams since. `decoding_from`: when its prompt was computed, None while it is to
     be, also again; `seconds_decoded`: how long it decoded before that. `waits_again`: it was in a batch, and waits for
@@ -132,11 +132,11 @@ class Row:
     `first_token_seconds`: in about how long its first token comes, as far as is known. `num_overtaken`: how many rows
     that came later got a place before it.
     `num_memory_failures`: how often an allocation failed while it computed.
-    `restorable_bytes`: so much of what is kept it may stand on, beside what all rows hold. `moved_bytes`: where that is
-    less than what is kept of it, so much leaves the tree for it.
-    `is_forgotten`: whoever asks was forgotten meanwhile, and it leaves nothing behind. `logprobs` reads those of its
-    tokens, None where nobody asks. `trouble` is what its generator raised last, `failure` what the row itself is to
-    blame for.
+    `restorable_bytes`: so much of the kept KV it may use, beside what all rows hold. `moved_bytes`: where that is less
+    than what is kept of it, so much leaves the tree for it.
+    `is_forgotten`: its owner was forgotten meanwhile, and it leaves nothing behind. `logprobs` reads those of its
+    tokens, None where its client does not ask. `trouble` is what its generator raised last, `failure` what the row
+    itself is to blame for.
     """
 
     handle: RequestHandle

@@ -1,8 +1,8 @@
-"""Rows go their way: they get a place, are prefilled one chunk at a time, and decoded together.
+"""Carries rows through their stages: they are admitted, prefilled one chunk at a time, and decoded together.
 
     waiting -> admitted: lookup -> restore, prefill the rest -> decode -> finished: insert
 
-A row whose prompt another one is just prefilling waits for that one's KV. Whose turn it is the policy says; here it is
+A row whose prompt another one is just prefilling waits for that one's KV. The policy says what is next; here it is
 carried out. Everything here belongs to the engine thread.
 """
 
@@ -33,7 +33,7 @@ from kvserve.engine.warming import WarmSettings
 from kvserve.errors import EngineFailure, NoProgress
 
 DISK_WAIT_SECONDS = 0.02
-"""How long nobody listens to clients while all that is to be done is to wait for the disk."""
+"""How long the engine waits for the disk at once, while there is nothing else to do and no client is heard."""
 
 
 class Scheduler:
@@ -92,7 +92,7 @@ class Scheduler:
         )
 
     def add(self, row: Row) -> None:
-        """Queue a row behind those that wait; what nobody asked for makes way."""
+        """Queue a row behind those that wait; work ahead of requests makes way."""
         self.warmer.pause()
         self._rows.append(row)
         self._turn_order.queue(row)
@@ -140,7 +140,7 @@ class Scheduler:
                 self.cache.await_disk(DISK_WAIT_SECONDS)
 
     def sweep(self) -> None:
-        """Let leave what has outlived its time, also when nobody asks for anything."""
+        """Evict what has outlived its time, also while no request comes."""
         self._account()
         self.cache.make_room()
         self.cache.kv_room.let_rest_leave(to_its_end=True)
@@ -153,7 +153,7 @@ class Scheduler:
         return self.cache.do_disk_work() or self._memory.with_second_try(self.cache.coalesce) or self.warmer.step()
 
     def seconds_to_rest(self, at_most: float) -> float:
-        """How long an idle engine may wait before it looks at what nobody asked for."""
+        """How long an idle engine may wait before it looks at work ahead of requests."""
         due = self.warmer.seconds_until_due()
         return at_most if due is None else min(due, at_most)
 
@@ -177,7 +177,7 @@ class Scheduler:
         return self.cache.forget(is_forgotten)
 
     def _forget_images(self) -> None:
-        """Of what a vision tower made nobody knows whose it is."""
+        """The features that a vision tower keeps have no owners: all are dropped."""
         if self._model.vision is not None:
             self._model.vision.tower.clear()
 
@@ -251,8 +251,8 @@ class Scheduler:
         return num_begun > 0
 
     def _put_back_outgrown(self) -> None:
-        """Answers longer than their allowance have outgrown the memory for all: the newest row waits, and goes on from
-        what it has computed."""
+        """Answers longer than their allowance have outgrown the memory for all: the newest row waits, and continues
+        from what it has computed."""
         rows = self._pool.rows()
         if len(rows) < 2 or not self._admission.is_outgrown():
             return
@@ -289,7 +289,7 @@ class Scheduler:
         self._account()
 
     def _account(self) -> None:
-        """Say what live rows hold: what has left its batch is there until it is kept."""
+        """Account what live rows hold: a row that has left its batch counts until it is kept."""
         live_bytes, copied = self._live_bytes() + self._cache_leases.transit_bytes, self._model.sizes.copied
         awaited_bytes = self._admission.arriving_bytes(self._waiting_for_prefix.without_room())
         self.cache.kv_room.account(live_bytes, copied(live_bytes), awaited_bytes + copied(awaited_bytes))
@@ -306,7 +306,7 @@ class Scheduler:
         with row_fails_alone(row, self._memory, self._forget_ended):
             images = self._model.images(row.request)
             if row.moved_bytes:
-                self._waiting_for_prefix.remove(row)  # nobody else stands on what it takes over
+                self._waiting_for_prefix.remove(row)  # no other lease is on what it takes over
             cache_lease, caches, num_done = self._memory.with_second_try(lambda: self.cache.enter(row))
         if row.is_over:
             return

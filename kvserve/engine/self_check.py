@@ -54,7 +54,7 @@ class CachesDiffer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """What is computed: the long row's prompt, the short one's is its beginning, and what each of them goes on with."""
+    """What is computed: the long row's prompt, the short one's is its beginning, and how each of them continues."""
 
     prompt: list[int]
     given_long: list[int]
@@ -148,7 +148,7 @@ def _trouble(attempt: Callable[[], None]) -> str:
 
 
 class _Trial:
-    """A long and a short row, as they are when nobody else computes, and what else must come out like them."""
+    """A long and a short row, each computed alone, and what else must come out like them."""
 
     def __init__(
         self, module: Callable[..., Any], new_caches: Callable[[], list[Any]], tokens: _Tokens, *, allows_noise: bool
@@ -160,7 +160,7 @@ class _Trial:
         self._max_error = max(MAX_ERROR, NOISE_FACTOR * self._noise()) if allows_noise else MAX_ERROR
 
     def batch(self) -> None:
-        """Two rows enter a batch together, a third one later; that one goes on alone. Raises CachesDiffer."""
+        """Two rows enter a batch together, a third one later; that one continues alone. Raises CachesDiffer."""
         rows = (self._long, self._short, self._short)
         scripts = [_Script(row.given) for row in rows]
         generator: Any = batch_generator(self._module)

@@ -110,7 +110,7 @@ class SoloGenerator:
     def next(self) -> tuple[list[Any], list[Response]]:
         """The row's next token. Its first call puts the last prompt token through the model and answers nothing.
 
-        The first list is always empty: it is where `BatchGenerator` tells of prefills.
+        The first list is always empty: it is where `BatchGenerator` reports prefills.
         """
         row = self._row
         if row is None:

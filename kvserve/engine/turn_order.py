@@ -1,5 +1,5 @@
-"""Whose turn it is: what the policy is told of the rows of one model, read off where they are, and the clocks that this
-goes by. It computes nothing and moves no row. Belongs to the engine thread.
+"""Which row is next: the facts that the policy gets of one model's rows, read off where they are, and the clocks that
+order them. It computes nothing and moves no row. Belongs to the engine thread.
 """
 
 import time
@@ -65,7 +65,7 @@ class TurnOrder:
         return plan(self._facts(tuple(self._lives()), tuple(self._waiting_prompts()), watchdog_seconds))
 
     def next_work(self) -> PrefillChunk[Row] | DecodeStep | Pause:
-        """What it says is computed, where nobody goes or enters before that. Who has room is not asked: whoever was
+        """What it says is computed, where no row goes or enters before that. Who has room is not asked: a row that was
         asked, and not let in, would not be asked again."""
         return plan(self._facts()).work
 
@@ -77,7 +77,7 @@ class TurnOrder:
         self._num_changes += 1
 
     def enters(self, row: Row) -> None:
-        """It has a place, and all of its prompt before it that nobody has computed."""
+        """It has a place, and is to compute all of its prompt that is not kept."""
         if row in self.waiting:
             self.waiting.remove(row)
             for other in self.waiting:
@@ -127,17 +127,17 @@ class TurnOrder:
             self._clock.rest()
 
     def clear(self) -> None:
-        """Nobody is there any more."""
+        """All rows are gone."""
         self.waiting.clear()
         self._left_tokens.clear()
         self._clock = FairClock()
 
     @property
     def has_readers(self) -> bool:
-        """Whether somebody reads an answer."""
+        """Whether a client reads an answer."""
         return any(row.generated for row in self._pool.rows())
 
-    # --- what is told of them ---------------------------------------------------------------------------------------
+    # --- facts of them ----------------------------------------------------------------------------------------------
 
     def _facts(
         self,
@@ -185,7 +185,7 @@ class TurnOrder:
         return WaitingPrompt(row, waited_seconds, num_left, False, row.num_overtaken, is_back=row.waits_again)
 
     def _num_left(self, row: Row) -> int:
-        """Tokens of a row that nobody has computed, as far as is known since rows last came or went."""
+        """Tokens of a row that are not computed yet, as far as is known since rows last came or went."""
         num_left, asked_at = self._left_tokens.get(row, (0, -1))
         if asked_at != self._num_changes:
             _, num_known = self._cache.kept_tokens(tokens_of(row), [row.request.partition])

@@ -149,7 +149,7 @@ class VisionDecoder(Module):
 
 
 class VlmDecoder(VisionDecoder):
-    """A language model of mlx-vlm, for families that mlx-lm lacks: it is told every position."""
+    """A language model of mlx-vlm, for families that mlx-lm lacks: it takes every position."""
 
     def _run(self, inputs: mx.array, kv: list[Any] | None, embeddings: mx.array | None) -> mx.array:
         more: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """Loading a vision checkpoint: which half comes from where, each weight once.
 
-mlx-lm's decoder is taken where it knows the family and its positions can be told to it, because its caches are the
+mlx-lm's decoder is taken where it knows the family and its positions can be given to it, because its caches are the
 ones that batches and snapshots are made for; else mlx-vlm's. mlx-vlm's other half supplies tower and processor. It is
 loaded lazily, and what of it is not used is dropped before it is read.
 """

@@ -61,7 +61,7 @@ class WaitingForPrefix:
 
     def make_way(self, missing_bytes: Callable[[Row, Sequence[Row]], float], *, is_beside_streams: bool) -> bool:
         """Have what is kept make room for rows, one after the other, so many bytes for one before those behind it, or
-        go on with what nobody waits for. Beside streams for a slice of time. Whether one more has room."""
+        continue with evictions that no row waits for. Beside streams for a slice of time. Whether one more has room."""
         is_one_more = False
         waiting = [entry for entry in self._entries if not entry.has_room]
         if not waiting:
@@ -165,7 +165,7 @@ class WaitingForPrefix:
         return shared[wait.row], wait.offset
 
     def _tell(self, row: Row, prefill: Prefill, num_tokens: int, rate: float | None) -> None:
-        """Whoever watches sees for whom a row waits, and for how long if nobody else computes meanwhile."""
+        """Tell a row's client which row it waits for, and how long if no other row computes meanwhile."""
         num_left = num_tokens - prefill.num_done
         seconds = num_left / rate if rate else None
         row.handle.put(Awaiting(prefill.row.request.request_id, num_tokens, num_left, seconds))

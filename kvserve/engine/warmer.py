@@ -1,7 +1,7 @@
 """Computes the KV of prefixes while no request runs or waits, one short chunk at a time.
 
-    waiting -> restored from RAM and disk -> prefilled -> kept in the tree        nobody hears of it but its handle
-        ^-------- a request came: what was computed is kept, the rest goes on later
+    waiting -> restored from RAM and disk -> prefilled -> kept in the tree        only its handle hears of it
+        ^-------- a request came: what was computed is kept, the rest is computed later
 
 Everything here belongs to the engine thread.
 """
@@ -61,7 +61,7 @@ class _Task:
 @dataclass(slots=True, eq=False)
 class _ActiveTask:
     """A task that is worked on: until it is put down it holds KV as a row would. `[counted, num_done)` of its prefill
-    was computed and not told yet."""
+    was computed and not counted yet."""
 
     task: _Task
     row: Row
@@ -139,7 +139,7 @@ class Warmer:
             self._end(task, "dropped", reason)
 
     def forget(self, is_forgotten: Callable[[str], bool]) -> None:
-        """End the jobs of these owners, and those of nobody who is known; what was computed for them goes."""
+        """End the jobs of these owners, and those without a known owner; what was computed for them is forgotten."""
         self.pause()
         for task in [task for task in self._waiting if not (owner := task.warming.job.owner) or is_forgotten(owner)]:
             self._waiting.remove(task)
@@ -183,7 +183,7 @@ class Warmer:
         self._cache.warmed.look()
 
     def report(self) -> WarmReport:
-        """What became of the jobs; what has left meanwhile is looked for while nobody waits for a token."""
+        """What became of the jobs. While no client waits for a token it is checked what was evicted meanwhile."""
         if self._clock() >= self._quiet_until:
             self.look()
         num_waiting = len(self._waiting) + (self._active is not None)
@@ -244,8 +244,8 @@ class Warmer:
             self._active = _ActiveTask(task, row, self._cache.hold(row, room_bytes, is_guess=_is_own_idea(task)))
 
     def _room_bytes(self, row: Row) -> float:
-        """How much the disk may bring back for a guess; 0 where it cannot be kept without something leaving for it that
-        somebody used: its live row and all that RAM has not must fit beside what there is."""
+        """How much the disk may bring back for a guess; 0 where KV that a request used would be evicted for it: its
+        live row and all that RAM has not must fit beside what there is."""
         sizes, room = self._model.sizes, self._cache.kv_room.left()
         live_bytes = self._budget.peak_bytes(row.num_tokens)
         num_known = self._cache.kept_tokens(row.request.prompt, [row.request.partition])[0]
@@ -368,8 +368,8 @@ def _is_own_idea(task: _Task) -> bool:
 
 
 def _to_nobody(deliver: Delivery, *, may_wait: bool) -> None:
-    """What a row of nobody's has to say."""
+    """A row that no client asked for has no reader."""
 
 
 def _nothing() -> None:
-    """Nobody counts these rows."""
+    """Rows that no client asked for are not counted."""

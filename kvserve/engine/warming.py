@@ -29,7 +29,7 @@ class WarmSettings:
     """What the operator decides: the most tokens that one job computes, and the share of the time that may go into what
     no client asked for (0: none of it).
 
-    An engine is idle for `grace_seconds` before it begins: a client that goes on at once meets no chunk of ours. A
+    An engine is idle for `grace_seconds` before it begins: a client that continues at once meets no chunk of ours. A
     chunk takes about `chunk_seconds`: so long may a request have to wait for it.
     """
 
@@ -147,11 +147,11 @@ class Warming:
         return self._result
 
     def cancel(self) -> None:
-        """Nobody wants it any more: it ends before its next chunk, and what was computed stays. Idempotent."""
+        """End the job before its next chunk; what was computed stays. Idempotent."""
         self._cancelled.set()
 
     def end(self, result: WarmResult) -> None:
-        """Called once, by the engine thread or by whoever refuses the job. What was needed of images is let go of:
+        """Called once, by the engine thread or where the job is refused. What was needed of images is let go of:
         the handle may be kept for long."""
         self.job = replace(self.job, images=())
         self._result = result

@@ -43,7 +43,7 @@ FLUSH_SECONDS = 20.0
 """How long the end of the process may wait for KV that is on its way to the disk."""
 
 TELL_SECONDS = 0.25
-"""How often whoever waits for that is told how far it is."""
+"""How often the waiting caller hears how far that is."""
 
 
 class Engine:
@@ -121,7 +121,7 @@ class Engine:
         )
 
     def count(self, account: Account, read: Callable[[], int]) -> None:
-        """Have what somebody else holds for this model in its ledger. Before `start`."""
+        """Count in this model's ledger what another part of the server holds for it. Before `start`."""
         self._start.outside[account] = read
 
     def submit(self, request: GenerationRequest) -> RequestHandle:
@@ -160,7 +160,7 @@ class Engine:
         return tuple(constraints)
 
     def warm(self, job: WarmJob) -> Warming:
-        """Have this prefix's KV computed once nobody waits for anything; neither waits nor raises."""
+        """Have this prefix's KV computed while the engine is idle; neither waits nor raises."""
         warming = Warming(job)
         try:
             self.wait_until_ready(0)
@@ -212,7 +212,7 @@ class Engine:
                 return
             try:
                 answer.set_result(question(scheduler))
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever asked, not to the rows
+            except Exception as error:  # noqa: BLE001 - it belongs to the caller, not to the rows
                 answer.set_exception(error)
 
         self._put(call)
@@ -312,7 +312,7 @@ class Engine:
         except ModelLoadError as error:
             self._load_error = error
             return
-        except Exception as error:  # noqa: BLE001 - whoever waits for the model must hear of it, whatever it was
+        except Exception as error:  # noqa: BLE001 - callers that wait for the model must hear of it, whatever it was
             self._load_error = ModelLoadError(f"The model in {self._folder} could not be loaded: {described(error)}")
             return
         self._scheduler, self._model = scheduler, model
