@@ -19,7 +19,7 @@ import pytest
 from kvserve import stage
 from kvserve.core import SamplingParams
 from kvserve.engine import engine_start
-from kvserve.engine.leaves import leaves
+from kvserve.engine.flat_caches import flat_caches
 from kvserve.engine.loaded_files import file_stamps
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings
@@ -57,7 +57,7 @@ def _check_caches_once(model: LoadedModel) -> CacheSupport:
     loaded = _loading.__dict__.pop("model", None)
     if loaded is None:
         return _check_caches(model)
-    key = (*loaded, tuple(type(leaf) for leaf in leaves(model.new_caches())))
+    key = (*loaded, tuple(type(leaf) for leaf in flat_caches(model.new_caches())))
     if key not in _verdicts:
         _verdicts[key] = _check_caches(model)
     _loading.key = key

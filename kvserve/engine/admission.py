@@ -135,7 +135,7 @@ class Admission:
         return self._moved_bytes(row, room.restorable_bytes(peak_bytes)) > 0
 
     def _moved_bytes(self, row: Row, restorable_bytes: float) -> float:
-        """How much of what is kept of a row would leave the tree for it."""
+        """How much of the kept KV of a row would move out of the tree to it."""
         partition = row.request.partition
         return self._cache.kv_moves.planned_bytes(
             row, restorable_bytes, lambda: self._cache.kept_tokens(tokens_of(row), [partition])[1]

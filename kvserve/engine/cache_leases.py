@@ -1,5 +1,5 @@
-"""What rows leave in the prefix cache, while they run and when they go, and what of them is held besides meanwhile. A
-cache that raises is reported, and never costs an answer. Belongs to the engine thread.
+"""Puts the KV of rows into the prefix cache, while they run and when they end, and counts what is held besides
+meanwhile. A cache that raises is reported, and never costs an answer. Belongs to the engine thread.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -96,8 +96,8 @@ class CacheLeases:
     def keep_prompt(
         self, row: Row, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = ()
     ) -> None:
-        """A row is gone that leaves no answer behind: what left the tree for it is kept again, and what its prefill
-        could not keep at its stops."""
+        """A row is gone whose answer is not kept: what had moved to it from the tree is kept again, and what its
+        prefill could not keep at its stops."""
         if rest is not None and (cache_lease := self._of.get(row)) is not None:
             sequence = TokenSequence(tuple(tokens), row.request.prompt.images)
             with costs_no_row(self._report, NOT_KEPT):
@@ -136,7 +136,7 @@ class CacheLeases:
                 self._cache.retract_answer(cache_lease)
 
     def release(self, row: Row, left: ExtractedRow | None) -> None:
-        """A row is gone; with `left` its KV is taken in up to the last whole token."""
+        """Release a row; with `left` its KV is kept up to the last whole token."""
         cache_lease = self._of.pop(row, None)
         if cache_lease is not None:
             self._end(cache_lease, left)

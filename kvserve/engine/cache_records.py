@@ -57,7 +57,7 @@ class CacheLease:
 @dataclass(frozen=True, slots=True)
 class ForgottenKv:
     """What went with those who were forgotten: tokens and bytes in RAM, bytes on disk. `is_done`: all of it is gone;
-    else a part of it leaves the disk later."""
+    else a part of it is deleted from disk later."""
 
     num_tokens: int = 0
     num_ram_bytes: int = 0

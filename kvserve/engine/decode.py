@@ -21,8 +21,8 @@ from kvserve.engine.batch_kv import BatchKv, entering
 from kvserve.engine.before_stop import StatesBefore, is_recurrent
 from kvserve.engine.borders import guarded
 from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow, Group, drawn_token, hand_out
+from kvserve.engine.flat_caches import flat_caches
 from kvserve.engine.kv_buffers import settle
-from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.out_of_memory import is_helped_by_room, is_out_of_memory, told
 from kvserve.engine.row_outline import admitted_tokens
@@ -51,7 +51,7 @@ class DecodePool:
         self._module = SendingModule(model.module, send_tokens)
         self._max_batch_size = max_batch_size
         self._groups: list[Group] = []
-        self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, leaves(model.new_caches())))
+        self._holds_states = model.cache_support.can_batch and any(map(is_recurrent, flat_caches(model.new_caches())))
 
     @property
     def num_rows(self) -> int:
@@ -145,8 +145,8 @@ class DecodePool:
 
     def _rest(self, group: Group, others: Sequence[ExtractedRow] = ()) -> tuple[tuple[Any, ...], ...]:
         """For each leaf those of the rows that a group still has, and of others that have left it."""
-        held = [leaves(group.generator._generation_batch.prompt_cache)] if group.rows else []
-        return tuple(zip(*held, *(leaves(left.caches) for left in others), strict=True))
+        held = [flat_caches(group.generator._generation_batch.prompt_cache)] if group.rows else []
+        return tuple(zip(*held, *(flat_caches(left.caches) for left in others), strict=True))
 
     def _with_rest(
         self, group: Group, lefts: Sequence[ExtractedRow], all_left: Sequence[ExtractedRow]
@@ -161,7 +161,7 @@ class DecodePool:
         what they were before is there as well. Rows that have left are let go of first."""
         for group in self._groups:
             if group.has_lost_rows and group.rows and self._model.cache_support.can_batch:
-                for leaf in leaves(group.generator._generation_batch.prompt_cache):
+                for leaf in flat_caches(group.generator._generation_batch.prompt_cache):
                     if isinstance(leaf, BatchKv) and leaf.keys is not None:
                         settle(leaf.keys, leaf.values)
             group.has_lost_rows = False

@@ -1,4 +1,4 @@
-"""Between the prefix tree and the disk: what is new in RAM is written behind, what only the disk has comes back.
+"""Between the prefix tree and the disk: writes what is new in RAM behind, reads back what only the disk has.
 
     writing   after each extension: parts of a path that the disk does not have, as bytes, into the writer's queue
     advance   for a row that waits: read what the disk has beyond RAM, and let the row's lease grow over it

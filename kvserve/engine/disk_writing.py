@@ -1,4 +1,4 @@
-"""What is new in RAM on its way to the disk: written behind, and waited for only where RAM lets it go, or at the end.
+"""Writes what is new in RAM to disk: behind, and waited for only where RAM evicts it, or at the end.
 
 It belongs to the engine thread. A disk that does not keep up costs a moment now and then, never a request.
 """
@@ -34,7 +34,7 @@ STRIDE_TOKENS = 8192
 """So far from the last one any state is written."""
 
 LEAVE_SECONDS = 2.0
-"""So long what must leave RAM may wait until the disk has it; streams stand still meanwhile."""
+"""So long an eviction from RAM may wait until the disk has it; streams pause meanwhile."""
 
 LEAVE_WINDOW_SECONDS = 60.0
 MAX_WAITS_SECONDS = 5.0
@@ -60,7 +60,7 @@ def is_worth_writing(kind: BoundaryKind, num_tokens_behind: int, *, is_end: bool
 
 @dataclass(frozen=True, slots=True)
 class _Unwanted:
-    """Stands for the copy of a state that the disk is not to have: there is nothing to wait for when it leaves RAM."""
+    """Stands for the copy of a state that the disk is not to have: its eviction from RAM waits for nothing."""
 
     is_written: bool = True
     is_forgotten: bool = False
@@ -71,7 +71,8 @@ UNWANTED: Copy = _Unwanted()
 
 class DiskWriting:
     """The writing side of one model's disk cache. `is_ram_lent`: RAM keeps what rows need now, nothing else;
-    `make_some_room` evicts from RAM for a slice of time, and says whether so many bytes fit or nothing can leave."""
+    `make_some_room` evicts from RAM for a slice of time, and says whether so many bytes fit or nothing can be
+    evicted."""
 
     def __init__(
         self, tier: DiskTier, tree: PrefixTree, *, is_ram_lent: bool, make_some_room: Callable[[float], bool]
@@ -143,7 +144,7 @@ class DiskWriting:
             self.save_kept()
         return has_lost
 
-    def leave_ram(self, num_bytes: int) -> None:
+    def evict_written(self, num_bytes: int) -> None:
         """Where RAM is only lent: evict what no row uses, up to so many bytes, once all is on disk."""
         if not self._is_ram_lent or self._tree.num_ram_bytes == self._num_left_bytes:
             return

@@ -98,8 +98,8 @@ class EngineStart:
         )
 
     def _new_ledger(self, model: LoadedModel) -> MemoryLedger:
-        """All memory that grows with work, from here on; MLX holds no more freed buffers, and wires no more, than it
-        may."""
+        """The ledger of all memory that grows with work. From here on MLX holds no more freed buffers, and wires no
+        more, than it may."""
         plan = self._settings.memory_plan(model)
         self._found_cache_limit = mx.set_cache_limit(plan.buffer_bytes)
         mx.set_cache_limit(min(plan.buffer_bytes, self._found_cache_limit))
@@ -113,7 +113,8 @@ class EngineStart:
         return memory
 
     def _open_disk(self, cache: PrefixCache, model: LoadedModel) -> None:
-        """From here on, so that nothing of the warm-up is kept. What outlives the process waits for a name."""
+        """Begin to use the disk, so late that nothing of the warm-up is kept. What outlives the process waits for a
+        name."""
         if (settings := self._settings.disk) is None:
             return
         plan = self._settings.memory_plan(model)
@@ -128,7 +129,7 @@ class EngineStart:
             self._digest.when_known(partial(self._name, settings))
 
     def _name(self, settings: DiskSettings, fingerprint: str) -> None:
-        """What was loaded is known: between two steps the disk begins. On the thread that found it out."""
+        """Begin to use the disk between two steps: it is known what was loaded. On the thread that found it out."""
         name = kv_fingerprint(fingerprint, self._settings.kv)
         with suppress(NotReady):
             self._put(lambda scheduler: use_disk(scheduler.cache, settings, self._report, name) if scheduler else None)

@@ -1,7 +1,7 @@
 """How the KV of a row gets into the prefix tree and out again: copied where both fit beside each other, else moved
 where no other row needs it.
 
-    restore        what is kept of a prompt leaves the tree for the row, which gives it back at its end
+    restore        the kept KV of a prompt moves out of the tree to the row, which gives it back at its end
     insert         a row continues: a copy, or its boundary is deferred to the row's end
     insert_last    a row is over that holds its buffers alone: a copy, or they are given up, layer by layer
     insert_prompt  a row is over that leaves no answer: the same of what was restored, and of its prompt
@@ -31,7 +31,7 @@ from kvserve.engine.rows import Row
 from kvserve.engine.snapshot import CacheLayout, KvSlice, StateSnapshot, merged
 
 RECORD_TOKENS = 2048
-"""What moves in becomes records of at most so many tokens: each can leave without a copy of the others."""
+"""What moves in becomes records of at most so many tokens: each can be evicted without a copy of the others."""
 
 
 @dataclass(slots=True)
@@ -104,8 +104,8 @@ class KvMoves:
         return self._sizes.kept(num_staying, known()) if stays else 0.0
 
     def nodes(self, row: Row, match: Match, lease: Lease | None = None) -> list[Node]:
-        """What leaves the tree for a row that begins now, deepest first; nothing where it fits beside the row, where
-        others need it, or the disk still reads it from RAM."""
+        """What moves out of the tree to a row that begins now, deepest first; nothing where it fits beside the row,
+        where others need it, or the disk still reads it from RAM."""
         if not row.moved_bytes or self._sizes.kept(0, match.num_usable_tokens) <= row.restorable_bytes:
             return []
         nodes = self._nodes(row, match, row.restorable_bytes, lease)
@@ -126,8 +126,8 @@ class KvMoves:
         return self._tree.mover.unwritten(self._nodes(row, match, row.restorable_bytes, hold.lease))
 
     def restore(self, row: Row, match: Match, lease: Lease, nodes: Sequence[Node], num_next_tokens: int) -> list[Any]:
-        """Live caches from what is kept, of which `nodes` leave the tree; each layer's kept arrays go before the next
-        one is filled. The lease stands on what stays."""
+        """Live caches from what is kept, of which `nodes` move out of the tree; each layer's kept arrays go before the
+        next one is filled. The lease stands on what stays."""
         extracted = self._tree.mover.extract(match, lease, nodes)
         pieces: list[tuple[KvSlice, int, int]] = [
             (piece.payload, piece.first_row, piece.end_row)  # type: ignore[misc]
@@ -189,7 +189,7 @@ class KvMoves:
     def insert_prompt(
         self, cache_lease: CacheLease, tokens: TokenSequence, caches: Sequence[Any], rest: Sequence[Any] = ()
     ) -> bool:
-        """The row is over and leaves no answer, but what left the tree for it is kept again, and its prompt up to the
+        """The row is over and its answer is not kept, but what had moved to it is kept again, and its prompt up to the
         last stop that it came to. Whether its caches were given up for it."""
         lease, deferred = cache_lease.lease, self._deferred_of(cache_lease.lease)
         num_prompt_tokens = len(cache_lease.row.request.prompt)
@@ -217,7 +217,7 @@ class KvMoves:
         return self._room.left().fits(self._copied_bytes(lease, end), self._sizes.fixed)
 
     def _may_insert(self, cache_lease: CacheLease, end: int) -> bool:
-        if cache_lease.lease.is_detached:  # it leaves nothing, and nothing leaves for it
+        if cache_lease.lease.is_detached:  # nothing of it is kept, and nothing is evicted for it
             return False
         return cache_lease.may_evict or self._is_free(cache_lease.lease, end)
 

@@ -38,8 +38,8 @@ NOT_RESTORED = "some requests start from a part of what is kept of them, and com
 class KvRoom:
     """The memory for KV of one model. Belongs to the engine thread.
 
-    What is needed now leaves at once; what a row waits for that has not begun, and what is only too old or too much,
-    leaves in slices between steps (0049). `has_more`: a run has stopped before it was through.
+    Room that is needed now is made at once; room that a row waits for before it begins, and the eviction of what is too
+    old or too much, is made in slices between steps (0049). `has_more`: a run has stopped before it was through.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class KvRoom:
         memory.open("kept", lambda: tree.num_ram_bytes)
 
     def account(self, live_bytes: float, copy_bytes: float, awaited_bytes: float = 0) -> None:
-        """Say what live rows hold, and what of them is there twice at the most: what is kept has the rest. Of both
+        """Account what live rows hold, and what of them is there twice at the most: what is kept has the rest. Of both
         `awaited_bytes` are of rows that wait for room and hold nothing yet."""
         self.memory.say(live_bytes=live_bytes, copy_bytes=copy_bytes)
         self._tree.account_live(self.memory.reserved_bytes)
         self._awaited_bytes = awaited_bytes
 
     def left(self) -> Room:
-        """What may be kept beside live rows before anything leaves for it."""
+        """What may be kept beside live rows before anything is evicted for it."""
         return self._tree.room()
 
     def make(self, num_needed_bytes: float = 0) -> None:
@@ -78,7 +78,7 @@ class KvRoom:
             pass
         return is_made
 
-    def let_rest_leave(self, *, to_its_end: bool = False) -> None:
+    def evict_rest(self, *, to_its_end: bool = False) -> None:
         """Continue to evict what no row waits for, for a slice of time or to its end."""
         until = self._clock() + SLICE_SECONDS
         while self.has_more and (to_its_end or self._clock() < until):
@@ -100,7 +100,7 @@ class KvRoom:
     def takes(self, num_bytes: float, *, has_disk: bool, num_moved_bytes: float = 0) -> bool:
         """Whether so much may be kept now that everything was evicted that could be, or `num_moved_bytes` in the place
         of a row that goes. With a disk what one row needs may pass the bound of what is kept, never that of all KV.
-        What rows wait for may be used until they begin, where enough can leave by then."""
+        What rows wait for may be used until they begin, where enough can be evicted by then."""
         if self._awaited_bytes and not self.could_take(num_bytes, has_disk=has_disk, num_moved_bytes=num_moved_bytes):
             return False
         kept_bytes = self.memory.held("kept")
@@ -118,7 +118,7 @@ class KvRoom:
         return has_disk or kept_bytes + max(num_bytes, num_moved_bytes) <= self.memory.plan.kv_bytes
 
     def note_not_kept(self) -> None:
-        """Say so where a row leaves less behind than it computed."""
+        """Report that less of a row is kept than it computed."""
         self.memory.press("kv_pool", f"{NOT_KEPT} ({self.memory.plan.pool_bytes / 2**30:.2f} GiB).")
 
     def leased_bytes(self) -> int:
@@ -153,6 +153,6 @@ class KvRoom:
         return TokenSequence(tokens.ids[:num_tokens], tuple(each for each in tokens.images if each.end <= num_tokens))
 
     def note_cut(self, tokens: TokenSequence, within: TokenSequence, num_matched_tokens: int) -> None:
-        """Say so where a row is restored from less than is kept."""
+        """Report that a row is restored from less than is kept."""
         if len(within) < len(tokens) and num_matched_tokens and num_matched_tokens >= len(within) - 1:
             self.memory.press("kv_pool", NOT_RESTORED)

@@ -18,9 +18,9 @@ from mlx_lm.utils import _get_classes, load_model
 
 from kvserve.core import GenerationRequest, ImageSpan
 from kvserve.engine.config_file import read_config
+from kvserve.engine.flat_caches import flat_caches
 from kvserve.engine.kv_size import KvSize
 from kvserve.engine.kv_support import try_quantising
-from kvserve.engine.leaves import leaves
 from kvserve.engine.quantised import FULL_PRECISION, KvSettings, Quantiser
 from kvserve.engine.vision_load import ImageRule, VisionModel, VisionSupport, is_vision, knows_family, load_vision
 from kvserve.engine.vision_pass import place
@@ -178,7 +178,7 @@ def load(folder: Path, max_kv_size: int, kv: KvSettings = FULL_PRECISION) -> Loa
     module, config = loaded.decoder, loaded.config
     vocab_size, caches = _probe(folder, config, module)
     support = try_quantising(module, lambda: make_prompt_cache(module), caches, kv)
-    sizes = _row_bytes(caches, support.caches if support else None, kv.start)
+    sizes = _kv_size(caches, support.caches if support else None, kv.start)
     context_limit = min(max_kv_size, _own_context_limit(config) or max_kv_size)
     return LoadedModel(
         module=module,
@@ -229,10 +229,10 @@ def _probe(folder: Path, config: Mapping[str, Any], module: Module) -> tuple[int
     return logits.shape[-1], caches
 
 
-def _row_bytes(caches: Sequence[Any], packed: Sequence[Any] | None, packed_from: int) -> KvSize:
+def _kv_size(caches: Sequence[Any], packed: Sequence[Any] | None, packed_from: int) -> KvSize:
     """The sizes of a row with such caches, which are quantised from some token on or never (None)."""
     per_token, fixed = _sizes(caches)
-    num_plain = sum(type(cache) is KVCache for cache in leaves(caches))
+    num_plain = sum(type(cache) is KVCache for cache in flat_caches(caches))
     # Plain layers join and leave a batch one after the other, all others at once.
     copy_share = COPIED_LAYERS / num_plain if num_plain and packed is None else 1.0
     sizes = KvSize(fixed, per_token, slot_tokens=KVCache.step, copy_share=min(1.0, copy_share))
@@ -244,7 +244,7 @@ def _row_bytes(caches: Sequence[Any], packed: Sequence[Any] | None, packed_from:
 def _sizes(caches: Sequence[Any]) -> tuple[float, int]:
     """KV bytes per token, and bytes that a row has whatever its length."""
     per_token, fixed = 0.0, 0
-    for cache in leaves(caches):
+    for cache in flat_caches(caches):
         if isinstance(cache, ArraysCache):
             fixed += cache.nbytes
         elif isinstance(cache, RotatingKVCache):

@@ -40,7 +40,7 @@ NUM_CANDIDATES = 8
 """Of so many that wait it is asked whether there is room for them."""
 
 LEAST_WORK_TOKENS = 256
-"""What a row costs besides its prompt, for the response ratio: else who has no work left would pass everybody."""
+"""What a row costs besides its prompt, for the response ratio: else a row without work left would pass all others."""
 
 
 def plan[R: Hashable](facts: Facts[R]) -> Plan[R]:

@@ -14,8 +14,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from kvserve.engine.cache_records import CacheLease
+from kvserve.engine.flat_caches import flat_caches
 from kvserve.engine.kv_buffers import settle, with_room
-from kvserve.engine.leaves import leaves
 from kvserve.engine.model import LoadedModel
 from kvserve.engine.quantised import PackedCache
 from kvserve.engine.row_outline import expected_tokens
@@ -149,7 +149,7 @@ class Prefill:
 def reserve(caches: Iterable[Any], num_tokens: int) -> None:
     """Make room for so many tokens in a row's caches, where there are some already: without it every chunk, and every
     few tokens of the answer, copy all that is there."""
-    for leaf in leaves(caches):
+    for leaf in flat_caches(caches):
         if isinstance(leaf, PackedCache):
             leaf.reserve(num_tokens)
             continue

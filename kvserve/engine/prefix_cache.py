@@ -90,7 +90,7 @@ class PrefixCache:
         return self._tree.lookup(tokens, partition=partition).num_usable_tokens
 
     def enter(self, row: Row, *, is_ahead: bool = False, is_guess: bool = False) -> tuple[CacheLease, list[Any], int]:
-        """Restore what is known of a row's tokens: its lease, live caches, and how many tokens they hold.
+        """Restore what is kept of a row's tokens: its lease, live caches, and how many tokens they hold.
 
         `is_ahead`: it has no answer, counts nowhere and becomes no owner's entry. `is_guess`: no client asked for it.
         """
@@ -111,7 +111,7 @@ class PrefixCache:
             raise
 
     def _found(self, row: Row, tokens: TokenSequence) -> Match:
-        """What a row begins with: all that is kept of it, or as much as fits beside it."""
+        """The kept KV that a row begins with: all of it, or as much as fits beside the row."""
         partition = row.request.partition
         if row.moved_bytes and self.kv_moves.nodes(row, self._tree.peek(tokens, partition=partition)):
             return self._tree.lookup(tokens, partition=partition)
@@ -144,8 +144,8 @@ class PrefixCache:
         return CacheLease(row, lease, run, list(stops)), caches, match.num_usable_tokens
 
     def hold(self, row: Row, room_bytes: float = math.inf, *, is_guess: bool = False) -> PinnedPrefix:
-        """Keep what a row will start from until it enters: room is made for it before it does. What only the disk has
-        of it begins to come back, up to so many bytes."""
+        """Pin what a row will start from until it enters, for room is made for it before. Reading what only the disk
+        has of it begins, up to so many bytes."""
         partition, user = row.request.partition, user_of(row)
         tokens = tokens_of(row)
         if not row.moved_bytes:
@@ -156,7 +156,7 @@ class PrefixCache:
         return PinnedPrefix(tokens, self._tree.acquire(match, user=user, is_guess=is_guess), is_settled=True)
 
     def hold_more(self, hold: PinnedPrefix) -> None:
-        """What others have added of a row's prompt since is held for it too."""
+        """Pin for a row what others have added of its prompt since, too."""
         if hold.is_settled:  # what comes from the disk is put where the lease stands
             self._tree.follow(hold.lease, hold.tokens)
 
@@ -169,7 +169,7 @@ class PrefixCache:
         return self._disk.answer_stride_tokens if self._disk is not None else None
 
     def await_disk(self, seconds: float) -> None:
-        """Wait a moment for the disk: nothing else is to be done."""
+        """Wait a moment for the disk, where nothing else is to be done."""
         if self._disk is not None:
             self._disk.tier.wait(seconds)
 
@@ -181,7 +181,7 @@ class PrefixCache:
             self._tree.release(hold.lease)
 
     def keep(self, cache_lease: CacheLease, caches: Sequence[Any], num_done: int) -> None:
-        """Take in what a prefill has computed up to the planned stop `num_done`; nothing where it does not stop."""
+        """Keep what a prefill has computed up to the planned stop `num_done`; nothing where it does not stop."""
         if (stop := cache_lease.stop_at(num_done)) is not None:
             self.kv_moves.insert(cache_lease, tokens_of(cache_lease.row), caches, num_done, stop.kind)
 
@@ -205,7 +205,7 @@ class PrefixCache:
     def finish(
         self, cache_lease: CacheLease, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = None
     ) -> bool:
-        """The same when it has left its batch, and mark its end."""
+        """The same of a row that has left its batch, and mark its end."""
         if self._disk is not None:
             self._disk.num_turns += 1
         is_moved = self.extend(cache_lease, caches, tokens, rest)
@@ -220,7 +220,7 @@ class PrefixCache:
             self._disk.retract(path, start)
 
     def leave(self, cache_lease: CacheLease) -> None:
-        """The row is gone; segments that were complete stay."""
+        """Release a row's lease; segments that were complete stay."""
         self.kv_moves.let_go(cache_lease.lease)
         self._tree.release(cache_lease.lease)
         if cache_lease.row.is_forgotten:
@@ -235,7 +235,7 @@ class PrefixCache:
         )
 
     def _note_reuse(self, row: Row, match: Match) -> None:
-        """Say on the row what it starts from, and count where a checkpoint was missing."""
+        """Note on the row what it starts from, and count where a checkpoint was missing."""
         tail = len(row.request.prompt) - row.request.message_starts[-1].offset if row.request.message_starts else 0
         is_trim_miss = match.num_trim_missed_tokens > TRIM_MISS_TOLERANCE_TOKENS + tail
         self._num_hybrid_trim_misses += is_trim_miss
@@ -282,7 +282,7 @@ class PrefixCache:
         removal = forget_on_disk(is_forgotten)
         self.warmed.forget_owners(is_forgotten)
         self.make_room()
-        self.kv_room.let_rest_leave(to_its_end=True)  # names of owners are kept until all has been looked at
+        self.kv_room.evict_rest(to_its_end=True)  # names of owners are kept until all has been looked at
         mx.clear_cache()
         return ForgottenKv(num_tokens, num_ram_bytes, removal.num_bytes, removal.is_done)
 
@@ -298,7 +298,7 @@ class PrefixCache:
     def give_ram_back(self) -> None:
         """Where RAM is only lent, evict what no row uses as soon as the disk has it."""
         if self._disk is not None:
-            self._disk.writing.leave_ram(self._max_bytes)
+            self._disk.writing.evict_written(self._max_bytes)
 
     def do_disk_work(self) -> bool:
         """Idle work: write what could not be written before and, where RAM is only lent, free it. Whether to ask again
@@ -318,7 +318,7 @@ class PrefixCache:
         return True
 
     def clear(self) -> None:
-        """Forget everything that RAM keeps; live rows go on."""
+        """Forget everything that RAM keeps; live rows continue."""
         if self._disk is not None:
             self._disk.abandon()
         self.kv_moves.clear()
@@ -326,7 +326,7 @@ class PrefixCache:
         mx.clear_cache()
 
     def empty(self) -> None:
-        """Forget everything, on disk too; live rows go on."""
+        """Forget everything, on disk too; live rows continue."""
         if self._disk is not None:
             self._disk.tier.clear()
         elif self.is_unnamed:  # which of the files on disk are this model's is not known
@@ -335,13 +335,13 @@ class PrefixCache:
         self.warmed.clear()
 
     def rename(self, fingerprint: str) -> None:
-        """What the model is called is known now: all that is kept is named by it. Before `use_disk`."""
+        """Name all that is kept by the model's fingerprint, which is known now. Before `use_disk`."""
         self.hasher, self.is_unnamed = replace(self.hasher, fingerprint=fingerprint), False
         self._tree.rename(self.hasher)
         self.warmed.rename(self.hasher)
 
     def use_disk(self, tier: DiskTier, *, is_ram_lent: bool = False) -> None:
-        """From now on what is kept is written to disk too, and comes back from there, also what RAM has already.
+        """Write what is kept to disk too from now on, also what RAM has already, and restore from there.
         `is_ram_lent`: RAM keeps what rows need now, nothing else."""
         wants, room, some = self.needs_checkpoints, self.make_room, self.kv_room.make_some
         self._disk = DiskCache(
@@ -351,7 +351,7 @@ class PrefixCache:
             self._disk.writing.save(path, 0)
 
     def measured_prefill(self, tokens_per_second: float | None) -> None:
-        """How fast this model computes: reading from disk must be faster to be worth it."""
+        """Note how fast this model computes: reading from disk must be faster to be worth it."""
         if self._disk is not None and tokens_per_second is not None:
             self._disk.tier.prefill_rate = tokens_per_second
 

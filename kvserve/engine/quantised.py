@@ -13,8 +13,8 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import CacheList, KVCache, create_attention_mask
 
+from kvserve.engine.flat_caches import flat_caches
 from kvserve.engine.kv_buffers import gathered, num_slots, settle, stacked, with_room
-from kvserve.engine.leaves import leaves
 
 type Packed = tuple[mx.array, ...]
 """Arrays of (rows, heads, tokens, width of their own): those of the keys, then as many of the values."""
@@ -151,7 +151,7 @@ class Quantiser:
     def convert(self, caches: list[Any]) -> list[Any]:
         """Pack every layer that keeps all its tokens; what is packed already, windows and states stay."""
         converted = [self._converted(cache) for cache in caches]
-        mx.eval([vars(leaf) for leaf in leaves(converted) if isinstance(leaf, PackedCache)])
+        mx.eval([vars(leaf) for leaf in flat_caches(converted) if isinstance(leaf, PackedCache)])
         return converted
 
     def _converted(self, cache: Any) -> Any:

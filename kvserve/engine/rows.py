@@ -133,8 +133,8 @@ class Row:
     that came later got a place before it.
     `num_memory_failures`: how often an allocation failed while it computed.
     `restorable_bytes`: so much of the kept KV it may use, beside what all rows hold. `moved_bytes`: where that is less
-    than what is kept of it, so much leaves the tree for it.
-    `is_forgotten`: its owner was forgotten meanwhile, and it leaves nothing behind. `logprobs` reads those of its
+    than what is kept of it, so much moves out of the tree to it.
+    `is_forgotten`: its owner was forgotten meanwhile, and nothing of it is kept. `logprobs` reads those of its
     tokens, None where its client does not ask. `trouble` is what its generator raised last, `failure` what the row
     itself is to blame for.
     """

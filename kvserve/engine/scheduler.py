@@ -112,7 +112,7 @@ class Scheduler:
         self.cache.give_ram_back()
 
     def _look_around(self) -> None:
-        """What has changed since the last tick, before anybody enters."""
+        """Deal with what has changed since the last tick, before any row enters."""
         if not self.is_idle:
             self.warmer.note_busy()
         if not self._is_only_decoding:
@@ -124,7 +124,7 @@ class Scheduler:
         self._pool.settle()
 
     def _compute(self, work: PrefillChunk[Row] | DecodeStep | Pause) -> None:
-        """One piece of work, and how long it took. What a chunk leaves behind is part of it."""
+        """Do one piece of work and measure it; keeping what a chunk gave is part of it."""
         self._account()
         started, has_readers = time.perf_counter(), self._turn_order.has_readers
         match work:
@@ -143,7 +143,7 @@ class Scheduler:
         """Evict what has outlived its time, also while no request comes."""
         self._account()
         self.cache.make_room()
-        self.cache.kv_room.let_rest_leave(to_its_end=True)
+        self.cache.kv_room.evict_rest(to_its_end=True)
         self.cache.kv_room.memory.look()
         self.warmer.look()
 
@@ -162,13 +162,13 @@ class Scheduler:
         return replace(self.cache.report(), warming=self.warmer.report())
 
     def clear(self) -> None:
-        """Forget everything that is kept; running rows go on."""
+        """Forget everything that is kept; running rows continue."""
         self.warmer.drop_all("cleared")
         self.cache.empty()
         self._forget_images()
 
     def forget(self, is_forgotten: Callable[[str], bool]) -> ForgottenKv:
-        """Forget what only the requests of these owners used; those that are under way go on and leave nothing."""
+        """Forget what only the requests of these owners used; those under way continue, and nothing of them is kept."""
         self.warmer.forget(is_forgotten)
         for row in self._rows:
             row.is_forgotten |= is_forgotten(row.request.owner)
@@ -182,7 +182,7 @@ class Scheduler:
             self._model.vision.tower.clear()
 
     def keep_running(self) -> None:
-        """Keep what running rows have computed so far: nothing will run on."""
+        """Keep what running rows have computed so far: none of them will continue."""
         self.warmer.drop_all("shutdown")
         for prefill in list(self._prefills):
             self._prefills.remove(prefill.row)
@@ -194,9 +194,8 @@ class Scheduler:
                     self._cache_leases.keep_rest(row, left.caches, left.tokens, left.rest)
 
     def drain(self, *, is_last: bool = False) -> list[Row]:
-        """Take every row out, whatever its stage, also one that was on its way from one to the next when something
-        broke; generators and caches are thrown away, and what was kept of prompts, unless it is to be written first
-        (`is_last`)."""
+        """Take every row out, whatever its stage, also one that was between two stages when something broke. Generators
+        and caches are dropped, and kept KV too unless it is to be written first (`is_last`)."""
         rows = [row for row in self._rows if not row.is_over]
         self._rows.clear()
         self.warmer.drop_all("the engine begins anew")
@@ -225,13 +224,13 @@ class Scheduler:
             with self._cache_leases.in_transit(*([row] if prefill is not None or left is not None else [])):
                 if prefill is not None and reason != "watchdog":
                     self._cache_leases.keep_prefilled(prefill)
-                # What the watchdog ended leaves no answer behind; what a client stopped was wanted up to there.
+                # The answer of a row that the watchdog ended is not kept; what a client stopped was wanted up to there.
                 if reason == "watchdog":
                     self._cache_leases.keep_prompt_only(row, prefill, left)
                 self._release(row, left if reason == "cancelled" else None)
 
     def _let_in(self, row: Row | None) -> None:
-        """A waiting row gets a place; what is kept makes room for it."""
+        """Admit a waiting row; kept KV makes room for it."""
         if row is not None:
             row.end_wait()
             self._arrive(row, has_room=False)
@@ -277,8 +276,8 @@ class Scheduler:
                 self._memory.with_second_try(enter)
 
     def _taken_out(self, row: Row) -> ExtractedRow | None:
-        """A row leaves its batch to enter again, and hands out the token that is drawn for it: its states stand before
-        that one. None where it was the last one, or the batch broke."""
+        """Take a row that will enter again out of its batch, and hand out the token that is drawn for it: its states
+        are those before that one. None where it was the last one, or the batch broke."""
         self._settle(self._pool.hand_out_drawn(row))
         return self._pool.remove(row)
 
@@ -346,7 +345,7 @@ class Scheduler:
             self._release(row, None)
 
     def _decode(self, prefill: Prefill) -> None:
-        """A row leaves its prefill; the first decode step computes its last prompt token."""
+        """Move a row from its prefill into a batch; the first decode step computes its last prompt token."""
         self._prefills.remove(prefill.row)
         prefill.row.begin_decoding()
         with self._or_leaves(prefill.row):
@@ -356,7 +355,7 @@ class Scheduler:
             self.cache.count(num_prefill_tokens=1)
 
     def _settle(self, step: DecodeResult) -> None:
-        """What a decode step left to do; rows that must hear something hear it first."""
+        """Do what a decode step left to do; clients that must hear something hear it first."""
         if step.finished or step.evicted:
             self._send_tokens()  # the others wait for nothing that is done now
         if step.is_short_of_memory and step.evicted:  # while their leases hold what they will begin from
@@ -380,11 +379,11 @@ class Scheduler:
                 self._release(left.row, left)
 
     def _or_leaves(self, row: Row) -> AbstractContextManager[None]:
-        """A row that cannot enter its batch fails, and is gone."""
+        """Work that lets a row enter its batch: where it raises, the row fails and is released."""
         return row_fails_alone(row, self._memory, partial(self._release, row, None))
 
     def _release(self, row: Row, left: ExtractedRow | None) -> None:
-        """A row is gone; with `left` its KV is taken in up to the last whole token."""
+        """Release a row; with `left` its KV is kept up to the last whole token."""
         self._forget_ended()
         if row.is_forgotten:
             self._forget_images()
@@ -392,7 +391,7 @@ class Scheduler:
         self._cache_leases.release(row, left)
 
     def _forget_ended(self) -> None:
-        """A request has its pictures as they were sent: an idle engine holds none."""
+        """Let go of rows that are over: a request has its pictures as they were sent, and an idle engine holds none."""
         for row in self._rows:
             if row.is_over:
                 self._turn_order.leaves(row)

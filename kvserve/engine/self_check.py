@@ -21,7 +21,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from kvserve.engine.batch_kv import entering
 from kvserve.engine.borders import described, finding
-from kvserve.engine.leaves import leaves
+from kvserve.engine.flat_caches import flat_caches
 from kvserve.engine.model import CacheSupport, LoadedModel
 from kvserve.engine.padded_pass import can_be_padded, padded_pass
 from kvserve.engine.snapshot import CacheLayout
@@ -94,7 +94,7 @@ def check_caches(model: LoadedModel) -> CacheSupport:
     Raises what the model raises when a row is computed alone: then nothing can be done with it. Raises ModelLoadError
     where quantised KV needs a copy that cannot be made.
     """
-    tried = leaves(model.new_caches())
+    tried = flat_caches(model.new_caches())
     unknown = [leaf for leaf in tried if not _is_known(leaf)]
     named = {length for leaf in unknown for length in _lengths_named(leaf)}
     num_extra_tokens = max((length for length in named if length <= MAX_PROBED_TOKENS), default=0)

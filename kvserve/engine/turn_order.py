@@ -30,11 +30,11 @@ from kvserve.engine.rows import Row
 from kvserve.engine.waiting_for_prefix import WaitingForPrefix
 
 TELL_SECONDS = 1.0
-"""How often a row that waits for its turn says so."""
+"""How often the client of a prompt that waits for its turn hears of it."""
 
 
 class TurnOrder:
-    """The queue, and the clocks of those who have a place."""
+    """The queue, and the clocks of the rows that have a place."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class TurnOrder:
         return facts
 
     def _lives(self) -> Iterator[Life[Row]]:
-        """Who has no place yet, or decodes, waits for nothing."""
+        """Rows that have no place yet, or decode, wait for nothing."""
         now, awaited = time.monotonic(), self._waiting_for_prefix.awaited()
         for row in (*self.waiting, *self._pool.rows()):
             yield Life(row, row.handle.is_cancelled, row.decoding_seconds(now))
@@ -211,7 +211,8 @@ class TurnOrder:
         )
 
     def _tell(self, facts: Facts[Row]) -> None:
-        """How long each prompt takes to its first token, now and then to who waits for its turn too."""
+        """Note on each row how long it takes to its first token; now and then tell clients of prompts that wait,
+        too."""
         seconds = first_token_seconds(facts, self._streams.share)
         for prompt in facts.prompts:
             prompt.row.first_token_seconds = seconds.get(prompt.row)
@@ -224,5 +225,5 @@ class TurnOrder:
                 prefill.row.report_progress(prefill.num_done)
 
     def running(self) -> list[Row]:
-        """Those who have a place."""
+        """The rows that have a place."""
         return [*self._waiting_for_prefix.rows(), *(prefill.row for prefill in self._prefills), *self._pool.rows()]

@@ -1,4 +1,4 @@
-"""Admitted rows that have not begun: each waits for what another row, or the disk, is about to have for it."""
+"""Admitted rows that have not begun: each waits for KV that another row computes, or the disk reads, for it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -56,16 +56,16 @@ class WaitingForPrefix:
         return {row: (awaited.row, num_tokens) for row, awaited, num_tokens in waits if awaited is not None}
 
     def add(self, row: Row, *, has_room: bool) -> None:
-        """Take a row in, and hold what it will start from."""
+        """Take a row in, and pin what it will start from."""
         self._entries.append(_Waiting(row, self._cache.hold(row), has_room))
 
     def make_way(self, missing_bytes: Callable[[Row, Sequence[Row]], float], *, is_beside_streams: bool) -> bool:
-        """Have what is kept make room for rows, one after the other, so many bytes for one before those behind it, or
+        """Evict kept KV for rows, one after the other, so many bytes for one before those behind it, or
         continue with evictions that no row waits for. Beside streams for a slice of time. Whether one more has room."""
         is_one_more = False
         waiting = [entry for entry in self._entries if not entry.has_room]
         if not waiting:
-            self._let_rest_leave()
+            self._evict_rest()
         for entry in self._entries if waiting else ():  # or what a row waited for makes way for it
             self._cache.hold_more(entry.hold)
         for place, entry in enumerate(waiting, 1):
@@ -77,29 +77,29 @@ class WaitingForPrefix:
         return is_one_more
 
     def _make_some(self, num_bytes: float) -> bool:
-        """Whether a row may begin. Where what is kept cannot be cut to size it does with the room that there is."""
+        """Whether a row may begin. Where evicting fails it begins with the room that there is."""
         may_begin = True
         with costs_no_row(self._report, NO_ROOM):
             may_begin = self._cache.kv_room.make_some(num_bytes)
         return may_begin
 
-    def _let_rest_leave(self) -> None:
+    def _evict_rest(self) -> None:
         with costs_no_row(self._report, NO_ROOM):
-            self._cache.kv_room.let_rest_leave()
+            self._cache.kv_room.evict_rest()
 
     def remove(self, row: Row) -> None:
-        """The row has begun, or left; nothing is held for it any more. Nothing where it is not here."""
+        """Let go of what is pinned for a row: it has begun, or left. Nothing where it is not here."""
         for entry in [entry for entry in self._entries if entry.row is row]:
             self._entries.remove(entry)
             self._cache.let_go(entry.hold)
 
     def forget(self) -> None:
-        """Those who were forgotten begin with what is left."""
+        """Let go of what is pinned for rows of forgotten owners: they begin with what is left."""
         for entry in [each for each in self._entries if each.row.is_forgotten]:
             self._cache.let_go(entry.hold)
 
     def discard(self, *, is_cache_kept: bool) -> None:
-        """Throw all of them away, and their holds unless the cache goes with them."""
+        """Drop all of them, and what is pinned for them unless the cache goes too."""
         entries, self._entries = self._entries, []
         if is_cache_kept:
             for entry in entries:

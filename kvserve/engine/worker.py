@@ -150,7 +150,8 @@ class Engine:
     def _constraints(
         self, request: GenerationRequest, model: LoadedModel
     ) -> tuple[GrammarProcessor | ThinkingLimiter, ...]:
-        """What keeps the row in its form. The limit comes last: it forces nothing that the grammar does not allow."""
+        """The processors that keep a row in its form. The limit comes last: it forces nothing that the grammar
+        forbids."""
         constraints: list[GrammarProcessor | ThinkingLimiter] = []
         if request.grammar is not None:
             tokenizer = self._grammar_tokenizer(model.vocab_size)
@@ -182,7 +183,7 @@ class Engine:
         self._ask(lambda scheduler: scheduler.cache.discard(tokens, is_owner))
 
     def clear_cache(self) -> None:
-        """Forget everything that is kept, on disk too; running rows go on. Raises NotReady."""
+        """Forget everything that is kept, on disk too; running rows continue. Raises NotReady."""
         self._ask(lambda scheduler: scheduler.clear())
 
     def forget(self, owners: Callable[[str], bool]) -> ForgottenKv:
@@ -222,7 +223,7 @@ class Engine:
             raise NotReady("The engine is busy.", retry_after_seconds=5) from error
 
     def _put(self, item: "Row | EngineCall") -> None:
-        """Into the inbox, unless the engine thread has emptied it for the last time."""
+        """Put an item into the inbox, unless the engine thread has emptied it for the last time."""
         with self._lock:
             if self._is_closed:
                 raise NotReady("The server is shutting down.", retry_after_seconds=10)
@@ -271,7 +272,7 @@ class Engine:
         self._settings.budget(model).check(num_prompt_tokens, request.max_tokens)
 
     def _within_memory(self, request: GenerationRequest, model: LoadedModel) -> GenerationRequest:
-        """An answer that would outgrow the memory for running rows even alone ends before that."""
+        """Shorten an answer that would outgrow the memory for running rows even alone."""
         num_prompt_tokens, memory = len(request.prompt), self._start.ledger
         most = self._settings.budget(model).most_tokens(num_prompt_tokens + request.max_tokens) - num_prompt_tokens
         if most >= request.max_tokens or most < 1:
@@ -319,7 +320,7 @@ class Engine:
         self._loaded.set()
 
     def _keep_on_disk(self) -> None:
-        """What running rows have computed is kept, to be written with all that RAM has."""
+        """Keep what running rows have computed, to be written with all that RAM has."""
         if self._scheduler is None:
             return
         with engine_outlives(self._report, "KV could not be kept at the end"):

@@ -104,7 +104,7 @@ def test_what_is_only_too_old_leaves_later(monkeypatch: pytest.MonkeyPatch) -> N
     num_left = (MAX_BYTES - tree.num_ram_bytes) // (ROW_BYTES * ROW_TOKENS) - num_kept
     assert 1 <= num_left <= kv_room.PIECES and room.has_more
     monkeypatch.setattr(kv_room, "SLICE_SECONDS", 10**6)
-    room.let_rest_leave()
+    room.evict_rest()
     assert tree.num_ram_bytes == 0 and not room.has_more
 
 
