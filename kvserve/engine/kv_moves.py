@@ -117,13 +117,13 @@ class KvMoves:
 
         return self._tree.mover.nodes(match, Requester(owner_of(row), user_of(row)), may_stay, lease)
 
-    def awaits_disk(self, row: Row, hold: PinnedPrefix) -> bool:
+    def awaits_disk(self, row: Row, pinned: PinnedPrefix) -> bool:
         """Whether a row that is to take KV over must wait, as the disk still reads it from RAM: then it would be there
         twice. Not for ever."""
-        if not row.moved_bytes or hold.is_stalled:
+        if not row.moved_bytes or pinned.is_stalled:
             return False
         match = self._tree.peek(tokens_of(row), partition=row.request.partition)
-        return self._tree.mover.unwritten(self._nodes(row, match, row.restorable_bytes, hold.lease))
+        return self._tree.mover.unwritten(self._nodes(row, match, row.restorable_bytes, pinned.lease))
 
     def restore(self, row: Row, match: Match, lease: Lease, nodes: Sequence[Node], num_next_tokens: int) -> list[Any]:
         """Live caches from what is kept, of which `nodes` move out of the tree; each layer's kept arrays go before the

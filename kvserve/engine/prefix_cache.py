@@ -143,7 +143,7 @@ class PrefixCache:
         run = match.run if len(match.run) == len(tokens) else pack(tokens)
         return CacheLease(row, lease, run, list(stops)), caches, match.num_usable_tokens
 
-    def hold(self, row: Row, room_bytes: float = math.inf, *, is_guess: bool = False) -> PinnedPrefix:
+    def pin(self, row: Row, room_bytes: float = math.inf, *, is_guess: bool = False) -> PinnedPrefix:
         """Pin what a row will start from until it enters, for room is made for it before. Reading what only the disk
         has of it begins, up to so many bytes."""
         partition, user = row.request.partition, user_of(row)
@@ -151,18 +151,18 @@ class PrefixCache:
         if not row.moved_bytes:
             tokens = self.kv_room.within(tokens, row.restorable_bytes)
         if self._disk is not None:
-            return self._disk.hold(tokens, partition, user, room_bytes, is_guess=is_guess)
+            return self._disk.pin(tokens, partition, user, room_bytes, is_guess=is_guess)
         match = self._tree.lookup(tokens, partition=partition)
         return PinnedPrefix(tokens, self._tree.acquire(match, user=user, is_guess=is_guess), is_settled=True)
 
-    def hold_more(self, hold: PinnedPrefix) -> None:
+    def pin_more(self, pinned: PinnedPrefix) -> None:
         """Pin for a row what others have added of its prompt since, too."""
-        if hold.is_settled:  # what comes from the disk is put where the lease stands
-            self._tree.follow(hold.lease, hold.tokens)
+        if pinned.is_settled:  # what comes from the disk is put where the lease stands
+            self._tree.follow(pinned.lease, pinned.tokens)
 
-    def is_restoring(self, hold: PinnedPrefix) -> bool:
+    def is_restoring(self, pinned: PinnedPrefix) -> bool:
         """Take in what the disk has given for a row so far; True while more is to come."""
-        return self._disk is not None and self._disk.advance(hold)
+        return self._disk is not None and self._disk.advance(pinned)
 
     def answer_stride_tokens(self) -> int | None:
         """After so many tokens of an answer the row is kept while it continues; None: only at its end."""
@@ -173,12 +173,12 @@ class PrefixCache:
         if self._disk is not None:
             self._disk.tier.wait(seconds)
 
-    def let_go(self, hold: PinnedPrefix) -> None:
-        """End a hold."""
+    def let_go(self, pinned: PinnedPrefix) -> None:
+        """Let go of a pinned prefix."""
         if self._disk is not None:
-            self._disk.let_go(hold)
+            self._disk.let_go(pinned)
         else:
-            self._tree.release(hold.lease)
+            self._tree.release(pinned.lease)
 
     def keep(self, cache_lease: CacheLease, caches: Sequence[Any], num_done: int) -> None:
         """Keep what a prefill has computed up to the planned stop `num_done`; nothing where it does not stop."""

@@ -21,11 +21,11 @@ NOT_RESTORED = "KV could not be restored and will be computed again"
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """`awaited` is the row in flight that will have stored this one's first tokens. `hold` keeps what is known of its
+    """`awaited` is the row in flight that will have stored this one's first tokens. `pinned` keeps what is known of its
     prompt from leaving while room is made for it; without `has_room` it does not begin."""
 
     row: Row
-    hold: PinnedPrefix
+    pinned: PinnedPrefix
     has_room: bool
     awaited: CacheLease | None = None
     awaited_tokens: int = 0
@@ -57,7 +57,7 @@ class WaitingForPrefix:
 
     def add(self, row: Row, *, has_room: bool) -> None:
         """Take a row in, and pin what it will start from."""
-        self._entries.append(_Waiting(row, self._cache.hold(row), has_room))
+        self._entries.append(_Waiting(row, self._cache.pin(row), has_room))
 
     def make_way(self, missing_bytes: Callable[[Row, Sequence[Row]], float], *, is_beside_streams: bool) -> bool:
         """Evict kept KV for rows, one after the other, so many bytes for one before those behind it, or
@@ -67,7 +67,7 @@ class WaitingForPrefix:
         if not waiting:
             self._evict_rest()
         for entry in self._entries if waiting else ():  # or what a row waited for makes way for it
-            self._cache.hold_more(entry.hold)
+            self._cache.pin_more(entry.pinned)
         for place, entry in enumerate(waiting, 1):
             num_bytes = missing_bytes(entry.row, [each.row for each in waiting[place:]])
             while not self._make_some(num_bytes):
@@ -91,19 +91,19 @@ class WaitingForPrefix:
         """Let go of what is pinned for a row: it has begun, or left. Nothing where it is not here."""
         for entry in [entry for entry in self._entries if entry.row is row]:
             self._entries.remove(entry)
-            self._cache.let_go(entry.hold)
+            self._cache.let_go(entry.pinned)
 
     def forget(self) -> None:
         """Let go of what is pinned for rows of forgotten owners: they begin with what is left."""
         for entry in [each for each in self._entries if each.row.is_forgotten]:
-            self._cache.let_go(entry.hold)
+            self._cache.let_go(entry.pinned)
 
     def discard(self, *, is_cache_kept: bool) -> None:
         """Drop all of them, and what is pinned for them unless the cache goes too."""
         entries, self._entries = self._entries, []
         if is_cache_kept:
             for entry in entries:
-                self._cache.let_go(entry.hold)
+                self._cache.let_go(entry.pinned)
 
     def take_ready(self, prefills: PrefillPool, keep: Callable[[Prefill], None]) -> Iterator[Row]:
         """The rows that nothing keeps waiting. Each is held until the next one is asked for, so that it can begin.
@@ -172,13 +172,13 @@ class WaitingForPrefix:
 
     def _is_restoring(self, entry: _Waiting) -> bool:
         """Whether more of what it starts from is on its way from the disk. What has come is progress."""
-        num_before, is_restoring, is_known = entry.hold.num_restored_tokens, False, False
+        num_before, is_restoring, is_known = entry.pinned.num_restored_tokens, False, False
         with costs_no_row(self._report, NOT_RESTORED):
-            is_restoring = self._cache.is_restoring(entry.hold)
-            if entry.hold.num_restored_tokens > num_before:
+            is_restoring = self._cache.is_restoring(entry.pinned)
+            if entry.pinned.num_restored_tokens > num_before:
                 entry.row.note_progress()
-            is_restoring |= self._cache.kv_moves.awaits_disk(entry.row, entry.hold)
-            entry.row.has_come_from_disk |= entry.hold.num_restored_tokens > 0
+            is_restoring |= self._cache.kv_moves.awaits_disk(entry.row, entry.pinned)
+            entry.row.has_come_from_disk |= entry.pinned.num_restored_tokens > 0
             is_known = True
-        entry.hold.is_settled |= not is_known
+        entry.pinned.is_settled |= not is_known
         return is_restoring and is_known

@@ -65,7 +65,7 @@ class _ActiveTask:
 
     task: _Task
     row: Row
-    hold: PinnedPrefix
+    pinned: PinnedPrefix
     prefill: Prefill | None = None
     end: int = 0
     counted: int = 0
@@ -241,7 +241,7 @@ class Warmer:
             self._end(task, "dropped", NO_ROOM)
             return
         with self._job_fails_alone(task):
-            self._active = _ActiveTask(task, row, self._cache.hold(row, room_bytes, is_guess=_is_own_idea(task)))
+            self._active = _ActiveTask(task, row, self._cache.pin(row, room_bytes, is_guess=_is_own_idea(task)))
 
     def _room_bytes(self, row: Row) -> float:
         """How much the disk may bring back for a guess; 0 where KV that a request used would be evicted for it: its
@@ -260,7 +260,7 @@ class Warmer:
     def _advance(self, active: _ActiveTask) -> bool:
         """Wait for the disk, enter, or compute a chunk. Whether all is there then."""
         if (prefill := active.prefill) is None:
-            if self._cache.is_restoring(active.hold):
+            if self._cache.is_restoring(active.pinned):
                 self._cache.await_disk(DISK_WAIT_SECONDS)
                 return False
             prefill = active.prefill = self._entered(active)
@@ -285,7 +285,7 @@ class Warmer:
             self._cache.make_room(self._budget.peak_bytes(active.row.num_tokens))
         cache_lease, caches, num_done = self._cache.enter(active.row, is_ahead=True, is_guess=not may_evict)
         cache_lease.may_evict = may_evict
-        self._cache.let_go(active.hold)
+        self._cache.let_go(active.pinned)
         active.counted = num_done
         task = active.task
         if task.num_cached_tokens is None:
@@ -325,14 +325,14 @@ class Warmer:
     def _let_go(self, active: _ActiveTask) -> None:
         """Of a job that has failed: leave what was kept before, and nothing else."""
         self._active = None
-        self._cache.let_go(active.hold)
+        self._cache.let_go(active.pinned)
         if active.prefill is not None:
             self._cache.leave(active.prefill.cache_lease)
 
     def _put_down(self, active: _ActiveTask) -> None:
         """Take in all that was computed and let everything go. Raises what keeping it raises."""
         self._active = None
-        self._cache.let_go(active.hold)
+        self._cache.let_go(active.pinned)
         if (prefill := active.prefill) is None:
             return
         try:

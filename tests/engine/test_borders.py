@@ -100,6 +100,6 @@ def test_where_the_disk_fails_a_row_starts_from_what_ram_has(monkeypatch: pytest
     with kept(needs_checkpoints=False) as world:
         world.say(range(20), 1, "a")
         monkeypatch.setattr(DiskCache, "_begin", fails)
-        hold = world.cache.hold(TokenSequence((*range(30), 99)))
-        assert hold.is_settled and hold.lease.num_tokens == 20 and not world.cache.advance(hold)
+        pinned = world.cache.pin(TokenSequence((*range(30), 99)))
+        assert pinned.is_settled and pinned.lease.num_tokens == 20 and not world.cache.advance(pinned)
         assert world.disk.faults == {"unreadable": 1}

@@ -176,7 +176,7 @@ def test_a_hold_looks_beyond_what_ram_has(
         tokens = TokenSequence((*ids, 10**6, 10**6 + 1))
         each.tree.lookup(tokens)
         visits = counting(monkeypatch)
-        seen = visits.of(lambda: each.cache.let_go(each.cache.hold(tokens, owner="a")))
+        seen = visits.of(lambda: each.cache.let_go(each.cache.pin(tokens, owner="a")))
         assert seen.num_nodes <= MAX_NODES and seen.num_tokens <= STOP_TOKENS, seen
 
 

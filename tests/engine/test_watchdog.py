@@ -152,11 +152,11 @@ def test_a_row_that_the_disk_still_gives_something_is_not_ended(
     """A long prompt on a slow disk: all of it takes longer than the limit, no part of it does."""
     num_parts = 0
 
-    def slow(_: PrefixCache, hold: PinnedPrefix) -> bool:
+    def slow(_: PrefixCache, pinned: PinnedPrefix) -> bool:
         nonlocal num_parts
         num_parts += 1
         clock.late_seconds += 100
-        hold.num_restored_tokens += 16
+        pinned.num_restored_tokens += 16
         return num_parts < 12
 
     with running_engine(watchdog_seconds=LIMIT_SECONDS) as engine:

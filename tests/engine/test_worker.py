@@ -371,7 +371,7 @@ def test_no_token_waits_for_anything_but_a_step(monkeypatch: pytest.MonkeyPatch,
             engine._ask(lambda scheduler: setattr(scheduler, "_send_tokens", lambda: None))
         running = engine.submit(request(prompt_of(40), 100_000))
         first_token(running)
-        for owner, name in ((Prefill, "step"), *((PrefixCache, name) for name in ("hold", "enter", "finish"))):
+        for owner, name in ((Prefill, "step"), *((PrefixCache, name) for name in ("pin", "enter", "finish"))):
             look(owner, name)
         collect(engine.submit(request(prompt_of(1000), 4)))
         running.cancel()
@@ -436,7 +436,7 @@ def test_a_short_prompt_that_comes_during_another_ones_prefill_enters_with_it(mo
     assert num_rows_per_step == [2]
 
 
-@pytest.mark.parametrize(("part", "broken"), [(PrefixCache, "hold"), (PrefixCache, "make_room"), (KvRoom, "make_some")])
+@pytest.mark.parametrize(("part", "broken"), [(PrefixCache, "pin"), (PrefixCache, "make_room"), (KvRoom, "make_some")])
 def test_a_row_between_two_stages_is_not_lost_when_the_engine_breaks(
     part: type, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
