@@ -42,7 +42,7 @@ def row_fails_alone(row: Row, memory: ShortMemory, leave: Callable[[], None]) ->
     try:
         yield
     except Exception as error:  # noqa: BLE001 - what one row cannot do touches no other
-        row.fail(memory.told(row, error))
+        row.fail(memory.client_error(row, error))
         leave()
 
 

@@ -24,7 +24,7 @@ from kvserve.engine.decode_group import Decoder, DecodeResult, ExtractedRow, Gro
 from kvserve.engine.flat_caches import flat_caches
 from kvserve.engine.kv_buffers import settle
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.out_of_memory import is_helped_by_room, is_out_of_memory, told
+from kvserve.engine.out_of_memory import client_error, is_helped_by_room, is_out_of_memory
 from kvserve.engine.row_outline import admitted_tokens
 from kvserve.engine.rows import Row
 from kvserve.engine.sampling import LogitsProcessor, Sampler
@@ -255,7 +255,7 @@ class DecodePool:
             row.num_memory_failures += 1
         if has_been_tried:
             longest = max(rows, key=lambda row: row.num_tokens)
-            longest.failure = longest.failure or told(error, self._model.sizes.peak(longest.num_tokens))
+            longest.failure = longest.failure or client_error(error, self._model.sizes.peak(longest.num_tokens))
 
     def _group_for(self, num_tokens: int, is_packed: bool, most_bytes: float) -> Group:
         """The generator to join: the least padding, where there is memory for it and it is cheaper than one more pass

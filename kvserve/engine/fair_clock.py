@@ -70,16 +70,16 @@ class FairClock[R: Hashable]:
 class StreamShare:
     """What streams are owed of the time that prompts take beside them: `share` of all of it, a number below 1.
 
-    `stretch_seconds`: how long prompts compute since the last step.
+    `slice_seconds`: how long prompts compute since the last step.
     """
 
     share: float
     owed_seconds: float = 0.0
-    stretch_seconds: float = 0.0
+    slice_seconds: float = 0.0
 
     def prefilled(self, seconds: float, *, is_beside_streams: bool) -> None:
         """A prompt was computed for so long. Where no client reads, streams that were owed something are gone."""
-        self.stretch_seconds += seconds
+        self.slice_seconds += seconds
         if is_beside_streams:
             self.owed_seconds += seconds * self.share / (1 - self.share)
         else:
@@ -87,5 +87,5 @@ class StreamShare:
 
     def stepped(self, seconds: float, *, is_beside_prompts: bool) -> None:
         """Streams stepped for so long; what they have too much is a prompt's while there is one."""
-        self.stretch_seconds = 0.0
+        self.slice_seconds = 0.0
         self.owed_seconds = self.owed_seconds - seconds if is_beside_prompts else 0.0

@@ -36,7 +36,7 @@ def is_helped_by_room(error: Exception) -> bool:
     return is_out_of_memory(error) and _TOO_LARGE not in str(error)
 
 
-def told(error: Exception, num_bytes: float) -> Exception:
+def client_error(error: Exception, num_bytes: float) -> Exception:
     """What the client of a row that needs so many bytes of KV hears of an error; any but a failed allocation as it
     is."""
     if isinstance(error, KvserveError) or not is_out_of_memory(error):
@@ -93,6 +93,6 @@ class ShortMemory:
         self.free()
         return True
 
-    def told(self, row: Row, error: Exception) -> Exception:
+    def client_error(self, row: Row, error: Exception) -> Exception:
         """What a row's client hears of what its work raised."""
-        return told(error, self._peak_bytes(expected_tokens(row)))
+        return client_error(error, self._peak_bytes(expected_tokens(row)))

@@ -26,7 +26,7 @@ SHORTEST_CHUNK_SECONDS = CHUNK_SECONDS_BESIDE_STREAMS / 4
 """A shorter one is hardly worth a pass."""
 
 CHUNK_SECONDS_ALONE = 1.0
-STRETCH_SECONDS_ALONE = CHUNK_SECONDS_ALONE + CHUNK_SECONDS_BESIDE_STREAMS
+PREFILL_SLICE_SECONDS = CHUNK_SECONDS_ALONE + CHUNK_SECONDS_BESIDE_STREAMS
 """How long prompts that come together may keep the first of them from its first token: a step with one row costs about
 as much as one with all of them. A chunk that no other prompt shares may take no longer."""
 
@@ -112,7 +112,7 @@ def _admitted[R: Hashable](waiting_prompts: Sequence[WaitingPrompt[R]]) -> R | N
 def _work[R: Hashable](facts: Facts[R]) -> PrefillChunk[R] | DecodeStep | Pause:
     prompt = _most_urgent(facts.prompts)
     if prompt is None:
-        return DecodeStep(is_for_all=facts.machine.stretch_seconds > 0) if facts.streams else Pause()
+        return DecodeStep(is_for_all=facts.machine.slice_seconds > 0) if facts.streams else Pause()
     if not prompt.num_left_tokens:
         return PrefillChunk(prompt.row, 0.0)
     if not facts.streams:
@@ -126,18 +126,18 @@ def _beside_streams[R: Hashable](facts: Facts[R], prompt: PromptFacts[R]) -> Pre
     """A chunk when streams have had what they are owed; and what is left of its time, if that ends a prompt, so that
     short ones that come together enter together."""
     machine = facts.machine
-    left_seconds = CHUNK_SECONDS_BESIDE_STREAMS - machine.stretch_seconds
+    left_seconds = CHUNK_SECONDS_BESIDE_STREAMS - machine.slice_seconds
     if machine.owed_seconds <= 0:  # a long step was more than they were owed
         return PrefillChunk(prompt.row, max(left_seconds, -machine.owed_seconds, SHORTEST_CHUNK_SECONDS))
-    if machine.stretch_seconds > 0 and _ends_within(facts, prompt, left_seconds):
+    if machine.slice_seconds > 0 and _ends_within(facts, prompt, left_seconds):
         return PrefillChunk(prompt.row, left_seconds)
-    return DecodeStep(is_for_all=machine.stretch_seconds > 0)
+    return DecodeStep(is_for_all=machine.slice_seconds > 0)
 
 
 def _before_first_tokens[R: Hashable](facts: Facts[R], prompt: PromptFacts[R]) -> PrefillChunk[R] | DecodeStep:
     """No client reads yet: rows whose prompts are computed wait for others that end soon, as long as equal shares would
     not have ended them either."""
-    left_seconds = STRETCH_SECONDS_ALONE - facts.machine.stretch_seconds
+    left_seconds = PREFILL_SLICE_SECONDS - facts.machine.slice_seconds
     is_due = facts.machine.fair_now >= min(stream.finish for stream in facts.streams) + LENIENT_TOKENS
     if is_due or not _ends_within(facts, prompt, left_seconds):
         return DecodeStep(is_for_all=True)

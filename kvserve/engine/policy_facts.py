@@ -67,12 +67,12 @@ class Stream[R: Hashable]:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What was computed so far. `fair_now`: where the fair clock stands. `owed_seconds`: so long streams are to step
-    before a prompt continues. `stretch_seconds`: how long prompts compute since the last step. `tokens_per_second`: of
+    before a prompt continues. `slice_seconds`: how long prompts compute since the last step. `tokens_per_second`: of
     prefill; None before anything was measured."""
 
     fair_now: float = 0.0
     owed_seconds: float = 0.0
-    stretch_seconds: float = 0.0
+    slice_seconds: float = 0.0
     tokens_per_second: float | None = None
 
 

@@ -341,7 +341,7 @@ class Scheduler:
             self._release(row, None)
             self._arrive(row, has_room=True)
         else:
-            row.fail(self._memory.told(row, error))
+            row.fail(self._memory.client_error(row, error))
             self._release(row, None)
 
     def _decode(self, prefill: Prefill) -> None:

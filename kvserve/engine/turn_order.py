@@ -207,7 +207,7 @@ class TurnOrder:
     def _machine(self) -> Machine:
         streams = self._streams
         return Machine(
-            self._clock.now, streams.owed_seconds, streams.stretch_seconds, self._prefills.slowest_tokens_per_second
+            self._clock.now, streams.owed_seconds, streams.slice_seconds, self._prefills.slowest_tokens_per_second
         )
 
     def _tell(self, facts: Facts[Row]) -> None:

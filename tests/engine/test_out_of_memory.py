@@ -10,7 +10,7 @@ import pytest
 
 from kvserve.core import GenerationDone, GenerationFailed
 from kvserve.engine.model import LoadedModel
-from kvserve.engine.out_of_memory import is_helped_by_room, is_out_of_memory, told
+from kvserve.engine.out_of_memory import client_error, is_helped_by_room, is_out_of_memory
 from kvserve.engine.prefill import Prefill
 from kvserve.engine.prefix_cache import PrefixCache
 from kvserve.engine.snapshot import CacheLayout
@@ -93,7 +93,7 @@ def test_what_mlx_says_of_memory_is_understood(text: str) -> None:
     assert is_out_of_memory(TOO_LARGE) and not is_helped_by_room(TOO_LARGE)
     for other in (ValueError(text), RuntimeError("[concatenate] shapes differ"), BadRequest("out of memory")):
         assert not is_out_of_memory(other)
-        assert told(other, 1.0) is other
+        assert client_error(other, 1.0) is other
 
 
 def test_a_prefill_goes_on_without_what_nobody_uses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

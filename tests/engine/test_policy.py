@@ -10,7 +10,7 @@ from kvserve.engine.policy import (
     CHUNK_SECONDS_ALONE,
     CHUNK_SECONDS_BESIDE_STREAMS,
     MAX_OVERTAKEN,
-    STRETCH_SECONDS_ALONE,
+    PREFILL_SLICE_SECONDS,
     candidates,
     first_token_seconds,
     plan,
@@ -193,27 +193,27 @@ def test_streams_get_what_they_are_owed_before_a_prompt_goes_on() -> None:
     chunk = PrefillChunk("long", CHUNK_SECONDS_BESIDE_STREAMS)
     assert work(long, streams=(READER,)) == chunk
     rest = PrefillChunk("long", CHUNK_SECONDS_BESIDE_STREAMS - 0.1)
-    assert work(long, streams=(READER,), owed_seconds=-0.1, stretch_seconds=0.1) == rest
-    assert work(long, streams=(READER,), owed_seconds=-0.9, stretch_seconds=0.25) == PrefillChunk("long", 0.9)
-    assert work(long, streams=(READER,), owed_seconds=0.25, stretch_seconds=0.25) == DecodeStep(is_for_all=True)
+    assert work(long, streams=(READER,), owed_seconds=-0.1, slice_seconds=0.1) == rest
+    assert work(long, streams=(READER,), owed_seconds=-0.9, slice_seconds=0.25) == PrefillChunk("long", 0.9)
+    assert work(long, streams=(READER,), owed_seconds=0.25, slice_seconds=0.25) == DecodeStep(is_for_all=True)
     assert work(long, streams=(READER,), owed_seconds=0.2) == DecodeStep(is_for_all=False)
 
 
 def test_short_prompts_that_come_together_enter_together() -> None:
     """What is left of a chunk's time beside streams; and before anybody reads, for a while."""
     short = PromptFacts("short", 90.0, 100)
-    beside = work(short, streams=(READER, FRESH), owed_seconds=0.1, stretch_seconds=0.1)
+    beside = work(short, streams=(READER, FRESH), owed_seconds=0.1, slice_seconds=0.1)
     assert beside == PrefillChunk("short", CHUNK_SECONDS_BESIDE_STREAMS - 0.1)
-    assert work(short, streams=(READER,), owed_seconds=0.2, stretch_seconds=0.2) == DecodeStep(is_for_all=True)
-    assert work(short, streams=(FRESH,), stretch_seconds=0.5) == PrefillChunk("short", STRETCH_SECONDS_ALONE - 0.5)
-    assert work(short, streams=(FRESH,), stretch_seconds=1.2) == DecodeStep(is_for_all=True)
+    assert work(short, streams=(READER,), owed_seconds=0.2, slice_seconds=0.2) == DecodeStep(is_for_all=True)
+    assert work(short, streams=(FRESH,), slice_seconds=0.5) == PrefillChunk("short", PREFILL_SLICE_SECONDS - 0.5)
+    assert work(short, streams=(FRESH,), slice_seconds=1.2) == DecodeStep(is_for_all=True)
 
 
 def test_nobody_is_kept_from_a_first_token_that_equal_shares_would_have_given() -> None:
-    """A title request beside longer ones: they end within the stretch, but it has waited long enough."""
+    """A title request beside longer ones: they end within the slice, but it has waited long enough."""
     short = PromptFacts("short", 900.0, 500)
-    assert isinstance(work(short, streams=(FRESH,), fair_now=163.0, stretch_seconds=0.1), PrefillChunk)
-    assert work(short, streams=(FRESH,), fair_now=164.0, stretch_seconds=0.1) == DecodeStep(is_for_all=True)
+    assert isinstance(work(short, streams=(FRESH,), fair_now=163.0, slice_seconds=0.1), PrefillChunk)
+    assert work(short, streams=(FRESH,), fair_now=164.0, slice_seconds=0.1) == DecodeStep(is_for_all=True)
 
 
 def test_a_long_prompt_keeps_nobody_from_a_first_token() -> None:

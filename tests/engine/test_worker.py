@@ -337,7 +337,7 @@ def test_an_engine_defect_fails_the_rows_and_serving_goes_on(monkeypatch: pytest
 
 def test_running_streams_get_a_step_between_prefill_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a long prompt prefills, a running stream receives a token at least once per reported chunk. A fast machine
-    computes several chunks in what a stretch may last, so a stretch is one chunk here."""
+    computes several chunks in what a slice may last, so a slice is one chunk here."""
     monkeypatch.setattr(policy, "CHUNK_SECONDS_BESIDE_STREAMS", 0.0)
     with running_engine(prefill_step_size=256) as engine:
         running = engine.submit(request(prompt_of(40), 100_000))
@@ -393,9 +393,9 @@ def test_no_token_waits_for_a_call() -> None:
 
 
 def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four short prompts are prefilled within one stretch: the first step that any of them gets has all four."""
+    """Four short prompts are prefilled within one slice: the first step that any of them gets has all four."""
     monkeypatch.setattr(policy, "CHUNK_SECONDS_BESIDE_STREAMS", 30.0)
-    monkeypatch.setattr(policy, "STRETCH_SECONDS_ALONE", 30.0)
+    monkeypatch.setattr(policy, "PREFILL_SLICE_SECONDS", 30.0)
     num_rows_per_step: list[int] = []
     step_all = DecodePool.step_all
 
@@ -411,8 +411,8 @@ def test_short_prompts_that_came_together_enter_together(monkeypatch: pytest.Mon
 
 
 def test_a_short_prompt_that_comes_during_another_ones_prefill_enters_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine looks for new requests before it ends a stretch of prefill: the first decode step has both rows."""
-    monkeypatch.setattr(policy, "STRETCH_SECONDS_ALONE", 30.0)
+    """The engine looks for new requests before it ends a slice of prefill: the first decode step has both rows."""
+    monkeypatch.setattr(policy, "PREFILL_SLICE_SECONDS", 30.0)
     num_rows_per_step: list[int] = []
     step_all, step = DecodePool.step_all, Prefill.step
     rows = []
