@@ -54,7 +54,7 @@ class CacheLeases:
         return sum(self._in_transit.values()) + self._cache.kv_moves.held_bytes
 
     def begin(self, row: Row, cache_lease: CacheLease) -> None:
-        """A row has entered."""
+        """Note the lease of a row that has entered."""
         self._of[row] = cache_lease
 
     def get(self, row: Row) -> CacheLease | None:
@@ -62,7 +62,7 @@ class CacheLeases:
 
     @contextmanager
     def in_transit(self, *rows: Row) -> Iterator[None]:
-        """The KV of rows on its way from a batch into the tree: it is there besides, unless it moves."""
+        """Count the KV of rows on its way from a batch into the tree: it is there besides, unless it moves."""
         self._in_transit.update({row: self._sizes.held(row.num_tokens) for row in rows})
         self._account()
         try:
@@ -96,8 +96,8 @@ class CacheLeases:
     def keep_prompt(
         self, row: Row, caches: Sequence[Any], tokens: Sequence[int], rest: Sequence[Any] | None = ()
     ) -> None:
-        """A row is gone whose answer is not kept: what had moved to it from the tree is kept again, and what its
-        prefill could not keep at its stops."""
+        """Keep nothing of an ended row's answer, but what had moved to it from the tree, and what its prefill could not
+        keep at its stops."""
         if rest is not None and (cache_lease := self._of.get(row)) is not None:
             sequence = TokenSequence(tuple(tokens), row.request.prompt.images)
             with costs_no_row(self._report, NOT_KEPT):
@@ -112,8 +112,8 @@ class CacheLeases:
         self.retract_answer(row)
 
     def keep_long_answers(self, pool: DecodePool, send_tokens: Callable[[], None]) -> None:
-        """What a long answer has so far is on disk before it ends: a crash loses its last tokens only. What rows have
-        said is sent before."""
+        """Keep what long answers have so far, so that it is on disk before they end: a crash loses their last tokens
+        only. Tokens that wait are sent before."""
         if (stride := self._cache.answer_stride_tokens()) is None:
             return
         for row in pool.rows():
@@ -146,7 +146,7 @@ class CacheLeases:
             mx.clear_cache()
 
     def clear(self, *, is_cache_kept: bool) -> None:
-        """All rows are gone, and their leases, unless the cache goes with them."""
+        """Release all leases, or forget them where the cache goes too: all rows are gone."""
         if is_cache_kept:
             for cache_lease in self._of.values():
                 self._cache.leave(cache_lease)

@@ -248,8 +248,8 @@ class DecodePool:
         return DecodeResult(failed=tuple(failed), evicted=tuple(again), is_short_of_memory=is_short)
 
     def _blame_for_memory(self, rows: list[Row], error: Exception) -> None:
-        """An allocation failed while these rows computed. The first time none is to blame; after that the longest one,
-        which takes most of the memory, so that the others can go on."""
+        """Note on these rows that an allocation failed while they computed. The first time none is to blame; after that
+        the longest one, which takes most of the memory, so that the others can continue."""
         has_been_tried = any(row.num_memory_failures for row in rows) or not is_helped_by_room(error)
         for row in rows:
             row.num_memory_failures += 1

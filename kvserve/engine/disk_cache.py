@@ -65,7 +65,7 @@ class DiskReport:
 
 @dataclass(slots=True, eq=False)
 class PinnedPrefix:
-    """What an admitted row will start from, kept from leaving; `load`, at most `room_bytes`, is what the disk gives,
+    """What an admitted row will start from, kept from eviction; `load`, at most `room_bytes`, is what the disk gives,
     and `base` the state that was read last, on which the next one builds."""
 
     tokens: TokenSequence
@@ -203,7 +203,7 @@ class DiskCache:
         *,
         is_guess: bool = False,
     ) -> PinnedPrefix:
-        """Hold what RAM has of a row's tokens, and begin to read what the disk has beyond it."""
+        """Pin what RAM has of a row's tokens, and begin to read what the disk has beyond it."""
         match = self._tree.lookup(tokens, partition=partition)
         lease = self._tree.acquire(match, user=owner, is_guess=is_guess)
         pinned, has_begun = PinnedPrefix(tokens, lease, partition=partition, owner=owner, room_bytes=room_bytes), False

@@ -92,7 +92,7 @@ class DiskWriting:
             self.save(path, behind)
 
     def note_users(self, lease: Lease) -> None:
-        """A row added nothing where it stands now, but it used that."""
+        """Note on disk that a row used its path, where it added nothing."""
         if (path := self._end_of(lease, lease.num_tokens)) is not None:
             self._tier.note_users(path)
 
@@ -149,7 +149,7 @@ class DiskWriting:
         if not self._is_ram_lent or self._tree.num_ram_bytes == self._num_left_bytes:
             return
         if self._tier.is_settled:
-            self._leave(num_bytes)
+            self._evict(num_bytes)
         else:
             self.save_lost()
 
@@ -158,11 +158,11 @@ class DiskWriting:
         if not self._is_ram_lent or not self._tree.num_ram_bytes:
             return False
         if self._tier.is_settled:
-            return not self._leave(num_bytes)
+            return not self._evict(num_bytes)
         self._tier.wait(IDLE_WAIT_SECONDS)
         return self._tier.is_writing
 
-    def _leave(self, num_bytes: int) -> bool:
+    def _evict(self, num_bytes: int) -> bool:
         """Whether all was evicted that could be."""
         if is_all := self._make_some_room(num_bytes):
             self._num_left_bytes = self._tree.num_ram_bytes

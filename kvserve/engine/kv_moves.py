@@ -77,7 +77,7 @@ class KvMoves:
         return sum(deferred.num_bytes for deferred in self._deferred.values())
 
     def let_go(self, lease: Lease) -> None:
-        """The row is gone. Idempotent."""
+        """Drop what is deferred for a lease: its row is gone. Idempotent."""
         self._deferred.pop(lease, None)
 
     def clear(self) -> None:
@@ -189,7 +189,7 @@ class KvMoves:
     def insert_prompt(
         self, cache_lease: CacheLease, tokens: TokenSequence, caches: Sequence[Any], rest: Sequence[Any] = ()
     ) -> bool:
-        """The row is over and its answer is not kept, but what had moved to it is kept again, and its prompt up to the
+        """Keep nothing of an ended row's answer, but what had moved to it, and its prompt up to the
         last stop that it came to. Whether its caches were given up for it."""
         lease, deferred = cache_lease.lease, self._deferred_of(cache_lease.lease)
         num_prompt_tokens = len(cache_lease.row.request.prompt)
@@ -316,7 +316,7 @@ class KvMoves:
         return [known[offset] for offset in sorted(known)]
 
     def _defer(self, lease: Lease, caches: Sequence[Any], end: int, kind: BoundaryKind) -> None:
-        """What does not fit beside the row is kept at its end. The state is there only now."""
+        """Note what is to be kept at the row's end, as it does not fit beside it. The state is there only now."""
         fixed_bytes = self._sizes.fixed
         if not self._can_move:
             self._room.note_not_kept()

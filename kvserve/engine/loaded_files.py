@@ -42,8 +42,8 @@ MAX_NAMING_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """Which file it is and when it was changed last. The time of its last change of any kind (`ctime_ns`) cannot be set
-    by anybody, so a change shows even where the time of the contents was set back."""
+    """Which file it is and when it was changed last. The time of its last change of any kind (`ctime_ns`) cannot be
+    set by a program, so a change shows even where the time of the contents was set back."""
 
     device: int
     inode: int

@@ -21,7 +21,7 @@ class LogprobReader:
     """
 
     def __init__(self, num_top: int) -> None:
-        """`num_top` of the likeliest tokens are told besides the one that was drawn."""
+        """`num_top` of the likeliest tokens are given besides the one that was drawn."""
         self._num_top = num_top
         self._read: dict[int, tuple[mx.array, mx.array | None]] = {}
 

@@ -93,7 +93,7 @@ class MemoryLedger:
         self._read[account] = read
 
     def say(self, *, live_bytes: float, copy_bytes: float) -> None:
-        """What running rows hold now, and what there is twice at the most."""
+        """Note what running rows hold now, and what there is twice at the most."""
         self._said = {"live": int(live_bytes), "copies": int(copy_bytes)}
 
     def held(self, account: Account) -> int:

@@ -125,7 +125,7 @@ class Prefill:
         return num_tokens
 
     def advance(self, num_tokens: int) -> None:
-        """Its caches hold so many tokens more now."""
+        """Note that its caches hold so many tokens more."""
         self.num_done += num_tokens
         self.num_last_tokens = max(num_tokens, ALIGNMENT_TOKENS)
         self.row.report_progress(self.num_done)

@@ -365,7 +365,7 @@ class PrefixCache:
         return disk is None or disk.close(timeout_seconds)
 
     def begin_anew(self) -> None:
-        """Nothing kept, nothing counted."""
+        """Forget all that is kept and counted."""
         self.clear()
         self.warmed.forget()
         self._totals = Totals()

@@ -187,7 +187,7 @@ class Row:
         return [*self.request.prompt.ids, *self.generated]
 
     def begin_decoding(self) -> None:
-        """Its prompt is computed; nothing where it was before."""
+        """Note that its prompt is computed; nothing where it was before."""
         self.decoding_from = self.decoding_from or time.monotonic()
 
     def decoding_seconds(self, now: float) -> float:
@@ -196,7 +196,7 @@ class Row:
         return self.seconds_decoded + (now - self.decoding_from if self.decoding_from is not None else 0.0)
 
     def leave_batch(self) -> None:
-        """It has left its batch, to enter again: what it lacks of its prompt then is computed before it decodes."""
+        """Note that it has left its batch to enter again: what it lacks of its prompt is computed before it decodes."""
         self.seconds_decoded, self.decoding_from = self.decoding_seconds(time.monotonic()), None
         self.note_progress()
 
@@ -206,12 +206,12 @@ class Row:
         self.waits_again = self.was_put_back = True
 
     def end_wait(self) -> None:
-        """It has its place: it enters, for the first time or again."""
+        """Note that it has its place: it enters, for the first time or again."""
         self.waits_again = False
         self.note_progress()
 
     def note_progress(self) -> None:
-        """Something was done for it just now."""
+        """Note that something was done for it just now."""
         self.progressed_at = time.monotonic()
 
     @property
@@ -220,7 +220,7 @@ class Row:
         return len(self.request.prompt) - 1
 
     def note_kept(self, start: int, end: int) -> None:
-        """The KV of its tokens `[start, end)` is kept from now on; what of it is the prompt's is none of its answer."""
+        """Note that the KV of its tokens `[start, end)` is kept; the prompt's part of it is not the answer's."""
         if self.answer_kept_from is None and start < end and end > len(self.request.prompt):
             self.answer_kept_from = max(start, self.answer_start)
 

@@ -250,8 +250,8 @@ class Scheduler:
         return num_begun > 0
 
     def _put_back_outgrown(self) -> None:
-        """Answers longer than their allowance have outgrown the memory for all: the newest row waits, and continues
-        from what it has computed."""
+        """Let the newest row wait where answers longer than their allowance have outgrown the memory for all. It
+        continues from what it has computed."""
         rows = self._pool.rows()
         if len(rows) < 2 or not self._admission.is_outgrown():
             return
@@ -265,7 +265,7 @@ class Scheduler:
         self._turn_order.queue(row, is_back=True)
 
     def _quantise_due(self) -> None:
-        """Rows have come to where quantised KV starts: what they hold in full precision is kept, then converted."""
+        """Keep what rows hold in full precision that have come to where quantised KV starts, and convert them."""
         for row in self._pool.at_quantise_start():
             if (left := self._taken_out(row)) is None:
                 continue

@@ -177,7 +177,7 @@ class _Trial:
             self._compare([*script.seen, self._step(caches, row.given[2:3])], row.logprobs)
 
     def copies(self) -> None:
-        """Copies and original go on in turns, none must notice the others. Raises CachesDiffer."""
+        """Copies and original continue in turns, none must notice the others. Raises CachesDiffer."""
         layout = CacheLayout(self._new_caches)
         original = self._prefilled(self._long.prompt)
         num_tokens = len(self._long.prompt) - 1

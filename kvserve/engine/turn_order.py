@@ -61,23 +61,23 @@ class TurnOrder:
         self._told_at = 0.0
 
     def next_plan(self, watchdog_seconds: float) -> Plan[Row]:
-        """What the policy says now."""
+        """Ask the policy for a plan."""
         return plan(self._facts(tuple(self._lives()), tuple(self._waiting_prompts()), watchdog_seconds))
 
     def next_work(self) -> PrefillChunk[Row] | DecodeStep | Pause:
-        """What it says is computed, where no row goes or enters before that. Who has room is not asked: a row that was
-        asked, and not let in, would not be asked again."""
+        """Ask what is computed next, where no row goes or enters before that. Rows that wait are not asked for: one
+        that was, and not admitted, would not be again."""
         return plan(self._facts()).work
 
     # --- what happens to rows ---------------------------------------------------------------------------------------
 
     def queue(self, row: Row, *, is_back: bool = False) -> None:
-        """A row waits for a place, behind the others or, where it had one, in front of them."""
+        """Let a row wait for a place, behind the others or, where it had one, in front of them."""
         self.waiting.insert(0 if is_back else len(self.waiting), row)
         self._num_changes += 1
 
     def enters(self, row: Row) -> None:
-        """It has a place, and is to compute all of its prompt that is not kept."""
+        """Give a row its place on the clock, with all of its prompt to compute that is not kept."""
         if row in self.waiting:
             self.waiting.remove(row)
             for other in self.waiting:
@@ -90,12 +90,12 @@ class TurnOrder:
         self._num_changes += 1
 
     def begins(self, row: Row, num_left_tokens: int) -> None:
-        """Its prompt begins, with so much to compute: less than was thought where others did it, or more."""
+        """Correct how much of its prompt a row computes, as it begins: less where others did it, or more."""
         self._clock.correct(row, num_left_tokens)
 
     def leaves(self, row: Row, prefill: Prefill | None = None) -> None:
-        """It is gone, from its prefill or from where it was; nothing where it was gone before. What is not computed of
-        its prompt will not be."""
+        """Take a row off the clock, from its prefill or from where it was; nothing where it was gone before. What is
+        not computed of its prompt will not be."""
         is_over = row.decoding_from is not None or row.waits_again
         self._clock.leave(row, prefill.num_left if prefill is not None else 0 if is_over else row.num_tokens)
         self._left_tokens.pop(row, None)
@@ -104,7 +104,7 @@ class TurnOrder:
         self._num_changes += 1
 
     def prefilled(self, rows: Iterable[Row], num_tokens: int, seconds: float, *, is_beside_streams: bool) -> None:
-        """So much was computed for these."""
+        """Note that so many tokens were computed for these rows in so many seconds."""
         self._streams.prefilled(seconds, is_beside_streams=is_beside_streams)
         if num_tokens:
             self._clock.advance(num_tokens)
@@ -113,11 +113,11 @@ class TurnOrder:
                 row.progressed_at = self._prefilled_at
 
     def restored(self, seconds: float) -> None:
-        """So long rows were given what is kept of their prompts: it takes streams' time like a chunk."""
+        """Note how long kept KV was restored to rows: it takes streams' time like a chunk."""
         self._streams.prefilled(seconds, is_beside_streams=self.has_readers)
 
     def stepped(self, seconds: float) -> None:
-        """Streams stepped for so long. While they are owed that it is the turn of no prompt."""
+        """Note how long streams stepped. While they are owed that, prompts wait without being stuck."""
         if self._streams.owed_seconds > 0:
             self._prefilled_at += seconds
             for row in (*self._waiting_for_prefix.rows(), *(prefill.row for prefill in self._prefills)):
@@ -127,7 +127,7 @@ class TurnOrder:
             self._clock.rest()
 
     def clear(self) -> None:
-        """All rows are gone."""
+        """Forget all rows."""
         self.waiting.clear()
         self._left_tokens.clear()
         self._clock = FairClock()

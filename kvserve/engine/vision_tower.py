@@ -25,7 +25,7 @@ HEEDED = {
     "deepstack_visual_embeds",
     "per_layer_inputs",
 }
-"""What a decoder is told of an image here, or computes itself."""
+"""What a decoder gets of an image here, or computes itself."""
 
 
 @dataclass(frozen=True, slots=True)

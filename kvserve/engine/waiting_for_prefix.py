@@ -22,7 +22,7 @@ NOT_RESTORED = "KV could not be restored and will be computed again"
 @dataclass(slots=True, eq=False)
 class _Waiting:
     """`awaited` is the row in flight that will have stored this one's first tokens. `pinned` keeps what is known of its
-    prompt from leaving while room is made for it; without `has_room` it does not begin."""
+    prompt from eviction while room is made for it; without `has_room` it does not begin."""
 
     row: Row
     pinned: PinnedPrefix

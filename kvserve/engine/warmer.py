@@ -119,11 +119,11 @@ class Warmer:
             self._end(oldest, "dropped", "full")
 
     def note_busy(self) -> None:
-        """Rows compute."""
+        """Note that rows compute."""
         self._quiet_until = self._clock() + self._settings.grace_seconds
 
     def pause(self) -> None:
-        """A row comes: what was computed so far goes into the tree, and nothing is held any more."""
+        """Keep what was computed so far and let go of everything: a row comes."""
         if (active := self._active) is None:
             return
         with self._job_fails_alone(active.task):
@@ -146,7 +146,7 @@ class Warmer:
             self._end(task, "dropped", "forgotten")
 
     def step(self) -> bool:
-        """One short piece of work, where there is any to be done now. Whether there was."""
+        """Do one short piece of work, where there is any to be done now. Whether there was."""
         if self._clock() < self._quiet_until:
             return False
         self._drop_cancelled()
@@ -206,7 +206,7 @@ class Warmer:
         return "budget" if not self._share.is_open and warming.job.kind != "prewarm" else None
 
     def _replace(self, task: _Task) -> None:
-        """A later job takes the place of an earlier one for the same next request."""
+        """Let a job take the place of an earlier one for the same next request."""
         key = task.warming.job.key
         if key is None:
             return

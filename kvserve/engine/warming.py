@@ -56,7 +56,7 @@ class TimeShare:
         return self._share > 0
 
     def spend(self, seconds: float) -> None:
-        """So long was worked."""
+        """Take so many seconds from the account."""
         self._fill()
         self._seconds -= seconds
 
